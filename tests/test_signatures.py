@@ -10,11 +10,13 @@ import re
 from collections import defaultdict
 
 import pytest
+import torch
 
 import jax_bridge as xj
 import torch_bridge as xt
 import xshard as xs
 from jax_bridge import torch_interop
+from torch_bridge.redistribution.options import MoveKeywords, TwoMeshKeywords, TwoMeshOptions
 
 OPS = "all_gather all_reduce all_to_all copy_to halo_exchange reduce_scatter shard trim_halo"
 TWINS = {
@@ -56,9 +58,9 @@ ONLY = {
     },
     "a program of JAX has static shapes, and counts nothing": {"sizes"},
     "a route goes along axes that are manual around it": {"mesh"},
-    "a process of torch may be in one of two meshes": {"src_mesh", "dst_mesh", "requires_grad"},
+    "a process of torch may be in one of two meshes": {"src_mesh", "two_meshes"},
     "a jax.Array has a global shape": {"shapes"},
-    "torch converts and relabels as it moves": {"dtype", "relabel"},
+    "torch converts as it moves": {"dtype"},
     "autograd keeps what the backward pass needs": {"save"},
     "modes of JAX's differentiation": {"ad"},
     "options of jax.numpy.einsum and jax.nn": {
@@ -106,7 +108,7 @@ def test_values_come_first_then_layouts_then_the_mesh(name: str) -> None:
     ranks = [
         next(rank for rank, names in enumerate((VALUES, LAYOUTS, MESHES)) if p.name in names)
         for p in inspect.signature(VERBS[name]).parameters.values()
-        if p.kind is not p.KEYWORD_ONLY
+        if p.kind not in (p.KEYWORD_ONLY, p.VAR_KEYWORD)
     ]
     # The expression of an einsum stands before its operands.
     assert ranks == sorted(ranks) or (ranks == [1, 0] and name.endswith("einsum"))
@@ -141,3 +143,21 @@ def test_an_option_says_its_type_unless_it_may_be_any_value() -> None:
             options = inspect.signature(function).parameters.values()
             bare = {each.name for each in options if str(each.annotation) == "Any"}
             assert bare <= anything, f"{package.__name__}.{name}"
+
+
+def test_options_of_two_meshes_are_the_same_as_keywords_and_as_a_value() -> None:
+    assert TwoMeshKeywords.__annotations__.keys() == set(TwoMeshOptions._fields)
+    named = inspect.signature(xt.redistribute).parameters.keys() - {"two_meshes"}
+    values = {"x", "layouts", "mesh", "async_op"}
+    assert named - values == MoveKeywords.__annotations__.keys() - set(TwoMeshOptions._fields)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "meant"),
+    [("comm_dtyp", "comm_dtype"), ("dest_mesh", "dst_mesh"), ("async", "async_op")],
+)
+def test_an_option_that_redistribute_lacks_is_an_error_with_the_nearest(
+    wrong: str, meant: str
+) -> None:
+    with pytest.raises(TypeError, match=f"no option '{wrong}': did you mean '{meant}'"):
+        xt.redistribute(torch.ones(2), "n -> n", xs.Mesh(a=1), **{wrong: None})

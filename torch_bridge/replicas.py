@@ -40,17 +40,28 @@ def checked(
         text: The user's expression, for errors.
         name: The name of the tensor, for errors.
     """
-    # `after` is None for a result that is not linear, as a max: no layout says which of its
-    # gradients are equal. `entering` is None if there is nothing to compare.
     before, after = checks_of(executable.plan, processes.mesh, text, name)
     entering = comparison_of(before, processes)
-    if entering is not None:
-        x = Expect.apply(x, entering, None)
-    y = apply(executable, x)
+    # No layout says which gradients of a max are equal: it has no check `after`.
     returning = None if after is None else comparison_of(after, processes)
-    if returning is not None:
-        y = Expect.apply(y, None, returning)
-    return y
+    return with_comparisons(partial(apply, executable), x, entering, returning)
+
+
+def with_comparisons(
+    move: Callable[[Tensor], Tensor], block: Tensor, entering: Check | None, returning: Check | None
+) -> Tensor:
+    """Run a move; compare replicas of its block now, and of its result's gradient later.
+
+    Args:
+        move: The move, differentiable.
+        block: This process's block.
+        entering: Compares the block; None if there is nothing to compare.
+        returning: Compares the gradient, in the backward pass; likewise.
+    """
+    if entering is not None:
+        block = Expect.apply(block, entering, None)
+    result = move(block)
+    return result if returning is None else Expect.apply(result, None, returning)
 
 
 def comparisons_between(plan: Plan, text: str) -> tuple[Comparison | None, Comparison | None]:
@@ -108,35 +119,44 @@ def compare_all(
         pairs: Each block with its comparison; all comparisons are made by the same processes.
         bucket_bytes: How many bytes of blocks are compared together; None for all.
     """
-    keys = [(one.check.axes, one.processes, x.dtype, x.device) for one, x in pairs]
-    n_ranks = len(pairs[0][0].ranks)
-    most_axes = max(len(comparison.check.axes) for comparison, _ in pairs)
-    # [blocks, ranks, axes, 2]: the largest difference along an axis, and the largest value. This
-    # process fills its own row of ranks; a maximum over all processes below fills the others, which
-    # are 0 here.
-    findings = torch.zeros(
-        (len(pairs), n_ranks, most_axes, 2), dtype=torch.float64, device=pairs[0][1].device
-    )
-    # Blocks of one dtype, compared along the same axes, share a collective per axis.
-    for members in trees.group_by_bytes([x.nbytes for _, x in pairs], bucket_bytes, keys):
-        first, _ = pairs[members[0]]
-        if (
-            first.processes is None
-        ):  # a process without a block joins only the collective at the end
-            continue
-        values = [_comparable(pairs[k][1].detach()) for k in members]
-        for i, axis in enumerate(first.check.axes):
-            differences = _differences(values, first.processes, axis)
-            findings[members, first.processes.device, i] = differences.to(findings)
-
-    # Everybody gets the findings of all, so that all raise or none.
+    findings = _findings(pairs, bucket_bytes)
+    # Everybody gets the findings of all, so that all raise or none: where this process has zeros,
+    # others have theirs.
     callers = pairs[0][0].callers
-    everywhere = _largest(findings, callers, callers.mesh.axes).cpu().numpy()
-    for (comparison, _), found in zip(pairs, everywhere, strict=True):
-        n_axes = len(comparison.check.axes)
-        fault = comparison.check.fault(found[:, :n_axes], comparison.ranks)
+    of_all_ranks = _largest(findings, callers, callers.mesh.axes).cpu().numpy()
+    for (comparison, _), of_block in zip(pairs, of_all_ranks, strict=True):
+        check = comparison.check
+        fault = check.fault(of_block[:, : len(check.axes)], comparison.ranks)
         if fault is not None:
             raise fault
+
+
+def _findings(pairs: Sequence[tuple[Comparison, Tensor]], bucket_bytes: int | None) -> Tensor:
+    """Return how much this process's blocks differ from their replicas: `[blocks, ranks, axes, 2]`.
+
+    The last dim is the largest difference along an axis, and the largest value. Only the row of
+    this process among the ranks is filled; all others are 0.
+    """
+    comparisons = [comparison for comparison, _ in pairs]
+    blocks = [block for _, block in pairs]
+    most_axes = max(len(comparison.check.axes) for comparison in comparisons)
+    shape = (len(pairs), len(comparisons[0].ranks), most_axes, 2)
+    findings = torch.zeros(shape, dtype=torch.float64, device=blocks[0].device)
+    # Blocks of one dtype, compared along the same axes, share a collective per axis.
+    keys = [
+        (comparison.check.axes, comparison.processes, block.dtype, block.device)
+        for comparison, block in pairs
+    ]
+    for members in trees.group_by_bytes([x.nbytes for x in blocks], bucket_bytes, keys):
+        first = comparisons[members[0]]
+        processes = first.processes
+        if processes is None:  # a process without a block only hears of the others' findings
+            continue
+        values = [_comparable(blocks[i].detach()) for i in members]
+        for axis_number, axis in enumerate(first.check.axes):
+            differences = _differences(values, processes, axis)
+            findings[members, processes.device, axis_number] = differences.to(findings)
+    return findings
 
 
 def _differences(values: Sequence[Tensor], processes: ProcessMesh, axis: str) -> Tensor:
@@ -146,23 +166,21 @@ def _differences(values: Sequence[Tensor], processes: ProcessMesh, axis: str) ->
     one process and [1, 5] on another -> (2, 5).
     """
     flat = torch.cat([x.reshape(-1) for x in values])
-    is_float = flat.is_floating_point()
     # One collective finds both maximum and minimum, as min(x) = -max(-x). For integers ~x takes the
     # place of -x, because the least integer has no negative: -(-128) overflows int8, ~(-128) is
     # 127.
-    reversed_order = flat.neg() if is_float else flat.bitwise_not()
-    both = _largest(torch.stack([flat, reversed_order]), processes, (axis,))
-    largest = both[0]
-    smallest = both[1].neg() if is_float else both[1].bitwise_not()
+    reverse = torch.neg if flat.is_floating_point() else torch.bitwise_not
+    largest, reversed_smallest = _largest(torch.stack([flat, reverse(flat)]), processes, (axis,))
+    smallest = reverse(reversed_smallest)
 
     # inf - inf would be NaN, though they are equal. Differences of integers may wrap around, but
     # not to 0.
-    difference = torch.where(largest == smallest, torch.zeros_like(largest), largest - smallest)
+    difference = (largest - smallest).masked_fill(largest == smallest, 0)
     size = torch.maximum(largest.double().abs(), smallest.double().abs())
-    size = torch.where(size.isfinite(), size, torch.zeros_like(size))
-    findings = torch.stack([difference.double().abs(), size])
-    of_each = findings.split([x.numel() for x in values], 1)
-    return torch.stack([x.amax(1) if x.numel() else x.new_zeros(2) for x in of_each])
+    size = size.where(size.isfinite(), 0)
+    columns = torch.stack([difference.double().abs(), size])  # [2, elements of all values]
+    by_value = columns.split([x.numel() for x in values], 1)
+    return torch.stack([x.amax(1) if x.numel() else x.new_zeros(2) for x in by_value])
 
 
 def _largest(values: Tensor, processes: ProcessMesh, axes: Sequence[str]) -> Tensor:

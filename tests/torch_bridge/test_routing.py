@@ -186,6 +186,20 @@ def test_known_sizes_take_one_collective() -> None:
 
 
 @on_four
+def test_results_of_padding_count_for_nothing_whatever_the_shape_of_rows() -> None:
+    """Several choices a row: what lies beside a copy's own results in the padding is not added."""
+    to = torch.tensor([[0, 3], [4, 5], [7, 2]])
+    w = torch.arange(1.0, 7.0).view(3, 2)
+    for shape in ((), (2,), (2, 3)):
+        x = torch.arange(3.0 * math.prod(shape)).view(3, *shape)
+        there = xt.route(x, to, "ep", MESH, groups=8, sizes=4)
+        values = there.rows.clone()
+        values[there.sizes.sum() :] = math.nan
+        expected = x * w.sum(1).view(3, *[1] * len(shape))
+        assert torch.equal(there.back(values, weights=w), expected), shape
+
+
+@on_four
 def test_each_process_is_sent_one_copy_of_a_row() -> None:
     """What other processes send: one copy of a row to each process that it needs, forward and backward."""
     rank = dist.get_rank()
@@ -255,6 +269,7 @@ def test_what_is_refused() -> None:
         (lambda: route(capacity=0), "ShapeError: capacity=0"),
         (lambda: route(groups=[0, 4]), "ShapeError: groups=[0, 4] along 4 parts"),
         (lambda: route().back(x[:1]), "ShapeError: results of shape (1, 2)"),
+        (lambda: route().back(x.sum()), "ShapeError: results of shape ()"),
         (lambda: route(debug=True, groups=4 + rank // 3), "DesyncError: the ranks disagree...: options"),
         (lambda: route(to=to.to("meta")), "PlanError: to says where rows go by its values"),
         (lambda: vmap(lambda t: route(to=t).rows)(torch.stack([to, to])), "PlanError: to says where rows go"),

@@ -73,20 +73,21 @@ def check_not_swapped() -> None:
     parameters are back: gradients would be wrong. Every `redistribute` calls this, so that it has
     to be quick.
     """
-    # A reentrant checkpoint disables forward mode of autograd: where it is enabled there is none,
-    # and most calls end here. Inference has no backward pass.
+    # Most calls end here: a reentrant checkpoint disables forward mode of autograd, so that none is
+    # active where it is enabled. Inference has no backward pass.
     if is_forward_mode_enabled() or torch.is_inference_mode_enabled():
         return
+    # Outwards through the stack: first the checkpoint, then the `functional_call` around it.
     frame = sys._getframe(1)
     is_checkpointed = False
     while frame is not None:
         name = frame.f_code.co_qualname
         # The name of torch's class, which Megatron's and DeepSpeed's own checkpoints have, too.
-        is_checkpointed |= name == "CheckpointFunction.forward"
-        if is_checkpointed and name == "functional_call":
-            raise XshardError(
-                "a reentrant checkpoint inside torch.func.functional_call", hint=CHECKPOINT_HINT
-            )
+        if name == "CheckpointFunction.forward":
+            is_checkpointed = True
+        elif is_checkpointed and name == "functional_call":
+            reason = "a reentrant checkpoint inside torch.func.functional_call"
+            raise XshardError(reason, hint=CHECKPOINT_HINT)
         frame = frame.f_back  # type: ignore[assignment]
 
 

@@ -61,11 +61,13 @@ class Redistribute(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        """Return None for the executable, which has no gradient, then the gradients of the blocks."""
         executable = ctx.executable
         if not executable.is_linear:
-            # A max or min: the gradient goes to the elements that are equal to the result.
+            # A max or min of one block: the gradient goes to the elements that equal the result.
+            (gradient,) = gradients
             block, output = ctx.saved_tensors
-            cotangent = Redistribute.apply(executable.max_min_derivatives.cotangent, *gradients)
+            cotangent = Redistribute.apply(executable.max_min_derivatives.cotangent, gradient)
             return None, cotangent * share_among_winners(executable, block, output)
         adjoint = executable.backward
         # Most backward passes record nothing for a second one. Then the adjoint runs without
@@ -112,14 +114,13 @@ def share_among_winners(executable: Any, block: Tensor, output: Tensor) -> Tenso
         block: This process's block, the candidates.
         output: The result, as the layout after the plan has it.
     """
-    winners = executable.max_min_derivatives
-    # First bring the result back to the layout of the block, to compare the two. That is a linear
-    # move of the output; if the output lacks rows of the block, `winners.result` is a plan that
-    # reduces the block once more.
-    source = output if winners.result.is_linear else block.detach()
-    best = Redistribute.apply(winners.result, source)
-    has_won = (block == best).to(block.dtype)
-    n_winners = Redistribute.apply(winners.winner_count, has_won)
+    derivatives = executable.max_min_derivatives
+    # The result under the layout of the block, to compare the two: the output moved back, or, if it
+    # lacks rows of the block, the block reduced once more.
+    can_move_back = derivatives.result.is_linear
+    result = Redistribute.apply(derivatives.result, output if can_move_back else block.detach())
+    has_won = (block == result).to(block.dtype)
+    n_winners = Redistribute.apply(derivatives.winner_count, has_won)
     # Where a boundary value fills a row, no element has won: 1 in place of 0 avoids 0 / 0.
     return has_won / n_winners.clamp(min=1)
 

@@ -58,30 +58,30 @@ class Half:
 
     @property
     def backward(self) -> Half:
-        begins = not self.begins
-        if begins:
-            self._begin_derivative("backward", self.in_flight.executable.backward)
-        return Half(self._derivative("backward", begins), begins, self.batch)
+        return self._of_derivative("backward", not self.begins, self.batch)
 
     @property
     def tangent(self) -> Half:
-        if self.begins:
-            self._begin_derivative("tangent", self.in_flight.executable.tangent)
-        return Half(self._derivative("tangent", self.begins), self.begins, self.batch)
+        return self._of_derivative("tangent", self.begins, self.batch)
 
     def batched(self, n: int) -> Half:
-        if self.begins:
-            self._begin_derivative(n, self.in_flight.executable.batched(n))
-        return Half(self._derivative(n, self.begins), self.begins, (n, *self.batch))
+        return self._of_derivative(n, self.begins, (n, *self.batch))
 
-    def _begin_derivative(self, kind: str | int, executable: Executable) -> None:
-        """Leave an execution of a derivative for the half that ends it."""
-        self.in_flight.derivatives[kind] = InFlight(executable)
+    def _of_derivative(self, kind: str | int, begins: bool, batch: tuple[int, ...]) -> Half:
+        """Return a half of a derivative: the one that begins it leaves it for the one that ends it.
 
-    def _derivative(self, kind: str | int, begins: bool) -> InFlight:
-        """Return the execution of a derivative; the half that ends it takes it out."""
+        kind: a key of `InFlight.derivatives`.
+        """
         derivatives = self.in_flight.derivatives
-        return derivatives[kind] if begins else derivatives.pop(kind)
+        if not begins:
+            return Half(derivatives.pop(kind), begins, batch)
+        executable = self.in_flight.executable
+        if isinstance(kind, int):
+            derived = executable.batched(kind)
+        else:
+            derived = getattr(executable, kind)
+        derivatives[kind] = InFlight(derived)
+        return Half(derivatives[kind], begins, batch)
 
 
 class PendingTensor:
@@ -102,6 +102,7 @@ class PendingTensor:
     def __init__(
         self, result: Tensor | Callable[[], Tensor], shape: Sequence[int], like: Tensor
     ) -> None:
+        # The result; or what will give it; or the error that this has raised.
         self._result: Tensor | CollectiveError | Callable[[], Tensor] = result
         self._is_recording = torch.is_grad_enabled()
         self.shape = torch.Size(shape)
@@ -112,9 +113,9 @@ class PendingTensor:
     def begin(cls, block: Tensor, executable: Executable) -> PendingTensor:
         """Start a redistribution that goes on while you compute; `wait` of the result ends it.
 
-        All processes begin and end theirs in the same order. For autograd it is two functions: the
-        first begins, block -> token (an empty tensor, which only links the two), the second ends,
-        token -> result. In the backward pass they change roles: see `Half`.
+        All processes begin and end theirs in the same order. For autograd it is two functions, each
+        a `Half`: block -> token begins it, token -> result ends it. The token is an empty tensor,
+        which only links the two. In the backward pass they change roles.
 
         Args:
             block: This process's block under the left layout.
@@ -135,10 +136,10 @@ class PendingTensor:
         Raises:
             CollectiveError: A collective failed. Each later use raises it again.
         """
-        if isinstance(self._result, CollectiveError):
-            raise self._result
         if isinstance(self._result, Tensor):
             return self._result
+        if isinstance(self._result, CollectiveError):
+            raise self._result
         # Autograd records both halves or neither: the second as the first was, even if `no_grad`
         # differs.
         with torch.set_grad_enabled(self._is_recording):

@@ -17,12 +17,13 @@ from torch_bridge.autodiff.blocks import is_dtensor
 from torch_bridge.autodiff.function import apply
 from torch_bridge.autodiff.pending import PendingTensor
 from torch_bridge.calls.move import TRACED, MoveCall, check_no_transform
-from torch_bridge.comm_dtype import comm_dtype_of
+from torch_bridge.comm_dtype import CommDtypeLike, comm_dtype_of
 from torch_bridge.lower.rules import lower
 from torch_bridge.mesh.process_mesh import ProcessMesh, mesh_of
 from torch_bridge.versions.compiler import first_value, nonstrict_trace, unwrapped_mesh
 from torch_bridge.versions.modes import unset_fake_temporarily
-from xshard import Mesh, Plan
+from xshard import Mesh, Plan, ProfileLike
+from xshard.cost.machine import AUTO
 from xshard.errors import PlanError, XshardError
 
 
@@ -75,16 +76,16 @@ def traced_call(
         # `_recorded` turns these constants back into what they were.
         constants = {name: value for name, value in options.items() if value is not None}
         if "comm_dtype" in constants:
-            pair = comm_dtype_of(constants["comm_dtype"], blocks[0].dtype)
-            constants["comm_dtype"] = tuple(str(dtype) for dtype in pair)
+            dtypes = comm_dtype_of(constants["comm_dtype"], blocks[0].dtype)
+            constants["comm_dtype"] = tuple(str(dtype) for dtype in dtypes)
         constant_mesh = (mesh.axes, mesh.sizes) if isinstance(mesh, Mesh) else mesh
         y = _recorded(list(blocks), verb, expression, constant_mesh, constants)
         _raise_refusal()
-    elif not _are_plain(blocks):
+    elif _are_plain(blocks):
+        y = TRACED[verb](list(blocks), expression, mesh, **options)
+    else:
         what = f"torch.export records {verb} of plain tensors on one mesh"
         raise PlanError(what, hint="export local tensors")
-    else:
-        y = TRACED[verb](list(blocks), expression, mesh, **options)
     if async_op:  # a graph has no calls in flight: the result is there
         return PendingTensor(y, y.shape, y)
     return y
@@ -127,52 +128,38 @@ def _raise_refusal() -> None:
 
 
 class _TracedPlan(NamedTuple):
-    """The plan of a recorded call, the processes that run it, and the plans of its derivatives."""
+    """The plan of a recorded call, the processes that run it, and the plans of its derivatives.
+
+    variable_dims: the dims of the block whose lengths vary in the graph.
+    """
 
     plan: Plan
     processes: ProcessMesh
     derivatives: Sequence[Plan]
+    variable_dims: set[int]
 
 
-def _redistribute(blocks: list[Tensor], expression: Any, mesh: Any, **options: Any) -> Tensor:
+def _redistribute(
+    blocks: list[Tensor],
+    expression: Any,
+    mesh: Any,
+    shape: Any = None,
+    profile: ProfileLike = AUTO,
+    comm_dtype: CommDtypeLike = None,
+) -> Tensor:
     """Put a redistribution into a compiler's graph, for many lengths of a dim where possible.
 
     A dim of variable length (a symbol of torch.compile) stays variable if no step of the plan
-    shards it: [s, 8] under "s i/tp -> s i" works for any s. The plan is made for a likely length,
-    near the first one, that no mesh axis divides. If a step shards the dim all the same, it is
-    planned again for its first length, and another length compiles a new graph.
-
-    Args:
-        blocks: The one block.
-        expression: The layouts.
-        mesh: The mesh.
-        **options: `shape`, `profile` and `comm_dtype`, as for `redistribute`.
+    shards it: [s, 8] under "s i/tp -> s i" works for any s. The arguments are those of
+    `redistribute`; blocks: the one block.
     """
     check_no_transform()
     (x,) = blocks
-    profile = options.get("profile", "auto")
-    call = MoveCall.of(expression, mesh, None, profile, options.get("comm_dtype"))
-    backward_dtype = comm_dtype_of(call.comm_dtype, x.dtype).backward
-
-    shape = options.get("shape")
-    likely_lengths = _lengths_near_first(x, shape, mesh_of(call.mesh).n_devices)
-    free = set(likely_lengths)  # dims whose length stays a symbol
-    while True:
-        # `int` of a symbol makes it a constant of the graph, which is then valid for this length
-        # alone. For dims that stay variable, the plan is made for the likely length.
-        lengths = [likely_lengths[d] if d in free else int(n) for d, n in enumerate(x.shape)]
-        if shape is not None:
-            whole = [lengths[d] if d in free else int(n) for d, n in enumerate(shape)]
-            call = call._replace(shape=tuple(whole))
-        traced = _plan_traced(call, x, tuple(lengths), backward_dtype)
-        names = traced.plan.source.layout.names
-        sharded = {d for d in free if not _is_unsharded(traced, names[d])}
-        if not sharded:
-            break
-        free -= sharded  # planned again, for their first lengths alone
-
-    symbols = {names[d]: x.shape[d] for d in free}
+    call = MoveCall.of(expression, mesh, None, profile, comm_dtype)
+    traced = _plan_for_variable_lengths(call, x, shape)
+    symbols = {traced.plan.source.layout.names[d]: x.shape[d] for d in traced.variable_dims}
     executable = lower(traced.plan, traced.processes, x.device, symbols)
+    backward_dtype = comm_dtype_of(call.comm_dtype, x.dtype).backward
     return apply(executable.casting(x.dtype, backward_dtype), x)
 
 
@@ -204,21 +191,47 @@ def _lengths_near_first(x: Tensor, shape: Any, n_devices: int) -> dict[int, int]
     return lengths
 
 
-def _plan_traced(
-    call: MoveCall, x: Tensor, lengths: tuple[int, ...], backward_dtype: torch.dtype
-) -> _TracedPlan:
+def _plan_for_variable_lengths(call: MoveCall, x: Tensor, shape: Any) -> _TracedPlan:
+    """Plan a redistribution so that as many dims as possible may have other lengths later.
+
+    The plan is made for a likely length, near the first one, that no mesh axis divides. If a step
+    shards the dim all the same, it is planned again for its first length, and another length
+    compiles a new graph.
+
+    Args:
+        call: The layouts, the mesh and options, without a shape.
+        x: This process's block.
+        shape: The global shape; None if the caller gave none.
+    """
+    lengths = _lengths_near_first(x, shape, mesh_of(call.mesh).n_devices)
+    while True:
+        traced = _plan_traced(call, x, shape, lengths)
+        names = traced.plan.source.layout.names
+        unsharded = {d: length for d, length in lengths.items() if _is_unsharded(traced, names[d])}
+        if unsharded == lengths:
+            return traced
+        lengths = unsharded
+
+
+def _plan_traced(call: MoveCall, x: Tensor, shape: Any, lengths: dict[int, int]) -> _TracedPlan:
     """Plan a redistribution while a compiler traces, and its backward pass if autograd records it.
 
     Args:
-        call: The layouts, the mesh and options.
+        call: The layouts, the mesh and options, without a shape.
         x: This process's block, a fake tensor.
-        lengths: The shape of the block for which to plan, all numbers.
-        backward_dtype: The dtype in which gradients travel.
+        shape: The global shape; None if the caller gave none.
+        lengths: The length for which to plan of each dim whose length varies, by the dim's index.
     """
+    # `int` of a symbol makes it a constant of the graph, which is then valid for this length alone.
+    local_shape = tuple(lengths[d] if d in lengths else int(n) for d, n in enumerate(x.shape))
+    if shape is not None:
+        whole = [lengths[d] if d in lengths else int(n) for d, n in enumerate(shape)]
+        call = call._replace(shape=tuple(whole))
+    backward_dtype = comm_dtype_of(call.comm_dtype, x.dtype).backward
     # Planning makes process groups and tensors that are cached for later calls: these must not be
     # fake.
     with unset_fake_temporarily():
-        plan, processes = call.plan((lengths, x.dtype, x.device))
+        plan, processes = call.plan((local_shape, x.dtype, x.device))
         executable = lower(plan, processes, x.device).casting(x.dtype, backward_dtype)
         derivatives: list[Plan] = []
         if x.requires_grad and torch.is_grad_enabled():
@@ -226,7 +239,7 @@ def _plan_traced(
                 derivatives.append(executable.backward.plan)
             else:
                 derivatives += [winner.plan for winner in executable.max_min_derivatives]
-    return _TracedPlan(plan, processes, derivatives)
+    return _TracedPlan(plan, processes, derivatives, set(lengths))
 
 
 def _is_unsharded(traced: _TracedPlan, name: str) -> bool:
@@ -243,7 +256,7 @@ def _is_unsharded(traced: _TracedPlan, name: str) -> bool:
         layouts = [plan.source.layout, plan.target.layout]
         layouts += [stage.after.layout for stage in plan.stages]
         for layout in layouts:
-            if "pole" in str(layout):  # rows beyond a pole depend on another dim
+            if "pole" in str(layout):
                 return False
             dim = layout.dim(name)
             if dim.shards or dim.overlap is not None:

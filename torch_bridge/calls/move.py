@@ -5,9 +5,10 @@ What all processes have in common is checked first, so that all raise or none; t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import wraps
+from itertools import chain
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -30,7 +31,7 @@ from xshard.cost.machine import AUTO, load_profile, profile_of_devices, resolve_
 from xshard.cost.model import Profile, ProfileLike
 from xshard.dtypes import name_of
 from xshard.errors import DtypeError, MeshError, PlanError, ShapeError
-from xshard.layout import Mesh, Sharding
+from xshard.layout import Layout, Mesh, Sharding
 from xshard.layout.layout import check_axes
 from xshard.layout.lengths import global_shape
 from xshard.notation.parser import with_map_digests
@@ -129,28 +130,25 @@ class MoveCall(NamedTuple):
         # The plan is for the dtype that travels, as bfloat16; `casting` converts blocks and
         # results.
         dtype = name_of(comm_dtype_of(self.comm_dtype, block_dtype).forward)
-        both = sides(self.expression)
-        for layout in (both.src, both.dst):
-            check_axes(layout, processes.mesh, both.text)
+        ends = sides(self.expression)
+        for layout in (ends.src, ends.dst):
+            check_axes(layout, processes.mesh, ends.text)
 
         if isinstance(self.expression, Plan):
             plan = self.expression
             check_given("the block is", plan, dtype, self.shape, processes.mesh)
         else:
-            # Only the processes along the axes of the layouts take part. Along other axes,
-            # processes may have blocks of other sizes, and other plans.
-            axes = tuple(dict.fromkeys((*both.src.axes, *both.dst.axes)))
-            profile = links_along(machine_profile(self.profile, device), axes, processes)
-            processes = processes.submesh(axes)
+            profile = machine_profile(self.profile, device)
+            profile, processes = part_of_mesh((ends.src, ends.dst), processes, profile)
             shape = self.shape
             if shape is None:
-                shape = global_shape(both.src, processes.mesh, local_shape, both.text)
-            plan = find_plan(both, processes.mesh, shape, dtype, profile=profile)
+                shape = global_shape(ends.src, processes.mesh, local_shape, ends.text)
+            plan = find_plan(ends, processes.mesh, shape, dtype, profile=profile)
 
         # This check is last, because it may raise on this process alone.
         is_inferred = self.shape is None
         what = "the block of"
-        check_local(what, local_shape, plan.source, processes, both.text, inferred=is_inferred)
+        check_local(what, local_shape, plan.source, processes, ends.text, inferred=is_inferred)
         return plan, processes
 
     def facts(self, block: Block, **sent: object) -> CallFacts:
@@ -253,6 +251,19 @@ def links_along(profile: ProfileLike, axes: Sequence[str], processes: ProcessMes
     """
     on_mesh = profile_of_devices(load_profile(profile), processes.mesh, processes.ranks)
     return on_mesh.for_axes(axes, processes.mesh)
+
+
+def part_of_mesh(
+    layouts: Iterable[Layout], processes: ProcessMesh, profile: ProfileLike
+) -> tuple[Profile, ProcessMesh]:
+    """Return the links and the processes along the mesh axes that some layouts name.
+
+    On a mesh (dp=2, tp=4), layouts that name tp alone concern the 4 devices of a tp group. Along
+    other axes, processes may have blocks of other sizes, and other plans.
+    """
+    axes = tuple(dict.fromkeys(chain.from_iterable(layout.axes for layout in layouts)))
+    # The links are found in the whole mesh: which axes cross nodes does not show in a part of it.
+    return links_along(profile, axes, processes), processes.submesh(axes)
 
 
 def mesh_with_ranks(mesh: MeshLike) -> str:

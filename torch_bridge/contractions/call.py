@@ -79,23 +79,16 @@ class EinsumCall(NamedTuple):
         the blocks. mesh: None if the operands are DTensors, which have one. Raises NotationError
         for the expression, and ShapeError for lengths that contradict it.
         """
-        # None is left to DTensors, which have a mesh; anything else must be one.
         if mesh is not None:
             checked_mesh(mesh)
-        call = cls(
-            expression=expression,
-            mesh=mesh,
-            shapes=None,
-            profile=resolve_profile(profile),
-            memory_limit=limit_of(memory_limit),
-            comm_dtype=None if comm_dtype is None else comm_dtypes(comm_dtype),
-            overlap=overlap,
-        )
-        if shape is None and sizes is None:
-            return call
-        lengths, whole = checked_lengths(sizes, shape)
-        _, shapes = shapes_of(call.contraction, lengths, whole)
-        return call._replace(shapes=shapes)
+        if comm_dtype is not None:
+            comm_dtype = comm_dtypes(comm_dtype)
+        profile = resolve_profile(profile)
+        limit = limit_of(memory_limit)
+        shapes = None
+        if shape is not None or sizes is not None:
+            _, shapes = shapes_of(contraction_of(expression), *checked_lengths(sizes, shape))
+        return cls(expression, mesh, shapes, profile, limit, comm_dtype, overlap)
 
     @property
     def contraction(self) -> Contraction:
@@ -126,16 +119,10 @@ class EinsumCall(NamedTuple):
         dtype_name = name_of(comm_dtype_of(self.comm_dtype, dtype).forward)
         if isinstance(self.expression, ContractionPlan):
             plan = self.expression
+            what = "the operands are"
             hint = "pass the expression, or a plan made for them"
-            check_given(
-                "the operands are",
-                plan,
-                dtype_name,
-                self.shapes,
-                processes.mesh,
-                text=plan.text,
-                hint=hint,
-            )
+            mesh = processes.mesh
+            check_given(what, plan, dtype_name, self.shapes, mesh, text=plan.text, hint=hint)
         else:
             plan, processes = self._planned(contraction, processes, blocks, dtype_name)
         _check_product(plan, dtype, tensor_device)
@@ -153,20 +140,15 @@ class EinsumCall(NamedTuple):
         """Plan an einsum on the part of the mesh that its expression names.
 
         On a mesh (dp=2, tp=4), "m k/tp, k/tp n -> m n" is planned for the 4 devices of a tp group:
-        each group along dp computes its own result. Returns the plan, and those processes.
+        each group along dp computes its own result. Without global shapes, they are inferred from
+        the blocks, taken to be equal. Returns the plan, and those processes.
         """
-        names: dict[str, None] = {}  # in their order
-        for layout in contraction.arrays:
-            names.update(dict.fromkeys(layout.axes))
-        axes = tuple(names)
+        local_shapes = tuple(shape for shape, *_ in blocks)
         _, _, tensor_device = blocks[0]
-        profile = calls.links_along(machine_profile(self.profile, tensor_device), axes, processes)
-        # The speed of links is found before the mesh is cut: which axes cross nodes shows only in
-        # the whole mesh.
-        processes = processes.submesh(axes)
+        profile = machine_profile(self.profile, tensor_device)
+        profile, processes = calls.part_of_mesh(contraction.arrays, processes, profile)
         shapes = self.shapes
         if not shapes:
-            local_shapes = tuple(shape for shape, *_ in blocks)
             shapes = global_lengths(contraction, processes.mesh, local_shapes)
         plan = plan_contraction(
             contraction,
@@ -284,9 +266,9 @@ def _for_operands(given: Contraction, blocks: Sequence[calls.Block]) -> Contract
     check_number(given, blocks)
     _, dtype, device = blocks[0]
     check_device(device)
-    for (_, other_dtype, other_device), span in zip(
-        blocks, text_spans(given.text).layouts, strict=False
-    ):
+    spans = text_spans(given.text).layouts  # of the operands, then of the result
+    for block, span in zip(blocks, spans, strict=False):
+        _, other_dtype, other_device = block
         hint = "x.to(...): they are multiplied as they are"
         if dtype != other_dtype:
             message = f"one operand is {dtype}, another {other_dtype}"
@@ -319,8 +301,6 @@ def _check_product(plan: ContractionPlan, dtype: torch.dtype, device: torch.devi
             local(*blocks)
         except RuntimeError as error:
             reason = str(error).partition("\n")[0]
-            raise DtypeError(
-                f"torch cannot multiply {dtype}: {reason}",
-                text=plan.text,
-                hint="cast the operands first: x.to(...)",
-            ) from None
+            message = f"torch cannot multiply {dtype}: {reason}"
+            hint = "cast the operands first: x.to(...)"
+            raise DtypeError(message, text=plan.text, hint=hint) from None

@@ -105,8 +105,7 @@ def einsum(  # noqa: PLR0913  a verb with the options of plans and of calls
     try:
         if maps is not None:
             expression = with_map_digests(expression, maps)
-        if save not in SAVES or overlap not in OVERLAPS:
-            raise _wrong_choice(save, overlap)
+        _check_choices(save, overlap)
         check_not_swapped()
         call = EinsumCall.of(expression, mesh, **options)
         blocks = list(operands)
@@ -125,12 +124,13 @@ def einsum(  # noqa: PLR0913  a verb with the options of plans and of calls
         raise
 
 
-def _wrong_choice(save: str, overlap: str) -> PlanError:
-    """Return the error for an unknown `save` or `overlap`."""
+def _check_choices(save: str, overlap: str) -> None:
+    """Raise PlanError for an unknown `save` or `overlap`."""
     if save not in SAVES:
         hint = '"used": operands where they are contracted, or "given"'
-        return PlanError(f"save is {save!r}", hint=hint)
-    return PlanError(f"no overlap {overlap!r}", hint=f"there are: {', '.join(OVERLAPS)}")
+        raise PlanError(f"save is {save!r}", hint=hint)
+    if overlap not in OVERLAPS:
+        raise PlanError(f"no overlap {overlap!r}", hint=f"there are: {', '.join(OVERLAPS)}")
 
 
 def _compiled(
@@ -148,8 +148,7 @@ def _compiled(
     """
     from torch_bridge.calls import compiled  # slow: it imports torch._dynamo, half a second
 
-    if save not in SAVES or options["overlap"] not in OVERLAPS:
-        raise _wrong_choice(save, options["overlap"])
+    _check_choices(save, options["overlap"])
     blocks = [_autocast(x) for x in operands]
     if compiled.is_recorded(blocks, expression, mesh, options["profile"]):
         recorded_options = {**options, "save": save}
@@ -200,15 +199,17 @@ def _of_dtensors(call: EinsumCall, operands: list[Tensor], keeps: bool) -> Tenso
     )
 
     contraction = call.contraction
+    text = contraction.text
+    check_number(contraction, operands)
     dtensors: list[Any] = [x for x in operands if is_dtensor(x)]
     mesh = dtensors[0].device_mesh
-    check_number(contraction, operands)
     # A plain tensor beside them could be a block or a whole array.
     if len(dtensors) < len(operands) or any(x.device_mesh != mesh for x in dtensors):
         message = "not all operands are DTensors of one mesh"
-        raise MeshError(message, text=contraction.text, hint="all or none are")
+        raise MeshError(message, text=text, hint="all or none are")
+
     global_shapes = tuple(checked_global_shape(x, call.mesh, None) for x in dtensors)
-    contraction = for_operands(contraction, global_shapes)
+    contraction = for_operands(contraction, global_shapes)  # "..." stands for their dims
     shapes = call.shapes
     if shapes is None:
         _, shapes = shapes_of(contraction, None, global_shapes)
@@ -217,12 +218,13 @@ def _of_dtensors(call: EinsumCall, operands: list[Tensor], keeps: bool) -> Tenso
     needed_shapes = tuple(array.shape for array in arrays)
     if needed_shapes != global_shapes:
         message = f"the DTensors have shapes {global_shapes}, not {needed_shapes}"
-        raise ShapeError(message, text=contraction.text, hint="leave sizes= and shape= out")
+        raise ShapeError(message, text=text, hint="leave sizes= and shape= out")
     to_placements(result.layout, mesh, result.shape)  # raises if no DTensor is placed so
-    spans = text_spans(contraction.text).layouts
-    blocks = [
-        local_block_under(x, layout, contraction.text, span)
-        for x, layout, span in zip(dtensors, contraction.arrays, spans, strict=False)
-    ]
+
+    # Layouts and spans have the result's at the end, too.
+    blocks = []
+    spans = text_spans(text).layouts
+    for x, layout, span in zip(dtensors, contraction.arrays, spans, strict=False):
+        blocks.append(local_block_under(x, layout, text, span))
     y = _of_blocks(call._replace(mesh=mesh, shapes=shapes), blocks, keeps)
     return dtensor_of_block(as_tensor(y), result.layout, mesh, result.shape)

@@ -19,6 +19,7 @@ from torch_bridge.mesh.process_mesh import ProcessMesh
 from torch_bridge.versions.functorch import is_forward_mode, is_transformed
 from xshard import Plan
 from xshard.contractions.plan import ContractionPlan, Part
+from xshard.contractions.ring import ContractionRing
 from xshard.contractions.shapes import named_block
 from xshard.layout import Sharding
 
@@ -112,18 +113,16 @@ class MoveAgain(torch.autograd.Function):
         local_cotangent = _move(_adjoint(stages.result), cotangent)
         # An operand is moved only if another one needs a gradient. All processes decide this alike,
         # so that each move has all its participants.
-        contracted: list[Tensor | None] = []
+        moved: list[Tensor | None] = []
         for i, operand in enumerate(operands):
-            is_needed = any((*needs_gradient[:i], *needs_gradient[i + 1 :]))
-            contracted.append(_move(stages.moves[i], operand).conj() if is_needed else None)
-        gradients: list[Tensor | None] = []
+            do_others_need_it = sum(needs_gradient) > needs_gradient[i]
+            moved.append(_move(stages.moves[i], operand).conj() if do_others_need_it else None)
+        gradients: list[Tensor | None] = [None] * len(operands)
         for i in range(len(operands)):
-            if not needs_gradient[i]:
-                gradients.append(None)
-                continue
-            others = (*contracted[:i], *contracted[i + 1 :])
-            local_gradient = stages.contract.gradient(i)(local_cotangent, *others)  # type: ignore[attr-defined]  # of `plain`
-            gradients.append(_move(_adjoint(stages.moves[i]), local_gradient))
+            if needs_gradient[i]:
+                others = (*moved[:i], *moved[i + 1 :])
+                local_gradient = stages.contract.gradient(i)(local_cotangent, *others)  # type: ignore[attr-defined]  # of `plain`
+                gradients[i] = _move(_adjoint(stages.moves[i]), local_gradient)
         return None, *gradients
 
 
@@ -223,21 +222,28 @@ class Lowering:
         receives = any(move.plan.bytes_received for move in moves if move is not None)
         local = LocalContraction.of(part, self.processes.device)
         plain = Stages(moves, local, self._lowered(part.result, text), is_last)
+        stages = plain
         # The ring adds while pieces travel. With a communication dtype other than the blocks',
         # sums would be added in that dtype: then operands are moved as a whole instead.
-        if part.ring is None or self.travels != (self.block, self.block):
-            return PartExecutable(part.operand_indices, plain, plain, receives)
-        ring = part.ring
-        # The ring replaces one collective. Other steps of the same move remain, for the operand or
-        # the result that travels.
-        rest = self._lowered(ring.remaining_move, text, may_return_input=ring.operand is not None)
-        rounds = Rounds.of(local, ring, self._lowered(ring.rotation, text))
-        if ring.operand is None:
-            stages = Stages(moves, rounds, rest, is_last)
-        else:
-            moves = (*moves[: ring.operand], rest, *moves[ring.operand + 1 :])
-            stages = Stages(moves, rounds, plain.result, is_last)
+        if part.ring is not None and self.travels == (self.block, self.block):
+            stages = self._in_rounds(plain, local, part.ring, text)
         return PartExecutable(part.operand_indices, plain, stages, receives)
+
+    def _in_rounds(
+        self, plain: Stages, local: LocalContraction, ring: ContractionRing, text: str
+    ) -> Stages:
+        """Return the stages of a product in rounds, in which a ring replaces one collective.
+
+        Other steps of the same move remain, for the operand or the result that travels.
+        """
+        operand = ring.operand  # its number; None: the result travels
+        remaining = self._lowered(ring.remaining_move, text, may_return_input=operand is not None)
+        rounds = Rounds.of(local, ring, self._lowered(ring.rotation, text))
+        if operand is None:
+            return replace(plain, contract=rounds, result=remaining)
+        moves = list(plain.moves)
+        moves[operand] = remaining
+        return replace(plain, contract=rounds, moves=tuple(moves))
 
     def _lowered(self, plan: Plan, text: str, *, may_return_input: bool = False) -> Move:
         """Return the move of a plan for these blocks; None if it has no steps."""

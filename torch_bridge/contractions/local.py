@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import NamedTuple
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -28,13 +28,6 @@ Names = tuple[str, ...]
 _NARROW = (torch.uint8, torch.int8, torch.int16, torch.int32)
 
 
-class RepeatedDim(NamedTuple):
-    """A dim that only the result has: its values are repeated along it."""
-
-    number: int
-    length: int
-
-
 @dataclass(frozen=True)
 class LocalContraction:
     """`torch.einsum` of blocks with named dims. A dim that only the result has is repeated."""
@@ -46,10 +39,9 @@ class LocalContraction:
     @classmethod
     def of(cls, part: Part, device: int) -> LocalContraction:
         """Return the local contraction of a part of a plan on a device."""
-        layouts = [array.layout for array in part.contracted_shardings]
-        lengths = dim_lengths(
-            layouts, (array.local_shape(device) for array in part.contracted_shardings)
-        )
+        arrays = part.contracted_shardings
+        layouts = [array.layout for array in arrays]
+        lengths = dim_lengths(layouts, [array.local_shape(device) for array in arrays])
         names = tuple(layout.names for layout in layouts)
         return cls(names, part.result.src.names, tuple(lengths.items()))
 
@@ -69,7 +61,7 @@ class LocalContraction:
         if dtype in _NARROW:  # torch sums them into int64, and has no product of both
             blocks = tuple(x.long() for x in blocks)
         y = torch.einsum(self._equation, *blocks).to(dtype)
-        for d, length in self._repeated_dims:
+        for d, length in self._repeated_dims.items():
             y = y.unsqueeze(d).expand(*y.shape[:d], length, *y.shape[d:])
         return y
 
@@ -82,37 +74,44 @@ class LocalContraction:
         # torch permutes operands to the alphabetical order of the letters of summed dims. Letters
         # in the order of the largest block keep torch from copying that one.
         lengths = dict(self.lengths)
-        largest_first = sorted(
-            self.operands, key=lambda names: -math.prod(lengths[name] for name in names)
-        )
-        letters: dict[str, str] = {}
-        for names in largest_first:
-            for name in names:
-                letters.setdefault(name, string.ascii_letters[len(letters)])
+
+        def size(names: Names) -> int:
+            return math.prod(lengths[name] for name in names)
+
+        largest_first = sorted(self.operands, key=size, reverse=True)
+        all_names = dict.fromkeys(chain.from_iterable(largest_first))
+        letters = dict(zip(all_names, string.ascii_letters, strict=False))
         operands = ["".join(letters[name] for name in names) for names in self.operands]
         result = "".join(letters[name] for name in self.result if name in letters)
         return f"{','.join(operands)}->{result}"
 
     @cached_property
-    def _repeated_dims(self) -> list[RepeatedDim]:
-        """Dims that only the result has."""
+    def _repeated_dims(self) -> dict[int, int]:
+        """The lengths of the dims that only the result has, by their numbers."""
         names_of_operands = set[str]().union(*self.operands)
         lengths = dict(self.lengths)
-        return [
-            RepeatedDim(d, lengths[name])
-            for d, name in enumerate(self.result)
-            if name not in names_of_operands
-        ]
+        return {
+            d: lengths[name] for d, name in enumerate(self.result) if name not in names_of_operands
+        }
 
 
 @dataclass(frozen=True, eq=False)
 class Rounds:
-    """The blocks of operands -> the local result, one piece after the other."""
+    """The blocks of operands -> the local result, one product per piece of a dim.
 
-    local: LocalContraction  # of one piece
+    One operand travels round the ring piece by piece, or the sums of the result do.
+
+    Attributes:
+        local: The contraction of one piece.
+        ring: What travels, along which axis, in how many pieces.
+        rotation: Passes a piece on to the next device.
+        order: The numbers of the pieces in the order of the products: 1, 2, 0 on device 1 of 3.
+    """
+
+    local: LocalContraction
     ring: ContractionRing
-    rotation: Executable  # passes a piece on to the next device
-    order: tuple[int, ...]  # the pieces in the order of the products
+    rotation: Executable
+    order: tuple[int, ...]
 
     @classmethod
     def of(
@@ -121,13 +120,12 @@ class Rounds:
         """Return `whole`, the contraction of the gathered operands, in the rounds of a ring."""
         assert rotation is not None, "a ring has two devices or more"
         # Each product has an equal part of the dim that travels.
-        lengths = tuple(
-            (name, length // ring.products if name == ring.dim else length)
-            for name, length in whole.lengths
-        )
+        lengths = dict(whole.lengths)
+        lengths[ring.dim] //= ring.products
         position = ring.rotation.mesh.index(rotation.processes.device, (ring.axis,))
         order = tuple(ring.order(position))
-        return cls(replace(whole, lengths=lengths), ring, rotation, order)
+        local = replace(whole, lengths=tuple(lengths.items()))
+        return cls(local, ring, rotation, order)
 
     def __call__(self, *blocks: Tensor) -> Tensor:
         pieces = [self._pieces(i, block) for i, block in enumerate(blocks)]
@@ -169,8 +167,8 @@ class Rounds:
         concatenation along it.
         """
         in_flight = deque[Tensor | PendingTensor](pieces[travelling])
-        products: list[Tensor] = []
-        for k in range(len(self.order)):
+        products: dict[int, Tensor] = {}  # by the number of the piece
+        for k, number in enumerate(self.order):
             piece = in_flight.popleft()
             block = piece.wait() if isinstance(piece, PendingTensor) else piece
             # Sent on before the product, so that it travels meanwhile. Pieces of the last round
@@ -178,10 +176,11 @@ class Rounds:
             if k + self.ring.pieces < len(self.order):
                 in_flight.append(PendingTensor.begin(block, self.rotation))
             operands = [block if i == travelling else pieces[i][k] for i in range(len(pieces))]
-            products.append(self.local(*operands))
+            products[number] = self.local(*operands)
         if self.ring.dim not in self.local.result:
-            return sum(products[1:], start=products[0])
-        return self._concatenated([products[self.order.index(j)] for j in range(len(self.order))])
+            first, *others = products.values()
+            return sum(others, start=first)
+        return self._concatenated([products[number] for number in range(len(products))])
 
     def _concatenated(self, pieces: Sequence[Tensor]) -> Tensor:
         if len(pieces) == 1:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
+from torch_bridge.lower.subarray import consecutive_slices
 from torch_bridge.mesh.failures import call_backend, raise_lost_peer
 from torch_bridge.mesh.process_mesh import Group
 from torch_bridge.versions.modes import dispatch_mode_count, is_profiling
@@ -83,20 +83,6 @@ class Peer(NamedTuple):
     arriving: slice
 
 
-class SplitSizes(NamedTuple):
-    """Elements from and for every rank, as an all-to-all takes them; empty if all are the same."""
-
-    received: list[int]
-    sent: list[int]
-
-
-class CallOptions(NamedTuple):
-    """The backend's options of a call that waits for its end, and of one that does not."""
-
-    blocking: Any
-    asynchronous: Any
-
-
 @dataclass(frozen=True)
 class Collective:
     """One collective of a group: every rank sends one flat tensor and receives another."""
@@ -147,12 +133,15 @@ class Collective:
         return end
 
     @cached_property
-    def _splits(self) -> SplitSizes:
-        """The split sizes of an all-to-all; none where all messages have one size, which is faster."""
-        # All ranks give them or none: NCCL's call without them skips a rank with nothing to send.
+    def _splits(self) -> tuple[list[int], list[int]]:
+        """The elements from and for every rank, as an all-to-all takes them.
+
+        Both are empty where all messages have one size, which is faster. All ranks give them or
+        none: NCCL's call without them skips a rank with nothing to send.
+        """
         if self.is_even:
-            return SplitSizes([], [])
-        return SplitSizes(list(self.received), list(self.sent))
+            return [], []
+        return list(self.received), list(self.sent)
 
     def _issue(self, out: Tensor, messages: Tensor, *, async_op: bool) -> Any:
         """Call the backend; return its handle to wait for, or None if there is none.
@@ -187,13 +176,13 @@ class Collective:
         if self.kind == "permute" or (self._is_a_pair and self._is_better_as_messages(messages)):
             return self._send_directly(out, messages)
         process_group = self.group.process_group
-        options = self._options[async_op]  # blocking, asynchronous
+        options = self._options[async_op]
         if self.kind == "all_reduce":
             return process_group.allreduce([out], options)
         method = getattr(process_group, METHODS[self.kind])
         if self.kind == "all_to_all":
-            splits = self._splits
-            return method(out, messages, splits.received, splits.sent, options)
+            received, sent = self._splits
+            return method(out, messages, received, sent, options)
         return method(out, messages, options)
 
     @cached_property
@@ -242,33 +231,29 @@ class Collective:
         flat tensor that is sent, what goes to it; of the flat tensor that arrives, what comes from
         it.
         """
-        rank_count = len(self.received)
+        arriving = consecutive_slices(self.received)
         if self.kind == "all_gather":
             # Every rank gets all of it.
-            sent = [slice(0, sum(self.sent))] * rank_count
+            sent = [slice(0, sum(self.sent))] * len(arriving)
         else:
-            sent = _consecutive_slices(self.sent)
-        arriving = _consecutive_slices(self.received)
+            sent = consecutive_slices(self.sent)
         peers = [
-            Peer(rank, sent_rows, arriving_rows)
-            for rank, sent_rows, arriving_rows in zip(
-                range(rank_count), sent, arriving, strict=True
-            )
+            Peer(rank, *slices) for rank, slices in enumerate(zip(sent, arriving, strict=True))
         ]
         me = self.group.process_group.rank()
         return peers[me:] + peers[:me]
 
     @cached_property
-    def _options(self) -> CallOptions:
-        """Options of this collective: the reduction, and whether the call waits for its end."""
+    def _options(self) -> dict[bool, Any]:
+        """The backend's options of a call that returns at once (True), and of one that waits."""
         # Made once: all calls of a collective have equal options, except for `asyncOp`.
-        options = CallOptions(_OPTIONS[self.kind](), _OPTIONS[self.kind]())
-        options.blocking.asyncOp = False
-        options.asynchronous.asyncOp = True
-        if self.op is not None:
-            options.blocking.reduceOp = _REDUCE_OPS[self.op]
-            options.asynchronous.reduceOp = _REDUCE_OPS[self.op]
-        return options
+        both = {}
+        for async_op in (False, True):
+            both[async_op] = _OPTIONS[self.kind]()
+            both[async_op].asyncOp = async_op
+            if self.op is not None:
+                both[async_op].reduceOp = _REDUCE_OPS[self.op]
+        return both
 
     def _functional(self, messages: Tensor) -> Tensor:
         """Return the result of the operator that compilers record; `wait_tensor` waits for it."""
@@ -283,8 +268,3 @@ class Collective:
         if self.kind == "all_reduce":
             return functional_collectives.all_reduce(messages, self.op, name)
         return functional_collectives.reduce_scatter_tensor(messages, self.op, rank_count, name)
-
-
-def _consecutive_slices(sizes: Sequence[int]) -> list[slice]:
-    """Return the positions of messages that lie one after the other: sizes (2, 3) -> 0:2, 2:5."""
-    return [slice(start, stop) for start, stop in pairwise(accumulate(sizes, initial=0))]

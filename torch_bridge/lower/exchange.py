@@ -46,20 +46,21 @@ def exchange(step: steps.Exchange, context: StepContext) -> Move:
     me = group.devices.index(context.device)
     outgoing = _outgoing(step, context, group)
     incoming = _incoming(step, context, group)
-    # Rows of this process's own block do not travel.
-    kept = tuple(part.rows for part in outgoing if part.peer == me)
 
+    # How the new block is put together: of all messages, in the order in which they add. Rows of
+    # this process's own block do not travel: they are read from it then.
     ordered = _in_order_of_addition(incoming, axes, context, me)
     messages = tuple(part.rows for part in ordered)
     whole = Packing(context.shapes.after, messages, None, op, _fills(context))
+    own_rows = iter([part.rows for part in outgoing if part.peer == me])
+    kept = tuple(next(own_rows) if part.peer == me else None for part in ordered)
+    received = _packing_of_others(context.shapes.after, incoming, group, me, op)
+    assembly = _Assembly(kept, received, whole)
 
     traffic = steps.Exchange(context.after.layout).traffic(context.before)
-    if not traffic.received:  # by any device of the mesh: all or none call the collective
-        return partial(_rearranged, whole, kept)
+    if not traffic.received:  # by any device of the mesh, so that all or none call the collective
+        return partial(assembly.assembled, messages=())
     sent = _packing_of_others(context.shapes.before, outgoing, group, me, op)
-    received = _packing_of_others(context.shapes.after, incoming, group, me, op)
-    is_kept = tuple(part.peer == me for part in ordered)
-    assembly = _Assembly(kept, is_kept, received, whole)
     collective = Collective("all_to_all", group, sent.sizes_by_rank, received.sizes_by_rank)
     return PackedCollective(collective, sent, received.arriving, assembly.unpack, assembly.place)
 
@@ -135,36 +136,34 @@ def _packing_of_others(
     return Packing(shape, tuple(part.rows for part in others), tuple(counts), op)
 
 
-def _rearranged(whole: Packing, kept: Sequence[Subarray], block: Tensor) -> Tensor:
-    """Return the block after an exchange in which no device receives anything."""
-    return whole.place(block, [rows.read(block) for rows in kept])
-
-
 @dataclass(frozen=True, eq=False)
 class _Assembly:
-    """How a process makes its new block of the rows that it keeps and of the messages of others."""
+    """How a process makes its new block of the rows that it keeps and of the messages of others.
 
-    rows_to_keep: tuple[Subarray, ...]
-    is_kept: tuple[bool, ...]  # for every message of `whole`
-    received: Packing  # the messages of others
-    whole: Packing  # all of them, and fills
+    Attributes:
+        kept: For each message of `whole` its rows in the old block, if they are this process's own;
+            None for a message of others.
+        received: The messages of others.
+        whole: All of them, in the order in which they add, and fills.
+    """
+
+    kept: tuple[Subarray | None, ...]
+    received: Packing
+    whole: Packing
 
     def unpack(self, block: Tensor, arrived: Tensor) -> Tensor:
         """Assemble the block of one tensor with all messages."""
-        if not self.rows_to_keep and not self.whole.fills:
+        if not any(self.kept) and not self.whole.fills:
             # Only messages of others: they may be the block as it lies in memory, without a copy.
             return self.received.unpack(arrived)
-        return self._assembled(block, self.received.split(arrived))
+        return self.assembled(block, self.received.split(arrived))
 
     def place(self, block: Tensor, parts: Sequence[Tensor]) -> Tensor:
         """Assemble the block of one tensor per rank."""
-        return self._assembled(block, self.received.split_each(parts))
+        return self.assembled(block, self.received.split_each(parts))
 
-    def _assembled(self, block: Tensor, messages: Sequence[Tensor]) -> Tensor:
-        # Merge kept rows and messages in the order of `whole`, in which they add.
+    def assembled(self, block: Tensor, messages: Sequence[Tensor]) -> Tensor:
+        """Assemble the block of the messages of others, each in its shape."""
         arrived = iter(messages)
-        kept_rows = iter(self.rows_to_keep)
-        parts = [
-            next(kept_rows).read(block) if is_kept else next(arrived) for is_kept in self.is_kept
-        ]
+        parts = [next(arrived) if rows is None else rows.read(block) for rows in self.kept]
         return self.whole.place(block, parts)

@@ -227,28 +227,27 @@ class Executable:
             return f"{step}, for '{self.contraction}'"
         return step
 
-    def casting(self, block: torch.dtype, backward: torch.dtype) -> Executable:
+    def casting(self, block_dtype: torch.dtype, gradient_dtype: torch.dtype) -> Executable:
         """Return this executable for blocks of another dtype, which are cast before and after it.
 
         A plan in bfloat16 with casting(float32, float32): float32 blocks travel in bfloat16, their
         gradients in float32.
 
         Args:
-            block: The dtype of blocks before and after.
-            backward: The dtype in which gradients travel.
+            block_dtype: The dtype of blocks before and after.
+            gradient_dtype: The dtype in which gradients travel.
 
         Raises:
             DtypeError: For a max or min, whose gradient travels as its values do.
         """
-        forward = self.dtypes.values
-        if not self.is_linear and forward != backward:
-            message = (
-                f"the gradient of '{self.plan.src}' goes to the values that are equal to the result"
-            )
-            raise DtypeError(message, hint=f"it travels in the same dtype: comm_dtype={forward}")
-        if block == forward == backward:
+        dtype = self.dtypes.values  # of the plan
+        if not self.is_linear and dtype != gradient_dtype:
+            text = self.plan.src
+            message = f"the gradient of '{text}' goes to the values that are equal to the result"
+            raise DtypeError(message, hint=f"it travels in the same dtype: comm_dtype={dtype}")
+        if block_dtype == dtype == gradient_dtype:
             return self
-        return replace(self, casts=Casts(block, forward, backward))
+        return replace(self, casts=Casts(block_dtype, dtype, gradient_dtype))
 
     @cached_property
     def is_linear(self) -> bool:

@@ -62,25 +62,12 @@ def packed(collective: Collective, sent: Packing, received: Packing) -> PackedCo
     return PackedCollective(collective, sent, received.arriving, unpack, place)
 
 
-def _sum_of_ranks(messages: Tensor) -> Tensor:
-    # With a dtype, torch does not widen small integers to int64.
-    return messages.sum(0, dtype=messages.dtype)
-
-
-def _max_of_ranks(messages: Tensor) -> Tensor:
-    return messages.amax(0)
-
-
-def _min_of_ranks(messages: Tensor) -> Tensor:
-    return messages.amin(0)
-
-
-# The messages of all ranks, stacked on a leading dim -> their reduction, rounded once.
-_REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "max": _max_of_ranks,
-    "min": _min_of_ranks,
-    "sum": _sum_of_ranks,
-}
+def _reduced(messages: Tensor, op: str) -> Tensor:
+    """Reduce the messages of all ranks, stacked on a leading dim, rounding once."""
+    if op == "sum":
+        # With a dtype, torch does not widen small integers to int64.
+        return messages.sum(0, dtype=messages.dtype)
+    return messages.amax(0) if op == "max" else messages.amin(0)
 
 
 def reduce_scattered(
@@ -103,16 +90,16 @@ def reduce_scattered(
     # Send each rank its messages, then reduce locally. That is 1.7 to 2.8 times as fast as gloo's
     # reduce_scatter (4 and 8 ranks, 16 MiB). Ranks that are threads have a reduce_scatter for sums
     # only.
-    reduction = _REDUCTIONS[op]
     rank_count = len(group.devices)
     received_sizes = part.sizes * rank_count
     collective = Collective("all_to_all", group, sent.sizes_by_rank, received_sizes, is_even=True)
 
     def unpack(_block: Tensor, messages: Tensor) -> Tensor:
-        return reduction(messages)
+        return _reduced(messages, op)
 
     def place(_block: Tensor, parts: Sequence[Tensor]) -> Tensor:
-        return reduction(torch.stack([message.view(part.shape) for message in parts]))
+        stacked = torch.stack([message.view(part.shape) for message in parts])
+        return _reduced(stacked, op)
 
     return PackedCollective(collective, sent, (rank_count, *part.shape), unpack, place)
 
@@ -187,13 +174,7 @@ def compare_new(executables: Sequence[Any], device: torch.device) -> None:
     which these executables send.
     """
     compared = _compared_plans(dist.group.WORLD)
-    # A plan is known by its hash together with its ranks, and with the kind of device: CPU and GPU
-    # have process groups of their own.
-    by_hash = {}
-    for executable in executables:
-        processes = executable.processes
-        key = hash((executable.plan, processes.ranks, processes.device, device.type))
-        by_hash[key] = executable
+    by_hash = {_plan_hash(executable, device): executable for executable in executables}
     new = [executable for key, executable in by_hash.items() if key not in compared]
     moves: list[PackedCollective] = []
     for executable in new:
@@ -211,6 +192,15 @@ def compare_new(executables: Sequence[Any], device: torch.device) -> None:
         executable.__dict__["is_new"] = False  # it is frozen, and this is a cache
 
 
+def _plan_hash(executable: Any, device: torch.device) -> int:
+    """Return the number by which a plan that ranks have compared is known again.
+
+    The kind of device counts, too: CPU and GPU have process groups of their own.
+    """
+    processes = executable.processes
+    return hash((executable.plan, processes.ranks, processes.device, device.type))
+
+
 def _compare(plans: Sequence[Any], groups: Sequence[Group], device: torch.device) -> None:
     """Raise DesyncError unless all ranks of the groups run these plans.
 
@@ -218,10 +208,11 @@ def _compare(plans: Sequence[Any], groups: Sequence[Group], device: torch.device
     they exchange the texts, for an error that says what differs.
     """
     text = ", ".join(f"{plan.src} -> {plan.dst}" for plan in plans)
+    all_steps = itertools.chain.from_iterable(plan.steps for plan in plans)
     facts = {
         "shape": ", ".join(str(plan.shape) for plan in plans),
         "dtype": ", ".join(str(plan.dtype) for plan in plans),
-        "plan": "; ".join(map(str, itertools.chain.from_iterable(plan.steps for plan in plans))),
+        "plan": "; ".join(map(str, all_steps)),
     }
     digest = hashlib.sha1(f"{text} {facts}".encode(), usedforsecurity=False).digest()
     number = int.from_bytes(digest[:7], "little")  # 56 bits: its negative fits int64 too

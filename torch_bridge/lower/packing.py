@@ -41,13 +41,6 @@ class Interval(NamedTuple):
 _SCATTERED = Interval(-1, -1)  # rows that are not one interval
 
 
-class Chunks(NamedTuple):
-    """Equal parts of a block along a dim."""
-
-    chunk_count: int
-    dim: int
-
-
 class Concatenation(NamedTuple):
     """The dim and the order in which pieces, concatenated, are the block."""
 
@@ -111,8 +104,8 @@ class Packing:
         # parts in another memory format (channels last) `cat` and `stack` make a tensor in that
         # format, which cannot be viewed as flat.
         if block.is_contiguous():
-            if self._chunks is not None:
-                chunks = block.chunk(self._chunks.chunk_count, self._chunks.dim)
+            if self._chunk_dim is not None:
+                chunks = block.chunk(len(self.messages), self._chunk_dim)
                 return torch.cat(chunks).view(-1)
             if self._can_stack:
                 return torch.stack([message.read(block) for message in self.messages]).view(-1)
@@ -171,12 +164,11 @@ class Packing:
 
         Args:
             like: A tensor with the device and dtype of the block. Parts that are cut from it have
-                its memory format, which `cat` keeps: the quick ways are for contiguous tensors
-                alone.
+                its memory format, which `cat` keeps: concatenation is for contiguous tensors alone.
             parts: The messages, in order, each in its shape.
         """
-        is_contiguous = like.is_contiguous()  # as in `pack`
-        if is_contiguous and self._plain_dim is not None:
+        can_concatenate = like.is_contiguous() and self._concatenation is not None
+        if can_concatenate and self._plain_dim is not None:
             return torch.cat(list(parts), self._plain_dim)
         if self._has_negative:
             # On a sphere, rows from beyond a pole may change sign, as components of vectors do.
@@ -184,15 +176,22 @@ class Packing:
                 -part if message.sign < 0 else part
                 for part, message in zip(parts, self.messages, strict=True)
             ]
-        if is_contiguous and self._concatenation is not None:
-            pieces: list[Tensor] = []
-            for message, part in zip(self.messages, parts, strict=True):
-                pieces.extend(message.views_of_boxes(part))
-            pieces.extend(self._filling(fill) for fill in self.fills)
-            # One `cat` writes the block once; zeros and pieces would write it twice.
-            dim, order = self._concatenation
-            return torch.cat([pieces[i] for i in order], dim)
+        if can_concatenate:
+            return self._concatenated(parts)
         return self._place_one_by_one(like, parts)
+
+    def _concatenated(self, parts: Sequence[Tensor]) -> Tensor:
+        """Make the block of messages and fills (boundary values) by one `cat`.
+
+        That writes the block once; zeros and then pieces would write it twice.
+        """
+        assert self._concatenation is not None
+        pieces: list[Tensor] = []
+        for message, part in zip(self.messages, parts, strict=True):
+            pieces.extend(message.views_of_boxes(part))
+        pieces.extend(self._filling(fill) for fill in self.fills)
+        dim, order = self._concatenation
+        return torch.cat([pieces[i] for i in order], dim)
 
     def _place_one_by_one(self, like: Tensor, parts: Sequence[Tensor]) -> Tensor:
         """Write boundary values and messages into a new block; combine those that share rows.
@@ -221,9 +220,10 @@ class Packing:
     @cached_property
     def _plain_dim(self) -> int | None:
         """The dim along which the messages, concatenated as they are, are the block, if there is one."""
-        has_pieces = any(len(message.boxes) > 1 for message in self.messages)
-        if self._concatenation is None or self._has_negative or self.fills or has_pieces:
+        if self._concatenation is None or self._has_negative or self.fills:
             return None
+        # A message in several boxes never passes: boxes that touch are one, and others leave rows
+        # between them, which another message brings.
         dim, order = self._concatenation
         return dim if order == sorted(order) else None
 
@@ -252,24 +252,13 @@ class Packing:
         return self._is_uniform and all(message.is_view for message in self.messages)
 
     @cached_property
-    def _chunks(self) -> Chunks | None:
-        """How `Tensor.chunk` makes all messages; None if they are no equal parts, in order.
+    def _chunk_dim(self) -> int | None:
+        """The dim along which `Tensor.chunk` makes all messages; None if they are no equal parts, in order.
 
         A block [6, 4] with messages of rows 0:2, 2:4, 4:6 -> 3 chunks along dim 0. One call in C is
         quicker than a slice for each message.
         """
-        if not self._can_stack or any(len(index) != 1 for index in self._boxes):
-            return None
-        dim, _ = self._boxes[0][0]
-        rows = self.messages[0].shape[dim]
-        count = len(self._boxes)
-        # Messages without rows are left to the other ways of `pack`; all others have to cover the
-        # dim.
-        if rows == 0 or count * rows != self.shape[dim]:
-            return None
-        intervals = [_intervals(index, self.shape)[dim] for index in self._boxes]
-        expected = [Interval(i * rows, (i + 1) * rows) for i in range(count)]
-        return Chunks(count, dim) if intervals == expected else None
+        return self._plain_dim if self._can_stack else None
 
     @cached_property
     def _buffer_dim(self) -> int | None:
@@ -292,49 +281,59 @@ class Packing:
         block [6, 4] of a box with rows 2:6 and a fill of rows 0:2 -> `cat` along dim 0 in order
         [1, 0].
         """
-        boxes = [*self._boxes, *(fill.box for fill in self.fills)]
-        if not boxes or not self.shape:
+        pieces = [*self._boxes, *(fill.box for fill in self.fills)]
+        if not pieces or not self.shape:
             return None
-        intervals = [_intervals(index, self.shape) for index in boxes]  # [boxes][dims]
-        # `cat` works along one dim: along all others, each piece has to be as long as the block.
-        cut_dims: set[int] = set()
-        for of_box in intervals:
-            cut_dims.update(d for d, length in enumerate(self.shape) if of_box[d] != (0, length))
+        intervals = [_intervals(index, self.shape) for index in pieces]  # [pieces][dims]
+        # Along all dims but one, each piece has to be as long as the block.
+        cut_dims: list[int] = []
+        for d, length in enumerate(self.shape):
+            if any(of_piece[d] != (0, length) for of_piece in intervals):
+                cut_dims.append(d)
         if len(cut_dims) > 1:
             return None
-        dim = cut_dims.pop() if cut_dims else 0
-        # An interval is (start, stop): of pieces that begin at one row, the empty one comes first.
-        order = sorted(range(len(boxes)), key=lambda i: (intervals[i][dim], i))
-        offset = 0
-        for i in order:
-            start, stop = intervals[i][dim]
-            if start != offset:
-                return None
-            offset = stop
-        return Concatenation(dim, order) if offset == self.shape[dim] else None
+        dim = cut_dims[0] if cut_dims else 0
+        rows = [of_piece[dim] for of_piece in intervals]
+        # By start, then by stop: an empty piece comes before the one that begins at its row.
+        order = sorted(range(len(rows)), key=rows.__getitem__)
+        starts = [rows[i].start for i in order]
+        stops = [rows[i].stop for i in order]
+        # No gap and no overlap: each piece begins where the one before it ends.
+        if [*starts, self.shape[dim]] != [0, *stops]:
+            return None
+        return Concatenation(dim, order)
 
     @cached_property
     def _shares_rows(self) -> list[bool]:
         """Whether each message shares rows with an earlier one, with which it is combined."""
-        rows = [message.rows for message in self.messages]
-        return [_meets_any(rows[i], rows[:i]) for i in range(len(rows))]
+        shares: list[bool] = []
+        for i, message in enumerate(self.messages):
+            earlier = self.messages[:i]
+            shares.append(any(_have_common_rows(message.rows, other.rows) for other in earlier))
+        return shares
 
     @cached_property
     def _is_covered(self) -> bool:
         """Whether every element of the block is overwritten, so that it may begin uninitialised.
 
-        Found by counting: elements of messages and fills that overwrite, against those of the
-        block. A message that shares rows with earlier ones is added to them, and does not count.
+        Found by counting the elements that are written, each once. A block of 6 rows: a message of
+        rows 0:4 and a fill of rows 4:6 write 4 + 2. A message that shares rows with earlier ones is
+        added to them, and does not count.
         """
-        sizes = zip(self.sizes, self._shares_rows, strict=True)
-        elements = sum(size for size, shares in sizes if not shares)
-        # Fills count only if they are all along one dim and no message has their rows: else an
-        # element might be counted twice.
-        if len({fill.dim for fill in self.fills}) == 1 and not self._brings_filled_rows():
-            dim = self.fills[0].dim
-            others = math.prod(length for d, length in enumerate(self.shape) if d != dim)
-            elements += sum((fill.stop - fill.start) * others for fill in self.fills)
-        return elements == math.prod(self.shape)
+        written = self._count_filled()
+        for size, shares in zip(self.sizes, self._shares_rows, strict=True):
+            if not shares:
+                written += size
+        return written == math.prod(self.shape)
+
+    def _count_filled(self) -> int:
+        """Count the elements that fills alone write; 0 where some might be counted twice."""
+        dims = {fill.dim for fill in self.fills}
+        if len(dims) != 1 or self._brings_filled_rows():
+            return 0
+        (dim,) = dims
+        row_size = math.prod(self.shape[:dim] + self.shape[dim + 1 :])
+        return row_size * sum(fill.stop - fill.start for fill in self.fills)
 
     def _brings_filled_rows(self) -> bool:
         """Return whether a message has rows that a fill has too."""
@@ -354,10 +353,6 @@ def _is_always_equal(a: int, b: int) -> bool:
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 
     return statically_known_true(a == b)
-
-
-def _meets_any(rows: Sequence[Runs | None], others: Sequence[Sequence[Runs | None]]) -> bool:
-    return any(_have_common_rows(rows, other) for other in others)
 
 
 def _have_common_rows(a: Sequence[Runs | None], b: Sequence[Runs | None]) -> bool:
@@ -390,13 +385,12 @@ def _start_in_memory(message: Subarray, shape: tuple[int, ...]) -> int | None:
     if len(message.boxes) != 1:
         return None
     start = 0
-    # True once a dim has more than one row: memory is then contiguous only if each further dim is
-    # whole.
-    has_begun = False
+    # Behind the first dim of several rows, memory is contiguous only if each further dim is whole.
+    must_be_whole = False
     intervals = _intervals(message.boxes[0].block, shape)
     for rows, length, whole_length in zip(intervals, message.shape, shape, strict=True):
-        if rows == _SCATTERED or (has_begun and length != whole_length):
+        if rows == _SCATTERED or (must_be_whole and length != whole_length):
             return None
-        has_begun = has_begun or length > 1
+        must_be_whole = must_be_whole or length > 1
         start = start * whole_length + rows.start
     return start

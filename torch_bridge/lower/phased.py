@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -13,13 +14,16 @@ from torch_bridge.lower.executable import Move
 from torch_bridge.lower.packed_collective import packed, reduce_scattered
 from torch_bridge.lower.packing import Packing
 from torch_bridge.lower.step_context import StepContext
-from torch_bridge.lower.subarray import subarray
+from torch_bridge.lower.subarray import subarray, without_base
 from torch_bridge.mesh.process_mesh import Group
-from xshard.layout.runs import Run, Runs
+from xshard.layout.runs import Run
+from xshard.notation.parser import Shard
 from xshard.steps.traffic import Phases
 
 
-def all_gather(phases: Phases, context: StepContext, dim: int, parts: Sequence[Runs]) -> list[Move]:
+def all_gather(
+    phases: Phases, context: StepContext, dim: str, shards: tuple[Shard, ...]
+) -> list[Move]:
     """Split an all-gather into one collective per kind of link, the slowest link first.
 
     In this order the slow link carries the least: blocks grow with each phase. 2 nodes of 4
@@ -30,8 +34,8 @@ def all_gather(phases: Phases, context: StepContext, dim: int, parts: Sequence[R
     Args:
         phases: The devices that meet over links of each speed.
         context: The step, and this process's place in it.
-        dim: The dim along which blocks are put together.
-        parts: The rows of `dim` of each device of the group.
+        dim: The name of the dim along which blocks are put together.
+        shards: Its shards that are gathered.
     """
     groups = _groups(phases, context)
     groups.reverse()  # the slowest first
@@ -41,6 +45,7 @@ def all_gather(phases: Phases, context: StepContext, dim: int, parts: Sequence[R
     block_count = 1  # gathered so far, by each process
     for group in groups:
         rank_count = len(group.devices)
+        # The first phase sends this process's block; later ones the stack that has arrived.
         if moves:
             sent = _stacked_blocks(context, 1, block_count, block_shape)
         else:
@@ -48,7 +53,7 @@ def all_gather(phases: Phases, context: StepContext, dim: int, parts: Sequence[R
         # Until the last phase, blocks are stacked in the order in which they arrive. The last one
         # brings all of them, and writes each to its rows of the result.
         if group is fastest:
-            received = _parts_by_rank(phases, context, context.shapes.after, dim, parts, group)
+            received = _parts_by_rank(phases, context, 1, dim, shards)
         else:
             received = _stacked_blocks(context, rank_count, block_count, block_shape)
         collective = Collective("all_gather", group, sent.sizes, received.sizes_by_rank)
@@ -58,7 +63,7 @@ def all_gather(phases: Phases, context: StepContext, dim: int, parts: Sequence[R
 
 
 def reduce_scatter(
-    phases: Phases, context: StepContext, dim: int, parts: Sequence[Runs], op: str
+    phases: Phases, context: StepContext, dim: str, shards: tuple[Shard, ...], op: str
 ) -> list[Move]:
     """Split a reduce-scatter into one collective per kind of link, the slowest link last.
 
@@ -70,21 +75,23 @@ def reduce_scatter(
     Args:
         phases: The devices that meet over links of each speed.
         context: The step, and this process's place in it.
-        dim: The dim that is scattered.
-        parts: The rows of `dim` of each device of the group.
+        dim: The name of the dim that is scattered.
+        shards: The shards that it gets.
         op: The reduction, as "sum" or "max".
     """
     piece_shape = context.shapes.after
     moves: list[Move] = []
-    piece_count = len(parts)  # how many pieces this process still has a share of
-    for group in _groups(phases, context):
+    groups = _groups(phases, context)
+    # How many pieces this process still has a share of.
+    piece_count = math.prod(len(group.devices) for group in groups)
+    for group in groups:
         rank_count = len(group.devices)
         piece_count //= rank_count
         # The first phase sends parts of the block; later ones send the sums of the phase before.
         if moves:
             sent = _stacked_blocks(context, rank_count, piece_count, piece_shape)
         else:
-            sent = _parts_by_rank(phases, context, context.shapes.before, dim, parts, group)
+            sent = _parts_by_rank(phases, context, 0, dim, shards)
         if piece_count > 1:
             received = _stacked_blocks(context, 1, piece_count, piece_shape)
         else:
@@ -102,30 +109,30 @@ def all_reduce(phases: Phases, context: StepContext, op: str) -> list[Move]:
     all-gather the pieces back. Returns functions from block to block, to be called one after the
     other.
     """
-    groups = _groups(phases, context)
-    slowest = groups.pop()  # over it a device meets those that hold the same piece
-    piece_count = math.prod(len(group.devices) for group in groups)
+    *fast_groups, slow_group = _groups(phases, context)
+    piece_count = math.prod(len(group.devices) for group in fast_groups)
     # Rounded up: the last piece is filled up with zeros.
     piece_size = -(-math.prod(context.shapes.before) // piece_count)
-    down: list[Move] = []  # reduce-scatters, the fastest first
-    up: list[Move] = []  # the gathers that undo them, in the opposite order
+    reductions: list[Move] = []  # reduce-scatters, the fastest first
+    gathers: list[Move] = []  # each undoes the reduce-scatter at its place
     remaining = piece_count  # pieces that a device still has
-    for group in groups:
+    for group in fast_groups:
         rank_count = len(group.devices)
         remaining //= rank_count
         # Devices that meet over the slow link must hold the same piece. Ranks of a group may be in
-        # any order, so that a device gets the piece at its place among the sorted devices of its
-        # group.
-        places = [sorted(group.devices).index(device) for device in group.devices]
+        # any order: a device gets the piece at its place among the sorted devices.
+        in_order = sorted(group.devices)
+        places = [in_order.index(device) for device in group.devices]
         pieces = _stacked_blocks(context, rank_count, remaining, (piece_size,), places)
         part = _stacked_blocks(context, 1, remaining, (piece_size,))
-        down.append(reduce_scattered(group, pieces, part, op, context.tensor_device))
+        reductions.append(reduce_scattered(group, pieces, part, op, context.tensor_device))
         gather = Collective("all_gather", group, part.sizes, pieces.sizes)
-        up.insert(0, packed(gather, part, pieces))
-    whole = _stacked_blocks(context, 1, 1, (piece_size,))
-    reduction = Collective("all_reduce", slowest, whole.sizes, whole.sizes, op)
+        gathers.append(packed(gather, part, pieces))
+    piece = _stacked_blocks(context, 1, 1, (piece_size,))
+    over_slow_link = Collective("all_reduce", slow_group, piece.sizes, piece.sizes, op)
+    reduce_piece = packed(over_slow_link, piece, piece)
     flatten, unflatten = _flattening(context, piece_count, piece_size)
-    return [flatten, *down, packed(reduction, whole, whole), *up, unflatten]
+    return [flatten, *reductions, reduce_piece, *reversed(gathers), unflatten]
 
 
 def _flattening(context: StepContext, piece_count: int, piece_size: int) -> tuple[Move, Move]:
@@ -147,10 +154,7 @@ def _flattening(context: StepContext, piece_count: int, piece_size: int) -> tupl
     def unflatten(pieces: Tensor) -> Tensor:
         if filling or context.lengths is not None:
             return pieces.view(-1)[:size].view(shape).clone()
-        x = pieces.view(shape)
-        # Autograd must not see the result as a view of `pieces`. A new tensor on the same memory is
-        # none, and saves the copy.
-        return x.new_empty(0).set_(x.untyped_storage(), x.storage_offset(), shape, x.stride())
+        return without_base(pieces.view(shape))
 
     return flatten, unflatten
 
@@ -193,14 +197,9 @@ def _stacked_blocks(
 
 
 def _parts_by_rank(
-    phases: Phases,
-    context: StepContext,
-    shape: tuple[int, ...],
-    dim: int,
-    parts: Sequence[Runs],
-    group: Group,
+    phases: Phases, context: StepContext, end: int, dim: str, shards: tuple[Shard, ...]
 ) -> Packing:
-    """Cut a block along a dim into what each rank of a group is sent, or sends.
+    """Cut a block along a dim into what each rank of the fastest phase is sent, or sends.
 
     A rank also stands for the devices that it meets in the phases over slower links: in 2 nodes of
     4 processes (devices 0-3 and 4-7), rank 1 of a node has the parts of devices 1 and 5.
@@ -208,17 +207,13 @@ def _parts_by_rank(
     Args:
         phases: The devices that meet over links of each speed.
         context: The step, and this process's place in it.
-        shape: The shape of the whole block.
-        dim: The dim that has the parts.
-        parts: The rows of `dim` of each device along the axes of the step.
-        group: The ranks that this process meets.
+        end: The block before (0) or after (1) the step.
+        dim: The name of the dim that has the parts.
+        shards: Its shards, one part per device along their axes.
     """
-    # `devices_reached` goes through the group's ranks, and for each through what it reaches.
-    rows_by_message = [
-        parts[phases.mesh.index(device, phases.axes)]
-        for device in phases.devices_reached(context.device)
-    ]
-    messages = tuple(context.subarray(shape, {dim: rows}) for rows in rows_by_message)
-    rank_count = len(group.devices)
-    messages_per_rank = len(messages) // rank_count
-    return Packing(shape, messages, (messages_per_rank,) * rank_count)
+    # `devices_reached` goes through the ranks of the phase, and for each through what it reaches.
+    devices = phases.devices_reached(context.device)
+    whole = context.parts_of_devices(end, dim, shards, devices)
+    rank_count = len(phases.members(context.device, 0))
+    messages_per_rank = len(whole.messages) // rank_count
+    return replace(whole, counts=(messages_per_rank,) * rank_count)

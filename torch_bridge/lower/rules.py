@@ -17,16 +17,20 @@ from torch_bridge.lower.executable import Executable, Move, Moves, place_of
 from torch_bridge.lower.packed_collective import PackedCollective, packed, reduce_scattered
 from torch_bridge.lower.packing import Packing
 from torch_bridge.lower.step_context import Lengths, StepContext
+from torch_bridge.lower.subarray import without_base
 from torch_bridge.mesh.failures import with_place_in_errors
 from torch_bridge.mesh.process_mesh import Group, ProcessMesh
 from torch_bridge.versions.modes import is_faking
 from xshard import Plan, Sharding, steps
 from xshard.caches import layout_cache
 from xshard.errors import DtypeError, PlanError
-from xshard.steps.base import axes_of, even_parts
+from xshard.steps.base import axes_of
 from xshard.steps.exchange.sources import view_pairs
 from xshard.steps.exchange.traffic import moving_axes
 from xshard.steps.permute import sender_of_each_device
+
+# Steps that only look at the block, and make no new tensor.
+_VIEWS = (steps.Slice, steps.Retag, steps.Mask, steps.Transpose)
 
 
 def lower(
@@ -49,10 +53,11 @@ def _lowered(
     """Lower all steps of a plan, in order, as all ranks do."""
     moves: list[Move] = []
     step_of_move: list[int] = []
-    for i in range(len(plan.steps)):
-        step_moves = _moves_of_step(plan, i, processes, device, lengths)
+    for number in range(len(plan.steps)):
+        context = _context(plan, number, processes, device, lengths)
+        step_moves = _moves_of_step(plan, number, context)
         moves.extend(step_moves)
-        step_of_move.extend([i] * len(step_moves))
+        step_of_move.extend([number] * len(step_moves))
     # For the plans of derivatives: on the same processes, under the same compiler.
     lower_like = functools.partial(lower, processes=processes, device=device, lengths=lengths)
     return Executable(plan, processes, tuple(moves), tuple(step_of_move), lower_like)
@@ -61,59 +66,49 @@ def _lowered(
 _lowered_once = layout_cache(maxsize=4096)(_lowered)
 
 
-def _moves_of_step(
+def _moves_of_step(plan: Plan, number: int, context: StepContext) -> list[Move]:
+    """Turn step `number` of a plan into functions that run it on this process's block.
+
+    Most steps give one function, from the block before the step to the one after it. A collective
+    over slow and fast links gives several, one per kind of link, to be called in order. Raises
+    DtypeError for arithmetic that the dtype lacks, PlanError for a step without a rule.
+    """
+    step = plan.steps[number]
+    if getattr(torch, plan.dtype) in CARRIERS and _computes(step, context.before):
+        raise no_arithmetic(f"'{step}'", plan.dtype)
+    rule = RULES.get(type(step))
+    if rule is None:
+        hint = "add it to lower.rules.RULES"
+        raise PlanError(f"torch_bridge lacks a rule for '{step}'", hint=hint)
+    # A rule may make process groups, which can fail.
+    moves = with_place_in_errors(context.place, rule, step, context)
+    return moves if isinstance(moves, list) else [moves]
+
+
+def _context(
     plan: Plan,
     number: int,
     processes: ProcessMesh,
     tensor_device: torch.device,
     lengths: Lengths | None,
-) -> list[Move]:
-    """Turn one step of a plan into functions that run it on this process's block.
-
-    Most steps give one function, from the block before the step to the one after it. A collective
-    over slow and fast links gives several, one per kind of link, to be called in order. Raises
-    DtypeError for arithmetic that the dtype lacks, PlanError for a step without a rule.
-
-    Args:
-        plan: The plan.
-        number: Which of its steps.
-        processes: The processes that run the plan.
-        tensor_device: The device of blocks.
-        lengths: Symbols for lengths of dims, as in `lower`.
-    """
-    step, before, after = plan.stages[number]
-    if getattr(torch, plan.dtype) in CARRIERS and _computes(step, before):
-        raise no_arithmetic(f"'{step}'", plan.dtype)
-    rule = RULES.get(type(step))
-    if rule is None:
-        raise PlanError(
-            f"torch_bridge lacks a rule for '{step}'", hint="add it to lower.rules.RULES"
-        )
-    place = functools.partial(place_of, plan, number)
+) -> StepContext:
+    """Collect all that the rule of step `number` needs to know. lengths: as in `lower`."""
+    _, before, after = plan.stages[number]
     earlier = plan.steps[:number]
-    context = StepContext(
+    later = plan.steps[number + 1 :]
+    return StepContext(
         before=before,
         after=after,
         processes=processes.factored(plan.split),
         tensor_device=tensor_device,
         dtype=plan.dtype,
         lengths=lengths,
-        is_last=number >= _last_computing_step(plan),
+        is_last=all(isinstance(step, _VIEWS) for step in later),
+        # These steps return the block that they were given.
         is_given=all(isinstance(step, steps.Retag | steps.Mask) for step in earlier),
         fabric=plan.profile.fabric(before.mesh),
-        place=place,
+        place=functools.partial(place_of, plan, number),
     )
-    moves = with_place_in_errors(place, rule, step, context)  # it may make groups, which can fail
-    return moves if isinstance(moves, list) else [moves]
-
-
-def _last_computing_step(plan: Plan) -> int:
-    """Return the number of the last step that makes a new tensor; -1 if all only look at the block."""
-    views = steps.Slice | steps.Retag | steps.Mask | steps.Transpose
-    for number in reversed(range(len(plan.steps))):
-        if not isinstance(plan.steps[number], views):
-            return number
-    return -1
 
 
 def no_arithmetic(operation: str, dtype: str) -> DtypeError:
@@ -136,14 +131,12 @@ def _computes(step: steps.Step, before: Sharding) -> bool:
 def _all_gather(step: steps.AllGather, context: StepContext) -> Moves:
     """Send the whole block; put what arrives together along the dim."""
     axes = axes_of(step.shards)
-    dim = context.before.dim_index(step.dim)
-    parts = even_parts(context.before, step.dim, step.shards)
     phases = context.phases(axes)
     if phases.has_several_speeds:
-        return phased.all_gather(phases, context, dim, parts)
+        return phased.all_gather(phases, context, step.dim, step.shards)
     group = context.group(axes)
     sent = context.whole_block(0)
-    received = context.messages_by_rank(context.shapes.after, dim, parts, axes, group)
+    received = context.parts_of_devices(1, step.dim, step.shards, group.devices)
     return packed(Collective("all_gather", group, sent.sizes, received.sizes), sent, received)
 
 
@@ -169,13 +162,11 @@ def _all_reduce(step: steps.AllReduce, context: StepContext) -> Moves:
 def _reduce_scatter(step: steps.ReduceScatter, context: StepContext) -> Moves:
     """Send each rank its part of the dim; receive the reduction of this process's part."""
     axes = axes_of(step.shards)
-    dim = context.before.dim_index(step.dim)
-    parts = even_parts(context.before, step.dim, step.shards)
     phases = context.phases(axes)
     if phases.has_several_speeds:
-        return phased.reduce_scatter(phases, context, dim, parts, step.op)
+        return phased.reduce_scatter(phases, context, step.dim, step.shards, step.op)
     group = context.group(axes)
-    sent = context.messages_by_rank(context.shapes.before, dim, parts, axes, group)
+    sent = context.parts_of_devices(0, step.dim, step.shards, group.devices)
     part = context.whole_block(1)
     return reduce_scattered(group, sent, part, step.op, context.tensor_device)
 
@@ -186,24 +177,11 @@ def _all_to_all(step: steps.AllToAll, context: StepContext) -> Move:
     On a=4: a block [n/4, d] is cut along d into 4 messages [n/4, d/4], one for each rank. The 4
     that arrive are put together along n: [n, d/4].
     """
-    before = context.before
     # Both sets of axes reach the same processes: the shards move from one dim to another.
     group = context.group(axes_of(step.src_shards))
     # Each rank is sent its part of the dim that will be sharded, and sends its part of the other.
-    sent = context.messages_by_rank(
-        context.shapes.before,
-        before.dim_index(step.dst_dim),
-        even_parts(before, step.dst_dim, step.dst_shards),
-        axes_of(step.dst_shards),
-        group,
-    )
-    received = context.messages_by_rank(
-        context.shapes.after,
-        before.dim_index(step.src_dim),
-        even_parts(before, step.src_dim, step.src_shards),
-        axes_of(step.src_shards),
-        group,
-    )
+    sent = context.parts_of_devices(0, step.dst_dim, step.dst_shards, group.devices)
+    received = context.parts_of_devices(1, step.src_dim, step.src_shards, group.devices)
     collective = Collective("all_to_all", group, sent.sizes, received.sizes, is_even=True)
     return packed(collective, sent, received)
 
@@ -214,31 +192,29 @@ def _permute(step: steps.Permute, context: StepContext) -> Move:
     "n/(a,b) -> n/(b,a)" on a=2, b=2: devices 1 and 2 exchange their blocks, devices 0 and 3 keep
     theirs.
     """
-    sender = sender_of_each_device(
-        context.before, context.after
-    )  # device -> the one that sends to it
+    senders = sender_of_each_device(context.before, context.after)  # [devices]
+    me = context.device
+    keep = context.subarray(context.shapes.before, {}).copy_of
+    if senders == tuple(range(len(senders))):  # no device moves: no collective
+        return keep
     group = context.group(moving_axes(context.before, context.after))
-    # gloo's all-to-all synchronises all ranks: it takes 1.0 to 1.5 times as long (4 and 8 ranks). But what it
-    # sends from rank to rank must be in the host's memory.
+    # gloo's all-to-all synchronises all ranks: it takes 1.0 to 1.5 times as long (4 and 8 ranks).
+    # But what it sends from rank to rank must be in the host's memory.
     on_host = context.tensor_device.type == "cpu"
     is_direct = on_host and group.serves(context.tensor_device, "gloo") and not group.graph_name
     kind = "permute" if is_direct else "all_to_all"
 
-    me = context.device
-    sent = _whole_block_with(sender.index(me), 0, context, group)
-    received = _whole_block_with(sender[me], 1, context, group)
+    sent = _whole_block_with(senders.index(me), 0, context, group)
+    received = _whole_block_with(senders[me], 1, context, group)
     collective = Collective(kind, group, sent.sizes_by_rank, received.sizes_by_rank)
-    if sender[me] != me:
+    if senders[me] != me:
         return packed(collective, sent, received)
-    # Its block stays; but if other devices exchange theirs, this one calls the collective too.
-    keep = context.subarray(context.shapes.before, {}).copy_of
-    if sender == tuple(range(len(sender))):  # no device moves: no collective
-        return keep
 
-    def unpack(block: Tensor, _messages: Any) -> Tensor:
+    # Its own block stays. Others exchange theirs, so that this process calls the collective too.
+    def stay(block: Tensor, _messages: Any) -> Tensor:
         return keep(block)
 
-    return PackedCollective(collective, sent, received.arriving, unpack, unpack)
+    return PackedCollective(collective, sent, received.arriving, stay, stay)
 
 
 def _whole_block_with(peer: int, end: int, context: StepContext, group: Group) -> Packing:
@@ -282,19 +258,19 @@ def _zeros(block: Tensor) -> Tensor:
 
 
 def _transpose(step: steps.Transpose, context: StepContext) -> Move:
-    """Permute the dims of the block: [a, b, c] -> [c, a, b]. Nothing is sent."""
+    """Permute the dims of the block: [a, b, c] -> [c, a, b]. Nothing is sent.
+
+    The caller may write to the result. So it shares no memory with the block that was given
+    (`is_given`: no earlier step has made a new one), and is no view for autograd.
+    """
     order = step.order(context.before)
 
     def transpose(block: Tensor) -> Tensor:
-        """Return the permuted block as a tensor of its own, not as a view."""
-        # The caller may write to the result, which must share no memory with the block that was
-        # given (`is_given`: no earlier step has made a new one), and must be no view for autograd.
         source = block.clone(memory_format=torch.contiguous_format) if context.is_given else block
         view = source.permute(order)
         if context.lengths is not None:  # compilers cannot record `set_`
             return view
-        out = source.new_empty(0)
-        return out.set_(view.untyped_storage(), view.storage_offset(), view.shape, view.stride())
+        return without_base(view)
 
     return transpose
 

@@ -14,7 +14,8 @@ from torch_bridge.mesh.process_mesh import Group, ProcessMesh
 from xshard import Sharding
 from xshard.cost.model import Fabric
 from xshard.layout.runs import Runs
-from xshard.steps.base import DimCut, rows_of_own_part
+from xshard.notation.parser import Shard
+from xshard.steps.base import DimCut, axes_of, even_parts, rows_of_own_part
 from xshard.steps.traffic import Phases
 
 Lengths = Mapping[str, int]  # dim name -> its length, which may be a symbol of a compiler
@@ -48,11 +49,11 @@ class StepContext(NamedTuple):
     processes: ProcessMesh
     tensor_device: torch.device
     dtype: str
-    lengths: Lengths | None = None
-    is_last: bool = True
-    is_given: bool = True
-    fabric: Fabric | None = None
-    place: Callable[[], str] = str
+    lengths: Lengths | None
+    is_last: bool
+    is_given: bool
+    fabric: Fabric | None
+    place: Callable[[], str]
 
     @property
     def device(self) -> int:
@@ -131,27 +132,23 @@ class StepContext(NamedTuple):
             for dim, shards in cuts
         }
 
-    def messages_by_rank(
-        self,
-        shape: tuple[int, ...],
-        dim: int,
-        parts: Sequence[Runs],
-        axes: tuple[str, ...],
-        group: Group,
+    def parts_of_devices(
+        self, end: int, dim: str, shards: tuple[Shard, ...], devices: Sequence[int]
     ) -> Packing:
-        """Cut a block along a dim into one message per rank of a group.
+        """Cut the block before (0) or after (1) the step along a dim into one message per device.
 
-        [8, 5] for 4 ranks along dim 0 -> messages with rows 0:2, 2:4, 4:6 and 6:8.
+        [8, 5] for 4 devices along dim 0 -> messages with rows 0:2, 2:4, 4:6 and 6:8.
 
         Args:
-            shape: The shape of the block.
-            dim: The dim that is cut.
-            parts: The rows of each part, in the order of indices along `axes`.
-            axes: The mesh axes that number the parts: a rank gets the part of its index along them.
-            group: The ranks, in the order of messages.
+            end: Which block.
+            dim: The name of the dim that is cut.
+            shards: How it is cut: a device gets the part of its index along their axes.
+            devices: The devices, in the order of messages.
         """
-        mesh = self.before.mesh
-        messages = [
-            self.subarray(shape, {dim: parts[mesh.index(device, axes)]}) for device in group.devices
-        ]
+        shape = self.shapes[end]
+        d = self.before.dim_index(dim)
+        parts = even_parts(self.before, dim, shards)
+        axes = axes_of(shards)
+        numbers = [self.before.mesh.index(device, axes) for device in devices]
+        messages = [self.subarray(shape, {d: parts[number]}) for number in numbers]
         return Packing(shape, tuple(messages))

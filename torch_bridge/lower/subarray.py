@@ -6,13 +6,15 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from xshard.layout.runs import Run, Runs, Segment, as_intervals, count_rows
+from xshard.layout.runs import Run, Runs, Segment, as_intervals, count_rows, row_numbers
+from xshard.notation.row_arrays import Numbers
 
 # More intervals than this along one dim are copied by a list of rows, not one by one.
 MAX_SLICES = 16
@@ -113,7 +115,10 @@ class Fill(NamedTuple):
 
 
 class Span(NamedTuple):
-    """Rows along one dim: in the subarray and in the block; None: all rows."""
+    """A piece of the rows along one dim: where it lies in the subarray, and in the block.
+
+    None: all rows, of the subarray or of the block.
+    """
 
     subarray_rows: slice | None
     block: slice | Tensor | None
@@ -136,17 +141,18 @@ def subarray(
     shape = []
     for d, length in enumerate(block_shape):
         runs = rows.get(d)
-        if runs == (Run(0, length),):
-            runs = None  # all rows: then boxes have no index along this dim, and stay whole
-        runs_by_dim.append(runs)
-        shape.append(length if runs is None else count_rows(runs))
-    # A box has one piece of rows along each dim: 2 pieces along one dim and 3 along another make 6
-    # boxes.
+        if runs is None or runs == (Run(0, length),):
+            runs_by_dim.append(None)  # all rows: boxes have no index along this dim
+            shape.append(length)
+        else:
+            runs_by_dim.append(runs)
+            shape.append(count_rows(runs))
+    # 2 pieces along one dim and 3 along another make 6 boxes.
     spans_by_dim = [_spans(runs, device) for runs in runs_by_dim]
-    boxes = [
-        Box(_index(span.subarray_rows for span in spans), _index(span.block for span in spans))
-        for spans in itertools.product(*spans_by_dim)
-    ]
+    boxes: list[Box] = []
+    for spans in itertools.product(*spans_by_dim):  # one per dim
+        in_subarray = _index(span.subarray_rows for span in spans)
+        boxes.append(Box(in_subarray, _index(span.block for span in spans)))
     return Subarray(tuple(shape), tuple(runs_by_dim), tuple(boxes))
 
 
@@ -166,7 +172,7 @@ def _spans(runs: Runs | None, device: torch.device) -> list[Span]:
     """Return the rows of a block along one dim as few pieces: slices, or one tensor of row numbers.
 
     Rows 0:2, 2:5 -> the slice 0:5. Rows 0, 4, 8 -> the slice 0:9:4. Rows 0:2, 4:7 -> two slices,
-    which lie at 0:2 and 2:5 of the result. More than `MAX_SLICES` pieces -> one tensor that lists
+    which lie at 0:2 and 2:5 of the subarray. More than `MAX_SLICES` pieces -> one tensor that lists
     all rows. None stands for all rows of the dim.
     """
     if runs is None:
@@ -174,30 +180,37 @@ def _spans(runs: Runs | None, device: torch.device) -> list[Span]:
     intervals = as_intervals(runs)  # [runs, (start, stop)]
     if len(intervals) == 0:
         return []
-    # Join intervals that touch. The head of a joined interval is its first part: the part before it
-    # does not end where it begins.
-    is_head = np.concatenate([[True], intervals[1:, 0] != intervals[:-1, 1]])
-    heads = np.flatnonzero(is_head)
-    starts = intervals[heads, 0]
-    stops = intervals[np.append(heads[1:], len(intervals)) - 1, 1]
-    lengths = stops - starts
-    if len(starts) == 1:
-        return [Span(None, slice(int(starts[0]), int(stops[0])))]
-
-    # Single rows at equal distances are one slice with a step, which torch reads without a copy.
-    steps = np.diff(starts)
-    if (lengths == 1).all() and (steps == steps[0]).all() and steps[0] > 0:
-        return [Span(None, slice(int(starts[0]), int(stops[-1]), int(steps[0])))]
-    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    # Intervals that touch are one piece, which begins behind a gap and ends before one.
+    is_gap = intervals[1:, 0] != intervals[:-1, 1]
+    starts = intervals[np.append(True, is_gap), 0]
+    stops = intervals[np.append(is_gap, True), 1]
+    evenly_spaced = _as_slice(starts, stops)
+    if evenly_spaced is not None:
+        return [Span(None, evenly_spaced)]
     if len(starts) > MAX_SLICES:
-        # The i-th row of all is row `start + i - offset` of the block, where `start` is the begin
-        # of its piece, and `offset` the number of rows in the pieces before.
-        listed = np.repeat(starts - offsets[:-1], lengths) + np.arange(offsets[-1])
-        return [Span(None, torch.tensor(listed, device=device))]
-    return [
-        Span(slice(int(offsets[i]), int(offsets[i + 1])), slice(int(starts[i]), int(stops[i])))
-        for i in range(len(starts))
-    ]
+        return [Span(None, torch.tensor(row_numbers(runs), device=device))]
+    in_subarray = consecutive_slices((stops - starts).tolist())
+    in_block = map(slice, starts.tolist(), stops.tolist())
+    return [Span(*rows) for rows in zip(in_subarray, in_block, strict=True)]
+
+
+def _as_slice(starts: Numbers, stops: Numbers) -> slice | None:
+    """Return pieces of rows as one slice, which torch reads without a copy; None if they are none.
+
+    One piece 2:5 -> 2:5. Single rows at equal distances, 0, 4, 8 -> 0:9:4.
+    """
+    if len(starts) == 1:
+        return slice(int(starts[0]), int(stops[0]))
+    distances = np.diff(starts)
+    has_single_rows = (stops - starts == 1).all()
+    if has_single_rows and distances[0] > 0 and (distances == distances[0]).all():
+        return slice(int(starts[0]), int(stops[-1]), int(distances[0]))
+    return None
+
+
+def consecutive_slices(sizes: Sequence[int]) -> list[slice]:
+    """Return the positions of pieces that lie one after the other: sizes (2, 3) -> 0:2, 2:5."""
+    return [slice(start, stop) for start, stop in pairwise(accumulate(sizes, initial=0))]
 
 
 def take(block: Tensor, index: Index) -> Tensor:
@@ -222,24 +235,28 @@ def write_rows(out: Tensor, index: Index, value: Tensor, combine: Combine | None
         value: What is written there.
         combine: Adds it to what is there, or takes the larger or smaller; None to overwrite.
     """
-    # Indexing by slices gives a view, which can be written to; indexing by lists of rows gives a
-    # copy.
-    target = take(out, tuple((d, rows) for d, rows in index if isinstance(rows, slice)))
-    lists = [(d, rows) for d, rows in index if isinstance(rows, Tensor)]
-    if not lists:
-        if combine is None:
-            target.copy_(value)
-        else:
-            combine(target, value, out=target)
-        return out
-
-    d, rows = lists[0]
-    if combine is not None or len(lists) > 1:
-        # So the rows of the first list are copied out, changed in the copy (by the other lists, or
-        # by `combine`), and written back below.
-        value = write_rows(target.index_select(d, rows), tuple(lists[1:]), value, combine)
-    target.index_copy_(d, rows, value)
+    # Slices give a view, which can be written to; lists of rows would give a copy.
+    slices = tuple((d, rows) for d, rows in index if isinstance(rows, slice))
+    lists = tuple((d, rows) for d, rows in index if isinstance(rows, Tensor))
+    target = take(out, slices)
+    if lists:
+        d, rows = lists[0]
+        # `index_copy_` overwrites the rows of one list. To combine, or to write to the rows of
+        # several, the rows of the first are copied out, changed in the copy, and written back.
+        if combine is not None or len(lists) > 1:
+            value = write_rows(target.index_select(d, rows), lists[1:], value, combine)
+        target.index_copy_(d, rows, value)
+    elif combine is not None:
+        combine(target, value, out=target)
+    else:
+        target.copy_(value)
     return out
+
+
+def without_base(view: Tensor) -> Tensor:
+    """Return a tensor on the same memory that autograd does not know as a view; it saves a copy."""
+    out = view.new_empty(0)
+    return out.set_(view.untyped_storage(), view.storage_offset(), view.shape, view.stride())
 
 
 def is_symbolic(shape: Sequence[int]) -> bool:

@@ -16,10 +16,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torch_bridge.lower.collectives import CARRIERS, Works
+from torch_bridge.lower.exchange import Part
 from torch_bridge.lower.executable import Executable, computed_once, dense
 from torch_bridge.lower.packing import Packing
 from torch_bridge.lower.rules import lower, no_arithmetic
-from torch_bridge.lower.subarray import Subarray, box_rows, subarray
+from torch_bridge.lower.subarray import box_rows, subarray
 from torch_bridge.mesh.failures import call_backend, with_place_in_errors
 from torch_bridge.mesh.process_groups import rank_in
 from torch_bridge.mesh.process_mesh import ProcessMesh, mesh_of_ranks
@@ -29,13 +30,6 @@ from xshard.layout.sub_axes import SubAxisMesh
 from xshard.plans.plan import Stage
 
 _ALIGNMENT = 16  # bytes of the largest element, a complex number
-
-
-class Part(NamedTuple):
-    """The rows of a block that travel to or from a rank of the group."""
-
-    peer: int
-    rows: Subarray
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,17 +83,19 @@ def lower_transfer(
     if transfer and transfer.op and getattr(torch, plan.dtype) in CARRIERS:
         raise no_arithmetic(transfer.op, plan.dtype)
     number = plan.steps.index(transfer) if transfer else len(plan.steps)
-    on_source = _lower_on_mesh(plan, plan.stages[:number], plan.src_devices, tensor_device, group)
-    on_target = _lower_on_mesh(
-        plan, plan.stages[number + 1 :], plan.dst_devices, tensor_device, group
-    )
-    if not _sends(plan):
-        return TransferExecutable(plan, tensor_device, group, on_source, (), (), None, on_target)
-    _prepare_to_send(plan, tensor_device, group)
-    sent, received = _parts(plan, tensor_device, rank_in(group))
-    whole = _target_block(plan, received, rank_in(group))
+    before = plan.stages[:number]
+    after = plan.stages[number + 1 :]
+    on_source = _lower_on_mesh(plan, before, plan.src_devices, tensor_device, group)
+    on_target = _lower_on_mesh(plan, after, plan.dst_devices, tensor_device, group)
+    sent: list[Part] = []
+    received: list[Part] = []
+    whole = None
+    if _sends(plan):
+        _prepare_to_send(plan, tensor_device, group)
+        sent, received = _parts(plan, tensor_device, rank_in(group))
+        whole = _target_block(plan, received, rank_in(group))
     return TransferExecutable(
-        plan, tensor_device, group, on_source, sent, received, whole, on_target
+        plan, tensor_device, group, on_source, tuple(sent), tuple(received), whole, on_target
     )
 
 
@@ -135,9 +131,7 @@ def _prepare_to_send(plan: Plan, tensor_device: torch.device, group: dist.Proces
         )
 
 
-def _parts(
-    plan: Plan, tensor_device: torch.device, rank: int
-) -> tuple[tuple[Part, ...], tuple[Part, ...]]:
+def _parts(plan: Plan, tensor_device: torch.device, rank: int) -> tuple[list[Part], list[Part]]:
     """List the messages of one rank in a transfer: what it sends, and what it receives.
 
     Each is the other rank and the rows: of this rank's block on the source's mesh, or of its block
@@ -154,13 +148,13 @@ def _parts(
         receiver = plan.dst_devices[message.dst]
         if sender == rank:
             shape = transfer.source.local_shape(message.src)
-            rows = subarray(shape, box_rows(message.box, 0), tensor_device)
-            sent.append(Part(receiver, rows))
+            rows = box_rows(message.box, 0)
+            sent.append(Part(receiver, subarray(shape, rows, tensor_device)))
         if receiver == rank:
             shape = transfer.target.local_shape(message.dst)
-            rows = subarray(shape, box_rows(message.box, 1), tensor_device)
-            received.append(Part(sender, rows))
-    return tuple(sent), tuple(received)
+            rows = box_rows(message.box, 1)
+            received.append(Part(sender, subarray(shape, rows, tensor_device)))
+    return sent, received
 
 
 def _target_block(plan: Plan, received: Sequence[Part], rank: int) -> Packing | None:
@@ -186,26 +180,29 @@ def run_transfers_together(
     dtypes = [block.dtype for block in blocks]
     # Some dtypes cannot be sent: their bits travel as another dtype of the same size (`CARRIERS`).
     # The steps on each mesh see the values.
-    starts = [_seen_as(CARRIERS.get(block.dtype, block.dtype), dense(block)) for block in blocks]
+    carriers = [CARRIERS.get(dtype, dtype) for dtype in dtypes]
+    starts = [_seen_as(dtype, dense(x)) for dtype, x in zip(carriers, blocks, strict=True)]
     outs = [
         _run_steps(crossing.on_source, start, dtype)
         for crossing, start, dtype in zip(crossings, starts, dtypes, strict=True)
     ]
-    # In the others, all rows stay on their ranks: no process sends anything.
     sending = [i for i, crossing in enumerate(crossings) if _sends(crossing.plan)]
+    # In all others, rows stay on their ranks.
+    staying = [i for i in range(len(crossings)) if i not in sending]
 
     def copy_unmoved() -> None:
         """Copy blocks that neither move nor change: the result must be no view of what was given."""
-        for i, crossing in enumerate(crossings):
-            is_unmoved = i not in sending and outs[i] is starts[i]
-            if is_unmoved and crossing.on_target is None:
+        for i in staying:
+            if outs[i] is starts[i] and crossings[i].on_target is None:
                 outs[i] = _copied(starts[i])
 
     if sending:
-        place = functools.partial(_place, crossings[sending[0]].plan)
-        of_sending = [crossings[i] for i in sending]
         results = with_place_in_errors(
-            place, _exchange, of_sending, [outs[i] for i in sending], copy_unmoved
+            functools.partial(_place, crossings[sending[0]].plan),
+            _exchange,
+            [crossings[i] for i in sending],
+            [outs[i] for i in sending],
+            copy_unmoved,  # while messages travel
         )
         for i, result in zip(sending, results, strict=True):
             outs[i] = result
@@ -342,14 +339,14 @@ def _assembled(
         return block.new_empty(0)
     # Parts go in the order of `received`: messages that share rows are added in it, and sums of
     # floats depend on the order.
+    rows_by_peer = {part.peer: part.rows for part in crossing.sent}
     me = rank_in(crossing.group)
-    kept = {part.peer: part.rows for part in crossing.sent}.get(me)
     parts = []
     for part in crossing.received:
-        if part.peer != me:
+        if part.peer == me:  # rows that this process keeps
+            parts.append(rows_by_peer[me].read(block))
+        else:
             parts.append(incoming[part.peer].views[number])
-        elif kept is not None:
-            parts.append(kept.read(block))
     return crossing.whole.place(block, parts)
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -28,6 +29,7 @@ from torch_bridge.mesh.process_mesh import calling_ranks
 from torch_bridge.versions.functorch import active_transforms, is_batched, is_forward_mode
 from torch_bridge.versions.process_groups import default_store
 from xshard.arguments import is_on
+from xshard.layout.runs import run_columns
 
 # The environment is read once, at import: it has to be set before the program starts, and equal for
 # all ranks. A rank that turned comparisons on later would wait for others that do not come.
@@ -140,14 +142,14 @@ def compare_ranks(
     assert world is not None  # there are no ranks without a world
     error: Exception | None = None
     try:
-        mine = {"asked": asked, **prepare()._asdict()}
+        own_report = {"asked": asked, **prepare()._asdict()}
     except Exception as raised:
         # The others wait for this rank: they are told, and raise too.
         error = raised
-        mine = {"asked": asked, "failure": f"{type(raised).__name__}: {raised}"}
+        own_report = {"asked": asked, "failure": f"{type(raised).__name__}: {raised}"}
     if timeout is None:
         timeout = timeout_of(world)
-    reports = _channel(tuple(sorted(ranks)), world).exchange(mine, timeout)
+    reports = _channel(tuple(sorted(ranks)), world).exchange(own_report, timeout)
     have_failed = ["failure" in report for report in reports.values()]
     if error is not None and all(have_failed):
         raise error
@@ -177,19 +179,22 @@ class Compared(NamedTuple):
         ranks compare the gradient's description before that node sends anything. Returns the
         result.
         """
-        part = 0
+        hook_count = 0
         for node in graph_nodes([result], blocks):
             # Results that were moved together share a node, whose hook the first of them has added.
-            if not isinstance(node, BackwardCFunction) or "compared" in node.metadata:
-                continue
-            part += 1
-            node.metadata["compared"] = part
-            executable = getattr(node, "executable", None)
-            node.register_prehook(functools.partial(self._compare_gradient, executable, part))
+            if isinstance(node, BackwardCFunction) and "compared" not in node.metadata:
+                hook_count += 1
+                node.metadata["compared"] = hook_count
+                executable = getattr(node, "executable", None)
+                hook = functools.partial(self._compare_gradient, executable, hook_count)
+                node.register_prehook(hook)
         return result
 
     def _compare_gradient(self, executable: Any, part: int, _: object) -> None:
-        """Raise DesyncError on all ranks unless all are about to send the gradient of this part."""
+        """Raise DesyncError on all ranks unless all are about to send the gradient of this part.
+
+        part: the number of the node in the call's graph. executable: what the node runs.
+        """
         if len(self.ranks) == 1 or (executable is not None and not executable.sends_gradient):
             return
         facts = {"gradient": f"of call {self.number}", "part": str(part)}
@@ -223,11 +228,13 @@ def compare_call(
         return None
     if not ranks:
         ranks = calling_ranks(mesh)
-    if dist.get_rank() not in ranks:
+    rank = dist.get_rank()
+    if rank not in ranks:
         return None
-    part = compare_ranks(ranks, text, prepare)[dist.get_rank()]["part"]
+    report = compare_ranks(ranks, text, prepare)[rank]
+    # They have just met: the number of their meetings, equal on all, is that of the call.
     number = _channel(tuple(sorted(ranks)), dist.group.WORLD).meetings
-    return Compared(text, number, tuple(part))
+    return Compared(text, number, tuple(report["part"]))
 
 
 @dataclass
@@ -241,31 +248,39 @@ class _Channel:
     world: dist.ProcessGroup
     meetings: int = 0
 
-    def exchange(self, mine: Mapping[str, object], timeout: timedelta) -> dict[int, Report]:
+    def exchange(self, own_report: Mapping[str, object], timeout: timedelta) -> dict[int, Report]:
         """Exchange one report with each of the other ranks, through the store.
 
         Meetings are numbered. If others have waited in vain in a meeting that this rank is late
-        for, it goes on to the next one. mine: this rank's report, as JSON can hold it. Returns the
+        for, it goes on to the next one. own_report: as JSON can hold it. Returns the
         reports by rank. Raises DesyncError for ranks that do not come within `timeout`, and for a
         store that does not answer.
         """
         store = default_store()
         rank = dist.get_rank()
         reports: dict[int, Report] | None = None
+        # None: others have waited for this rank in vain, in the meeting of this number.
         while reports is None:
             number = self.meetings
             self.meetings = number + 1  # also if this one fails: the next call is another meeting
             try:
-                reports = call_within(timeout, self._meet, store, rank, number, mine, timeout)
+                reports = call_within(timeout, self._meet, store, rank, number, own_report, timeout)
             except RuntimeError as error:  # DistStoreError, DistNetworkError
                 others = _ranks_text(self.ranks)
-                reason = f"rank {rank} cannot compare '{mine['asked']}' with {others}: no store"
+                reason = (
+                    f"rank {rank} cannot compare '{own_report['asked']}' with {others}: no store"
+                )
                 hint = f"the process or node that has it has ended, or cannot be reached: {error}"
                 raise DesyncError(reason, hint=hint) from error
         return reports
 
     def _meet(
-        self, store: Any, rank: int, number: int, mine: Mapping[str, object], timeout: timedelta
+        self,
+        store: Any,
+        rank: int,
+        number: int,
+        own_report: Mapping[str, object],
+        timeout: timedelta,
     ) -> dict[int, Report] | None:
         """Write this rank's report to the store, and wait for those of all other ranks.
 
@@ -277,21 +292,22 @@ class _Channel:
             # Coming to the last meeting shows that a rank has read the one before: its report there
             # can be deleted.
             store.delete_key(self._key(number - 2, rank))
-        report = json.dumps(mine)
+        own_key = self._key(number, rank)
+        own_text = json.dumps(own_report)
         # Writes the report unless another rank has written ABSENT under this key. The store decides
         # which of the two came first, so that all ranks see the same.
-        if store.compare_set(self._key(number, rank), "", report) == ABSENT:
+        if store.compare_set(own_key, "", own_text) == ABSENT:
             return None
-        store.set(self._key(number, rank), report)  # wakes those who wait, in every kind of store
+        store.set(own_key, own_text)  # wakes those who wait, in every kind of store
         keys = [self._key(number, r) for r in self.ranks]
         try:
             store.wait(keys, timeout)
         except RuntimeError:  # DistStoreError, of a TCPStore
             for key in keys:  # whoever comes later goes on to the next meeting
                 store.compare_set(key, "", ABSENT)
-        reports = dict(zip(self.ranks, store.multi_get(keys), strict=True))
-        self._check_all_came(reports, str(mine["asked"]), timeout)
-        return {r: json.loads(report) for r, report in reports.items()}
+        texts = dict(zip(self.ranks, store.multi_get(keys), strict=True))
+        self._check_all_came(texts, str(own_report["asked"]), timeout)
+        return {r: json.loads(text) for r, text in texts.items()}
 
     def _check_all_came(self, reports: Mapping[int, bytes], asked: str, timeout: timedelta) -> None:
         """Raise DesyncError if ranks did not come in time."""
@@ -376,21 +392,13 @@ def _ranks_text(ranks: Iterable[int]) -> str:
 
     Two neighbours are listed one by one: [1, 2] -> "ranks 1, 2".
     """
-    runs: list[list[int]] = []  # [first, last] of each run of consecutive ranks
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
+    starts, lengths = run_columns(np.array(sorted(ranks)))  # of runs of consecutive ranks
     texts: list[str] = []
-    n_ranks = 0
-    for first, last in runs:
-        n_ranks += last - first + 1
-        if first == last:
-            texts.append(str(first))
-        elif last == first + 1:
-            texts.append(f"{first}, {last}")
-        else:
+    for first, length in zip(starts.tolist(), lengths.tolist(), strict=True):
+        last = first + length - 1
+        if length > 2:
             texts.append(f"{first} to {last}")
-    noun = "rank" if n_ranks == 1 else "ranks"
+        else:
+            texts += map(str, range(first, last + 1))
+    noun = "rank" if lengths.sum() == 1 else "ranks"
     return f"{noun} {', '.join(texts)}"

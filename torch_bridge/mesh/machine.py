@@ -45,18 +45,18 @@ def _agreed_profile(device_type: str, world: dist.ProcessGroup | None) -> Profil
     this process's own. Raises CollectiveError if the store fails.
     """
     n_processes = 1 if world is None else world.size()
-    found = json.dumps(_detected(device_type, n_processes))
+    machine_text = json.dumps(_detected(device_type, n_processes))
     try:
         # `compare_set` writes only if the key is not set yet, and returns its value.
         compare_set = default_store().compare_set
         timeout = c10d.default_pg_timeout if world is None else timeout_of(world)
         key = f"xshard/machine/{device_type}"
-        found = call_within(timeout, compare_set, key, "", found).decode()
+        machine_text = call_within(timeout, compare_set, key, "", machine_text).decode()
     except dist.DistError as error:
         raise CollectiveError("the ranks cannot agree on the machine", hint=str(error)) from error
     except (NotImplementedError, RuntimeError, ValueError):
         pass  # there are no processes, or none that exist, as with a fake backend
-    kind, node_devices = json.loads(found)
+    kind, node_devices = json.loads(machine_text)
     return machine_of(kind, node_devices)
 
 

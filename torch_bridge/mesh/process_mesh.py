@@ -315,7 +315,8 @@ def group_mesh(group: Any, axis: str) -> Mesh | ProcessMesh:
 @functools.lru_cache(maxsize=256)
 def _group_mesh(group: dist.ProcessGroup, axis: str) -> ProcessMesh:
     ranks = tuple(dist.get_process_group_ranks(group))
-    return ProcessMesh(Mesh({axis: len(ranks)}), ranks, dist.get_rank(group), lambda axes: group)
+    mesh = Mesh({axis: len(ranks)})
+    return ProcessMesh(mesh, ranks, dist.get_rank(group), lambda axes: group)
 
 
 def check_world() -> None:

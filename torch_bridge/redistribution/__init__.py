@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, Literal, TypeVar, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -15,7 +15,12 @@ from torch_bridge.comm_dtype import CommDtypeLike
 from torch_bridge.mesh import desync
 from torch_bridge.mesh.process_mesh import MeshLike
 from torch_bridge.redistribution.blocks import call_of, compare, move_one, redistribute_between
-from torch_bridge.redistribution.options import Options, TwoMeshOptions
+from torch_bridge.redistribution.options import (
+    MoveKeywords,
+    Options,
+    TwoMeshKeywords,
+    TwoMeshOptions,
+)
 from torch_bridge.redistribution.tree import redistribute_tree, transfer_tree
 from xshard.cost.model import ProfileLike
 from xshard.errors import PlanError, XshardError, end_at_user
@@ -35,29 +40,27 @@ def redistribute(
     mesh: MeshLike | None = None,
     *,
     async_op: Literal[False] = False,
-    **options: Any,
+    **options: Unpack[MoveKeywords],
 ) -> T: ...
 
 
 @overload
 def redistribute(
-    x: Tensor, layouts: Any, mesh: MeshLike | None = None, *, async_op: bool, **options: Any
+    x: Tensor,
+    layouts: Any,
+    mesh: MeshLike | None = None,
+    *,
+    async_op: bool,
+    **options: Unpack[MoveKeywords],
 ) -> Tensor | PendingTensor: ...
 
 
-# The overloads leave its options open. It has many, as one verb for all moves: most calls pass three.
-def redistribute(  # type: ignore[misc]  # noqa: PLR0913
+def redistribute(  # noqa: PLR0913  one verb for all moves: most calls pass three of its options
     x: Any,
     layouts: Any,
     mesh: MeshLike | None = None,
     *,
-    src_mesh: MeshLike | None = None,
-    dst_mesh: MeshLike | None = None,
     shape: Any = None,
-    dtype: torch.dtype | None = None,
-    device: torch.device | str | None = None,
-    requires_grad: bool = False,
-    relabel: bool = False,
     profile: ProfileLike = "auto",
     comm_dtype: CommDtypeLike = None,
     bucket_bytes: int | str | None = None,
@@ -65,6 +68,7 @@ def redistribute(  # type: ignore[misc]  # noqa: PLR0913
     debug: bool = False,
     check_replicated: bool | None = None,
     maps: Maps | None = None,
+    **two_meshes: Unpack[TwoMeshKeywords],
 ) -> Any:
     """Move this process's block from one layout to another, differentiably.
 
@@ -102,15 +106,16 @@ def redistribute(  # type: ignore[misc]  # noqa: PLR0913
             layouts name, and the cotangents' in the backward pass. Default: XSHARD_CHECK_REPLICATED.
         maps: The `Owners` and `Needs` that layouts name. In compiled code they end a graph; text with
             digests, `str(layout)`, does not.
-        src_mesh: Between two meshes: where blocks are, instead of `mesh`. All processes of the world call
-            it. Each mesh may be a part of the world; device i of an `xshard.Mesh` is rank i. `x` is None
-            on processes outside the source. A plan needs no mesh: its device numbers are ranks.
-        dst_mesh: Between two meshes: where blocks go. The result is None on processes outside it.
-        dtype: Between two meshes: the array's, for processes without a block.
-        device: Between two meshes: the result's, on processes without a block.
-        requires_grad: Between two meshes: the blocks get a gradient. Processes outside the destination
-            get an empty tensor, and all of them call `backward` (`y.sum().backward()` will do there).
-        relabel: Between two meshes: as in `xshard.plan`.
+        **two_meshes: For a move between two meshes, in place of `mesh`. All processes of the world call it.
+            `src_mesh`, `dst_mesh`: where blocks are, and where they go. Each may be a part of the world;
+            device i of an `xshard.Mesh` is rank i. `x` is None on processes outside the source, the
+            result is None on processes outside the destination. A plan needs no mesh: its device
+            numbers are ranks.
+            `dtype`: the array's, for processes without a block.
+            `device`: the result's, on processes without a block.
+            `requires_grad`: the blocks get a gradient. Processes outside the destination get an empty
+            tensor, and all of them call `backward` (`y.sum().backward()` will do there).
+            `relabel`: as in `xshard.plan`.
 
     Returns:
         This process's block under the right layout; for a tree, a tree of the same structure.
@@ -119,6 +124,7 @@ def redistribute(  # type: ignore[misc]  # noqa: PLR0913
         MeshError: The mesh or an axis does not exist, or options for one and two meshes are mixed.
         NotationError: The text is wrong, marked with a caret. On all processes, before anything is sent,
             with the name of the tensor in a tree; so are MeshError, DtypeError, PlanError, LinearityError.
+        TypeError: There is no such option; the nearest one is named.
         DtypeError: Values of this dtype cannot be reduced, or travel, like this.
         PlanError: No plan leads from one layout to the other, or the trees do not match.
         LinearityError: The gradient is not defined.
@@ -143,14 +149,6 @@ def redistribute(  # type: ignore[misc]  # noqa: PLR0913
         >>> xt.testing.run_ranks(2, gather)[0]
         {'w': (2, 6), 'b': (2,)}
     """
-    has_two_mesh_options = (
-        src_mesh is not None
-        or dst_mesh is not None
-        or dtype is not None
-        or device is not None
-        or requires_grad
-        or relabel
-    )
     # Outside of the `try`, in which Dynamo could not break its graph.
     is_compiling = torch.compiler.is_compiling()
     if is_compiling and maps is not None:
@@ -161,7 +159,7 @@ def redistribute(  # type: ignore[misc]  # noqa: PLR0913
             layouts = with_map_digests(layouts, maps)
         # Hot: most calls move one tensor on one mesh by text. They build no options value. A subclass of
         # Tensor has rules of its own, and a plan may lead to another mesh.
-        is_usual = type(x) in PLAIN_TYPES and type(layouts) is not Plan and not has_two_mesh_options
+        is_usual = type(x) in PLAIN_TYPES and type(layouts) is not Plan and not two_meshes
         if is_usual and not is_compiling and not debug and not desync.ALWAYS:
             check_not_swapped()
             call = MoveCall.of(layouts, mesh, shape, profile, comm_dtype)
@@ -177,7 +175,7 @@ def redistribute(  # type: ignore[misc]  # noqa: PLR0913
             async_op,
             debug or desync.ALWAYS,
             check_replicated,
-            TwoMeshOptions(src_mesh, dst_mesh, dtype, device, requires_grad, relabel),
+            TwoMeshOptions.of(two_meshes),
         )
         if not is_compiling:
             return _redistribute_now(x, options)
@@ -190,7 +188,7 @@ def redistribute(  # type: ignore[misc]  # noqa: PLR0913
 def _redistribute_now(x: Any, options: Options) -> Any:
     """Redistribute outside of compilers: a tensor, a DTensor or a tree, on one mesh or between two."""
     check_not_swapped()
-    # A plain tensor is no tree. Its type is looked up first, because `isinstance` with several
+    # The type of a plain tensor, which is no tree, is looked up first: `isinstance` with several
     # types is slow.
     is_tree = type(x) not in PLAIN_TYPES and isinstance(x, Mapping | list | tuple)
     if is_tree and options.async_op:
@@ -205,7 +203,7 @@ def _redistribute_now(x: Any, options: Options) -> Any:
     options = options._replace(bucket_bytes=None)
     x = as_tensor(x)
     compared = compare(x, options) if options.debug else None
-    call = call_of(x, options.layouts, options.mesh, options.shape, options)
+    call = call_of(x, options)
     y = move_one(x, call, options.async_op, options.check_replicated)
     return compare_gradients_of(compared, y, x)
 
@@ -222,20 +220,19 @@ def _redistribute_traced(x: Any, options: Options) -> Any:
     # Dynamo can leave its graph and come back; torch.export has to record everything.
     is_dynamo = torch.compiler.is_dynamo_compiling()
     is_one_mesh = options.transfer.src_mesh is None and options.transfer.dst_mesh is None
-    if isinstance(x, Tensor) and is_one_mesh:
-        if options.check_replicated and not is_dynamo:
-            what = "check_replicated compares on the host, which an exported program cannot"
-            raise PlanError(what, hint="it is for debugging: leave it out")
-        arguments = [x], options.layouts, options.mesh
-        if not options.check_replicated and compiled.is_recorded(*arguments, options.profile):
-            recorded_options = {
-                "shape": options.shape,
-                "profile": options.profile,
-                "comm_dtype": options.comm_dtype,
-            }
-            return compiled.traced_call(
-                "redistribute", *arguments, recorded_options, options.async_op
-            )
+    is_one_block = isinstance(x, Tensor) and is_one_mesh
+    if is_one_block and options.check_replicated and not is_dynamo:
+        what = "check_replicated compares on the host, which an exported program cannot"
+        raise PlanError(what, hint="it is for debugging: leave it out")
+    arguments = [x], options.layouts, options.mesh
+    may_record = is_one_block and not options.check_replicated
+    if may_record and compiled.is_recorded(*arguments, options.profile):
+        recorded_options = {
+            "shape": options.shape,
+            "profile": options.profile,
+            "comm_dtype": options.comm_dtype,
+        }
+        return compiled.traced_call("redistribute", *arguments, recorded_options, options.async_op)
     if is_dynamo:
         return compiled.eagerly(_redistribute_now, x, options)
     return _redistribute_now(x, options)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,7 @@ from torch_bridge.calls.move import (
     check_source_block,
     ranks_of,
 )
-from torch_bridge.lower.transfer import lower_transfer
+from torch_bridge.lower.transfer import TransferExecutable, lower_transfer
 from torch_bridge.mesh.desync import CallFacts, Compared, compare_call, derivative_facts
 from torch_bridge.mesh.process_mesh import (
     MeshLike,
@@ -29,7 +30,7 @@ from torch_bridge.mesh.process_mesh import (
     process_mesh,
 )
 from torch_bridge.redistribution.options import Options
-from torch_bridge.replicas import Comparison, Expect, checked, comparisons_between
+from torch_bridge.replicas import Comparison, checked, comparisons_between, with_comparisons
 from xshard import replicas
 from xshard.arguments import lengths_of
 from xshard.dtypes import name_of
@@ -39,19 +40,16 @@ from xshard.plans.plan import Plan
 from xshard.replicas import are_replicas_checked
 
 
-def call_of(
-    x: Tensor, layouts: Any, mesh: MeshLike | None, shape: Any, options: Options
-) -> MoveCall:
-    """Return the call on one mesh; a DTensor brings its mesh and its global shape.
-
-    options: the others; those of a tree are for all of its tensors.
-    """
+def call_of(x: Tensor, options: Options) -> MoveCall:
+    """Return the call on one mesh; a DTensor brings its mesh and its global shape."""
+    mesh = options.mesh
+    shape = options.shape
     if is_dtensor(x):
         from torch_bridge.dtensor.placements import checked_global_shape  # slow: it imports DTensor
 
         shape = checked_global_shape(x, mesh, shape)  # raises if `mesh` or `shape` is another one
         mesh = x.device_mesh
-    return MoveCall.of(layouts, mesh, shape, options.profile, options.comm_dtype)
+    return MoveCall.of(options.layouts, mesh, shape, options.profile, options.comm_dtype)
 
 
 def move_one(
@@ -84,16 +82,14 @@ def move_one(
         return redistribute_by_layouts(x, call, compares, name)
 
     executable = call.executable_for(x)
+    # The backward pass of a max or min needs its result, so that it cannot be left pending.
+    if async_op and executable.is_linear and not compares:
+        return PendingTensor.begin(x, executable)
     if compares:
         y = checked(x, executable, process_mesh(call.mesh), call.text, name)
-    # The backward pass of a max or min needs its result, so that it cannot be left pending.
-    elif async_op and executable.is_linear:
-        return PendingTensor.begin(x, executable)
     else:
         y = apply(executable, x)
-    if async_op:  # not left pending above: a `PendingTensor` whose result is there already
-        return PendingTensor(y, y.shape, y)
-    return y
+    return PendingTensor(y, y.shape, y) if async_op else y  # pending in name: it has arrived
 
 
 def compare(x: Tensor, options: Options) -> Compared | None:
@@ -102,27 +98,30 @@ def compare(x: Tensor, options: Options) -> Compared | None:
     For debug=True. Raises on all ranks of the mesh if calls differ, or if one of them would fail.
     The result later compares the backward passes; it is None if there is nothing to compare there.
     """
-
-    def facts() -> CallFacts:
-        # What ranks compare. It raises what the call would raise; the others then hear of it.
-        call = call_of(x, options.layouts, options.mesh, options.shape, options)
-        block = x
-        if is_dtensor(x):
-            from torch_bridge.dtensor.function import local_block
-            from torch_bridge.dtensor.redistribution import move_by_layouts
-
-            move_by_layouts(x, call)  # raises what the call would raise
-            block = local_block(x)
-        return call.facts(
-            (block.shape, block.dtype, block.device),
-            async_op=options.async_op,
-            bucket_bytes=options.bucket_bytes,
-            check_replicated=are_replicas_checked(options.check_replicated),
-            **derivative_facts(x),
-        )
-
     mesh = x.device_mesh if is_dtensor(x) else options.mesh
-    return compare_call(mesh, _as_asked(options.layouts), facts)
+    return compare_call(mesh, _as_asked(options.layouts), partial(_facts, x, options))
+
+
+def _facts(x: Tensor, options: Options) -> CallFacts:
+    """Describe this rank's call, for the comparison; raise what the call would raise.
+
+    The other ranks then hear of the error, and do not wait.
+    """
+    call = call_of(x, options)
+    block = x
+    if is_dtensor(x):
+        from torch_bridge.dtensor.function import local_block
+        from torch_bridge.dtensor.redistribution import move_by_layouts
+
+        move_by_layouts(x, call)  # only for its errors
+        block = local_block(x)
+    return call.facts(
+        (block.shape, block.dtype, block.device),
+        async_op=options.async_op,
+        bucket_bytes=options.bucket_bytes,
+        check_replicated=are_replicas_checked(options.check_replicated),
+        **derivative_facts(x),
+    )
 
 
 def _as_asked(layouts: Any) -> str:
@@ -146,27 +145,16 @@ def redistribute_between(x: Any, options: Options) -> Tensor | None:
 
     source, call = _transfer_call(x, options)
     plan = call.plan()
-    dtype = getattr(torch, plan.dtype)
-    if requires_grad and not (dtype.is_floating_point or dtype.is_complex):
-        raise DtypeError(
-            f"{plan.dtype} cannot have a gradient", hint="floats and complex numbers can"
-        )
-    # Processes without a block take part, too: each has an executable, for which it needs a device.
-    device = tensor_device_of(source, options.transfer.device, options.transfer.dst_mesh)
-    executable = lower_transfer(plan, device, dist.group.WORLD)
-    if requires_grad:
-        _ = executable.backward  # planned now, so that a plan without a gradient raises here
+    executable = _transfer_executable(plan, source, options)
     # The last check, because it may raise on this process alone; those above raise on all.
     check_source_block(source, plan)
 
-    block = _block_for_autograd(source, dtype, device, requires_grad)
-    entering, returning = _replica_comparisons(plan, options, device)
-    if entering is not None:
-        y = Redistribute.apply(executable, Expect.apply(block, entering, None))
-    else:
-        y = Redistribute.apply(executable, block)
-    if returning is not None and requires_grad:
-        y = Expect.apply(y, None, returning)
+    block = _block_for_autograd(source, executable, requires_grad)
+    entering, returning = _replica_comparisons(plan, options, executable.tensor_device)
+    if not requires_grad:
+        returning = None
+    move = partial(Redistribute.apply, executable)
+    y = with_comparisons(move, block, entering, returning)
     y = compare_gradients_of(compared, y, block)
     # Outside the destination an empty tensor is returned only if you have to call `backward` on it.
     if requires_grad or dist.get_rank() in plan.dst_devices:
@@ -174,12 +162,19 @@ def redistribute_between(x: Any, options: Options) -> Tensor | None:
     return None
 
 
-class _Source(NamedTuple):
-    """A DTensor as the source of a move: its local block, mesh and global shape."""
-
-    block: Tensor | None
-    mesh: DeviceMesh
-    shape: Any
+def _transfer_executable(plan: Plan, source: Tensor | None, options: Options) -> TransferExecutable:
+    """Prepare a move between two meshes. Raises on all processes of the world, or on none."""
+    requires_grad = options.transfer.requires_grad
+    dtype = getattr(torch, plan.dtype)
+    if requires_grad and not (dtype.is_floating_point or dtype.is_complex):
+        hint = "floats and complex numbers can"
+        raise DtypeError(f"{plan.dtype} cannot have a gradient", hint=hint)
+    # Processes without a block take part, too: each has an executable, for which it needs a device.
+    device = tensor_device_of(source, options.transfer.device, options.transfer.dst_mesh)
+    executable = lower_transfer(plan, device, dist.group.WORLD)
+    if requires_grad:
+        _ = executable.backward  # planned now, so that a plan without a gradient raises here
+    return executable
 
 
 def _transfer_call(x: Any, options: Options) -> tuple[Tensor | None, TransferCall]:
@@ -189,28 +184,25 @@ def _transfer_call(x: Any, options: Options) -> tuple[Tensor | None, TransferCal
     global shape, which plain tensors need `src_mesh=` and `shape=` for.
     """
     block = None if x is None else as_tensor(x)
-    src_mesh = options.transfer.src_mesh
-    shape = options.shape
     if is_dtensor(block):
-        source = _dtensor_source(block, options)
-        block = source.block
-        src_mesh = source.mesh
-        shape = source.shape
-    dtype = options.transfer.dtype if block is None else block.dtype
+        block, options = _dtensor_source(block, options)
+    two_meshes = options.transfer
+    shape = options.shape
+    dtype = two_meshes.dtype if block is None else block.dtype
     call = TransferCall(
         options.layouts,
-        src_mesh,
-        options.transfer.dst_mesh,
+        two_meshes.src_mesh,
+        two_meshes.dst_mesh,
         None if shape is None else lengths_of(shape),
         None if dtype is None else name_of(dtype),
-        options.transfer.relabel,
+        two_meshes.relabel,
         options.profile,
     )
     return block, call
 
 
-def _dtensor_source(x: Any, options: Options) -> _Source:
-    """Take a DTensor apart: this process's local block, its mesh and its global shape.
+def _dtensor_source(x: Any, options: Options) -> tuple[Tensor | None, Options]:
+    """Take a DTensor apart: return its local block, and options with its mesh and global shape.
 
     The block is None on a process outside the DTensor's mesh. Raises MeshError if `src_mesh` is
     given, and is another mesh.
@@ -225,13 +217,13 @@ def _dtensor_source(x: Any, options: Options) -> _Source:
         if not is_same:
             what = f"the DTensor is on {mesh!r}, not on {src_mesh!r}"
             raise MeshError(what, hint="leave src_mesh out")
+    options = options._replace(shape=shape, transfer=options.transfer._replace(src_mesh=mesh))
     layouts: Expression = options.layouts
     # `sides` refuses a plan between two meshes, as it is meant for one.
-    both = layouts if isinstance(layouts, Plan) else sides(layouts)
-    block = None
-    if dist.get_rank() in calling_ranks(mesh):
-        block = local_block_under(x, both.src, f"{both.src} -> {both.dst}")
-    return _Source(block, mesh, shape)
+    ends = layouts if isinstance(layouts, Plan) else sides(layouts)
+    if dist.get_rank() not in calling_ranks(mesh):
+        return None, options
+    return local_block_under(x, ends.src, f"{ends.src} -> {ends.dst}"), options
 
 
 def _compare_transfer(x: Any, options: Options) -> Compared | None:
@@ -249,14 +241,15 @@ def _compare_transfer(x: Any, options: Options) -> Compared | None:
 
 
 def _block_for_autograd(
-    block: Tensor | None, dtype: torch.dtype, device: torch.device, requires_grad: bool
+    block: Tensor | None, executable: TransferExecutable, requires_grad: bool
 ) -> Tensor:
     """Return the block, or an empty tensor in its place, that autograd records as on all processes.
 
     Every process has a node in the graph, or none has: in the backward pass they wait for each other.
     """
     if block is None:
-        block = torch.empty(0, dtype=dtype, device=device)
+        dtype = getattr(torch, executable.plan.dtype)
+        block = torch.empty(0, dtype=dtype, device=executable.tensor_device)
     if requires_grad and block.requires_grad:
         return block
     return block.detach().requires_grad_(requires_grad)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
@@ -10,14 +11,38 @@ from torch import Tensor
 from torch_bridge.autodiff.blocks import is_dtensor
 from torch_bridge.comm_dtype import CommDtypeLike
 from torch_bridge.mesh.process_mesh import MeshLike
-from xshard.cost.machine import AUTO
+from xshard.arguments import did_you_mean
 from xshard.cost.model import ProfileLike
 from xshard.errors import MeshError
+from xshard.notation.maps import Maps
 from xshard.plans.plan import Plan
 
 
+class TwoMeshKeywords(TypedDict, total=False):
+    """The keywords of `redistribute` for a move between two meshes, by which mypy checks calls."""
+
+    src_mesh: MeshLike | None
+    dst_mesh: MeshLike | None
+    dtype: torch.dtype | None
+    device: torch.device | str | None
+    requires_grad: bool
+    relabel: bool
+
+
+class MoveKeywords(TwoMeshKeywords, total=False):
+    """All keywords of `redistribute` on which the type of its result does not depend."""
+
+    shape: Any
+    profile: ProfileLike
+    comm_dtype: CommDtypeLike
+    bucket_bytes: int | str | None
+    debug: bool
+    check_replicated: bool | None
+    maps: Maps | None
+
+
 class TwoMeshOptions(NamedTuple):
-    """The options that only a move between two meshes has."""
+    """The options that only a move between two meshes has: `TwoMeshKeywords` with its defaults."""
 
     src_mesh: MeshLike | None = None
     dst_mesh: MeshLike | None = None
@@ -25,6 +50,19 @@ class TwoMeshOptions(NamedTuple):
     device: torch.device | str | None = None
     requires_grad: bool = False
     relabel: bool = False
+
+    @classmethod
+    def of(cls, keywords: Mapping[str, Any]) -> TwoMeshOptions:
+        """Collect the keywords that `redistribute` has no parameter for.
+
+        Raises TypeError for one that does not exist, as Python would, and names the nearest.
+        """
+        for word in keywords:
+            if word not in cls._fields:
+                known = ("mesh", "async_op", *MoveKeywords.__annotations__)
+                hint = f"{did_you_mean(word, known)}its options are {', '.join(known)}"
+                raise TypeError(f"redistribute has no option {word!r}: {hint}")
+        return cls(**keywords)
 
     @property
     def is_given(self) -> bool:
@@ -36,15 +74,15 @@ class Options(NamedTuple):
     """All options of `redistribute`; `layouts` and `shape` are those of one tensor, or of a tree."""
 
     layouts: Any
-    mesh: MeshLike | None = None
-    shape: Any = None
-    profile: ProfileLike = AUTO
-    comm_dtype: CommDtypeLike = None
-    bucket_bytes: int | str | None = None
-    async_op: bool = False
-    debug: bool = False
-    check_replicated: bool | None = None
-    transfer: TwoMeshOptions = TwoMeshOptions()
+    mesh: MeshLike | None
+    shape: Any
+    profile: ProfileLike
+    comm_dtype: CommDtypeLike
+    bucket_bytes: int | str | None
+    async_op: bool
+    debug: bool
+    check_replicated: bool | None
+    transfer: TwoMeshOptions
 
     def is_transfer(self, x: Any) -> bool:
         """Return whether moving `x` leads from one mesh to another."""

@@ -78,15 +78,17 @@ def share_collectives(
         bucket_bytes: The most bytes that one collective sends together; None for no limit.
     """
     is_recording = torch.is_grad_enabled()
+    without_gradient: list[int] = []
+    with_gradient: list[int] = []
+    for i in executables:
+        is_recorded = is_recording and blocks[i].requires_grad
+        indices = with_gradient if is_recorded else without_gradient
+        indices.append(i)
     moves = []
-    for is_recorded in (False, True):
-        indices = []
-        for i in executables:
-            if (is_recording and blocks[i].requires_grad) == is_recorded:
-                indices.append(i)
+    for indices in (without_gradient, with_gradient):
         if indices:
-            members = [executables[i] for i in indices]
-            together = BucketedExecutable(tuple(members), bucket_bytes)
+            members = tuple(executables[i] for i in indices)
+            together = BucketedExecutable(members, bucket_bytes)
             moves.append(SharedMove(tuple(indices), together))
     return moves
 
@@ -104,7 +106,7 @@ def redistribute_tree(tree: Any, options: Options) -> Any:
     calls = []
     for leaf in leaves:
         with located(leaf.place):
-            calls.append(call_of(leaf.x, leaf.layouts, leaf.mesh, leaf.shape, options))
+            calls.append(call_of(leaf.x, leaf.options(options)))
 
     # With `check_replicated`, each tensor is moved and compared alone, so that an error has its
     # name.
@@ -118,8 +120,8 @@ def redistribute_tree(tree: Any, options: Options) -> Any:
 
     # After all moves: tensors of one bucket then have one common node in autograd's graph, and its
     # backward pass is compared once, by the first of them.
-    for i, one in enumerate(compared):
-        compare_gradients_of(one, results[i], leaves[i].x)
+    for i, compared_call in enumerate(compared):
+        compare_gradients_of(compared_call, results[i], leaves[i].x)
     return tree_unflatten([results[i] for i in range(len(leaves))], tree_structure(tree))
 
 
@@ -140,15 +142,16 @@ def _leaves(tree: Any, options: Options, is_optional: bool = False) -> Iterator[
     `is_optional`. Raises PlanError if the trees of layouts and shapes have other branches than the
     tensors.
     """
-    layouts = _spread(options.layouts, tree, _is_expression, "layouts")
-    shapes = _spread(options.shape, tree, _is_shape, "shapes")
-    for leaf, whole in zip(layouts, shapes, strict=True):
-        place = leaf.place
-        x = leaf.x
+    # For each tensor its place in the tree, itself, and the value that is for it.
+    with_layouts = _spread(options.layouts, tree, _is_expression, "layouts")
+    with_shapes = _spread(options.shape, tree, _is_shape, "shapes")
+    for with_layout, with_shape in zip(with_layouts, with_shapes, strict=True):
+        place = with_layout.place
+        x = with_layout.x
         if x is not None or not is_optional:
             x = as_tensor(x, place if place else "x")
         mesh = None if is_dtensor(x) else options.mesh
-        yield _Leaf(place, x, leaf.value, whole.value, mesh)
+        yield _Leaf(place, x, with_layout.value, with_shape.value, mesh)
 
 
 def _spread(values: Any, tree: Any, is_value: Callable[[Any], bool], what: str) -> list[Any]:
@@ -221,15 +224,14 @@ def _compare_tree(tree: Any, options: Options, bucket_bytes: int | None) -> list
     """
     mesh = options.mesh
     if mesh is None:
-        for x in tree_leaves(tree):
-            if is_dtensor(x):
-                mesh = x.device_mesh
-                break
-        else:
+        meshes = [x.device_mesh for x in tree_leaves(tree) if is_dtensor(x)]
+        if not meshes:
             return []  # the call fails on every rank: nothing says which mesh it is for
+        mesh = meshes[0]
     leaves: list[_Leaf] = []
 
     def facts() -> CallFacts:
+        """Describe the tree; its leaves are kept, as they may be an error on this rank alone."""
         leaves.extend(_leaves(tree, options))
         names = ", ".join(leaf.place for leaf in leaves)
         return CallFacts({"tensors": names}, {}, calling_ranks(mesh), {})

@@ -41,16 +41,11 @@ class RouteCall(NamedTuple):
     sizes: int | None = None
     debug: bool = False
 
-    def facts(self, blocks: Sequence[Tensor], to: Tensor) -> desync.CallFacts:
-        """Check the arguments, and return what debug mode compares between processes.
-
-        Each value is text: dtypes and shapes of rows, the number of choices, the options. Raises as
-        `route` does.
-        """
+    def check_arguments(self, blocks: Sequence[Tensor], to: Tensor) -> None:
+        """Check the arguments of this process. Raises as `route` does."""
         layout = Layout.parse(f"t/({','.join(self.axes)})")
-        check_axes(
-            layout, mesh_of(checked_mesh(self.mesh, "route(x, to, axis, mesh)")), str(layout)
-        )
+        mesh = checked_mesh(self.mesh, "route(x, to, axis, mesh)")
+        check_axes(layout, mesh_of(mesh), str(layout))
         is_whole = not (to.is_floating_point() or to.is_complex() or to.dtype == torch.bool)
         check_rows(blocks[0].shape, to.shape, is_whole, capacity=self.capacity, sizes=self.sizes)
         check_device(to.device)
@@ -58,9 +53,16 @@ class RouteCall(NamedTuple):
         # and under vmap there would be other lengths for each item of the batch.
         if is_batched(to) or to.is_meta:
             what = "to says where rows go by its values: none are known, or there is one set for each batch"
-            raise PlanError(
-                what, hint="vmap(..., in_dims) with None for to; real tensors, not meta"
-            )
+            hint = "vmap(..., in_dims) with None for to; real tensors, not meta"
+            raise PlanError(what, hint=hint)
+
+    def facts(self, blocks: Sequence[Tensor], to: Tensor) -> desync.CallFacts:
+        """Check the arguments, and return what debug mode compares between processes.
+
+        Each value is text: dtypes and shapes of rows, the number of choices, the options. Raises as
+        `route` does.
+        """
+        self.check_arguments(blocks, to)
         sent = {
             "rows": str([(x.dtype, tuple(x.shape[1:])) for x in blocks]),
             "choices": str(to.shape[1:]),
@@ -82,16 +84,16 @@ class RouteCall(NamedTuple):
             blocks: Tensors `[rows, ...]`.
             to: The groups of each row, as for `route`.
         """
-        compared = self._check(blocks, to)
+        compared = self._compared(blocks, to)
         processes = process_mesh(self.mesh).submesh(self.axes)
         group = processes.group(self.axes)
         groups = Groups.of(self.groups, processes.mesh.n_devices)
         chosen = to if to.ndim == 2 else to[:, None]  # [rows, k]
-        limit = self.capacity if self.sizes is None else self.sizes
-        selection = _select(chosen.long(), groups, limit)
         if self.sizes is None:
+            selection = _select(chosen.long(), groups, self.capacity)
             lengths = _exchange_lengths(selection, to, blocks, group, len(groups.parts))
         else:
+            selection = _select(chosen.long(), groups, self.sizes)
             lengths = _fixed_lengths(self.sizes, groups.n_parts, chosen.shape[1])
 
         # `copies` is a linear map, which autograd calls with its adjoint: gradients return to their
@@ -103,12 +105,13 @@ class RouteCall(NamedTuple):
         n_groups = groups.sizes[processes.device]
         own_groups = _own_groups(copies.arrived[0], n_groups)  # [copies, k]
         # One row per choice, sorted by group; a stable sort leaves rows of a group in the order in
-        # which they came. Choices of groups on other processes are last, and are cut off below.
+        # which they came. Choices of groups on other processes are last, and are cut off.
         by_group, order = own_groups.reshape(-1).sort(stable=True)
+        n_rows = lengths.n_rows
         routed = Routed(
             tensors[0],
-            by_group[: lengths.n_rows],
-            order[: lengths.n_rows],
+            by_group[:n_rows],
+            order[:n_rows],
             n_groups,
             k=chosen.shape[1],
             dropped=selection.n_dropped,
@@ -117,10 +120,10 @@ class RouteCall(NamedTuple):
         )
         return routed, tensors
 
-    def _check(self, blocks: Sequence[Tensor], to: Tensor) -> desync.Compared | None:
+    def _compared(self, blocks: Sequence[Tensor], to: Tensor) -> desync.Compared | None:
         """Check this process's arguments; in debug mode those of all processes, against each other."""
         if not self.debug and not desync.ALWAYS:
-            self.facts(blocks, to)
+            self.check_arguments(blocks, to)
             return None
         text = f"route over '{','.join(self.axes)}'"
         return desync.compare_call(self.mesh, text, lambda: self.facts(blocks, to))
@@ -129,13 +132,15 @@ class RouteCall(NamedTuple):
 class _Selection(NamedTuple):
     """The copies that this process sends: one for each row and process with a group that it chose.
 
-    places: [rows, k], where each choice is: `process * most + number of the group there`; `most` is the
-        largest number of groups of a process. Choices of nowhere are as of a process after the last one.
-    processes: [rows, k], the process of each choice.
-    is_sent: [rows, processes], whether a copy of the row goes there.
-    numbers: [rows, processes], the number of that copy among those to this process.
-    n_copies: [processes], how many go to each.
-    n_dropped: how many copies were not sent for a limit.
+    Attributes:
+        places: `[rows, k]`, where each choice is: `process * most + number of the group there`;
+            `most` is the largest number of groups of a process. Choices of nowhere are as of a
+            process after the last one.
+        processes: `[rows, k]`, the process of each choice.
+        is_sent: `[rows, processes]`, whether a copy of the row goes there.
+        numbers: `[rows, processes]`, the number of that copy among those to this process.
+        n_copies: `[processes]`, how many go to each.
+        n_dropped: How many copies were not sent for a limit.
     """
 
     places: Tensor
@@ -160,11 +165,10 @@ def _select(chosen: Tensor, groups: Groups, limit: int | None) -> _Selection:
     """
     n_groups = len(groups.parts)
     n_processes = groups.n_parts
-    # Numbers that are no group become one more group, "nowhere", on one more process after the
-    # last.
+    # Numbers that are no group become one more group, "nowhere", on one more process.
     nowhere = n_groups
-    known = chosen.where((chosen >= 0) & (chosen < n_groups), nowhere)
-    places = _places_of_groups(groups, chosen.device)[known]
+    is_group = (chosen >= 0) & (chosen < n_groups)
+    places = _places_of_groups(groups, chosen.device)[chosen.where(is_group, nowhere)]
     processes = places // max(groups.sizes)
 
     # [rows, processes]: whether any choice of the row is on that process. The column of "nowhere",
@@ -239,13 +243,12 @@ def _exchange_lengths(
     arrived = exchange.run(own_reports.view(-1), own_reports.shape)
     # The host waits here, and nowhere else.
     own_numbers, arrived_numbers = torch.stack([own_reports, arrived]).tolist()
-    told = [_Report(*numbers) for numbers in own_numbers]
-    heard = [_Report(*numbers) for numbers in arrived_numbers]
-    _check_reports(heard, group.ranks, n_groups)
+    reports = [_Report(*numbers) for numbers in arrived_numbers]  # of each process to this one
+    _check_reports(reports, group.ranks, n_groups)
     return _Lengths(
-        [report.n_copies for report in told],
-        [report.n_copies for report in heard],
-        sum(report.n_choices for report in heard),
+        sent=[_Report(*numbers).n_copies for numbers in own_numbers],
+        received=[report.n_copies for report in reports],
+        n_rows=sum(report.n_choices for report in reports),
     )
 
 
@@ -258,19 +261,20 @@ def _own_reports(selection: _Selection, to: Tensor, blocks: Sequence[Tensor]) ->
     """
     n_copies = selection.n_copies
     n_processes = len(n_copies)
-    # 1 for each choice whose row is sent to the choice's process, else 0. Padding adds the column
-    # of "nowhere" to `is_sent`, with False: such choices never travel.
-    travels = pad(selection.is_sent, (0, 1)).gather(1, selection.processes).long()  # [rows, k]
+    # Choices of nowhere count for one more process, whose column of `is_sent` is False.
+    processes = selection.processes  # [rows, k]
+    is_sent = pad(selection.is_sent, (0, 1))
+    travels = is_sent.gather(1, processes).long()  # [rows, k]: 1 if the row goes to its process
     n_choices = n_copies.new_zeros(n_processes + 1)
-    n_choices.scatter_add_(0, selection.processes.reshape(-1), travels.reshape(-1))
+    n_choices.scatter_add_(0, processes.reshape(-1), travels.reshape(-1))
 
     # On the device: `.item()` would make the host wait.
     highest = to.max().long() if to.numel() else n_copies.new_tensor(-1)
     row_bytes = sum(math.prod(x.shape[1:]) * x.element_size() for x in blocks)
     k = math.prod(to.shape[1:])
-    about_rows = torch.stack([highest, highest.new_full((), row_bytes), highest.new_full((), k)])
-    counts = torch.stack([n_copies, n_choices[:n_processes]], 1)
-    return torch.cat([counts, about_rows.expand(n_processes, 3)], 1)  # told to all alike
+    columns = [n_copies, n_choices[:n_processes], highest.expand(n_processes)]
+    columns += [n_copies.new_full((n_processes,), number) for number in (row_bytes, k)]
+    return torch.stack(columns, 1)
 
 
 def _check_reports(reports: Sequence[_Report], ranks: Sequence[int], n_groups: int) -> None:
@@ -288,11 +292,11 @@ def _check_reports(reports: Sequence[_Report], ranks: Sequence[int], n_groups: i
             hint = f"groups are 0 to {n_groups - 1}, as groups= says; a number below 0 is none"
             raise ShapeError(f"rank {rank} has a row for group {report.highest_group}", hint=hint)
     if len({(report.row_bytes, report.k) for report in reports}) > 1:
-        told = []
+        texts = []
         for rank, report in zip(ranks, reports, strict=True):
-            told.append(f"rank {rank}: {report.row_bytes} bytes, {report.k} choices")
+            texts.append(f"rank {rank}: {report.row_bytes} bytes, {report.k} choices")
         what = "rows of processes differ in their bytes, or in their choices"
-        raise ShapeError(what, hint=", ".join(told))
+        raise ShapeError(what, hint=", ".join(texts))
 
 
 def _copies(
@@ -312,35 +316,39 @@ def _copies(
             with rows of zeros where there are fewer.
     """
     n_rows, n_processes = selection.is_sent.shape
-    device = selection.places.device
-    n_sent = sum(lengths.sent)
-    if is_padded:
-        starts = torch.arange(n_processes, device=device) * lengths.sent[0]
-    else:
-        starts = selection.n_copies.cumsum(0) - selection.n_copies
-
-    # A copy of a row for a process is numbered `row * processes + process`; the number after all of
-    # these is padding. `slots` says where in the message each of them lies. All that are not sent
-    # get one slot behind the message, which is cut off.
-    padding = n_rows * n_processes
-    slots = (starts + selection.numbers).where(selection.is_sent, n_sent)
-    in_order = slots.new_full((n_sent + 1,), padding)
-    in_order.scatter_(0, slots.reshape(-1), torch.arange(padding, device=device))
-    copies = in_order[:-1]
+    copies = _in_order_of_message(selection, lengths.sent, is_padded)  # [sent]
     rows = copies // n_processes
     processes = copies % n_processes
-
     # Beside each copy travel the k choices of its row, counted from the first group of the
     # receiver: those of its own groups are then 0, 1, ..., and all others are negative or too
-    # large.
+    # large. Padding is row `n_rows`, whose choices are nowhere.
     most = max(groups.sizes)
-    places = pad(
-        selection.places, (0, 0, 0, 1), value=n_processes * most
-    )  # the row of padding: nowhere
+    places = pad(selection.places, (0, 0, 0, 1), value=n_processes * most)
     choices = places[rows] - processes[:, None] * most
     return Copies(
         group, rows, n_rows, lengths.sent, lengths.received, is_padded, beside=choices.int()
     )
+
+
+def _in_order_of_message(selection: _Selection, sent: Sequence[int], is_padded: bool) -> Tensor:
+    """Return the copies that are sent, by process, then by row: `row * processes + process` of each.
+
+    Row 0 goes to both of 2 processes, row 1 to process 1 -> 0, 1, 3. Padding has the number after
+    those of all copies.
+    """
+    n_processes = len(sent)
+    n_sent = sum(sent)
+    if is_padded:
+        starts = torch.arange(n_processes, device=selection.places.device) * sent[0]
+    else:
+        starts = selection.n_copies.cumsum(0) - selection.n_copies
+    # The slot of each copy in the message. Copies that are not sent share one slot behind its end,
+    # which is cut off.
+    slots = (starts + selection.numbers).where(selection.is_sent, n_sent)  # [rows, processes]
+    padding = slots.numel()
+    copies = slots.new_full((n_sent + 1,), padding)
+    copies.scatter_(0, slots.reshape(-1), torch.arange(padding, device=slots.device))
+    return copies[:-1]
 
 
 def _own_groups(choices: Tensor, n_groups: int) -> Tensor:

@@ -118,19 +118,17 @@ class Copies:
         message = byte_tables[0] if len(byte_tables) == 1 else torch.cat(byte_tables, 1)
         width = message.shape[1]
         n_rows = sum(received)
-        exchange = Collective(
-            "all_to_all", self.group, [n * width for n in sent], [n * width for n in received]
-        )
+        sent_bytes = [n * width for n in sent]
+        received_bytes = [n * width for n in received]
+        exchange = Collective("all_to_all", self.group, sent_bytes, received_bytes)
         arrived = exchange.run(message.view(-1), (n_rows, width))
-        if len(tables) == 1:
-            columns = [arrived]
-        else:
+        columns = [arrived]
+        if len(tables) > 1:
             # Cloned, because a view in the middle of the bytes may begin at an address that is not
             # a multiple of the size of the table's elements, as its dtype needs.
             widths = [x.shape[1] for x in byte_tables]
-            columns = [
-                x.clone(memory_format=torch.contiguous_format) for x in arrived.split(widths, 1)
-            ]
+            parts = arrived.split(widths, 1)
+            columns = [part.clone(memory_format=torch.contiguous_format) for part in parts]
         results = []
         for column, table in zip(columns, tables, strict=True):
             results.append(column.view(-1).view(table.dtype).view(n_rows, table.shape[1]))
@@ -139,8 +137,9 @@ class Copies:
 
 def _bytes(table: Tensor) -> Tensor:
     """View a table as bytes: [rows, n] -> [rows, n * itemsize]."""
+    flat = table.contiguous().view(-1).view(torch.uint8)
     n_rows, width = table.shape
-    return table.contiguous().view(-1).view(torch.uint8).view(n_rows, width * table.element_size())
+    return flat.view(n_rows, width * table.element_size())
 
 
 @dataclass(eq=False)
@@ -208,17 +207,19 @@ class Routed:
             hint = f"a result for each of {len(self.order)} rows, in their order"
             raise ShapeError(f"results of shape {tuple(y.shape)}", hint=hint)
         column = (-1, *[1] * (y.ndim - 1))  # the shape of one number for each row of y
-        if self._copies.is_padded:  # results of padding may have any values, as NaN
-            is_row = torch.arange(len(y), device=y.device) < self.sizes.sum()
-            y = y.where(is_row.view(column), 0)
         products = y
+        if self._copies.is_padded:
+            # Results of padding, which comes last, may have any values, as NaN: they become 0.
+            is_row = torch.arange(len(y), device=y.device) < self.sizes.sum()
+            products = y.where(is_row.view(column), 0)
         if weights is not None:
-            products = y * self._weights_here(weights).view(column)
+            products = products * self._weights_of_rows(weights).view(column)
+        # A process returns one sum for each copy that came.
         sums = products.new_zeros(len(self.copies), *y.shape[1:])
         sums = sums.index_add(0, self._copy_of_row, products)
         return self.home(sums.to(y.dtype))
 
-    def _weights_here(self, weights: Tensor) -> Tensor:
+    def _weights_of_rows(self, weights: Tensor) -> Tensor:
         """Send the weights of choices where their rows went: `[rows, k] -> [n]`. Raises ShapeError."""
         table = weights if weights.ndim == 2 else weights[:, None]
         if table.shape != (self._copies.n_rows, self.k):
@@ -242,6 +243,6 @@ class Routed:
         # then sends to others, which wait for it.
         tied = y + self.copies[:0].sum().to(y.dtype)
         result = Redistribute.apply(self._copies.backward, tied)
-        return (
-            self._compared.compare_gradients_of(result, self.copies) if self._compared else result
-        )
+        if self._compared is None:
+            return result
+        return self._compared.compare_gradients_of(result, self.copies)

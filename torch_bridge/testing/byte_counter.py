@@ -55,32 +55,36 @@ class Meter(TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if func.namespace == "profiler" or func.namespace in _COUNTS:
+        if func.namespace == "profiler":
+            self._see_mark(func, args)
+        elif func.namespace in _COUNTS:
             self._count(func, args, kwargs)
         return func(*args, **kwargs)
+
+    def _see_mark(self, func: Any, args: tuple[Any, ...]) -> None:
+        """Begin or end a collective that we send as single messages, and mark in the profiler."""
+        is_begin = func.overloadpacket.__name__ == "_record_function_enter_new"
+        self.in_messages = is_begin and args[0] == MESSAGES
+        if self.in_messages:
+            self.received.append(0)
 
     def _count(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Count the bytes that one recorded torch operation receives, in `self.received`.
 
         func: an operation of torch.distributed; its entry in `_COUNTS` computes the bytes from its
-        arguments, or is None for operations that receive nothing. Or one of torch's profiler, whose
-        marks show that a collective of ours begins, which is sent as single messages: these are
-        added up. Raises XshardError for an operation without an entry.
+        arguments, or is None for operations that receive nothing. The single messages of one
+        collective of ours are added up. Raises XshardError for an operation without an entry.
         """
         name = func.overloadpacket.__name__
-        if func.namespace == "profiler":
-            # We set such a mark around the messages that one collective consists of.
-            self.in_messages = name == "_record_function_enter_new" and args[0] == MESSAGES
-            if self.in_messages:
-                self.received.append(0)
-        elif self.in_messages and name == "recv_":
+        counts = _COUNTS[func.namespace]
+        if self.in_messages and name == "recv_":
             self.received[-1] += _nbytes(args[0])
-        elif name not in _COUNTS[func.namespace]:
+            return
+        if name not in counts:
             raise XshardError(f"a Meter does not know how many bytes {func} receives")
-        else:
-            count = _COUNTS[func.namespace][name]
-            if count is not None:
-                self.received.append(count(*args, **kwargs))
+        count = counts[name]
+        if count is not None:
+            self.received.append(count(*args, **kwargs))
 
 
 def _counts(namespace: str, names: str) -> Callable[[Count], Count]:
@@ -153,24 +157,20 @@ def _all_to_all(output: Tensor, _: Tensor, group: Any, sizes: Sequence[int], *__
     return output.nbytes * (n_rows - own_rows) // n_rows
 
 
-def _but_root(tensors: Any, group: Any, root: int) -> int:
+@_counts("c10d", "broadcast_")
+def _broadcast(tensors: Any, group: Any, root: int, *_: Any) -> int:
     """Count all bytes on all ranks but the one that sends them."""
     return 0 if _group(group).rank() == root else _nbytes(tensors)
 
 
-@_counts("c10d", "broadcast_")
-def _broadcast(tensors: Any, group: Any, root: int, *_: Any) -> int:
-    return _but_root(tensors, group, root)
-
-
 @_counts("_c10d_functional", "broadcast broadcast_")
 def _functional_broadcast(x: Tensor, root: int, group: Any) -> int:
-    return _but_root(x, group, root)
+    return _broadcast(x, group, root)
 
 
 @_counts("c10d", "scatter_")
 def _scatter(outputs: Any, _: Any, group: Any, root: int, *__: Any) -> int:
-    return _but_root(outputs, group, root)
+    return _broadcast(outputs, group, root)
 
 
 @_counts("c10d", "gather_")
@@ -219,5 +219,4 @@ def _functional_messages(kinds: Any, _: Any, __: Any, tensors: Any, ___: Any) ->
 
 @_counts("_dtensor", "shard_dim_alltoall")
 def _shard_dim_all_to_all(x: Tensor, _: Any, __: Any, group: Any) -> int:
-    n = _group(group).size()
-    return _nbytes(x) // n * (n - 1)
+    return _functional_scatter(x, None, _group(group).size())

@@ -151,7 +151,8 @@ def _rank(
     # it.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
-        # Measuring inside a rank measures these ranks, as after torchrun, and starts no others.
+        # As after torchrun: whoever measures inside a rank measures these ranks, and starts no
+        # others.
         os.environ |= {"GLOO_SOCKET_IFNAME": _loopback(), "RANK": str(rank), "WORLD_SIZE": str(n)}
         _begin(_PATIENCE * timeout_s, init_method=f"file://{folder}/store", rank=rank, world_size=n)
         Path(folder, str(rank)).write_bytes(pickle.dumps(function(*args)))
@@ -185,21 +186,27 @@ def _begin(timeout_s: float, **world: Any) -> None:
 
 
 def run_node(
-    n: int, ranks: int, endpoint: str, folder: str, collective_s: float, sent: Any, _: float
+    n_machines: int,
+    n_ranks: int,
+    endpoint: str,
+    folder: str,
+    collective_s: float,
+    program: Any,
+    _: float,
 ) -> None:
-    """Start this machine's ranks of a job on `n` machines, as torchrun does, and wait for them.
+    """Start this machine's ranks of a job on several machines, as torchrun does; wait for them.
 
-    ranks: per machine. endpoint: "host:port", where the machines find each other. collective_s:
-    the timeout of collectives. sent: a pickled function and its arguments, or else a script and its
-    arguments. folder: for a function, gets a file per rank, "3.result" or "3.error". Raises
+    n_ranks: per machine. endpoint: "host:port", where the machines find each other. collective_s:
+    the timeout of collectives. program: a pickled function and its arguments, or else a script and
+    its arguments. folder: for a function, gets a file per rank, "3.result" or "3.error". Raises
     ChildFailedError if a rank fails. The last argument is not used.
     """
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch  # slow
 
     config = LaunchConfig(
-        n,
-        n,
-        ranks,
+        n_machines,
+        n_machines,
+        n_ranks,
         max_restarts=0,
         start_method="fork",
         run_id=endpoint,
@@ -208,12 +215,12 @@ def run_node(
         local_addr=socket.gethostname(),
         monitor_interval=_LOOK_S,
     )
-    if isinstance(sent, bytes):
+    if isinstance(program, bytes):
         # Unpickling imports the function's modules here, once: forked ranks have them already.
-        function, arguments = pickle.loads(sent)
+        function, arguments = pickle.loads(program)
         elastic_launch(config, _node_rank)(folder, collective_s, function, arguments)
     else:
-        elastic_launch(config, sys.executable)(*sent)
+        elastic_launch(config, sys.executable)(*program)
 
 
 def _node_rank(

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -46,6 +46,7 @@ from xshard.testing.question import (
     Update,
 )
 
+K = TypeVar("K")
 TARGET_S = 0.01  # seconds of calls between two looks at the clock, about
 MOST_CALLS = 20
 
@@ -90,12 +91,13 @@ def answers(questions: Sequence[Question], timeout_s: float) -> list[Answer]:
 
     Raises FunctionError, RankError, StructureError.
     """
+    if not questions:
+        return []
     if any(_needs_dynamo(question) for question in questions):
         preload(["torch._dynamo"], timeout_s)  # optimisers and meters import it: 0.6 s in each rank
-    place = ""
-    if questions and questions[0].mesh.axes:
-        place = f" on {questions[0].mesh}"
-    is_function = bool(questions) and isinstance(questions[0].function, bytes)
+    mesh = questions[0].mesh
+    place = f" on {mesh}" if mesh.axes else ""
+    is_function = isinstance(questions[0].function, bytes)
     errors = _as_errors_of_function(f"the torch function failed{place}: ")
     with errors if is_function else nullcontext():
         return [merge_ranks(parts) for parts in by_rank(questions, answer_all, timeout_s=timeout_s)]
@@ -125,9 +127,10 @@ def by_rank(
     # Items with equally many devices share processes: starting these takes longer than most items.
     for n in sorted({item.mesh.n_devices for item in items}):
         numbers = [i for i, item in enumerate(items) if item.mesh.n_devices == n]
-        world_items = [items[i] for i in numbers]
-        ranks = on_ranks(n, function, world_items, *args, timeout_s=timeout_s)
-        results |= dict(zip(numbers, zip(*ranks, strict=True), strict=True))
+        items_of_world = [items[i] for i in numbers]
+        results_by_rank = on_ranks(n, function, items_of_world, *args, timeout_s=timeout_s)
+        results_by_item = zip(*results_by_rank, strict=True)
+        results.update(zip(numbers, results_by_item, strict=True))
     return [results[i] for i in range(len(items))]
 
 
@@ -160,10 +163,10 @@ def merge_ranks(parts: Sequence[RankAnswer | StructureError]) -> Answer:
             raise part
         rank_answers.append(part)
     answers = [part.answer for part in rank_answers]
-    merged_answer = answers[0]
-    for kind in ("outputs", "gradients", "updated", "cotangents"):
-        arrays = _by_device([getattr(answer, kind) for answer in answers])
-        merged_answer = replace(merged_answer, **{kind: arrays})
+    merged_answer = answers[0]  # what is no array is as on rank 0
+    for field_of_arrays in ("outputs", "gradients", "updated", "cotangents"):
+        arrays = _by_device([getattr(answer, field_of_arrays) for answer in answers])
+        merged_answer = replace(merged_answer, **{field_of_arrays: arrays})
     seconds = [answer.seconds for answer in answers if answer.seconds is not None]
     if not seconds:  # not measured
         return merged_answer
@@ -240,10 +243,14 @@ def _answer_plan(question: Question) -> RankAnswer:
     _, pull = _forward(question.plan, blocks)
     pull(cotangent)
     seconds = time.perf_counter() - start_s
-    outputs = {OUTPUT: (array_of(output),)}
-    gradient_blocks = {i: (array_of(gradient),) for i, gradient in enumerate(gradients)}
-    answer = Answer(outputs, gradient_blocks, seconds=seconds)
+    gradient_blocks = _blocks_of(dict(enumerate(gradients)))
+    answer = Answer(_blocks_of({OUTPUT: output}), gradient_blocks, seconds=seconds)
     return RankAnswer(answer, forward.received, backward.received)
+
+
+def _blocks_of(tensors: Mapping[K, Tensor]) -> dict[K, Devices]:
+    """Return tensors as arrays of an answer: of each the blocks of all devices, of which one is here."""
+    return {key: (array_of(x.detach()),) for key, x in tensors.items()}
 
 
 def _forward(
@@ -264,19 +271,10 @@ def _forward(
     has_autograd = dtype.is_floating_point or dtype.is_complex
     if isinstance(plan, Plan) and not has_autograd:
         backward = lower(plan.backward, process_mesh(plan.mesh), blocks[0].device)
-
-        def pull_by_plan(cotangent: Tensor) -> Sequence[Tensor]:
-            return [backward(cotangent)]
-
-        return run(*blocks), pull_by_plan
-
+        return run(*blocks), lambda cotangent: [backward(cotangent)]
     leaves = [x.clone().requires_grad_() for x in blocks]
     y = run(*leaves)
-
-    def pull_by_autograd(cotangent: Tensor) -> Sequence[Tensor]:
-        return torch.autograd.grad(y, leaves, cotangent)
-
-    return y.detach(), pull_by_autograd
+    return y.detach(), lambda cotangent: torch.autograd.grad(y, leaves, cotangent)
 
 
 def _answer(question: Question) -> RankAnswer | StructureError:
@@ -297,26 +295,30 @@ def _answer(question: Question) -> RankAnswer | StructureError:
     agreed = _agreed_outputs(returned, question, rank)
     if agreed.error is not None:
         return agreed.error
-    outputs = {name: (array_of(y.detach()),) for name, y in agreed.outputs.items()}
-    if not agreed.fit_cotangents:
-        return RankAnswer(Answer(outputs, None, draws=draws))
-
-    cotangents = _cotangents(agreed.outputs, question, rank)
-    gradients = _gradients(question, inputs, agreed.outputs, cotangents)
-    gradient_blocks: dict[int, Devices] = {i: (array_of(g),) for i, g in gradients.items()}
-    updated: dict[int, Devices] = {}
-    if question.update is not None:
-        updated = _updated(question.update, inputs, gradients)
-    drawn: dict[str, Devices] = {}  # a reference says which cotangents it has drawn
-    if not question.results:
-        drawn = {name: (block,) for name, block in cotangents.items()}
-    slopes: Slopes = {}
-    if question.differences:
-        slopes = _derivatives(question, gradient_blocks, cotangents)
-    answer = Answer(
-        outputs, gradient_blocks, updated, drawn, numbered(returned), slopes, draws=draws
-    )
+    answer = Answer(_blocks_of(agreed.outputs), None, draws=draws)
+    if agreed.fit_cotangents:
+        answer = replace(answer, tree=numbered(returned))
+        answer = _with_gradients(answer, question, inputs, agreed.outputs)
     return RankAnswer(answer)
+
+
+def _with_gradients(
+    answer: Answer, question: Question, inputs: Sequence[Tensor], outputs: dict[str, Tensor]
+) -> Answer:
+    """Add the gradients of inputs to an answer, and whatever else the question asks about them."""
+    cotangents = _cotangents(outputs, question, dist.get_rank())
+    gradients = _gradients(question, inputs, outputs, cotangents)
+    blocks = _blocks_of(gradients)
+    answer = replace(answer, gradients=blocks)
+    if question.update is not None:
+        answer = replace(answer, updated=_updated(question.update, inputs, gradients))
+    if not question.results:  # a reference says which cotangents it has drawn
+        drawn: dict[str, Devices] = {name: (block,) for name, block in cotangents.items()}
+        answer = replace(answer, cotangents=drawn)
+    if question.differences:
+        slopes = _derivatives(question, blocks, cotangents)
+        answer = replace(answer, derivatives=slopes)
+    return answer
 
 
 def _returned(question: Question, blocks: Sequence[Block]) -> tuple[list[Tensor], Any]:
@@ -409,13 +411,7 @@ def _agreed_outputs(returned: Any, question: Question, rank: int) -> _AgreedOutp
     fit_cotangents = True
     try:
         outputs = named_outputs(returned, question.results, "torch")
-        for name, y in outputs.items():
-            if not isinstance(y, Tensor):
-                kind = type(y).__name__
-                raise StructureError(f"{name} of the torch function is a {kind}, not a tensor")
-            result = _result_of(question, name)
-            if result is not None and result.cotangents:
-                fit_cotangents &= tuple(y.shape) == result.cotangents[rank].shape
+        fit_cotangents = _fit_cotangents(outputs, question, rank)
     except StructureError as raised:
         error = raised
     # All ranks need the same verdict: the gradients, which come next, may run collectives.
@@ -424,6 +420,22 @@ def _agreed_outputs(returned: Any, question: Question, rank: int) -> _AgreedOutp
     errors = [rank_error for rank_error, _ in verdicts if rank_error is not None]
     first_error = errors[0] if errors else None
     return _AgreedOutputs(outputs, first_error, all(fit for _, fit in verdicts))
+
+
+def _fit_cotangents(outputs: Mapping[str, Tensor], question: Question, rank: int) -> bool:
+    """Return whether outputs have the shapes of the cotangents that the question gives for them.
+
+    Raises StructureError for an output that is no tensor.
+    """
+    fit = True
+    for name, y in outputs.items():
+        if not isinstance(y, Tensor):
+            kind = type(y).__name__
+            raise StructureError(f"{name} of the torch function is a {kind}, not a tensor")
+        result = _result_of(question, name)
+        if result is not None and result.cotangents:
+            fit &= tuple(y.shape) == result.cotangents[rank].shape
+    return fit
 
 
 def _result_of(question: Question, name: str) -> Result | None:
@@ -454,7 +466,7 @@ def _updated(
         value.grad = gradients[i]
     make_optimiser, *_ = pickle.loads(update.function)
     make_optimiser(values).step()
-    return {i: (array_of(value.detach()),) for i, value in zip(update.arrays, values, strict=True)}
+    return _blocks_of(dict(zip(update.arrays, values, strict=True)))
 
 
 def seconds_of_plans(plans: Sequence[AnyPlan], rounds: int, timeout_s: float) -> list[float]:

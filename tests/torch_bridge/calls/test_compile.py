@@ -162,6 +162,24 @@ def test_options_are_recorded() -> None:
         _agrees(torch.compile(function, backend="aot_eager", fullgraph=True), function, block)
 
 
+@on_two
+def test_options_of_two_meshes_pass_through_compiled_code() -> None:
+    """A move between meshes runs between two graphs; None as its option leaves a move on one mesh."""
+    torch._dynamo.reset()
+    x = block_of(numbers(4, 4), "n/a d", MESH, torch.float32)
+    to_columns = {"dst_mesh": xs.Mesh(b=2), "shape": (4, 4), "dtype": torch.float32}
+
+    def between(v: Tensor) -> Tensor:
+        return xt.redistribute(v * 2, "n/a d -> n d/b", src_mesh=MESH, **to_columns) + 1
+
+    def on_one(v: Tensor) -> Tensor:
+        return xt.redistribute(v * 2, "n/a d -> n d", MESH, src_mesh=None, relabel=False) + 1
+
+    for function, is_one_graph in ((between, False), (on_one, True)):
+        compiled = torch.compile(function, backend="eager", fullgraph=is_one_graph)
+        assert torch.equal(compiled(x), function(x))
+
+
 @in_ranks(2)
 def test_inductor() -> None:
     """Values of the whole way down: a reduction, an exchange with empty messages, a move."""

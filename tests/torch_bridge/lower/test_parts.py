@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from tests.torch_bridge.helpers import in_ranks, on_ranks
 from torch_bridge.lower.packed_collective import PackedCollective
 from torch_bridge.lower.packing import Packing
 from torch_bridge.lower.rules import RULES, lower
-from torch_bridge.lower.subarray import MAX_SLICES, Subarray, subarray
+from torch_bridge.lower.subarray import MAX_SLICES, Fill, Subarray, subarray
 from torch_bridge.mesh.process_mesh import ProcessMesh, process_mesh
 from torch_bridge.testing.byte_counter import Meter
 from xshard.layout.partition import cut_by_shards
@@ -60,6 +61,31 @@ def test_packing_is_undone(shape: tuple[int, ...], dim: int, order: str) -> None
     assert packed.tolist() == np.concatenate(expected).tolist()
     assert torch.equal(packing.unpack(packed.clone().view(packing.arriving)), block)
     assert torch.equal(packing.pack(block.mT.contiguous().mT if block.ndim > 1 else block), packed)
+
+
+@pytest.mark.parametrize("first", [0, 2])
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("where", ["message, fill", "fill, message", "message, message"])
+def test_a_block_is_put_together_of_messages_fills_and_signs(
+    where: str, sign: int, first: int
+) -> None:
+    """Rows 0:2 and 2:4 of a block [4, 3], brought in either order; only the first has a sign."""
+    fills: list[Fill] = []
+    messages = []
+    expected = torch.zeros(4, 3)
+    for start, kind in zip((first, 2 - first), where.split(", "), strict=True):
+        value = start + 1.0
+        if kind == "fill":
+            fills.append(Fill(0, start, start + 2, torch.tensor(value)))
+        else:
+            factor = 1 if messages else sign
+            rows = subarray((4, 3), {0: (Run(start, 2),)}, CPU)
+            messages.append((replace(rows, sign=factor), torch.full((2, 3), value)))
+            value *= factor
+        expected[start : start + 2] = value
+    subarrays = tuple(rows for rows, _ in messages)
+    whole = Packing((4, 3), subarrays, fills=tuple(fills))
+    assert torch.equal(whole.place(torch.empty(0), [part for _, part in messages]), expected)
 
 
 def test_nothing_is_copied_that_lies_in_place() -> None:
