@@ -243,3 +243,18 @@ def reduce_blocks(op: str, blocks: Sequence[Block]) -> Block:
     for block in blocks[1:]:
         total = REDUCERS[op](total, block)
     return total
+
+
+def write_or_reduce(
+    out: Block, is_written: NDArray[np.bool_], index: Any, values: Block, op: str | None
+) -> None:
+    """Write values into `out[index]`, reduced by `op` with those that were written there before.
+
+    The first addend of an element is not reduced with the zero in `out`, which a max would show.
+    `is_written` has the shape of `out`, and is updated.
+    """
+    if op is not None:
+        reduced = REDUCERS[op](out[index], values)
+        values = np.where(is_written[index], reduced, values)
+    out[index] = values
+    is_written[index] = True

@@ -8,10 +8,10 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,7 +28,7 @@ from xshard.steps.exchange.sources import (
     sources,
     view_pairs,
 )
-from xshard.steps.exchange.traffic import begun_axes, ended_axes, rows_in_common
+from xshard.steps.exchange.traffic import begun_axes, busiest_traffic, ended_axes, rows_in_common
 from xshard.steps.traffic import Hop, Traffic
 
 # Largest mesh for which node-local senders are considered: the choice compares all pairs of
@@ -54,23 +54,20 @@ def block_holders(sharding: Sharding, node_devices: int) -> BlockHolders:
     """Find the distinct blocks of a sharding, numbered, and which devices and nodes hold them.
 
     Replicas are one block: "n/x" on x=2, y=3 has 2 blocks, each on 3 devices. Different addends of
-    a partial sum are different blocks. A node is `node_devices` consecutive devices. The result has
-    the coordinates of each block, the block of each device, and whether a device's node has a
-    block.
+    a partial sum are different blocks. A node is `node_devices` consecutive devices.
     """
     mesh = sharding.mesh
     layout = sharding.layout
     addends = mesh.indices(layout.tagged("sum", "max", "min"))
     columns = [mesh.indices(dim.axes) for dim in layout.dims]
-    columns.append(addends)
-    places = np.stack(columns, axis=1)  # [devices, dims + 1]
-    keys, block_of = np.unique(places, axis=0, return_inverse=True)
+    # Devices with equal rows in this table hold the same block.
+    device_keys = np.stack([*columns, addends], axis=1)  # [devices, dims + 1]
+    keys, block_of = np.unique(device_keys, axis=0, return_inverse=True)
     block_of = block_of.reshape(-1)  # numpy 2.0 returns a column
-    nodes = np.arange(mesh.n_devices) // node_devices  # [devices]: the node of each
-    in_node = np.zeros((len(keys), nodes[-1] + 1), bool)  # [blocks, nodes]
-    in_node[block_of, nodes] = True
-    near = in_node[:, nodes]  # [blocks, devices]: the column of each device's node
-    return BlockHolders(keys, block_of, addends, near)
+    node_of = np.arange(mesh.n_devices) // node_devices  # [devices]
+    is_in_node = np.zeros((len(keys), node_of[-1] + 1), bool)  # [blocks, nodes]
+    is_in_node[block_of, node_of] = True
+    return BlockHolders(keys, block_of, addends, is_on_same_node=is_in_node[:, node_of])
 
 
 def needed_elements(before: Sharding, after: Sharding, node_devices: int) -> NDArray[np.int64]:
@@ -98,19 +95,14 @@ def node_local_traffic(before: Sharding, after: Sharding, node_devices: int) -> 
     wanted = elements.sum(axis=0)  # [devices]
     # Set what a device takes from its own block to 0: the rest has to be sent.
     elements[holders.block_of, np.arange(before.mesh.n_devices)] = 0
-    arriving = elements.sum(axis=0)  # [devices]
 
     between_nodes = np.where(holders.is_on_same_node, 0, elements)
-    inside_nodes = np.where(holders.is_on_same_node, elements, 0)
+    inside_nodes = elements - between_nodes
     hops = []
     for level, level_elements in enumerate((between_nodes, inside_nodes)):
         if level_elements.any():
             hops.append(_node_hop(before.mesh.axes[0], level, level_elements, node_devices))
-    # Each element is packed by its sender and unpacked by its receiver: two copies. A runtime that
-    # puts a device's own rows into place directly copies these once, and saves `saved` copies.
-    copied = 2 * int(wanted.max())
-    saved = copied - int((wanted + arriving).max())
-    return Traffic(int(arriving.max()), copied, tuple(hops), saved)
+    return busiest_traffic(wanted, elements.sum(axis=0), hops)
 
 
 def _node_hop(axis: str, level: int, elements: NDArray[np.int64], node_devices: int) -> Hop:
@@ -127,12 +119,12 @@ def _node_hop(axis: str, level: int, elements: NDArray[np.int64], node_devices: 
     """
     by_device = elements.sum(axis=0)
     received = int(by_device.max())
-    nodes = np.arange(len(by_device)) // node_devices
-    busiest_node = np.bincount(nodes, by_device).max()
-    messages = (elements > 0).sum(axis=0).max()
+    messages = int((elements > 0).sum(axis=0).max())
     # Devices of a node may share a port, which carries their average.
-    slack = received - int(busiest_node / node_devices)
-    return Hop(axis, received, int(messages), level, slack)
+    node_of = np.arange(len(by_device)) // node_devices
+    busiest_node = np.bincount(node_of, by_device).max()
+    mean_of_busiest_node = int(busiest_node / node_devices)
+    return Hop(axis, received, messages, level, mean_shortfall=received - mean_of_busiest_node)
 
 
 @layout_cache(maxsize=1024)
@@ -226,10 +218,11 @@ def messages_to(
     senders = node_local_senders(before, after, node_devices)
     from_node: list[Message] = []
     for message in messages:
+        # Without a replica in the node the sender stays. The box stays in any case: it is at the
+        # same place in every replica.
         block = int(block_of[message.src])
-        # The box is at the same place in every replica, so only the sender changes; it stays if no
-        # other was chosen.
-        from_node.append(message._replace(src=senders.get((block, device), message.src)))
+        sender = senders.get((block, device), message.src)
+        from_node.append(message._replace(src=sender))
     return tuple(sorted(from_node, key=lambda message: message.src))
 
 
@@ -272,6 +265,13 @@ def boundary_fills(after: Sharding, device: int) -> tuple[tuple[int, int, int, f
     return tuple(fills)
 
 
+def fill_boundaries(block: NDArray[Any], sharding: Sharding, device: int) -> None:
+    """Write the values of boundaries into a device's block, where it has rows outside the array."""
+    for d, start, stop, value in boundary_fills(sharding, device):
+        rows = (slice(None),) * d + (slice(start, stop),)
+        block[rows] = value
+
+
 @layout_cache(maxsize=8192)
 def _messages_to(before: Sharding, after: Sharding, device: int, sender: int | None) -> Messages:
     """List the boxes that a device receives in an exchange, in the order of senders.
@@ -289,14 +289,15 @@ def _messages_to(before: Sharding, after: Sharding, device: int, sender: int | N
     receiver = _Receiver(before, after, device, sender)
     if not receiver.takes_any:
         return ()
+    addends = list(_all_coords(before.mesh.sizes_of(receiver.ended_sums)))
     messages: list[Message] = []
     for dst_view, src_view in view_pairs(before, after):
-        ends = dim_ends(before, after, dst_view, src_view)
-        by_dim = [receiver.dim_sources(d, src, dst) for d, (src, dst) in enumerate(ends)]
+        sources_by_dim: list[list[DimSource]] = []
+        for d, (src, dst) in enumerate(dim_ends(before, after, dst_view, src_view)):
+            sources_by_dim.append(receiver.dim_sources(d, src, dst))
         sign = dst_view.sign * src_view.sign
-        for addend in _all_coords(before.mesh.sizes_of(receiver.ended)):
-            for box_sources in itertools.product(*by_dim):
-                messages.append(receiver.message(addend, box_sources, sign))
+        for addend, *box_sources in itertools.product(addends, *sources_by_dim):
+            messages.append(receiver.message(addend, box_sources, sign))
     return tuple(sorted(messages, key=lambda message: message.src))
 
 
@@ -325,12 +326,12 @@ class _Receiver:
         return self.before.mesh.coords(self.device)
 
     @cached_property
-    def begun(self) -> tuple[str, ...]:
+    def new_sums(self) -> tuple[str, ...]:
         """The axes along which a sum begins."""
         return begun_axes(self.before.layout, self.after.layout)
 
     @cached_property
-    def ended(self) -> tuple[str, ...]:
+    def ended_sums(self) -> tuple[str, ...]:
         """The axes along which a sum ends: their addends all arrive."""
         return ended_axes(self.before.layout, self.after.layout)
 
@@ -340,12 +341,8 @@ class _Receiver:
 
         Of replicas, only the first contributes: the others receive nothing, and hold zeros.
         """
-        replicated = [a for a in self.begun if a not in self.before.layout.sharding_axes]
-        return all(self._coordinate(axis) == 0 for axis in replicated)
-
-    def _coordinate(self, axis: str) -> int:
-        """Return the receiver's coordinate along one axis."""
-        return self.coords[self.before.mesh.position(axis)]
+        replicated = [a for a in self.new_sums if a not in self.before.layout.sharding_axes]
+        return self.before.mesh.index(self.device, replicated) == 0
 
     def dim_sources(self, d: int, src: DimEnd, dst: DimEnd) -> list[DimSource]:
         """Find which rows of one dim the receiver takes from which senders.
@@ -362,25 +359,26 @@ class _Receiver:
         src_index = self.before.dim_device(d, self.device)
         dst_index = self.after.dim_device(d, self.device)
         sender = None if self.sender is None else self.before.dim_device(d, self.sender)
-        begins = any(axis in self.begun for axis in src.dim.axes)
+        begins_sum = not set(src.dim.axes).isdisjoint(self.new_sums)
         all_coords = list(_all_coords(src.sizes))
         # `sources` is cached by its positional arguments, so it gets no keywords.
-        result: list[DimSource] = []
-        for source in sources(src, dst, src_index, dst_index, begins, sender):
+        dim_sources: list[DimSource] = []
+        for source in sources(src, dst, src_index, dst_index, begins_sum, sender):
             coords = all_coords[source.sender]
             if self._contributes(src, coords):
-                result.append(DimSource(coords, source.segments))
-        return result
+                dim_sources.append(DimSource(coords, source.segments))
+        return dim_sources
 
     def _contributes(self, src: DimEnd, coords: tuple[int, ...]) -> bool:
         """Check that a sender shares the receiver's coordinates along the axes of a new sum."""
+        mesh = self.before.mesh
         for axis, coordinate in zip(src.dim.axes, coords, strict=True):
-            if axis in self.begun and coordinate != self._coordinate(axis):
+            if axis in self.new_sums and coordinate != self.coords[mesh.position(axis)]:
                 return False
         return True
 
     def message(
-        self, addend: tuple[int, ...], box_sources: tuple[DimSource, ...], sign: int
+        self, addend: tuple[int, ...], box_sources: Sequence[DimSource], sign: int
     ) -> Message:
         """Make one message: find the sending device, and the box of rows of all dims.
 
@@ -395,7 +393,7 @@ class _Receiver:
         mesh = self.before.mesh
         # The receiver's coordinates, to be replaced along the axes where the sender is elsewhere.
         coords = list(self.coords)
-        for axis, coordinate in zip(self.ended, addend, strict=True):
+        for axis, coordinate in zip(self.ended_sums, addend, strict=True):
             coords[mesh.position(axis)] = coordinate
         for dim, source in zip(self.before.layout.dims, box_sources, strict=True):
             for axis, coordinate in zip(dim.axes, source.coords, strict=True):
