@@ -75,7 +75,7 @@ def _parts_in_turn(n_groups: int, n_parts: int) -> tuple[int, ...]:
     # As a dim of groups would be sharded: the last parts may have fewer, or none.
     mesh = Mesh(parts=n_parts)
     layout = Layout.parse("g/parts")
-    parts: list[int] = []
+    parts = []
     for part in range(n_parts):
         n_held = len(layout.positions(mesh, (n_groups,), 0, part))
         parts += [part] * n_held

@@ -134,7 +134,7 @@ def _segmented(
     segment_lengths = whole_numbers_of(shard)
     if not segment_lengths:
         segment_lengths = [length]
-    runs: list[Run] = []
+    runs = []
     segment_start = 0
     for segment_length in segment_lengths:
         for run in cut_segment(segment_length, n_parts, index):
@@ -231,7 +231,7 @@ def _inner(length: int, runs: Runs, positions: Runs) -> Runs:
     return tuple(selected)
 
 
-def _shards_with_parts(dim: Dim, sizes: Ints) -> list[tuple[Shard, int]]:
+def shards_with_parts(dim: Dim, sizes: Ints) -> list[tuple[Shard, int]]:
     """Pair every shard of a dim with the number of its parts; sizes: of each axis of the dim."""
     pairs: list[tuple[Shard, int]] = []
     first_axis = 0
@@ -268,7 +268,7 @@ def all_owned_rows(dim: Dim, length: int, sizes: Sizes) -> tuple[Runs, ...]:
 
     # Blocks of equal length are cut at the same positions: each length is cut only once.
     positions_by_length: dict[int, list[Runs]] = {}
-    inner_blocks: list[Runs] = []
+    inner_blocks = []
     for outer_rows in outer_blocks:
         rows = count_rows(outer_rows)
         if rows not in positions_by_length:
@@ -287,8 +287,8 @@ def owner_of_rows(dim: Dim, length: int, sizes: Sizes) -> Numbers:
     4 rows under "n/x" with x=2 -> 0 0 1 1
     """
     blocks = [np.arange(length)]  # the rows of every block, cut further by one shard after another
-    for shard, n_parts in _shards_with_parts(dim, sizes):
-        inner_blocks: list[Numbers] = []
+    for shard, n_parts in shards_with_parts(dim, sizes):
+        inner_blocks = []
         for rows in blocks:
             for index in range(n_parts):
                 positions = row_numbers(cut_by_shard(len(rows), shard, n_parts, index))
@@ -312,7 +312,7 @@ def block_length(dim: Dim, length: int, sizes: tuple[int, ...]) -> tuple[int, bo
     """
     longest = length  # of the longest block after the shards so far
     is_even = True
-    for shard, n_parts in _shards_with_parts(dim, sizes):
+    for shard, n_parts in shards_with_parts(dim, sizes):
         is_uneven_zigzag = shard.order == "zigzag" and longest % (2 * n_parts) != 0
         if shard.numbers or is_uneven_zigzag:
             # Listed sizes, or a zigzag that does not divide the rows: no formula is simple.
@@ -330,7 +330,7 @@ def block_lengths(dim: Dim, length: int, sizes: Sizes) -> frozenset[int]:
     How a block is cut depends on its length alone, so that no rows are listed.
     """
     lengths = {length}
-    for shard, n_parts in _shards_with_parts(dim, sizes):
+    for shard, n_parts in shards_with_parts(dim, sizes):
         inner_lengths: set[int] = set()
         for rows in lengths:
             for index in range(n_parts):
@@ -350,7 +350,7 @@ def find_misfit(dim: Dim, length: int, sizes: Ints) -> tuple[Shard, str] | None:
 
     Returns the first shard that does not fit, with the reason for an error; None if all fit.
     """
-    for i, (shard, n_parts) in enumerate(_shards_with_parts(dim, sizes)):
+    for i, (shard, n_parts) in enumerate(shards_with_parts(dim, sizes)):
         if not shard.numbers or shard.order == "cyclic":  # groups of rows fit any length
             continue
         reason = _wrong_number_of_parts(shard, n_parts)

@@ -182,7 +182,7 @@ def distinct_rows(blocks: Sequence[Runs]) -> tuple[Runs, ...]:
     """List the rows of every block, each once, in ascending order; without FILL."""
     if not any(isinstance(block, Rows) for block in blocks):
         return runs_by_row(firsts(interval_table(blocks), alone=True), len(blocks))
-    distinct_blocks: list[Runs] = []
+    distinct_blocks = []
     for block in blocks:
         rows = row_numbers(block)
         distinct_blocks.append(as_runs(unique_rows(rows[rows != FILL])))

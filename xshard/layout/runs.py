@@ -289,7 +289,7 @@ def run_table(blocks: Iterable[Iterable[Run]]) -> RunTable:
     Runs of FILL (padding, which is no row of the array) are not listed, but take up positions.
     """
     entries: list[tuple[int, ...]] = []
-    tables: list[RunTable] = []  # of blocks whose rows are an array
+    tables = []  # of blocks whose rows are an array
     for block, runs in enumerate(blocks):
         if isinstance(runs, Rows):
             tables.append(_run_table_of_rows(block, runs))
@@ -573,7 +573,7 @@ def _select_repeating(block: Run, positions: Run) -> Run | None:
 
 def _slice(runs: Runs, start: int, stop: int) -> tuple[Run, ...]:
     """Return the rows of a block at local positions [start, stop)."""
-    taken: list[Run] = []
+    taken = []
     position = 0
     for run in runs:
         rows_of_run = run.length * run.repeats
@@ -596,7 +596,7 @@ def _slice_of_run(run: Run, start: int, stop: int) -> list[Run]:
     first_row = run.start + group * run.stride
     if group == last_group:
         return [Run(first_row + skipped, taken_of_last - skipped)]
-    taken: list[Run] = []
+    taken = []
     if skipped:
         taken.append(Run(first_row + skipped, run.length - skipped))
         group += 1

@@ -22,7 +22,7 @@ from xshard.layout.mesh import Mesh, check_mesh
 from xshard.layout.partition import all_owned_rows, block_length, cut_by_shard
 from xshard.layout.runs import Runs, are_equal, count_rows
 from xshard.layout.validation import MOST_ELEMENTS, check_fit
-from xshard.notation.overlap import Fold, Overlap, Reads, Width, Window, unfolded
+from xshard.notation.overlap import Fold, Overlap, Reads, Window, unfolded
 from xshard.notation.parser import SEGMENTS, SIZES, Dim, Shard, Tags
 
 # Per dim, its axes (name, size), outermost first.
@@ -267,19 +267,19 @@ class Sharding(Pictured):
             other: The other sharding.
             dim: The index of the dim.
         """
-        a = self.layout.dims[dim]
-        b = other.layout.dims[dim]
-        if a == b:
+        own_dim = self.layout.dims[dim]
+        other_dim = other.layout.dims[dim]
+        if own_dim == other_dim:
             return True
-        if isinstance(a.overlap, Fold) != isinstance(b.overlap, Fold):
+        if isinstance(own_dim.overlap, Fold) != isinstance(other_dim.overlap, Fold):
             return False
         # Only the axes of this dim matter: along others its blocks are equal.
-        axes = tuple(dict.fromkeys(a.axes + b.axes))
+        axes = tuple(dict.fromkeys(own_dim.axes + other_dim.axes))
         for coords in itertools.product(*map(range, self.mesh.sizes_of(axes))):
             coord_of = dict(zip(axes, coords, strict=True))
-            a_rows, a_beyond = self._meaning(a, dim, coord_of)
-            b_rows, b_beyond = self._meaning(b, dim, coord_of)
-            if a_beyond != b_beyond or not are_equal(a_rows, b_rows):
+            rows, changed_rows = self._meaning(own_dim, dim, coord_of)
+            other_rows, other_changed_rows = self._meaning(other_dim, dim, coord_of)
+            if changed_rows != other_changed_rows or not are_equal(rows, other_rows):
                 return False
         return True
 
@@ -309,24 +309,24 @@ def normal_dim(dim: Dim, length: int, mesh: Mesh) -> Dim:
     `n/a`. Layouts that mean the same become equal, so that a plan has no steps for them.
     """
     overlap = _normal_overlap(dim)
+    long_shards = _without_short_axes(dim.shards, mesh)
     if overlap is not None and isinstance(unfolded(overlap), Window):
         # The outputs of a convolution are sharded like the dim, but there are fewer of them: what
         # is the same for the rows may differ for them, so shards keep their orders and groups.
-        return Dim(dim.name, _without_short_axes(dim.shards, mesh), overlap)
+        return Dim(dim.name, long_shards, overlap)
     shards: list[Shard] = []
     block_rows: int | None = length  # of every block so far; None once blocks differ
-    for shard in _without_short_axes(dim.shards, mesh):
+    for shard in long_shards:
         n_parts = math.prod(mesh.sizes_of(shard.axes))
-        order = "block" if _is_plain(shard, block_rows, n_parts) else shard.order
-        numbers = shard.numbers if order == shard.order else ()
-        normal = Shard(shard.axes, order, numbers)
+        if _is_plain(shard, block_rows, n_parts):
+            shard = Shard(shard.axes)
         is_divisible = block_rows is not None and block_rows % n_parts == 0
         # Uneven groups are not nested shards: 10 rows over 4 -> 3 3 3 1, over 2 and 2 -> 3 2 3 2.
-        if order == "block" and is_divisible:
+        if shard.order == "block" and is_divisible:
             shards.extend(Shard((axis,)) for axis in shard.axes)
         else:
-            shards.append(normal)
-        block_rows = _even_block_rows(normal, block_rows, n_parts)
+            shards.append(shard)
+        block_rows = _even_block_rows(shard, block_rows, n_parts)
     return Dim(dim.name, tuple(shards), overlap)
 
 
@@ -385,10 +385,9 @@ def _normal_overlap(dim: Dim) -> Overlap | None:
         aligned = replace(overlap, out="aligned")
         return Fold(aligned) if isinstance(dim.overlap, Fold) else aligned
     if isinstance(overlap, Reads):
-        widths: tuple[Width, ...] = (overlap.rows.map.sizes,)
+        adds_rows = any(overlap.rows.map.sizes)
     else:
-        widths = (overlap.lo, overlap.hi)
-    adds_rows = any(any(width) if isinstance(width, tuple) else width != 0 for width in widths)
+        adds_rows = bool(np.any(overlap.lo) or np.any(overlap.hi))  # numbers, or lists of them
     return dim.overlap if adds_rows else None
 
 

@@ -349,8 +349,8 @@ class Needs(RowMap):
         into_row = grouped(receiver, n) if hops > 1 else None  # one hop needs no sort by rows
         graph = _Graph(owners, sender, receiver, into_part, into_row)
         local_row = np.full(n, -1)
-        part_rows: list[Numbers] = []
-        part_edges: list[Edges] = []
+        part_rows = []
+        part_edges = []
         for part in range(owners.parts):
             rows, edges = _read_by_part(graph, part, hops, local_row)
             part_rows.append(rows)

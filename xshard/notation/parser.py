@@ -301,7 +301,7 @@ class _Parser(Scanner):
         """
         start = self.span[0]
         self._count_of_name = Counter()  # names are told apart within one layout
-        dims: list[Dim] = []
+        dims = []
         while self.kind in ("name", ELLIPSIS) or self.is_at_composed_dim:
             dims.append(self.dim())
         is_scalar = not dims and self.take("(")
@@ -331,7 +331,7 @@ class _Parser(Scanner):
         if name == ELLIPSIS and self.kind in ("/", ":"):
             hint = "name the dim to shard or widen it"
             raise self.error("'...' stands for unsharded dims", hint=hint)
-        shards: list[Shard] = []
+        shards = []
         while self.take("/"):
             shards.append(self.shard())
         overlap = parse_overlap(self) if self.take(":") else None

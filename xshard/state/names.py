@@ -180,7 +180,7 @@ class Names:
     def __init__(self, *relations: Iterable[Relation] | Relation) -> None:
         # `rename`, `concat` and others yield relations, for one pattern may stand for several
         # names.
-        flat: list[Relation] = []
+        flat = []
         for item in relations:
             if isinstance(item, Relation):
                 flat.append(item)

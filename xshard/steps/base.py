@@ -120,7 +120,7 @@ def with_inner(layout: Layout, dim: str, shards: tuple[Shard, ...]) -> Layout:
 
 def _with_shards(layout: Layout, dim: str, shards: tuple[Shard, ...]) -> Layout:
     """Replace all shards of one dim."""
-    dims: list[Dim] = []
+    dims = []
     for old_dim in layout.dims:
         if old_dim.name == dim:
             old_dim = replace(old_dim, shards=shards)

@@ -151,7 +151,7 @@ def plan_save(
     note: dict[str, Any] = {"mesh": mesh, "names": None if names is None else names_to_json(names)}
     limit_bytes = arguments.limit_of(shard_bytes, "shard_bytes")
     groups = _group_arrays(arrays, limit_bytes)
-    files: list[ShardFile] = []
+    files = []
     for number, group in enumerate(groups, 1):
         layouts = {} if mesh is None else _layouts(group, sources)
         file_name = f"{number:05}-of-{len(groups):05}.safetensors"

@@ -101,7 +101,7 @@ def _dim_digits(src: LinkSpans, dst: LinkSpans) -> tuple[Digit, ...] | None:
     outermost shard on; the smaller size at hand becomes a digit, and what is left of the larger one
     is compared with the next. None if neither size divides the other, as for 2 and 3.
     """
-    digits: list[Digit] = []
+    digits = []
     # What is left of each side, as stacks: the outermost digits are last, where they are taken.
     src_left = [LinkDigit(span, 1, span.size) for span in reversed(src)]
     dst_left = [LinkDigit(span, 1, span.size) for span in reversed(dst)]
@@ -248,7 +248,7 @@ def _sender_rules(digits: Sequence[Digit], addends: Sequence[LinkSpan]) -> Sende
     """
     spans = set(addends)
     choices = [Choice(span.level, span.size) for span in addends]
-    pairs: list[DigitPair] = []
+    pairs = []
     for digit in digits:
         if digit.src == digit.dst:
             continue
@@ -328,7 +328,7 @@ def _new_pairs(pairs: Sequence[DigitPair], level: int, equations: Equations) -> 
 
     Pairs that follow from earlier ones are left out. The others are added to `equations`.
     """
-    receiver_digits: list[LinkDigit] = []
+    receiver_digits = []
     for pair in pairs:
         if pair.src.span.level == level and _is_new_equation(equations, pair.src, pair.dst):
             receiver_digits.append(pair.dst)
@@ -409,7 +409,8 @@ def met_elements(shape: Ints, src: LinkCuts, dst: LinkCuts) -> int | None:
     staying = math.prod(shape)
     equations = Equations()
     for i, digit in enumerate(digits):
-        is_coordinate_before = digit.dst in index_before
-        if is_coordinate_before and _is_new_equation(equations, index_before[digit.dst], i):
+        if digit.dst is None or digit.dst not in index_before:
+            continue
+        if _is_new_equation(equations, index_before[digit.dst], i):
             staying //= digit.size
     return staying

@@ -77,7 +77,7 @@ class Exchange(Step):
 
     def pair_traffic(self, before: Sharding) -> tuple[PairTraffic, ...]:
         after = before.with_layout(self.to)
-        pairs: list[PairTraffic] = []
+        pairs = []
         for device in range(before.mesh.n_devices):
             for message in messages_to(before, after, device, self.node_devices):
                 if message.src != message.dst:

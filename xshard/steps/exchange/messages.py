@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -216,7 +216,7 @@ def messages_to(
         return messages
     block_of = block_holders(before, node_devices).block_of
     senders = node_local_senders(before, after, node_devices)
-    from_node: list[Message] = []
+    from_node = []
     for message in messages:
         # Without a replica in the node the sender stays. The box stays in any case: it is at the
         # same place in every replica.
@@ -230,7 +230,7 @@ def messages_from(
     before: Sharding, after: Sharding, device: int, node_devices: int | None = None
 ) -> Messages:
     """List the messages that a device sends, its own rows among them, by receiver."""
-    sent: list[Message] = []
+    sent = []
     for receiver in _receivers_of(before, after, device, node_devices):
         if node_devices is None:
             messages = _messages_to(before, after, receiver, device)
@@ -289,15 +289,15 @@ def _messages_to(before: Sharding, after: Sharding, device: int, sender: int | N
     receiver = _Receiver(before, after, device, sender)
     if not receiver.takes_any:
         return ()
-    addends = list(_all_coords(before.mesh.sizes_of(receiver.ended_sums)))
-    messages: list[Message] = []
+    messages = []
     for dst_view, src_view in view_pairs(before, after):
         sources_by_dim: list[list[DimSource]] = []
         for d, (src, dst) in enumerate(dim_ends(before, after, dst_view, src_view)):
             sources_by_dim.append(receiver.dim_sources(d, src, dst))
         sign = dst_view.sign * src_view.sign
-        for addend, *box_sources in itertools.product(addends, *sources_by_dim):
-            messages.append(receiver.message(addend, box_sources, sign))
+        for addend in _all_coords(before.mesh.sizes_of(receiver.ended_sums)):
+            for box_sources in itertools.product(*sources_by_dim):
+                messages.append(receiver.message(addend, box_sources, sign))
     return tuple(sorted(messages, key=lambda message: message.src))
 
 
@@ -362,7 +362,7 @@ class _Receiver:
         begins_sum = not set(src.dim.axes).isdisjoint(self.new_sums)
         all_coords = list(_all_coords(src.sizes))
         # `sources` is cached by its positional arguments, so it gets no keywords.
-        dim_sources: list[DimSource] = []
+        dim_sources = []
         for source in sources(src, dst, src_index, dst_index, begins_sum, sender):
             coords = all_coords[source.sender]
             if self._contributes(src, coords):
@@ -378,7 +378,7 @@ class _Receiver:
         return True
 
     def message(
-        self, addend: tuple[int, ...], box_sources: Sequence[DimSource], sign: int
+        self, addend: tuple[int, ...], box_sources: tuple[DimSource, ...], sign: int
     ) -> Message:
         """Make one message: find the sending device, and the box of rows of all dims.
 

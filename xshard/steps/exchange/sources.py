@@ -88,7 +88,7 @@ def views(sharding: Sharding, unsplit_dims: tuple[int, ...] = ()) -> tuple[View,
 def _sides_beyond_poles(sharding: Sharding, d: int) -> list[Side]:
     """List the sides of a dim beyond a pole: none, or "before" or "after", or both."""
     dims = sharding.layout.dims
-    sides: list[Side] = []
+    sides = []
     # `ends_of` is empty for a dim without boundaries, so the lengths may differ.
     for name, boundary in zip(POLE_SIDES, ends_of(dims[d].overlap), strict=False):
         if boundary.kind == "pole":
@@ -113,7 +113,7 @@ def _view(sides: tuple[Side, ...], shape: tuple[int, ...]) -> View:
 
 def carried_dims(before: Sharding, after: Sharding) -> tuple[int, ...]:
     """List the dims with the same overlap before and after: all their rows stay on their device."""
-    carried: list[int] = []
+    carried = []
     for d, (src, dst) in enumerate(zip(before.layout.dims, after.layout.dims, strict=True)):
         if src.overlap is not None and src == dst:
             carried.append(d)
@@ -169,7 +169,7 @@ def dim_end(sharding: Sharding, d: int, side: str = STRAIGHT, shift: int = 0) ->
 
 def view_ends(sharding: Sharding, view: View) -> list[DimEnd]:
     """Describe each dim of a sharding in one part of its blocks, as divided by poles."""
-    ends: list[DimEnd] = []
+    ends = []
     for d, (side, shift) in enumerate(zip(view.sides, view.shifts, strict=True)):
         ends.append(dim_end(sharding, d, side, shift))
     return ends
@@ -286,7 +286,7 @@ def sources(
     """
     senders = np.arange(src.n_shards) if sender is None else np.array([sender])
     is_sender = src_index in senders
-    taken: list[Source] = []
+    taken = []
     if dst.side == CARRIED:
         # The dim stays as it is: all rows of the block, with its halo, stay on their device.
         n_rows = count_rows(src.held_rows()[src_index])
@@ -324,7 +324,7 @@ def _senders_in_reach(src: DimEnd, senders: NDArray[np.int64], rows: Runs) -> li
 @layout_cache(maxsize=4096)
 def _offered_extents(src: DimEnd) -> Intervals:
     """Return, for each shard, the interval from the first row that it offers to the last."""
-    offered: list[Runs] = []
+    offered = []
     for lists in src.offered_rows():
         # A single list stays as it is: it may be an array of rows, which is quicker whole.
         offered.append(lists[0] if len(lists) == 1 else tuple(itertools.chain.from_iterable(lists)))
@@ -426,14 +426,14 @@ def _row_pairs(
         held_rows = [count_rows(held[i]) for i in src_indices]
         return RowPairs(receivers, np.array(src_indices), np.array(held_rows))
 
-    own_rows: list[int] = []
-    requested: list[Runs] = []
+    own_rows = []
+    requested = []
     for src_index, dst_index in zip(src_indices, dst_indices, strict=True):
         request = _request(src, dst, src_index, dst_index, from_providers)
         own_rows.append(n_segment_rows(request.own_segments))
         requested.append(request.from_others)
     offered: list[Runs] = []
-    sender_of_offer: list[int] = []  # in a fold a sender has several
+    sender_of_offer = []  # in a fold a sender has several
     for sender, lists in enumerate(src.offered_rows()):
         offered += lists
         sender_of_offer += [sender] * len(lists)

@@ -95,7 +95,7 @@ def traffic_by_level(
     taken = wanted  # from senders at the receiver's coordinates along all axes of slower links
     shared_axes: Axes = ()
     total = np.zeros_like(wanted.elements)  # over the links of all levels so far
-    hops: list[Hop] = []
+    hops = []
     for level in levels:
         shared_axes = (*shared_axes, *level.axes)
         nearer = received_from(shared_axes)  # over faster links, or the device's own
@@ -176,7 +176,7 @@ def span_axes(mesh: Mesh, spans: LinkSpans) -> SpanAxes:
     sub_axis_of: dict[LinkSpan, str] = {}
     for axis, axis_spans in spans_of_axis.items():
         sub_axis_of.update(zip(axis_spans, fine_mesh.sub_axes[axis], strict=True))
-    levels: list[SpanLevel] = []
+    levels = []
     for level, level_spans in groupby(spans, key=lambda span: span.level):
         levels.append(SpanLevel(level, {sub_axis_of[span]: span.axis for span in level_spans}))
     return SpanAxes(fine_mesh if split else mesh, fine_mesh.sub_axes, tuple(levels))
@@ -210,7 +210,7 @@ def moving_axes(before: Sharding, after: Sharding) -> tuple[str, ...]:
 
 def ended_axes(src: Layout, dst: Layout) -> tuple[str, ...]:
     """List the axes with a sum, max or min that ends between the layouts."""
-    ended: list[str] = []
+    ended = []
     for kind in ("sum", "max", "min"):
         kept = dst.tagged(kind)
         ended += [axis for axis in src.tagged(kind) if axis not in kept]
@@ -244,7 +244,7 @@ def link_cuts(sharding: Sharding, spans: LinkSpans) -> LinkCuts | None:
     if sharding.even_cuts is None:
         return None
     spans_of_axis = spans_by_axis(sharding.mesh, spans)
-    cuts: list[LinkSpans] = []
+    cuts = []
     for dim in sharding.layout.dims:
         cuts.append(tuple(chain.from_iterable(spans_of_axis[axis] for axis in dim.axes)))
     return tuple(cuts)
