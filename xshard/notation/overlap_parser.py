@@ -238,8 +238,7 @@ def _window(scanner: Scanner) -> Window:
             options["after"] = after
             break
         if name not in (*_SMALLEST, "out") or name in options:
-            reason = f"unknown or repeated window option {name!r}"
-            raise scanner.error(reason, name_span, _OPTIONS)
+            raise scanner.error(f"unknown or repeated window option {name!r}", name_span, _OPTIONS)
         options[name] = _window_option(scanner, name)
         if not scanner.take(","):
             break

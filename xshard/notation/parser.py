@@ -411,8 +411,7 @@ class _Parser(Scanner):
         if is_too_few or is_too_many or is_endless:
             count = len(numbers) if numbers else "no"
             plural = "" if len(numbers) == 1 else "s"
-            reason = f"{count} number{plural} in {order}"
-            raise self.error(reason, order_span, _NUMBER_HINTS[order])
+            raise self.error(f"{count} number{plural} in {order}", order_span, _NUMBER_HINTS[order])
         # `block(x,4,2)` cuts each segment of 4 and 2 rows by itself.
         if order == "block" and numbers:
             order = SEGMENTS
@@ -426,8 +425,7 @@ class _Parser(Scanner):
             raise self.error(f"'{bracketed(number)}' in {order}", span, _NUMBER_HINTS[order])
         smallest = min(number) if isinstance(number, tuple) else number
         if smallest < 0:
-            reason = f"a number below 0: {bracketed(number)}"
-            raise self.error(reason, span, _NUMBER_HINTS[order])
+            raise self.error(f"a number below 0: {bracketed(number)}", span, _NUMBER_HINTS[order])
         return number
 
     def by_map(self) -> Shard:

@@ -139,20 +139,28 @@ def _find_layouts(
         meshes: The meshes of both sides.
     """
     if isinstance(rules, list | tuple) and len(rules) == 2:
-        targets = (names or SAME).resolve(shapes, dtypes)
         src_rules, dst_rules = rules
-        return Layouts(
-            _match_layouts(src_rules, list(shapes)),
-            _match_layouts(dst_rules, list(targets)),
-            targets,
-        )
+        targets = (names or SAME).resolve(shapes, dtypes)
+        src = _match_layouts(src_rules, list(shapes))
+        return Layouts(src, _match_layouts(dst_rules, list(targets)), targets)
     if names is not None:
         hint = 'rules=({"**": layouts by source names}, {"**": layouts by target names})'
         raise NotationError(
             "with names=, the two sides of an arrow are about different arrays", hint=hint
         )
+    return _layouts_of_arrows(Rules(rules), shapes, dtypes, meshes)
+
+
+def _layouts_of_arrows(
+    rules: Rules, shapes: Mapping[str, Shape], dtypes: Dtypes, meshes: MeshPair
+) -> Layouts:
+    """Find the layouts of arrays that keep their names, by rules with an arrow.
+
+    {"**": "o i/tp -> i o"} -> for a source w [4, 2] the layouts "o i/tp" and "i o", and a target w
+    [2, 4] that is the source with its dims exchanged.
+    """
     layouts = Layouts({}, {}, {})
-    for name, rule in Rules(rules).match(list(shapes)).items():
+    for name, rule in rules.match(list(shapes)).items():
         shape = shapes[name]
         with located(trees.place_of(name)):
             src, dst, text = sides_or_one(rule)
@@ -163,9 +171,9 @@ def _find_layouts(
         layouts.src[name] = src
         layouts.dst[name] = dst
         order = tuple(map(src.names.index, dst.names))
-        whole = ArrayPart(name)
-        pieces = (PartMapping(whole, whole, order),)
-        layouts.targets[name] = TargetArray(tuple(shape[i] for i in order), dtypes[name], pieces)
+        target_shape = tuple(shape[i] for i in order)
+        whole = PartMapping(ArrayPart(name), ArrayPart(name), order)
+        layouts.targets[name] = TargetArray(target_shape, dtypes[name], (whole,))
     return layouts
 
 

@@ -10,7 +10,7 @@ import re
 import weakref
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -130,8 +130,7 @@ def open_checkpoint(path: str | Path, *, links: bool = False) -> Checkpoint:
         why = getattr(error, "strerror", None) or error
         raise FileError(f"{place}: {why}") from error
     try:
-        fields = _checkpoint_fields(contents.notes, contents.arrays)
-        return Checkpoint(contents.arrays, places=contents.places, **fields)
+        return _checkpoint_of(contents)
     except XshardError as error:
         raise with_path(error, str(path)) from None
     except (TypeError, ValueError, KeyError, AttributeError) as error:
@@ -332,32 +331,30 @@ def _parse_object(text: str, place: str) -> dict[str, Any]:
     return data
 
 
-def _checkpoint_fields(
-    notes: Iterable[Mapping[str, Any]], arrays: Mapping[str, Mapped]
-) -> dict[str, Any]:
-    """Collect what xshard noted in the metadata of all files and of the index.
+def _checkpoint_of(contents: Contents) -> Checkpoint:
+    """Make a checkpoint of the arrays of files, with what xshard noted in the files' metadata.
 
-    Returns arguments for `Checkpoint`: layouts by name, checksums of boxes by name, constants
-    (values that are no arrays), and the mesh and the renaming of the program that saved, where
-    noted. All are empty for files that another program wrote.
+    Notes are the layouts and checksums by name, constants (values that are no arrays), and the mesh
+    and the renaming of the program that saved. Files of other programs have none.
     """
     layouts: dict[str, Layout] = {}
-    sums: dict[str, list[tuple[Box, int]]] = {}
+    mesh = None
+    names = None
     constants: dict[str, Any] = {}
-    fields: dict[str, Any] = {"layouts": layouts, "sums": sums, "constants": constants}
-    for note in notes:
+    sums: dict[str, list[tuple[Box, int]]] = {}
+    for note in contents.notes:
         _maps = maps_in(note)  # while it lives, layouts that name maps can be parsed
         for name, text in note.get("layouts", {}).items():
             layouts[name] = Layout.parse(text)
         if note.get("mesh") is not None:
-            fields["mesh"] = Mesh.parse(note["mesh"])
+            mesh = Mesh.parse(note["mesh"])
         if note.get("names") is not None:
-            fields["names"] = names_from_json(note["names"])
+            names = names_from_json(note["names"])
         constants.update(_parse_object(note.get("constants", "{}"), "constants"))
         for name, boxes in note.get("sums", {}).items():
-            shape = arrays[name].shape
+            shape = contents.arrays[name].shape
             sums[name] = [(_read_box(rows, shape), int(crc)) for rows, crc in boxes]
-    return fields
+    return Checkpoint(contents.arrays, layouts, mesh, names, constants, sums, contents.places)
 
 
 def _read_box(rows: list[list[int]], shape: tuple[int, ...]) -> Box:

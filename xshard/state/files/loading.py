@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -85,13 +86,13 @@ def plan_load(
     chosen: Collection[str | None] = arrays
     if like is not None:
         chosen = in_both(arrays, [(name,) for name in like], strict)
-    stored_names = [name for name in chosen if name is not None]
+    chosen_names = [name for name in chosen if name is not None]
     loads = {}
-    for name, layout in rules.match(stored_names, what="array").items():
+    for name, layout in rules.match(chosen_names, what="array").items():
         array = arrays[name]
+        shape = array.shape
+        target_dtype = array.dtype
         with located(name):
-            shape = array.shape
-            target_dtype = array.dtype
             if like is not None:
                 shape = tuple(like[name].shape)
                 target_dtype = dtypes.name_of(like[name].dtype)
@@ -211,20 +212,17 @@ def in_both(
     Raises:
         XshardError: With `strict`, for an array that is in one of the two places alone.
     """
-    firsts = [_first_stored(names, stored) for names in leaves]
-    if strict:
-        alone = [
-            (names[0], places[0])
-            for names, first in zip(leaves, firsts, strict=True)
-            if first is None
-        ]
-        in_tree = {name for names in leaves for name in names}
-        alone += [(name, places[1]) for name in stored if name not in in_tree]
-        if alone:
-            name, place = alone[0]
+    stored_names = [_first_stored(names, stored) for names in leaves]
+    if not strict:
+        return stored_names
+    in_tree_alone = [leaves[i][0] for i, name in enumerate(stored_names) if name is None]
+    in_tree = set(chain.from_iterable(leaves))
+    stored_alone = [name for name in stored if name not in in_tree]
+    for place, names in zip(places, (in_tree_alone, stored_alone), strict=True):
+        if names:
             hint = "names= maps stored names; strict=False skips arrays that are not in both"
-            raise XshardError(f"{name} is in the {place} alone", hint=hint)
-    return firsts
+            raise XshardError(f"{names[0]} is in the {place} alone", hint=hint)
+    return stored_names
 
 
 def _first_stored(names: Sequence[str], stored: Collection[str]) -> str | None:
