@@ -82,7 +82,7 @@ def _fitting_length(dim: Dim, rows: int, mesh: Mesh, lengths: Collection[int], h
 
     "n/x" with x=4 and a block of 3 rows: of the lengths 8 and 12 it is 12.
     """
-    block_rows: dict[int, int] = {}
+    block_rows = {}
     for length in sorted(lengths):
         block_rows[length] = Sharding(Layout((dim,)), mesh, (length,)).max_local_size
     fitting = [length for length in block_rows if block_rows[length] == rows]

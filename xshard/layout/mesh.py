@@ -93,7 +93,7 @@ class Mesh(Pictured):
         parts = [part for part in stripped_parts if part]
         if len(parts) > MOST_AXES:
             raise MeshError(f"a mesh of {len(parts)} axes", hint=f"at most {MOST_AXES} axes")
-        size_of: dict[str, int] = {}
+        size_of = {}
         for part in parts:
             name, _, number = part.partition("=")
             name = name.strip()

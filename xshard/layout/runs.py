@@ -288,7 +288,7 @@ def run_table(blocks: Iterable[Iterable[Run]]) -> RunTable:
 
     Runs of FILL (padding, which is no row of the array) are not listed, but take up positions.
     """
-    entries: list[tuple[int, ...]] = []
+    entries = []
     tables = []  # of blocks whose rows are an array
     for block, runs in enumerate(blocks):
         if isinstance(runs, Rows):
@@ -421,14 +421,14 @@ def _segments_of_few(src: Iterable[Run], dst: Iterable[Run]) -> tuple[Segment, .
     block are positions 0 and 1 of the second. For each interval of `dst`, the intervals of `src`
     are taken by ascending rows, so that segments come in the order of `dst`.
     """
-    src_by_row: list[tuple[int, int, int]] = []  # first row, position, length; ascending
+    src_by_row = []  # first row, position, length; ascending
     src_position = 0
     for run in src:
         src_by_row.append((run.start, src_position, run.length))
         src_position += run.length
     src_by_row.sort()
 
-    shared: list[tuple[int, int, int]] = []
+    shared = []
     dst_position = 0
     for run in dst:
         run_stop = run.start + run.length

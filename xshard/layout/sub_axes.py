@@ -147,7 +147,7 @@ def refine(src_mesh: Mesh, dst_mesh: Mesh) -> Refinement | None:
     if any(stop % start for start, stop in itertools.pairwise(bounds)):
         return None  # 2 x 3 and 3 x 2 devices: no axis splits into both
 
-    sizes: dict[str, int] = {}
+    sizes = {}
     src_factors: dict[str, tuple[str, ...]] = dict.fromkeys(src_mesh.axes, ())
     dst_factors: dict[str, tuple[str, ...]] = dict.fromkeys(dst_mesh.axes, ())
     for start, stop in itertools.pairwise(bounds):

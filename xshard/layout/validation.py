@@ -78,11 +78,10 @@ def _check_shards(dim: Dim, length: int, mesh: Mesh) -> None:
         raise NotationError(reason, text=str(dim), hint=hint)
     if not any(shard.numbers for shard in dim.shards):
         return  # without numbers a shard cuts any number of rows
-    fault = find_misfit(dim, length, mesh.sizes_of(dim.axes))
-    if fault is not None:
-        _, reason = fault
+    misfit = find_misfit(dim, length, mesh.sizes_of(dim.axes))
+    if misfit is not None:
         hint = f"dim {dim.name!r} has {length} rows, the mesh {mesh.describe()}"
-        raise ShapeError(reason, text=str(dim), hint=hint)
+        raise ShapeError(misfit, text=str(dim), hint=hint)
 
 
 @layout_cache(maxsize=4096)

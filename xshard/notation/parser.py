@@ -307,7 +307,7 @@ class _Parser(Scanner):
         is_scalar = not dims and self.take("(")
         if is_scalar:
             self.expect(")", hint="a scalar is written ()")
-        tags: list[tuple[str, tuple[str, ...]]] = []
+        tags = []
         if self.take("|"):
             tags.append(self.tag())
             while self.kind == "name":

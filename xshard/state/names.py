@@ -238,7 +238,7 @@ class Names:
             ShapeError: Shapes do not fit together.
         """
         remaining = {name: tuple(shape) for name, shape in shapes.items()}
-        targets: dict[str, TargetArray] = {}
+        targets = {}
         makers: dict[str, Relation] = {}  # the relation that made each target
         unused = []
         for relation in self.relations:

@@ -144,11 +144,11 @@ def applications(relation: Relation, shapes: Mapping[str, Shape]) -> Iterator[Us
     src_patterns, dst_patterns = relation.sides
     first_pattern = src_patterns[0]
     # The text of each star, by the names that fit the first pattern.
-    stars_of: dict[str, Sequence[str]] = {}
+    stars_of = {}
     for name in shapes:
-        stars = match_stars(first_pattern, name)
-        if stars is not None:
-            stars_of[name] = stars
+        star_texts = match_stars(first_pattern, name)
+        if star_texts is not None:
+            stars_of[name] = star_texts
     if relation.splits and (relation.stacks or len(dst_patterns) > 1):
         _check_dim(relation, stars_of, shapes)
     if not relation.stacks:

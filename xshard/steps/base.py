@@ -137,7 +137,7 @@ def with_tag(layout: Layout, kind: str, axes: Sequence[str]) -> Layout:
 
 def without_tags(layout: Layout, axes: Sequence[str]) -> Layout:
     """Remove all tags of these axes, which then hold replicas."""
-    tags: list[tuple[str, tuple[str, ...]]] = []
+    tags = []
     for kind, tagged in layout.tags:
         tags.append((kind, tuple(a for a in tagged if a not in axes)))
     kept_tags: Tags = tuple(tags)

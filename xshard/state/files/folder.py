@@ -337,11 +337,11 @@ def _checkpoint_of(contents: Contents) -> Checkpoint:
     Notes are the layouts and checksums by name, constants (values that are no arrays), and the mesh
     and the renaming of the program that saved. Files of other programs have none.
     """
-    layouts: dict[str, Layout] = {}
+    layouts = {}
     mesh = None
     names = None
-    constants: dict[str, Any] = {}
-    sums: dict[str, list[tuple[Box, int]]] = {}
+    constants = {}
+    sums = {}
     for note in contents.notes:
         _maps = maps_in(note)  # while it lives, layouts that name maps can be parsed
         for name, text in note.get("layouts", {}).items():

@@ -148,7 +148,7 @@ def node_local_senders(
         in_node.setdefault((block, device // node_devices), []).append(device)
 
     sent: Counter[int] = Counter()  # elements that each device has to send so far
-    chosen: dict[tuple[int, int], int] = {}
+    chosen = {}
     for receiver in range(before.mesh.n_devices):
         for block in np.flatnonzero(elements[:, receiver]).tolist():
             candidates = in_node.get((block, receiver // node_devices), [])
@@ -257,7 +257,7 @@ def boundary_fills(after: Sharding, device: int) -> tuple[tuple[int, int, int, f
     Returns:
         (dim, start, stop, value), with local rows.
     """
-    fills: list[tuple[int, int, int, float]] = []
+    fills = []
     for d, (dim, length) in enumerate(zip(after.layout.dims, after.shape, strict=True)):
         sizes = after.mesh.sizes_of(dim.axes)
         for start, stop, value in block_fills(dim, length, sizes, after.dim_device(d, device)):
@@ -291,7 +291,7 @@ def _messages_to(before: Sharding, after: Sharding, device: int, sender: int | N
         return ()
     messages = []
     for dst_view, src_view in view_pairs(before, after):
-        sources_by_dim: list[list[DimSource]] = []
+        sources_by_dim = []
         for d, (src, dst) in enumerate(dim_ends(before, after, dst_view, src_view)):
             sources_by_dim.append(receiver.dim_sources(d, src, dst))
         sign = dst_view.sign * src_view.sign

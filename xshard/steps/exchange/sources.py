@@ -76,7 +76,7 @@ def views(sharding: Sharding, unsplit_dims: tuple[int, ...] = ()) -> tuple[View,
         sharding: The sharding of the block.
         unsplit_dims: Dims that are not split into sides, since all their rows stay on their device.
     """
-    sides_by_dim: list[list[Side]] = []
+    sides_by_dim = []
     for d in range(len(sharding.shape)):
         sides = [Side(STRAIGHT)]
         if d not in unsplit_dims:

@@ -166,7 +166,7 @@ def span_axes(mesh: Mesh, spans: LinkSpans) -> SpanAxes:
     """
     spans = slowest_first(mesh, mesh.axes, spans)
     spans_of_axis = spans_by_axis(mesh, spans)
-    split: list[tuple[str, tuple[int, ...]]] = []  # axes, and the sizes of their sub-axes
+    split = []  # axes, and the sizes of their sub-axes
     for axis, axis_spans in spans_of_axis.items():
         if len(axis_spans) > 1:
             split.append((axis, tuple(span.size for span in axis_spans)))
@@ -186,7 +186,7 @@ def spans_by_axis(mesh: Mesh, spans: LinkSpans) -> dict[str, LinkSpans]:
     """Map each axis to its spans, the outermost first."""
     # Spans are given by speed; along an axis, the one with the longest strides is outermost.
     outer_first = sorted(slowest_first(mesh, mesh.axes, spans), key=lambda span: -span.stride)
-    result: dict[str, LinkSpans] = {}
+    result = {}
     for axis in mesh.axes:
         result[axis] = tuple(span for span in outer_first if span.axis == axis)
     return result
@@ -338,7 +338,7 @@ def _all_dim_ends(
     before: Sharding, after: Sharding
 ) -> tuple[tuple[tuple[DimEnd, DimEnd], ...], ...]:
     """List, for each pair of views, the source and the destination of each dim."""
-    result: list[tuple[tuple[DimEnd, DimEnd], ...]] = []
+    result = []
     for dst_view, src_view in view_pairs(before, after):
         result.append(tuple(dim_ends(before, after, dst_view, src_view)))
     return tuple(result)
