@@ -142,7 +142,7 @@ class Layout(Pictured):
 
     def tagged(self, *kinds: str) -> tuple[str, ...]:
         """Return the axes under any of these tags: `layout.tagged("sum", "mean")`."""
-        return tuple(chain.from_iterable(axes for kind, axes in self.tags if kind in kinds))
+        return _tagged(self.tags, kinds)
 
     def role(self, axis: str) -> tuple[object, ...]:
         """Return what the layout uses a mesh axis for; two layouts use it alike if these are equal.
@@ -313,13 +313,15 @@ def _merged_tags(tags: Tags) -> Tags:
     """Merge tags of one kind: sum(b) copy(c) sum(a) -> sum(a,b) copy(c)."""
     merged = []
     for kind in parser.TAGS:
-        axes: list[str] = []
-        for other_kind, tagged_axes in tags:
-            if other_kind == kind:
-                axes.extend(tagged_axes)
+        axes = sorted(_tagged(tags, (kind,)))
         if axes:
-            merged.append((kind, tuple(sorted(axes))))
+            merged.append((kind, tuple(axes)))
     return tuple(merged)
+
+
+def _tagged(tags: Tags, kinds: Sequence[str]) -> tuple[str, ...]:
+    """Return the axes with a tag of some kinds, in the order of the tags."""
+    return tuple(chain.from_iterable(axes for kind, axes in tags if kind in kinds))
 
 
 def _with_overlaps(dims: tuple[Dim, ...], change: Callable[[Overlap], Overlap]) -> tuple[Dim, ...]:

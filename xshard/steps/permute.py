@@ -50,16 +50,15 @@ class Permute(Step):
 
     def pair_traffic(self, before: Sharding) -> tuple[PairTraffic, ...]:
         elements = before.max_local_size
-        pairs = []
-        for dst, src in enumerate(sender_of_each_device(before, before.with_layout(self.to))):
-            if src != dst:
-                pairs.append(PairTraffic(src, dst, elements))
-        return tuple(pairs)
+        pairs = enumerate(self._senders(before))
+        return tuple(PairTraffic(src, dst, elements) for dst, src in pairs if src != dst)
 
     def run(self, blocks: Blocks, before: Sharding) -> list[Block]:
-        return [
-            blocks[s].copy() for s in sender_of_each_device(before, before.with_layout(self.to))
-        ]
+        return [blocks[sender].copy() for sender in self._senders(before)]
+
+    def _senders(self, before: Sharding) -> tuple[int, ...]:
+        """Return the device that sends each device its block."""
+        return sender_of_each_device(before, before.with_layout(self.to))
 
     def __str__(self) -> str:
         return "permute"
@@ -89,12 +88,13 @@ def permute_traffic(block: int, moved: LinkSpans) -> Traffic:
     if not moved:
         return Traffic()
     slowest = moved[0]
-    n_far = math.prod(span.size for span in moved if span.level == slowest.level)
-    n_near = math.prod(span.size for span in moved if span.level != slowest.level)
-    # If sizes divide, one device in `n_far` gets its block without the slowest links. `slack` is by
-    # how much the average over a node is below the busiest device, for links that nodes share.
-    slack = 0 if n_near % n_far else block // n_far
-    return Traffic(block, 0, (Hop(slowest.axis, block, 1, slowest.level, slack),))
+    n_nodes = math.prod(span.size for span in moved if span.level == slowest.level)
+    n_inside = math.prod(span.size for span in moved if span.level != slowest.level)
+    # If sizes divide, one device in `n_nodes` gets its block from its own node: the average over
+    # the devices of a node, which may share the slowest links, is lower by that.
+    shortfall = 0 if n_inside % n_nodes else block // n_nodes
+    hop = Hop(slowest.axis, block, 1, slowest.level, shortfall)
+    return Traffic(block, 0, (hop,))
 
 
 @layout_cache(maxsize=1024)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import mmap
 import os
 import pkgutil
@@ -22,7 +21,14 @@ from xshard.errors import XshardError, with_path
 from xshard.layout import Layout, Mesh
 from xshard.notation.maps import maps_in
 from xshard.state.files.checkpoint import Box, Checkpoint
-from xshard.state.files.header import Entry, FileError, check_folder, check_regular, read_header
+from xshard.state.files.header import (
+    Entry,
+    FileError,
+    check_folder,
+    check_regular,
+    parse_object,
+    read_header,
+)
 from xshard.state.names import names_from_json
 
 INDEX = "model.safetensors.index.json"
@@ -181,7 +187,7 @@ def _read_headers(path: Path, links: bool) -> Contents:
                 raise FileError(f"{name} is in {contents.places[name]} and in {file.name}")
         contents.arrays.update(mapped)
         contents.places.update(dict.fromkeys(mapped, file.name))
-        contents.notes.append(_parse_object(metadata.get(KEY, "{}"), file.name))
+        contents.notes.append(parse_object(metadata.get(KEY, "{}"), f"{file.name}:"))
     if index is not None:
         _check_index(index["weight_map"], contents.places)
         contents.notes.append(index.get("metadata", {}).get(KEY, {}))
@@ -239,7 +245,7 @@ def read_index(path: Path) -> dict[str, Any]:
         FileError: It is malformed, or names a file outside of the folder.
     """
     check_regular(path)
-    index = _parse_object(path.read_text(errors="replace"), path.name)
+    index = parse_object(path.read_text(errors="replace"), f"{path.name}:")
     files = index.get("weight_map")
     if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
         raise FileError(
@@ -320,17 +326,6 @@ def map_file(path: Path) -> tuple[int, mmap.mmap]:
     return file, memory
 
 
-def _parse_object(text: str, place: str) -> dict[str, Any]:
-    """Parse the text of a JSON object."""
-    try:
-        data = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise FileError(f"{place}: not JSON: {error}") from None
-    if not isinstance(data, dict):
-        raise FileError(f"{place}: not a JSON object")
-    return data
-
-
 def _checkpoint_of(contents: Contents) -> Checkpoint:
     """Make a checkpoint of the arrays of files, with what xshard noted in the files' metadata.
 
@@ -350,7 +345,7 @@ def _checkpoint_of(contents: Contents) -> Checkpoint:
             mesh = Mesh.parse(note["mesh"])
         if note.get("names") is not None:
             names = names_from_json(note["names"])
-        constants.update(_parse_object(note.get("constants", "{}"), "constants"))
+        constants.update(parse_object(note.get("constants", "{}"), "constants:"))
         for name, boxes in note.get("sums", {}).items():
             shape = contents.arrays[name].shape
             sums[name] = [(_read_box(rows, shape), int(crc)) for rows, crc in boxes]
