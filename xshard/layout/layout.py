@@ -16,7 +16,7 @@ from xshard.caches import layout_cache
 from xshard.errors import LinearityError, NotationError, ShapeError, Span, api_boundary
 from xshard.formatting import Pictured
 from xshard.layout.block_rows import held_rows
-from xshard.layout.mesh import Mesh, check_mesh
+from xshard.layout.mesh import Axes, Mesh, check_mesh
 from xshard.layout.runs import Runs, count_rows, row_numbers
 from xshard.layout.validation import check_dims, check_fit
 from xshard.notation import parser
@@ -131,16 +131,16 @@ class Layout(Pictured):
         raise ShapeError(f"no dim {dim!r} in '{self}'", hint=f"dims are: {', '.join(self.names)}")
 
     @cached_property
-    def axes(self) -> tuple[str, ...]:
+    def axes(self) -> Axes:
         """Every axis that the layout names, shards first."""
         return self.sharding_axes + self.tagged(*parser.TAGS)
 
     @cached_property
-    def sharding_axes(self) -> tuple[str, ...]:
+    def sharding_axes(self) -> Axes:
         """Every axis that shards a dim."""
         return tuple(chain.from_iterable(dim.axes for dim in self.dims))
 
-    def tagged(self, *kinds: str) -> tuple[str, ...]:
+    def tagged(self, *kinds: str) -> Axes:
         """Return the axes under any of these tags: `layout.tagged("sum", "mean")`."""
         return _tagged(self.tags, kinds)
 
@@ -319,7 +319,7 @@ def _merged_tags(tags: Tags) -> Tags:
     return tuple(merged)
 
 
-def _tagged(tags: Tags, kinds: Sequence[str]) -> tuple[str, ...]:
+def _tagged(tags: Tags, kinds: Sequence[str]) -> Axes:
     """Return the axes with a tag of some kinds, in the order of the tags."""
     return tuple(chain.from_iterable(axes for kind, axes in tags if kind in kinds))
 
@@ -466,7 +466,7 @@ def _axis_spans(text: str, axis: str, side: slice = slice(None)) -> list[Span]:
     return [span for name, span in spans if name == axis and span[0] in positions]
 
 
-def factored(layout: Layout, factors: Mapping[str, tuple[str, ...]]) -> Layout:
+def factored(layout: Layout, factors: Mapping[str, Axes]) -> Layout:
     """Rewrite a layout for a mesh whose axes are split: `n/x` -> `n/(x_0,x_1)`.
 
     `factors` lists the new axes of each old one, the slowest first. An old axis with none, (), as
@@ -484,6 +484,6 @@ def factored(layout: Layout, factors: Mapping[str, tuple[str, ...]]) -> Layout:
     return Layout(tuple(dims), tags)
 
 
-def _factor_axes(axes: tuple[str, ...], factors: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
+def _factor_axes(axes: Axes, factors: Mapping[str, Axes]) -> Axes:
     """List the factors of all axes in order."""
     return tuple(chain.from_iterable(factors[axis] for axis in axes))

@@ -83,12 +83,12 @@ def cut_at_edges(table: IntervalTable) -> CutPieces:
     return CutPieces(parts, interval, piece)
 
 
-def firsts(table: IntervalTable, *, alone: bool) -> IntervalTable:
-    """Keep every row where it comes first: in each block if `alone`, else in any block."""
+def firsts(table: IntervalTable, *, per_block: bool) -> IntervalTable:
+    """Keep every row where it comes first: in each block if `per_block`, else in any block."""
     cut = cut_at_edges(table)
     # `np.unique` returns the first index of each key: parts are in the order of the pieces.
     key = cut.interval
-    if alone:
+    if per_block:
         key = key + cut.parts.block * len(cut.interval)
     _, first_index = np.unique(key, return_index=True)
     return cut.parts.take(np.sort(first_index))
@@ -181,7 +181,7 @@ def runs_by_row(table: IntervalTable, n_blocks: int) -> tuple[Runs, ...]:
 def distinct_rows(blocks: Sequence[Runs]) -> tuple[Runs, ...]:
     """List the rows of every block, each once, in ascending order; without FILL."""
     if not any(isinstance(block, Rows) for block in blocks):
-        return runs_by_row(firsts(interval_table(blocks), alone=True), len(blocks))
+        return runs_by_row(firsts(interval_table(blocks), per_block=True), len(blocks))
     distinct_blocks = []
     for block in blocks:
         rows = row_numbers(block)

@@ -107,7 +107,7 @@ def distinct_held_rows(dim: Dim, length: int, sizes: Sizes, shift: int = 0) -> A
     if _are_distinct(dim):
         blocks = all_held_rows(dim, length, sizes)
     else:
-        blocks = _rows_by_rank(dim, length, sizes, alone=True)
+        blocks = _rows_by_rank(dim, length, sizes, per_block=True)
     return shifted(blocks, shift, length)
 
 
@@ -123,7 +123,7 @@ def provided_rows(dim: Dim, length: int, sizes: Sizes) -> AllRuns:
     if dim.overlap is None:
         return all_owned_rows(dim, length, sizes)
     if not _are_distinct(dim):
-        return _rows_by_rank(dim, length, sizes, alone=False)
+        return _rows_by_rank(dim, length, sizes, per_block=False)
     # A simple case: every owner holds its rows, and its block begins with them.
     owned = all_owned_rows(dim, length, sizes)
     held = all_held_rows(dim, length, sizes)
@@ -193,15 +193,17 @@ def _are_distinct(dim: Dim) -> bool:
     return dim.overlap is None or isinstance(unfolded(dim.overlap), Reads)
 
 
-def _rows_by_rank(dim: Dim, length: int, sizes: Sizes, *, alone: bool) -> AllRuns:
+def _rows_by_rank(dim: Dim, length: int, sizes: Sizes, *, per_block: bool) -> AllRuns:
     """List the rows of each block that come first, by rank of their origin; FILL elsewhere.
 
-    First in each block if `alone`, else first in any block.
+    First in each block if `per_block`, else first in any block.
     """
     tables = []
     for origins in _ORIGINS_BY_RANK:
         tables.append(interval_table(_rows_of_origins(dim, length, sizes, origins, flipped=False)))
-    table = firsts(concatenate_tables(*tables), alone=alone)  # the tables are in the order of ranks
+    table = firsts(
+        concatenate_tables(*tables), per_block=per_block
+    )  # the tables are in the order of ranks
     lengths = []
     for spans in all_row_spans(dim, length, sizes):
         lengths.append(count_rows(span.run for span in spans))
@@ -210,13 +212,10 @@ def _rows_by_rank(dim: Dim, length: int, sizes: Sizes, *, alone: bool) -> AllRun
 
 def _rows_on_side(dim: Dim, length: int, sizes: Sizes, side: str) -> AllRuns:
     """List the rows of each block on one side of a pole; FILL in place of others."""
-    if side != STRAIGHT:
-        if _are_distinct(dim):
-            return _no_rows(sizes)
-        return _rows_of_origins(dim, length, sizes, (side,), flipped=True)
-    if _are_distinct(dim):
-        return all_held_rows(dim, length, sizes)
-    return _rows_of_origins(dim, length, sizes, _ALL_ORIGINS, flipped=False)
+    if _are_distinct(dim):  # no rows from beyond the ends of the array
+        return all_held_rows(dim, length, sizes) if side == STRAIGHT else _no_rows(sizes)
+    origins = _ALL_ORIGINS if side == STRAIGHT else (side,)
+    return _rows_of_origins(dim, length, sizes, origins, flipped=side != STRAIGHT)
 
 
 def _rows_of_origins(

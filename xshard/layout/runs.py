@@ -183,7 +183,7 @@ def interval_pairs(numbers: object) -> list[tuple[int, int]]:
     return list(zip(numbers[::2], numbers[1::2], strict=False))
 
 
-def as_index(runs: Runs) -> slice | NDArray[np.int64]:
+def as_index(runs: Runs) -> slice | Numbers:
     """Turn local positions into an index of numpy: a slice if evenly spaced, else an array."""
     if isinstance(runs, Rows):
         return runs.rows
@@ -205,7 +205,7 @@ def as_intervals(runs: Iterable[Run]) -> Intervals:
     return np.stack([intervals.start, intervals.start + intervals.length], axis=1)
 
 
-def row_numbers(runs: Iterable[Run]) -> NDArray[np.int64]:
+def row_numbers(runs: Iterable[Run]) -> Numbers:
     """List every row number of runs, `[rows]`; FILL for rows outside the array."""
     if isinstance(runs, Rows):
         return runs.rows
@@ -471,7 +471,7 @@ def matched_rows(src: Numbers, dst: Numbers) -> tuple[Segment, ...]:
     return merged_segments(np.stack([in_src, in_dst, np.ones_like(in_dst)], axis=1))
 
 
-def merged_segments(rows: NDArray[np.int64]) -> tuple[Segment, ...]:
+def merged_segments(rows: Numbers) -> tuple[Segment, ...]:
     """Turn rows (src, dst, length) of a table into segments, merged where one continues another.
 
     (0, 4, 2) and (2, 6, 1) -> one segment (0, 4, 3)

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from xshard.errors import PlanError
 from xshard.layout import Layout, Sharding
+from xshard.layout.mesh import Axes
 from xshard.layout.partition import block_length
 from xshard.layout.runs import Runs, as_index
 from xshard.notation.parser import Dim, Shard, Tags
@@ -81,7 +82,7 @@ class Step(ABC):
     def __str__(self) -> str: ...
 
 
-def axes_of(shards: Sequence[Shard]) -> tuple[str, ...]:
+def axes_of(shards: Sequence[Shard]) -> Axes:
     """Return the mesh axes of some shards, outermost first."""
     axes: list[str] = []
     for shard in shards:
@@ -168,7 +169,7 @@ def take_free(layout: Layout, axes: Sequence[str]) -> Layout:
     return without_tags(layout, axes)
 
 
-def reduced(layout: Layout, axes: tuple[str, ...], op: str) -> Layout:
+def reduced(layout: Layout, axes: Axes, op: str) -> Layout:
     """End a "sum", "max" or "min" over `axes`.
 
     Raises PlanError if the axes do not all hold its addends.

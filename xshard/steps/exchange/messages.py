@@ -19,7 +19,9 @@ from numpy.typing import NDArray
 from xshard.caches import layout_cache
 from xshard.layout import Sharding
 from xshard.layout.block_rows import block_fills
+from xshard.layout.mesh import Axes, Coords, Sizes
 from xshard.layout.runs import Run, Segment, as_index
+from xshard.notation.row_arrays import Numbers
 from xshard.steps.exchange.sources import (
     DimEnd,
     dim_end,
@@ -39,14 +41,11 @@ MAX_PAIRED = 512
 class BlockHolders(NamedTuple):
     """The distinct blocks of a sharding and the devices that hold them."""
 
-    keys: NDArray[
-        np.int64
-    ]  # [blocks, dims + 1]: place along each dim, and the number of the addend
-    block_of: NDArray[np.int64]  # [devices]: the number of each device's block
-    addends: NDArray[np.int64]  # [devices]: the number of each device's addend
-    is_on_same_node: NDArray[
-        np.bool_
-    ]  # [blocks, devices]: whether a device of the same node holds the block
+    keys: Numbers  # [blocks, dims + 1]: place along each dim, and the number of the addend
+    block_of: Numbers  # [devices]: the number of each device's block
+    addends: Numbers  # [devices]: the number of each device's addend
+    # [blocks, devices]: whether a device of the same node holds the block.
+    is_on_same_node: NDArray[np.bool_]
 
 
 @layout_cache(maxsize=1024)
@@ -70,12 +69,12 @@ def block_holders(sharding: Sharding, node_devices: int) -> BlockHolders:
     return BlockHolders(keys, block_of, addends, is_on_same_node=is_in_node[:, node_of])
 
 
-def needed_elements(before: Sharding, after: Sharding, node_devices: int) -> NDArray[np.int64]:
+def needed_elements(before: Sharding, after: Sharding, node_devices: int) -> Numbers:
     """Count the elements of each block of `before` that each device needs: [blocks, devices]."""
     holders = block_holders(before, node_devices)
     # A device takes addends from devices with its own number only.
     has_same_addend = holders.keys[:, -1:] == holders.addends[None]
-    elements: NDArray[np.int64] = has_same_addend.astype(np.int64)  # [blocks, devices]
+    elements: Numbers = has_same_addend.astype(np.int64)  # [blocks, devices]
     for d, dim in enumerate(after.layout.dims):
         shared = rows_in_common(dim_end(before, d), dim_end(after, d))
         by_device = shared[:, after.mesh.indices(dim.axes)]  # [shards before, devices]
@@ -105,7 +104,7 @@ def node_local_traffic(before: Sharding, after: Sharding, node_devices: int) -> 
     return busiest_traffic(wanted, elements.sum(axis=0), hops)
 
 
-def _node_hop(axis: str, level: int, elements: NDArray[np.int64], node_devices: int) -> Hop:
+def _node_hop(axis: str, level: int, elements: Numbers, node_devices: int) -> Hop:
     """Sum up what goes over the links between nodes, or over those inside nodes.
 
     The result, a `Hop`, has the elements that the busiest device receives, the most messages that
@@ -183,11 +182,11 @@ class Message(NamedTuple):
         """The elements of the box."""
         return math.prod(self.shape)
 
-    def src_index(self) -> tuple[NDArray[np.int64], ...]:
+    def src_index(self) -> tuple[Numbers, ...]:
         """Return the numpy index of the box in the sender's block."""
         return np.ix_(*(rows_at(segments, 0) for segments in self.box))
 
-    def dst_index(self) -> tuple[NDArray[np.int64], ...]:
+    def dst_index(self) -> tuple[Numbers, ...]:
         """Return the numpy index of the box in the receiver's block."""
         return np.ix_(*(rows_at(segments, 1) for segments in self.box))
 
@@ -195,7 +194,7 @@ class Message(NamedTuple):
 Messages = tuple[Message, ...]
 
 
-def rows_at(segments: tuple[Segment, ...], end: int) -> NDArray[np.int64]:
+def rows_at(segments: tuple[Segment, ...], end: int) -> Numbers:
     """Return the local rows of segments in the block of the sender (end 0) or receiver (end 1)."""
     index = as_index(tuple(Run(segment[end], segment.length) for segment in segments))
     return np.r_[index] if isinstance(index, slice) else index
@@ -230,25 +229,16 @@ def messages_from(
     before: Sharding, after: Sharding, device: int, node_devices: int | None = None
 ) -> Messages:
     """List the messages that a device sends, its own rows among them, by receiver."""
-    sent = []
-    for receiver in _receivers_of(before, after, device, node_devices):
-        if node_devices is None:
-            messages = _messages_to(before, after, receiver, device)
-        else:
-            messages = messages_to(before, after, receiver, node_devices)
-        sent += [message for message in messages if message.src == device]
-    return tuple(sent)
-
-
-def _receivers_of(
-    before: Sharding, after: Sharding, device: int, node_devices: int | None
-) -> tuple[int, ...]:
-    """List the devices that may receive from a device, in order."""
-    mesh = before.mesh
-    if node_devices is not None:
-        return tuple(range(mesh.n_devices))
-    sending_axes = (*before.layout.sharding_axes, *ended_axes(before.layout, after.layout))
-    return mesh.group(device, [axis for axis in mesh.axes if axis in sending_axes])
+    sent: list[Message] = []
+    if node_devices is None:
+        # Only devices with other places along these axes receive from it.
+        axes = (*before.layout.sharding_axes, *ended_axes(before.layout, after.layout))
+        for receiver in sorted(before.mesh.group(device, axes)):
+            sent += _messages_to(before, after, receiver, device)
+    else:
+        for receiver in range(before.mesh.n_devices):
+            sent += messages_to(before, after, receiver, node_devices)
+    return tuple(message for message in sent if message.src == device)
 
 
 def boundary_fills(after: Sharding, device: int) -> tuple[tuple[int, int, int, float], ...]:
@@ -304,7 +294,7 @@ def _messages_to(before: Sharding, after: Sharding, device: int, sender: int | N
 class DimSource(NamedTuple):
     """Rows of one dim from one sender, at these coordinates along the axes of the dim before."""
 
-    coords: tuple[int, ...]
+    coords: Coords
     segments: tuple[Segment, ...]
 
 
@@ -321,17 +311,17 @@ class _Receiver:
     sender: int | None
 
     @cached_property
-    def coords(self) -> tuple[int, ...]:
+    def coords(self) -> Coords:
         """The coordinates of the receiver in the mesh."""
         return self.before.mesh.coords(self.device)
 
     @cached_property
-    def new_sums(self) -> tuple[str, ...]:
+    def new_sums(self) -> Axes:
         """The axes along which a sum begins."""
         return begun_axes(self.before.layout, self.after.layout)
 
     @cached_property
-    def ended_sums(self) -> tuple[str, ...]:
+    def ended_sums(self) -> Axes:
         """The axes along which a sum ends: their addends all arrive."""
         return ended_axes(self.before.layout, self.after.layout)
 
@@ -369,7 +359,7 @@ class _Receiver:
                 dim_sources.append(DimSource(coords, source.segments))
         return dim_sources
 
-    def _contributes(self, src: DimEnd, coords: tuple[int, ...]) -> bool:
+    def _contributes(self, src: DimEnd, coords: Coords) -> bool:
         """Check that a sender shares the receiver's coordinates along the axes of a new sum."""
         mesh = self.before.mesh
         for axis, coordinate in zip(src.dim.axes, coords, strict=True):
@@ -377,9 +367,7 @@ class _Receiver:
                 return False
         return True
 
-    def message(
-        self, addend: tuple[int, ...], box_sources: tuple[DimSource, ...], sign: int
-    ) -> Message:
+    def message(self, addend: Coords, box_sources: tuple[DimSource, ...], sign: int) -> Message:
         """Make one message: find the sending device, and the box of rows of all dims.
 
         The sender has the coordinates of `addend` and `box_sources` along their axes, and those of
@@ -402,6 +390,6 @@ class _Receiver:
         return Message(mesh.device(coords), self.device, box, sign)
 
 
-def _all_coords(sizes: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+def _all_coords(sizes: Sizes) -> Iterator[Coords]:
     """Yield all coordinates along axes of these sizes, row-major."""
     return itertools.product(*map(range, sizes))

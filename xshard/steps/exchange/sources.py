@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from xshard.caches import layout_cache
 from xshard.layout import Mesh, Sharding, providers
 from xshard.layout.block_rows import all_held_rows
+from xshard.layout.mesh import Axes, Sizes
 from xshard.layout.pieces import shared_rows
 from xshard.layout.providers import STRAIGHT, rows_without
 from xshard.layout.runs import (
@@ -32,6 +33,7 @@ from xshard.layout.runs import (
 from xshard.layout.validation import rolled_dim
 from xshard.notation.overlap import Fold, ends_of
 from xshard.notation.parser import Dim
+from xshard.notation.row_arrays import Numbers
 
 # The side of a dim with rows that all stay on their device; others are STRAIGHT, or beyond a pole.
 CARRIED = "carried"
@@ -130,7 +132,7 @@ class DimEnd(NamedTuple):
 
     dim: Dim
     length: int
-    sizes: tuple[int, ...]
+    sizes: Sizes
     side: str = STRAIGHT
     shift: int = 0
 
@@ -303,7 +305,7 @@ def sources(
     return tuple(source for source in taken if source.segments)
 
 
-def _senders_in_reach(src: DimEnd, senders: NDArray[np.int64], rows: Runs) -> list[int]:
+def _senders_in_reach(src: DimEnd, senders: Numbers, rows: Runs) -> list[int]:
     """Select the senders that may have some of the rows, by the first and last row of each.
 
     Senders 0, 1, 2 with rows 0-3, 4-7, 8-11, and wanted rows 3-5 -> [0, 1]. It is a quick filter: a
@@ -334,9 +336,9 @@ def _offered_extents(src: DimEnd) -> Intervals:
 class RowPairs(NamedTuple):
     """Who takes how many rows from whom, as columns with a row for each pair of devices."""
 
-    receivers: NDArray[np.int64]
-    senders: NDArray[np.int64]
-    rows: NDArray[np.int64]
+    receivers: Numbers
+    senders: Numbers
+    rows: Numbers
 
     def take(self, index: NDArray[np.bool_]) -> RowPairs:
         """Return some of the pairs."""
@@ -346,12 +348,12 @@ class RowPairs(NamedTuple):
 class Received(NamedTuple):
     """The elements that each device takes, and how many senders: arrays over the mesh."""
 
-    elements: NDArray[np.int64]
-    senders: NDArray[np.int64]
+    elements: Numbers
+    senders: Numbers
 
 
 def count_sources(
-    src: DimEnd, dst: DimEnd, fixed: tuple[str, ...], mesh: Mesh, from_providers: bool
+    src: DimEnd, dst: DimEnd, fixed: Axes, mesh: Mesh, from_providers: bool
 ) -> Received:
     """Count how many rows of a dim each device takes, and from how many senders.
 
@@ -447,7 +449,7 @@ def _row_pairs(
 
 
 def _with_fixed_coordinates(
-    pairs: RowPairs, src: DimEnd, src_indices: Sequence[int], fixed: tuple[str, ...]
+    pairs: RowPairs, src: DimEnd, src_indices: Sequence[int], fixed: Axes
 ) -> RowPairs:
     """Keep the pairs of receiver and sender that agree along the `fixed` axes and share rows.
 
@@ -468,7 +470,7 @@ def _with_fixed_coordinates(
     return pairs.take(is_kept)
 
 
-def coords_of(indices: NDArray[np.int64], sizes: tuple[int, ...]) -> tuple[NDArray[np.int64], ...]:
+def coords_of(indices: Numbers, sizes: Sizes) -> tuple[Numbers, ...]:
     """Convert row-major indices to coordinates: [5, 6] in sizes (2, 4) -> ([1, 1], [1, 2])."""
     if not sizes:
         return ()

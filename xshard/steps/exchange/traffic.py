@@ -18,9 +18,11 @@ from numpy.typing import NDArray
 from xshard.caches import layout_cache
 from xshard.layout import Layout, Mesh, Sharding
 from xshard.layout.layout import factored
+from xshard.layout.mesh import Axes
 from xshard.layout.partition import all_owned_rows, owner_of_rows
 from xshard.layout.pieces import shared_rows
 from xshard.layout.sub_axes import SubAxisMesh
+from xshard.notation.row_arrays import Numbers
 from xshard.steps.exchange.even_traffic import LinkCuts, digit_traffic
 from xshard.steps.exchange.sources import (
     DimEnd,
@@ -36,8 +38,6 @@ from xshard.steps.traffic import Hop, LinkSpan, LinkSpans, Traffic, slowest_firs
 
 MOST_COMPARED = 2**20  # rows of a dim, times its blocks, that are compared one by one
 MOST_COUNTED = 2**62  # elements of all devices together that 64-bit integers count safely
-
-Axes = tuple[str, ...]
 
 
 def exchange_traffic(before: Sharding, after: Sharding, spans: LinkSpans) -> Traffic:
@@ -110,9 +110,7 @@ def traffic_by_level(
     return busiest_traffic(wanted.elements, total, hops)
 
 
-def busiest_traffic(
-    wanted: NDArray[np.int64], received: NDArray[np.int64], hops: Sequence[Hop]
-) -> Traffic:
+def busiest_traffic(wanted: Numbers, received: Numbers, hops: Sequence[Hop]) -> Traffic:
     """Return the demands of an exchange, from the elements that each device wants and receives.
 
     A device that wants 8 elements and receives 6 has 2 itself.
@@ -192,7 +190,7 @@ def spans_by_axis(mesh: Mesh, spans: LinkSpans) -> dict[str, LinkSpans]:
     return result
 
 
-def moving_axes(before: Sharding, after: Sharding) -> tuple[str, ...]:
+def moving_axes(before: Sharding, after: Sharding) -> Axes:
     """List the axes along which a sender and its receiver may differ.
 
     They change their role, or shard a dim that a pole rolls.
@@ -208,7 +206,7 @@ def moving_axes(before: Sharding, after: Sharding) -> tuple[str, ...]:
     return tuple(a for a in before.mesh.axes if src.role(a) != dst.role(a) or a in rolled_axes)
 
 
-def ended_axes(src: Layout, dst: Layout) -> tuple[str, ...]:
+def ended_axes(src: Layout, dst: Layout) -> Axes:
     """List the axes with a sum, max or min that ends between the layouts."""
     ended = []
     for kind in ("sum", "max", "min"):
@@ -217,7 +215,7 @@ def ended_axes(src: Layout, dst: Layout) -> tuple[str, ...]:
     return tuple(ended)
 
 
-def begun_axes(src: Layout, dst: Layout) -> tuple[str, ...]:
+def begun_axes(src: Layout, dst: Layout) -> Axes:
     """List the axes along which a sum begins between the layouts."""
     return tuple(axis for axis in dst.tagged("sum") if axis not in src.tagged("sum"))
 
@@ -251,7 +249,7 @@ def link_cuts(sharding: Sharding, spans: LinkSpans) -> LinkCuts | None:
 
 
 @layout_cache(maxsize=4096)
-def received_from(before: Sharding, after: Sharding, shared_axes: tuple[str, ...]) -> Received:
+def received_from(before: Sharding, after: Sharding, shared_axes: Axes) -> Received:
     """Count what each device takes in an exchange from senders at its coordinates along some axes.
 
     "n/x" -> "n" with 8 rows on x=2: 8 elements from 2 senders; with `shared_axes` ("x",) 4 elements
@@ -324,7 +322,7 @@ def _received_in_view(
     return Received(elements, senders)
 
 
-def _is_first_along(mesh: Mesh, axis: str) -> NDArray[np.int64]:
+def _is_first_along(mesh: Mesh, axis: str) -> Numbers:
     """Make an array over the mesh with 1 for the first device along an axis, and 0 for the others.
 
     Of the replicas along a new sum, only the first contributes.
@@ -404,7 +402,7 @@ def shared_rows_of(src: DimEnd, dst: DimEnd) -> RowPairs:
 
 
 @layout_cache(maxsize=4096)
-def rows_in_common(src: DimEnd, dst: DimEnd) -> NDArray[np.int64]:
+def rows_in_common(src: DimEnd, dst: DimEnd) -> Numbers:
     """Tabulate how many rows each shard of `src` shares with each of `dst`: [src, dst]."""
     pairs = shared_rows_of(src, dst)
     table = np.zeros((src.n_shards, dst.n_shards), np.int64)
