@@ -88,12 +88,22 @@ def _check_divides(what: str, length: int, parts: int, text: str, dim: int, hint
 
 def zigzag_split(shape: Sequence[int], dim: int, axis: Axes) -> str:
     """Write NvSubquadratic's `zigzag_split_across_group_ranks`: devices keep two chunks of a copied array."""
-    return f"{dims(shape)}{tag('copy', axis)} -> {dims(shape, {dim: sharded(axis, 'zigzag')})}"
+    return f"{_copies(shape, axis)} -> {_zigzag(shape, dim, axis)}"
 
 
 def zigzag_gather(shape: Sequence[int], dim: int, axis: Axes) -> str:
     """Write NvSubquadratic's `zigzag_gather_from_group_ranks`: all devices get the array in natural order."""
-    return f"{dims(shape, {dim: sharded(axis, 'zigzag')})} -> {dims(shape)}{tag('copy', axis)}"
+    return f"{_zigzag(shape, dim, axis)} -> {_copies(shape, axis)}"
+
+
+def _zigzag(shape: Sequence[int], dim: int, axis: Axes) -> str:
+    """Write the layout of a block that is sharded in zigzag order."""
+    return dims(shape, {dim: sharded(axis, "zigzag")})
+
+
+def _copies(shape: Sequence[int], axis: Axes) -> str:
+    """Write the layout of a whole block that each device uses separately."""
+    return dims(shape) + tag("copy", axis)
 
 
 def shard_whole(shape: Sequence[int], dim: int, n: int, axis: Axes, *, uneven: bool) -> str:
@@ -102,7 +112,7 @@ def shard_whole(shape: Sequence[int], dim: int, n: int, axis: Axes, *, uneven: b
     Raises:
         ShapeError: The length is not divisible, and `uneven` is False.
     """
-    text = f"{dims(shape)}{tag('copy', axis)} -> {dims(shape, {dim: sharded(axis)})}"
+    text = f"{_copies(shape, axis)} -> {dims(shape, {dim: sharded(axis)})}"
     if not uneven:
         hint = "pass uneven=True: parts may then differ in size, and the way back needs shape="
         _check_divides("length", shape[dim], n, text, dim % len(shape), hint)

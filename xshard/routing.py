@@ -95,7 +95,7 @@ def check_rows(rows: Sequence[int], to: Sequence[int], is_whole: bool, **limits:
         limits: Options by name, such as a capacity: None for no limit, or a whole number > 0.
     """
     fits = len(rows) > 0 and len(to) in (1, 2) and to[0] == rows[0]
-    if not is_whole or not fits:
+    if not (is_whole and fits):
         kind = ""
         if not is_whole:
             kind = ", of numbers that are not whole,"

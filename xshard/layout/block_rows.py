@@ -69,10 +69,8 @@ def all_row_spans(dim: Dim, length: int, sizes: Sizes) -> tuple[tuple[RowSpan, .
     """List `row_spans` of every block of a dim, row-major along its axes."""
     owned_blocks = all_owned_rows(replace(dim, overlap=None), length, sizes)
     every_coords = itertools.product(*map(range, sizes))
-    return tuple(
-        _spans_of_block(dim, length, sizes, coords, owned)
-        for coords, owned in zip(every_coords, owned_blocks, strict=True)
-    )
+    blocks = zip(every_coords, owned_blocks, strict=True)
+    return tuple(_spans_of_block(dim, length, sizes, coords, owned) for coords, owned in blocks)
 
 
 @layout_cache(maxsize=4096)

@@ -231,7 +231,8 @@ class Layout(Pictured):
             raise ShapeError(f"'{self}' needs at least {least} dims, the array has {ndim}")
         position = self.names.index(ELLIPSIS)
         unnamed = tuple(Dim(f"_{i}") for i in range(missing + 1))
-        return replace(self, dims=self.dims[:position] + unnamed + self.dims[position + 1 :])
+        dims = self.dims[:position] + unnamed + self.dims[position + 1 :]
+        return replace(self, dims=dims)
 
     # ---- the block of one device
 

@@ -155,7 +155,7 @@ class Mesh(Pictured):
     @cached_property
     def long_axes(self) -> Axes:
         """The axes of more than one device."""
-        return tuple(axis for axis, size in zip(self.axes, self.sizes, strict=True) if size > 1)
+        return tuple(axis for axis in self.axes if self.size(axis) > 1)
 
     @cached_property
     def _positions(self) -> dict[str, int]:

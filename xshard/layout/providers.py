@@ -33,7 +33,7 @@ from xshard.notation.overlap import Fold, Reads, unfolded
 from xshard.notation.parser import Dim
 
 # Who provides a row: its owner, else a neighbour, else who has a copy from beyond an end.
-_ORIGINS_BY_RANK: tuple[tuple[str, ...], ...] = (("own",), ("near",), ("before", "after"))
+_ORIGINS_BY_RANK = (("own",), ("near",), ("before", "after"))
 _ALL_ORIGINS = ("own", "near", "before", "after")
 
 # The side of rows that do not come from beyond a pole; others have "before" or "after".
@@ -154,9 +154,8 @@ def rows_without(runs: Runs, others: Runs) -> Runs:
         rows = row_numbers(runs)
         is_in_others = np.isin(rows, row_numbers(others), kind="table")
         return as_runs(np.where(is_in_others, FILL, rows))
-    return filled(
-        rows_outside(interval_table((runs,)), interval_table((others,))), [count_rows(runs)]
-    )[0]
+    left = rows_outside(interval_table((runs,)), interval_table((others,)))
+    return filled(left, [count_rows(runs)])[0]
 
 
 def shifted(blocks: AllRuns, shift: int, length: int) -> AllRuns:

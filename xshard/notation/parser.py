@@ -49,7 +49,8 @@ class Shard:
 
     def __str__(self) -> str:
         if self.order == "block":
-            return self.axes[0] if len(self.axes) == 1 else f"({','.join(self.axes)})"
+            names = ",".join(self.axes)
+            return names if len(self.axes) == 1 else f"({names})"
         order = "block" if self.order == SEGMENTS else self.order
         arguments = [*self.axes, *map(bracketed, self.numbers)]
         return f"{order}({','.join(arguments)})"

@@ -17,6 +17,16 @@ Joined = Mapping[tuple[str, Shape], tuple[int, ...]]
 JoinedArray = tuple[str, Shape, tuple[int, ...]]  # the same, as one entry of a list
 
 
+def _with_length(shape: Shape, d: int, length: int) -> Shape:
+    """Replace the length of one dim: (4, 2) with 8 for dim 0 -> (8, 2)."""
+    return (*shape[:d], length, *shape[d + 1 :])
+
+
+def _with_new_dim(shape: Shape, d: int) -> Shape:
+    """Insert a dim of length 1: (4, 2) at dim 1 -> (4, 1, 2)."""
+    return (*shape[:d], 1, *shape[d:])
+
+
 class ArrayPart(NamedTuple):
     """All of an array, or some rows of one of its dims.
 
@@ -34,12 +44,11 @@ class ArrayPart(NamedTuple):
 
     def part_shape(self, shape: Shape) -> Shape:
         """Return the shape of the part, given the shape of the array."""
-        d = self.dim
-        if d is None:
+        if self.dim is None:
             return shape
         if self.adds:
-            return (*shape[:d], 1, *shape[d:])
-        return (*shape[:d], count_rows(self.rows), *shape[d + 1 :])
+            return _with_new_dim(shape, self.dim)
+        return _with_length(shape, self.dim, count_rows(self.rows))
 
     @property
     def numpy_index(self) -> tuple[Any, ...]:
@@ -128,7 +137,9 @@ class Relation:
     @property
     def sides(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """The patterns of the sources and of the targets."""
-        return ((self.whole,), self.parts) if self.splits else (self.parts, (self.whole,))
+        if self.splits:
+            return (self.whole,), self.parts
+        return self.parts, (self.whole,)
 
     def __str__(self) -> str:
         return " -> ".join(map(", ".join, self.sides))
@@ -259,13 +270,12 @@ def _join(
     d = relation.dim
     in_whole = list(shapes)  # each as a part of the whole
     if relation.stacks:
-        in_whole = [(*shape[:d], 1, *shape[d:]) for shape in shapes]
-    other_dims = {(*shape[:d], *shape[d + 1 :]) for shape in in_whole}
-    if len(other_dims) > 1 or not 0 <= d < len(in_whole[0]):
+        in_whole = [_with_new_dim(shape, d) for shape in shapes]
+    other_lengths = {_with_length(shape, d, 0) for shape in in_whole}
+    if len(other_lengths) > 1 or not 0 <= d < len(in_whole[0]):
         raise ShapeError(f"{relation}: {list(shapes)} cannot be joined along dim {d}")
     lengths = tuple(shape[d] for shape in in_whole)
-    [others] = other_dims
-    whole_shape = (*others[:d], sum(lengths), *others[d:])
+    whole_shape = _with_length(in_whole[0], d, sum(lengths))
     [target] = use.targets
     parts = _parts_of_whole(relation, target, whole_shape, len(lengths), lengths)
     pieces = []

@@ -8,7 +8,7 @@ form.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -28,11 +28,7 @@ Blocks = Sequence[Block]  # one block per device, in the order of the mesh
 DimCut = tuple[str, tuple[Shard, ...]]  # a dim and some of its shards, outermost first
 
 VIEW_KINDS = ("retag", "transpose")  # kinds of local steps that return a view
-REDUCERS: dict[str, Callable[[Block, Block], Block]] = {
-    "sum": np.add,
-    "max": np.maximum,
-    "min": np.minimum,
-}
+REDUCERS = {"sum": np.add, "max": np.maximum, "min": np.minimum}
 
 
 class Step(ABC):
@@ -88,6 +84,12 @@ def axes_of(shards: Sequence[Shard]) -> Axes:
     for shard in shards:
         axes += shard.axes
     return tuple(axes)
+
+
+def axes_with_new_role(before: Sharding, to: Layout) -> list[str]:
+    """List the mesh axes that `to` uses otherwise: from "n/x/y" to "n/y/x" x and y, not z."""
+    roles = before.layout.role
+    return [axis for axis in before.mesh.axes if roles(axis) != to.role(axis)]
 
 
 def shards_text(shards: Sequence[Shard]) -> str:

@@ -12,7 +12,7 @@ from xshard.caches import layout_cache
 from xshard.errors import PlanError
 from xshard.layout import Layout, Sharding
 from xshard.notation.parser import Tags
-from xshard.steps.base import REDUCERS, Block, Blocks, Step, without_tags
+from xshard.steps.base import REDUCERS, Block, Blocks, Step, axes_with_new_role, without_tags
 from xshard.steps.traffic import Hop, LinkSpans, PairTraffic, Traffic, slowest_first
 
 BlockKey = tuple[object, ...]  # of a device's block: equal keys, equal blocks
@@ -45,7 +45,7 @@ class Permute(Step):
         return after
 
     def traffic(self, before: Sharding, spans: LinkSpans = ()) -> Traffic:
-        moved = [a for a in before.mesh.axes if before.layout.role(a) != self.to.role(a)]
+        moved = axes_with_new_role(before, self.to)
         return permute_traffic(before.max_local_size, slowest_first(before.mesh, moved, spans))
 
     def pair_traffic(self, before: Sharding) -> tuple[PairTraffic, ...]:
@@ -109,7 +109,8 @@ def sender_of_each_device(before: Sharding, after: Sharding) -> tuple[int, ...]:
         PlanError: The shardings have different blocks.
     """
     mesh = before.mesh
-    unchanged_axes = [a for a in mesh.axes if before.layout.role(a) == after.layout.role(a)]
+    changed_axes = axes_with_new_role(before, after.layout)
+    unchanged_axes = [axis for axis in mesh.axes if axis not in changed_axes]
     holders = _devices_by_block(before, unchanged_axes)
     receivers = _devices_by_block(after, unchanged_axes)
     result = [-1] * mesh.n_devices

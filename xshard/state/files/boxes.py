@@ -35,7 +35,8 @@ class BoxPair(NamedTuple):
     def view(self, block: NDArray[Any]) -> NDArray[Any]:
         """Return the elements of the block, in the shape of the box."""
         shape = [len(range(s.start, s.stop, s.step or 1)) for s in self.box]
-        return block[(*self.slices, ...)].transpose(np.argsort(self.order)).reshape(shape)
+        part = block[(*self.slices, ...)]
+        return part.transpose(np.argsort(self.order)).reshape(shape)
 
 
 class SlicePair(NamedTuple):

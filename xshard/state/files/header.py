@@ -241,4 +241,6 @@ def _read_span(name: str, entry: Any, data_start: int, file_bytes: int) -> Span:
 
 def _are_counts(values: Any) -> bool:
     """Return whether this is a list of whole numbers from 0 on; in JSON, true is no number."""
-    return isinstance(values, list) and all(type(n) is int and n >= 0 for n in values)
+    if not isinstance(values, list):
+        return False
+    return all(type(n) is int and n >= 0 for n in values)

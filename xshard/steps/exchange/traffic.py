@@ -23,6 +23,7 @@ from xshard.layout.partition import all_owned_rows, owner_of_rows
 from xshard.layout.pieces import shared_rows
 from xshard.layout.sub_axes import SubAxisMesh
 from xshard.notation.row_arrays import Numbers
+from xshard.steps.base import axes_with_new_role
 from xshard.steps.exchange.even_traffic import LinkCuts, digit_traffic
 from xshard.steps.exchange.sources import (
     DimEnd,
@@ -195,15 +196,13 @@ def moving_axes(before: Sharding, after: Sharding) -> Axes:
 
     They change their role, or shard a dim that a pole rolls.
     """
-    src = before.layout
-    dst = after.layout
-    rolled_axes: set[str] = set()
+    moving = set(axes_with_new_role(before, after.layout))
     for views in view_pairs(before, after):
         for view in views:
             for d, shift in enumerate(view.shifts):
                 if shift:
-                    rolled_axes.update(src.dims[d].axes, dst.dims[d].axes)
-    return tuple(a for a in before.mesh.axes if src.role(a) != dst.role(a) or a in rolled_axes)
+                    moving.update(before.layout.dims[d].axes, after.layout.dims[d].axes)
+    return tuple(axis for axis in before.mesh.axes if axis in moving)
 
 
 def ended_axes(src: Layout, dst: Layout) -> Axes:
