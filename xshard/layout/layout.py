@@ -290,9 +290,8 @@ class Layout(Pictured):
             >>> Layout.parse("h/sp:halo(1,1)").positions(Mesh(sp=2), (6,), 0, device=1).tolist()
             [2, 3, 4, 5, -1]
         """
-        shape = lengths_of(shape)
         block_rows = self._held(mesh, shape, device)
-        index = self.resolved(len(shape)).dim_index(dim)
+        index = self.resolved(len(block_rows)).dim_index(dim)
         return row_numbers(block_rows[index])
 
     def _held(self, mesh: Mesh, shape: Sequence[int], device: int) -> tuple[Runs, ...]:

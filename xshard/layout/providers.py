@@ -83,12 +83,11 @@ def offered_rows(
     are contributions to be added up, all are offered: in several lists if a block has a row several
     times, since the rows of a list are distinct. The arguments are those of `wanted_rows`.
     """
-    # One block offers each row. Copies beyond a pole (`side` is not STRAIGHT) are never offered.
     if not isinstance(dim.overlap, Fold):
+        if side != STRAIGHT:
+            return ((),) * math.prod(sizes)  # copies beyond a pole are never offered
         provided = shifted(provided_rows(dim, length, sizes), shift, length)
-        if side == STRAIGHT:
-            return tuple((block,) for block in provided)
-        return tuple(() for _ in provided)
+        return tuple((block,) for block in provided)
     contributed = shifted(_rows_on_side(dim, length, sizes, side), shift, length)
     if _are_distinct(dim):
         return tuple((block,) for block in contributed)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple, TypeVar, overload
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -65,11 +65,7 @@ class Rows:
         starts, _ = run_columns(self.rows)
         return len(starts)
 
-    @overload
-    def __getitem__(self, index: int) -> Run: ...
-    @overload
-    def __getitem__(self, index: slice) -> tuple[Run, ...]: ...
-    def __getitem__(self, index: int | slice) -> Run | tuple[Run, ...]:
+    def __getitem__(self, index: int) -> Run:
         return tuple(self)[index]
 
     def __eq__(self, other: object) -> bool:

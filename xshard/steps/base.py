@@ -20,7 +20,7 @@ from xshard.layout import Layout, Sharding
 from xshard.layout.mesh import Axes
 from xshard.layout.partition import block_length
 from xshard.layout.runs import Runs, as_index
-from xshard.notation.parser import Dim, Shard, Tags
+from xshard.notation.parser import Shard
 from xshard.steps.traffic import LinkSpans, PairTraffic, Traffic
 
 Block = NDArray[Any]
@@ -123,11 +123,9 @@ def with_inner(layout: Layout, dim: str, shards: tuple[Shard, ...]) -> Layout:
 
 def _with_shards(layout: Layout, dim: str, shards: tuple[Shard, ...]) -> Layout:
     """Replace all shards of one dim."""
-    dims = []
-    for old_dim in layout.dims:
-        if old_dim.name == dim:
-            old_dim = replace(old_dim, shards=shards)
-        dims.append(old_dim)
+    dims = list(layout.dims)
+    d = layout.dim_index(dim)
+    dims[d] = replace(dims[d], shards=shards)
     return replace(layout, dims=tuple(dims))
 
 
@@ -143,8 +141,7 @@ def without_tags(layout: Layout, axes: Sequence[str]) -> Layout:
     tags = []
     for kind, tagged in layout.tags:
         tags.append((kind, tuple(a for a in tagged if a not in axes)))
-    kept_tags: Tags = tuple(tags)
-    return replace(layout, tags=kept_tags)
+    return replace(layout, tags=tuple(tags))
 
 
 def with_replicas_and_copies(layout: Layout, axes: Sequence[str], copies: Sequence[str]) -> Layout:

@@ -156,25 +156,22 @@ class Contents(NamedTuple):
 
     Attributes:
         arrays: The arrays by name.
-        places: The file of each array.
         notes: xshard's own metadata, of every file and then of the index.
     """
 
     arrays: dict[str, Mapped]
-    places: dict[str, str]
     notes: list[Any]
 
 
 def _read_headers(path: Path, links: bool) -> Contents:
     """Read the headers of a safetensors file, or of all such files of a folder; no data is read.
 
-    Returns the arrays by name, the name of the file of each, and xshard's own notes in the
-    metadata, such as layouts. A folder's index has to name the same arrays in the same files.
+    Returns the arrays by name, and xshard's own notes in the metadata, such as layouts. A folder's index has to name the same arrays in the same files.
     `links` allows files that are links out of the folder.
     """
     is_folder = path.is_dir()
     files, index = _files_of_folder(path) if is_folder else ([path], None)
-    contents = Contents({}, {}, [])
+    contents = Contents({}, [])
     for file in files:
         if is_folder and not links and not file.resolve().is_relative_to(path.resolve()):
             hint = "links=True allows that, if you trust the author of the folder"
@@ -184,18 +181,18 @@ def _read_headers(path: Path, links: bool) -> Contents:
         mapped = _map_arrays(file, entries)
         for name in mapped:
             if name in contents.arrays:
-                raise FileError(f"{name} is in {contents.places[name]} and in {file.name}")
+                raise FileError(f"{name} is in {contents.arrays[name].place} and in {file.name}")
         contents.arrays.update(mapped)
-        contents.places.update(dict.fromkeys(mapped, file.name))
         contents.notes.append(parse_object(metadata.get(KEY, "{}"), f"{file.name}:"))
     if index is not None:
-        _check_index(index["weight_map"], contents.places)
+        _check_index(index["weight_map"], contents.arrays)
         contents.notes.append(index.get("metadata", {}).get(KEY, {}))
     return contents
 
 
-def _check_index(weight_map: Mapping[str, str], places: Mapping[str, str]) -> None:
+def _check_index(weight_map: Mapping[str, str], arrays: Mapping[str, Mapped]) -> None:
     """Raise FileError unless the files have exactly the arrays that the index names."""
+    places = {name: array.place for name, array in arrays.items()}
     for name in (*weight_map, *places):
         if weight_map.get(name) != places.get(name):
             raise FileError(
@@ -349,7 +346,8 @@ def _checkpoint_of(contents: Contents) -> Checkpoint:
         for name, boxes in note.get("sums", {}).items():
             shape = contents.arrays[name].shape
             sums[name] = [(_read_box(rows, shape), int(crc)) for rows, crc in boxes]
-    return Checkpoint(contents.arrays, layouts, mesh, names, constants, sums, contents.places)
+    places = {name: array.place for name, array in contents.arrays.items()}
+    return Checkpoint(contents.arrays, layouts, mesh, names, constants, sums, places)
 
 
 def _read_box(rows: list[list[int]], shape: tuple[int, ...]) -> Box:

@@ -7,7 +7,6 @@ profile is slow.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -27,6 +26,7 @@ from xshard.state.files.boxes import box_pairs, check_whole
 from xshard.state.files.checkpoint import Checkpoint
 from xshard.state.names import SAME, Names
 from xshard.state.relations import TargetArray
+from xshard.steps.base import with_inner
 
 
 class Load(NamedTuple):
@@ -183,9 +183,8 @@ def _sharded_further(target: Sharding, axes: tuple[str, ...]) -> Sharding:
     """Shard the dim with the longest blocks over these axes, too."""
     block_shape = target.max_local_shape
     longest = block_shape.index(max(block_shape))
-    dims = list(target.layout.dims)
-    dims[longest] = replace(dims[longest], shards=(*dims[longest].shards, Shard(axes)))
-    return target.with_layout(Layout(tuple(dims)))
+    untagged = Layout(target.layout.dims)
+    return target.with_layout(with_inner(untagged, untagged.names[longest], (Shard(axes),)))
 
 
 def in_both(

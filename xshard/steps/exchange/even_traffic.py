@@ -213,23 +213,16 @@ class DigitPair(NamedTuple):
     dst: LinkDigit
 
 
-class Choice(NamedTuple):
-    """One sender for each value of a coordinate: `size` of them, over links of this level."""
-
-    level: int
-    size: int
-
-
 class SenderRules(NamedTuple):
     """Which devices are the senders of a receiver.
 
     spans: along which they may differ from the receiver.
-    choices: the coordinates along which the receiver takes from all.
+    choices: the coordinates of which the receiver takes from senders with all values.
     pairs: the sender's coordinates that are given by other coordinates of the receiver.
     """
 
     spans: set[LinkSpan]
-    choices: list[Choice]
+    choices: list[LinkDigit]
     pairs: list[DigitPair]
 
 
@@ -247,7 +240,7 @@ def _sender_rules(digits: Sequence[Digit], addends: Sequence[LinkSpan]) -> Sende
     `addends` are the parts of axes along which a sum ends: each addend comes from another sender.
     """
     spans = set(addends)
-    choices = [Choice(span.level, span.size) for span in addends]
+    choices = [LinkDigit(span, 1, span.size) for span in addends]
     pairs = []
     for digit in digits:
         if digit.src == digit.dst:
@@ -258,7 +251,7 @@ def _sender_rules(digits: Sequence[Digit], addends: Sequence[LinkSpan]) -> Sende
             continue
         spans.add(digit.src.span)
         if digit.dst is None:
-            choices.append(Choice(digit.src.span.level, digit.size))
+            choices.append(digit.src)
         else:
             pairs.append(DigitPair(digit.src, digit.dst))
     return SenderRules(spans, choices, pairs)
@@ -304,7 +297,8 @@ def digit_traffic(
     for level in sorted({span.level for span in rules.spans}):  # the slowest links first
         # One sender in `n_choices` has the receiver's coordinates on this level too: what it sends
         # comes over faster links.
-        n_choices = math.prod(choice.size for choice in rules.choices if choice.level == level)
+        on_level = [choice.size for choice in rules.choices if choice.span.level == level]
+        n_choices = math.prod(on_level)
         nearer = Taken(taken.elements // n_choices, taken.senders // n_choices)
         paired = _new_pairs(rules.pairs, level, equations)
         if paired:
