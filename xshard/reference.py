@@ -147,12 +147,10 @@ def _devices_with_distinct_blocks(sharding: Sharding) -> list[int]:
 
 def _reduction(layout: Layout) -> str:
     """Return how addends under a layout are reduced, as a key of `REDUCERS`."""
-    for kind, _ in layout.tags:
-        if kind in ("max", "min"):
+    for kind in ("max", "min"):
+        if layout.tagged(kind):
             return kind
-        if kind != "copy":
-            return "sum"  # a mean is scaled afterwards
-    return "sum"
+    return "sum"  # a mean is scaled afterwards
 
 
 def _offers(sharding: Sharding, view: View, device: int) -> Iterator[tuple[Runs, ...]]:

@@ -243,7 +243,7 @@ def extents(blocks: Sequence[Iterable[Run]]) -> Intervals:
 
     Rows 0 1 6 7 -> [0, 8). A block without rows has an empty one, whose start is above its stop.
     """
-    table = run_table([_hull(runs.rows) if isinstance(runs, Rows) else runs for runs in blocks])
+    table = run_table(blocks)
     last_start = table.start + table.stride * (table.repeats - 1)  # lowest where rows go down
     # Bounds that any row changes: above all starts, and below all stops.
     bounds = np.tile(np.array([BEYOND_ALL_ROWS, 0]), (len(blocks), 1))
@@ -252,13 +252,6 @@ def extents(blocks: Sequence[Iterable[Run]]) -> Intervals:
     stops = np.maximum(table.start, last_start) + table.length
     np.maximum.at(bounds[:, 1], table.block, stops)
     return bounds
-
-
-def _hull(rows: Numbers) -> tuple[Run, ...]:
-    """Return all rows from the first to the last as one run; without FILL."""
-    first = int(rows.min(where=rows != FILL, initial=BEYOND_ALL_ROWS))
-    last = int(rows.max(initial=FILL))
-    return interval(first, last + 1)
 
 
 # ---- runs of many blocks as tables

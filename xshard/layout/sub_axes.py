@@ -144,13 +144,12 @@ def refine(src_mesh: Mesh, dst_mesh: Mesh) -> Refinement | None:
     # [1, 2) and tp is [2, 8); in `dp=8` dp is [1, 8). The common mesh has an axis between each two
     # neighbouring bounds of either: 1, 2, 8.
     bounds = sorted({axis_range.stop for axis_range in src_ranges + dst_ranges} | {1})
-    if any(stop % start for start, stop in itertools.pairwise(bounds)):
-        return None  # 2 x 3 and 3 x 2 devices: no axis splits into both
-
-    sizes = {}
+    sizes: dict[str, int] = {}
     src_factors: dict[str, Axes] = dict.fromkeys(src_mesh.axes, ())
     dst_factors: dict[str, Axes] = dict.fromkeys(dst_mesh.axes, ())
     for start, stop in itertools.pairwise(bounds):
+        if stop % start:
+            return None  # 2 x 3 and 3 x 2 devices: no axis splits into both
         src_axis = _axis_at(src_ranges, start, stop)
         dst_axis = _axis_at(dst_ranges, start, stop)
         name = src_axis if src_axis == dst_axis else f"{src_axis}_{dst_axis}"

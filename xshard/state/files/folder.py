@@ -166,8 +166,8 @@ class Contents(NamedTuple):
 def _read_headers(path: Path, links: bool) -> Contents:
     """Read the headers of a safetensors file, or of all such files of a folder; no data is read.
 
-    Returns the arrays by name, and xshard's own notes in the metadata, such as layouts. A folder's index has to name the same arrays in the same files.
-    `links` allows files that are links out of the folder.
+    A folder's index has to name the same arrays in the same files. `links` allows files that are
+    links out of the folder.
     """
     is_folder = path.is_dir()
     files, index = _files_of_folder(path) if is_folder else ([path], None)

@@ -161,17 +161,8 @@ def source_sharding(target: Sharding, dtype: str, profile: Profile) -> Sharding:
         if not axes:
             continue
         source = _sharded_further(target, axes)
-        gather = Request(
-            src=source.layout,
-            dst=Layout(target.layout.dims),
-            src_mesh=mesh,
-            dst_mesh=mesh,
-            src_devices=range(mesh.n_devices),
-            dst_devices=range(mesh.n_devices),
-            shape=target.shape,
-            dtype=dtype,
-            profile=profile,
-        )
+        whole = Layout(target.layout.dims)
+        gather = Request.on_mesh(mesh, source.layout, whole, target.shape, dtype, profile)
         seconds = find_plan(gather).cost + _reading_s(source, dtype, profile.disk, profile)
         if seconds < best_s:
             best = source

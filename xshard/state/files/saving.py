@@ -200,8 +200,7 @@ def _common_mesh(sources: Mapping[str, Source]) -> str | None:
     }
     if len(meshes) != 1:
         return None
-    (mesh,) = meshes
-    return mesh
+    return meshes.pop()
 
 
 def _plan_file(name: str, arrays: Mapping[str, TargetArray], note: Mapping[str, Any]) -> ShardFile:
