@@ -43,9 +43,7 @@ class Groups:
             >>> Groups.of(3, 2).parts, Groups.of([1, 0, 1], 2).parts, Groups.of(None, 2).parts
             ((0, 0, 1), (1, 0, 1), (0, 1))
         """
-        number = as_whole_number(groups)
-        if groups is None:  # one for each part
-            number = n_parts
+        number = n_parts if groups is None else as_whole_number(groups)
         if number is None:
             parts = whole_numbers(groups)
         else:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -12,7 +11,7 @@ import numpy as np
 
 from xshard.caches import layout_cache
 from xshard.errors import ShapeError
-from xshard.layout.mesh import row_major
+from xshard.layout.mesh import all_coords, row_major
 from xshard.layout.partition import (
     Ints,
     Sizes,
@@ -68,8 +67,7 @@ def row_spans(dim: Dim, length: int, sizes: Ints, coords: Ints) -> tuple[RowSpan
 def all_row_spans(dim: Dim, length: int, sizes: Sizes) -> tuple[tuple[RowSpan, ...], ...]:
     """List `row_spans` of every block of a dim, row-major along its axes."""
     owned_blocks = all_owned_rows(replace(dim, overlap=None), length, sizes)
-    every_coords = itertools.product(*map(range, sizes))
-    blocks = zip(every_coords, owned_blocks, strict=True)
+    blocks = zip(all_coords(sizes), owned_blocks, strict=True)
     return tuple(_spans_of_block(dim, length, sizes, coords, owned) for coords, owned in blocks)
 
 
@@ -82,8 +80,7 @@ def all_held_rows(dim: Dim, length: int, sizes: Sizes) -> tuple[Runs, ...]:
     if dim.overlap is None:
         return all_owned_rows(dim, length, sizes)
     if isinstance(unfolded(dim.overlap), Reads):
-        every_coords = itertools.product(*map(range, sizes))
-        return tuple(held_rows(dim, length, sizes, coords) for coords in every_coords)
+        return tuple(held_rows(dim, length, sizes, coords) for coords in all_coords(sizes))
     blocks = []
     for spans in all_row_spans(dim, length, sizes):
         blocks.append(tuple(span.run for span in spans))
@@ -181,7 +178,7 @@ def output_dim(dim: Dim, length: int, sizes: Sizes) -> tuple[Dim, int]:
         raise ShapeError(f"'{dim}' is not a window", hint="as in h/sp:window(k=3,p=1)")
     n_outputs = window.output_length(length)
     outputs = []  # of every device
-    for coords in itertools.product(*map(range, sizes)):
+    for coords in all_coords(sizes):
         outputs.append(window_outputs(dim, window, length, sizes, coords))
     for shards in _shards_of_outputs(dim, outputs):
         candidate = Dim(dim.name, shards)

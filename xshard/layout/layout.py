@@ -8,9 +8,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 
-import numpy as np
-from numpy.typing import NDArray
-
 from xshard.arguments import as_whole_number, lengths_of, short_repr
 from xshard.caches import layout_cache
 from xshard.errors import LinearityError, NotationError, ShapeError, Span, api_boundary
@@ -23,6 +20,7 @@ from xshard.notation import parser
 from xshard.notation.maps import Maps, RowMap, named_maps
 from xshard.notation.overlap import Fold, Overlap, Reads, unfolded
 from xshard.notation.parser import ELLIPSIS, Dim, Tags
+from xshard.notation.row_arrays import Numbers
 
 NONLINEAR = ("max", "min")
 _DUAL_TAGS = {"sum": "copy", "mean": "copy", "copy": "sum"}
@@ -260,9 +258,7 @@ class Layout(Pictured):
         return tuple(count_rows(runs) for runs in self._held(mesh, shape, device))
 
     @api_boundary
-    def positions(
-        self, mesh: Mesh, shape: Sequence[int], dim: int | str, device: int
-    ) -> NDArray[np.int64]:
+    def positions(self, mesh: Mesh, shape: Sequence[int], dim: int | str, device: int) -> Numbers:
         """List the global row number of every local row of a dim: `[rows of the block]`, int64.
 
         Rotary embeddings and causal masks need these numbers under every order and overlap. A row

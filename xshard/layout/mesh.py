@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 import numpy as np
-from numpy.typing import NDArray
 
 from xshard.arguments import as_whole_number, parse_number, short_repr
 from xshard.errors import MeshError, Span, api_boundary
 from xshard.formatting import Pictured
+from xshard.notation.row_arrays import Numbers
 
 Axes = tuple[str, ...]
 Sizes = tuple[int, ...]  # of axes
@@ -177,7 +177,7 @@ class Mesh(Pictured):
         if not 0 <= device < self.n_devices:
             hint = f"devices are 0..{self.n_devices - 1}"
             raise MeshError(f"no device {device} in {self!r}", hint=hint)
-        return _all_coords(self.sizes)[device]
+        return all_coords(self.sizes)[device]
 
     def place(self, device: int) -> str:
         """Return the coordinates of a device as text: `dp=1,cp=0`."""
@@ -209,7 +209,7 @@ class Mesh(Pictured):
         """Return every group of devices along `axes`, ordered by its first device."""
         return _all_groups(self.sizes, tuple(map(self.position, axes)))
 
-    def indices(self, axes: Sequence[str]) -> NDArray[np.int64]:
+    def indices(self, axes: Sequence[str]) -> Numbers:
         """Return the `index` of every device, `[devices]`."""
         return _all_indices(self.sizes, tuple(map(self.position, axes)))
 
@@ -241,8 +241,8 @@ def _no_mesh(value: object) -> MeshError:
 # ---- all devices at once; cached, because every step of a plan asks
 
 
-@lru_cache(maxsize=64)
-def _all_coords(sizes: Sizes) -> tuple[Coords, ...]:
+@lru_cache(maxsize=256)
+def all_coords(sizes: Sizes) -> tuple[Coords, ...]:
     """List the coordinates of every device."""
     return tuple(itertools.product(*map(range, sizes)))
 
@@ -257,7 +257,7 @@ def _all_groups(sizes: Sizes, positions: tuple[int, ...]) -> tuple[Devices, ...]
 
 
 @lru_cache(maxsize=1024)
-def _all_indices(sizes: Sizes, positions: tuple[int, ...]) -> NDArray[np.int64]:
+def _all_indices(sizes: Sizes, positions: tuple[int, ...]) -> Numbers:
     """Return the number of every device within its group along the axes at `positions`."""
     numbers = np.zeros(math.prod(sizes), np.int64)
     for i in positions:

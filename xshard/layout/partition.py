@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import TypeVar
 
 import numpy as np
@@ -170,10 +171,7 @@ def rows_in_numbers(shard: Shard) -> int | None:
 
 def _all_interval_pairs(shard: Shard) -> list[tuple[int, int]]:
     """List the (start, stop) of the intervals of all parts."""
-    pairs = []
-    for part in shard.numbers:
-        pairs.extend(interval_pairs(part))
-    return pairs
+    return list(chain.from_iterable(map(interval_pairs, shard.numbers)))
 
 
 def rotated(axes: tuple[str, ...], n_parts: int, rows: int, by: int = 1) -> Shard:

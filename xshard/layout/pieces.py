@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from xshard.layout import runs
 from xshard.layout.runs import (
@@ -46,18 +47,22 @@ class CutPieces(NamedTuple):
     piece: Numbers
 
 
-class SharedRows(NamedTuple):
-    """Pairs of blocks with rows in common: one entry per pair, in ascending order.
+class RowPairs(NamedTuple):
+    """Pairs of blocks with rows in common, as columns of a table: one entry per pair.
 
     Attributes:
-        dst: The block that wants the rows.
-        src: The block that has them.
+        receivers: The block that wants the rows.
+        senders: The block that has them.
         rows: How many rows they share; a row counts as often as both have it.
     """
 
-    dst: Numbers
-    src: Numbers
+    receivers: Numbers
+    senders: Numbers
     rows: Numbers
+
+    def take(self, index: NDArray[np.bool_]) -> RowPairs:
+        """Return some of the pairs."""
+        return RowPairs._make(column[index] for column in self)
 
 
 def cut_at_edges(table: IntervalTable) -> CutPieces:
@@ -192,11 +197,11 @@ def distinct_rows(blocks: Sequence[Runs]) -> tuple[Runs, ...]:
 # ---- rows that blocks share
 
 
-def shared_rows(src: Sequence[Runs], dst: Sequence[Runs]) -> SharedRows:
+def shared_rows(src: Sequence[Runs], dst: Sequence[Runs]) -> RowPairs:
     """Count the rows that each block of `dst` has in common with each block of `src`.
 
-    src blocks of rows 0-3 and 4-7, dst blocks of rows 0-5 and 6-7 -> dst 0 0 1, src 0 1 1, rows
-    4 2 2: block 0 of `dst` shares 4 rows with block 0 of `src` and 2 rows with block 1; block 1 of
+    src blocks of rows 0-3 and 4-7, dst blocks of rows 0-5 and 6-7 -> receivers 0 0 1, senders
+    0 1 1, rows 4 2 2: block 0 of `dst` shares 4 rows with block 0 of `src` and 2 rows with block 1; block 1 of
     `dst` shares 2 rows with block 1 of `src`. Pairs of blocks without common rows are left out.
     """
     if any(isinstance(block, Rows) for block in (*src, *dst)):
@@ -224,11 +229,11 @@ def shared_rows(src: Sequence[Runs], dst: Sequence[Runs]) -> SharedRows:
 
 def _shared_by_intervals(
     src: IntervalTable, dst: IntervalTable, dst_times: Numbers, n_src_blocks: int
-) -> SharedRows:
+) -> RowPairs:
     """Count the rows that each pair of a source and a destination block share, from row intervals.
 
-    src blocks of rows 0-3 and 4-7, dst blocks of rows 0-5 and 6-7 -> dst 0 0 1, src 0 1 1, rows
-    4 2 2: one entry for each pair of blocks with common rows.
+    src blocks of rows 0-3 and 4-7, dst blocks of rows 0-5 and 6-7 -> receivers 0 0 1, senders
+    0 1 1, rows 4 2 2: one entry for each pair of blocks with common rows.
 
     Args:
         src: The row intervals of the source blocks.
@@ -255,7 +260,7 @@ def _shared_by_intervals(
     total_rows = np.zeros(len(pairs), np.int64)
     np.add.at(total_rows, pair.reshape(-1), rows)  # exact; bincount adds floats
     divisor = max(n_src_blocks, 1)  # avoids 0 / 0: without blocks there are no pairs
-    return SharedRows(dst=pairs // divisor, src=pairs % divisor, rows=total_rows)
+    return RowPairs(pairs // divisor, pairs % divisor, total_rows)
 
 
 def _equal_pairs(a: Numbers, b: Numbers) -> tuple[Numbers, Numbers]:
@@ -272,7 +277,7 @@ def _equal_pairs(a: Numbers, b: Numbers) -> tuple[Numbers, Numbers]:
     return order[count_up(counts, first)], np.repeat(np.arange(len(b)), counts)
 
 
-def _shared_by_table(src: list[Numbers], dst: list[Numbers]) -> SharedRows | None:
+def _shared_by_table(src: list[Numbers], dst: list[Numbers]) -> RowPairs | None:
     """Do the work of `shared_rows` by a table of rows; None if both sides have a row twice."""
     n = max(rows.max(initial=FILL) for rows in (*src, *dst)) + 1
     src_block = _block_of_row(src, n)
@@ -283,8 +288,8 @@ def _shared_by_table(src: list[Numbers], dst: list[Numbers]) -> SharedRows | Non
         if dst_block is None:
             return None
         counts = _count_blocks(src, dst_block, len(dst)).T
-    takers, givers = np.nonzero(counts)
-    return SharedRows(dst=takers, src=givers, rows=counts[takers, givers])
+    receivers, senders = np.nonzero(counts)
+    return RowPairs(receivers, senders, counts[receivers, senders])
 
 
 def _block_of_row(blocks: list[Numbers], n: int) -> Numbers | None:

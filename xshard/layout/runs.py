@@ -192,7 +192,7 @@ def as_index(runs: Runs) -> slice | Numbers:
         if run.length == 1 and run.stride > 0:
             last = run.start + run.stride * (run.repeats - 1)
             return slice(run.start, last + 1, run.stride)
-    return np.concatenate([np.arange(start, stop) for start, stop in as_intervals(runs)])
+    return row_numbers(runs)
 
 
 def as_intervals(runs: Iterable[Run]) -> Intervals:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -10,7 +9,6 @@ from fractions import Fraction
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
 from xshard.arguments import lengths_of, short_repr
 from xshard.caches import layout_cache
@@ -18,12 +16,13 @@ from xshard.errors import ShapeError, api_boundary
 from xshard.formatting import Pictured
 from xshard.layout.block_rows import all_held_rows, meaning
 from xshard.layout.layout import Layout, check_axes
-from xshard.layout.mesh import Mesh, check_mesh
+from xshard.layout.mesh import Mesh, all_coords, check_mesh
 from xshard.layout.partition import all_owned_rows, block_length, cut_by_shard
 from xshard.layout.runs import Runs, are_equal, count_rows
 from xshard.layout.validation import MOST_ELEMENTS, check_fit
 from xshard.notation.overlap import Fold, Overlap, Reads, Window, unfolded
 from xshard.notation.parser import SEGMENTS, SIZES, Dim, Shard, Tags
+from xshard.notation.row_arrays import Numbers
 
 # Per dim, its axes (name, size), outermost first.
 EvenCuts = tuple[tuple[tuple[str, int], ...], ...]
@@ -164,7 +163,7 @@ class Sharding(Pictured):
         return tuple(sizes)
 
     @cached_property
-    def block_sizes(self) -> NDArray[np.int64]:
+    def block_sizes(self) -> Numbers:
         """Elements of the block of every device, `[devices]`."""
         sizes = np.ones(self.mesh.n_devices, np.int64)
         for dim, lengths in zip(self.layout.dims, self.local_sizes, strict=True):
@@ -275,7 +274,7 @@ class Sharding(Pictured):
             return False
         # Only the axes of this dim matter: along others its blocks are equal.
         axes = tuple(dict.fromkeys(own_dim.axes + other_dim.axes))
-        for coords in itertools.product(*map(range, self.mesh.sizes_of(axes))):
+        for coords in all_coords(self.mesh.sizes_of(axes)):
             coord_of = dict(zip(axes, coords, strict=True))
             rows, changed_rows = self._meaning(own_dim, dim, coord_of)
             other_rows, other_changed_rows = self._meaning(other_dim, dim, coord_of)

@@ -187,12 +187,9 @@ class Names:
     def __init__(self, *relations: Iterable[Relation] | Relation) -> None:
         # `rename`, `concat` and others yield relations, for one pattern may stand for several
         # names.
-        flat = []
+        flat: list[Relation] = []
         for item in relations:
-            if isinstance(item, Relation):
-                flat.append(item)
-            else:
-                flat.extend(item)
+            flat += [item] if isinstance(item, Relation) else item
         self.relations = tuple(flat)
         # How many rows each part of a joined array had, by its name and shape. A split without
         # `rows=` divides the array so. () if arrays of one name and shape had different parts.

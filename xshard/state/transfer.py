@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -141,8 +141,8 @@ def _find_layouts(
     if isinstance(rules, list | tuple) and len(rules) == 2:
         src_rules, dst_rules = rules
         targets = (names or SAME).resolve(shapes, dtypes)
-        src = _match_layouts(src_rules, list(shapes))
-        return Layouts(src, _match_layouts(dst_rules, list(targets)), targets)
+        src = _match_layouts(src_rules, shapes)
+        return Layouts(src, _match_layouts(dst_rules, targets), targets)
     if names is not None:
         hint = 'rules=({"**": layouts by source names}, {"**": layouts by target names})'
         raise NotationError(
@@ -177,9 +177,9 @@ def _layouts_of_arrows(
     return layouts
 
 
-def _match_layouts(rules: Any, names: Sequence[str]) -> dict[str, Layout]:
+def _match_layouts(rules: Any, names: Iterable[str]) -> dict[str, Layout]:
     """Find the layout of each name by rules."""
-    return {name: Layout.parse(layout) for name, layout in Rules(rules).match(names).items()}
+    return {name: Layout.parse(layout) for name, layout in Rules(rules).match(list(names)).items()}
 
 
 def _plan_move(

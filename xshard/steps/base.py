@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any, ClassVar
 
 import numpy as np
@@ -80,10 +81,7 @@ class Step(ABC):
 
 def axes_of(shards: Sequence[Shard]) -> Axes:
     """Return the mesh axes of some shards, outermost first."""
-    axes: list[str] = []
-    for shard in shards:
-        axes += shard.axes
-    return tuple(axes)
+    return tuple(chain.from_iterable(shard.axes for shard in shards))
 
 
 def axes_with_new_role(before: Sharding, to: Layout) -> list[str]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -19,11 +18,12 @@ from numpy.typing import NDArray
 from xshard.caches import layout_cache
 from xshard.layout import Sharding
 from xshard.layout.block_rows import block_fills
-from xshard.layout.mesh import Axes, Coords, Sizes
+from xshard.layout.mesh import Axes, Coords, all_coords
 from xshard.layout.runs import Run, Segment, as_index
 from xshard.notation.row_arrays import Numbers
 from xshard.steps.exchange.sources import (
     DimEnd,
+    Source,
     dim_end,
     dim_ends,
     n_segment_rows,
@@ -285,17 +285,10 @@ def _messages_to(before: Sharding, after: Sharding, device: int, sender: int | N
         for d, (src, dst) in enumerate(dim_ends(before, after, dst_view, src_view)):
             sources_by_dim.append(receiver.dim_sources(d, src, dst))
         sign = dst_view.sign * src_view.sign
-        for addend in _all_coords(before.mesh.sizes_of(receiver.ended_sums)):
+        for addend in all_coords(before.mesh.sizes_of(receiver.ended_sums)):
             for box_sources in itertools.product(*sources_by_dim):
                 messages.append(receiver.message(addend, box_sources, sign))
     return tuple(sorted(messages, key=lambda message: message.src))
-
-
-class DimSource(NamedTuple):
-    """Rows of one dim from one sender, at these coordinates along the axes of the dim before."""
-
-    coords: Coords
-    segments: tuple[Segment, ...]
 
 
 @dataclass(frozen=True)
@@ -334,7 +327,7 @@ class _Receiver:
         replicated = [a for a in self.new_sums if a not in self.before.layout.sharding_axes]
         return self.before.mesh.index(self.device, replicated) == 0
 
-    def dim_sources(self, d: int, src: DimEnd, dst: DimEnd) -> list[DimSource]:
+    def dim_sources(self, d: int, src: DimEnd, dst: DimEnd) -> list[Source]:
         """Find which rows of one dim the receiver takes from which senders.
 
         "n/x" -> "n" with 4 rows on x=2: rows 0-1 from x=0 and rows 2-3 from x=1. A sender is given
@@ -350,14 +343,9 @@ class _Receiver:
         dst_index = self.after.dim_device(d, self.device)
         sender = None if self.sender is None else self.before.dim_device(d, self.sender)
         begins_sum = not set(src.dim.axes).isdisjoint(self.new_sums)
-        all_coords = list(_all_coords(src.sizes))
         # `sources` is cached by its positional arguments, so it gets no keywords.
-        dim_sources = []
-        for source in sources(src, dst, src_index, dst_index, begins_sum, sender):
-            coords = all_coords[source.sender]
-            if self._contributes(src, coords):
-                dim_sources.append(DimSource(coords, source.segments))
-        return dim_sources
+        taken = sources(src, dst, src_index, dst_index, begins_sum, sender)
+        return [source for source in taken if self._contributes(src, source.coords)]
 
     def _contributes(self, src: DimEnd, coords: Coords) -> bool:
         """Check that a sender shares the receiver's coordinates along the axes of a new sum."""
@@ -367,7 +355,7 @@ class _Receiver:
                 return False
         return True
 
-    def message(self, addend: Coords, box_sources: tuple[DimSource, ...], sign: int) -> Message:
+    def message(self, addend: Coords, box_sources: tuple[Source, ...], sign: int) -> Message:
         """Make one message: find the sending device, and the box of rows of all dims.
 
         The sender has the coordinates of `addend` and `box_sources` along their axes, and those of
@@ -388,8 +376,3 @@ class _Receiver:
                 coords[mesh.position(axis)] = coordinate
         box = tuple(source.segments for source in box_sources)
         return Message(mesh.device(coords), self.device, box, sign)
-
-
-def _all_coords(sizes: Sizes) -> Iterator[Coords]:
-    """Yield all coordinates along axes of these sizes, row-major."""
-    return itertools.product(*map(range, sizes))

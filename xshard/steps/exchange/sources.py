@@ -11,13 +11,12 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from xshard.caches import layout_cache
 from xshard.layout import Mesh, Sharding, providers
 from xshard.layout.block_rows import all_held_rows
-from xshard.layout.mesh import Axes, Sizes
-from xshard.layout.pieces import shared_rows
+from xshard.layout.mesh import Axes, Coords, Sizes, all_coords
+from xshard.layout.pieces import RowPairs, shared_rows
 from xshard.layout.providers import STRAIGHT, rows_without
 from xshard.layout.runs import (
     AllRuns,
@@ -250,12 +249,9 @@ def _request(
 
 
 class Source(NamedTuple):
-    """Rows that a receiver takes from one sender.
+    """Rows of one dim from one sender, at these coordinates along the axes of the dim before."""
 
-    sender: its index along the axes of the dim before.
-    """
-
-    sender: int
+    coords: Coords
     segments: tuple[Segment, ...]
 
 
@@ -287,21 +283,22 @@ def sources(
         offers several lists (the layers of a fold) comes once for each.
     """
     senders = np.arange(src.n_shards) if sender is None else np.array([sender])
+    coords = all_coords(src.sizes)
     is_sender = src_index in senders
     taken = []
     if dst.side == CARRIED:
         # The dim stays as it is: all rows of the block, with its halo, stay on their device.
         n_rows = count_rows(src.held_rows()[src_index])
         if is_sender and n_rows:
-            taken.append(Source(src_index, (Segment(0, 0, n_rows),)))
+            taken.append(Source(coords[src_index], (Segment(0, 0, n_rows),)))
         return tuple(taken)
     request = _request(src, dst, src_index, dst_index, from_providers)
     if is_sender:
-        taken.append(Source(src_index, request.own_segments))
+        taken.append(Source(coords[src_index], request.own_segments))
     offered = src.offered_rows()
     for i in _senders_in_reach(src, senders, request.from_others):
         for rows in offered[i]:
-            taken.append(Source(i, common_segments(rows, request.from_others)))
+            taken.append(Source(coords[i], common_segments(rows, request.from_others)))
     return tuple(source for source in taken if source.segments)
 
 
@@ -331,18 +328,6 @@ def _offered_extents(src: DimEnd) -> Intervals:
         # A single list stays as it is: it may be an array of rows, which is quicker whole.
         offered.append(lists[0] if len(lists) == 1 else tuple(itertools.chain.from_iterable(lists)))
     return extents(offered)
-
-
-class RowPairs(NamedTuple):
-    """Who takes how many rows from whom, as columns with a row for each pair of devices."""
-
-    receivers: Numbers
-    senders: Numbers
-    rows: Numbers
-
-    def take(self, index: NDArray[np.bool_]) -> RowPairs:
-        """Return some of the pairs."""
-        return RowPairs(self.receivers[index], self.senders[index], self.rows[index])
 
 
 class Received(NamedTuple):
@@ -440,9 +425,9 @@ def _row_pairs(
         offered += lists
         sender_of_offer += [sender] * len(lists)
     shared = shared_rows(offered, requested)
-    other_senders = np.array(sender_of_offer, np.int64)[shared.src]
+    other_senders = np.array(sender_of_offer, np.int64)[shared.senders]
     return RowPairs(
-        receivers=np.concatenate([receivers, shared.dst]),
+        receivers=np.concatenate([receivers, shared.receivers]),
         senders=np.concatenate([src_indices, other_senders]),
         rows=np.concatenate([own_rows, shared.rows]),
     )

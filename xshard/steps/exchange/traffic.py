@@ -20,7 +20,7 @@ from xshard.layout import Layout, Mesh, Sharding
 from xshard.layout.layout import factored
 from xshard.layout.mesh import Axes
 from xshard.layout.partition import all_owned_rows, owner_of_rows
-from xshard.layout.pieces import shared_rows
+from xshard.layout.pieces import RowPairs, shared_rows
 from xshard.layout.sub_axes import SubAxisMesh
 from xshard.notation.row_arrays import Numbers
 from xshard.steps.base import axes_with_new_role
@@ -28,7 +28,6 @@ from xshard.steps.exchange.even_traffic import LinkCuts, digit_traffic
 from xshard.steps.exchange.sources import (
     DimEnd,
     Received,
-    RowPairs,
     coords_of,
     count_sources,
     dim_ends,
@@ -390,8 +389,7 @@ def shared_rows_of(src: DimEnd, dst: DimEnd) -> RowPairs:
     if src.length * max(src.n_shards, dst.n_shards) > MOST_COMPARED:
         src_rows = all_owned_rows(src.dim, src.length, src.sizes)
         dst_rows = all_owned_rows(dst.dim, dst.length, dst.sizes)
-        receivers, senders, rows = shared_rows(src_rows, dst_rows)
-        return RowPairs(receivers, senders, rows)
+        return shared_rows(src_rows, dst_rows)
     sender_of_row = owner_of_rows(src.dim, src.length, src.sizes)
     receiver_of_row = owner_of_rows(dst.dim, dst.length, dst.sizes)
     # Each row gives a pair, written as one number: receiver * number of senders + sender.
