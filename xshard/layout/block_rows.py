@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -66,7 +65,7 @@ def row_spans(dim: Dim, length: int, sizes: Ints, coords: Ints) -> tuple[RowSpan
 @layout_cache(maxsize=4096)
 def all_row_spans(dim: Dim, length: int, sizes: Sizes) -> tuple[tuple[RowSpan, ...], ...]:
     """List `row_spans` of every block of a dim, row-major along its axes."""
-    owned_blocks = all_owned_rows(replace(dim, overlap=None), length, sizes)
+    owned_blocks = all_owned_rows(dim, length, sizes)
     blocks = zip(all_coords(sizes), owned_blocks, strict=True)
     return tuple(_spans_of_block(dim, length, sizes, coords, owned) for coords, owned in blocks)
 
@@ -304,7 +303,7 @@ def _interval_of_part(dim: Dim, length: int, sizes: Ints, part: int) -> tuple[in
     They are counted from the rows of the parts before it, since a part without rows has a place
     too: 2 rows over 3 parts -> (0, 1), (1, 2), (2, 2).
     """
-    blocks = all_owned_rows(replace(dim, overlap=None), length, tuple(sizes))
+    blocks = all_owned_rows(dim, length, tuple(sizes))
     start = sum(map(count_rows, blocks[:part]))
     return start, start + count_rows(blocks[part])
 

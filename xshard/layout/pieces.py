@@ -201,8 +201,8 @@ def shared_rows(src: Sequence[Runs], dst: Sequence[Runs]) -> RowPairs:
     """Count the rows that each block of `dst` has in common with each block of `src`.
 
     src blocks of rows 0-3 and 4-7, dst blocks of rows 0-5 and 6-7 -> receivers 0 0 1, senders
-    0 1 1, rows 4 2 2: block 0 of `dst` shares 4 rows with block 0 of `src` and 2 rows with block 1; block 1 of
-    `dst` shares 2 rows with block 1 of `src`. Pairs of blocks without common rows are left out.
+    0 1 1, rows 4 2 2: block 0 of `dst` shares 4 rows with block 0 of `src` and 2 rows with block 1;
+    block 1 of `dst` shares 2 rows with block 1 of `src`. Pairs without common rows are left out.
     """
     if any(isinstance(block, Rows) for block in (*src, *dst)):
         # Some rows are listed one by one: a lookup table by row is quickest, if it is not too

@@ -157,10 +157,8 @@ class Sharding(Pictured):
     @cached_property
     def local_sizes(self) -> tuple[tuple[int, ...], ...]:
         """Per dim, the length of the block at every position along the dim's axes."""
-        sizes = []
-        for dim in range(len(self.shape)):
-            sizes.append(tuple(map(count_rows, self.held_by_position(dim))))
-        return tuple(sizes)
+        blocks_by_dim = map(self.held_by_position, range(len(self.shape)))
+        return tuple(tuple(map(count_rows, blocks)) for blocks in blocks_by_dim)
 
     @cached_property
     def block_sizes(self) -> Numbers:

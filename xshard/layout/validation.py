@@ -109,7 +109,7 @@ def _check_reads(dim: Dim, reads: Reads, length: int, mesh: Mesh) -> None:
         reason = f"'{reads.rows}' reads row {last_row} of {length}"
         raise ShapeError(reason, text=str(dim), hint=hint)
     # Entry i of the map: part `needs.part_of_row[i]` reads row `needs.rows[i]`.
-    owner_of_row = owner_of_rows(Dim(dim.name, dim.shards), length, sizes)
+    owner_of_row = owner_of_rows(dim, length, sizes)
     own_reads = np.flatnonzero(owner_of_row[needs.rows] == needs.part_of_row)
     if len(own_reads):
         part = int(needs.part_of_row[own_reads[0]])
@@ -136,8 +136,7 @@ def _check_outputs(dim: Dim, window: Window, length: int, mesh: Mesh) -> None:
     if window.out or any(shard.order == SIZES for shard in dim.shards):
         return
     n_outputs = window.output_length(length)
-    plain_dim = Dim(dim.name, dim.shards)
-    if find_misfit(plain_dim, n_outputs, mesh.sizes_of(dim.axes)) is not None:
+    if find_misfit(dim, n_outputs, mesh.sizes_of(dim.axes)) is not None:
         reason = f"{n_outputs} outputs cannot be cut like the {length} rows of dim {dim.name!r}"
         hint = "out=balanced cuts them evenly, out=aligned where the dim is cut"
         raise ShapeError(reason, text=str(dim), hint=hint)
@@ -210,9 +209,8 @@ def _check_block_size(dims: Sequence[Dim], shape: Sequence[int], mesh: Mesh) -> 
     widened_dims = [dim for dim in dims if dim.overlap is not None]
     if not widened_dims:
         return  # no larger than the array, which is checked
-    elements = 1
-    for dim, length in zip(dims, shape, strict=True):
-        elements *= _most_held(dim, length, mesh)
+    lengths = zip(dims, shape, strict=True)
+    elements = math.prod(_most_held(dim, length, mesh) for dim, length in lengths)
     if elements > MOST_ELEMENTS:
         reason = f"a block of up to {elements} elements"
         raise ShapeError(reason, text=str(widened_dims[0]), hint="at most 2**60")
@@ -228,7 +226,7 @@ def _most_held(dim: Dim, length: int, mesh: Mesh) -> int:
         ShapeError: The block has more pieces, or more copied rows, than can be listed.
     """
     sizes = mesh.sizes_of(dim.axes)
-    most_owned, _ = block_length(Dim(dim.name, dim.shards), length, sizes)
+    most_owned, _ = block_length(dim, length, sizes)
     if dim.overlap is None:
         return most_owned
     overlap = unfolded(dim.overlap)
@@ -281,10 +279,8 @@ def _check_copies(dim: Dim, end: Boundary, rows: int, length: int) -> None:
     """Raise ShapeError if a boundary copies too many of its rows one by one."""
     if end.kind in ("zero", "constant", "none"):
         return
-    if end.kind == "periodic":
-        copies = rows // max(length, 1)  # turns around the array: each is one run
-    else:
-        copies = rows
+    # Turns around the array are one run each.
+    copies = rows // max(length, 1) if end.kind == "periodic" else rows
     if copies > MOST_COPIED:
         reason = f"{rows} rows of '{end}' beyond an end"
         hint = f"at most {MOST_COPIED} rows copied one by one, or turns around dim {dim.name!r}"

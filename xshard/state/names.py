@@ -260,11 +260,11 @@ class Names:
 
     def _joined_by(self, relation: Relation) -> tuple[JoinedArray, ...]:
         """List the arrays that a relation has joined: name, shape, and the rows of each part."""
-        arrays = []
-        for (name, shape), lengths in self._joined.items():
-            if match_stars(relation.whole, name) is not None:
-                arrays.append((name, shape, lengths))
-        return tuple(arrays)
+        return tuple(
+            (name, shape, lengths)
+            for (name, shape), lengths in self._joined.items()
+            if match_stars(relation.whole, name) is not None
+        )
 
     def _remember_joined(self, targets: Mapping[str, TargetArray]) -> None:
         """Note the rows of the parts of joined arrays, for the inverse."""

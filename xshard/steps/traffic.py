@@ -143,10 +143,8 @@ class Phases:
     def members(self, device: int, level: int) -> tuple[int, ...]:
         """List the devices that a device meets in the phase of a level, itself among them."""
         place = self._place_on_other_levels(device, level)
-        members = []
-        for other in self.mesh.group(device, self.axes):
-            if self._place_on_other_levels(other, level) == place:
-                members.append(other)
+        group = self.mesh.group(device, self.axes)
+        members = [d for d in group if self._place_on_other_levels(d, level) == place]
         return tuple(sorted(members, key=self.block_numbers.__getitem__))
 
     def devices_reached(self, device: int, level: int = 0) -> tuple[int, ...]:

@@ -499,8 +499,7 @@ def _range_starts(box: Box, shape: tuple[int, ...]) -> NDArray[np.int64]:
         rows = np.arange(first, stop, step)
         if d == last_cut and step == 1:
             rows = rows[:1]  # its rows are contiguous too: the first one is enough
-        row_elements = math.prod(shape[d + 1 :])
-        starts = np.add.outer(starts, rows * row_elements)
+        starts = np.add.outer(starts, rows * math.prod(shape[d + 1 :]))
     return starts.ravel()
 
 

@@ -56,9 +56,8 @@ def block_holders(sharding: Sharding, node_devices: int) -> BlockHolders:
     a partial sum are different blocks. A node is `node_devices` consecutive devices.
     """
     mesh = sharding.mesh
-    layout = sharding.layout
-    addends = mesh.indices(layout.tagged("sum", "max", "min"))
-    columns = [mesh.indices(dim.axes) for dim in layout.dims]
+    addends = mesh.indices(sharding.layout.tagged("sum", "max", "min"))
+    columns = [mesh.indices(dim.axes) for dim in sharding.layout.dims]
     # Devices with equal rows in this table hold the same block.
     device_keys = np.stack([*columns, addends], axis=1)  # [devices, dims + 1]
     keys, block_of = np.unique(device_keys, axis=0, return_inverse=True)
