@@ -120,8 +120,7 @@ def gather(
     sharding = Sharding(Layout.parse(layout, maps), mesh, lengths_of(shape))
     arrays = checked_blocks(blocks, sharding)
     op = _reduction(sharding.layout)
-    dtype = arrays[0].dtype if arrays else np.dtype(float)
-    out: Block = np.zeros(sharding.shape, dtype)
+    out: Block = np.zeros(sharding.shape, arrays[0].dtype)
     is_written = np.zeros(out.shape, bool)
     for device in _devices_with_distinct_blocks(sharding):
         for view in views(sharding):
@@ -454,7 +453,8 @@ def contract(operands: Sequence[NamedOperand], names: tuple[str, ...]) -> Operan
     for device, first in enumerate(operands[0][1]):
         arguments: list[Any] = []
         for dims, blocks in operands:
-            arguments.append(_as_contractible(blocks[device]))
+            block = blocks[device]
+            arguments.append(block.astype(np.float32) if _is_low_precision(block) else block)
             arguments.append([numbers[name] for name in dims])
         y = np.asarray(np.einsum(*arguments, result_numbers))
         if _is_low_precision(first):
@@ -466,13 +466,6 @@ def contract(operands: Sequence[NamedOperand], names: tuple[str, ...]) -> Operan
 def _is_low_precision(block: Block) -> bool:
     """Return whether numpy cannot contract a dtype: bfloat16 and 8-bit floats of ml_dtypes."""
     return block.dtype.kind == "V"
-
-
-def _as_contractible(block: Block) -> Block:
-    """Return a block in a dtype that numpy can contract."""
-    if _is_low_precision(block):
-        return block.astype(np.float32)
-    return block
 
 
 def checked_blocks(blocks: Arrays, sharding: Sharding) -> list[Block]:

@@ -288,11 +288,11 @@ class Sharding(Pictured):
 
 def _check_shape(shape: tuple[int, ...]) -> None:
     """Raise ShapeError unless a shape has lengths >= 0, and few enough elements for 64 bits."""
-    if all(isinstance(length, int) for length in shape) and math.prod(shape) > MOST_ELEMENTS:
-        raise ShapeError(f"an array of shape {short_repr(shape)}", hint="at most 2**60 elements")
     for length in shape:
         if isinstance(length, bool) or not isinstance(length, int) or length < 0:
             raise ShapeError(f"shape {shape} has {length!r}, not a length >= 0")
+    if math.prod(shape) > MOST_ELEMENTS:
+        raise ShapeError(f"an array of shape {short_repr(shape)}", hint="at most 2**60 elements")
 
 
 # ---- normal forms

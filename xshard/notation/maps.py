@@ -349,13 +349,9 @@ class Needs(RowMap):
         into_row = grouped(receiver, n) if hops > 1 else None  # one hop needs no sort by rows
         graph = _Graph(owners, sender, receiver, into_part, into_row)
         local_row = np.full(n, -1)
-        part_rows = []
-        part_edges = []
-        for part in range(owners.parts):
-            rows, edges = _read_by_part(graph, part, hops, local_row)
-            part_rows.append(rows)
-            part_edges.append(edges)
-        return cls.of_rows(part_rows), part_edges
+        parts = [_read_by_part(graph, part, hops, local_row) for part in range(owners.parts)]
+        needs = cls.of_rows([rows for rows, _ in parts])
+        return needs, [edges for _, edges in parts]
 
     def check(self) -> None:
         """Raise ShapeError unless a part reads each row once."""

@@ -83,12 +83,12 @@ def plan_load(
     machine = load_profile(profile)
     float_dtype = None if dtype is None else dtypes.name_of(dtype)
     arrays = stored_as(checkpoint, names)
-    chosen: Collection[str | None] = arrays
+    chosen = list(arrays)
     if like is not None:
-        chosen = in_both(arrays, [(name,) for name in like], strict)
-    chosen_names = [name for name in chosen if name is not None]
+        stored_names = in_both(arrays, [(name,) for name in like], strict)
+        chosen = [name for name in stored_names if name is not None]
     loads = {}
-    for name, layout in rules.match(chosen_names, what="array").items():
+    for name, layout in rules.match(chosen, what="array").items():
         array = arrays[name]
         shape = array.shape
         target_dtype = array.dtype

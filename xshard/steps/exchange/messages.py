@@ -65,7 +65,7 @@ def block_holders(sharding: Sharding, node_devices: int) -> BlockHolders:
     node_of = np.arange(mesh.n_devices) // node_devices  # [devices]
     is_in_node = np.zeros((len(keys), node_of[-1] + 1), bool)  # [blocks, nodes]
     is_in_node[block_of, node_of] = True
-    return BlockHolders(keys, block_of, addends, is_on_same_node=is_in_node[:, node_of])
+    return BlockHolders(keys, block_of, addends, is_in_node[:, node_of])
 
 
 def needed_elements(before: Sharding, after: Sharding, node_devices: int) -> Numbers:

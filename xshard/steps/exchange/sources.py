@@ -426,11 +426,9 @@ def _row_pairs(
         sender_of_offer += [sender] * len(lists)
     shared = shared_rows(offered, requested)
     other_senders = np.array(sender_of_offer, np.int64)[shared.senders]
-    return RowPairs(
-        receivers=np.concatenate([receivers, shared.receivers]),
-        senders=np.concatenate([src_indices, other_senders]),
-        rows=np.concatenate([own_rows, shared.rows]),
-    )
+    senders = np.concatenate([src_indices, other_senders])
+    receivers = np.concatenate([receivers, shared.receivers])
+    return RowPairs(receivers, senders, np.concatenate([own_rows, shared.rows]))
 
 
 def _with_fixed_coordinates(
