@@ -138,8 +138,8 @@ def gather(
 def _devices_with_distinct_blocks(sharding: Sharding) -> list[int]:
     """List one device for each block: under "n/x" on x=2, y=2 devices 0 and 2."""
     mesh = sharding.mesh
-    layout = sharding.layout
-    distinct_axes = (*layout.sharding_axes, *layout.tagged("sum", "mean", "max", "min"))
+    addend_axes = sharding.layout.tagged("sum", "mean", "max", "min")
+    distinct_axes = (*sharding.layout.sharding_axes, *addend_axes)
     copy_axes = [axis for axis in mesh.axes if axis not in distinct_axes]
     return [device for device in range(mesh.n_devices) if mesh.index(device, copy_axes) == 0]
 

@@ -153,7 +153,7 @@ def window_outputs(dim: Dim, window: Window, length: int, sizes: Ints, coords: I
     # "aligned": output i is computed on the device that owns row i * stride.
     runs = []
     for run in unrolled(owned_rows(dim, length, sizes, coords)):
-        run_stop = run.start + run.length
+        run_stop = _stop_of(run)
         first = -(-run.start // window.s)  # rounded up: -(-a // b) is a / b rounded up
         stop = min(-(-run_stop // window.s), n_outputs)
         if run_stop == length:
@@ -274,7 +274,7 @@ def _window_intervals(
     intervals = []
     for outputs in unrolled(window_outputs(dim, window, length, sizes, coords)):
         first = outputs.start * window.s - rows_before
-        last = (outputs.start + outputs.length - 1) * window.s - rows_before
+        last = (_stop_of(outputs) - 1) * window.s - rows_before
         intervals.append((first, last + width))
     return intervals
 

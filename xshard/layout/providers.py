@@ -199,13 +199,9 @@ def _rows_by_rank(dim: Dim, length: int, sizes: Sizes, *, per_block: bool) -> Al
     tables = []
     for origins in _ORIGINS_BY_RANK:
         tables.append(interval_table(_rows_of_origins(dim, length, sizes, origins, flipped=False)))
-    table = firsts(
-        concatenate_tables(*tables), per_block=per_block
-    )  # the tables are in the order of ranks
-    lengths = []
-    for spans in all_row_spans(dim, length, sizes):
-        lengths.append(count_rows(span.run for span in spans))
-    return filled(table, lengths)
+    # The tables are in the order of ranks: a row comes first where it has the best origin.
+    table = firsts(concatenate_tables(*tables), per_block=per_block)
+    return filled(table, list(map(count_rows, all_held_rows(dim, length, sizes))))
 
 
 def _rows_on_side(dim: Dim, length: int, sizes: Sizes, side: str) -> AllRuns:

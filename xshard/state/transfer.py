@@ -113,10 +113,9 @@ def plan_transfer(  # noqa: PLR0913  all but two are keywords
             ]
         arrays.append(ArrayPlan(name, sharding, target.dtype, tuple(moves)))
     arrays = _with_balanced_senders(arrays)
+    bytes_sent = [array.bytes_by_device(sent=True) for array in arrays]
     limit_bytes = arguments.limit_of(bucket_bytes, "bucket_bytes")
-    groups = trees.group_by_bytes(
-        [array.bytes_by_device(sent=True) for array in arrays], limit_bytes
-    )
+    groups = trees.group_by_bytes(bytes_sent, limit_bytes)
     buckets = tuple(tuple(map(arrays.__getitem__, group)) for group in groups)
     return TreePlan(*meshes, sources, buckets, machine)
 

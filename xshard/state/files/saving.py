@@ -149,8 +149,7 @@ def plan_save(
     arrays = (names or SAME).resolve(shapes, source_dtypes)
     mesh = _common_mesh(sources)
     note: dict[str, Any] = {"mesh": mesh, "names": None if names is None else names_to_json(names)}
-    limit_bytes = arguments.limit_of(shard_bytes, "shard_bytes")
-    groups = _group_arrays(arrays, limit_bytes)
+    groups = _group_arrays(arrays, arguments.limit_of(shard_bytes, "shard_bytes"))
     files = []
     for number, group in enumerate(groups, 1):
         layouts = {} if mesh is None else _layouts(group, sources)
