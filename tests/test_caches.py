@@ -27,7 +27,7 @@ PLAIN = {
     "xshard.cost.model._fabric",
     "xshard.cost.model._is_dtype",
     "xshard.dtypes.itemsize",
-    "xshard.layout.mesh._all_coords",
+    "xshard.layout.mesh.all_coords",
     "xshard.layout.mesh._all_groups",
     "xshard.layout.mesh._all_indices",
     "xshard.plans.disk_cache._code_digest",

@@ -58,22 +58,22 @@ def all_to_all_single(
     if direction not in DIRECTIONS:
         known = " or ".join(map(repr, DIRECTIONS))
         raise XshardError(f"unknown direction {direction!r}", hint=f"it is {known}")
-    split = dims(shape, {sequence_dim: sharded(axis, "zigzag" if zigzag else "block")})
-    full = dims(shape, {channel_dim: sharded(axis)})
-    gathers_sequence = direction == "split_to_full"
-    text = f"{split} -> {full}" if gathers_sequence else f"{full} -> {split}"
+    sequence_sharded = dims(shape, {sequence_dim: sharded(axis, "zigzag" if zigzag else "block")})
+    channels_sharded = dims(shape, {channel_dim: sharded(axis)})
+    sequence_length = shape[sequence_dim]
+    if direction == "split_to_full":
+        text = f"{sequence_sharded} -> {channels_sharded}"
+        sequence_length *= n  # `shape` is of a block, which has one n-th of the sequence
+    else:
+        text = f"{channels_sharded} -> {sequence_sharded}"
     if even:
         hint = "pass shape= (the global shape): blocks may then differ in size"
-        length = shape[sequence_dim]
-        if gathers_sequence:
-            length *= n  # `shape` is of a block, which has one n-th of the sequence
         n_chunks = 2 * n if zigzag else n  # zigzag gives each device two chunks
-        sequence_index = sequence_dim % len(shape)
-        _check_divides("sequence length", length, n_chunks, text, sequence_index, hint)
-        if gathers_sequence:
-            channels = shape[channel_dim]
-            channel_index = channel_dim % len(shape)
-            _check_divides("number of channels", channels, n, text, channel_index, hint)
+        d = sequence_dim % len(shape)
+        _check_divides("sequence length", sequence_length, n_chunks, text, d, hint)
+        if direction == "split_to_full":
+            d = channel_dim % len(shape)
+            _check_divides("number of channels", shape[d], n, text, d, hint)
     return text
 
 
@@ -88,12 +88,22 @@ def _check_divides(what: str, length: int, parts: int, text: str, dim: int, hint
 
 def zigzag_split(shape: Sequence[int], dim: int, axis: Axes) -> str:
     """Write NvSubquadratic's `zigzag_split_across_group_ranks`: devices keep two chunks of a copied array."""
-    return f"{dims(shape)}{tag('copy', axis)} -> {dims(shape, {dim: sharded(axis, 'zigzag')})}"
+    return f"{_copies(shape, axis)} -> {_zigzag(shape, dim, axis)}"
 
 
 def zigzag_gather(shape: Sequence[int], dim: int, axis: Axes) -> str:
     """Write NvSubquadratic's `zigzag_gather_from_group_ranks`: all devices get the array in natural order."""
-    return f"{dims(shape, {dim: sharded(axis, 'zigzag')})} -> {dims(shape)}{tag('copy', axis)}"
+    return f"{_zigzag(shape, dim, axis)} -> {_copies(shape, axis)}"
+
+
+def _zigzag(shape: Sequence[int], dim: int, axis: Axes) -> str:
+    """Write the layout of a block that is sharded in zigzag order."""
+    return dims(shape, {dim: sharded(axis, "zigzag")})
+
+
+def _copies(shape: Sequence[int], axis: Axes) -> str:
+    """Write the layout of a whole block that each device uses separately."""
+    return dims(shape) + tag("copy", axis)
 
 
 def shard_whole(shape: Sequence[int], dim: int, n: int, axis: Axes, *, uneven: bool) -> str:
@@ -102,7 +112,7 @@ def shard_whole(shape: Sequence[int], dim: int, n: int, axis: Axes, *, uneven: b
     Raises:
         ShapeError: The length is not divisible, and `uneven` is False.
     """
-    text = f"{dims(shape)}{tag('copy', axis)} -> {dims(shape, {dim: sharded(axis)})}"
+    text = f"{_copies(shape, axis)} -> {dims(shape, {dim: sharded(axis)})}"
     if not uneven:
         hint = "pass uneven=True: parts may then differ in size, and the way back needs shape="
         _check_divides("length", shape[dim], n, text, dim % len(shape), hint)
@@ -114,9 +124,10 @@ def spmd_transition(src: str, dst: str, shape: tuple[int, ...], n: int, axis: Ax
     """Translate a `redistribute` of spmd_types into the text of a redistribution of this package.
 
     Their types are "R" (replicated, gradients are addends), "I" (invariant: replicated, gradients
-    too), "P" (partial sums), "S(0)" (dim 0 is sharded) and "V" (varying). With "V", device i has
-    element i of a new leading dim, which is in the text. From V to S, or back, blocks stay as they
-    are: then, as for equal types, the result is None.
+    too), "P" (partial sums), "S(0)" (dim 0 is sharded) and "V" (varying: each device has a block of
+    its own). A block of type V is written as one element of a new leading dim that is sharded over
+    the devices. From V to S, or back, blocks stay as they are: then, as for equal types, the result
+    is None.
 
     Args:
         src: The type before: "R", "I", "P", "V", or a cut as "S(0)".
@@ -135,31 +146,26 @@ def spmd_transition(src: str, dst: str, shape: tuple[int, ...], n: int, axis: Ax
     """
     src_dim = spmd_cut(src)
     dst_dim = spmd_cut(dst)
-    are_both_cut = src_dim is not None and dst_dim is not None
-    if src == dst or ("V" in (src, dst) and are_both_cut):
+    are_both_sharded = src_dim is not None and dst_dim is not None
+    if src == dst or ("V" in (src, dst) and are_both_sharded):
         return None
     if dst == "V" and shape[:1] != (n,):
         reason = f"a block of shape {shape} lacks an element for each of {n} devices"
         raise ShapeError(reason, hint="V takes the leading dim apart; S(0) cuts it")
-    # A block of type V becomes one element of a leading dim that is sharded over the devices.
-    stacked_shape = (1, *shape) if src == "V" else shape
-    src_side = _spmd_side(src, src_dim, stacked_shape, axis)
-    dst_side = _spmd_side(dst, dst_dim, stacked_shape, axis)
-    return f"{src_side} -> {dst_side}"
+    if src == "V":
+        shape = (1, *shape)
+    return f"{_spmd_side(src, src_dim, shape, axis)} -> {_spmd_side(dst, dst_dim, shape, axis)}"
 
 
-def _spmd_side(kind: str, cut_dim: int | None, shape: Sequence[int], axis: Axes) -> str:
-    """Write the layout of a type of spmd_types: the dims with a cut, or with a tag."""
-    if cut_dim is not None:
-        return dims(shape, {cut_dim: sharded(axis)})
-    if kind == "R":
-        return dims(shape) + tag("copy", axis)
-    if kind == "P":
-        return dims(shape) + tag("sum", axis)
-    return dims(shape)
+def _spmd_side(spmd_type: str, sharded_dim: int | None, shape: Sequence[int], axis: Axes) -> str:
+    """Write one side of a redistribution: the layout of a block under a type of spmd_types."""
+    if sharded_dim is not None:
+        return dims(shape, {sharded_dim: sharded(axis)})
+    tags = {"R": tag("copy", axis), "P": tag("sum", axis), "I": ""}
+    return dims(shape) + tags[spmd_type]
 
 
-def spmd_cut(kind: str) -> int | None:
+def spmd_cut(spmd_type: str) -> int | None:
     """Return the dim that is sharded under a type of spmd_types: "S(1)" -> 1; None for R, I and P.
 
     0 for "V", under which devices hold the elements of a leading dim.
@@ -167,13 +173,13 @@ def spmd_cut(kind: str) -> int | None:
     Raises:
         XshardError: There is no such type.
     """
-    if kind in ("R", "I", "P"):
+    if spmd_type in ("R", "I", "P"):
         return None
-    if kind == "V":
+    if spmd_type == "V":
         return 0
-    match = re.fullmatch(r"S\((-?\d+)\)", kind)
+    match = re.fullmatch(r"S\((-?\d+)\)", spmd_type)
     if match is None:
-        raise XshardError(f"unknown type {kind!r}", hint="R, I, V, P, or a cut as S(0)")
+        raise XshardError(f"unknown type {spmd_type!r}", hint="R, I, V, P, or a cut as S(0)")
     return int(match[1])
 
 
@@ -221,16 +227,13 @@ def styles_of_transformers(axis: str) -> dict[str, Style]:
     copies: `... -> ... | copy(tp)`. "rowwise": its input features (dim -1) are sharded, and outputs
     are all-reduced: `... | sum(tp) -> ...`.
     """
-    # Rules for inputs and outputs of modules: redistributions, or layouts that they have already.
-    copied = f"... -> ... | copy({axis})"
+    copied = _copied(axis)
+    still_copied = Style(None, _still_copied(axis))
     summed = f"... | sum({axis}) -> ..."
     gathered = f"... o/{axis} -> ... o"
     sharded_input = f"... i/{axis}"
-    split_input = f"... i -> ... i/{axis}"
-    kept_copied = f"... | copy({axis})"
     column_gathered = Style(-2, copied, gathered)
-    row_split = Style(-1, split_input, summed)
-    local = Style(None, kept_copied)
+    row_split = Style(-1, f"... i -> {sharded_input}", summed)
     return {
         "colwise": Style(-2, copied),
         "colwise_gather_output": column_gathered,
@@ -243,14 +246,24 @@ def styles_of_transformers(axis: str) -> dict[str, Style]:
         "embedding_rowwise": Style(-2, None, summed),
         "embedding_colwise": Style(-1, None, gathered),
         "sequence_parallel": Style(None, f"b s/{axis} ..."),
-        "replicated_with_grad_allreduce": local,
+        "replicated_with_grad_allreduce": still_copied,
         "all_reduce": Style(None, None, summed),
         "moe_tp_experts": Style(None, (copied, None, copied), summed),
-        "moe_identity_expert": Style(None, f"{kept_copied} -> ... | sum({axis})"),
-        "mla_kv_a_proj": local,
-        "local_params": local,
+        "moe_identity_expert": Style(None, f"{_still_copied(axis)} -> ... | sum({axis})"),
+        "mla_kv_a_proj": still_copied,
+        "local_params": still_copied,
         "replicate": Style(),
     }
+
+
+def _copied(axis: str) -> str:
+    """Write the redistribution of inputs that each device uses separately."""
+    return f"... -> {_still_copied(axis)}"
+
+
+def _still_copied(axis: str) -> str:
+    """Write the layout of inputs that were copied by an outer module."""
+    return f"... | copy({axis})"
 
 
 def plan_of_transformers(model: Any, axis: str) -> dict[str, dict[Any, Any]]:
@@ -279,22 +292,23 @@ def plan_of_transformers(model: Any, axis: str) -> dict[str, dict[Any, Any]]:
             reason = f"unknown style {style_name!r} of '{name}' in the model's plan"
             raise XshardError(reason, hint=f"the styles are: {', '.join(styles)}")
     parameters = model.named_parameters(remove_duplicate=False)
-    rules: dict[str, dict[Any, Any]] = {
-        "parameters": _parameter_rules(parameters, plan, styles, axis),
-        "inputs": {"": "..."},
-        "outputs": {},
-    }
+    inputs = {"": "..."}
+    outputs = {}
     local_modules = _modules_with_local_parts(plan)
     # Each name once, with stars for the numbers of layers, as the model's plan has them.
-    module_paths = dict.fromkeys(_starred(name) for name, _ in model.named_modules() if name)
-    for path in module_paths:
-        style = styles[plan.get(path, "replicate")]
-        inputs = _input_rule(path, style, styles, local_modules)
-        if inputs is not None:
-            rules["inputs"][path] = inputs
+    patterns = dict.fromkeys(_starred(name) for name, _ in model.named_modules() if name)
+    for pattern in patterns:
+        style = styles[plan.get(pattern, "replicate")]
+        input_rule = _input_rule(pattern, style, axis, local_modules)
+        if input_rule is not None:
+            inputs[pattern] = input_rule
         if style.outputs is not None:
-            rules["outputs"][path] = style.outputs
-    return rules
+            outputs[pattern] = style.outputs
+    return {
+        "parameters": _parameter_rules(parameters, plan, styles, axis),
+        "inputs": inputs,
+        "outputs": outputs,
+    }
 
 
 def _parameter_rules(
@@ -311,22 +325,22 @@ def _parameter_rules(
     parameters: (name, array) of each. plan: the name of a style by the name of a module or
     parameter, with "*" for numbers. styles: what the names of styles mean.
     """
-    # The name with stars -> the full name -> the rule.
-    rules_by_path: dict[str, dict[str, str]] = {}
+    # For "layers.*.weight" the rules of layers.0.weight, layers.1.weight, ...
+    rules_by_pattern: dict[str, dict[str, str]] = {}
     for name, x in parameters:
-        path = _starred(name)
-        module_path, _, own_name = path.rpartition(".")
+        pattern = _starred(name)
+        module_pattern, _, own_name = pattern.rpartition(".")
         # A style is declared for the parameter itself, or for its module.
-        style_name = plan.get(path) or plan.get(module_path) or "replicate"
+        style_name = plan.get(pattern) or plan.get(module_pattern) or "replicate"
         style = styles[style_name]
         if style.dim is not None:  # others fall under `**` below
             rule = _parameter_rule(style, tuple(x.shape), own_name, axis)
-            rules_by_path.setdefault(path, {})[name] = rule
-    rules: dict[Any, Any] = {}
-    for path, rule_by_name in rules_by_path.items():
+            rules_by_pattern.setdefault(pattern, {})[name] = rule
+    rules = {}
+    for pattern, rule_by_name in rules_by_pattern.items():
         different_rules = set(rule_by_name.values())
         if len(different_rules) == 1:  # all layers agree
-            rules[path] = min(different_rules)  # the only one
+            [rules[pattern]] = different_rules
         else:
             rules.update(rule_by_name)
     rules["**"] = "..."
@@ -363,20 +377,17 @@ def _modules_with_local_parts(plan: Mapping[str, str]) -> list[str]:
     return paths
 
 
-def _input_rule(
-    path: str, style: Style, styles: Mapping[str, Style], local_modules: Collection[str]
-) -> Any:
+def _input_rule(pattern: str, style: Style, axis: str, local_modules: Collection[str]) -> Any:
     """Return the redistribution of a module's inputs; None to leave them as they are.
 
-    path: the module's name, with "*" for numbers. local_modules: modules whose parameters each
+    pattern: the module's name, with "*" for numbers. local_modules: modules whose parameters each
     device uses for its own heads.
     """
-    copied = styles["colwise"].inputs
-    inputs = copied if path in local_modules else style.inputs
-    is_inside = any(path.startswith(f"{module}.") for module in local_modules)
+    copied = _copied(axis)
+    inputs = copied if pattern in local_modules else style.inputs
+    is_inside = any(pattern.startswith(f"{module}.") for module in local_modules)
     if inputs == copied and is_inside:
-        # The outer module has made copies of its inputs already: here they only keep that layout.
-        return styles["mla_kv_a_proj"].inputs
+        return _still_copied(axis)  # the outer module has made copies of its inputs already
     return inputs
 
 

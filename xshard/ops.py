@@ -221,7 +221,8 @@ class Operations(Generic[A, M]):
         Returns:
             The wider block, [lo + n/devices + hi, ...].
         """
-        return self.move(x, {dim: sharded(axis)}, {dim: halo(axis, width, boundary)}, mesh, shape)
+        widened = {dim: halo(axis, width, boundary)}
+        return self.move(x, {dim: sharded(axis)}, widened, mesh, shape)
 
     @api_boundary
     def trim_halo(
@@ -251,7 +252,8 @@ class Operations(Generic[A, M]):
         Returns:
             This device's block, [n/devices, ...].
         """
-        return self.move(x, {dim: halo(axis, width, boundary)}, {dim: sharded(axis)}, mesh, shape)
+        widened = {dim: halo(axis, width, boundary)}
+        return self.move(x, widened, {dim: sharded(axis)}, mesh, shape)
 
 
 # ---- parts of expressions as text

@@ -6,7 +6,6 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from functools import partial
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,18 +17,18 @@ from xshard.contractions.plan import ContractionPlan, Part, remaining
 from xshard.contractions.shapes import named_block
 from xshard.errors import DtypeError, ShapeError, api_boundary
 from xshard.layout import Layout, Mesh, Sharding
-from xshard.layout.providers import offered_rows, wanted_rows
 from xshard.layout.runs import FILL, Runs, row_numbers
 from xshard.notation.maps import Maps
 from xshard.plans.max_min import max_min_plans
 from xshard.plans.plan import Plan
-from xshard.steps.base import REDUCERS, Block
-from xshard.steps.exchange.messages import boundary_fills
-from xshard.steps.exchange.sources import View, dim_end, views
+from xshard.steps.base import Block, write_or_reduce
+from xshard.steps.exchange.messages import fill_boundaries
+from xshard.steps.exchange.sources import View, view_ends, views
 from xshard.steps.local import Scale
 
 Arrays = Sequence[ArrayLike]  # a block per device
 Operand = list[Block]  # its blocks
+NamedOperand = tuple[tuple[str, ...], Operand]  # with the names of its dims
 
 
 @api_boundary
@@ -75,15 +74,12 @@ def _fill(block: Block, x: Block, sharding: Sharding, device: int) -> None:
     """
     # Rows beyond the ends of the array first, as of a zero or constant boundary; rows of the array
     # are written over them where both are.
-    for d, start, stop, value in boundary_fills(sharding, device):
-        block[(slice(None),) * d + (slice(start, stop),)] = value
-    # One view is the array itself. Others are its images beyond an end: with a periodic, mirrored
-    # or polar boundary, halos read rows of the array there.
+    fill_boundaries(block, sharding, device)
+    # One view is the array itself. Others are its images beyond a pole.
     for view in views(sharding):
         rows = []  # for every dim, the global row of each place in the block
-        for d in range(len(x.shape)):
-            end = dim_end(sharding, d, view.sides[d], view.shifts[d])
-            rows.append(wanted_rows(*end)[sharding.dim_device(d, device)])
+        for d, end in enumerate(view_ends(sharding, view)):
+            rows.append(end.wanted_rows()[sharding.dim_device(d, device)])
         index = _indices(rows)
         values = x[index.whole]
         if view.sign < 0:  # components of vectors change their sign across a pole
@@ -123,39 +119,37 @@ def gather(
     """
     sharding = Sharding(Layout.parse(layout, maps), mesh, lengths_of(shape))
     arrays = checked_blocks(blocks, sharding)
-    reduce = REDUCERS[_reduction(sharding.layout)]
-    addend_axes = sharding.layout.tagged("sum", "mean", "max", "min")
-    distinct_axes = (*sharding.layout.sharding_axes, *addend_axes)
-    copy_axes = [axis for axis in mesh.axes if axis not in distinct_axes]
-    dtype = arrays[0].dtype if arrays else np.dtype(float)
-    out: Block = np.zeros(sharding.shape, dtype)
+    op = _reduction(sharding.layout)
+    out: Block = np.zeros(sharding.shape, arrays[0].dtype)
     is_written = np.zeros(out.shape, bool)
-    for device in range(mesh.n_devices):
-        if mesh.index(device, copy_axes):
-            continue  # another device holds the same
+    for device in _devices_with_distinct_blocks(sharding):
         for view in views(sharding):
             for rows in _offers(sharding, view, device):
                 index = _indices(rows)
                 values = arrays[device][index.block]
                 if view.sign < 0:
                     values = -values
-                # The first addend of an element is no reduction with 0, which a max would show.
-                reduced = reduce(out[index.whole], values)
-                out[index.whole] = np.where(is_written[index.whole], reduced, values)
-                is_written[index.whole] = True
+                write_or_reduce(out, is_written, index.whole, values, op)
     if sharding.scale != 1:  # a mean
         [out] = Scale(sharding.scale).run([out], sharding)
     return out
 
 
+def _devices_with_distinct_blocks(sharding: Sharding) -> list[int]:
+    """List one device for each block: under "n/x" on x=2, y=2 devices 0 and 2."""
+    mesh = sharding.mesh
+    addend_axes = sharding.layout.tagged("sum", "mean", "max", "min")
+    distinct_axes = (*sharding.layout.sharding_axes, *addend_axes)
+    copy_axes = [axis for axis in mesh.axes if axis not in distinct_axes]
+    return [device for device in range(mesh.n_devices) if mesh.index(device, copy_axes) == 0]
+
+
 def _reduction(layout: Layout) -> str:
     """Return how addends under a layout are reduced, as a key of `REDUCERS`."""
-    for kind, _ in layout.tags:
-        if kind in ("max", "min"):
+    for kind in ("max", "min"):
+        if layout.tagged(kind):
             return kind
-        if kind != "copy":
-            return "sum"  # a mean is scaled afterwards
-    return "sum"
+    return "sum"  # a mean is scaled afterwards
 
 
 def _offers(sharding: Sharding, view: View, device: int) -> Iterator[tuple[Runs, ...]]:
@@ -164,12 +158,11 @@ def _offers(sharding: Sharding, view: View, device: int) -> Iterator[tuple[Runs,
     A block that has a row twice, as with some halos, offers it once. Each part is a tuple with the
     global rows of every dim; parts of several dims are all combinations of theirs.
 
-    view: the array itself, or its image beyond an end, as with a periodic boundary.
+    view: the array itself, or its image beyond a pole.
     """
     offers = []
-    for d in range(len(sharding.shape)):
-        end = dim_end(sharding, d, view.sides[d], view.shifts[d])
-        offers.append(offered_rows(*end)[sharding.dim_device(d, device)])
+    for d, end in enumerate(view_ends(sharding, view)):
+        offers.append(end.offered_rows()[sharding.dim_device(d, device)])
     yield from itertools.product(*offers)
 
 
@@ -261,21 +254,28 @@ def pullback(plan: Plan | ContractionPlan, given: Sequence[Any], cotangents: Arr
         return _pull_back_contraction(plan, given, cotangents)
     if plan.src.is_linear or plan.transfer:
         return run(plan.backward, cotangents)
+    return _pull_back_max_min(plan, checked_blocks(given, plan.source), cotangents)
+
+
+def _pull_back_max_min(plan: Plan, blocks: list[Block], cotangents: Arrays) -> list[Block]:
+    """Share the gradient of each maximum (or minimum) equally among the devices that hold it.
+
+    Values 3, 5, 5 on three devices and a gradient of 1 for their maximum -> 0, 1/2, 1/2.
+    """
     plans = max_min_plans(plan)
-    xs = checked_blocks(given, plan.source)
-    # Bring the maximum (or minimum) to where the input blocks are, to be compared with them. If the
-    # plan's result lacks rows of the array, `plans.result` starts from the input blocks instead.
-    if plans.result.src.is_linear:
-        best = run(plans.result, run(plan, xs))
-    else:
-        best = run(plans.result, xs)
-    won = [np.equal(x, y).astype(x.dtype) for x, y in zip(xs, best, strict=True)]
-    winners = run(plans.count, won)  # how many share a cotangent
-    pulled = run(plans.cotangent, cotangents)
+    # Bring the maximum to where the input blocks are, to be compared with them. If the plan's
+    # result lacks rows of the array, `plans.result` starts from the input blocks instead.
+    has_all_rows = plans.result.src.is_linear
+    extremes = run(plans.result, run(plan, blocks) if has_all_rows else blocks)
+    has_won = []
+    for block, extreme in zip(blocks, extremes, strict=True):
+        has_won.append(np.equal(block, extreme).astype(block.dtype))
+    n_winners = run(plans.count, has_won)
+    gradients = run(plans.cotangent, cotangents)
     shares = []
-    for cotangent, has_won, n_winners in zip(pulled, won, winners, strict=True):
+    for device, gradient in enumerate(gradients):
         # Without a winner, as with nan, there is nothing to share, and nothing to divide by.
-        shares.append(cotangent * has_won / np.maximum(n_winners, 1))
+        shares.append(gradient * has_won[device] / np.maximum(n_winners[device], 1))
     return shares
 
 
@@ -295,20 +295,36 @@ def _run_contraction(plan: ContractionPlan, operands: Sequence[Arrays]) -> Contr
     if len(operands) != len(plan.shapes):
         raise ShapeError(f"{len(operands)} operands for the {len(plan.shapes)} of '{plan.text}'")
     *arrays, target = plan.arrays
-    left = []  # operands that are not contracted yet; the result of each part goes to the end
+    values = []  # the operands, then the result of each part
     for x, array, move in zip(operands, arrays, plan.moves, strict=True):
-        left.append(blocks_by_name(checked_blocks(x, array), array, move.source))
+        values.append(blocks_by_name(checked_blocks(x, array), array, move.source))
     used_by_part = []
-    for part in plan.parts:
-        used = [
-            run(move, left[i]) for i, move in zip(part.operand_indices, part.moves, strict=True)
-        ]
+    for part, numbers in zip(plan.parts, _operand_numbers(plan), strict=True):
+        used = []
+        for number, move in zip(numbers, part.moves, strict=True):
+            used.append(run(move, values[number]))
         used_by_part.append(used)
-        names = [move.dst.names for move in part.moves]
-        local = contract(list(zip(names, used, strict=True)), part.result.src.names)
-        left = [*remaining(left, part.operand_indices), run(part.result, local)]
-    [result] = left
-    return Contracted(_to_written_dims(result, target, plan.result.target), used_by_part)
+        result = contract(_with_names(part, used), part.result.src.names)
+        values.append(run(part.result, result))
+    return Contracted(_to_written_dims(values[-1], target, plan.result.target), used_by_part)
+
+
+def _operand_numbers(plan: ContractionPlan) -> list[list[int]]:
+    """List which values each part of a contraction takes: operands 0, 1, ..., then parts' results.
+
+    Three operands, of which the first part contracts the first two -> [0, 1], and [2, 3] or [3, 2].
+    """
+    unused = list(range(len(plan.moves)))
+    numbers_by_part = []
+    for k, part in enumerate(plan.parts):
+        numbers_by_part.append([unused[i] for i in part.operand_indices])
+        unused = [*remaining(unused, part.operand_indices), len(plan.moves) + k]
+    return numbers_by_part
+
+
+def _with_names(part: Part, operands: Sequence[Operand]) -> list[NamedOperand]:
+    """Pair the operands of a local contraction with the names of their dims."""
+    return [(move.dst.names, x) for move, x in zip(part.moves, operands, strict=True)]
 
 
 def _pull_back_contraction(
@@ -320,30 +336,30 @@ def _pull_back_contraction(
     undone, the last one first.
     """
     used_by_part = _run_contraction(plan, operands).used
-    cotangent_blocks = [np.asarray(block) for block in cotangents]
-    # The gradient of each operand that the forward pass has left at this point, at the end only of
-    # the result. Undoing a part replaces the gradient of its result by those of its operands.
-    left = [blocks_by_name(cotangent_blocks, plan.arrays[-1], plan.result.target)]
-    for part, used in zip(reversed(plan.parts), reversed(used_by_part), strict=True):
-        of_result = left.pop()
-        of_taken = zip(part.operand_indices, _gradients(part, used, of_result), strict=True)
-        for i, operand in sorted(of_taken, key=itemgetter(0)):
-            # Put back where the part took the operand from: lowest index first, since each
-            # insertion moves the places behind it.
-            left.insert(i, operand)
-    described = zip(left, plan.arrays, plan.moves, strict=False)
-    return [_to_written_dims(x, array, move.source) for x, array, move in described]
+    numbers_by_part = _operand_numbers(plan)
+    n_operands = len(plan.moves)
+    last = n_operands + len(plan.parts) - 1
+    blocks = [np.asarray(block) for block in cotangents]
+    # The gradient of each value, by its number: operands 0, 1, ..., then the results of parts.
+    gradients = {last: blocks_by_name(blocks, plan.arrays[-1], plan.result.target)}
+    for k in reversed(range(len(plan.parts))):
+        of_operands = _gradients(plan.parts[k], used_by_part[k], gradients[n_operands + k])
+        gradients.update(zip(numbers_by_part[k], of_operands, strict=True))
+    results = []
+    for i, move in enumerate(plan.moves):
+        results.append(_to_written_dims(gradients[i], plan.arrays[i], move.source))
+    return results
 
 
 def blocks_by_name(blocks: Sequence[Block], array: Sharding, named: Sharding) -> Operand:
-    """Bring blocks of an array from the dims of a contraction's text into one dim per name.
+    """Bring blocks from the dims of a contraction's text to one dim for each name.
 
     The text `(h d)/tp` has one dim for two names: on 4 devices `[h*d/4]` -> `[h/4, d]`.
 
     Args:
         blocks: One block per device, with the dims of the text.
-        array: The sharding of the array as the text writes it.
-        named: The sharding of the same array with one dim per name.
+        array: The sharding of the array as the text writes it: "(h d)/tp".
+        named: The sharding of the same array with one dim per name: "h/tp d".
 
     Returns:
         One block per device, with one dim per name.
@@ -379,7 +395,7 @@ def _places_by_name(array: Sharding, named: Sharding) -> Iterator[NDArray[np.int
 def _gradients(part: Part, used: list[Operand], cotangent: Operand) -> Iterator[Operand]:
     """Iterate over the cotangents of a part's operands, each contracted where the operands were."""
     of_result = (part.result.src.names, run(part.result.backward, cotangent))
-    operands = list(zip([move.dst.names for move in part.moves], used, strict=True))
+    operands = _with_names(part, used)
     for i, move in enumerate(part.moves):
         names, blocks = operands[i]
         others = [of_result, *operands[:i], *operands[i + 1 :]]
@@ -387,7 +403,7 @@ def _gradients(part: Part, used: list[Operand], cotangent: Operand) -> Iterator[
 
 
 def contract_gradient(
-    operands: Sequence[tuple[tuple[str, ...], Operand]], names: tuple[str, ...], like: Operand
+    operands: Sequence[NamedOperand], names: tuple[str, ...], like: Operand
 ) -> Operand:
     """Compute one operand's gradient (cotangent) in a local contraction: another contraction.
 
@@ -416,9 +432,7 @@ def contract_gradient(
     return contract([*operands, (repeated_names, ones)], names)
 
 
-def contract(
-    operands: Sequence[tuple[tuple[str, ...], Operand]], names: tuple[str, ...]
-) -> Operand:
+def contract(operands: Sequence[NamedOperand], names: tuple[str, ...]) -> Operand:
     """Run an einsum on the blocks of every device by itself; nothing moves between devices.
 
         contract([(("b", "d"), x), (("d", "f"), w)], ("b", "f"))    # [b, d], [d, f] -> [b, f] on each
@@ -430,18 +444,19 @@ def contract(
     Returns:
         One block per device. Low-precision blocks are added in float32, and rounded once.
     """
-    numbers: dict[str, int] = {}
+    numbers: dict[str, int] = {}  # of dims, since numpy has 52 letters, and names may be longer
     for dims, _ in operands:
         for name in dims:
             numbers.setdefault(name, len(numbers))
+    result_numbers = [numbers[name] for name in names]
     result = []
     for device, first in enumerate(operands[0][1]):
         arguments: list[Any] = []
         for dims, blocks in operands:
-            arguments.append(_as_contractible(blocks[device]))
+            block = blocks[device]
+            arguments.append(block.astype(np.float32) if _is_low_precision(block) else block)
             arguments.append([numbers[name] for name in dims])
-        # By numbers, since numpy's letters are 52, and names may be longer.
-        y = np.asarray(np.einsum(*arguments, [numbers[name] for name in names]))
+        y = np.asarray(np.einsum(*arguments, result_numbers))
         if _is_low_precision(first):
             y = y.astype(first.dtype)
         result.append(y)
@@ -451,13 +466,6 @@ def contract(
 def _is_low_precision(block: Block) -> bool:
     """Return whether numpy cannot contract a dtype: bfloat16 and 8-bit floats of ml_dtypes."""
     return block.dtype.kind == "V"
-
-
-def _as_contractible(block: Block) -> Block:
-    """Return a block in a dtype that numpy can contract."""
-    if _is_low_precision(block):
-        return block.astype(np.float32)
-    return block
 
 
 def checked_blocks(blocks: Arrays, sharding: Sharding) -> list[Block]:

@@ -68,26 +68,24 @@ class ReplicaCheck(NamedTuple):
             names: Of devices in errors, by default their numbers.
         """
         measured = np.asarray(differences, np.float64)
-        difference = measured[..., 0]
+        difference = measured[..., 0]  # [devices, axes]
         largest = measured[..., 1]
         is_wrong = difference > tolerances.replicas(self.dtype) * largest
         if not is_wrong.any():
             return None
         # Only the first group along the first wrong axis is reported. All devices have the findings of
         # all groups, so that all of them raise the same error.
-        axis_index = int(is_wrong.any(axis=0).argmax())
-        device = int(is_wrong[:, axis_index].argmax())
-        axis = self.axes[axis_index]
+        i = int(is_wrong.any(axis=0).argmax())
+        device = int(is_wrong[:, i].argmax())
+        axis = self.axes[i]
         group = self.mesh.group(device, (axis,))
         if names:
             called = "ranks " + ", ".join(str(names[d]) for d in group)
         else:
             called = "devices " + ", ".join(map(str, group))
-        hint = f"by {difference[device, axis_index]:.3g} on {called}, where the largest value is "
-        hint += f"{largest[device, axis_index]:.3g}\n  {self._way_out(axis)}"
-        what = "blocks"
-        if self.cotangents:
-            what = "cotangents"
+        hint = f"by {difference[device, i]:.3g} on {called}, where the largest value is "
+        hint += f"{largest[device, i]:.3g}\n  {self._way_out(axis)}"
+        what = "cotangents" if self.cotangents else "blocks"
         reason = f"{what} differ along {axis!r}, where one value is meant"
         error = ReplicaError(reason, text=self.text, span=self._side(), hint=hint)
         return with_path(error, self.name)

@@ -43,9 +43,7 @@ class Groups:
             >>> Groups.of(3, 2).parts, Groups.of([1, 0, 1], 2).parts, Groups.of(None, 2).parts
             ((0, 0, 1), (1, 0, 1), (0, 1))
         """
-        number = as_whole_number(groups)
-        if groups is None:  # one for each part
-            number = n_parts
+        number = n_parts if groups is None else as_whole_number(groups)
         if number is None:
             parts = whole_numbers(groups)
         else:
@@ -75,7 +73,7 @@ def _parts_in_turn(n_groups: int, n_parts: int) -> tuple[int, ...]:
     # As a dim of groups would be sharded: the last parts may have fewer, or none.
     mesh = Mesh(parts=n_parts)
     layout = Layout.parse("g/parts")
-    parts: list[int] = []
+    parts = []
     for part in range(n_parts):
         n_held = len(layout.positions(mesh, (n_groups,), 0, part))
         parts += [part] * n_held
@@ -95,7 +93,7 @@ def check_rows(rows: Sequence[int], to: Sequence[int], is_whole: bool, **limits:
         limits: Options by name, such as a capacity: None for no limit, or a whole number > 0.
     """
     fits = len(rows) > 0 and len(to) in (1, 2) and to[0] == rows[0]
-    if not is_whole or not fits:
+    if not (is_whole and fits):
         kind = ""
         if not is_whole:
             kind = ", of numbers that are not whole,"

@@ -51,13 +51,18 @@ def place_of(name: str) -> str:
     return f"leaf '{name}'" if name else ""
 
 
+def _always(x: Any) -> bool:
+    """Return True: every leaf takes a value."""
+    return True
+
+
 def named_once(leaves: Iterable[tuple[str, T]]) -> dict[str, T]:
     """Return leaves by name.
 
     Raises:
         XshardError: Two leaves have one name.
     """
-    by_name: dict[str, T] = {}
+    by_name = {}
     for name, x in leaves:
         if name in by_name:
             raise XshardError(f"two leaves are called {name!r}", hint="a key without dots")
@@ -71,7 +76,7 @@ def named_once(leaves: Iterable[tuple[str, T]]) -> dict[str, T]:
 def leaves_with_values(
     branches: Iterable[tuple[str, Any, Any]],
     named_leaves: Callable[[Any], Iterable[tuple[str, Any]]],
-    takes_value: Test | None = None,
+    takes_value: Test = _always,
 ) -> list[Leaf]:
     """List every leaf of a tree with the value given for it, such as its layout.
 
@@ -86,15 +91,14 @@ def leaves_with_values(
     leaves = []
     for branch, value, tree in branches:
         named = list(named_leaves(tree))
-        taking = [name for name, x in named if takes_value is None or takes_value(x)]
+        names = dict.fromkeys(name for name, x in named if takes_value(x))
         if isinstance(value, Rules):
             with located(place_of(branch)):
-                value_of = value.match(list(dict.fromkeys(taking)))
+                value_of = value.match(list(names))
         else:
-            value_of = dict.fromkeys(taking, value)
+            value_of = dict.fromkeys(names, value)
         for name, x in named:
-            is_taking = takes_value is None or takes_value(x)
-            given = value_of[name] if is_taking else None
+            given = value_of[name] if takes_value(x) else None
             leaves.append(Leaf(_joined(branch, name), x, given))
     return leaves
 
@@ -140,11 +144,11 @@ def prefix_branches(
         name: The name of the tree in a larger one.
         error: The class of errors.
     """
-    parts = children(tree)
     # Asked before `given` is looked into: a value may be a tuple itself, as a pair of layouts is.
     if isinstance(given, Rules) or is_value(given):
         yield name, given, tree
         return
+    parts = children(tree)
     values = children(given)
     tree_kind, values_kind = what
     place = f"{tree_kind} at {name!r}" if name else tree_kind
@@ -152,21 +156,21 @@ def prefix_branches(
         reason = f"{place}: one array, but {values_kind} {short_repr(given)}"
         raise error(reason, hint=f"one of the {values_kind} for each array")
     are_alike = isinstance(tree, Mapping) == isinstance(given, Mapping)
-    if not are_alike or parts.keys() != values.keys():
+    if are_alike and parts.keys() == values.keys():
+        for key, part in parts.items():
+            part_name = f"{name}.{key}" if name else str(key)
+            yield from prefix_branches(
+                values[key], part, is_value, what, children=children, name=part_name, error=error
+            )
+    elif isinstance(given, dict) and not isinstance(tree, dict | list | tuple):
         # The tree is a module or another object whose parts have names, and the dict is not nested
         # like it: its keys are patterns over these names.
-        if isinstance(given, dict) and not isinstance(tree, dict | list | tuple):
-            yield name, Rules(given), tree
-            return
+        yield name, Rules(given), tree
+    else:
         difference = f"{_described(tree, parts)}, and {_described(given, values)}"
         reason = f"{place} and {values_kind} differ: {difference}"
         hint = "one for each array, or one for all arrays of a branch; patterns over names: xshard.Rules"
         raise error(reason, hint=hint)
-    for key, part in parts.items():
-        part_name = f"{name}.{key}" if name else str(key)
-        yield from prefix_branches(
-            values[key], part, is_value, what, children=children, name=part_name, error=error
-        )
 
 
 def _described(tree: Any, parts: Mapping[Any, Any]) -> str:
@@ -195,21 +199,29 @@ def group_by_bytes(
     Returns:
         The numbers of the items of each group.
     """
-    groups_of_key: dict[Hashable, list[list[int]]] = {}
-    filled: dict[Hashable, Counter[int]] = {}  # bytes by device, of the last group of each key
-    for i, size in enumerate(sizes):
-        key = keys[i] if keys is not None else None
+    items_of_key: dict[Hashable, list[int]] = {}
+    for i in range(len(sizes)):
+        key = None if keys is None else keys[i]
+        items_of_key.setdefault(key, []).append(i)
+    groups = []
+    for items in items_of_key.values():
+        groups += _split_at_limit(items, sizes, limit)
+    return groups
+
+
+def _split_at_limit(
+    items: Sequence[int], sizes: Sequence[int | Counter[int]], limit: int | None
+) -> list[list[int]]:
+    """Split items into groups of consecutive ones, each as long as the limit on bytes allows."""
+    groups: list[list[int]] = []
+    group_bytes = Counter[int]()  # of the last group, by device
+    for i in items:
+        size = sizes[i]
         item_bytes = Counter({0: size}) if isinstance(size, int) else size
-        total = filled.get(key, Counter()) + item_bytes
-        is_full = limit is not None and max(total.values(), default=0) > limit
-        if key not in groups_of_key:
-            groups_of_key[key] = [[]]  # the first item always fits, however large
-        elif is_full:
-            groups_of_key[key].append([])
-            total = item_bytes
-        groups_of_key[key][-1].append(i)
-        filled[key] = total
-    all_groups: list[list[int]] = []
-    for of_key in groups_of_key.values():
-        all_groups.extend(of_key)
-    return all_groups
+        group_bytes = group_bytes + item_bytes
+        is_too_large = limit is not None and max(group_bytes.values(), default=0) > limit
+        if not groups or is_too_large:
+            groups.append([])
+            group_bytes = item_bytes
+        groups[-1].append(i)
+    return groups

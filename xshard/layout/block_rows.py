@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from xshard.caches import layout_cache
 from xshard.errors import ShapeError
-from xshard.layout.mesh import row_major
+from xshard.layout.mesh import all_coords, row_major
 from xshard.layout.partition import (
     Ints,
     Sizes,
@@ -67,12 +65,9 @@ def row_spans(dim: Dim, length: int, sizes: Ints, coords: Ints) -> tuple[RowSpan
 @layout_cache(maxsize=4096)
 def all_row_spans(dim: Dim, length: int, sizes: Sizes) -> tuple[tuple[RowSpan, ...], ...]:
     """List `row_spans` of every block of a dim, row-major along its axes."""
-    owned_blocks = all_owned_rows(replace(dim, overlap=None), length, sizes)
-    every_coords = itertools.product(*map(range, sizes))
-    return tuple(
-        _spans_of_block(dim, length, sizes, coords, owned)
-        for coords, owned in zip(every_coords, owned_blocks, strict=True)
-    )
+    owned_blocks = all_owned_rows(dim, length, sizes)
+    blocks = zip(all_coords(sizes), owned_blocks, strict=True)
+    return tuple(_spans_of_block(dim, length, sizes, coords, owned) for coords, owned in blocks)
 
 
 @layout_cache(maxsize=4096)
@@ -84,9 +79,8 @@ def all_held_rows(dim: Dim, length: int, sizes: Sizes) -> tuple[Runs, ...]:
     if dim.overlap is None:
         return all_owned_rows(dim, length, sizes)
     if isinstance(unfolded(dim.overlap), Reads):
-        every_coords = itertools.product(*map(range, sizes))
-        return tuple(held_rows(dim, length, sizes, coords) for coords in every_coords)
-    blocks: list[Runs] = []
+        return tuple(held_rows(dim, length, sizes, coords) for coords in all_coords(sizes))
+    blocks = []
     for spans in all_row_spans(dim, length, sizes):
         blocks.append(tuple(span.run for span in spans))
     return tuple(blocks)
@@ -95,27 +89,33 @@ def all_held_rows(dim: Dim, length: int, sizes: Sizes) -> tuple[Runs, ...]:
 def _spans_of_block(
     dim: Dim, length: int, sizes: Ints, coords: Ints, owned: Runs
 ) -> tuple[RowSpan, ...]:
-    """List the rows of a device's block as `row_spans` does, given the rows that it owns."""
-    spans = [RowSpan(run, "own") for run in owned]
+    """List the rows of a device's block as `row_spans` does, given the rows that it owns.
+
+    Owned rows 0-3 of 8 with a halo of 1 -> FILL from "before", 0-3 its "own", 4 from "near".
+    """
     if dim.overlap is None:
-        return tuple(spans)
+        return _spans_from("own", owned)
     overlap = unfolded(dim.overlap)
     if isinstance(overlap, Reads):
         # The layout lists the rows that each device reads from others: they come after its own.
-        for run in as_runs(_rows_read(overlap, sizes, coords)):
-            spans.append(RowSpan(run, "near"))
-        return tuple(spans)
+        others = as_runs(_rows_read(overlap, sizes, coords))
+        return _spans_from("own", owned) + _spans_from("near", others)
 
-    owned_intervals = sorted(unrolled(owned))  # for the search by bisection
-    spans = []
     if isinstance(overlap, Halo):
         intervals = _halo_intervals(dim, overlap, length, sizes, coords, owned)
     else:
         intervals = _window_intervals(dim, overlap, length, sizes, coords)
+    owned_intervals = sorted(unrolled(owned))  # for the search by bisection
+    spans: list[RowSpan] = []
     for start, stop in intervals:
         if start < stop:
             spans.extend(_spans_between(start, stop, owned_intervals, length, overlap))
     return tuple(spans)
+
+
+def _spans_from(origin: str, runs: Iterable[Run]) -> tuple[RowSpan, ...]:
+    """Return rows that all come from one place, as spans."""
+    return tuple(RowSpan(run, origin) for run in runs)
 
 
 def _rows_read(reads: Reads, sizes: Ints, coords: Ints) -> Numbers:
@@ -153,7 +153,7 @@ def window_outputs(dim: Dim, window: Window, length: int, sizes: Ints, coords: I
     # "aligned": output i is computed on the device that owns row i * stride.
     runs = []
     for run in unrolled(owned_rows(dim, length, sizes, coords)):
-        run_stop = run.start + run.length
+        run_stop = _stop_of(run)
         first = -(-run.start // window.s)  # rounded up: -(-a // b) is a / b rounded up
         stop = min(-(-run_stop // window.s), n_outputs)
         if run_stop == length:
@@ -176,8 +176,8 @@ def output_dim(dim: Dim, length: int, sizes: Sizes) -> tuple[Dim, int]:
     if not isinstance(window, Window):
         raise ShapeError(f"'{dim}' is not a window", hint="as in h/sp:window(k=3,p=1)")
     n_outputs = window.output_length(length)
-    outputs: list[Runs] = []  # of every device
-    for coords in itertools.product(*map(range, sizes)):
+    outputs = []  # of every device
+    for coords in all_coords(sizes):
         outputs.append(window_outputs(dim, window, length, sizes, coords))
     for shards in _shards_of_outputs(dim, outputs):
         candidate = Dim(dim.name, shards)
@@ -274,7 +274,7 @@ def _window_intervals(
     intervals = []
     for outputs in unrolled(window_outputs(dim, window, length, sizes, coords)):
         first = outputs.start * window.s - rows_before
-        last = (outputs.start + outputs.length - 1) * window.s - rows_before
+        last = (_stop_of(outputs) - 1) * window.s - rows_before
         intervals.append((first, last + width))
     return intervals
 
@@ -289,19 +289,23 @@ def _halo_intervals(
     interval.
     """
     part = row_major(sizes, coords)
-    rows_before, rows_after = halo.widths(part)
     if isinstance(halo.lo, int) and isinstance(halo.hi, int):
-        intervals = []
-        for run in unrolled(owned):
-            intervals.append((run.start - rows_before, run.start + run.length + rows_after))
-        return intervals
-    # With a width per device, even a device without rows may have a halo. Its position is counted
-    # from the rows of the devices before it.
-    plain_dim = replace(dim, overlap=None)
-    blocks = all_owned_rows(plain_dim, length, tuple(sizes))
+        intervals = [(run.start, _stop_of(run)) for run in unrolled(owned)]
+    else:
+        intervals = [_interval_of_part(dim, length, sizes, part)]
+    rows_before, rows_after = halo.widths(part)
+    return [(start - rows_before, stop + rows_after) for start, stop in intervals]
+
+
+def _interval_of_part(dim: Dim, length: int, sizes: Ints, part: int) -> tuple[int, int]:
+    """Return the rows [start, stop) of a contiguous part of a dim.
+
+    They are counted from the rows of the parts before it, since a part without rows has a place
+    too: 2 rows over 3 parts -> (0, 1), (1, 2), (2, 2).
+    """
+    blocks = all_owned_rows(dim, length, tuple(sizes))
     start = sum(map(count_rows, blocks[:part]))
-    stop = start + count_rows(blocks[part])
-    return [(start - rows_before, stop + rows_after)]
+    return start, start + count_rows(blocks[part])
 
 
 def _spans_between(
@@ -320,26 +324,26 @@ def _spans_between(
         length: The rows of the array.
         overlap: The overlap, with the boundaries at both ends of the array.
     """
-    for run in _rows_beyond(start, min(stop, 0), length, overlap.before):
-        yield RowSpan(run, "before")
+    yield from _spans_from("before", _rows_beyond(start, min(stop, 0), length, overlap.before))
+    yield from _spans_inside(max(start, 0), min(stop, length), owned)
+    rows_after = _rows_beyond(max(start, length), stop, length, overlap.after)
+    yield from _spans_from("after", rows_after)
 
-    # Inside the array: rows of others up to the next owned interval, then that interval.
-    row = max(start, 0)
-    inner_stop = min(stop, length)
+
+def _spans_inside(start: int, stop: int, owned: Sequence[Run]) -> Iterator[RowSpan]:
+    """Yield the rows [start, stop) inside the array, by turns "near" and the device's "own"."""
+    row = start
     i = bisect_right(owned, row, key=_stop_of)
-    while i < len(owned) and owned[i].start < inner_stop:
-        first = max(owned[i].start, row)
-        last = min(_stop_of(owned[i]), inner_stop)
-        if row < first:
-            yield RowSpan(Run(row, first - row), "near")
-        yield RowSpan(Run(first, last - first), "own")
-        row = last
+    while i < len(owned) and owned[i].start < stop:
+        own_start = max(owned[i].start, row)
+        own_stop = min(_stop_of(owned[i]), stop)
+        if row < own_start:
+            yield RowSpan(Run(row, own_start - row), "near")
+        yield RowSpan(Run(own_start, own_stop - own_start), "own")
+        row = own_stop
         i += 1
-    if row < inner_stop:
-        yield RowSpan(Run(row, inner_stop - row), "near")
-
-    for run in _rows_beyond(max(start, length), stop, length, overlap.after):
-        yield RowSpan(run, "after")
+    if row < stop:
+        yield RowSpan(Run(row, stop - row), "near")
 
 
 def _stop_of(run: Run) -> int:
@@ -360,10 +364,10 @@ def _rows_beyond(start: int, stop: int, length: int, boundary: Boundary) -> Sequ
         return _walk_around(start, count, length)
     if boundary.kind == "reflect":
         # The edge row is not repeated: 2 1 [0 1 2 3] 2 1.
-        return _walk_up_and_down(start, stop, length, max(2 * (length - 1), 1))
+        return _walk_up_and_down(start, stop, length, first_row_down=length - 2)
     if boundary.kind == "pole":
         # Across a pole lie the nearest rows again, in reverse order: 1 0 [0 1 2 3] 3 2.
-        return _walk_up_and_down(start, stop, length, 2 * length)
+        return _walk_up_and_down(start, stop, length, first_row_down=length - 1)
     if boundary.kind == "edge":
         edge_row = 0 if start < 0 else length - 1  # positions lie all on one side
         return (Run(edge_row, 1, count),)
@@ -383,23 +387,25 @@ def _walk_around(start: int, count: int, length: int) -> Sequence[Run]:
     return [run for run in runs if run.length and run.repeats]
 
 
-def _walk_up_and_down(start: int, stop: int, length: int, period: int) -> Sequence[Run]:
+def _walk_up_and_down(start: int, stop: int, length: int, first_row_down: int) -> Sequence[Run]:
     """Mirror an array at both ends, again and again, and return the rows at [start, stop).
 
-    An array of 4 rows goes on as 0 1 2 3 3 2 1 0 0 1 ... with a period of 8, or as 0 1 2 3 2 1 0 1
-    ... with a period of 6. Position 0 is row 0; negative positions count back from there: -2 and -1
-    are 1 0 with a period of 8, and 2 1 with a period of 6.
+    An array of 4 rows goes on as 0 1 2 3 3 2 1 0 0 1 ... if the first row on the way down is 3, and
+    as 0 1 2 3 2 1 0 1 ... if it is 2. Position 0 is row 0; negative positions count back from
+    there: -2 and -1 are 1 0, or 2 1.
 
     Args:
         start: The first position.
         stop: The position after the last.
         length: The rows of the array.
-        period: After how many positions the walk is at row 0 again, going up: 2 * length, where it
-            turns on the last row, or 2 * length - 2, where it turns below it.
+        first_row_down: The last row of the array, or the row before it.
     """
-    if period == length:  # 1 or 2 rows without their end rows repeated: there is no way down
+    # The walk down ends at the row as far from the first one as it began from the last one.
+    last_row_down = length - 1 - first_row_down
+    n_down = first_row_down - last_row_down + 1
+    if n_down <= 0:  # 1 or 2 rows without their end rows repeated: there is no way down
         return _walk_around(start, stop - start, length)
-    first_row_down = length - 1 if period == 2 * length else length - 2
+    period = length + n_down
     runs = []
     position = start
     while position < stop:

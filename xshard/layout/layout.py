@@ -8,21 +8,19 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 
-import numpy as np
-from numpy.typing import NDArray
-
 from xshard.arguments import as_whole_number, lengths_of, short_repr
 from xshard.caches import layout_cache
 from xshard.errors import LinearityError, NotationError, ShapeError, Span, api_boundary
 from xshard.formatting import Pictured
 from xshard.layout.block_rows import held_rows
-from xshard.layout.mesh import Mesh, check_mesh
+from xshard.layout.mesh import Axes, Mesh, check_mesh
 from xshard.layout.runs import Runs, count_rows, row_numbers
 from xshard.layout.validation import check_dims, check_fit
 from xshard.notation import parser
 from xshard.notation.maps import Maps, RowMap, named_maps
 from xshard.notation.overlap import Fold, Overlap, Reads, unfolded
 from xshard.notation.parser import ELLIPSIS, Dim, Tags
+from xshard.notation.row_arrays import Numbers
 
 NONLINEAR = ("max", "min")
 _DUAL_TAGS = {"sum": "copy", "mean": "copy", "copy": "sum"}
@@ -131,18 +129,18 @@ class Layout(Pictured):
         raise ShapeError(f"no dim {dim!r} in '{self}'", hint=f"dims are: {', '.join(self.names)}")
 
     @cached_property
-    def axes(self) -> tuple[str, ...]:
+    def axes(self) -> Axes:
         """Every axis that the layout names, shards first."""
         return self.sharding_axes + self.tagged(*parser.TAGS)
 
     @cached_property
-    def sharding_axes(self) -> tuple[str, ...]:
+    def sharding_axes(self) -> Axes:
         """Every axis that shards a dim."""
         return tuple(chain.from_iterable(dim.axes for dim in self.dims))
 
-    def tagged(self, *kinds: str) -> tuple[str, ...]:
+    def tagged(self, *kinds: str) -> Axes:
         """Return the axes under any of these tags: `layout.tagged("sum", "mean")`."""
-        return tuple(chain.from_iterable(axes for kind, axes in self.tags if kind in kinds))
+        return _tagged(self.tags, kinds)
 
     def role(self, axis: str) -> tuple[object, ...]:
         """Return what the layout uses a mesh axis for; two layouts use it alike if these are equal.
@@ -231,7 +229,8 @@ class Layout(Pictured):
             raise ShapeError(f"'{self}' needs at least {least} dims, the array has {ndim}")
         position = self.names.index(ELLIPSIS)
         unnamed = tuple(Dim(f"_{i}") for i in range(missing + 1))
-        return replace(self, dims=self.dims[:position] + unnamed + self.dims[position + 1 :])
+        dims = self.dims[:position] + unnamed + self.dims[position + 1 :]
+        return replace(self, dims=dims)
 
     # ---- the block of one device
 
@@ -259,9 +258,7 @@ class Layout(Pictured):
         return tuple(count_rows(runs) for runs in self._held(mesh, shape, device))
 
     @api_boundary
-    def positions(
-        self, mesh: Mesh, shape: Sequence[int], dim: int | str, device: int
-    ) -> NDArray[np.int64]:
+    def positions(self, mesh: Mesh, shape: Sequence[int], dim: int | str, device: int) -> Numbers:
         """List the global row number of every local row of a dim: `[rows of the block]`, int64.
 
         Rotary embeddings and causal masks need these numbers under every order and overlap. A row
@@ -289,9 +286,8 @@ class Layout(Pictured):
             >>> Layout.parse("h/sp:halo(1,1)").positions(Mesh(sp=2), (6,), 0, device=1).tolist()
             [2, 3, 4, 5, -1]
         """
-        shape = lengths_of(shape)
         block_rows = self._held(mesh, shape, device)
-        index = self.resolved(len(shape)).dim_index(dim)
+        index = self.resolved(len(block_rows)).dim_index(dim)
         return row_numbers(block_rows[index])
 
     def _held(self, mesh: Mesh, shape: Sequence[int], device: int) -> tuple[Runs, ...]:
@@ -313,13 +309,15 @@ def _merged_tags(tags: Tags) -> Tags:
     """Merge tags of one kind: sum(b) copy(c) sum(a) -> sum(a,b) copy(c)."""
     merged = []
     for kind in parser.TAGS:
-        axes: list[str] = []
-        for other_kind, tagged_axes in tags:
-            if other_kind == kind:
-                axes.extend(tagged_axes)
+        axes = sorted(_tagged(tags, (kind,)))
         if axes:
-            merged.append((kind, tuple(sorted(axes))))
+            merged.append((kind, tuple(axes)))
     return tuple(merged)
+
+
+def _tagged(tags: Tags, kinds: Sequence[str]) -> Axes:
+    """Return the axes with a tag of some kinds, in the order of the tags."""
+    return tuple(chain.from_iterable(axes for kind, axes in tags if kind in kinds))
 
 
 def _with_overlaps(dims: tuple[Dim, ...], change: Callable[[Overlap], Overlap]) -> tuple[Dim, ...]:
@@ -464,7 +462,7 @@ def _axis_spans(text: str, axis: str, side: slice = slice(None)) -> list[Span]:
     return [span for name, span in spans if name == axis and span[0] in positions]
 
 
-def factored(layout: Layout, factors: Mapping[str, tuple[str, ...]]) -> Layout:
+def factored(layout: Layout, factors: Mapping[str, Axes]) -> Layout:
     """Rewrite a layout for a mesh whose axes are split: `n/x` -> `n/(x_0,x_1)`.
 
     `factors` lists the new axes of each old one, the slowest first. An old axis with none, (), as
@@ -482,6 +480,6 @@ def factored(layout: Layout, factors: Mapping[str, tuple[str, ...]]) -> Layout:
     return Layout(tuple(dims), tags)
 
 
-def _factor_axes(axes: tuple[str, ...], factors: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
+def _factor_axes(axes: Axes, factors: Mapping[str, Axes]) -> Axes:
     """List the factors of all axes in order."""
     return tuple(chain.from_iterable(factors[axis] for axis in axes))

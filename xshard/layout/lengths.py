@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 
 from xshard.errors import ShapeError
 from xshard.layout.layout import Layout
 from xshard.layout.mesh import Mesh
-from xshard.layout.partition import Ints, rows_in_numbers
+from xshard.layout.partition import Ints, rows_in_numbers, shards_with_parts
 from xshard.layout.sharding import Sharding
 from xshard.notation.overlap import Halo, unfolded
 from xshard.notation.parser import Dim, mark_errors
@@ -68,31 +67,34 @@ def _length(dim: Dim, rows: int, mesh: Mesh, known: int | Collection[int] | None
     """
     if known is not None and not isinstance(known, Collection):
         return known
+    dim_hint = hint.replace("{dim}", repr(dim.name))
     if known:
-        # The rows of a block if the dim had this length: those of the longest block.
-        blocks = {
-            length: Sharding(Layout((dim,)), mesh, (length,)).max_local_size
-            for length in sorted(known)
-        }
-        fitting = [length for length, block_rows in blocks.items() if block_rows == rows]
-        if len(fitting) == 1:
-            return fitting[0]
-        reason = _ambiguity(dim, rows, blocks, fitting)
-    else:
-        length = _inferred_length(dim, rows, mesh.sizes_of(dim.axes))
-        if length is not None:
-            return length
+        return _fitting_length(dim, rows, mesh, known, dim_hint)
+    length = _inferred_length(dim, rows, mesh.sizes_of(dim.axes))
+    if length is None:
         reason = f"{rows} rows do not say how long dim {dim.name!r} is"
-    raise ShapeError(reason, text=str(dim), hint=hint.replace("{dim}", repr(dim.name)))
+        raise ShapeError(reason, text=str(dim), hint=dim_hint)
+    return length
 
 
-def _ambiguity(dim: Dim, rows: int, blocks: Mapping[int, int], fitting: Sequence[int]) -> str:
-    """Say which lengths fit a block of `rows` rows; blocks: its rows by the length of the dim."""
+def _fitting_length(dim: Dim, rows: int, mesh: Mesh, lengths: Collection[int], hint: str) -> int:
+    """Return the one of several lengths of a dim under which its longest block has so many rows.
+
+    "n/x" with x=4 and a block of 3 rows: of the lengths 8 and 12 it is 12.
+    """
+    block_rows = {}
+    for length in sorted(lengths):
+        block_rows[length] = Sharding(Layout((dim,)), mesh, (length,)).max_local_size
+    fitting = [length for length in block_rows if block_rows[length] == rows]
+    if len(fitting) == 1:
+        return fitting[0]
     if fitting:
-        lengths = " or ".join(map(str, fitting))
-        return f"{rows} rows are a block of dim {dim.name!r} if it is {lengths} long"
-    sizes = " or ".join(f"{size} if it is {length} long" for length, size in blocks.items())
-    return f"the block has {rows} rows of dim {dim.name!r}, not {sizes}"
+        texts = " or ".join(map(str, fitting))
+        reason = f"{rows} rows are a block of dim {dim.name!r} if it is {texts} long"
+    else:
+        sizes = " or ".join(f"{size} if it is {length} long" for length, size in block_rows.items())
+        reason = f"the block has {rows} rows of dim {dim.name!r}, not {sizes}"
+    raise ShapeError(reason, text=str(dim), hint=hint)
 
 
 def _inferred_length(dim: Dim, rows: int, sizes: tuple[int, ...]) -> int | None:
@@ -108,20 +110,25 @@ def _inferred_length(dim: Dim, rows: int, sizes: tuple[int, ...]) -> int | None:
         sizes: The size of each axis of the dim.
     """
     n_blocks = 1  # number of blocks into which the shards so far cut the dim
-    first_axis = 0
-    for shard in dim.shards:
+    for shard, n_parts in shards_with_parts(dim, sizes):
         rows_in_block = rows_in_numbers(shard)  # of the block that this shard cuts
         if rows_in_block is not None:
             return rows_in_block * n_blocks
-        last_axis = first_axis + len(shard.axes)
-        n_blocks *= math.prod(sizes[first_axis:last_axis])
-        first_axis = last_axis
-    if dim.overlap is None:
-        return rows * n_blocks
+        n_blocks *= n_parts
+    owned_rows = _rows_without_overlap(dim, rows)
+    return None if owned_rows is None else owned_rows * n_blocks
 
+
+def _rows_without_overlap(dim: Dim, rows: int) -> int | None:
+    """Return how many rows of a block its device owns: 3 rows with a halo of 1 on both sides -> 1.
+
+    None if that depends on the device, or on the length of the dim.
+    """
+    if dim.overlap is None:
+        return rows
     overlap = unfolded(dim.overlap)
     if not isinstance(overlap, Halo):
-        return None  # a window or a map adds rows that depend on the length, or on the device
+        return None
     if any(shard.order not in ("block", "balanced") for shard in dim.shards):
         return None  # a block of several intervals has a halo around each
     if "none" in (overlap.before.kind, overlap.after.kind):
@@ -129,4 +136,4 @@ def _inferred_length(dim: Dim, rows: int, sizes: tuple[int, ...]) -> int | None:
     if not isinstance(overlap.lo, int) or not isinstance(overlap.hi, int):
         return None  # a width for each part
     owned_rows = rows - overlap.lo - overlap.hi
-    return owned_rows * n_blocks if owned_rows >= 0 else None
+    return owned_rows if owned_rows >= 0 else None

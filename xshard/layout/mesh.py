@@ -10,11 +10,16 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 import numpy as np
-from numpy.typing import NDArray
 
 from xshard.arguments import as_whole_number, parse_number, short_repr
 from xshard.errors import MeshError, Span, api_boundary
 from xshard.formatting import Pictured
+from xshard.notation.row_arrays import Numbers
+
+Axes = tuple[str, ...]
+Sizes = tuple[int, ...]  # of axes
+Coords = tuple[int, ...]  # of a device, one for each axis
+Devices = tuple[int, ...]
 
 MOST_AXES = 64  # numpy has no more dims
 MOST_DEVICES = 2**18  # there are no larger machines
@@ -47,8 +52,8 @@ class Mesh(Pictured):
         True
     """
 
-    axes: tuple[str, ...]
-    sizes: tuple[int, ...]
+    axes: Axes
+    sizes: Sizes
 
     def __init__(self, axes: Mapping[str, int] | None = None, /, **named: int) -> None:
         if axes is None:
@@ -93,7 +98,7 @@ class Mesh(Pictured):
         parts = [part for part in stripped_parts if part]
         if len(parts) > MOST_AXES:
             raise MeshError(f"a mesh of {len(parts)} axes", hint=f"at most {MOST_AXES} axes")
-        size_of: dict[str, int] = {}
+        size_of = {}
         for part in parts:
             name, _, number = part.partition("=")
             name = name.strip()
@@ -112,14 +117,11 @@ class Mesh(Pictured):
         return ",".join(self._items())
 
     def __repr__(self) -> str:
-        return f"Mesh({self._listed()})"
+        return f"Mesh({', '.join(self._items())})"
 
     def describe(self) -> str:
         """Return the axes and sizes as an error shows them: `dp=2, cp=4`."""
-        return self._listed() if self.axes else "no axes"
-
-    def _listed(self) -> str:
-        return ", ".join(self._items())
+        return ", ".join(self._items()) if self.axes else "no axes"
 
     def _items(self) -> list[str]:
         return [f"{axis}={size}" for axis, size in zip(self.axes, self.sizes, strict=True)]
@@ -135,7 +137,7 @@ class Mesh(Pictured):
         """Return the number of devices along the axes together."""
         return math.prod(self.sizes_of(axes))
 
-    def sizes_of(self, axes: Sequence[str]) -> tuple[int, ...]:
+    def sizes_of(self, axes: Sequence[str]) -> Sizes:
         """Return the size of each of the axes."""
         return tuple(self.sizes[self.position(axis)] for axis in axes)
 
@@ -151,9 +153,9 @@ class Mesh(Pictured):
         return index
 
     @cached_property
-    def long_axes(self) -> tuple[str, ...]:
+    def long_axes(self) -> Axes:
         """The axes of more than one device."""
-        return tuple(axis for axis, size in zip(self.axes, self.sizes, strict=True) if size > 1)
+        return tuple(axis for axis in self.axes if self.size(axis) > 1)
 
     @cached_property
     def _positions(self) -> dict[str, int]:
@@ -166,7 +168,7 @@ class Mesh(Pictured):
     # ---- devices
 
     @api_boundary
-    def coords(self, device: int) -> tuple[int, ...]:
+    def coords(self, device: int) -> Coords:
         """Return the coordinate of a device along every axis.
 
         Raises:
@@ -175,7 +177,7 @@ class Mesh(Pictured):
         if not 0 <= device < self.n_devices:
             hint = f"devices are 0..{self.n_devices - 1}"
             raise MeshError(f"no device {device} in {self!r}", hint=hint)
-        return _all_coords(self.sizes)[device]
+        return all_coords(self.sizes)[device]
 
     def place(self, device: int) -> str:
         """Return the coordinates of a device as text: `dp=1,cp=0`."""
@@ -195,7 +197,7 @@ class Mesh(Pictured):
             number = number * self.sizes[position] + coords[position]
         return number
 
-    def group(self, device: int, axes: Sequence[str]) -> tuple[int, ...]:
+    def group(self, device: int, axes: Sequence[str]) -> Devices:
         """Return the devices that differ from `device` along `axes` alone, in the order of `index`.
 
         The device itself is among them.
@@ -203,11 +205,11 @@ class Mesh(Pictured):
         other_axes = [axis for axis in self.axes if axis not in axes]
         return self.groups(axes)[self.index(device, other_axes)]
 
-    def groups(self, axes: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    def groups(self, axes: Sequence[str]) -> tuple[Devices, ...]:
         """Return every group of devices along `axes`, ordered by its first device."""
         return _all_groups(self.sizes, tuple(map(self.position, axes)))
 
-    def indices(self, axes: Sequence[str]) -> NDArray[np.int64]:
+    def indices(self, axes: Sequence[str]) -> Numbers:
         """Return the `index` of every device, `[devices]`."""
         return _all_indices(self.sizes, tuple(map(self.position, axes)))
 
@@ -239,14 +241,14 @@ def _no_mesh(value: object) -> MeshError:
 # ---- all devices at once; cached, because every step of a plan asks
 
 
-@lru_cache(maxsize=64)
-def _all_coords(sizes: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+@lru_cache(maxsize=256)
+def all_coords(sizes: Sizes) -> tuple[Coords, ...]:
     """List the coordinates of every device."""
     return tuple(itertools.product(*map(range, sizes)))
 
 
 @lru_cache(maxsize=1024)
-def _all_groups(sizes: tuple[int, ...], positions: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+def _all_groups(sizes: Sizes, positions: tuple[int, ...]) -> tuple[Devices, ...]:
     """List the groups of devices along the axes at `positions`."""
     others = tuple(i for i in range(len(sizes)) if i not in positions)
     grid = np.arange(math.prod(sizes)).reshape(sizes).transpose(others + positions)
@@ -255,7 +257,7 @@ def _all_groups(sizes: tuple[int, ...], positions: tuple[int, ...]) -> tuple[tup
 
 
 @lru_cache(maxsize=1024)
-def _all_indices(sizes: tuple[int, ...], positions: tuple[int, ...]) -> NDArray[np.int64]:
+def _all_indices(sizes: Sizes, positions: tuple[int, ...]) -> Numbers:
     """Return the number of every device within its group along the axes at `positions`."""
     numbers = np.zeros(math.prod(sizes), np.int64)
     for i in positions:

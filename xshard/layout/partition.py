@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import TypeVar
 
 import numpy as np
@@ -134,7 +135,7 @@ def _segmented(
     segment_lengths = whole_numbers_of(shard)
     if not segment_lengths:
         segment_lengths = [length]
-    runs: list[Run] = []
+    runs = []
     segment_start = 0
     for segment_length in segment_lengths:
         for run in cut_segment(segment_length, n_parts, index):
@@ -170,10 +171,7 @@ def rows_in_numbers(shard: Shard) -> int | None:
 
 def _all_interval_pairs(shard: Shard) -> list[tuple[int, int]]:
     """List the (start, stop) of the intervals of all parts."""
-    pairs: list[tuple[int, int]] = []
-    for part in shard.numbers:
-        pairs.extend(interval_pairs(part))
-    return pairs
+    return list(chain.from_iterable(map(interval_pairs, shard.numbers)))
 
 
 def rotated(axes: tuple[str, ...], n_parts: int, rows: int, by: int = 1) -> Shard:
@@ -231,9 +229,9 @@ def _inner(length: int, runs: Runs, positions: Runs) -> Runs:
     return tuple(selected)
 
 
-def _shards_with_parts(dim: Dim, sizes: Ints) -> list[tuple[Shard, int]]:
+def shards_with_parts(dim: Dim, sizes: Ints) -> list[tuple[Shard, int]]:
     """Pair every shard of a dim with the number of its parts; sizes: of each axis of the dim."""
-    pairs: list[tuple[Shard, int]] = []
+    pairs = []
     first_axis = 0
     for shard in dim.shards:
         last_axis = first_axis + len(shard.axes)
@@ -268,7 +266,7 @@ def all_owned_rows(dim: Dim, length: int, sizes: Sizes) -> tuple[Runs, ...]:
 
     # Blocks of equal length are cut at the same positions: each length is cut only once.
     positions_by_length: dict[int, list[Runs]] = {}
-    inner_blocks: list[Runs] = []
+    inner_blocks = []
     for outer_rows in outer_blocks:
         rows = count_rows(outer_rows)
         if rows not in positions_by_length:
@@ -286,17 +284,9 @@ def owner_of_rows(dim: Dim, length: int, sizes: Sizes) -> Numbers:
 
     4 rows under "n/x" with x=2 -> 0 0 1 1
     """
-    blocks = [np.arange(length)]  # the rows of every block, cut further by one shard after another
-    for shard, n_parts in _shards_with_parts(dim, sizes):
-        inner_blocks: list[Numbers] = []
-        for rows in blocks:
-            for index in range(n_parts):
-                positions = row_numbers(cut_by_shard(len(rows), shard, n_parts, index))
-                inner_blocks.append(rows[positions])
-        blocks = inner_blocks
     owners = np.zeros(length, np.int64)
-    for block, rows in enumerate(blocks):
-        owners[rows] = block
+    for block, rows in enumerate(all_owned_rows(dim, length, sizes)):
+        owners[row_numbers(rows)] = block
     return owners
 
 
@@ -312,7 +302,7 @@ def block_length(dim: Dim, length: int, sizes: tuple[int, ...]) -> tuple[int, bo
     """
     longest = length  # of the longest block after the shards so far
     is_even = True
-    for shard, n_parts in _shards_with_parts(dim, sizes):
+    for shard, n_parts in shards_with_parts(dim, sizes):
         is_uneven_zigzag = shard.order == "zigzag" and longest % (2 * n_parts) != 0
         if shard.numbers or is_uneven_zigzag:
             # Listed sizes, or a zigzag that does not divide the rows: no formula is simple.
@@ -330,7 +320,7 @@ def block_lengths(dim: Dim, length: int, sizes: Sizes) -> frozenset[int]:
     How a block is cut depends on its length alone, so that no rows are listed.
     """
     lengths = {length}
-    for shard, n_parts in _shards_with_parts(dim, sizes):
+    for shard, n_parts in shards_with_parts(dim, sizes):
         inner_lengths: set[int] = set()
         for rows in lengths:
             for index in range(n_parts):
@@ -342,25 +332,25 @@ def block_lengths(dim: Dim, length: int, sizes: Sizes) -> frozenset[int]:
 # ---- numbers that do not fit
 
 
-def find_misfit(dim: Dim, length: int, sizes: Ints) -> tuple[Shard, str] | None:
+def find_misfit(dim: Dim, length: int, sizes: Ints) -> str | None:
     """Check that sizes, intervals, documents and maps written in a dim fit the number of rows.
 
     They have to fit every block that the shards before them leave. `n/x/sizes(y,3,1)` with x=2
     needs blocks of 4 rows, so 8 rows fit, and 10 do not.
 
-    Returns the first shard that does not fit, with the reason for an error; None if all fit.
+    Returns the reason for an error; None if all fit.
     """
-    for i, (shard, n_parts) in enumerate(_shards_with_parts(dim, sizes)):
+    for i, (shard, n_parts) in enumerate(shards_with_parts(dim, sizes)):
         if not shard.numbers or shard.order == "cyclic":  # groups of rows fit any length
             continue
         reason = _wrong_number_of_parts(shard, n_parts)
         if reason is not None:
-            return shard, reason
+            return reason
         outer_dim = Dim(dim.name, dim.shards[:i])
         for rows in block_lengths(outer_dim, length, tuple(sizes[: len(outer_dim.axes)])):
             reason = _wrong_rows(shard, n_parts, rows)
             if reason is not None:
-                return shard, reason
+                return reason
     return None
 
 
@@ -395,12 +385,9 @@ def _wrong_intervals(shard: Shard, n_parts: int, rows: int) -> str | None:
     pairs = _all_interval_pairs(shard)
     ascending = sorted(pairs)
     # Each interval begins where the one before it ends, from row 0 to the last.
-    expected_start = 0
-    for start, stop in ascending:
-        if start != expected_start or stop < start:
-            return f"'{shard}' does not hold each of the {rows} rows once"
-        expected_start = stop
-    if expected_start != rows:
+    starts = [start for start, _ in ascending]
+    stops = [stop for _, stop in ascending]
+    if [*starts, rows] != [0, *stops] or stops != sorted(stops):
         return f"'{shard}' does not hold each of the {rows} rows once"
     if n_parts == 1 and pairs != ascending:
         return f"'{shard}' has one part, which must hold its rows in order"

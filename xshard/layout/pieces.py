@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from xshard.layout import runs
 from xshard.layout.runs import (
@@ -16,12 +17,16 @@ from xshard.layout.runs import (
     Rows,
     Run,
     Runs,
+    RunTable,
     as_runs,
     expanded,
     interval_table,
     row_numbers,
 )
-from xshard.notation.row_arrays import Numbers, count_up, unique_rows
+from xshard.layout.runs import (
+    concatenate_tables as concatenate_tables,
+)
+from xshard.notation.row_arrays import Numbers, count_up, group_heads, unique_rows
 
 MOST_COUNTED = 2**18  # pieces that are counted one by one; of more, one period is counted
 LONGEST_PERIOD = 2**62  # longer than any dim, and the largest that int64 holds safely
@@ -42,28 +47,22 @@ class CutPieces(NamedTuple):
     piece: Numbers
 
 
-class SharedRows(NamedTuple):
-    """Pairs of blocks with rows in common: one entry per pair, in ascending order.
+class RowPairs(NamedTuple):
+    """Pairs of blocks with rows in common, as columns of a table: one entry per pair.
 
     Attributes:
-        dst: The block that wants the rows.
-        src: The block that has them.
+        receivers: The block that wants the rows.
+        senders: The block that has them.
         rows: How many rows they share; a row counts as often as both have it.
     """
 
-    dst: Numbers
-    src: Numbers
+    receivers: Numbers
+    senders: Numbers
     rows: Numbers
 
-
-def concatenate_tables(*tables: IntervalTable) -> IntervalTable:
-    """Put the pieces of several tables one after the other."""
-    return IntervalTable(
-        block=np.concatenate([table.block for table in tables]),
-        local=np.concatenate([table.local for table in tables]),
-        start=np.concatenate([table.start for table in tables]),
-        length=np.concatenate([table.length for table in tables]),
-    )
+    def take(self, index: NDArray[np.bool_]) -> RowPairs:
+        """Return some of the pairs."""
+        return RowPairs._make(column[index] for column in self)
 
 
 def cut_at_edges(table: IntervalTable) -> CutPieces:
@@ -75,29 +74,26 @@ def cut_at_edges(table: IntervalTable) -> CutPieces:
     """
     stop = table.start + table.length
     edges = unique_rows(np.concatenate([table.start, stop]))  # ascending
-    # Interval i lies between edges i and i + 1. Each piece consists of one or more of them in a
-    # row.
+    # Interval i lies between edges i and i + 1. Each piece is `n_parts` of them, one after another.
     first_interval = np.searchsorted(edges, table.start)
-    intervals_of_piece = np.searchsorted(edges, stop) - first_interval
-    runs.check_pieces(int(intervals_of_piece.sum()))
-    piece = np.repeat(np.arange(len(intervals_of_piece)), intervals_of_piece)
-    interval = count_up(intervals_of_piece, first_interval)
+    n_parts = np.searchsorted(edges, stop) - first_interval
+    runs.check_pieces(int(n_parts.sum()))
+    piece = np.repeat(np.arange(len(n_parts)), n_parts)
+    interval = count_up(n_parts, first_interval)
+    whole = table.take(piece)
     start = edges[interval]
-    parts = IntervalTable(
-        block=table.block[piece],
-        local=(table.local - table.start)[piece] + start,
-        start=start,
-        length=np.diff(edges)[interval],
-    )
+    local = whole.local + start - whole.start
+    lengths = np.diff(edges)[interval]
+    parts = whole._replace(local=local, start=start, length=lengths)
     return CutPieces(parts, interval, piece)
 
 
-def firsts(table: IntervalTable, *, alone: bool) -> IntervalTable:
-    """Keep every row where it comes first: in each block if `alone`, else in any block."""
+def firsts(table: IntervalTable, *, per_block: bool) -> IntervalTable:
+    """Keep every row where it comes first: in each block if `per_block`, else in any block."""
     cut = cut_at_edges(table)
     # `np.unique` returns the first index of each key: parts are in the order of the pieces.
     key = cut.interval
-    if alone:
+    if per_block:
         key = key + cut.parts.block * len(cut.interval)
     _, first_index = np.unique(key, return_index=True)
     return cut.parts.take(np.sort(first_index))
@@ -167,7 +163,7 @@ def _merged(table: IntervalTable) -> list[list[int]]:
     length = table.length[:-1]
     same_block = np.diff(table.block) == 0
     continues = same_block & (np.diff(table.local) == length) & (np.diff(table.start) == length)
-    heads = np.flatnonzero(np.concatenate([[True], ~continues]))
+    heads = group_heads(continues)
     merged = table.take(heads)._replace(length=np.add.reduceat(table.length, heads))
     rows: list[list[int]] = np.stack(merged, axis=1).tolist()
     return rows
@@ -190,8 +186,8 @@ def runs_by_row(table: IntervalTable, n_blocks: int) -> tuple[Runs, ...]:
 def distinct_rows(blocks: Sequence[Runs]) -> tuple[Runs, ...]:
     """List the rows of every block, each once, in ascending order; without FILL."""
     if not any(isinstance(block, Rows) for block in blocks):
-        return runs_by_row(firsts(interval_table(blocks), alone=True), len(blocks))
-    distinct_blocks: list[Runs] = []
+        return runs_by_row(firsts(interval_table(blocks), per_block=True), len(blocks))
+    distinct_blocks = []
     for block in blocks:
         rows = row_numbers(block)
         distinct_blocks.append(as_runs(unique_rows(rows[rows != FILL])))
@@ -201,12 +197,12 @@ def distinct_rows(blocks: Sequence[Runs]) -> tuple[Runs, ...]:
 # ---- rows that blocks share
 
 
-def shared_rows(src: Sequence[Runs], dst: Sequence[Runs]) -> SharedRows:
+def shared_rows(src: Sequence[Runs], dst: Sequence[Runs]) -> RowPairs:
     """Count the rows that each block of `dst` has in common with each block of `src`.
 
-    src blocks of rows 0-3 and 4-7, dst blocks of rows 0-5 and 6-7 -> dst 0 0 1, src 0 1 1, rows
-    4 2 2: block 0 of `dst` shares 4 rows with block 0 of `src` and 2 rows with block 1; block 1 of
-    `dst` shares 2 rows with block 1 of `src`. Pairs of blocks without common rows are left out.
+    src blocks of rows 0-3 and 4-7, dst blocks of rows 0-5 and 6-7 -> receivers 0 0 1, senders
+    0 1 1, rows 4 2 2: block 0 of `dst` shares 4 rows with block 0 of `src` and 2 rows with block 1;
+    block 1 of `dst` shares 2 rows with block 1 of `src`. Pairs without common rows are left out.
     """
     if any(isinstance(block, Rows) for block in (*src, *dst)):
         # Some rows are listed one by one: a lookup table by row is quickest, if it is not too
@@ -214,26 +210,30 @@ def shared_rows(src: Sequence[Runs], dst: Sequence[Runs]) -> SharedRows:
         shared = _shared_by_table(list(map(row_numbers, src)), list(map(row_numbers, dst)))
         if shared is not None:
             return shared
-    src_table = runs.run_table(src)
-    dst_table = runs.run_table(dst)
-    n_pieces = int(src_table[:, 4].sum()) + int(dst_table[:, 4].sum())
+    src_runs = runs.run_table(src)
+    dst_runs = runs.run_table(dst)
+    n_pieces = int(src_runs.repeats.sum() + dst_runs.repeats.sum())
     if n_pieces <= MOST_COUNTED:
-        dst_pieces = expanded(dst_table)
-        once = np.ones(len(dst_pieces.start), np.int64)
-        return _shared_by_intervals(expanded(src_table), dst_pieces, once, len(src))
+        dst_pieces = expanded(dst_runs)
+        once = np.ones_like(dst_pieces.start)
+        return _shared_by_intervals(expanded(src_runs), dst_pieces, once, len(src))
     # Too many pieces to list, as of a long cyclic sharding. Their pattern repeats: the pieces of
     # one period are listed, each with the number of times that it counts.
-    src_period, dst_period = _one_period(src_table, dst_table)
-    return _shared_by_intervals(src_period.pieces, dst_period.pieces, dst_period.times, len(src))
+    src_runs = _ascending_runs(src_runs)
+    dst_runs = _ascending_runs(dst_runs)
+    windows, times = _windows_of_one_period(concatenate_tables(src_runs, dst_runs))
+    src_pieces = _inside(src_runs, windows).pieces
+    inside = _inside(dst_runs, windows)
+    return _shared_by_intervals(src_pieces, inside.pieces, times[inside.window], len(src))
 
 
 def _shared_by_intervals(
     src: IntervalTable, dst: IntervalTable, dst_times: Numbers, n_src_blocks: int
-) -> SharedRows:
+) -> RowPairs:
     """Count the rows that each pair of a source and a destination block share, from row intervals.
 
-    src blocks of rows 0-3 and 4-7, dst blocks of rows 0-5 and 6-7 -> dst 0 0 1, src 0 1 1, rows
-    4 2 2: one entry for each pair of blocks with common rows.
+    src blocks of rows 0-3 and 4-7, dst blocks of rows 0-5 and 6-7 -> receivers 0 0 1, senders
+    0 1 1, rows 4 2 2: one entry for each pair of blocks with common rows.
 
     Args:
         src: The row intervals of the source blocks.
@@ -245,32 +245,39 @@ def _shared_by_intervals(
     # Cut all intervals at each other's ends: two parts then share all rows or none, and share all
     # exactly if they have the same number in `interval`.
     parts, interval, piece = cut_at_edges(concatenate_tables(src, dst))
-    is_src = piece < len(src.start)  # the pieces of `src` come first in the joined table
-    src_parts = np.flatnonzero(is_src)
-    src_parts = src_parts[np.argsort(interval[is_src], kind="stable")]
-    dst_parts = np.flatnonzero(~is_src)
-
-    # `src_parts` is sorted by interval, so the parts of `src` with the interval of a part of `dst`
-    # are neighbours: `counts` of them from position `first`.
-    src_intervals = interval[src_parts]
-    dst_intervals = interval[dst_parts]
-    first = np.searchsorted(src_intervals, dst_intervals, side="left")
-    counts = np.searchsorted(src_intervals, dst_intervals, side="right") - first
-    runs.check_pieces(int(counts.sum()))
-    of_src = src_parts[count_up(counts, first)]
-    of_dst = np.repeat(dst_parts, counts)
+    n_src_pieces = len(src.start)  # these come first in the joined table
+    src_parts = np.flatnonzero(piece < n_src_pieces)
+    dst_parts = np.flatnonzero(piece >= n_src_pieces)
+    in_src, in_dst = _equal_pairs(interval[src_parts], interval[dst_parts])
+    of_src = src_parts[in_src]  # [pairs of equal parts]
+    of_dst = dst_parts[in_dst]
+    times = dst_times[piece[of_dst] - n_src_pieces]
+    rows = parts.length[of_dst] * times
 
     # Add up rows by pair of blocks. A pair is one number: dst block * n_src_blocks + src block.
     pair_of_blocks = parts.block[of_dst] * n_src_blocks + parts.block[of_src]
     pairs, pair = np.unique(pair_of_blocks, return_inverse=True)
-    rows = np.zeros(len(pairs), np.int64)  # exact integers: np.bincount with weights adds floats
-    times = dst_times[piece[of_dst] - len(src.start)]
-    np.add.at(rows, pair.reshape(-1), parts.length[of_dst] * times)
+    total_rows = np.zeros(len(pairs), np.int64)
+    np.add.at(total_rows, pair.reshape(-1), rows)  # exact; bincount adds floats
     divisor = max(n_src_blocks, 1)  # avoids 0 / 0: without blocks there are no pairs
-    return SharedRows(dst=pairs // divisor, src=pairs % divisor, rows=rows)
+    return RowPairs(pairs // divisor, pairs % divisor, total_rows)
 
 
-def _shared_by_table(src: list[Numbers], dst: list[Numbers]) -> SharedRows | None:
+def _equal_pairs(a: Numbers, b: Numbers) -> tuple[Numbers, Numbers]:
+    """Find all pairs of equal numbers in two lists, as their places in each, in the order of `b`.
+
+    5 7 and 7 5 7 -> places 1 0 1 in `a`, 0 1 2 in `b`.
+    """
+    order = np.argsort(a, kind="stable")
+    ascending = a[order]
+    # Equal numbers are neighbours: `counts` of them from place `first`.
+    first = np.searchsorted(ascending, b, side="left")
+    counts = np.searchsorted(ascending, b, side="right") - first
+    runs.check_pieces(int(counts.sum()))
+    return order[count_up(counts, first)], np.repeat(np.arange(len(b)), counts)
+
+
+def _shared_by_table(src: list[Numbers], dst: list[Numbers]) -> RowPairs | None:
     """Do the work of `shared_rows` by a table of rows; None if both sides have a row twice."""
     n = max(rows.max(initial=FILL) for rows in (*src, *dst)) + 1
     src_block = _block_of_row(src, n)
@@ -281,8 +288,8 @@ def _shared_by_table(src: list[Numbers], dst: list[Numbers]) -> SharedRows | Non
         if dst_block is None:
             return None
         counts = _count_blocks(src, dst_block, len(dst)).T
-    takers, givers = np.nonzero(counts)
-    return SharedRows(dst=takers, src=givers, rows=counts[takers, givers])
+    receivers, senders = np.nonzero(counts)
+    return RowPairs(receivers, senders, counts[receivers, senders])
 
 
 def _block_of_row(blocks: list[Numbers], n: int) -> Numbers | None:
@@ -305,101 +312,82 @@ def _count_blocks(readers: list[Numbers], block_of_row: Numbers, n_blocks: int) 
     return np.array(counts)
 
 
-class _Period(NamedTuple):
-    """Pieces in one period of each stretch of rows, and how often the period comes."""
+def _windows_of_one_period(table: RunTable) -> tuple[IntervalTable, Numbers]:
+    """Find intervals of rows that show all patterns of repeated runs, and how often each counts.
 
-    pieces: IntervalTable
-    times: Numbers  # [pieces]
-
-
-def _one_period(src: Numbers, dst: Numbers) -> tuple[_Period, _Period]:
-    """List the row intervals of two shardings for one period of their pattern, with a multiplicity.
-
-    A cyclic sharding of 10^9 rows has up to 10^9 intervals, but its pattern repeats. If `src` has
-    every 2nd row and `dst` every 3rd, both repeat after 6 rows, the least common multiple: the
-    intervals in rows 0-5 are listed and count as often as 6 fits, then those of the rows left over.
-
-    Args:
-        src: Row ranges `[runs, 6]`, as from `runs.run_table`.
-        dst: The other sharding's row ranges, in the same form.
+    A cyclic sharding of 10^9 rows has up to 10^9 intervals, but its pattern repeats. Every 2nd row
+    and every 3rd row of 100 repeat after 6 rows, the least common multiple: the window [0, 6)
+    counts 16 times, and the rows left over, [96, 100), once.
     """
-    src = _ascending_runs(src)
-    dst = _ascending_runs(dst)
-    _, _, start, _, repeats, stride = np.concatenate([src, dst]).T
-    strides = np.unique(stride[repeats > 1]).tolist()
+    strides = np.unique(table.stride[table.repeats > 1]).tolist()
     period = min(math.lcm(*strides), LONGEST_PERIOD)
-
     # Where a run begins or ends, the pattern changes. Between neighbouring edges it stays the same.
-    edges = np.unique(np.concatenate([start, _period_ends(src), _period_ends(dst)]))
+    edges = np.unique(np.concatenate([table.start, _period_ends(table)]))
     low = edges[:-1]
     high = edges[1:]
-    times = np.maximum((high - low) // period, 1)
-    # Two windows for each stretch [low, high): its first period, which counts `times` times, and
-    # the rows after the last whole period, which count once.
-    window_starts = np.stack([low, low + times * period], axis=1).reshape(-1)
-    window_stops = np.stack([np.minimum(low + period, high), high], axis=1).reshape(-1)
-    window_times = np.stack([times, np.ones_like(times)], axis=1).reshape(-1)
-    # Windows without rows are dropped.
-    windows = np.flatnonzero(window_stops > window_starts)
-    starts = window_starts[windows]
-    lengths = window_stops[windows] - starts
-    window_pieces = IntervalTable(block=windows, local=windows, start=starts, length=lengths)
-    return (
-        _inside(src, window_pieces, window_times[windows]),
-        _inside(dst, window_pieces, window_times[windows]),
-    )
+    n_periods = np.maximum((high - low) // period, 1)
+    # Two windows for each stretch [low, high), one after the other: its first period, and the rows
+    # after its last whole period.
+    starts = np.column_stack([low, low + n_periods * period]).ravel()
+    stops = np.column_stack([np.minimum(low + period, high), high]).ravel()
+    times = np.column_stack([n_periods, np.ones_like(n_periods)]).ravel()
+    windows = np.flatnonzero(stops > starts)  # others have no rows
+    lengths = stops[windows] - starts[windows]
+    return IntervalTable(windows, windows, starts[windows], lengths), times[windows]
 
 
-def _inside(table: Numbers, windows: IntervalTable, times: Numbers) -> _Period:
-    """List the row intervals of repeated ranges inside some windows, cut at the windows' ends.
+class _Inside(NamedTuple):
+    """Pieces inside windows, and the number of the window that each one is in."""
 
-    The range of 2 rows, repeated every 4 (0 1, 4 5, 8 9, ...), in the window [1, 6) -> [1, 2) and
+    pieces: IntervalTable
+    window: Numbers
+
+
+def _inside(table: RunTable, windows: IntervalTable) -> _Inside:
+    """List the row intervals of repeated runs inside some windows, cut at the windows' ends.
+
+    The run of 2 rows, repeated every 4 (0 1, 4 5, 8 9, ...), in the window [1, 6) -> [1, 2) and
     [4, 6). Repetitions outside of the windows are never listed, however many there are.
 
     Args:
-        table: Row ranges `[runs, 6]`, as from `runs.run_table`.
+        table: Runs that go up.
         windows: Intervals of rows, in ascending order and disjoint.
-        times: `[windows]`, how often each window counts; returned for each of the intervals.
     """
-    block, local, start, length, repeats, stride = table.T
     # Each run as one interval, from its first row to the end of its last period: where it meets the
     # windows is found without listing its repetitions.
-    stretches = IntervalTable(block, local, start, _period_ends(table) - start)
-    window, run, low, high = runs.intersections(windows, stretches)
-    step = np.maximum(stride, 1)[run]  # the stride of a single interval is 0
+    stretch = _period_ends(table) - table.start
+    stretches = IntervalTable(table.block, table.local, table.start, stretch)
+    window, met_run, low, high = runs.intersections(windows, stretches)
+    run = table.take(met_run)  # [pairs of a window and a run that meet]
+    step = np.maximum(run.stride, 1)  # the stride of a single interval is 0
     # The repetitions [first, stop) of a run have rows in [low, high): from the first that ends
     # after `low` to the last that begins before `high`. -(-a // b) is a / b rounded up.
-    first = np.clip((low - start[run] - length[run]) // step + 1, 0, repeats[run])
-    stop = np.clip(-((start[run] - high) // step), first, repeats[run])
+    n_before_low = (low - run.start - run.length) // step + 1
+    first = np.clip(n_before_low, 0, run.repeats)
+    n_before_high = -((run.start - high) // step)
+    stop = np.clip(n_before_high, first, run.repeats)
     counts = stop - first
     runs.check_pieces(int(counts.sum()))
 
-    pair = np.repeat(np.arange(len(counts)), counts)
-    run_of_piece = run[pair]
-    piece_start = start[run_of_piece] + count_up(counts, first) * step[pair]
-    piece_stop = np.minimum(piece_start + length[run_of_piece], high[pair])
-    piece_start = np.maximum(piece_start, low[pair])
-    inside = IntervalTable(
-        block=block[run_of_piece],
-        local=local[run_of_piece],
-        start=piece_start,
-        length=piece_stop - piece_start,
-    )
-    return _Period(inside, times[window[pair]])
+    pair = np.repeat(np.arange(len(counts)), counts)  # [pieces]
+    start = run.start[pair] + count_up(counts, first) * step[pair]
+    cut_start = np.maximum(start, low[pair])
+    cut_stop = np.minimum(start + run.length[pair], high[pair])
+    pieces = IntervalTable(run.block[pair], run.local[pair], cut_start, cut_stop - cut_start)
+    return _Inside(pieces, window[pair])
 
 
-def _period_ends(table: Numbers) -> Numbers:
+def _period_ends(table: RunTable) -> Numbers:
     """Return the row after each run, or after its last whole period if it repeats."""
-    _, _, start, length, repeats, stride = table.T
-    stops: Numbers = start + np.where(repeats > 1, stride * repeats, length)
-    return stops
+    periods = table.stride * table.repeats
+    ends: Numbers = table.start + np.where(table.repeats > 1, periods, table.length)
+    return ends
 
 
-def _ascending_runs(table: Numbers) -> Numbers:
+def _ascending_runs(table: RunTable) -> RunTable:
     """Turn runs that go down or stay where they are into runs of one interval each."""
-    repeats = table[:, 4]
-    is_descending = (repeats > 1) & (table[:, 5] < table[:, 3])  # stride < length
-    intervals = expanded(table[is_descending])
+    is_descending = (table.repeats > 1) & (table.stride < table.length)
+    intervals = expanded(table.take(is_descending))
     once = np.ones_like(intervals.local)
-    columns = (*intervals, once, np.zeros_like(once))
-    return np.concatenate([table[~is_descending], np.stack(columns, axis=1)])
+    listed = RunTable._make((*intervals, once, np.zeros_like(once)))
+    return concatenate_tables(table.take(~is_descending), listed)

@@ -33,7 +33,7 @@ from xshard.notation.overlap import Fold, Reads, unfolded
 from xshard.notation.parser import Dim
 
 # Who provides a row: its owner, else a neighbour, else who has a copy from beyond an end.
-_ORIGINS_BY_RANK: tuple[tuple[str, ...], ...] = (("own",), ("near",), ("before", "after"))
+_ORIGINS_BY_RANK = (("own",), ("near",), ("before", "after"))
 _ALL_ORIGINS = ("own", "near", "before", "after")
 
 # The side of rows that do not come from beyond a pole; others have "before" or "after".
@@ -83,12 +83,11 @@ def offered_rows(
     are contributions to be added up, all are offered: in several lists if a block has a row several
     times, since the rows of a list are distinct. The arguments are those of `wanted_rows`.
     """
-    # One block offers each row. Copies beyond a pole (`side` is not STRAIGHT) are never offered.
     if not isinstance(dim.overlap, Fold):
+        if side != STRAIGHT:
+            return ((),) * math.prod(sizes)  # copies beyond a pole are never offered
         provided = shifted(provided_rows(dim, length, sizes), shift, length)
-        if side == STRAIGHT:
-            return tuple((block,) for block in provided)
-        return tuple(() for _ in provided)
+        return tuple((block,) for block in provided)
     contributed = shifted(_rows_on_side(dim, length, sizes, side), shift, length)
     if _are_distinct(dim):
         return tuple((block,) for block in contributed)
@@ -107,7 +106,7 @@ def distinct_held_rows(dim: Dim, length: int, sizes: Sizes, shift: int = 0) -> A
     if _are_distinct(dim):
         blocks = all_held_rows(dim, length, sizes)
     else:
-        blocks = _rows_by_rank(dim, length, sizes, alone=True)
+        blocks = _rows_by_rank(dim, length, sizes, per_block=True)
     return shifted(blocks, shift, length)
 
 
@@ -123,7 +122,7 @@ def provided_rows(dim: Dim, length: int, sizes: Sizes) -> AllRuns:
     if dim.overlap is None:
         return all_owned_rows(dim, length, sizes)
     if not _are_distinct(dim):
-        return _rows_by_rank(dim, length, sizes, alone=False)
+        return _rows_by_rank(dim, length, sizes, per_block=False)
     # A simple case: every owner holds its rows, and its block begins with them.
     owned = all_owned_rows(dim, length, sizes)
     held = all_held_rows(dim, length, sizes)
@@ -154,9 +153,8 @@ def rows_without(runs: Runs, others: Runs) -> Runs:
         rows = row_numbers(runs)
         is_in_others = np.isin(rows, row_numbers(others), kind="table")
         return as_runs(np.where(is_in_others, FILL, rows))
-    return filled(
-        rows_outside(interval_table((runs,)), interval_table((others,))), [count_rows(runs)]
-    )[0]
+    left = rows_outside(interval_table((runs,)), interval_table((others,)))
+    return filled(left, [count_rows(runs)])[0]
 
 
 def shifted(blocks: AllRuns, shift: int, length: int) -> AllRuns:
@@ -193,30 +191,25 @@ def _are_distinct(dim: Dim) -> bool:
     return dim.overlap is None or isinstance(unfolded(dim.overlap), Reads)
 
 
-def _rows_by_rank(dim: Dim, length: int, sizes: Sizes, *, alone: bool) -> AllRuns:
+def _rows_by_rank(dim: Dim, length: int, sizes: Sizes, *, per_block: bool) -> AllRuns:
     """List the rows of each block that come first, by rank of their origin; FILL elsewhere.
 
-    First in each block if `alone`, else first in any block.
+    First in each block if `per_block`, else first in any block.
     """
     tables = []
     for origins in _ORIGINS_BY_RANK:
         tables.append(interval_table(_rows_of_origins(dim, length, sizes, origins, flipped=False)))
-    table = firsts(concatenate_tables(*tables), alone=alone)  # the tables are in the order of ranks
-    lengths = []
-    for spans in all_row_spans(dim, length, sizes):
-        lengths.append(count_rows(span.run for span in spans))
-    return filled(table, lengths)
+    # The tables are in the order of ranks: a row comes first where it has the best origin.
+    table = firsts(concatenate_tables(*tables), per_block=per_block)
+    return filled(table, list(map(count_rows, all_held_rows(dim, length, sizes))))
 
 
 def _rows_on_side(dim: Dim, length: int, sizes: Sizes, side: str) -> AllRuns:
     """List the rows of each block on one side of a pole; FILL in place of others."""
-    if side != STRAIGHT:
-        if _are_distinct(dim):
-            return _no_rows(sizes)
-        return _rows_of_origins(dim, length, sizes, (side,), flipped=True)
-    if _are_distinct(dim):
-        return all_held_rows(dim, length, sizes)
-    return _rows_of_origins(dim, length, sizes, _ALL_ORIGINS, flipped=False)
+    if _are_distinct(dim):  # no rows from beyond the ends of the array
+        return all_held_rows(dim, length, sizes) if side == STRAIGHT else _no_rows(sizes)
+    origins = _ALL_ORIGINS if side == STRAIGHT else (side,)
+    return _rows_of_origins(dim, length, sizes, origins, flipped=side != STRAIGHT)
 
 
 def _rows_of_origins(

@@ -5,14 +5,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from xshard.caches import layout_cache
 from xshard.errors import ShapeError
-from xshard.notation.row_arrays import Numbers, count_up
+from xshard.notation.row_arrays import Numbers, count_up, group_heads
 
 FILL = -1  # start of a run of rows outside the array, which the boundary rule fills
 
@@ -65,11 +65,7 @@ class Rows:
         starts, _ = run_columns(self.rows)
         return len(starts)
 
-    @overload
-    def __getitem__(self, index: int) -> Run: ...
-    @overload
-    def __getitem__(self, index: slice) -> tuple[Run, ...]: ...
-    def __getitem__(self, index: int | slice) -> Run | tuple[Run, ...]:
+    def __getitem__(self, index: int) -> Run:
         return tuple(self)[index]
 
     def __eq__(self, other: object) -> bool:
@@ -113,9 +109,34 @@ class IntervalTable(NamedTuple):
 
     def take(self, index: NDArray[Any]) -> IntervalTable:
         """Return some of the intervals, by their numbers or by an array of bools."""
-        return IntervalTable(
-            self.block[index], self.local[index], self.start[index], self.length[index]
-        )
+        return IntervalTable._make(column[index] for column in self)
+
+
+class RunTable(NamedTuple):
+    """Runs of rows of several blocks, as columns of a table: one entry per run.
+
+    Attributes:
+        block: The number of the block that has the run.
+        local: The position of its first row in the block.
+        start: Its first row in the array.
+        length: Its number of consecutive rows.
+        repeats: How often they come.
+        stride: How much further on each time.
+    """
+
+    block: Numbers
+    local: Numbers
+    start: Numbers
+    length: Numbers
+    repeats: Numbers
+    stride: Numbers
+
+    def take(self, index: NDArray[Any]) -> RunTable:
+        """Return some of the runs, by their numbers or by an array of bools."""
+        return RunTable._make(column[index] for column in self)
+
+
+Table = TypeVar("Table", IntervalTable, RunTable)
 
 
 class Overlaps(NamedTuple):
@@ -158,7 +179,7 @@ def interval_pairs(numbers: object) -> list[tuple[int, int]]:
     return list(zip(numbers[::2], numbers[1::2], strict=False))
 
 
-def as_index(runs: Runs) -> slice | NDArray[np.int64]:
+def as_index(runs: Runs) -> slice | Numbers:
     """Turn local positions into an index of numpy: a slice if evenly spaced, else an array."""
     if isinstance(runs, Rows):
         return runs.rows
@@ -171,7 +192,7 @@ def as_index(runs: Runs) -> slice | NDArray[np.int64]:
         if run.length == 1 and run.stride > 0:
             last = run.start + run.stride * (run.repeats - 1)
             return slice(run.start, last + 1, run.stride)
-    return np.concatenate([np.arange(start, stop) for start, stop in as_intervals(runs)])
+    return row_numbers(runs)
 
 
 def as_intervals(runs: Iterable[Run]) -> Intervals:
@@ -180,7 +201,7 @@ def as_intervals(runs: Iterable[Run]) -> Intervals:
     return np.stack([intervals.start, intervals.start + intervals.length], axis=1)
 
 
-def row_numbers(runs: Iterable[Run]) -> NDArray[np.int64]:
+def row_numbers(runs: Iterable[Run]) -> Numbers:
     """List every row number of runs, `[rows]`; FILL for rows outside the array."""
     if isinstance(runs, Rows):
         return runs.rows
@@ -209,8 +230,11 @@ def run_columns(rows: Numbers) -> tuple[Numbers, Numbers]:
     """
     if not len(rows):
         return rows, rows
-    continues = np.where(rows[:-1] == FILL, rows[1:] == FILL, rows[1:] == rows[:-1] + 1)
-    heads = np.flatnonzero(np.concatenate([[True], ~continues]))
+    previous = rows[:-1]
+    following = rows[1:]
+    # FILL is -1, which row 0 does not continue.
+    continues = np.where(previous == FILL, following == FILL, following == previous + 1)
+    heads = group_heads(continues)
     return rows[heads], np.diff(np.append(heads, len(rows)))
 
 
@@ -219,22 +243,15 @@ def extents(blocks: Sequence[Iterable[Run]]) -> Intervals:
 
     Rows 0 1 6 7 -> [0, 8). A block without rows has an empty one, whose start is above its stop.
     """
-    block_runs = [_hull(runs.rows) if isinstance(runs, Rows) else runs for runs in blocks]
-    block, _, start, length, repeats, stride = run_table(block_runs).T
-    last_start = start + stride * (repeats - 1)  # the lowest one where rows go down
+    table = run_table(blocks)
+    last_start = table.start + table.stride * (table.repeats - 1)  # lowest where rows go down
     # Bounds that any row changes: above all starts, and below all stops.
     bounds = np.tile(np.array([BEYOND_ALL_ROWS, 0]), (len(blocks), 1))
     # `ufunc.at` and not an assignment: a block has several runs, and each has to count.
-    np.minimum.at(bounds[:, 0], block, np.minimum(start, last_start))
-    np.maximum.at(bounds[:, 1], block, np.maximum(start, last_start) + length)
+    np.minimum.at(bounds[:, 0], table.block, np.minimum(table.start, last_start))
+    stops = np.maximum(table.start, last_start) + table.length
+    np.maximum.at(bounds[:, 1], table.block, stops)
     return bounds
-
-
-def _hull(rows: Numbers) -> tuple[Run, ...]:
-    """Return all rows from the first to the last as one run; without FILL."""
-    first = int(rows.min(where=rows != FILL, initial=BEYOND_ALL_ROWS))
-    last = int(rows.max(initial=FILL))
-    return interval(first, last + 1)
 
 
 # ---- runs of many blocks as tables
@@ -249,65 +266,69 @@ def interval_table(blocks: Iterable[Iterable[Run]]) -> IntervalTable:
     return expanded(run_table(blocks))
 
 
-def run_table(blocks: Iterable[Iterable[Run]]) -> Numbers:
-    """Put the row ranges of all blocks into one integer array `[runs, 6]`.
+def run_table(blocks: Iterable[Iterable[Run]]) -> RunTable:
+    """Put the runs of all blocks into one table, with columns as arrays.
 
-    A `Run` is a range of rows, `length` rows from `start`, repeated `repeats` times, `stride` rows
-    apart. The columns are: number of the block, position of the run in its block, and the four
-    fields of the run. Block 0 with rows 0-3 and block 1 with rows 4-5 and 8-9 ->
+    Block 0 with rows 0-3 and block 1 with rows 4-5 and 8-9 -> three runs:
 
-        0 0  0 4 1 0
-        1 0  4 2 1 0
-        1 2  8 2 1 0      # its rows come after two others of block 1
+        block 0, local 0, start 0, length 4, repeats 1, stride 0
+        block 1, local 0, start 4, length 2, repeats 1, stride 0
+        block 1, local 2, start 8, length 2, repeats 1, stride 0
 
     Runs of FILL (padding, which is no row of the array) are not listed, but take up positions.
     """
-    table: list[tuple[int, ...]] = []
-    tables_of_rows: list[Numbers] = []
+    entries = []
+    tables = []  # of blocks whose rows are an array
     for block, runs in enumerate(blocks):
         if isinstance(runs, Rows):
-            tables_of_rows.append(_run_table_of_rows(block, runs))
+            tables.append(_run_table_of_rows(block, runs))
             continue
         position = 0
         for run in runs:
             if run.start != FILL and run.length > 0:
-                table.append((block, position, *run))
+                entries.append((block, position, *run))
             position += run.length * run.repeats
-    listed = np.array(table, np.int64).reshape(-1, 6)
-    if not tables_of_rows:
-        return listed
-    return np.concatenate([listed, *tables_of_rows])
+    table = RunTable._make(np.array(entries, np.int64).reshape(-1, 6).T)
+    return concatenate_tables(table, *tables) if tables else table
 
 
-def _run_table_of_rows(block: int, runs: Rows) -> Numbers:
+def _run_table_of_rows(block: int, runs: Rows) -> RunTable:
     """Return the `run_table` of one block whose rows are an array."""
     start, length = run_columns(runs.rows)
-    position = np.cumsum(length) - length
-    once = np.ones_like(start)
-    columns = (once * block, position, start, length, once, np.zeros_like(start))
-    table: Numbers = np.stack(columns, axis=1)[start != FILL]
-    return table
+    table = RunTable(
+        block=np.full_like(start, block),
+        local=np.cumsum(length) - length,
+        start=start,
+        length=length,
+        repeats=np.ones_like(start),
+        stride=np.zeros_like(start),
+    )
+    return table.take(start != FILL)
 
 
-def expanded(table: Numbers) -> IntervalTable:
-    """Unroll repeated row ranges: list every repetition as an interval of its own.
+def concatenate_tables(*tables: Table) -> Table:
+    """Put the entries of several tables one after the other."""
+    return type(tables[0])._make(map(np.concatenate, zip(*tables, strict=True)))
 
-    The input is an array `[runs, 6]` from `run_table`; the result has one array `[pieces]` for each
-    of block, position in the block, first row, and number of rows. A run of 2 rows from row 1,
-    repeated 3 times at a distance of 10, -> rows [1, 3), [11, 13), [21, 23) at positions 0, 2, 4.
+
+def expanded(table: RunTable) -> IntervalTable:
+    """Unroll runs: list every repetition as an interval of its own.
+
+    A run of 2 rows from row 1, repeated 3 times at a distance of 10 -> rows [1, 3), [11, 13),
+    [21, 23) at positions 0, 2, 4 of the block.
 
     Raises:
         ShapeError: There are more than MOST_PIECES intervals.
     """
-    block, local, start, length, repeats, stride = table.T
-    check_pieces(int(repeats.sum()))  # first, since the arrays below might take gigabytes
-    run = np.repeat(np.arange(len(table)), repeats)  # [pieces]: which run it is from
-    repetition = count_up(repeats)
+    check_pieces(int(table.repeats.sum()))  # first, since the arrays below might take gigabytes
+    # For each interval, the run that it is from, and which repetition of it.
+    run = table.take(np.repeat(np.arange(len(table.repeats)), table.repeats))
+    repetition = count_up(table.repeats)
     return IntervalTable(
-        block=block[run],
-        local=local[run] + length[run] * repetition,
-        start=start[run] + stride[run] * repetition,
-        length=length[run],
+        block=run.block,
+        local=run.local + run.length * repetition,
+        start=run.start + run.stride * repetition,
+        length=run.length,
     )
 
 
@@ -337,16 +358,14 @@ def intersections(a: IntervalTable, b: IntervalTable) -> Overlaps:
     # are `counts` intervals from number `first`: from the first that ends after the interval of `b`
     # begins, to the last that begins before it ends. Bisection finds both ends for all of `b`.
     first = np.searchsorted(a_stop, b.start, side="right")
-    counts = np.maximum(np.searchsorted(a.start, b_stop, side="left") - first, 0)
+    behind_last = np.searchsorted(a.start, b_stop, side="left")
+    counts = np.maximum(behind_last - first, 0)
     check_pieces(int(counts.sum()))
     in_b = np.repeat(np.arange(len(counts)), counts)
     in_a = count_up(counts, first)
-    return Overlaps(
-        in_a=in_a,
-        in_b=in_b,
-        start=np.maximum(a.start[in_a], b.start[in_b]),
-        stop=np.minimum(a_stop[in_a], b_stop[in_b]),
-    )
+    start = np.maximum(a.start[in_a], b.start[in_b])
+    stop = np.minimum(a_stop[in_a], b_stop[in_b])
+    return Overlaps(in_a, in_b, start, stop)
 
 
 # ---- rows that two blocks share
@@ -391,14 +410,14 @@ def _segments_of_few(src: Iterable[Run], dst: Iterable[Run]) -> tuple[Segment, .
     block are positions 0 and 1 of the second. For each interval of `dst`, the intervals of `src`
     are taken by ascending rows, so that segments come in the order of `dst`.
     """
-    src_by_row: list[tuple[int, int, int]] = []  # first row, position, length; ascending
+    src_by_row = []  # first row, position, length; ascending
     src_position = 0
     for run in src:
         src_by_row.append((run.start, src_position, run.length))
         src_position += run.length
     src_by_row.sort()
 
-    shared: list[tuple[int, int, int]] = []
+    shared = []
     dst_position = 0
     for run in dst:
         run_stop = run.start + run.length
@@ -441,7 +460,7 @@ def matched_rows(src: Numbers, dst: Numbers) -> tuple[Segment, ...]:
     return merged_segments(np.stack([in_src, in_dst, np.ones_like(in_dst)], axis=1))
 
 
-def merged_segments(rows: NDArray[np.int64]) -> tuple[Segment, ...]:
+def merged_segments(rows: Numbers) -> tuple[Segment, ...]:
     """Turn rows (src, dst, length) of a table into segments, merged where one continues another.
 
     (0, 4, 2) and (2, 6, 1) -> one segment (0, 4, 3)
@@ -450,11 +469,10 @@ def merged_segments(rows: NDArray[np.int64]) -> tuple[Segment, ...]:
         return ()
     starts = rows[:, :2]  # on both sides
     stops = starts + rows[:, 2:]
-    is_head = np.concatenate([[True], (stops[:-1] != starts[1:]).any(axis=1)])
-    heads = np.flatnonzero(is_head)
-    lengths = np.add.reduceat(rows[:, 2], heads)
-    columns = (rows[heads, 0], rows[heads, 1], lengths)
-    return tuple(Segment(*row) for row in np.stack(columns, axis=1).tolist())
+    heads = group_heads((stops[:-1] == starts[1:]).all(axis=1))
+    merged = rows[heads]
+    merged[:, 2] = np.add.reduceat(rows[:, 2], heads)
+    return tuple(map(Segment._make, merged.tolist()))
 
 
 # ---- runs merged, compared and selected
@@ -508,24 +526,16 @@ def select(runs: Runs, positions: Run) -> tuple[Run, ...]:
     """Translate local positions in a block into the rows of the array that lie there.
 
     The block of rows 10-17, `Run(10, 8)`, at positions 1 and 2, `Run(1, 2)` -> rows 11 and 12,
-    `(Run(11, 2),)`. A `Run` is a range of rows, which may repeat at equal distances. Positions that
-    repeat give one repeating run where possible, so that a million repetitions cost no more than 2.
+    `(Run(11, 2),)`. Positions that repeat give one repeating run where possible, so that a million
+    repetitions cost no more than 2.
     """
     if positions.repeats == 1:
         return _slice(runs, positions.start, positions.start + positions.length)
     if len(runs) == 1:
-        block = runs[0]
-        if block.repeats == 1:
-            return (positions._replace(start=block.start + positions.start),)
-        # The block is groups of `length` rows, `stride` apart. Positions that are at one place in
-        # every k-th group, and do not reach over its end, are one run again.
-        group, offset = divmod(positions.start, block.length)
-        stays_at_place = positions.stride % block.length == 0
-        if stays_at_place and offset + positions.length <= block.length:
-            start = block.start + group * block.stride + offset
-            stride = positions.stride // block.length * block.stride
-            return (positions._replace(start=start, stride=stride),)
-    # Some positions reach over the end of a group, so each repetition is translated by itself.
+        selected_run = _select_repeating(runs[0], positions)
+        if selected_run is not None:
+            return (selected_run,)
+    # Each repetition is translated by itself.
     check_pieces(positions.repeats, MOST_LISTED)
     selected: list[Run] = []
     for part in unrolled((positions,)):
@@ -533,9 +543,26 @@ def select(runs: Runs, positions: Run) -> tuple[Run, ...]:
     return tuple(selected)
 
 
+def _select_repeating(block: Run, positions: Run) -> Run | None:
+    """Translate positions that repeat in a block of one run; None if they are not one run again.
+
+    The block 0 1, 10 11, 20 21, 30 31 is groups of 2 rows. Positions 1 and 5 are the second row of
+    every other group: rows 1 and 21, one run. Positions 0 and 3 are at different places of groups.
+    """
+    if block.repeats == 1:
+        return positions._replace(start=block.start + positions.start)
+    group, offset = divmod(positions.start, block.length)
+    skipped_groups, rest = divmod(positions.stride, block.length)
+    reaches_over_end = offset + positions.length > block.length
+    if rest or reaches_over_end:
+        return None
+    start = block.start + group * block.stride + offset
+    return positions._replace(start=start, stride=skipped_groups * block.stride)
+
+
 def _slice(runs: Runs, start: int, stop: int) -> tuple[Run, ...]:
     """Return the rows of a block at local positions [start, stop)."""
-    taken: list[Run] = []
+    taken = []
     position = 0
     for run in runs:
         rows_of_run = run.length * run.repeats
@@ -553,17 +580,19 @@ def _slice_of_run(run: Run, start: int, stop: int) -> list[Run]:
     The run of rows 0 1 2, 10 11 12, 20 21 22 at positions [1, 8) -> runs 1 2, then 10 11 12, then
     20 21: the end of its first group, whole groups as one run, and the beginning of the last group.
     """
-    taken: list[Run] = []
-    group, head = divmod(start, run.length)  # `head` rows of the first group are skipped
-    last_group, tail = divmod(stop, run.length)  # only `tail` rows of the last are taken
-    if head:  # the first group is taken in part; it may be the last group too
-        end = run.length if last_group > group else tail
-        taken.append(Run(run.start + group * run.stride + head, end - head))
+    group, skipped = divmod(start, run.length)  # `skipped` rows of the first group are left out
+    last_group, taken_of_last = divmod(stop, run.length)
+    first_row = run.start + group * run.stride
+    if group == last_group:
+        return [Run(first_row + skipped, taken_of_last - skipped)]
+    taken = []
+    if skipped:
+        taken.append(Run(first_row + skipped, run.length - skipped))
         group += 1
-    whole_groups = last_group - group
-    if whole_groups > 0:
-        stride = run.stride if whole_groups > 1 else 0  # so that equal rows compare equal
-        taken.append(Run(run.start + group * run.stride, run.length, whole_groups, stride))
-    if tail and last_group >= group:  # unless it was the first group, taken above
-        taken.append(Run(run.start + last_group * run.stride, tail))
+    n_whole = last_group - group
+    if n_whole:
+        stride = run.stride if n_whole > 1 else 0  # so that equal rows compare equal
+        taken.append(Run(run.start + group * run.stride, run.length, n_whole, stride))
+    if taken_of_last:
+        taken.append(Run(run.start + last_group * run.stride, taken_of_last))
     return taken

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -10,7 +9,6 @@ from fractions import Fraction
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
 from xshard.arguments import lengths_of, short_repr
 from xshard.caches import layout_cache
@@ -18,12 +16,13 @@ from xshard.errors import ShapeError, api_boundary
 from xshard.formatting import Pictured
 from xshard.layout.block_rows import all_held_rows, meaning
 from xshard.layout.layout import Layout, check_axes
-from xshard.layout.mesh import Mesh, check_mesh
+from xshard.layout.mesh import Mesh, all_coords, check_mesh
 from xshard.layout.partition import all_owned_rows, block_length, cut_by_shard
 from xshard.layout.runs import Runs, are_equal, count_rows
 from xshard.layout.validation import MOST_ELEMENTS, check_fit
-from xshard.notation.overlap import Fold, Overlap, Reads, Width, Window, unfolded
+from xshard.notation.overlap import Fold, Overlap, Reads, Window, unfolded
 from xshard.notation.parser import SEGMENTS, SIZES, Dim, Shard, Tags
+from xshard.notation.row_arrays import Numbers
 
 # Per dim, its axes (name, size), outermost first.
 EvenCuts = tuple[tuple[tuple[str, int], ...], ...]
@@ -158,13 +157,11 @@ class Sharding(Pictured):
     @cached_property
     def local_sizes(self) -> tuple[tuple[int, ...], ...]:
         """Per dim, the length of the block at every position along the dim's axes."""
-        sizes = []
-        for dim in range(len(self.shape)):
-            sizes.append(tuple(map(count_rows, self.held_by_position(dim))))
-        return tuple(sizes)
+        blocks_by_dim = map(self.held_by_position, range(len(self.shape)))
+        return tuple(tuple(map(count_rows, blocks)) for blocks in blocks_by_dim)
 
     @cached_property
-    def block_sizes(self) -> NDArray[np.int64]:
+    def block_sizes(self) -> Numbers:
         """Elements of the block of every device, `[devices]`."""
         sizes = np.ones(self.mesh.n_devices, np.int64)
         for dim, lengths in zip(self.layout.dims, self.local_sizes, strict=True):
@@ -267,19 +264,19 @@ class Sharding(Pictured):
             other: The other sharding.
             dim: The index of the dim.
         """
-        a = self.layout.dims[dim]
-        b = other.layout.dims[dim]
-        if a == b:
+        own_dim = self.layout.dims[dim]
+        other_dim = other.layout.dims[dim]
+        if own_dim == other_dim:
             return True
-        if isinstance(a.overlap, Fold) != isinstance(b.overlap, Fold):
+        if isinstance(own_dim.overlap, Fold) != isinstance(other_dim.overlap, Fold):
             return False
         # Only the axes of this dim matter: along others its blocks are equal.
-        axes = tuple(dict.fromkeys(a.axes + b.axes))
-        for coords in itertools.product(*map(range, self.mesh.sizes_of(axes))):
+        axes = tuple(dict.fromkeys(own_dim.axes + other_dim.axes))
+        for coords in all_coords(self.mesh.sizes_of(axes)):
             coord_of = dict(zip(axes, coords, strict=True))
-            a_rows, a_beyond = self._meaning(a, dim, coord_of)
-            b_rows, b_beyond = self._meaning(b, dim, coord_of)
-            if a_beyond != b_beyond or not are_equal(a_rows, b_rows):
+            rows, changed_rows = self._meaning(own_dim, dim, coord_of)
+            other_rows, other_changed_rows = self._meaning(other_dim, dim, coord_of)
+            if changed_rows != other_changed_rows or not are_equal(rows, other_rows):
                 return False
         return True
 
@@ -291,11 +288,11 @@ class Sharding(Pictured):
 
 def _check_shape(shape: tuple[int, ...]) -> None:
     """Raise ShapeError unless a shape has lengths >= 0, and few enough elements for 64 bits."""
-    if all(isinstance(length, int) for length in shape) and math.prod(shape) > MOST_ELEMENTS:
-        raise ShapeError(f"an array of shape {short_repr(shape)}", hint="at most 2**60 elements")
     for length in shape:
         if isinstance(length, bool) or not isinstance(length, int) or length < 0:
             raise ShapeError(f"shape {shape} has {length!r}, not a length >= 0")
+    if math.prod(shape) > MOST_ELEMENTS:
+        raise ShapeError(f"an array of shape {short_repr(shape)}", hint="at most 2**60 elements")
 
 
 # ---- normal forms
@@ -309,24 +306,24 @@ def normal_dim(dim: Dim, length: int, mesh: Mesh) -> Dim:
     `n/a`. Layouts that mean the same become equal, so that a plan has no steps for them.
     """
     overlap = _normal_overlap(dim)
+    long_shards = _without_short_axes(dim.shards, mesh)
     if overlap is not None and isinstance(unfolded(overlap), Window):
         # The outputs of a convolution are sharded like the dim, but there are fewer of them: what
         # is the same for the rows may differ for them, so shards keep their orders and groups.
-        return Dim(dim.name, _without_short_axes(dim.shards, mesh), overlap)
+        return Dim(dim.name, long_shards, overlap)
     shards: list[Shard] = []
     block_rows: int | None = length  # of every block so far; None once blocks differ
-    for shard in _without_short_axes(dim.shards, mesh):
+    for shard in long_shards:
         n_parts = math.prod(mesh.sizes_of(shard.axes))
-        order = "block" if _is_plain(shard, block_rows, n_parts) else shard.order
-        numbers = shard.numbers if order == shard.order else ()
-        normal = Shard(shard.axes, order, numbers)
+        if _is_plain(shard, block_rows, n_parts):
+            shard = Shard(shard.axes)
         is_divisible = block_rows is not None and block_rows % n_parts == 0
         # Uneven groups are not nested shards: 10 rows over 4 -> 3 3 3 1, over 2 and 2 -> 3 2 3 2.
-        if order == "block" and is_divisible:
+        if shard.order == "block" and is_divisible:
             shards.extend(Shard((axis,)) for axis in shard.axes)
         else:
-            shards.append(normal)
-        block_rows = _even_block_rows(normal, block_rows, n_parts)
+            shards.append(shard)
+        block_rows = _even_block_rows(shard, block_rows, n_parts)
     return Dim(dim.name, tuple(shards), overlap)
 
 
@@ -385,10 +382,9 @@ def _normal_overlap(dim: Dim) -> Overlap | None:
         aligned = replace(overlap, out="aligned")
         return Fold(aligned) if isinstance(dim.overlap, Fold) else aligned
     if isinstance(overlap, Reads):
-        widths: tuple[Width, ...] = (overlap.rows.map.sizes,)
+        adds_rows = any(overlap.rows.map.sizes)
     else:
-        widths = (overlap.lo, overlap.hi)
-    adds_rows = any(any(width) if isinstance(width, tuple) else width != 0 for width in widths)
+        adds_rows = bool(np.any(overlap.lo) or np.any(overlap.hi))  # numbers, or lists of them
     return dim.overlap if adds_rows else None
 
 

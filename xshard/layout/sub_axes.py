@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from xshard.errors import MeshError
 from xshard.layout.layout import factored
-from xshard.layout.mesh import Mesh
+from xshard.layout.mesh import Axes, Mesh
 from xshard.layout.sharding import Sharding
 
 # Axes with the sizes of their sub-axes, the slowest first.
@@ -55,7 +55,7 @@ class SubAxisMesh(Mesh):
         object.__setattr__(self, "split", split)
 
     @cached_property
-    def sub_axes(self) -> Mapping[str, tuple[str, ...]]:
+    def sub_axes(self) -> Mapping[str, Axes]:
         """Every axis of `base` -> its sub-axes, the slowest first; an axis that is not split -> itself."""
         return _sub_axis_names(self.base, self.split)
 
@@ -71,7 +71,7 @@ class SubAxisMesh(Mesh):
         return Sharding(factored(sharding.layout, self.sub_axes), self, sharding.shape)
 
 
-def unfactored(mesh: Mesh, axes: Sequence[str]) -> tuple[Mesh, tuple[str, ...]]:
+def unfactored(mesh: Mesh, axes: Sequence[str]) -> tuple[Mesh, Axes]:
     """Return the base mesh and its axes for sub-axes of it: x_0, x_1 -> x.
 
     Unless the sub-axes of each axis are complete and in order, both are returned as given.
@@ -85,10 +85,10 @@ def unfactored(mesh: Mesh, axes: Sequence[str]) -> tuple[Mesh, tuple[str, ...]]:
     return mesh.base, whole_axes
 
 
-def _sub_axis_names(base: Mesh, split: Split) -> dict[str, tuple[str, ...]]:
+def _sub_axis_names(base: Mesh, split: Split) -> dict[str, Axes]:
     """Name the sub-axes of each axis: x -> x_0, x_1; an axis that is not split keeps its name."""
     taken = set(base.axes)
-    sub_axes: dict[str, tuple[str, ...]] = {axis: (axis,) for axis in base.axes}
+    sub_axes: dict[str, Axes] = {axis: (axis,) for axis in base.axes}
     for axis, sizes in split:
         names = [f"{axis}_{i}" for i in range(len(sizes))]
         while taken & set(names):  # the mesh has an axis of that name
@@ -101,7 +101,7 @@ def _sub_axis_names(base: Mesh, split: Split) -> dict[str, tuple[str, ...]]:
 # ---- the coarsest mesh that refines two others
 
 # Axes with their factor axes, the slowest first; none for an axis of size 1.
-Factors = tuple[tuple[str, tuple[str, ...]], ...]
+Factors = tuple[tuple[str, Axes], ...]
 
 
 class Refinement(NamedTuple):
@@ -144,13 +144,12 @@ def refine(src_mesh: Mesh, dst_mesh: Mesh) -> Refinement | None:
     # [1, 2) and tp is [2, 8); in `dp=8` dp is [1, 8). The common mesh has an axis between each two
     # neighbouring bounds of either: 1, 2, 8.
     bounds = sorted({axis_range.stop for axis_range in src_ranges + dst_ranges} | {1})
-    if any(stop % start for start, stop in itertools.pairwise(bounds)):
-        return None  # 2 x 3 and 3 x 2 devices: no axis splits into both
-
     sizes: dict[str, int] = {}
-    src_factors: dict[str, tuple[str, ...]] = dict.fromkeys(src_mesh.axes, ())
-    dst_factors: dict[str, tuple[str, ...]] = dict.fromkeys(dst_mesh.axes, ())
+    src_factors: dict[str, Axes] = dict.fromkeys(src_mesh.axes, ())
+    dst_factors: dict[str, Axes] = dict.fromkeys(dst_mesh.axes, ())
     for start, stop in itertools.pairwise(bounds):
+        if stop % start:
+            return None  # 2 x 3 and 3 x 2 devices: no axis splits into both
         src_axis = _axis_at(src_ranges, start, stop)
         dst_axis = _axis_at(dst_ranges, start, stop)
         name = src_axis if src_axis == dst_axis else f"{src_axis}_{dst_axis}"

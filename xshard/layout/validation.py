@@ -17,7 +17,6 @@ from xshard.notation.overlap import (
     Fold,
     Halo,
     Reads,
-    Width,
     Window,
     ends_of,
     unfolded,
@@ -79,11 +78,10 @@ def _check_shards(dim: Dim, length: int, mesh: Mesh) -> None:
         raise NotationError(reason, text=str(dim), hint=hint)
     if not any(shard.numbers for shard in dim.shards):
         return  # without numbers a shard cuts any number of rows
-    fault = find_misfit(dim, length, mesh.sizes_of(dim.axes))
-    if fault is not None:
-        _, reason = fault
+    misfit = find_misfit(dim, length, mesh.sizes_of(dim.axes))
+    if misfit is not None:
         hint = f"dim {dim.name!r} has {length} rows, the mesh {mesh.describe()}"
-        raise ShapeError(reason, text=str(dim), hint=hint)
+        raise ShapeError(misfit, text=str(dim), hint=hint)
 
 
 @layout_cache(maxsize=4096)
@@ -111,7 +109,7 @@ def _check_reads(dim: Dim, reads: Reads, length: int, mesh: Mesh) -> None:
         reason = f"'{reads.rows}' reads row {last_row} of {length}"
         raise ShapeError(reason, text=str(dim), hint=hint)
     # Entry i of the map: part `needs.part_of_row[i]` reads row `needs.rows[i]`.
-    owner_of_row = owner_of_rows(Dim(dim.name, dim.shards), length, sizes)
+    owner_of_row = owner_of_rows(dim, length, sizes)
     own_reads = np.flatnonzero(owner_of_row[needs.rows] == needs.part_of_row)
     if len(own_reads):
         part = int(needs.part_of_row[own_reads[0]])
@@ -138,8 +136,7 @@ def _check_outputs(dim: Dim, window: Window, length: int, mesh: Mesh) -> None:
     if window.out or any(shard.order == SIZES for shard in dim.shards):
         return
     n_outputs = window.output_length(length)
-    plain_dim = Dim(dim.name, dim.shards)
-    if find_misfit(plain_dim, n_outputs, mesh.sizes_of(dim.axes)) is not None:
+    if find_misfit(dim, n_outputs, mesh.sizes_of(dim.axes)) is not None:
         reason = f"{n_outputs} outputs cannot be cut like the {length} rows of dim {dim.name!r}"
         hint = "out=balanced cuts them evenly, out=aligned where the dim is cut"
         raise ShapeError(reason, text=str(dim), hint=hint)
@@ -148,17 +145,26 @@ def _check_outputs(dim: Dim, window: Window, length: int, mesh: Mesh) -> None:
 def _check_boundaries(
     dims: Sequence[Dim], index: int, overlap: Halo | Window, shape: Sequence[int]
 ) -> None:
-    """Raise an error if there are no rows for what a boundary copies, or no dim for a pole."""
+    """Check what a dim needs beyond its ends: rows to copy, or a dim that a pole rolls."""
     dim = dims[index]
-    before_width, after_width = _widths_of(overlap)
-    for end, width in ((overlap.before, before_width), (overlap.after, after_width)):
+    for end, rows in _ends_with_rows(overlap):
         copies_rows = end.fill is None and end.kind != "none"
-        if shape[index] == 0 and copies_rows and _widest(width) > 0:
+        if shape[index] == 0 and copies_rows and rows > 0:
             reason = f"dim {dim.name!r} lacks rows that '{end.kind}' could copy"
             hint = "an empty dim has zero, constant(c) or none beyond its ends"
             raise ShapeError(reason, text=str(dim), hint=hint)
         if end.kind == "pole":
             rolled_dim(dims, index, end, shape)
+
+
+def _ends_with_rows(overlap: Halo | Window) -> list[tuple[Boundary, int]]:
+    """Pair the boundary at each end of the array with the most rows that a block has beyond it.
+
+    `halo(1,[0,2],edge)` -> 1 row before the array, 2 after it.
+    """
+    widths = (overlap.lo, overlap.hi) if isinstance(overlap, Halo) else overlap.padding
+    most_rows = [width if isinstance(width, int) else max(width) for width in widths]
+    return list(zip((overlap.before, overlap.after), most_rows, strict=True))
 
 
 def rolled_dim(dims: Sequence[Dim], at: int, pole: Boundary, shape: Sequence[int]) -> int | None:
@@ -203,9 +209,8 @@ def _check_block_size(dims: Sequence[Dim], shape: Sequence[int], mesh: Mesh) -> 
     widened_dims = [dim for dim in dims if dim.overlap is not None]
     if not widened_dims:
         return  # no larger than the array, which is checked
-    elements = 1
-    for dim, length in zip(dims, shape, strict=True):
-        elements *= _most_held(dim, length, mesh)
+    lengths = zip(dims, shape, strict=True)
+    elements = math.prod(_most_held(dim, length, mesh) for dim, length in lengths)
     if elements > MOST_ELEMENTS:
         reason = f"a block of up to {elements} elements"
         raise ShapeError(reason, text=str(widened_dims[0]), hint="at most 2**60")
@@ -221,7 +226,7 @@ def _most_held(dim: Dim, length: int, mesh: Mesh) -> int:
         ShapeError: The block has more pieces, or more copied rows, than can be listed.
     """
     sizes = mesh.sizes_of(dim.axes)
-    most_owned, _ = block_length(Dim(dim.name, dim.shards), length, sizes)
+    most_owned, _ = block_length(dim, length, sizes)
     if dim.overlap is None:
         return most_owned
     overlap = unfolded(dim.overlap)
@@ -229,31 +234,33 @@ def _most_held(dim: Dim, length: int, mesh: Mesh) -> int:
         return most_owned + int(max(overlap.rows.map.sizes))
 
     # A halo is around each contiguous piece of a block, of which cyclic shards have many.
-    n_pieces = _count_pieces(dim, overlap, length, sizes)
-    if n_pieces > MOST_WIDENED:
-        reason = f"{n_pieces} pieces of a block, each with an overlap"
-        hint = f"at most {MOST_WIDENED}: deal out more rows together, as in cyclic(x,1024)"
-        raise ShapeError(reason, text=str(dim), hint=hint)
-
-    before_width, after_width = _widths_of(overlap)
-    rows_before = max(0, _widest(before_width))
-    rows_after = max(0, _widest(after_width))
-    _check_copies(dim, overlap.before, rows_before, length)
-    _check_copies(dim, overlap.after, rows_after, length)
-    rows_beyond = rows_before + rows_after
+    n_pieces = max(_count_pieces(dim, overlap, length, sizes), 1)
+    rows_beyond = 0  # the ends of the array
+    for end, width in _ends_with_rows(overlap):
+        rows = max(0, width)
+        _check_copies(dim, end, rows, length)
+        rows_beyond += rows
     if isinstance(overlap, Halo):
-        return most_owned + max(n_pieces, 1) * rows_beyond
-    # Each contiguous run of outputs reads its rows, a kernel's width more, and up to a stride of
-    # rows at both ends; none reads more than the whole array with its padding.
-    window_rows = overlap.d * (overlap.k - 1) + 1
-    rows_around = 0
-    for rows in (window_rows, overlap.s, overlap.s):
-        rows_around += min(rows, length + rows_beyond)
-    return most_owned + rows_beyond + max(n_pieces, 1) * rows_around
+        return most_owned + n_pieces * rows_beyond
+    return most_owned + rows_beyond + n_pieces * _most_around(overlap, length + rows_beyond)
+
+
+def _most_around(window: Window, padded_length: int) -> int:
+    """Bound the rows that a contiguous run of outputs reads beyond those that its device owns.
+
+    They are a kernel's width, and up to a stride at both ends. None of these is more than the whole
+    array with its padding.
+    """
+    window_rows = window.d * (window.k - 1) + 1
+    stride_rows = min(window.s, padded_length)
+    return min(window_rows, padded_length) + 2 * stride_rows
 
 
 def _count_pieces(dim: Dim, overlap: Halo | Window, length: int, sizes: Sizes) -> int:
-    """Count the intervals of the first block, each of which has an overlap."""
+    """Count the contiguous pieces of the first block, each of which the overlap widens.
+
+    Raises ShapeError if they are too many to be listed.
+    """
     first_coords = (0,) * len(sizes)
     owned = owned_rows(dim, length, sizes, first_coords)
     n_pieces = sum(run.repeats for run in owned)
@@ -261,6 +268,10 @@ def _count_pieces(dim: Dim, overlap: Halo | Window, length: int, sizes: Sizes) -
         # Each run of outputs reads rows of its own.
         outputs = window_outputs(dim, overlap, length, sizes, first_coords)
         n_pieces = max(n_pieces, sum(run.repeats for run in outputs))
+    if n_pieces > MOST_WIDENED:
+        reason = f"{n_pieces} pieces of a block, each with an overlap"
+        hint = f"at most {MOST_WIDENED}: deal out more rows together, as in cyclic(x,1024)"
+        raise ShapeError(reason, text=str(dim), hint=hint)
     return n_pieces
 
 
@@ -268,26 +279,12 @@ def _check_copies(dim: Dim, end: Boundary, rows: int, length: int) -> None:
     """Raise ShapeError if a boundary copies too many of its rows one by one."""
     if end.kind in ("zero", "constant", "none"):
         return
-    if end.kind == "periodic":
-        copies = rows // max(length, 1)  # turns around the array: each is one run
-    else:
-        copies = rows
+    # Turns around the array are one run each.
+    copies = rows // max(length, 1) if end.kind == "periodic" else rows
     if copies > MOST_COPIED:
         reason = f"{rows} rows of '{end}' beyond an end"
         hint = f"at most {MOST_COPIED} rows copied one by one, or turns around dim {dim.name!r}"
         raise ShapeError(reason, text=str(dim), hint=hint)
-
-
-def _widths_of(overlap: Halo | Window) -> tuple[Width, Width]:
-    """Return the rows that an overlap adds before and after a block, or the array."""
-    if isinstance(overlap, Halo):
-        return overlap.lo, overlap.hi
-    return overlap.padding
-
-
-def _widest(width: Width) -> int:
-    """Return the number of rows, the largest where every part has one."""
-    return width if isinstance(width, int) else max(width)
 
 
 # ---- both sides of an expression
@@ -312,34 +309,34 @@ def check_dims(src: Sequence[Dim], dst: Sequence[Dim], text: str) -> None:
             hint=f"left: {' '.join(left)}   right: {' '.join(right)}   "
             "(the same names, in any order; einsum sums dims)",
         )
+    _check_poles_are_named(text, spans)
+    _check_corners(dst, left, right, text)
 
-    _check_new_order(dst, left, right, text, spans)
+
+def _check_poles_are_named(text: str, spans: TextSpans) -> None:
+    """Refuse a pole without a named dim: it rolls the next dim, which the new order changes."""
+    for dim, span in spans.full_dims:
+        if any(end.kind == "pole" and not end.dim for end in ends_of(dim.overlap)):
+            reason = "a pole rolls the next dim, and the order of dims changes"
+            raise NotationError(reason, text=text, span=span, hint="name the dim, as in pole(w)")
 
 
-def _check_new_order(
-    dst: Sequence[Dim], left: list[str], right: list[str], text: str, spans: TextSpans
-) -> None:
-    """Refuse boundaries beyond the array that would mean something else in another order of dims.
+def _check_corners(dst: Sequence[Dim], left: list[str], right: list[str], text: str) -> None:
+    """Refuse different constants beyond the ends of two dims if these change their order.
 
-    These are poles without a named dim, as they roll the next one, and different constants in two
-    dims, as in a corner the later dim's counts. Raises NotationError.
+    In a corner both constants meet, and the later dim writes over the earlier one.
 
     Args:
         dst: The dims of the destination.
         left: The names of dims before.
         right: The same names, in another order.
         text: The user's text, for errors.
-        spans: Where dims stand in it.
     """
-    for dim, span in spans.full_dims:
-        if any(end.kind == "pole" and not end.dim for end in ends_of(dim.overlap)):
-            reason = "a pole rolls the next dim, and the order of dims changes"
-            raise NotationError(reason, text=text, span=span, hint="name the dim, as in pole(w)")
-    # In a corner two constants meet, and the later dim writes over the earlier one.
     fills = _fills_of(dst)
     filled_left = [name for name in left if name in fills]
     filled_right = [name for name in right if name in fills]
-    if filled_left != filled_right and len(set().union(*fills.values())) > 1:
+    constants = set().union(*fills.values())
+    if filled_left != filled_right and len(constants) > 1:
         reason = "a corner has the constant of the later dim, and the order of dims changes"
         hint = "change the order in a redistribution of its own, before"
         raise NotationError(reason, text=text, hint=hint)

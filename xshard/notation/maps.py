@@ -349,13 +349,9 @@ class Needs(RowMap):
         into_row = grouped(receiver, n) if hops > 1 else None  # one hop needs no sort by rows
         graph = _Graph(owners, sender, receiver, into_part, into_row)
         local_row = np.full(n, -1)
-        part_rows: list[Numbers] = []
-        part_edges: list[Edges] = []
-        for part in range(owners.parts):
-            rows, edges = _read_by_part(graph, part, hops, local_row)
-            part_rows.append(rows)
-            part_edges.append(edges)
-        return cls.of_rows(part_rows), part_edges
+        parts = [_read_by_part(graph, part, hops, local_row) for part in range(owners.parts)]
+        needs = cls.of_rows([rows for rows, _ in parts])
+        return needs, [edges for _, edges in parts]
 
     def check(self) -> None:
         """Raise ShapeError unless a part reads each row once."""
@@ -394,31 +390,25 @@ def _read_by_part(graph: _Graph, part: int, hops: int, local_row: Numbers) -> tu
     serves all parts, because a new one for each would take parts x rows of time.
     """
     own_rows = graph.owners.part(part)
+    block_rows = own_rows  # own rows, then those found after one hop, after two, ...
     local_row[own_rows] = np.arange(len(own_rows))
-    n_local = len(own_rows)
     edges = graph.into_part.of_key(part)
-    rings: list[Numbers] = []  # the rows first reached after one hop, after two, ...
-    edges_of_rings = [edges]
+    all_edges = edges
     for hop in range(hops):
-        # The first hop takes the edges into own rows, the next ones those into the last rows found.
-        if hop > 0 and graph.into_row is not None:
-            edges = graph.into_row.of_keys(rings[-1])
-            edges_of_rings.append(edges)
-        rows = graph.sender[edges]
-        ring = unique_rows(rows[local_row[rows] < 0])
-        local_row[ring] = np.arange(n_local, n_local + len(ring))
-        n_local += len(ring)
-        rings.append(ring)
+        senders = graph.sender[edges]
+        new_rows = unique_rows(senders[local_row[senders] < 0])
+        local_row[new_rows] = np.arange(len(block_rows), len(block_rows) + len(new_rows))
+        block_rows = np.concatenate([block_rows, new_rows])
+        if hop + 1 < hops and graph.into_row is not None:
+            edges = graph.into_row.of_keys(new_rows)
+            all_edges = np.concatenate([all_edges, edges])
 
     # Edges keep the order of the graph, so that sums over them add in one order on any number of
     # parts.
-    number = np.sort(np.concatenate(edges_of_rings))
-    sender = local_row[graph.sender[number]]
-    receiver = local_row[graph.receiver[number]]
-    rows_read = np.concatenate(rings)
-    local_row[own_rows] = -1
-    local_row[rows_read] = -1
-    return rows_read, Edges(number, sender, receiver)
+    number = np.sort(all_edges)
+    local_edges = Edges(number, local_row[graph.sender[number]], local_row[graph.receiver[number]])
+    local_row[block_rows] = -1
+    return block_rows[len(own_rows) :], local_edges
 
 
 # ---- maps and texts

@@ -107,13 +107,9 @@ class Window:
 
     def __str__(self) -> str:
         arguments = [f"k={self.k}"]
-        for name, value, default in (
-            ("s", self.s, 1),
-            ("d", self.d, 1),
-            ("p", self.p, 0),
-            ("out", self.out, ""),
-        ):
-            if value != default:
+        for name in ("s", "d", "p", "out"):
+            value = getattr(self, name)
+            if value != getattr(Window, name):  # the default
                 arguments.append(f"{name}={bracketed(value)}")
         return f"window({','.join(arguments)}{_boundary_text(self)})"
 

@@ -12,6 +12,7 @@ from xshard.notation.maps import DIGEST, Maps, Needs, RowMap, find_map
 from xshard.notation.overlap import (
     BOUNDARIES,
     OUTPUT_RULES,
+    ZERO,
     Boundary,
     Fold,
     Halo,
@@ -211,12 +212,9 @@ def _halo(scanner: Scanner) -> Halo:
     if isinstance(lo, tuple) and isinstance(hi, tuple) and len(lo) != len(hi):
         reason = f"{len(lo)} widths before and {len(hi)} after"
         raise scanner.error(reason, hi_span, "as many widths on both sides")
-    halo = Halo(lo, hi)
-    if scanner.take(","):
-        before, after = _boundaries(scanner)
-        halo = Halo(lo, hi, before, after)
+    before, after = _boundaries(scanner) if scanner.take(",") else (ZERO, ZERO)
     scanner.expect(")")
-    return halo
+    return Halo(lo, hi, before, after)
 
 
 def _window(scanner: Scanner) -> Window:
@@ -238,8 +236,7 @@ def _window(scanner: Scanner) -> Window:
             options["after"] = after
             break
         if name not in (*_SMALLEST, "out") or name in options:
-            reason = f"unknown or repeated window option {name!r}"
-            raise scanner.error(reason, name_span, _OPTIONS)
+            raise scanner.error(f"unknown or repeated window option {name!r}", name_span, _OPTIONS)
         options[name] = _window_option(scanner, name)
         if not scanner.take(","):
             break

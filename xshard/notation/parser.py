@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -48,7 +49,8 @@ class Shard:
 
     def __str__(self) -> str:
         if self.order == "block":
-            return self.axes[0] if len(self.axes) == 1 else f"({','.join(self.axes)})"
+            names = ",".join(self.axes)
+            return names if len(self.axes) == 1 else f"({names})"
         order = "block" if self.order == SEGMENTS else self.order
         arguments = [*self.axes, *map(bracketed, self.numbers)]
         return f"{order}({','.join(arguments)})"
@@ -144,15 +146,16 @@ def parse_sides(text: str, kind: str) -> tuple[tuple[Parsed, ...], tuple[Parsed,
     Raises:
         NotationError: The text is malformed.
     """
-    parser = _Parser(text, {}, is_contraction=kind == "contraction")
+    is_contraction = kind == "contraction"
+    parser = _Parser(text, {}, is_contraction=is_contraction)
     left = (parser.layout(),) if kind == "expression" else parser.layouts()
     parser.expect(ARROW, hint=_FORM_OF_KIND[kind])
     parser.may_repeat = False  # only operands may have a dim twice
-    # Nothing after the arrow of a contraction, as in "i, i ->": the result is a scalar.
-    if kind == "contraction" and parser.kind == "end":
-        scalar: Parsed = ((), ())
-        return left, (scalar,), parser.spans
-    right = parser.layouts() if kind == "signature" else (parser.layout(),)
+    right: tuple[Parsed, ...] = (((), ()),)  # a scalar: nothing may follow, as in "i, i ->"
+    if kind == "signature":
+        right = parser.layouts()
+    elif not (is_contraction and parser.kind == "end"):
+        right = (parser.layout(),)
     parser.expect("end")
     return left, right, parser.spans
 
@@ -256,9 +259,14 @@ _ORDERS_ELSEWHERE = {
     "ragged": "sizes",
 }
 
-# How many numbers an order takes after its axes; orders that are not listed take any number.
-_MOST_NUMBERS = {"balanced": 0, "cyclic": 1, ROUTED: 0}
-_LEAST_NUMBERS = {SIZES: 1, INTERVALS: 1}
+# The least and the most numbers of an order after its axes; other orders take any number.
+_NUMBER_COUNTS = {
+    "balanced": (0, 0),
+    "cyclic": (0, 1),
+    ROUTED: (0, 0),
+    SIZES: (1, math.inf),
+    INTERVALS: (1, math.inf),
+}
 _NUMBER_HINTS = {
     "block": "block takes no number, or the lengths of segments, as in block(tp,512,128,128)",
     "balanced": "balanced takes no number, as in s/balanced(cp)",
@@ -301,21 +309,20 @@ class _Parser(Scanner):
         """
         start = self.span[0]
         self._count_of_name = Counter()  # names are told apart within one layout
-        dims: list[Dim] = []
+        dims = []
         while self.kind in ("name", ELLIPSIS) or self.is_at_composed_dim:
             dims.append(self.dim())
-        is_scalar = not dims and self.take("(")
-        if is_scalar:
-            self.expect(")", hint="a scalar is written ()")
-        tags: list[tuple[str, tuple[str, ...]]] = []
+        if not dims:
+            if self.take("("):
+                self.expect(")", hint="a scalar is written ()")
+            elif self.kind in ("end", ARROW, ","):
+                # At any other token the caller's error says what was expected.
+                raise self.error("an empty layout", hint="a scalar is written ()")
+        tags = []
         if self.take("|"):
             tags.append(self.tag())
             while self.kind == "name":
                 tags.append(self.tag())
-        elif (
-            not dims and not is_scalar and self.kind in ("end", ARROW, ",")
-        ):  # at any other token the caller's error says what was expected
-            raise self.error("an empty layout", hint="a scalar is written ()")
         self.spans.layouts.append((start, self.end))
         return tuple(dims), tuple(tags)
 
@@ -331,7 +338,7 @@ class _Parser(Scanner):
         if name == ELLIPSIS and self.kind in ("/", ":"):
             hint = "name the dim to shard or widen it"
             raise self.error("'...' stands for unsharded dims", hint=hint)
-        shards: list[Shard] = []
+        shards = []
         while self.take("/"):
             shards.append(self.shard())
         overlap = parse_overlap(self) if self.take(":") else None
@@ -376,18 +383,17 @@ class _Parser(Scanner):
             return Shard(tuple(self.listed(self.axis)))
         span = self.span
         name = self.expect("name", hint="a mesh axis follows '/', as in s/cp or s/zigzag(cp)")
-        is_order = name in (*_WRITTEN_ORDERS, ROUTED)
-        # A word with a bracket directly behind it is an order. In a contraction a bracket after a
-        # space begins a composed dim, as in `n/tp (h d)`, and the word before it is an axis.
-        has_bracket = self.kind == "(" and (not self.may_compose or self.span[0] == self.end)
-        if self.kind != "(" or not (is_order or has_bracket):
-            self.spans.axes.append((name, span))
-            return Shard((name,))
-        if not is_order:
+        if self.kind == "(" and name in (*_WRITTEN_ORDERS, ROUTED):
+            return self.by_map() if name == BY else self.ordered(name, span)
+        # In a contraction a bracket after a space begins a composed dim, as in `n/tp (h d)`, and
+        # the word before it is an axis. With any other bracket the word was meant as an order.
+        begins_dim = self.may_compose and self.span[0] > self.end
+        if self.kind == "(" and not begins_dim:
             meant = did_you_mean(name, _WRITTEN_ORDERS, _ORDERS_ELSEWHERE)
             hint = f"{meant}orders are: {', '.join(_WRITTEN_ORDERS)}"
             raise self.error(f"unknown order {name!r}", span, hint)
-        return self.by_map() if name == BY else self.ordered(name, span)
+        self.spans.axes.append((name, span))
+        return Shard((name,))
 
     def ordered(self, order: str, order_span: Span) -> Shard:
         """Parse the brackets after an order: `(cp)` of zigzag, `(x,3,1)` of `sizes(x,3,1)`.
@@ -405,16 +411,13 @@ class _Parser(Scanner):
             else:
                 numbers.append(self.number_of(order))
         self.expect(")")
-        is_too_few = len(numbers) < _LEAST_NUMBERS.get(order, 0)
-        is_too_many = order in _MOST_NUMBERS and len(numbers) > _MOST_NUMBERS[order]
-        is_endless = order == "cyclic" and 0 in numbers  # groups of 0 rows would never deal any out
-        if is_too_few or is_too_many or is_endless:
+        least, most = _NUMBER_COUNTS.get(order, (0, math.inf))
+        deals_none = order == "cyclic" and 0 in numbers  # groups of 0 rows have no end
+        if deals_none or not least <= len(numbers) <= most:
             count = len(numbers) if numbers else "no"
             plural = "" if len(numbers) == 1 else "s"
-            reason = f"{count} number{plural} in {order}"
-            raise self.error(reason, order_span, _NUMBER_HINTS[order])
-        # `block(x,4,2)` cuts each segment of 4 and 2 rows by itself.
-        if order == "block" and numbers:
+            raise self.error(f"{count} number{plural} in {order}", order_span, _NUMBER_HINTS[order])
+        if order == "block" and numbers:  # block(x,4,2) cuts segments of 4 and 2 rows by themselves
             order = SEGMENTS
         return Shard(tuple(axes), order, tuple(numbers))
 
@@ -426,8 +429,7 @@ class _Parser(Scanner):
             raise self.error(f"'{bracketed(number)}' in {order}", span, _NUMBER_HINTS[order])
         smallest = min(number) if isinstance(number, tuple) else number
         if smallest < 0:
-            reason = f"a number below 0: {bracketed(number)}"
-            raise self.error(reason, span, _NUMBER_HINTS[order])
+            raise self.error(f"a number below 0: {bracketed(number)}", span, _NUMBER_HINTS[order])
         return number
 
     def by_map(self) -> Shard:

@@ -53,6 +53,13 @@ def unique_rows(rows: Numbers) -> Numbers:
     if not len(rows):
         return rows
     rows = np.sort(rows)
-    is_new = np.concatenate([[True], rows[1:] != rows[:-1]])
-    distinct: Numbers = rows[is_new]
+    distinct: Numbers = rows[group_heads(rows[1:] == rows[:-1])]
     return distinct
+
+
+def group_heads(continues: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """Find where each group of neighbours begins.
+
+    `continues[i]` says that entry i + 1 is in the group of entry i: True False True -> 0 2.
+    """
+    return np.flatnonzero(np.concatenate([[True], ~continues]))

@@ -18,7 +18,14 @@ from xshard.errors import ShapeError, XshardError
 from xshard.layout import layout, runs
 from xshard.plans.serialize import fields_from_plain, fields_to_plain
 from xshard.rules import match_stars, nearest_hint, spellings, stars_in
-from xshard.state.relations import Relation, Shape, TargetArray, applications, make_targets
+from xshard.state.relations import (
+    JoinedArray,
+    Relation,
+    Shape,
+    TargetArray,
+    applications,
+    make_targets,
+)
 
 _KEEP = Relation(("**",), "**")
 MOST_NAMES_IN_ERROR = 8
@@ -182,10 +189,7 @@ class Names:
         # names.
         flat: list[Relation] = []
         for item in relations:
-            if isinstance(item, Relation):
-                flat.append(item)
-            else:
-                flat.extend(item)
+            flat += [item] if isinstance(item, Relation) else item
         self.relations = tuple(flat)
         # How many rows each part of a joined array had, by its name and shape. A split without
         # `rows=` divides the array so. () if arrays of one name and shape had different parts.
@@ -231,7 +235,7 @@ class Names:
             ShapeError: Shapes do not fit together.
         """
         remaining = {name: tuple(shape) for name, shape in shapes.items()}
-        targets: dict[str, TargetArray] = {}
+        targets = {}
         makers: dict[str, Relation] = {}  # the relation that made each target
         unused = []
         for relation in self.relations:
@@ -240,19 +244,27 @@ class Names:
             if not (uses or relation.optional or keeps_all):
                 unused.append(relation)
             for use in uses:
-                source_shapes = _take(use.sources, relation, remaining, shapes)
-                dtype = _common_dtype(use.sources, relation, dtypes)
+                source_shapes = _take_shapes(use.sources, relation, remaining, shapes)
+                dtype = relation.dtype or _common_dtype(use.sources, relation, dtypes)
                 made = make_targets(relation, use, source_shapes, self._joined)
                 for name, shape, pieces in made:
                     if name in targets:
                         origins = f"{makers[name]}; {relation}"
                         raise XshardError(f"{name} would have two origins", hint=origins)
                     makers[name] = relation
-                    targets[name] = TargetArray(shape, relation.dtype or dtype, pieces)
+                    targets[name] = TargetArray(shape, dtype, pieces)
         if remaining or unused:
             raise _unmatched(list(remaining), unused, shapes)
         self._remember_joined(targets)
         return targets
+
+    def _joined_by(self, relation: Relation) -> tuple[JoinedArray, ...]:
+        """List the arrays that a relation has joined: name, shape, and the rows of each part."""
+        return tuple(
+            (name, shape, lengths)
+            for (name, shape), lengths in self._joined.items()
+            if match_stars(relation.whole, name) is not None
+        )
 
     def _remember_joined(self, targets: Mapping[str, TargetArray]) -> None:
         """Note the rows of the parts of joined arrays, for the inverse."""
@@ -293,7 +305,7 @@ class Names:
         return results
 
 
-def _take(
+def _take_shapes(
     names: Sequence[str],
     relation: Relation,
     remaining: dict[str, Shape],
@@ -345,20 +357,15 @@ def _unmatched(
 def names_to_json(names: Names) -> list[dict[str, Any]]:
     """Convert a mapping of names to JSON, for files and the command line.
 
-    The result is a list with a dict for each relation, such as `rename("q", "query")`. The dict has
-    the fields of the relation whose values are not the default ones.
+    The result is a list with a dict for each relation, with the fields that have not their default
+    value: `rename("q", "query")` -> `{"parts": ["q"], "whole": "query"}`.
     """
     defaults = fields_to_plain(Relation((), ""))
     data = []
     for relation in names.relations:
         if len(relation.parts) > 1 and not (relation.rows or relation.equal):
             # Without `rows`, only arrays that were joined tell where the inverse splits.
-            joined = tuple(
-                (name, shape, lengths)
-                for (name, shape), lengths in names._joined.items()
-                if match_stars(relation.whole, name) is not None
-            )
-            relation = replace(relation, joined=joined)
+            relation = replace(relation, joined=names._joined_by(relation))
         values = fields_to_plain(relation)
         data.append({key: value for key, value in values.items() if value != defaults[key]})
     return data
@@ -394,20 +401,19 @@ def _check_patterns(relation: Relation) -> None:
     ["*.q", "k"] is refused, and so are braces, as in "{q,k}", which stand for several names. A
     relation that stacks "e.*" into "e" has one star more in its parts, for the member's number.
     """
-    patterns = (*relation.parts, relation.whole)
-    for pattern in patterns:
+    for pattern in (*relation.parts, relation.whole):
         if spellings(pattern) != (pattern,):
             hint = "braces and bars are for rename; write a relation for each name"
             raise XshardError(f"'{pattern}' in '{relation}' stands for several names", hint=hint)
         match_stars(pattern, "")  # refuses a malformed pattern
-    stars = [stars_in(pattern) for pattern in patterns]
+    stars_of_parts = [stars_in(part) for part in relation.parts]
+    stars_of_whole = stars_in(relation.whole)
     if relation.stacks:
-        if "*" not in stars[0][-1:]:
+        if "*" not in stars_of_parts[0][-1:]:
             raise XshardError(f"'{relation}' needs a star for a number", hint="stack('e.*', 'e')")
-        stars[0].pop()  # the number: the whole has no star for it
-    stars_of_whole = stars[-1]
-    if any(stars_of_part != stars_of_whole for stars_of_part in stars):
-        texts = [" ".join(some) or "none" for some in stars]
+        stars_of_parts = [stars_of_parts[0][:-1]]  # the whole has no star for the number
+    if any(stars != stars_of_whole for stars in stars_of_parts):
+        texts = [" ".join(stars) or "none" for stars in (*stars_of_parts, stars_of_whole)]
         hint = "each star stands for the same text on both sides: as many on each side, in the same order"
         raise XshardError(f"'{relation}' has the stars {' and '.join(texts)}", hint=hint)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -33,6 +34,18 @@ def reporting(
     Raises:
         XshardError: `progress` is True, and rich is not installed.
     """
+    has_rich = find_spec("rich") is not None
+    if progress is True and not has_rich:
+        raise XshardError(
+            "progress=True needs rich", hint="pip install 'xshard[cli]', or leave progress out"
+        )
+    if progress is None:
+        progress = total >= LARGE_BYTES and sys.stderr.isatty() and has_rich
+    if progress is True:
+        with _bar(total, is_seen, what, console) as advance:
+            yield advance
+        return
+
     done = 0
 
     def report(n_bytes: int) -> None:
@@ -41,16 +54,12 @@ def reporting(
         if callable(progress):
             progress(done, total)
 
-    has_rich = find_spec("rich") is not None
-    if progress is True and not has_rich:
-        raise XshardError(
-            "progress=True needs rich", hint="pip install 'xshard[cli]', or leave progress out"
-        )
-    if progress is None:
-        progress = total >= LARGE_BYTES and sys.stderr.isatty() and has_rich
-    if progress is not True:
-        yield report
-        return
+    yield report
+
+
+@contextmanager
+def _bar(total: int, is_seen: bool, what: str, console: Any) -> Iterator[Callable[[int], object]]:
+    """Draw a bar by rich, and yield the function that advances it by a number of bytes."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, TransferSpeedColumn
     from rich.progress import Progress as Bar
@@ -58,9 +67,4 @@ def reporting(
     columns = what, BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn()
     console = console or Console(stderr=True)
     with Bar(*columns, console=console, transient=console.is_terminal, disable=not is_seen) as bar:
-        task = bar.add_task("", total=total)
-
-        def advance(n_bytes: int) -> None:
-            bar.advance(task, n_bytes)
-
-        yield advance
+        yield partial(bar.advance, bar.add_task("", total=total))

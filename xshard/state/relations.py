@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -14,6 +14,17 @@ from xshard.rules import fill_stars, match_stars
 Shape = tuple[int, ...]
 # A joined array, by name and shape -> the rows of each of its parts.
 Joined = Mapping[tuple[str, Shape], tuple[int, ...]]
+JoinedArray = tuple[str, Shape, tuple[int, ...]]  # the same, as one entry of a list
+
+
+def _with_length(shape: Shape, d: int, length: int) -> Shape:
+    """Replace the length of one dim: (4, 2) with 8 for dim 0 -> (8, 2)."""
+    return (*shape[:d], length, *shape[d + 1 :])
+
+
+def _with_new_dim(shape: Shape, d: int) -> Shape:
+    """Insert a dim of length 1: (4, 2) at dim 1 -> (4, 1, 2)."""
+    return (*shape[:d], 1, *shape[d:])
 
 
 class ArrayPart(NamedTuple):
@@ -33,12 +44,11 @@ class ArrayPart(NamedTuple):
 
     def part_shape(self, shape: Shape) -> Shape:
         """Return the shape of the part, given the shape of the array."""
-        d = self.dim
-        if d is None:
+        if self.dim is None:
             return shape
         if self.adds:
-            return (*shape[:d], 1, *shape[d:])
-        return (*shape[:d], count_rows(self.rows), *shape[d + 1 :])
+            return _with_new_dim(shape, self.dim)
+        return _with_length(shape, self.dim, count_rows(self.rows))
 
     @property
     def numpy_index(self) -> tuple[Any, ...]:
@@ -114,9 +124,7 @@ class Relation:
     dtype: str | None = None
     optional: bool = False
     equal: bool = False
-    joined: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...] = field(
-        default=(), compare=False
-    )
+    joined: tuple[JoinedArray, ...] = field(default=(), compare=False)
 
     @property
     def inverse(self) -> Relation:
@@ -129,7 +137,9 @@ class Relation:
     @property
     def sides(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """The patterns of the sources and of the targets."""
-        return ((self.whole,), self.parts) if self.splits else (self.parts, (self.whole,))
+        if self.splits:
+            return (self.whole,), self.parts
+        return self.parts, (self.whole,)
 
     def __str__(self) -> str:
         return " -> ".join(map(", ".join, self.sides))
@@ -143,28 +153,32 @@ def applications(relation: Relation, shapes: Mapping[str, Shape]) -> Iterator[Us
     reads there how many members there are.
     """
     src_patterns, dst_patterns = relation.sides
-    # Names that fit the first pattern, each with the texts of its stars.
-    matches: list[tuple[str, Sequence[str]]] = []
+    first_pattern = src_patterns[0]
+    # The text of each star, by the names that fit the first pattern.
+    stars_of = {}
     for name in shapes:
-        star_texts = match_stars(src_patterns[0], name)
+        star_texts = match_stars(first_pattern, name)
         if star_texts is not None:
-            matches.append((name, star_texts))
+            stars_of[name] = star_texts
     if relation.splits and (relation.stacks or len(dst_patterns) > 1):
-        _check_dim(relation, [name for name, _ in matches], shapes)
+        _check_dim(relation, stars_of, shapes)
     if not relation.stacks:
-        for _, stars in matches:
-            yield Use(
-                [fill_stars(pattern, stars) for pattern in src_patterns],
-                [fill_stars(pattern, stars) for pattern in dst_patterns],
-            )
+        for stars in stars_of.values():
+            yield Use(_filled(src_patterns, stars), _filled(dst_patterns, stars))
     elif relation.splits:  # a stack "e" of 3 members -> e.0, e.1, e.2
-        for name, stars in matches:
+        for name, stars in stars_of.items():
             yield Use([name], _numbered(dst_patterns[0], stars, shapes[name][relation.dim]))
     else:
         # The last star is a member's number: a.e.0 and a.e.1 are stacked into a.e, b.e.0 into b.e.
-        n_members = Counter(tuple(outer) for _, (*outer, _) in matches)
-        for outer, n in n_members.items():
-            yield Use(_numbered(src_patterns[0], outer, n), [fill_stars(dst_patterns[0], outer)])
+        n_members = Counter(tuple(stars[:-1]) for stars in stars_of.values())
+        for outer_stars, n in n_members.items():
+            members = _numbered(first_pattern, outer_stars, n)
+            yield Use(members, _filled(dst_patterns, outer_stars))
+
+
+def _filled(patterns: Iterable[str], stars: Sequence[str]) -> list[str]:
+    """Fill the stars of all patterns: "*.q" and "*.k" with "a" -> a.q, a.k."""
+    return [fill_stars(pattern, stars) for pattern in patterns]
 
 
 def _numbered(pattern: str, stars: Sequence[str], n: int) -> list[str]:
@@ -172,7 +186,7 @@ def _numbered(pattern: str, stars: Sequence[str], n: int) -> list[str]:
     return [fill_stars(pattern, (*stars, str(i))) for i in range(n)]
 
 
-def _check_dim(relation: Relation, names: Sequence[str], shapes: Mapping[str, Shape]) -> None:
+def _check_dim(relation: Relation, names: Iterable[str], shapes: Mapping[str, Shape]) -> None:
     """Raise ShapeError for an array that lacks the dim along which it is to be split."""
     for name in names:
         if not 0 <= relation.dim < len(shapes[name]):
@@ -182,8 +196,8 @@ def _check_dim(relation: Relation, names: Sequence[str], shapes: Mapping[str, Sh
 
 def make_targets(
     relation: Relation, use: Use, shapes: Sequence[Shape], joined: Joined
-) -> Iterator[MadeArray]:
-    """Yield each array that a relation makes of some source arrays: its name, shape and origins.
+) -> list[MadeArray]:
+    """Return each array that a relation makes of some source arrays: its name, shape and origins.
 
     A concat of q [4, 2] and k [4, 2] makes one array [8, 2], whose rows 0-3 are q and 4-7 are k. A
     split makes one array for each part.
@@ -197,53 +211,52 @@ def make_targets(
     Raises:
         ShapeError: The shapes do not fit the relation.
     """
-    # A stack has one dim more than its members; the order is about the members' dims.
+    # The order is of the dims of a stack's members; a stack that is split has one dim more.
     n_new_dims = 1 if relation.stacks and relation.splits else 0
-    order = relation.order or tuple(range(len(shapes[0]) - n_new_dims))
-    if any(len(shape) - n_new_dims != len(order) for shape in shapes):
+    ndims = [len(shape) - n_new_dims for shape in shapes]
+    order = relation.order or tuple(range(ndims[0]))
+    if any(ndim != len(order) for ndim in ndims):
         raise ShapeError(f"{relation}: shapes {shapes}, an order of {len(order)} dims")
     if relation.splits:
-        yield from _split(relation, use, shapes[0], order, joined)
-        return
+        return _split(relation, use, shapes[0], order, joined)
     permuted = [tuple(shape[i] for i in order) for shape in shapes]
-    if len(permuted) == 1 and not relation.stacks:
-        source = ArrayPart(use.sources[0])
-        target = ArrayPart(use.targets[0])
-        yield MadeArray(target.name, permuted[0], (PartMapping(source, target, order),))
-        return
-    yield _join(relation, use, permuted, order)
+    if len(permuted) > 1 or relation.stacks:
+        return [_join(relation, use, permuted, order)]
+    [source] = use.sources
+    [target] = use.targets
+    piece = PartMapping(ArrayPart(source), ArrayPart(target), order)
+    return [MadeArray(target, permuted[0], (piece,))]
 
 
 def _split(
     relation: Relation, use: Use, shape: Shape, order: tuple[int, ...], joined: Joined
-) -> Iterator[MadeArray]:
-    """Yield the arrays into which one array of `shape` is split: name, shape, and origin.
+) -> list[MadeArray]:
+    """Return the arrays into which one array of `shape` is split: name, shape, and origin.
 
     [8, 2] into two equal parts along dim 0 -> two arrays [4, 2]. `order` permutes their dims. If
     the relation does not say how long the parts are, they are as long as when they were joined
     before: `joined` has the rows of each part, by the name and shape of the whole.
     """
-    d = relation.dim
-    says_rows = relation.stacks or relation.rows or relation.equal or len(use.targets) == 1
+    [whole] = use.sources
     lengths: tuple[int, ...] = ()  # the relation says them
-    if not says_rows:
-        lengths = joined.get((use.sources[0], shape), ())
+    if not (relation.stacks or relation.rows or relation.equal or len(use.targets) == 1):
+        lengths = joined.get((whole, shape), ())
         if not lengths:
-            reason = (
-                f"{relation}: {use.sources[0]} of shape {shape} does not say the rows of each part"
-            )
+            reason = f"{relation}: {whole} of shape {shape} does not say the rows of each part"
             hint = (
                 "give rows=, write split() for equal parts, or resolve the parts before the inverse"
             )
             raise ShapeError(reason, hint=hint)
-    parts = _parts_of_whole(relation, use.sources[0], shape, len(use.targets), lengths)
+    parts = _parts_of_whole(relation, whole, shape, len(use.targets), lengths)
+    made = []
     for name, part in zip(use.targets, parts, strict=True):
         piece = _mapping(name, part, order, relation).inverse
-        whole_shape = part.part_shape(shape)
-        part_shape = [whole_shape[i] for i in piece.order]
+        shape_in_whole = part.part_shape(shape)
+        part_shape = [shape_in_whole[i] for i in piece.order]
         if relation.stacks:
-            del part_shape[d]
-        yield MadeArray(name, tuple(part_shape), (piece,))
+            del part_shape[relation.dim]
+        made.append(MadeArray(name, tuple(part_shape), (piece,)))
+    return made
 
 
 def _join(
@@ -255,20 +268,19 @@ def _join(
     after the dims were permuted by `order`.
     """
     d = relation.dim
-    # A concat replaces a dim of the parts by a longer one; a stack adds a dim to theirs.
-    n_lost = 0 if relation.stacks else 1
-    other_dims = {(*shape[:d], *shape[d + n_lost :]) for shape in shapes}
-    n_dims = len(order) + 1 - n_lost
-    if len(other_dims) > 1 or not 0 <= d < n_dims:
+    in_whole = list(shapes)  # each as a part of the whole
+    if relation.stacks:
+        in_whole = [_with_new_dim(shape, d) for shape in shapes]
+    other_lengths = {_with_length(shape, d, 0) for shape in in_whole}
+    if len(other_lengths) > 1 or not 0 <= d < len(in_whole[0]):
         raise ShapeError(f"{relation}: {list(shapes)} cannot be joined along dim {d}")
-    (others,) = other_dims
-    lengths = tuple(1 if relation.stacks else shape[d] for shape in shapes)
-    whole_shape = (*others[:d], sum(lengths), *others[d:])
-    (target,) = use.targets
+    lengths = tuple(shape[d] for shape in in_whole)
+    whole_shape = _with_length(in_whole[0], d, sum(lengths))
+    [target] = use.targets
     parts = _parts_of_whole(relation, target, whole_shape, len(lengths), lengths)
-    pieces = [
-        _mapping(name, part, order, relation) for name, part in zip(use.sources, parts, strict=True)
-    ]
+    pieces = []
+    for name, part in zip(use.sources, parts, strict=True):
+        pieces.append(_mapping(name, part, order, relation))
     return MadeArray(target, whole_shape, tuple(pieces))
 
 
@@ -303,25 +315,25 @@ def _parts_of_whole(
     if n_parts == 1:
         return [ArrayPart(name)]
     if relation.rows:
-        rows = relation.rows
+        rows_in_group = relation.rows
     elif relation.equal:
-        rows = (shape[d] // n_parts,) * n_parts
+        rows_in_group = (shape[d] // n_parts,) * n_parts
     else:
-        rows = tuple(lengths)
-    # The whole is groups of `rows[0]` rows of the first part, `rows[1]` of the second, and so on.
-    group = sum(rows)
-    n_groups = shape[d] // group if group else 0
-    is_divided = n_groups * group == shape[d]
-    fits_lengths = not lengths or [n_groups * n for n in rows] == list(lengths)
+        rows_in_group = tuple(lengths)
+    group_rows = sum(rows_in_group)
+    n_groups = shape[d] // group_rows if group_rows else 0
+    is_divided = n_groups * group_rows == shape[d]
+    fits_lengths = not lengths or [n_groups * n for n in rows_in_group] == list(lengths)
     if not (is_divided and fits_lengths):
-        reason = f"dim {d} of {shape[d]} rows is not a whole number of groups of {list(rows)} rows"
+        rows = list(rows_in_group)
+        reason = f"dim {d} of {shape[d]} rows is not a whole number of groups of {rows} rows"
         hint = "rows= has the rows of each part that come in turn"
         raise ShapeError(f"{relation}: {reason}", hint=hint)
     parts = []
     start = 0
-    for length in rows:
-        run = Run(start, length, n_groups, group) if n_groups > 1 else Run(start, length)
-        is_empty = n_groups * length == 0
-        parts.append(ArrayPart(name, d, () if is_empty else (run,)))
+    for length in rows_in_group:
+        run = Run(start, length, n_groups, group_rows) if n_groups > 1 else Run(start, length)
+        has_rows = n_groups > 0 and length > 0
+        parts.append(ArrayPart(name, d, (run,) if has_rows else ()))
         start += length
     return parts

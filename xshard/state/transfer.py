@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -113,10 +113,9 @@ def plan_transfer(  # noqa: PLR0913  all but two are keywords
             ]
         arrays.append(ArrayPlan(name, sharding, target.dtype, tuple(moves)))
     arrays = _with_balanced_senders(arrays)
+    bytes_sent = [array.bytes_by_device(sent=True) for array in arrays]
     limit_bytes = arguments.limit_of(bucket_bytes, "bucket_bytes")
-    groups = trees.group_by_bytes(
-        [array.bytes_by_device(sent=True) for array in arrays], limit_bytes
-    )
+    groups = trees.group_by_bytes(bytes_sent, limit_bytes)
     buckets = tuple(tuple(map(arrays.__getitem__, group)) for group in groups)
     return TreePlan(*meshes, sources, buckets, machine)
 
@@ -139,20 +138,28 @@ def _find_layouts(
         meshes: The meshes of both sides.
     """
     if isinstance(rules, list | tuple) and len(rules) == 2:
-        targets = (names or SAME).resolve(shapes, dtypes)
         src_rules, dst_rules = rules
-        return Layouts(
-            _match_layouts(src_rules, list(shapes)),
-            _match_layouts(dst_rules, list(targets)),
-            targets,
-        )
+        targets = (names or SAME).resolve(shapes, dtypes)
+        src = _match_layouts(src_rules, shapes)
+        return Layouts(src, _match_layouts(dst_rules, targets), targets)
     if names is not None:
         hint = 'rules=({"**": layouts by source names}, {"**": layouts by target names})'
         raise NotationError(
             "with names=, the two sides of an arrow are about different arrays", hint=hint
         )
+    return _layouts_of_arrows(Rules(rules), shapes, dtypes, meshes)
+
+
+def _layouts_of_arrows(
+    rules: Rules, shapes: Mapping[str, Shape], dtypes: Dtypes, meshes: MeshPair
+) -> Layouts:
+    """Find the layouts of arrays that keep their names, by rules with an arrow.
+
+    {"**": "o i/tp -> i o"} -> for a source w [4, 2] the layouts "o i/tp" and "i o", and a target w
+    [2, 4] that is the source with its dims exchanged.
+    """
     layouts = Layouts({}, {}, {})
-    for name, rule in Rules(rules).match(list(shapes)).items():
+    for name, rule in rules.match(list(shapes)).items():
         shape = shapes[name]
         with located(trees.place_of(name)):
             src, dst, text = sides_or_one(rule)
@@ -163,15 +170,15 @@ def _find_layouts(
         layouts.src[name] = src
         layouts.dst[name] = dst
         order = tuple(map(src.names.index, dst.names))
-        whole = ArrayPart(name)
-        pieces = (PartMapping(whole, whole, order),)
-        layouts.targets[name] = TargetArray(tuple(shape[i] for i in order), dtypes[name], pieces)
+        target_shape = tuple(shape[i] for i in order)
+        whole = PartMapping(ArrayPart(name), ArrayPart(name), order)
+        layouts.targets[name] = TargetArray(target_shape, dtypes[name], (whole,))
     return layouts
 
 
-def _match_layouts(rules: Any, names: Sequence[str]) -> dict[str, Layout]:
+def _match_layouts(rules: Any, names: Iterable[str]) -> dict[str, Layout]:
     """Find the layout of each name by rules."""
-    return {name: Layout.parse(layout) for name, layout in Rules(rules).match(names).items()}
+    return {name: Layout.parse(layout) for name, layout in Rules(rules).match(list(names)).items()}
 
 
 def _plan_move(

@@ -93,12 +93,13 @@ def all_to_all_traffic(block: int, group: LinkSpans) -> Traffic:
     on 2 nodes of 4: pieces of 2 elements from 4 devices of the other node, and from 3 in its own.
     `group` has the spans (parts of mesh axes over links of one speed), the slowest first.
     """
-    n_near = math.prod(span.size for span in group)  # devices not told apart by slower spans
-    piece = block // n_near
+    n_devices = math.prod(span.size for span in group)  # with equal places on slower spans
+    piece = block // n_devices
     hops = []
     for span in group:
-        n_peers = n_near - n_near // span.size
+        n_nearer = n_devices // span.size  # with the same place on this span too
+        n_peers = n_devices - n_nearer
         hops.append(Hop(span.axis, n_peers * piece, n_peers, span.level))
-        n_near //= span.size
+        n_devices = n_nearer
     # Pieces are packed before they are sent, and unpacked from where they arrive.
     return Traffic(block - piece, 2 * block, tuple(hops))

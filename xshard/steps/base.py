@@ -8,8 +8,9 @@ form.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any, ClassVar
 
 import numpy as np
@@ -17,9 +18,10 @@ from numpy.typing import NDArray
 
 from xshard.errors import PlanError
 from xshard.layout import Layout, Sharding
+from xshard.layout.mesh import Axes
 from xshard.layout.partition import block_length
 from xshard.layout.runs import Runs, as_index
-from xshard.notation.parser import Dim, Shard, Tags
+from xshard.notation.parser import Shard
 from xshard.steps.traffic import LinkSpans, PairTraffic, Traffic
 
 Block = NDArray[Any]
@@ -27,11 +29,7 @@ Blocks = Sequence[Block]  # one block per device, in the order of the mesh
 DimCut = tuple[str, tuple[Shard, ...]]  # a dim and some of its shards, outermost first
 
 VIEW_KINDS = ("retag", "transpose")  # kinds of local steps that return a view
-REDUCERS: dict[str, Callable[[Block, Block], Block]] = {
-    "sum": np.add,
-    "max": np.maximum,
-    "min": np.minimum,
-}
+REDUCERS = {"sum": np.add, "max": np.maximum, "min": np.minimum}
 
 
 class Step(ABC):
@@ -81,12 +79,15 @@ class Step(ABC):
     def __str__(self) -> str: ...
 
 
-def axes_of(shards: Sequence[Shard]) -> tuple[str, ...]:
+def axes_of(shards: Sequence[Shard]) -> Axes:
     """Return the mesh axes of some shards, outermost first."""
-    axes: list[str] = []
-    for shard in shards:
-        axes += shard.axes
-    return tuple(axes)
+    return tuple(chain.from_iterable(shard.axes for shard in shards))
+
+
+def axes_with_new_role(before: Sharding, to: Layout) -> list[str]:
+    """List the mesh axes that `to` uses otherwise: from "n/x/y" to "n/y/x" x and y, not z."""
+    roles = before.layout.role
+    return [axis for axis in before.mesh.axes if roles(axis) != to.role(axis)]
 
 
 def shards_text(shards: Sequence[Shard]) -> str:
@@ -120,11 +121,9 @@ def with_inner(layout: Layout, dim: str, shards: tuple[Shard, ...]) -> Layout:
 
 def _with_shards(layout: Layout, dim: str, shards: tuple[Shard, ...]) -> Layout:
     """Replace all shards of one dim."""
-    dims: list[Dim] = []
-    for old_dim in layout.dims:
-        if old_dim.name == dim:
-            old_dim = replace(old_dim, shards=shards)
-        dims.append(old_dim)
+    dims = list(layout.dims)
+    d = layout.dim_index(dim)
+    dims[d] = replace(dims[d], shards=shards)
     return replace(layout, dims=tuple(dims))
 
 
@@ -137,11 +136,10 @@ def with_tag(layout: Layout, kind: str, axes: Sequence[str]) -> Layout:
 
 def without_tags(layout: Layout, axes: Sequence[str]) -> Layout:
     """Remove all tags of these axes, which then hold replicas."""
-    tags: list[tuple[str, tuple[str, ...]]] = []
+    tags = []
     for kind, tagged in layout.tags:
         tags.append((kind, tuple(a for a in tagged if a not in axes)))
-    kept_tags: Tags = tuple(tags)
-    return replace(layout, tags=kept_tags)
+    return replace(layout, tags=tuple(tags))
 
 
 def with_replicas_and_copies(layout: Layout, axes: Sequence[str], copies: Sequence[str]) -> Layout:
@@ -168,7 +166,7 @@ def take_free(layout: Layout, axes: Sequence[str]) -> Layout:
     return without_tags(layout, axes)
 
 
-def reduced(layout: Layout, axes: tuple[str, ...], op: str) -> Layout:
+def reduced(layout: Layout, axes: Axes, op: str) -> Layout:
     """End a "sum", "max" or "min" over `axes`.
 
     Raises PlanError if the axes do not all hold its addends.
@@ -243,3 +241,18 @@ def reduce_blocks(op: str, blocks: Sequence[Block]) -> Block:
     for block in blocks[1:]:
         total = REDUCERS[op](total, block)
     return total
+
+
+def write_or_reduce(
+    out: Block, is_written: NDArray[np.bool_], index: Any, values: Block, op: str | None
+) -> None:
+    """Write values into `out[index]`, reduced by `op` with those that were written there before.
+
+    The first addend of an element is not reduced with the zero in `out`, which a max would show.
+    `is_written` has the shape of `out`, and is updated.
+    """
+    if op is not None:
+        reduced = REDUCERS[op](out[index], values)
+        values = np.where(is_written[index], reduced, values)
+    out[index] = values
+    is_written[index] = True

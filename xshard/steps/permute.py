@@ -12,7 +12,7 @@ from xshard.caches import layout_cache
 from xshard.errors import PlanError
 from xshard.layout import Layout, Sharding
 from xshard.notation.parser import Tags
-from xshard.steps.base import REDUCERS, Block, Blocks, Step, without_tags
+from xshard.steps.base import REDUCERS, Block, Blocks, Step, axes_with_new_role, without_tags
 from xshard.steps.traffic import Hop, LinkSpans, PairTraffic, Traffic, slowest_first
 
 BlockKey = tuple[object, ...]  # of a device's block: equal keys, equal blocks
@@ -45,21 +45,20 @@ class Permute(Step):
         return after
 
     def traffic(self, before: Sharding, spans: LinkSpans = ()) -> Traffic:
-        moved = [a for a in before.mesh.axes if before.layout.role(a) != self.to.role(a)]
+        moved = axes_with_new_role(before, self.to)
         return permute_traffic(before.max_local_size, slowest_first(before.mesh, moved, spans))
 
     def pair_traffic(self, before: Sharding) -> tuple[PairTraffic, ...]:
         elements = before.max_local_size
-        pairs = []
-        for dst, src in enumerate(sender_of_each_device(before, before.with_layout(self.to))):
-            if src != dst:
-                pairs.append(PairTraffic(src, dst, elements))
-        return tuple(pairs)
+        pairs = enumerate(self._senders(before))
+        return tuple(PairTraffic(src, dst, elements) for dst, src in pairs if src != dst)
 
     def run(self, blocks: Blocks, before: Sharding) -> list[Block]:
-        return [
-            blocks[s].copy() for s in sender_of_each_device(before, before.with_layout(self.to))
-        ]
+        return [blocks[sender].copy() for sender in self._senders(before)]
+
+    def _senders(self, before: Sharding) -> tuple[int, ...]:
+        """Return the device that sends each device its block."""
+        return sender_of_each_device(before, before.with_layout(self.to))
 
     def __str__(self) -> str:
         return "permute"
@@ -89,12 +88,13 @@ def permute_traffic(block: int, moved: LinkSpans) -> Traffic:
     if not moved:
         return Traffic()
     slowest = moved[0]
-    n_far = math.prod(span.size for span in moved if span.level == slowest.level)
-    n_near = math.prod(span.size for span in moved if span.level != slowest.level)
-    # If sizes divide, one device in `n_far` gets its block without the slowest links. `slack` is by
-    # how much the average over a node is below the busiest device, for links that nodes share.
-    slack = 0 if n_near % n_far else block // n_far
-    return Traffic(block, 0, (Hop(slowest.axis, block, 1, slowest.level, slack),))
+    n_nodes = math.prod(span.size for span in moved if span.level == slowest.level)
+    n_inside = math.prod(span.size for span in moved if span.level != slowest.level)
+    # If sizes divide, one device in `n_nodes` gets its block from its own node: the average over
+    # the devices of a node, which may share the slowest links, is lower by that.
+    shortfall = 0 if n_inside % n_nodes else block // n_nodes
+    hop = Hop(slowest.axis, block, 1, slowest.level, shortfall)
+    return Traffic(block, 0, (hop,))
 
 
 @layout_cache(maxsize=1024)
@@ -109,7 +109,8 @@ def sender_of_each_device(before: Sharding, after: Sharding) -> tuple[int, ...]:
         PlanError: The shardings have different blocks.
     """
     mesh = before.mesh
-    unchanged_axes = [a for a in mesh.axes if before.layout.role(a) == after.layout.role(a)]
+    changed_axes = axes_with_new_role(before, after.layout)
+    unchanged_axes = [axis for axis in mesh.axes if axis not in changed_axes]
     holders = _devices_by_block(before, unchanged_axes)
     receivers = _devices_by_block(after, unchanged_axes)
     result = [-1] * mesh.n_devices

@@ -75,7 +75,7 @@ class PairTraffic(NamedTuple):
 
 def pairs_in_groups(mesh: Mesh, axes: Sequence[str], elements: int) -> tuple[PairTraffic, ...]:
     """List the pairs of a collective in which each member sends `elements` to each other one."""
-    pairs: list[PairTraffic] = []
+    pairs = []
     for group in mesh.groups(axes):
         for src, dst in itertools.permutations(group, 2):
             pairs.append(PairTraffic(src, dst, elements))
@@ -93,7 +93,7 @@ def rings(group: LinkSpans) -> LinkSpans:
     """Merge the sub-axes of one axis on one level, which together are one ring."""
     if not any(span.origin for span in group):
         return group
-    merged: list[LinkSpan] = []
+    merged = []
     for _, sub_axes in groupby(group, key=lambda span: (span.origin or span.axis, span.level)):
         spans = tuple(sub_axes)
         merged.append(spans[0]._replace(size=math.prod(span.size for span in spans)))
@@ -143,10 +143,8 @@ class Phases:
     def members(self, device: int, level: int) -> tuple[int, ...]:
         """List the devices that a device meets in the phase of a level, itself among them."""
         place = self._place_on_other_levels(device, level)
-        members: list[int] = []
-        for other in self.mesh.group(device, self.axes):
-            if self._place_on_other_levels(other, level) == place:
-                members.append(other)
+        group = self.mesh.group(device, self.axes)
+        members = [d for d in group if self._place_on_other_levels(d, level) == place]
         return tuple(sorted(members, key=self.block_numbers.__getitem__))
 
     def devices_reached(self, device: int, level: int = 0) -> tuple[int, ...]:
@@ -160,7 +158,7 @@ class Phases:
 
     def _place_on_other_levels(self, device: int, level: int) -> list[int]:
         """Return a device's coordinates along the spans of all levels except one."""
-        place: list[int] = []
+        place = []
         for other_level, spans in enumerate(self.levels):
             if other_level == level:
                 continue

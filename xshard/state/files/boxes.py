@@ -35,7 +35,8 @@ class BoxPair(NamedTuple):
     def view(self, block: NDArray[Any]) -> NDArray[Any]:
         """Return the elements of the block, in the shape of the box."""
         shape = [len(range(s.start, s.stop, s.step or 1)) for s in self.box]
-        return block[(*self.slices, ...)].transpose(np.argsort(self.order)).reshape(shape)
+        part = block[(*self.slices, ...)]
+        return part.transpose(np.argsort(self.order)).reshape(shape)
 
 
 class SlicePair(NamedTuple):
@@ -74,53 +75,52 @@ def box_pairs(pieces: Iterable[PartMapping], sharding: Sharding, device: int) ->
     """
     block_rows = [sharding.held(d, device) for d in range(len(sharding.shape))]
     for piece in pieces:
-        rows_by_dim = [
-            list(_dim_slices(piece, i, block_rows, sharding)) for i in range(len(piece.order))
-        ]
-        for rows in itertools.product(*rows_by_dim):
-            yield _box_pair(piece, rows)
+        for slices in itertools.product(*_slices_by_dim(piece, block_rows, sharding.shape)):
+            yield _box_pair(piece, slices)
 
 
-def _box_pair(piece: PartMapping, rows: tuple[SlicePair, ...]) -> BoxPair:
+def _box_pair(piece: PartMapping, slice_pairs: tuple[SlicePair, ...]) -> BoxPair:
     """Put together one slice of every dim of a piece."""
     src, dst, order = piece
-    stored = {j: pair.stored for j, pair in zip(order, rows, strict=True)}
+    stored = {j: pair.stored for j, pair in zip(order, slice_pairs, strict=True)}
     if src.adds and src.dim is not None:
         del stored[src.dim]  # the stored array lacks this dim
-    slices: list[slice | None] = [pair.block for pair in rows]
+    slices: list[slice | None] = [pair.block for pair in slice_pairs]
     if dst.adds and dst.dim is not None:
         slices[dst.dim] = None  # the block lacks this dim
-    return BoxPair(src.name, tuple(stored[j] for j in sorted(stored)), order, tuple(slices))
+    box = tuple(stored[j] for j in sorted(stored))
+    return BoxPair(src.name, box, order, tuple(slices))
 
 
-def _dim_slices(
-    piece: PartMapping, i: int, block_rows: list[Runs], sharding: Sharding
-) -> Iterator[SlicePair]:
-    """Yield, along one dim, the slices of a stored array and the slices of a block that they fill.
+def _slices_by_dim(
+    piece: PartMapping, block_rows: list[Runs], shape: tuple[int, ...]
+) -> list[list[SlicePair]]:
+    """List, for each dim of a piece, the slices of a stored array and of the block that they fill.
 
     The block holds rows 4-7 of a dim, and the piece is rows 0-5 of it: stored rows 4-5 go to rows
     0-1 of the block.
 
     Args:
         piece: A part of a stored array that is a part of the array.
-        i: The dim, in the order of the array.
         block_rows: By dim of the array, the rows that the block holds.
-        sharding: The array's sharding.
+        shape: The shape of the array.
     """
     src, dst, order = piece
-    j = order[i]  # the dim in the stored array
-    stored_rows = src.rows if j == src.dim else None
-    # `adds` says that one side lacks the dim: an unstacked row of [experts, n] becomes an array
-    # [n]. Here the array lacks it, so the piece is one row of the stored array.
-    if dst.adds and i == dst.dim:
-        return _paired_slices((Segment(0, 0, 1),), stored_rows)
-    # The array lacks that dim, so dims behind it have a number that is smaller by one there.
-    d = i - 1 if dst.adds and dst.dim is not None and i > dst.dim else i
-    is_cut = i == dst.dim and not dst.adds
-    part_rows = dst.rows if is_cut else interval(0, sharding.shape[d])
-    segments = common_segments(part_rows, block_rows[d])
-    # None: rows have the same numbers in the piece and in the stored array.
-    return _paired_slices(segments, None if src.adds else stored_rows)
+    lengths = list(shape)
+    held_rows = list(block_rows)
+    if dst.adds and dst.dim is not None:
+        # A row of a stack [experts, n] becomes an array [n]: the piece has a dim more, of length 1.
+        lengths.insert(dst.dim, 1)
+        held_rows.insert(dst.dim, interval(0, 1))
+    slices_by_dim = []
+    for i, stored_dim in enumerate(order):
+        is_part = i == dst.dim and not dst.adds
+        piece_rows = dst.rows if is_part else interval(0, lengths[i])
+        segments = common_segments(piece_rows, held_rows[i])
+        is_part_of_stored = stored_dim == src.dim and not src.adds
+        stored_rows = src.rows if is_part_of_stored else None
+        slices_by_dim.append(list(_paired_slices(segments, stored_rows)))
+    return slices_by_dim
 
 
 def _paired_slices(segments: Iterable[Segment], stored_rows: Runs | None) -> Iterator[SlicePair]:
@@ -135,23 +135,24 @@ def _paired_slices(segments: Iterable[Segment], stored_rows: Runs | None) -> Ite
             there.
     """
     pairs = _row_pairs(segments, stored_rows)
-    i = 0
-    while i < len(pairs):
-        n = _evenly_apart(pairs, i)
-        first = pairs[i]
-        if n > 1:
-            last = pairs[i + n - 1]
-            second = pairs[i + 1]
-            yield SlicePair(
-                slice(first.stored, last.stored + 1, second.stored - first.stored),
-                slice(first.block, last.block + 1, second.block - first.block),
-            )
-        else:
-            yield SlicePair(
-                slice(first.stored, first.stored + first.length),
-                slice(first.block, first.block + first.length),
-            )
-        i += n
+    first = 0
+    while first < len(pairs):
+        behind = first + _evenly_apart(pairs, first)
+        yield _slice_pair(pairs[first:behind])
+        first = behind
+
+
+def _slice_pair(pairs: list[RowPair]) -> SlicePair:
+    """Write one pair of consecutive rows, or several pairs of single rows with steps, as slices."""
+    first = pairs[0]
+    last = pairs[-1]
+    stored_step = None
+    block_step = None
+    if len(pairs) > 1:
+        stored_step = pairs[1].stored - first.stored
+        block_step = pairs[1].block - first.block
+    stored = slice(first.stored, last.stored + last.length, stored_step)
+    return SlicePair(stored, slice(first.block, last.block + last.length, block_step))
 
 
 def _row_pairs(segments: Iterable[Segment], stored_rows: Runs | None) -> list[RowPair]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from threading import Lock
 from typing import Any, Protocol
@@ -115,14 +115,9 @@ class Checkpoint(Mapping[str, Stored], AbstractContextManager["Checkpoint"]):
         """
         for stored_name, value in self.constants.items():
             # With dots at the end, so that "group" is not taken for the beginning of "groups.0".
-            if not f"{name}.".startswith(f"{stored_name}."):
-                continue
-            keys = name[len(stored_name) :].split(".")[1:]
-            with suppress(LookupError, TypeError, ValueError):  # a tree of another form
-                for key in keys:
-                    value = value[int(key) if isinstance(value, list | tuple) else key]
-                return value
-            return default
+            if f"{name}.".startswith(f"{stored_name}."):
+                keys = name[len(stored_name) :].split(".")[1:]
+                return _item_at(value, keys, default)
         return default
 
     def close(self) -> None:
@@ -131,3 +126,13 @@ class Checkpoint(Mapping[str, Stored], AbstractContextManager["Checkpoint"]):
 
     def __exit__(self, *raised: object) -> None:
         self.close()
+
+
+def _item_at(tree: Any, keys: Sequence[str], default: Any) -> Any:
+    """Return an item inside of lists and dicts: keys "0" and "lr" of [{"lr": 0.5}] -> 0.5."""
+    try:
+        for key in keys:
+            tree = tree[int(key) if isinstance(tree, list | tuple) else key]
+    except (LookupError, TypeError, ValueError):  # a tree of another form
+        return default
+    return tree

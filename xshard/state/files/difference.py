@@ -26,19 +26,18 @@ def diff_checkpoints(
             as "not updated".
     """
     for name in dict.fromkeys((*a, *b)):
-        if name not in a or name not in b:
-            yield name, f"only in the {'first' if name in a else 'second'}"
+        if name not in b:
+            yield name, "only in the first"
+        elif name not in a:
+            yield name, "only in the second"
         elif a[name].dtype != b[name].dtype:
             yield name, f"{a[name].dtype} and {b[name].dtype}"
         else:
             first = _bits(a, name)
             second = _bits(b, name)
-            if np.array_equal(first, second):
-                continue
-            if before is not None and _is_as_in(before, name, b[name].dtype, second):
-                yield name, "not updated"
-            else:
-                yield name, _how(first, second)
+            if not np.array_equal(first, second):
+                is_old = before is not None and _is_as_in(before, name, b[name].dtype, second)
+                yield name, "not updated" if is_old else _describe_difference(first, second)
 
 
 def _is_as_in(checkpoint: Checkpoint, name: str, dtype: str, bits: NDArray[Any]) -> bool:
@@ -54,7 +53,7 @@ def _bits(checkpoint: Checkpoint, name: str) -> NDArray[Any]:
     return values.view(f"u{values.itemsize}")
 
 
-def _how(first: NDArray[Any], second: NDArray[Any]) -> str:
+def _describe_difference(first: NDArray[Any], second: NDArray[Any]) -> str:
     """Say how two arrays differ, the likeliest mistakes first."""
     if first.ndim == 2 and np.array_equal(first.T, second):
         return "transposed"

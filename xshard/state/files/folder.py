@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import mmap
 import os
 import pkgutil
@@ -10,7 +9,7 @@ import re
 import weakref
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +21,14 @@ from xshard.errors import XshardError, with_path
 from xshard.layout import Layout, Mesh
 from xshard.notation.maps import maps_in
 from xshard.state.files.checkpoint import Box, Checkpoint
-from xshard.state.files.header import Entry, FileError, check_folder, check_regular, read_header
+from xshard.state.files.header import (
+    Entry,
+    FileError,
+    check_folder,
+    check_regular,
+    parse_object,
+    read_header,
+)
 from xshard.state.names import names_from_json
 
 INDEX = "model.safetensors.index.json"
@@ -130,8 +136,7 @@ def open_checkpoint(path: str | Path, *, links: bool = False) -> Checkpoint:
         why = getattr(error, "strerror", None) or error
         raise FileError(f"{place}: {why}") from error
     try:
-        fields = _checkpoint_fields(contents.notes, contents.arrays)
-        return Checkpoint(contents.arrays, places=contents.places, **fields)
+        return _checkpoint_of(contents)
     except XshardError as error:
         raise with_path(error, str(path)) from None
     except (TypeError, ValueError, KeyError, AttributeError) as error:
@@ -151,25 +156,22 @@ class Contents(NamedTuple):
 
     Attributes:
         arrays: The arrays by name.
-        places: The file of each array.
         notes: xshard's own metadata, of every file and then of the index.
     """
 
     arrays: dict[str, Mapped]
-    places: dict[str, str]
     notes: list[Any]
 
 
 def _read_headers(path: Path, links: bool) -> Contents:
     """Read the headers of a safetensors file, or of all such files of a folder; no data is read.
 
-    Returns the arrays by name, the name of the file of each, and xshard's own notes in the
-    metadata, such as layouts. A folder's index has to name the same arrays in the same files.
-    `links` allows files that are links out of the folder.
+    A folder's index has to name the same arrays in the same files. `links` allows files that are
+    links out of the folder.
     """
     is_folder = path.is_dir()
     files, index = _files_of_folder(path) if is_folder else ([path], None)
-    contents = Contents({}, {}, [])
+    contents = Contents({}, [])
     for file in files:
         if is_folder and not links and not file.resolve().is_relative_to(path.resolve()):
             hint = "links=True allows that, if you trust the author of the folder"
@@ -179,18 +181,18 @@ def _read_headers(path: Path, links: bool) -> Contents:
         mapped = _map_arrays(file, entries)
         for name in mapped:
             if name in contents.arrays:
-                raise FileError(f"{name} is in {contents.places[name]} and in {file.name}")
+                raise FileError(f"{name} is in {contents.arrays[name].place} and in {file.name}")
         contents.arrays.update(mapped)
-        contents.places.update(dict.fromkeys(mapped, file.name))
-        contents.notes.append(_parse_object(metadata.get(KEY, "{}"), file.name))
+        contents.notes.append(parse_object(metadata.get(KEY, "{}"), f"{file.name}:"))
     if index is not None:
-        _check_index(index["weight_map"], contents.places)
+        _check_index(index["weight_map"], contents.arrays)
         contents.notes.append(index.get("metadata", {}).get(KEY, {}))
     return contents
 
 
-def _check_index(weight_map: Mapping[str, str], places: Mapping[str, str]) -> None:
+def _check_index(weight_map: Mapping[str, str], arrays: Mapping[str, Mapped]) -> None:
     """Raise FileError unless the files have exactly the arrays that the index names."""
+    places = {name: array.place for name, array in arrays.items()}
     for name in (*weight_map, *places):
         if weight_map.get(name) != places.get(name):
             raise FileError(
@@ -240,7 +242,7 @@ def read_index(path: Path) -> dict[str, Any]:
         FileError: It is malformed, or names a file outside of the folder.
     """
     check_regular(path)
-    index = _parse_object(path.read_text(errors="replace"), path.name)
+    index = parse_object(path.read_text(errors="replace"), f"{path.name}:")
     files = index.get("weight_map")
     if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
         raise FileError(
@@ -321,43 +323,31 @@ def map_file(path: Path) -> tuple[int, mmap.mmap]:
     return file, memory
 
 
-def _parse_object(text: str, place: str) -> dict[str, Any]:
-    """Parse the text of a JSON object."""
-    try:
-        data = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise FileError(f"{place}: not JSON: {error}") from None
-    if not isinstance(data, dict):
-        raise FileError(f"{place}: not a JSON object")
-    return data
+def _checkpoint_of(contents: Contents) -> Checkpoint:
+    """Make a checkpoint of the arrays of files, with what xshard noted in the files' metadata.
 
-
-def _checkpoint_fields(
-    notes: Iterable[Mapping[str, Any]], arrays: Mapping[str, Mapped]
-) -> dict[str, Any]:
-    """Collect what xshard noted in the metadata of all files and of the index.
-
-    Returns arguments for `Checkpoint`: layouts by name, checksums of boxes by name, constants
-    (values that are no arrays), and the mesh and the renaming of the program that saved, where
-    noted. All are empty for files that another program wrote.
+    Notes are the layouts and checksums by name, constants (values that are no arrays), and the mesh
+    and the renaming of the program that saved. Files of other programs have none.
     """
-    layouts: dict[str, Layout] = {}
-    sums: dict[str, list[tuple[Box, int]]] = {}
-    constants: dict[str, Any] = {}
-    fields: dict[str, Any] = {"layouts": layouts, "sums": sums, "constants": constants}
-    for note in notes:
+    layouts = {}
+    mesh = None
+    names = None
+    constants = {}
+    sums = {}
+    for note in contents.notes:
         _maps = maps_in(note)  # while it lives, layouts that name maps can be parsed
         for name, text in note.get("layouts", {}).items():
             layouts[name] = Layout.parse(text)
         if note.get("mesh") is not None:
-            fields["mesh"] = Mesh.parse(note["mesh"])
+            mesh = Mesh.parse(note["mesh"])
         if note.get("names") is not None:
-            fields["names"] = names_from_json(note["names"])
-        constants.update(_parse_object(note.get("constants", "{}"), "constants"))
+            names = names_from_json(note["names"])
+        constants.update(parse_object(note.get("constants", "{}"), "constants:"))
         for name, boxes in note.get("sums", {}).items():
-            shape = arrays[name].shape
+            shape = contents.arrays[name].shape
             sums[name] = [(_read_box(rows, shape), int(crc)) for rows, crc in boxes]
-    return fields
+    places = {name: array.place for name, array in contents.arrays.items()}
+    return Checkpoint(contents.arrays, layouts, mesh, names, constants, sums, places)
 
 
 def _read_box(rows: list[list[int]], shape: tuple[int, ...]) -> Box:

@@ -9,6 +9,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -83,7 +84,7 @@ def read_header(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
             hint = "it is truncated, or of another format: copy or download it again"
             raise FileError(f"{path.name} is not a whole safetensors file: {sizes}", hint=hint)
         text = file.read(header_bytes)
-    header = _parse_header(path, text)
+    header = parse_object(text, f"{path.name}: the header is", partial(_items_once, path.name))
     metadata = header.pop(_METADATA, {})
     if not isinstance(metadata, dict) or not all(
         isinstance(value, str) for value in metadata.values()
@@ -92,16 +93,20 @@ def read_header(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
     return _entries(path, header, _LENGTH_BYTES + header_bytes, file_bytes), metadata
 
 
-def _parse_header(path: Path, text: bytes) -> dict[str, Any]:
+def parse_object(text: str | bytes, subject: str, pairs_hook: Any = None) -> dict[str, Any]:
+    """Parse JSON that has to be an object: `{"a": 1}` -> {"a": 1}.
+
+    Raises FileError with the subject of its sentence: "x.safetensors: the header is", "constants:".
+    """
     try:
-        header = json.loads(text, object_pairs_hook=_without_repetition)
-    except FileError as error:
-        raise FileError(f"{path.name}: {error.reason}") from None
+        data = json.loads(text, object_pairs_hook=pairs_hook)
+    except FileError:
+        raise
     except (ValueError, RecursionError) as error:
-        raise FileError(f"{path.name}: the header is not JSON: {error}") from None
-    if not isinstance(header, dict):
-        raise FileError(f"{path.name}: the header is not a JSON object")
-    return header
+        raise FileError(f"{subject} not JSON: {error}") from None
+    if not isinstance(data, dict):
+        raise FileError(f"{subject} not a JSON object")
+    return data
 
 
 def check_regular(path: Path) -> None:
@@ -155,12 +160,12 @@ def write_header(
     return len(text).to_bytes(_LENGTH_BYTES, "little") + text
 
 
-def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Make a dict of the items of a JSON object. Raises FileError for a key that comes twice."""
+def _items_once(file: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Make the dict of an object in a header. Raises FileError if it has a key twice."""
     items = dict(pairs)
     if len(items) < len(pairs):
         key, _ = Counter(key for key, _ in pairs).most_common(1)[0]
-        raise FileError(f"the header has {arguments.short_repr(key)} twice")
+        raise FileError(f"{file}: the header has {arguments.short_repr(key)} twice")
     return items
 
 
@@ -236,4 +241,6 @@ def _read_span(name: str, entry: Any, data_start: int, file_bytes: int) -> Span:
 
 def _are_counts(values: Any) -> bool:
     """Return whether this is a list of whole numbers from 0 on; in JSON, true is no number."""
-    return isinstance(values, list) and all(type(n) is int and n >= 0 for n in values)
+    if not isinstance(values, list):
+        return False
+    return all(type(n) is int and n >= 0 for n in values)

@@ -7,7 +7,7 @@ profile is slow.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,6 +26,7 @@ from xshard.state.files.boxes import box_pairs, check_whole
 from xshard.state.files.checkpoint import Checkpoint
 from xshard.state.names import SAME, Names
 from xshard.state.relations import TargetArray
+from xshard.steps.base import with_inner
 
 
 class Load(NamedTuple):
@@ -82,16 +83,16 @@ def plan_load(
     machine = load_profile(profile)
     float_dtype = None if dtype is None else dtypes.name_of(dtype)
     arrays = stored_as(checkpoint, names)
-    chosen: Collection[str | None] = arrays
+    chosen = list(arrays)
     if like is not None:
-        chosen = in_both(arrays, [(name,) for name in like], strict)
-    stored_names = [name for name in chosen if name is not None]
+        stored_names = in_both(arrays, [(name,) for name in like], strict)
+        chosen = [name for name in stored_names if name is not None]
     loads = {}
-    for name, layout in rules.match(stored_names, what="array").items():
+    for name, layout in rules.match(chosen, what="array").items():
         array = arrays[name]
+        shape = array.shape
+        target_dtype = array.dtype
         with located(name):
-            shape = array.shape
-            target_dtype = array.dtype
             if like is not None:
                 shape = tuple(like[name].shape)
                 target_dtype = dtypes.name_of(like[name].dtype)
@@ -160,17 +161,8 @@ def source_sharding(target: Sharding, dtype: str, profile: Profile) -> Sharding:
         if not axes:
             continue
         source = _sharded_further(target, axes)
-        gather = Request(
-            src=source.layout,
-            dst=Layout(target.layout.dims),
-            src_mesh=mesh,
-            dst_mesh=mesh,
-            src_devices=range(mesh.n_devices),
-            dst_devices=range(mesh.n_devices),
-            shape=target.shape,
-            dtype=dtype,
-            profile=profile,
-        )
+        whole = Layout(target.layout.dims)
+        gather = Request.on_mesh(mesh, source.layout, whole, target.shape, dtype, profile)
         seconds = find_plan(gather).cost + _reading_s(source, dtype, profile.disk, profile)
         if seconds < best_s:
             best = source
@@ -182,9 +174,8 @@ def _sharded_further(target: Sharding, axes: tuple[str, ...]) -> Sharding:
     """Shard the dim with the longest blocks over these axes, too."""
     block_shape = target.max_local_shape
     longest = block_shape.index(max(block_shape))
-    dims = list(target.layout.dims)
-    dims[longest] = replace(dims[longest], shards=(*dims[longest].shards, Shard(axes)))
-    return target.with_layout(Layout(tuple(dims)))
+    untagged = Layout(target.layout.dims)
+    return target.with_layout(with_inner(untagged, untagged.names[longest], (Shard(axes),)))
 
 
 def in_both(
@@ -211,20 +202,17 @@ def in_both(
     Raises:
         XshardError: With `strict`, for an array that is in one of the two places alone.
     """
-    firsts = [_first_stored(names, stored) for names in leaves]
-    if strict:
-        alone = [
-            (names[0], places[0])
-            for names, first in zip(leaves, firsts, strict=True)
-            if first is None
-        ]
-        in_tree = {name for names in leaves for name in names}
-        alone += [(name, places[1]) for name in stored if name not in in_tree]
-        if alone:
-            name, place = alone[0]
+    stored_names = [_first_stored(names, stored) for names in leaves]
+    if not strict:
+        return stored_names
+    in_tree_alone = [leaves[i][0] for i, name in enumerate(stored_names) if name is None]
+    in_tree = set(chain.from_iterable(leaves))
+    stored_alone = [name for name in stored if name not in in_tree]
+    for place, names in zip(places, (in_tree_alone, stored_alone), strict=True):
+        if names:
             hint = "names= maps stored names; strict=False skips arrays that are not in both"
-            raise XshardError(f"{name} is in the {place} alone", hint=hint)
-    return firsts
+            raise XshardError(f"{names[0]} is in the {place} alone", hint=hint)
+    return stored_names
 
 
 def _first_stored(names: Sequence[str], stored: Collection[str]) -> str | None:

@@ -149,9 +149,8 @@ def plan_save(
     arrays = (names or SAME).resolve(shapes, source_dtypes)
     mesh = _common_mesh(sources)
     note: dict[str, Any] = {"mesh": mesh, "names": None if names is None else names_to_json(names)}
-    limit_bytes = arguments.limit_of(shard_bytes, "shard_bytes")
-    groups = _group_arrays(arrays, limit_bytes)
-    files: list[ShardFile] = []
+    groups = _group_arrays(arrays, arguments.limit_of(shard_bytes, "shard_bytes"))
+    files = []
     for number, group in enumerate(groups, 1):
         layouts = {} if mesh is None else _layouts(group, sources)
         file_name = f"{number:05}-of-{len(groups):05}.safetensors"
@@ -200,8 +199,7 @@ def _common_mesh(sources: Mapping[str, Source]) -> str | None:
     }
     if len(meshes) != 1:
         return None
-    (mesh,) = meshes
-    return mesh
+    return meshes.pop()
 
 
 def _plan_file(name: str, arrays: Mapping[str, TargetArray], note: Mapping[str, Any]) -> ShardFile:
@@ -290,26 +288,25 @@ def save_blocks(
     Raises:
         FileError: The disk is full, or another save writes into the folder.
     """
-    with ExitStack() as stack:
 
-        def begin_locked() -> str | None:
-            if not leads:
-                return None
-            _lock_folder(path, stack)
-            return begin(saving, path)
+    def begin_locked() -> str | None:
+        if not leads:
+            return None
+        _lock_folder(path, stack)
+        return begin(saving, path)
 
+    def write_blocks() -> Sums:
+        return write(saving, path, token, process, block_of, progress)
+
+    def commit_once() -> None:
+        if leads:
+            commit(saving, path, token, sums)
+
+    with ExitStack() as stack:  # the folder is locked until its end
+        # The leader's results come first: it is the only one with a token, the name of new files.
         token = all_or_none(begin_locked)[0]
-
-        def write_blocks() -> Sums:
-            return write(saving, path, token, process, block_of, progress)
-
         try:
             sums = _merge_sums(saving, all_or_none(write_blocks))
-
-            def commit_once() -> None:
-                if leads:
-                    commit(saving, path, token, sums)
-
             all_or_none(commit_once)
         except BaseException:
             if leads:
@@ -389,19 +386,20 @@ def write(
         @functools.cache
         def open_shard(name: str) -> int:
             """Open a file, which is synced and closed when all blocks are written -> its descriptor."""
-            file = (path / f"{_UNFINISHED}{token}" / name).open("r+b", buffering=0)
-            descriptor = stack.enter_context(file).fileno()
+            unfinished = path / f"{_UNFINISHED}{token}" / name
+            descriptor = stack.enter_context(unfinished.open("r+b", buffering=0)).fileno()
             stack.callback(os.fsync, descriptor)
             return descriptor
 
         for name, device, pairs in saving.writes(process):
             for pair in pairs:
-                array = saving.arrays[pair.name]
+                stored = saving.arrays[pair.name]
                 shard = shard_of[pair.name]
-                values = np.ascontiguousarray(pair.view(block_of(name, device, array.dtype)))
-                start = shard.starts[pair.name]
-                _write_box(open_shard(shard.name), start, values, pair.box, array.shape)
-                dims = zip(pair.box, array.shape, strict=True)
+                block = block_of(name, device, stored.dtype)
+                values = np.ascontiguousarray(pair.view(block))
+                file = open_shard(shard.name)
+                _write_box(file, shard.starts[pair.name], values, pair.box, stored.shape)
+                dims = zip(pair.box, stored.shape, strict=True)
                 rows = [list(s.indices(length)) for s, length in dims]
                 sums.setdefault(pair.name, []).append([rows, checksum(values)])
                 progress(values.nbytes)
@@ -427,8 +425,8 @@ def commit(saving: Saving, path: Path, token: str, sums: Mapping[str, Any]) -> N
             json.dump({"metadata": metadata, "weight_map": weight_map}, file, indent=1)
             file.flush()
             os.fsync(file.fileno())
-        for shard in saving.shards:
-            (folder / shard.name).rename(path / final_names[shard.name])
+        for name, final_name in final_names.items():
+            (folder / name).rename(path / final_name)
         _sync(path)  # the files' names are on the disk before the index that needs them
         (folder / INDEX).rename(path / INDEX)
     committed = "the new checkpoint is in its place, and might not outlast a power failure"
@@ -491,18 +489,16 @@ def _range_starts(box: Box, shape: tuple[int, ...]) -> NDArray[np.int64]:
     from 0, 6, 12 and 18. All ranges of a region are equally long. `box` has a slice for each dim.
     """
     bounds = [rows.indices(length) for rows, length in zip(box, shape, strict=True)]
-    # Dims from `n_outer` on are whole, so all their elements are contiguous.
-    n_outer = len(shape)
-    while n_outer and bounds[n_outer - 1] == (0, shape[n_outer - 1], 1):
-        n_outer -= 1
-    # Consecutive rows of the dim before them are contiguous too, so its first row is enough.
-    has_partial = n_outer > 0 and bounds[n_outer - 1][2] == 1
+    # Dims behind the last one that is cut are whole: their elements are contiguous.
+    last_cut = len(shape) - 1
+    while last_cut >= 0 and bounds[last_cut] == (0, shape[last_cut], 1):
+        last_cut -= 1
     starts = np.zeros((), np.int64)
-    for d, (first, stop, step) in enumerate(bounds[:n_outer]):
-        is_partial = has_partial and d == n_outer - 1
-        rows = first if is_partial else np.arange(first, stop, step)
-        row_elements = math.prod(shape[d + 1 :])
-        starts = np.add.outer(starts, np.multiply(rows, row_elements))
+    for d, (first, stop, step) in enumerate(bounds[: last_cut + 1]):
+        rows = np.arange(first, stop, step)
+        if d == last_cut and step == 1:
+            rows = rows[:1]  # its rows are contiguous too: the first one is enough
+        starts = np.add.outer(starts, rows * math.prod(shape[d + 1 :]))
     return starts.ravel()
 
 

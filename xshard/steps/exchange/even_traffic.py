@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Sequence
 from functools import lru_cache
+from itertools import chain
 from typing import NamedTuple
 
 from xshard.layout.partition import Ints
@@ -21,7 +22,7 @@ LinkCuts = tuple[LinkSpans, ...]  # per dim, the spans that shard it, outermost 
 
 
 class LinkDigit(NamedTuple):
-    """A digit of a device's coordinate along a span.
+    """A digit of a device's coordinate along a span, which is a part of a mesh axis.
 
     size: the number of its values.
     outer: the number of values of all digits before it.
@@ -33,13 +34,10 @@ class LinkDigit(NamedTuple):
     outer: int
     size: int
 
-    def leading(self, size: int) -> LinkDigit:
-        """Return the leading digit of `size` values."""
-        return self if size == self.size else self._replace(size=size)
-
-    def without_leading(self, size: int) -> LinkDigit:
-        """Return what is left without the leading digit of `size` values."""
-        return LinkDigit(self.span, self.outer * size, self.size // size)
+    def split(self, size: int) -> tuple[LinkDigit, LinkDigit]:
+        """Split the digit in two: the leading one has `size` values."""
+        inner = LinkDigit(self.span, self.outer * size, self.size // size)
+        return LinkDigit(self.span, self.outer, size), inner
 
 
 class Digit(NamedTuple):
@@ -54,22 +52,10 @@ class Digit(NamedTuple):
 
     def split(self, size: int) -> tuple[Digit, Digit]:
         """Split the digit in two; the first has `size` values."""
-        outer = Digit(size, self.src, self.dst)
-        inner = Digit(self.size // size, self.src, self.dst)
-        if self.src is not None:
-            outer = outer._replace(src=self.src.leading(size))
-            inner = inner._replace(src=self.src.without_leading(size))
-        if self.dst is not None:
-            outer = outer._replace(dst=self.dst.leading(size))
-            inner = inner._replace(dst=self.dst.without_leading(size))
-        return outer, inner
-
-
-class DimDigits(NamedTuple):
-    """The digits of the row numbers of a dim, and the spans that are split into several digits."""
-
-    digits: tuple[Digit, ...]
-    split_spans: frozenset[LinkSpan]
+        src_outer, src_inner = self.src.split(size) if self.src is not None else (None, None)
+        dst_outer, dst_inner = self.dst.split(size) if self.dst is not None else (None, None)
+        inner = Digit(self.size // size, src_inner, dst_inner)
+        return Digit(size, src_outer, dst_outer), inner
 
 
 def row_digits(src: LinkCuts, dst: LinkCuts) -> tuple[Digit, ...] | None:
@@ -90,92 +76,100 @@ def row_digits(src: LinkCuts, dst: LinkCuts) -> tuple[Digit, ...] | None:
         each other.
     """
     digits: list[Digit] = []
-    split_spans: set[LinkSpan] = set()
     for src_cut, dst_cut in zip(src, dst, strict=True):
-        dim_digits = _dim_digits(src_cut, dst_cut)
-        if dim_digits is None:
+        digits_of_dim = _dim_digits(src_cut, dst_cut)
+        if digits_of_dim is None:
             return None
-        digits += dim_digits.digits
-        split_spans |= dim_digits.split_spans
-    # Two digits can overlap in part only if their span shards on both sides, and is split into
-    # several digits on one of them.
-    src_spans = {digit.src.span for digit in digits if digit.src}
-    dst_spans = {digit.dst.span for digit in digits if digit.dst}
-    may_overlap = src_spans & dst_spans & split_spans
-    if not may_overlap:
+        digits += digits_of_dim
+    # Digits overlap in part only if their span shards on both sides, and one side splits it.
+    src_coordinates = [digit.src for digit in digits if digit.src is not None]
+    dst_coordinates = [digit.dst for digit in digits if digit.dst is not None]
+    coordinates = src_coordinates + dst_coordinates
+    split_spans = {link.span for link in coordinates if link.size < link.span.size}
+    split_spans.intersection_update(link.span for link in src_coordinates)
+    split_spans.intersection_update(link.span for link in dst_coordinates)
+    if not split_spans:
         return tuple(digits)
-    return _equal_or_disjoint(digits, may_overlap)
+    return _equal_or_disjoint(digits, split_spans)
 
 
 @lru_cache(maxsize=16384)
-def _dim_digits(src: LinkSpans, dst: LinkSpans) -> DimDigits | None:
+def _dim_digits(src: LinkSpans, dst: LinkSpans) -> tuple[Digit, ...] | None:
     """Find common digits of the row numbers of one dim, which is sharded before and after.
 
     Shards of sizes (2, 4) before and (8,) after -> digits of 2 and 4: both sides are read from the
     outermost shard on; the smaller size at hand becomes a digit, and what is left of the larger one
     is compared with the next. None if neither size divides the other, as for 2 and 3.
     """
-    digits: list[Digit] = []
-    split_spans: set[LinkSpan] = set()
+    digits = []
     # What is left of each side, as stacks: the outermost digits are last, where they are taken.
     src_left = [LinkDigit(span, 1, span.size) for span in reversed(src)]
     dst_left = [LinkDigit(span, 1, span.size) for span in reversed(dst)]
     while src_left and dst_left:
-        src_digit = src_left.pop()
-        dst_digit = dst_left.pop()
-        size = min(src_digit.size, dst_digit.size)
+        size = min(src_left[-1].size, dst_left[-1].size)
         # Sizes 2 and 3 have no digit in common. The caller then counts device by device.
-        if src_digit.size % size or dst_digit.size % size:
+        if src_left[-1].size % size or dst_left[-1].size % size:
             return None
-        digits.append(Digit(size, src_digit.leading(size), dst_digit.leading(size)))
-        # What is left of the larger one is compared with the other side's next shard.
-        if src_digit.size > size:
-            src_left.append(src_digit.without_leading(size))
-            split_spans.add(src_digit.span)
-        if dst_digit.size > size:
-            dst_left.append(dst_digit.without_leading(size))
-            split_spans.add(dst_digit.span)
+        digits.append(Digit(size, _take_leading(src_left, size), _take_leading(dst_left, size)))
     # At most one side has shards left. Each block of the other side has all values of these digits.
-    for digit in reversed(src_left):
-        digits.append(Digit(digit.size, digit, None))
-    for digit in reversed(dst_left):
-        digits.append(Digit(digit.size, None, digit))
-    return DimDigits(tuple(digits), frozenset(split_spans))
+    digits += [Digit(link.size, link, None) for link in reversed(src_left)]
+    digits += [Digit(link.size, None, link) for link in reversed(dst_left)]
+    return tuple(digits)
+
+
+def _take_leading(stack: list[LinkDigit], size: int) -> LinkDigit:
+    """Take the leading digit of `size` values from the top of a stack, and leave what is behind it.
+
+    Size 2 from [4, 8] -> a digit of 2, and the stack [4, 4].
+    """
+    outer, inner = stack.pop().split(size)
+    if inner.size > 1:
+        stack.append(inner)
+    return outer
 
 
 def _equal_or_disjoint(digits: Sequence[Digit], spans: set[LinkSpan]) -> tuple[Digit, ...] | None:
-    """Split digits further, until any two from one of these axes are the same or do not overlap.
+    """Split digits further, until any two from one of these spans are the same or do not overlap.
 
     An axis of 8 with digits of sizes (2, 4) before and (4, 2) after -> (2, 2, 2) on both sides. A
     span is a part of a mesh axis over links of one speed. None if the sizes do not divide.
     """
-    while True:
-        edges = _edges(digits, spans)
-        finer: list[Digit] = []
-        for digit in digits:
-            size = digit.size
-            for link_digit in (digit.src, digit.dst):
-                if link_digit is not None and link_digit.span in spans:
-                    size = min(size, _size_to_first_edge(link_digit, edges[link_digit.span]))
-            if size == 0 or digit.size % size:  # 0: the edge of another digit lies inside
-                return None
-            if size < digit.size:
-                finer += digit.split(size)
-            else:
-                finer.append(digit)
-        if len(finer) == len(digits):
-            return tuple(finer)
-        digits = finer  # a split on one side makes new edges for the other: go on until none is new
+    finer = _split_at_edges(digits, _edges(digits, spans))
+    if finer is None:
+        return None
+    if len(finer) == len(digits):
+        return tuple(digits)
+    # A split on one side makes new edges for the other: go on until none is new.
+    return _equal_or_disjoint(finer, spans)
+
+
+def _split_at_edges(digits: Sequence[Digit], edges: dict[LinkSpan, set[int]]) -> list[Digit] | None:
+    """Split each digit at the first edge of another digit that lies inside; None if it cannot be.
+
+    A digit of 4 values on coordinate x, of which another digit takes the leading 2 -> 2 and 2.
+    """
+    finer: list[Digit] = []
+    for digit in digits:
+        size = digit.size
+        for link in (digit.src, digit.dst):
+            if link is not None and link.span in edges:
+                size = min(size, _size_to_first_edge(link, edges[link.span]))
+        if size == 0 or digit.size % size:
+            return None
+        if size < digit.size:
+            finer += digit.split(size)
+        else:
+            finer.append(digit)
+    return finer
 
 
 def _edges(digits: Sequence[Digit], spans: set[LinkSpan]) -> dict[LinkSpan, set[int]]:
     """Collect, for each span, where its digits begin and end, as numbers of values outside."""
     edges: dict[LinkSpan, set[int]] = {span: set() for span in spans}
     for digit in digits:
-        for link_digit in (digit.src, digit.dst):
-            if link_digit is not None and link_digit.span in spans:
-                end = link_digit.outer * link_digit.size
-                edges[link_digit.span].update((link_digit.outer, end))
+        for link in (digit.src, digit.dst):
+            if link is not None and link.span in spans:
+                edges[link.span].update((link.outer, link.outer * link.size))
     return edges
 
 
@@ -189,23 +183,26 @@ def _size_to_first_edge(digit: LinkDigit, edges: set[int]) -> int:
     return 0 if first_edge % digit.outer else first_edge // digit.outer
 
 
-Equal = dict[Hashable, Hashable]  # coordinates, or digits, that must be equal (union-find)
+Equations = dict[Hashable, Hashable]  # of digits: each item equals the one it leads to (union-find)
 
 
-def _join(equal: Equal, a: Hashable, b: Hashable) -> bool:
-    """Add the condition a == b to `equal`; True if the earlier ones do not imply it."""
-    a_root = _root(equal, a)
-    b_root = _root(equal, b)
+def _is_new_equation(equations: Equations, a: Hashable, b: Hashable) -> bool:
+    """Add the equation a == b; return False if it follows from the earlier ones.
+
+    a == b, then b == c: both are new. a == c is not.
+    """
+    a_root = _representative(equations, a)
+    b_root = _representative(equations, b)
     if a_root == b_root:
         return False
-    equal[a_root] = b_root
+    equations[a_root] = b_root
     return True
 
 
-def _root(equal: Equal, item: Hashable) -> Hashable:
-    """Return the representative of all items that must equal this one."""
-    while item in equal:
-        item = equal[item]
+def _representative(equations: Equations, item: Hashable) -> Hashable:
+    """Return the one that stands for all items that must equal this one."""
+    while item in equations:
+        item = equations[item]
     return item
 
 
@@ -216,16 +213,21 @@ class DigitPair(NamedTuple):
     dst: LinkDigit
 
 
-class DigitMoves(NamedTuple):
-    """What differs between a receiver and its senders, by the level of the sender's links."""
+class SenderRules(NamedTuple):
+    """Which devices are the senders of a receiver.
 
-    spans: set[LinkSpan]  # along which they may differ
-    n_senders: dict[int, int]  # level -> the number of senders that differ only there
-    pairs: dict[int, list[DigitPair]]  # level -> the digits that must be equal
+    spans: along which they may differ from the receiver.
+    choices: the coordinates of which the receiver takes from senders with all values.
+    pairs: the sender's coordinates that are given by other coordinates of the receiver.
+    """
+
+    spans: set[LinkSpan]
+    choices: list[LinkDigit]
+    pairs: list[DigitPair]
 
 
-def _digit_moves(digits: Sequence[Digit], addends: Sequence[LinkSpan]) -> DigitMoves:
-    """Count from how many senders a device takes rows, and list conditions on who they are.
+def _sender_rules(digits: Sequence[Digit], addends: Sequence[LinkSpan]) -> SenderRules:
+    """Find from which devices a device takes rows.
 
     Each digit of a row number is a coordinate of the device that has the row before (`src`), of the
     one that has it after (`dst`), or of both. There are four cases:
@@ -237,24 +239,22 @@ def _digit_moves(digits: Sequence[Digit], addends: Sequence[LinkSpan]) -> DigitM
 
     `addends` are the parts of axes along which a sum ends: each addend comes from another sender.
     """
-    moves = DigitMoves(set(addends), {}, {})
-    n_senders = moves.n_senders
-    for span in addends:  # each addend comes from another sender
-        n_senders[span.level] = n_senders.get(span.level, 1) * span.size
-    for size, src, dst in digits:
-        if src == dst:
-            continue  # the sender's coordinate is the receiver's
-        if dst is not None:
-            moves.spans.add(dst.span)
-        if src is None:
-            continue  # each sender has all values of this digit
-        moves.spans.add(src.span)
-        level = src.span.level
-        if dst is not None:
-            moves.pairs.setdefault(level, []).append(DigitPair(src, dst))
+    spans = set(addends)
+    choices = [LinkDigit(span, 1, span.size) for span in addends]
+    pairs = []
+    for digit in digits:
+        if digit.src == digit.dst:
+            continue
+        if digit.dst is not None:
+            spans.add(digit.dst.span)
+        if digit.src is None:
+            continue
+        spans.add(digit.src.span)
+        if digit.dst is None:
+            choices.append(digit.src)
         else:
-            n_senders[level] = n_senders.get(level, 1) * size
-    return moves
+            pairs.append(DigitPair(digit.src, digit.dst))
+    return SenderRules(spans, choices, pairs)
 
 
 class Taken(NamedTuple):
@@ -286,47 +286,54 @@ def digit_traffic(
     digits = row_digits(src, dst)
     if digits is None:
         return None
-    moves = _digit_moves(digits, addends)
+    rules = _sender_rules(digits, addends)
     wanted = _wanted_elements(shape, dst, addends)
-    # `farther` is what comes from senders at the receiver's own coordinates on all slower levels:
-    # at first from all senders. What comes over the links of each level is subtracted in turn.
-    farther = Taken(wanted, math.prod(moves.n_senders.values()))
-    equal = Equal()
+    # What comes from senders that have the receiver's coordinates on all slower levels: at first,
+    # before any level is counted, from all senders.
+    taken = Taken(wanted, math.prod(choice.size for choice in rules.choices))
+    equations = Equations()
     has_own_rows = True
     hops = []
-    for level in sorted({span.level for span in moves.spans}):  # the slowest links first
-        # Of the senders so far, one in `n_alike` also shares the receiver's coordinates along spans
-        # of this level; what it sends comes over faster links.
-        n_alike = moves.n_senders.get(level, 1)
-        nearer = Taken(farther.elements // n_alike, farther.senders // n_alike)
-        # Pairs of coordinates that are equal on some receivers only, and do not follow from earlier
-        # pairs. `_join` returns whether a pair is new, and adds it to `equal`.
-        unmet = [pair.dst for pair in moves.pairs.get(level, ()) if _join(equal, *pair)]
-        if unmet:
-            # On the busiest device they are not equal: all that it takes comes over these links.
+    for level in sorted({span.level for span in rules.spans}):  # the slowest links first
+        # One sender in `n_choices` has the receiver's coordinates on this level too: what it sends
+        # comes over faster links.
+        on_level = [choice.size for choice in rules.choices if choice.span.level == level]
+        n_choices = math.prod(on_level)
+        nearer = Taken(taken.elements // n_choices, taken.senders // n_choices)
+        paired = _new_pairs(rules.pairs, level, equations)
+        if paired:
+            # The busiest device is one whose sender differs on this level: all comes over it.
             has_own_rows = False
-            received = farther
+            received = taken
         else:
-            received = Taken(farther.elements - nearer.elements, farther.senders - nearer.senders)
+            received = Taken(taken.elements - nearer.elements, taken.senders - nearer.senders)
         if received.elements:
-            axis = _longest_axis(moves.spans, level)
-            slack = _slack(level, unmet, nearer.elements)
-            hops.append(Hop(axis, received.elements, received.senders, level, slack))
-        farther = nearer
-    own = farther.elements if has_own_rows else 0
+            axis = _longest_axis(rules.spans, level)
+            shortfall = _mean_shortfall(level, paired, nearer.elements)
+            hops.append(Hop(axis, received.elements, received.senders, level, shortfall))
+        taken = nearer
+    own = taken.elements if has_own_rows else 0
     # Each element is packed by its sender and unpacked by its receiver: two copies.
     return Traffic(wanted - own, 2 * wanted, tuple(hops), own)
 
 
+def _new_pairs(pairs: Sequence[DigitPair], level: int, equations: Equations) -> list[LinkDigit]:
+    """List the receiver's digits that must equal a sender's digit on this level.
+
+    Pairs that follow from earlier ones are left out. The others are added to `equations`.
+    """
+    receiver_digits = []
+    for pair in pairs:
+        if pair.src.span.level == level and _is_new_equation(equations, pair.src, pair.dst):
+            receiver_digits.append(pair.dst)
+    return receiver_digits
+
+
 def _wanted_elements(shape: Ints, dst: LinkCuts, addends: Sequence[LinkSpan]) -> int:
     """Count the elements of a block afterwards, as often as there are addends of each."""
-    elements = math.prod(shape)
-    for cut in dst:
-        for span in cut:
-            elements //= span.size
-    for span in addends:
-        elements *= span.size
-    return elements
+    n_blocks = math.prod(span.size for span in chain.from_iterable(dst))
+    n_addends = math.prod(span.size for span in addends)
+    return math.prod(shape) // n_blocks * n_addends
 
 
 def _longest_axis(spans: set[LinkSpan], level: int) -> str:
@@ -335,16 +342,16 @@ def _longest_axis(spans: set[LinkSpan], level: int) -> str:
     return axis
 
 
-def _slack(level: int, unmet: Sequence[LinkDigit], nearer_elements: int) -> int:
-    """Return how many elements fewer than the busiest the mean device of its node receives.
+def _mean_shortfall(level: int, paired: Sequence[LinkDigit], nearer_elements: int) -> int:
+    """Return how many elements fewer than the busiest device the mean device of its node receives.
 
-    If the digits that senders must have are coordinates along faster links, devices with such
-    digits are in each node, or make whole nodes, and take less over this level. Else all take the
-    same.
+    `paired` are the receiver's digits that a sender's digits must equal. If they are all
+    coordinates along faster links, devices with any values of them are in each node, and some take
+    less over this level. Else all devices of the busiest node take the same.
     """
-    if not unmet or any(digit.span.level <= level for digit in unmet):
+    if not paired or any(digit.span.level <= level for digit in paired):
         return 0
-    return nearer_elements // math.prod(digit.size for digit in unmet)
+    return nearer_elements // math.prod(digit.size for digit in paired)
 
 
 def node_lack(shape: Ints, src: LinkCuts, dst: LinkCuts) -> int:
@@ -358,22 +365,18 @@ def node_lack(shape: Ints, src: LinkCuts, dst: LinkCuts) -> int:
     digits = row_digits(src, dst)
     if digits is None:
         return 0
-    n_nodes = 1
-    for cut in dst:
-        for span in cut:
-            if span.level == 0:
-                n_nodes *= span.size
+    n_nodes = math.prod(span.size for span in chain.from_iterable(dst) if span.level == 0)
     needed = math.prod(shape) // n_nodes  # by each node
-    at_hand = needed
+    already_there = needed
+    # A digit of row numbers says in which node a row is, if it is a coordinate along such a span.
     for digit in digits:
-        # This digit is no coordinate of a node before, or is the same coordinate after: a node has
-        # every value of it that it needs.
-        if digit.src is None or digit.src.span.level != 0 or digit.src == digit.dst:
-            continue
+        says_node_before = digit.src is not None and digit.src.span.level == 0
+        if not says_node_before or digit.src == digit.dst:
+            continue  # a node had every value of the digit that it needs
         if digit.dst is not None and digit.dst.span.level == 0:
-            return needed  # some nodes have only other values of this digit than they need
-        at_hand //= digit.size  # the node had one value of this digit, and needs all
-    return needed - at_hand
+            return needed  # some nodes had only other values than they need
+        already_there //= digit.size  # a node had one value, and needs all
+    return needed - already_there
 
 
 def met_elements(shape: Ints, src: LinkCuts, dst: LinkCuts) -> int | None:
@@ -393,13 +396,15 @@ def met_elements(shape: Ints, src: LinkCuts, dst: LinkCuts) -> int | None:
     digits = row_digits(src, dst)
     if digits is None:
         return None
-    # A device has a row on both sides only if all its coordinates fit both times. A coordinate that
-    # is digit i of the row number before and digit j after asks that both digits are equal: true
-    # for one row in `size`, unless it follows from earlier conditions.
-    src_number = {digit.src: i for i, digit in enumerate(digits) if digit.src is not None}
-    met = math.prod(shape)
-    equal = Equal()
+    # An element stays if one device has its row before and after. A coordinate of that device which
+    # is digit i of the row number before and digit j after makes both digits equal: true for one
+    # row in `size`, unless it follows from earlier equations.
+    index_before = {digit.src: i for i, digit in enumerate(digits) if digit.src is not None}
+    staying = math.prod(shape)
+    equations = Equations()
     for i, digit in enumerate(digits):
-        if digit.dst in src_number and _join(equal, src_number[digit.dst], i):
-            met //= digit.size
-    return met
+        if digit.dst is None or digit.dst not in index_before:
+            continue
+        if _is_new_equation(equations, index_before[digit.dst], i):
+            staying //= digit.size
+    return staying

@@ -6,13 +6,12 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from xshard.errors import PlanError
 from xshard.layout import Layout, Sharding
 from xshard.notation.overlap import Fold
-from xshard.steps.base import REDUCERS, Block, Blocks, Step
-from xshard.steps.exchange.messages import Message, boundary_fills, messages_to, node_local_traffic
+from xshard.steps.base import Block, Blocks, Step, write_or_reduce
+from xshard.steps.exchange.messages import fill_boundaries, messages_to, node_local_traffic
 from xshard.steps.exchange.sources import carried_dims, views
 from xshard.steps.exchange.traffic import begun_axes, ended_axes, exchange_traffic
 from xshard.steps.traffic import LinkSpans, PairTraffic, Traffic
@@ -78,7 +77,7 @@ class Exchange(Step):
 
     def pair_traffic(self, before: Sharding) -> tuple[PairTraffic, ...]:
         after = before.with_layout(self.to)
-        pairs: list[PairTraffic] = []
+        pairs = []
         for device in range(before.mesh.n_devices):
             for message in messages_to(before, after, device, self.node_devices):
                 if message.src != message.dst:
@@ -90,22 +89,21 @@ class Exchange(Step):
 
         Each device fills the padding of its new block with the values of the boundary, then writes
         the boxes (slices of other devices' blocks, or of its own) that it receives. Where boxes
-        overlap, as partial sums that end do, they are combined by `op`. Elements that no box brings
-        stay zero: if a sum begins, only the first device along its axes has the values.
+        overlap, as partial sums that end do, they are reduced. Elements that no box brings stay
+        zero: if a sum begins, only the first device along its axes has the values.
         """
         after = before.with_layout(self.to)
         op = self.op(before)
         results = []
         for device in range(before.mesh.n_devices):
             out = np.zeros(after.local_shape(device), blocks[device].dtype)
-            for dim, start, stop, value in boundary_fills(after, device):
-                rows = (slice(None),) * dim + (slice(start, stop),)
-                out[rows] = value
-            # The first box for an element replaces the zero in `out`: a max must not compare with
-            # it.
+            fill_boundaries(out, after, device)
             is_written = np.zeros(out.shape, bool)
             for message in messages_to(before, after, device, self.node_devices):
-                _write_box(out, is_written, message, blocks[message.src], op)
+                box = blocks[message.src][message.src_index()]
+                if message.sign < 0:
+                    box = -box
+                write_or_reduce(out, is_written, message.dst_index(), box, op)
             results.append(out)
         return results
 
@@ -131,18 +129,3 @@ def _check_reductions(src: Layout, dst: Layout) -> None:
     new_axes = set(dst.tagged("max", "min")) - set(src.tagged("max", "min"))
     if new_axes or not dst_kinds <= src_kinds:
         raise PlanError(f"'{src}' lacks the max or min of '{dst}'")
-
-
-def _write_box(
-    out: Block, is_written: NDArray[np.bool_], message: Message, sender_block: Block, op: str | None
-) -> None:
-    """Write the box of a message, reduced with what earlier messages have written."""
-    box = sender_block[message.src_index()]
-    if message.sign < 0:
-        box = -box
-    index = message.dst_index()
-    if op is not None:
-        reduced = REDUCERS[op](out[index], box)
-        box = np.where(is_written[index], reduced, box)
-    out[index] = box
-    is_written[index] = True

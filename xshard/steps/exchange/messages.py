@@ -8,10 +8,9 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,16 +18,19 @@ from numpy.typing import NDArray
 from xshard.caches import layout_cache
 from xshard.layout import Sharding
 from xshard.layout.block_rows import block_fills
+from xshard.layout.mesh import Axes, Coords, all_coords
 from xshard.layout.runs import Run, Segment, as_index
+from xshard.notation.row_arrays import Numbers
 from xshard.steps.exchange.sources import (
     DimEnd,
+    Source,
     dim_end,
     dim_ends,
     n_segment_rows,
     sources,
     view_pairs,
 )
-from xshard.steps.exchange.traffic import begun_axes, ended_axes, rows_in_common
+from xshard.steps.exchange.traffic import begun_axes, busiest_traffic, ended_axes, rows_in_common
 from xshard.steps.traffic import Hop, Traffic
 
 # Largest mesh for which node-local senders are considered: the choice compares all pairs of
@@ -39,14 +41,11 @@ MAX_PAIRED = 512
 class BlockHolders(NamedTuple):
     """The distinct blocks of a sharding and the devices that hold them."""
 
-    keys: NDArray[
-        np.int64
-    ]  # [blocks, dims + 1]: place along each dim, and the number of the addend
-    block_of: NDArray[np.int64]  # [devices]: the number of each device's block
-    addends: NDArray[np.int64]  # [devices]: the number of each device's addend
-    is_on_same_node: NDArray[
-        np.bool_
-    ]  # [blocks, devices]: whether a device of the same node holds the block
+    keys: Numbers  # [blocks, dims + 1]: place along each dim, and the number of the addend
+    block_of: Numbers  # [devices]: the number of each device's block
+    addends: Numbers  # [devices]: the number of each device's addend
+    # [blocks, devices]: whether a device of the same node holds the block.
+    is_on_same_node: NDArray[np.bool_]
 
 
 @layout_cache(maxsize=1024)
@@ -54,31 +53,27 @@ def block_holders(sharding: Sharding, node_devices: int) -> BlockHolders:
     """Find the distinct blocks of a sharding, numbered, and which devices and nodes hold them.
 
     Replicas are one block: "n/x" on x=2, y=3 has 2 blocks, each on 3 devices. Different addends of
-    a partial sum are different blocks. A node is `node_devices` consecutive devices. The result has
-    the coordinates of each block, the block of each device, and whether a device's node has a
-    block.
+    a partial sum are different blocks. A node is `node_devices` consecutive devices.
     """
     mesh = sharding.mesh
-    layout = sharding.layout
-    addends = mesh.indices(layout.tagged("sum", "max", "min"))
-    columns = [mesh.indices(dim.axes) for dim in layout.dims]
-    columns.append(addends)
-    places = np.stack(columns, axis=1)  # [devices, dims + 1]
-    keys, block_of = np.unique(places, axis=0, return_inverse=True)
+    addends = mesh.indices(sharding.layout.tagged("sum", "max", "min"))
+    columns = [mesh.indices(dim.axes) for dim in sharding.layout.dims]
+    # Devices with equal rows in this table hold the same block.
+    device_keys = np.stack([*columns, addends], axis=1)  # [devices, dims + 1]
+    keys, block_of = np.unique(device_keys, axis=0, return_inverse=True)
     block_of = block_of.reshape(-1)  # numpy 2.0 returns a column
-    nodes = np.arange(mesh.n_devices) // node_devices  # [devices]: the node of each
-    in_node = np.zeros((len(keys), nodes[-1] + 1), bool)  # [blocks, nodes]
-    in_node[block_of, nodes] = True
-    near = in_node[:, nodes]  # [blocks, devices]: the column of each device's node
-    return BlockHolders(keys, block_of, addends, near)
+    node_of = np.arange(mesh.n_devices) // node_devices  # [devices]
+    is_in_node = np.zeros((len(keys), node_of[-1] + 1), bool)  # [blocks, nodes]
+    is_in_node[block_of, node_of] = True
+    return BlockHolders(keys, block_of, addends, is_in_node[:, node_of])
 
 
-def needed_elements(before: Sharding, after: Sharding, node_devices: int) -> NDArray[np.int64]:
+def needed_elements(before: Sharding, after: Sharding, node_devices: int) -> Numbers:
     """Count the elements of each block of `before` that each device needs: [blocks, devices]."""
     holders = block_holders(before, node_devices)
     # A device takes addends from devices with its own number only.
     has_same_addend = holders.keys[:, -1:] == holders.addends[None]
-    elements: NDArray[np.int64] = has_same_addend.astype(np.int64)  # [blocks, devices]
+    elements: Numbers = has_same_addend.astype(np.int64)  # [blocks, devices]
     for d, dim in enumerate(after.layout.dims):
         shared = rows_in_common(dim_end(before, d), dim_end(after, d))
         by_device = shared[:, after.mesh.indices(dim.axes)]  # [shards before, devices]
@@ -98,22 +93,17 @@ def node_local_traffic(before: Sharding, after: Sharding, node_devices: int) -> 
     wanted = elements.sum(axis=0)  # [devices]
     # Set what a device takes from its own block to 0: the rest has to be sent.
     elements[holders.block_of, np.arange(before.mesh.n_devices)] = 0
-    arriving = elements.sum(axis=0)  # [devices]
 
     between_nodes = np.where(holders.is_on_same_node, 0, elements)
-    inside_nodes = np.where(holders.is_on_same_node, elements, 0)
+    inside_nodes = elements - between_nodes
     hops = []
     for level, level_elements in enumerate((between_nodes, inside_nodes)):
         if level_elements.any():
             hops.append(_node_hop(before.mesh.axes[0], level, level_elements, node_devices))
-    # Each element is packed by its sender and unpacked by its receiver: two copies. A runtime that
-    # puts a device's own rows into place directly copies these once, and saves `saved` copies.
-    copied = 2 * int(wanted.max())
-    saved = copied - int((wanted + arriving).max())
-    return Traffic(int(arriving.max()), copied, tuple(hops), saved)
+    return busiest_traffic(wanted, elements.sum(axis=0), hops)
 
 
-def _node_hop(axis: str, level: int, elements: NDArray[np.int64], node_devices: int) -> Hop:
+def _node_hop(axis: str, level: int, elements: Numbers, node_devices: int) -> Hop:
     """Sum up what goes over the links between nodes, or over those inside nodes.
 
     The result, a `Hop`, has the elements that the busiest device receives, the most messages that
@@ -127,12 +117,12 @@ def _node_hop(axis: str, level: int, elements: NDArray[np.int64], node_devices: 
     """
     by_device = elements.sum(axis=0)
     received = int(by_device.max())
-    nodes = np.arange(len(by_device)) // node_devices
-    busiest_node = np.bincount(nodes, by_device).max()
-    messages = (elements > 0).sum(axis=0).max()
+    messages = int((elements > 0).sum(axis=0).max())
     # Devices of a node may share a port, which carries their average.
-    slack = received - int(busiest_node / node_devices)
-    return Hop(axis, received, int(messages), level, slack)
+    node_of = np.arange(len(by_device)) // node_devices
+    busiest_node = np.bincount(node_of, by_device).max()
+    mean_of_busiest_node = int(busiest_node / node_devices)
+    return Hop(axis, received, messages, level, mean_shortfall=received - mean_of_busiest_node)
 
 
 @layout_cache(maxsize=1024)
@@ -156,7 +146,7 @@ def node_local_senders(
         in_node.setdefault((block, device // node_devices), []).append(device)
 
     sent: Counter[int] = Counter()  # elements that each device has to send so far
-    chosen: dict[tuple[int, int], int] = {}
+    chosen = {}
     for receiver in range(before.mesh.n_devices):
         for block in np.flatnonzero(elements[:, receiver]).tolist():
             candidates = in_node.get((block, receiver // node_devices), [])
@@ -191,11 +181,11 @@ class Message(NamedTuple):
         """The elements of the box."""
         return math.prod(self.shape)
 
-    def src_index(self) -> tuple[NDArray[np.int64], ...]:
+    def src_index(self) -> tuple[Numbers, ...]:
         """Return the numpy index of the box in the sender's block."""
         return np.ix_(*(rows_at(segments, 0) for segments in self.box))
 
-    def dst_index(self) -> tuple[NDArray[np.int64], ...]:
+    def dst_index(self) -> tuple[Numbers, ...]:
         """Return the numpy index of the box in the receiver's block."""
         return np.ix_(*(rows_at(segments, 1) for segments in self.box))
 
@@ -203,7 +193,7 @@ class Message(NamedTuple):
 Messages = tuple[Message, ...]
 
 
-def rows_at(segments: tuple[Segment, ...], end: int) -> NDArray[np.int64]:
+def rows_at(segments: tuple[Segment, ...], end: int) -> Numbers:
     """Return the local rows of segments in the block of the sender (end 0) or receiver (end 1)."""
     index = as_index(tuple(Run(segment[end], segment.length) for segment in segments))
     return np.r_[index] if isinstance(index, slice) else index
@@ -224,12 +214,13 @@ def messages_to(
         return messages
     block_of = block_holders(before, node_devices).block_of
     senders = node_local_senders(before, after, node_devices)
-    from_node: list[Message] = []
+    from_node = []
     for message in messages:
+        # Without a replica in the node the sender stays. The box stays in any case: it is at the
+        # same place in every replica.
         block = int(block_of[message.src])
-        # The box is at the same place in every replica, so only the sender changes; it stays if no
-        # other was chosen.
-        from_node.append(message._replace(src=senders.get((block, device), message.src)))
+        sender = senders.get((block, device), message.src)
+        from_node.append(message._replace(src=sender))
     return tuple(sorted(from_node, key=lambda message: message.src))
 
 
@@ -238,24 +229,15 @@ def messages_from(
 ) -> Messages:
     """List the messages that a device sends, its own rows among them, by receiver."""
     sent: list[Message] = []
-    for receiver in _receivers_of(before, after, device, node_devices):
-        if node_devices is None:
-            messages = _messages_to(before, after, receiver, device)
-        else:
-            messages = messages_to(before, after, receiver, node_devices)
-        sent += [message for message in messages if message.src == device]
-    return tuple(sent)
-
-
-def _receivers_of(
-    before: Sharding, after: Sharding, device: int, node_devices: int | None
-) -> tuple[int, ...]:
-    """List the devices that may receive from a device, in order."""
-    mesh = before.mesh
-    if node_devices is not None:
-        return tuple(range(mesh.n_devices))
-    sending_axes = (*before.layout.sharding_axes, *ended_axes(before.layout, after.layout))
-    return mesh.group(device, [axis for axis in mesh.axes if axis in sending_axes])
+    if node_devices is None:
+        # Only devices with other places along these axes receive from it.
+        axes = (*before.layout.sharding_axes, *ended_axes(before.layout, after.layout))
+        for receiver in sorted(before.mesh.group(device, axes)):
+            sent += _messages_to(before, after, receiver, device)
+    else:
+        for receiver in range(before.mesh.n_devices):
+            sent += messages_to(before, after, receiver, node_devices)
+    return tuple(message for message in sent if message.src == device)
 
 
 def boundary_fills(after: Sharding, device: int) -> tuple[tuple[int, int, int, float], ...]:
@@ -264,12 +246,19 @@ def boundary_fills(after: Sharding, device: int) -> tuple[tuple[int, int, int, f
     Returns:
         (dim, start, stop, value), with local rows.
     """
-    fills: list[tuple[int, int, int, float]] = []
+    fills = []
     for d, (dim, length) in enumerate(zip(after.layout.dims, after.shape, strict=True)):
         sizes = after.mesh.sizes_of(dim.axes)
         for start, stop, value in block_fills(dim, length, sizes, after.dim_device(d, device)):
             fills.append((d, start, stop, value))
     return tuple(fills)
+
+
+def fill_boundaries(block: NDArray[Any], sharding: Sharding, device: int) -> None:
+    """Write the values of boundaries into a device's block, where it has rows outside the array."""
+    for d, start, stop, value in boundary_fills(sharding, device):
+        rows = (slice(None),) * d + (slice(start, stop),)
+        block[rows] = value
 
 
 @layout_cache(maxsize=8192)
@@ -289,22 +278,16 @@ def _messages_to(before: Sharding, after: Sharding, device: int, sender: int | N
     receiver = _Receiver(before, after, device, sender)
     if not receiver.takes_any:
         return ()
-    messages: list[Message] = []
+    messages = []
     for dst_view, src_view in view_pairs(before, after):
-        ends = dim_ends(before, after, dst_view, src_view)
-        by_dim = [receiver.dim_sources(d, src, dst) for d, (src, dst) in enumerate(ends)]
+        sources_by_dim = []
+        for d, (src, dst) in enumerate(dim_ends(before, after, dst_view, src_view)):
+            sources_by_dim.append(receiver.dim_sources(d, src, dst))
         sign = dst_view.sign * src_view.sign
-        for addend in _all_coords(before.mesh.sizes_of(receiver.ended)):
-            for box_sources in itertools.product(*by_dim):
+        for addend in all_coords(before.mesh.sizes_of(receiver.ended_sums)):
+            for box_sources in itertools.product(*sources_by_dim):
                 messages.append(receiver.message(addend, box_sources, sign))
     return tuple(sorted(messages, key=lambda message: message.src))
-
-
-class DimSource(NamedTuple):
-    """Rows of one dim from one sender, at these coordinates along the axes of the dim before."""
-
-    coords: tuple[int, ...]
-    segments: tuple[Segment, ...]
 
 
 @dataclass(frozen=True)
@@ -320,17 +303,17 @@ class _Receiver:
     sender: int | None
 
     @cached_property
-    def coords(self) -> tuple[int, ...]:
+    def coords(self) -> Coords:
         """The coordinates of the receiver in the mesh."""
         return self.before.mesh.coords(self.device)
 
     @cached_property
-    def begun(self) -> tuple[str, ...]:
+    def new_sums(self) -> Axes:
         """The axes along which a sum begins."""
         return begun_axes(self.before.layout, self.after.layout)
 
     @cached_property
-    def ended(self) -> tuple[str, ...]:
+    def ended_sums(self) -> Axes:
         """The axes along which a sum ends: their addends all arrive."""
         return ended_axes(self.before.layout, self.after.layout)
 
@@ -340,14 +323,10 @@ class _Receiver:
 
         Of replicas, only the first contributes: the others receive nothing, and hold zeros.
         """
-        replicated = [a for a in self.begun if a not in self.before.layout.sharding_axes]
-        return all(self._coordinate(axis) == 0 for axis in replicated)
+        replicated = [a for a in self.new_sums if a not in self.before.layout.sharding_axes]
+        return self.before.mesh.index(self.device, replicated) == 0
 
-    def _coordinate(self, axis: str) -> int:
-        """Return the receiver's coordinate along one axis."""
-        return self.coords[self.before.mesh.position(axis)]
-
-    def dim_sources(self, d: int, src: DimEnd, dst: DimEnd) -> list[DimSource]:
+    def dim_sources(self, d: int, src: DimEnd, dst: DimEnd) -> list[Source]:
         """Find which rows of one dim the receiver takes from which senders.
 
         "n/x" -> "n" with 4 rows on x=2: rows 0-1 from x=0 and rows 2-3 from x=1. A sender is given
@@ -362,26 +341,20 @@ class _Receiver:
         src_index = self.before.dim_device(d, self.device)
         dst_index = self.after.dim_device(d, self.device)
         sender = None if self.sender is None else self.before.dim_device(d, self.sender)
-        begins = any(axis in self.begun for axis in src.dim.axes)
-        all_coords = list(_all_coords(src.sizes))
+        begins_sum = not set(src.dim.axes).isdisjoint(self.new_sums)
         # `sources` is cached by its positional arguments, so it gets no keywords.
-        result: list[DimSource] = []
-        for source in sources(src, dst, src_index, dst_index, begins, sender):
-            coords = all_coords[source.sender]
-            if self._contributes(src, coords):
-                result.append(DimSource(coords, source.segments))
-        return result
+        taken = sources(src, dst, src_index, dst_index, begins_sum, sender)
+        return [source for source in taken if self._contributes(src, source.coords)]
 
-    def _contributes(self, src: DimEnd, coords: tuple[int, ...]) -> bool:
+    def _contributes(self, src: DimEnd, coords: Coords) -> bool:
         """Check that a sender shares the receiver's coordinates along the axes of a new sum."""
+        mesh = self.before.mesh
         for axis, coordinate in zip(src.dim.axes, coords, strict=True):
-            if axis in self.begun and coordinate != self._coordinate(axis):
+            if axis in self.new_sums and coordinate != self.coords[mesh.position(axis)]:
                 return False
         return True
 
-    def message(
-        self, addend: tuple[int, ...], box_sources: tuple[DimSource, ...], sign: int
-    ) -> Message:
+    def message(self, addend: Coords, box_sources: tuple[Source, ...], sign: int) -> Message:
         """Make one message: find the sending device, and the box of rows of all dims.
 
         The sender has the coordinates of `addend` and `box_sources` along their axes, and those of
@@ -395,15 +368,10 @@ class _Receiver:
         mesh = self.before.mesh
         # The receiver's coordinates, to be replaced along the axes where the sender is elsewhere.
         coords = list(self.coords)
-        for axis, coordinate in zip(self.ended, addend, strict=True):
+        for axis, coordinate in zip(self.ended_sums, addend, strict=True):
             coords[mesh.position(axis)] = coordinate
         for dim, source in zip(self.before.layout.dims, box_sources, strict=True):
             for axis, coordinate in zip(dim.axes, source.coords, strict=True):
                 coords[mesh.position(axis)] = coordinate
         box = tuple(source.segments for source in box_sources)
         return Message(mesh.device(coords), self.device, box, sign)
-
-
-def _all_coords(sizes: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """Yield all coordinates along axes of these sizes, row-major."""
-    return itertools.product(*map(range, sizes))

@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from xshard.caches import layout_cache
 from xshard.layout import Mesh, Sharding, providers
 from xshard.layout.block_rows import all_held_rows
-from xshard.layout.pieces import shared_rows
+from xshard.layout.mesh import Axes, Coords, Sizes, all_coords
+from xshard.layout.pieces import RowPairs, shared_rows
 from xshard.layout.providers import STRAIGHT, rows_without
 from xshard.layout.runs import (
     AllRuns,
@@ -32,6 +32,7 @@ from xshard.layout.runs import (
 from xshard.layout.validation import rolled_dim
 from xshard.notation.overlap import Fold, ends_of
 from xshard.notation.parser import Dim
+from xshard.notation.row_arrays import Numbers
 
 # The side of a dim with rows that all stay on their device; others are STRAIGHT, or beyond a pole.
 CARRIED = "carried"
@@ -52,11 +53,15 @@ class View(NamedTuple):
     sign: int = 1
 
 
-class Pole(NamedTuple):
-    """What a pole does to the rows beyond it: it rolls a dim by a half, and may change signs."""
+class Side(NamedTuple):
+    """The rows of a dim inside the array (STRAIGHT), or beyond the pole at one of its ends.
 
-    rolled_dim: int | None
-    sign: int
+    Beyond a pole another dim may be rolled by half its length, and signs may change.
+    """
+
+    name: str
+    rolled_dim: int | None = None
+    sign: int = 1
 
 
 @layout_cache(maxsize=8192)
@@ -72,48 +77,44 @@ def views(sharding: Sharding, unsplit_dims: tuple[int, ...] = ()) -> tuple[View,
         sharding: The sharding of the block.
         unsplit_dims: Dims that are not split into sides, since all their rows stay on their device.
     """
-    poles: dict[tuple[int, str], Pole] = {}
-    side_options: list[list[str]] = []
-    for d, dim in enumerate(sharding.layout.dims):
-        sides = [STRAIGHT]
+    sides_by_dim = []
+    for d in range(len(sharding.shape)):
+        sides = [Side(STRAIGHT)]
         if d not in unsplit_dims:
-            # `ends_of` is empty for a dim without boundaries, so the lengths may differ.
-            for side, boundary in zip(POLE_SIDES, ends_of(dim.overlap), strict=False):
-                if boundary.kind == "pole":
-                    rolled = rolled_dim(sharding.layout.dims, d, boundary, sharding.shape)
-                    poles[d, side] = Pole(rolled, boundary.sign)
-                    sides.append(side)
-        side_options.append(sides)
-    return tuple(_view(sides, poles, sharding.shape) for sides in itertools.product(*side_options))
+            sides += _sides_beyond_poles(sharding, d)
+        sides_by_dim.append(sides)
+    return tuple(_view(sides, sharding.shape) for sides in itertools.product(*sides_by_dim))
 
 
-def _view(
-    sides: tuple[str, ...], poles: dict[tuple[int, str], Pole], shape: tuple[int, ...]
-) -> View:
-    """Describe the part of a block on one side of the poles of each dim: its rolls and its sign.
+def _sides_beyond_poles(sharding: Sharding, d: int) -> list[Side]:
+    """List the sides of a dim beyond a pole: none, or "before" or "after", or both."""
+    dims = sharding.layout.dims
+    sides = []
+    # `ends_of` is empty for a dim without boundaries, so the lengths may differ.
+    for name, boundary in zip(POLE_SIDES, ends_of(dims[d].overlap), strict=False):
+        if boundary.kind == "pole":
+            sides.append(Side(name, rolled_dim(dims, d, boundary, sharding.shape), boundary.sign))
+    return sides
 
-    Each pole that the part lies beyond rolls another dim by half its length and may change the
-    sign; two poles that roll one dim add up, so that it is not rolled in effect.
 
-    poles: which dim a pole rolls and its sign, by the index of the pole's dim and the side.
+def _view(sides: tuple[Side, ...], shape: tuple[int, ...]) -> View:
+    """Describe the part of a block that lies on one side of each dim: its rolls and its sign.
+
+    Two poles that roll one dim by half its length add up, so that it is not rolled in effect.
     """
     shifts = [0] * len(shape)
-    sign = 1
-    for d, side in enumerate(sides):
-        if side == STRAIGHT:
-            continue
-        pole = poles[d, side]
-        sign *= pole.sign
-        if pole.rolled_dim is not None:
-            length = shape[pole.rolled_dim]
-            shift = shifts[pole.rolled_dim] + length // 2
-            shifts[pole.rolled_dim] = shift % max(length, 1)  # an empty dim stays as it is
-    return View(sides, tuple(shifts), sign)
+    for side in sides:
+        if side.rolled_dim is not None:
+            length = shape[side.rolled_dim]
+            shift = shifts[side.rolled_dim] + length // 2
+            shifts[side.rolled_dim] = shift % max(length, 1)  # an empty dim stays as it is
+    sign = math.prod(side.sign for side in sides)
+    return View(tuple(side.name for side in sides), tuple(shifts), sign)
 
 
 def carried_dims(before: Sharding, after: Sharding) -> tuple[int, ...]:
     """List the dims with the same overlap before and after: all their rows stay on their device."""
-    carried: list[int] = []
+    carried = []
     for d, (src, dst) in enumerate(zip(before.layout.dims, after.layout.dims, strict=True)):
         if src.overlap is not None and src == dst:
             carried.append(d)
@@ -130,7 +131,7 @@ class DimEnd(NamedTuple):
 
     dim: Dim
     length: int
-    sizes: tuple[int, ...]
+    sizes: Sizes
     side: str = STRAIGHT
     shift: int = 0
 
@@ -167,33 +168,36 @@ def dim_end(sharding: Sharding, d: int, side: str = STRAIGHT, shift: int = 0) ->
     return DimEnd(dim, sharding.shape[d], sharding.mesh.sizes_of(dim.axes), side, shift)
 
 
+def view_ends(sharding: Sharding, view: View) -> list[DimEnd]:
+    """Describe each dim of a sharding in one part of its blocks, as divided by poles."""
+    ends = []
+    for d, (side, shift) in enumerate(zip(view.sides, view.shifts, strict=True)):
+        ends.append(dim_end(sharding, d, side, shift))
+    return ends
+
+
 def dim_ends(
     before: Sharding, after: Sharding, dst_view: View, src_view: View
 ) -> Iterator[tuple[DimEnd, DimEnd]]:
     """Yield, for each dim, how it is sharded before and after, as a pair of `DimEnd`.
 
-    A view is a part of a block, as divided by the poles of a sphere. A dim that stays as it is gets
-    the side CARRIED on both ends: all its rows stay on their devices.
+    "b n/x" -> "b/x n": ("b", "b/x"), then ("n/x", "n"). A dim whose rows all stay on their devices
+    is marked: its side is CARRIED on both ends.
 
     Args:
         before: The sharding before.
         after: The sharding after.
-        dst_view: Which part of the receiver's block is filled.
+        dst_view: Which part of the receiver's block is filled, if poles of a sphere divide it.
         src_view: Which part of the sender's block fills it.
     """
     carried = carried_dims(before, after)
-    for d in range(len(before.shape)):
-        src_side = src_view.sides[d]
-        dst_side = dst_view.sides[d]
-        src_shift = src_view.shifts[d]
-        dst_shift = dst_view.shifts[d]
+    ends = zip(view_ends(before, src_view), view_ends(after, dst_view), strict=True)
+    for d, (src, dst) in enumerate(ends):
         # If a pole of another dim rolls this one, its rows do travel, even if its shards stay.
-        if d in carried and src_shift == 0 and dst_shift == 0:
-            src_side = CARRIED
-            dst_side = CARRIED
-        src = dim_end(before, d, src_side, src_shift)
-        dst = dim_end(after, d, dst_side, dst_shift)
-        yield src, dst
+        if d in carried and src.shift == 0 and dst.shift == 0:
+            yield src._replace(side=CARRIED), dst._replace(side=CARRIED)
+        else:
+            yield src, dst
 
 
 def view_pairs(before: Sharding, after: Sharding) -> Iterator[tuple[View, View]]:
@@ -232,26 +236,22 @@ def _request(
     Returns:
         The rows. Those from others keep their positions: FILL is in place of rows that it has.
     """
-    rows = dst.wanted_rows()[dst_index]
-    if src.is_plain or isinstance(src.dim.overlap, Fold):
-        # Without an overlap each row is on one device, the receiver or another. Under a Fold, which
-        # adds up what several blocks hold of a row, all of these have to be taken.
-        return RowRequest((), rows)
-    if src.side != STRAIGHT:
+    is_fold = isinstance(src.dim.overlap, Fold)
+    if src.side != STRAIGHT and not is_fold:
         return RowRequest((), ())  # rows beyond a pole are copies: nothing is taken from them
-    if from_providers:
-        return RowRequest((), rows)
-    at_hand = src.distinct_held_rows()[src_index]
-    return RowRequest(common_segments(at_hand, rows), rows_without(rows, at_hand))
+    wanted = dst.wanted_rows()[dst_index]
+    # Rows that the receiver owns come in a message to itself, as rows of others do. Only copies in
+    # a halo are its own beyond that. Under a Fold they are no copies: blocks are to be added up.
+    if src.is_plain or is_fold or from_providers:
+        return RowRequest((), wanted)
+    held = src.distinct_held_rows()[src_index]
+    return RowRequest(common_segments(held, wanted), rows_without(wanted, held))
 
 
 class Source(NamedTuple):
-    """Rows that a receiver takes from one sender.
+    """Rows of one dim from one sender, at these coordinates along the axes of the dim before."""
 
-    sender: its index along the axes of the dim before.
-    """
-
-    sender: int
+    coords: Coords
     segments: tuple[Segment, ...]
 
 
@@ -275,8 +275,7 @@ def sources(
         dst: The dim after.
         src_index: The receiver's index along the axes of `src`.
         dst_index: The receiver's index along the axes of `dst`.
-        from_providers: Each row is taken from the one device that provides it, even if the receiver
-            has a copy. A new partial sum requires it, so that each row counts once.
+        from_providers: As in `_request`.
         sender: The index of the only sender of interest; None for all.
 
     Returns:
@@ -284,24 +283,26 @@ def sources(
         offers several lists (the layers of a fold) comes once for each.
     """
     senders = np.arange(src.n_shards) if sender is None else np.array([sender])
+    coords = all_coords(src.sizes)
+    is_sender = src_index in senders
+    taken = []
     if dst.side == CARRIED:
         # The dim stays as it is: all rows of the block, with its halo, stay on their device.
-        held = count_rows(src.held_rows()[src_index])
-        if held == 0 or src_index not in senders:
-            return ()
-        return (Source(src_index, (Segment(0, 0, held),)),)
+        n_rows = count_rows(src.held_rows()[src_index])
+        if is_sender and n_rows:
+            taken.append(Source(coords[src_index], (Segment(0, 0, n_rows),)))
+        return tuple(taken)
     request = _request(src, dst, src_index, dst_index, from_providers)
-    taken: list[Source] = []
-    if src_index in senders:
-        taken.append(Source(src_index, request.own_segments))
+    if is_sender:
+        taken.append(Source(coords[src_index], request.own_segments))
     offered = src.offered_rows()
     for i in _senders_in_reach(src, senders, request.from_others):
-        for runs in offered[i]:
-            taken.append(Source(i, common_segments(runs, request.from_others)))
+        for rows in offered[i]:
+            taken.append(Source(coords[i], common_segments(rows, request.from_others)))
     return tuple(source for source in taken if source.segments)
 
 
-def _senders_in_reach(src: DimEnd, senders: NDArray[np.int64], rows: Runs) -> list[int]:
+def _senders_in_reach(src: DimEnd, senders: Numbers, rows: Runs) -> list[int]:
     """Select the senders that may have some of the rows, by the first and last row of each.
 
     Senders 0, 1, 2 with rows 0-3, 4-7, 8-11, and wanted rows 3-5 -> [0, 1]. It is a quick filter: a
@@ -322,30 +323,22 @@ def _senders_in_reach(src: DimEnd, senders: NDArray[np.int64], rows: Runs) -> li
 @layout_cache(maxsize=4096)
 def _offered_extents(src: DimEnd) -> Intervals:
     """Return, for each shard, the interval from the first row that it offers to the last."""
-    offered: list[Runs] = []
+    offered = []
     for lists in src.offered_rows():
         # A single list stays as it is: it may be an array of rows, which is quicker whole.
         offered.append(lists[0] if len(lists) == 1 else tuple(itertools.chain.from_iterable(lists)))
     return extents(offered)
 
 
-class RowPairs(NamedTuple):
-    """Who takes how many rows from whom, as columns with a row for each pair of devices."""
-
-    receivers: NDArray[np.int64]
-    senders: NDArray[np.int64]
-    rows: NDArray[np.int64]
-
-
 class Received(NamedTuple):
     """The elements that each device takes, and how many senders: arrays over the mesh."""
 
-    elements: NDArray[np.int64]
-    senders: NDArray[np.int64]
+    elements: Numbers
+    senders: Numbers
 
 
 def count_sources(
-    src: DimEnd, dst: DimEnd, fixed: tuple[str, ...], mesh: Mesh, from_providers: bool
+    src: DimEnd, dst: DimEnd, fixed: Axes, mesh: Mesh, from_providers: bool
 ) -> Received:
     """Count how many rows of a dim each device takes, and from how many senders.
 
@@ -361,23 +354,36 @@ def count_sources(
             even if the receiver has a copy.
     """
     # Devices that differ along other axes take the same rows: one group stands for all.
-    axes = [a for a in mesh.axes if a in src.dim.axes or a in dst.dim.axes]
+    sharding_axes = {*src.dim.axes, *dst.dim.axes}
+    axes = [axis for axis in mesh.axes if axis in sharding_axes]
     receivers = mesh.group(0, axes)
     src_indices = [mesh.index(device, src.dim.axes) for device in receivers]
     dst_indices = [mesh.index(device, dst.dim.axes) for device in receivers]
     pairs = _row_pairs(src, dst, src_indices, dst_indices, from_providers)
     pairs = _with_fixed_coordinates(pairs, src, src_indices, fixed)
+    return received_of_pairs(pairs, src.n_shards, axes, mesh)
 
-    elements = np.zeros(len(receivers), np.int64)
-    np.add.at(elements, pairs.receivers, pairs.rows)
-    # Under a fold a sender may come several times for one receiver, and counts once. Each pair is
-    # one number: receiver * number of senders + sender.
-    distinct_pairs = np.unique(pairs.receivers * src.n_shards + pairs.senders)
-    senders = np.zeros(len(receivers), np.int64)
-    np.add.at(senders, distinct_pairs // src.n_shards, 1)
 
-    # Arrays over the mesh, of size 1 along axes that shard neither side: they broadcast.
-    shape = [size if a in axes else 1 for a, size in zip(mesh.axes, mesh.sizes, strict=True)]
+def received_of_pairs(
+    pairs: RowPairs, n_senders: int, axes: Collection[str], mesh: Mesh
+) -> Received:
+    """Add up the rows that each receiver takes, and count its senders.
+
+    Receivers 0, 0, 1 along x=2 take 4, 2, 6 rows from senders 0, 1, 1 -> rows [6, 6], senders
+    [2, 1]: arrays over the mesh, of size 1 along all axes but x.
+
+    Args:
+        pairs: The pairs; receivers are numbered row-major along `axes`, in the order of the mesh.
+        n_senders: The number of all senders. A sender that comes twice counts once.
+        axes: The axes that tell receivers apart.
+        mesh: The mesh.
+    """
+    shape = [mesh.size(axis) if axis in axes else 1 for axis in mesh.axes]
+    elements = np.zeros(math.prod(shape), np.int64)
+    np.add.at(elements, pairs.receivers, pairs.rows)  # exact; bincount adds floats
+    # A pair is one number: receiver * number of senders + sender.
+    distinct_pairs = np.unique(pairs.receivers * n_senders + pairs.senders)
+    senders = np.bincount(distinct_pairs // n_senders, minlength=len(elements))
     return Received(elements.reshape(shape), senders.reshape(shape))
 
 
@@ -390,11 +396,16 @@ def _row_pairs(
 ) -> RowPairs:
     """Count how many rows of one dim each receiver takes from each sender.
 
-    The result is three arrays `[pairs]`: receiver, sender, rows. "n/x" -> "n" with 4 rows on x=2:
-    receivers 0 1, 0 0 1 1, senders 0 1, 0 1 0 1, rows 0 0, 2 2 2 2. The first pair of each receiver
-    is with itself: what its halo has already, here nothing. Receiver i has index `src_indices[i]`
-    along the axes that shard the dim before, and `dst_indices[i]` along those after; senders are
-    numbered along the former.
+    "n/x" -> "n" with 4 rows on x=2: receivers 0 0 1 1 take 2 rows each from senders 0 1 0 1. Before
+    these comes a pair of each receiver with itself, for the copies that its halo has already: here
+    0 rows. Senders are numbered along the axes that shard the dim before.
+
+    Args:
+        src: The dim before.
+        dst: The dim after.
+        src_indices: The index of each receiver along the axes of `src`.
+        dst_indices: The index of each receiver along the axes of `dst`.
+        from_providers: As in `_request`.
     """
     receivers = np.arange(len(src_indices))
     if dst.side == CARRIED:  # all rows come from the receiver itself
@@ -402,25 +413,26 @@ def _row_pairs(
         held_rows = [count_rows(held[i]) for i in src_indices]
         return RowPairs(receivers, np.array(src_indices), np.array(held_rows))
 
-    requests = [
-        _request(src, dst, i, j, from_providers)
-        for i, j in zip(src_indices, dst_indices, strict=True)
-    ]
-    own_rows = [n_segment_rows(request.own_segments) for request in requests]
+    own_rows = []
+    requested = []
+    for src_index, dst_index in zip(src_indices, dst_indices, strict=True):
+        request = _request(src, dst, src_index, dst_index, from_providers)
+        own_rows.append(n_segment_rows(request.own_segments))
+        requested.append(request.from_others)
     offered: list[Runs] = []
-    offering: list[int] = []  # the sender of each list of `offered`; in a fold it has several
+    sender_of_offer = []  # in a fold a sender has several
     for sender, lists in enumerate(src.offered_rows()):
-        for runs in lists:
-            offered.append(runs)
-            offering.append(sender)
-    takers, givers, rows = shared_rows(offered, [request.from_others for request in requests])
-    senders = np.concatenate([src_indices, np.array(offering, np.int64)[givers]])
-    receivers = np.concatenate([receivers, takers])
-    return RowPairs(receivers, senders, np.concatenate([own_rows, rows]))
+        offered += lists
+        sender_of_offer += [sender] * len(lists)
+    shared = shared_rows(offered, requested)
+    other_senders = np.array(sender_of_offer, np.int64)[shared.senders]
+    senders = np.concatenate([src_indices, other_senders])
+    receivers = np.concatenate([receivers, shared.receivers])
+    return RowPairs(receivers, senders, np.concatenate([own_rows, shared.rows]))
 
 
 def _with_fixed_coordinates(
-    pairs: RowPairs, src: DimEnd, src_indices: Sequence[int], fixed: tuple[str, ...]
+    pairs: RowPairs, src: DimEnd, src_indices: Sequence[int], fixed: Axes
 ) -> RowPairs:
     """Keep the pairs of receiver and sender that agree along the `fixed` axes and share rows.
 
@@ -438,10 +450,10 @@ def _with_fixed_coordinates(
     ):
         if axis in fixed:
             is_kept &= receiver_coord == sender_coord  # [pairs]
-    return RowPairs(pairs.receivers[is_kept], pairs.senders[is_kept], pairs.rows[is_kept])
+    return pairs.take(is_kept)
 
 
-def coords_of(indices: NDArray[np.int64], sizes: tuple[int, ...]) -> tuple[NDArray[np.int64], ...]:
+def coords_of(indices: Numbers, sizes: Sizes) -> tuple[Numbers, ...]:
     """Convert row-major indices to coordinates: [5, 6] in sizes (2, 4) -> ([1, 1], [1, 2])."""
     if not sizes:
         return ()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,25 +18,26 @@ from numpy.typing import NDArray
 from xshard.caches import layout_cache
 from xshard.layout import Layout, Mesh, Sharding
 from xshard.layout.layout import factored
+from xshard.layout.mesh import Axes
 from xshard.layout.partition import all_owned_rows, owner_of_rows
-from xshard.layout.pieces import shared_rows
+from xshard.layout.pieces import RowPairs, shared_rows
 from xshard.layout.sub_axes import SubAxisMesh
+from xshard.notation.row_arrays import Numbers
+from xshard.steps.base import axes_with_new_role
 from xshard.steps.exchange.even_traffic import LinkCuts, digit_traffic
 from xshard.steps.exchange.sources import (
     DimEnd,
     Received,
-    RowPairs,
     coords_of,
     count_sources,
     dim_ends,
+    received_of_pairs,
     view_pairs,
 )
 from xshard.steps.traffic import Hop, LinkSpan, LinkSpans, Traffic, slowest_first
 
 MOST_COMPARED = 2**20  # rows of a dim, times its blocks, that are compared one by one
 MOST_COUNTED = 2**62  # elements of all devices together that 64-bit integers count safely
-
-Axes = tuple[str, ...]
 
 
 def exchange_traffic(before: Sharding, after: Sharding, spans: LinkSpans) -> Traffic:
@@ -84,35 +85,41 @@ def traffic_by_level(
     The result has one hop for each level that is used, with the numbers of the busiest device.
 
     Args:
-        received_from: Counts what devices take from senders that agree with them: that have the
-            same coordinates along the given axes.
+        received_from: A function that counts what devices take from senders at their own
+            coordinates along the given axes: () for all senders.
         mesh: A mesh each of whose axes runs over links of one speed.
         may_differ: The axes along which a sender and its receiver may differ.
         levels: The axes by the speed of their links, the slowest first.
     """
     wanted = received_from(())
-    farther = wanted  # from senders that agree along all axes of slower links
+    taken = wanted  # from senders at the receiver's coordinates along all axes of slower links
     shared_axes: Axes = ()
     total = np.zeros_like(wanted.elements)  # over the links of all levels so far
-    hops: list[Hop] = []
+    hops = []
     for level in levels:
-        # Over this level a device receives what it takes from senders that share its coordinates on
-        # slower levels, less what it takes from those that share them on this level too.
         shared_axes = (*shared_axes, *level.axes)
-        nearer = received_from(shared_axes)
-        received = Received(farther.elements - nearer.elements, farther.senders - nearer.senders)
+        nearer = received_from(shared_axes)  # over faster links, or the device's own
+        received = Received(taken.elements - nearer.elements, taken.senders - nearer.senders)
         total = total + received.elements
         if received.elements.any():
             # The hop is named after the longest axis, by the alphabet if two are as long.
             _, longest = max((mesh.size(a), a) for a in may_differ if a in level.axes)
             nearer_dims = tuple(i for i, a in enumerate(mesh.axes) if a not in shared_axes)
             hops.append(_level_hop(received, level.level, level.axes[longest], nearer_dims))
-        farther = nearer
+        taken = nearer
+    return busiest_traffic(wanted.elements, total, hops)
+
+
+def busiest_traffic(wanted: Numbers, received: Numbers, hops: Sequence[Hop]) -> Traffic:
+    """Return the demands of an exchange, from the elements that each device wants and receives.
+
+    A device that wants 8 elements and receives 6 has 2 itself.
+    """
     # Each element is packed by its sender and unpacked by its receiver: two copies. A runtime that
     # puts a device's own rows into place directly copies these once, and saves `saved` copies.
-    copied = 2 * int(wanted.elements.max())
-    saved = copied - int((wanted.elements + total).max())
-    return Traffic(int(total.max()), copied, tuple(hops), saved)
+    copied = 2 * int(wanted.max())
+    saved = copied - int((wanted + received).max())
+    return Traffic(int(received.max()), copied, tuple(hops), saved)
 
 
 def _level_hop(received: Received, level: int, axis: str, nearer_dims: tuple[int, ...]) -> Hop:
@@ -129,10 +136,11 @@ def _level_hop(received: Received, level: int, axis: str, nearer_dims: tuple[int
     """
     elements = received.elements
     busiest = elements.max()
-    n_neighbors = math.prod(elements.shape[i] for i in nearer_dims)
+    group_size = math.prod(elements.shape[i] for i in nearer_dims)
     # The devices of a group may share a port, which carries their average: take the busiest group.
-    slack = int(busiest - elements.sum(axis=nearer_dims).max() / n_neighbors)
-    return Hop(axis, int(busiest), int(received.senders.max()), level, slack)
+    busiest_mean = elements.sum(axis=nearer_dims).max() / group_size
+    messages = int(received.senders.max())
+    return Hop(axis, int(busiest), messages, level, mean_shortfall=int(busiest - busiest_mean))
 
 
 class SpanAxes(NamedTuple):
@@ -151,64 +159,61 @@ class SpanAxes(NamedTuple):
 def span_axes(mesh: Mesh, spans: LinkSpans) -> SpanAxes:
     """Split the axes of a mesh so that each new axis runs over links of one speed.
 
-    x=8 over 2 nodes of 4 -> an axis of 2 between nodes and an axis of 4 inside. The result has the
-    new mesh, the new axes of each old one, and the new axes by speed, the slowest first. If no axis
-    has to be split, it is the mesh itself.
+    Axis x of 8 devices over 2 nodes of 4 has two spans: 2 positions between nodes, and 4 inside. So
+    the new mesh has axes x_0=2 and x_1=4. An axis with one span stays as it is.
     """
     spans = slowest_first(mesh, mesh.axes, spans)
     spans_of_axis = spans_by_axis(mesh, spans)
-    split: list[tuple[str, tuple[int, ...]]] = []
-    for axis, outer_first in spans_of_axis.items():
-        if len(outer_first) > 1:
-            split.append((axis, tuple(span.size for span in outer_first)))
-    fine = SubAxisMesh(mesh, tuple(split))
+    split = []  # axes, and the sizes of their sub-axes
+    for axis, axis_spans in spans_of_axis.items():
+        if len(axis_spans) > 1:
+            split.append((axis, tuple(span.size for span in axis_spans)))
+    fine_mesh = SubAxisMesh(mesh, tuple(split))
 
-    # Sub-axes are named from the outermost, the order of the spans of an axis.
+    # Sub-axes and the spans of an axis are both in order, the outermost first.
     sub_axis_of: dict[LinkSpan, str] = {}
-    for axis, outer_first in spans_of_axis.items():
-        sub_axis_of.update(zip(outer_first, fine.sub_axes[axis], strict=True))
-    levels: list[SpanLevel] = []
+    for axis, axis_spans in spans_of_axis.items():
+        sub_axis_of.update(zip(axis_spans, fine_mesh.sub_axes[axis], strict=True))
+    levels = []
     for level, level_spans in groupby(spans, key=lambda span: span.level):
         levels.append(SpanLevel(level, {sub_axis_of[span]: span.axis for span in level_spans}))
-    return SpanAxes(fine if split else mesh, fine.sub_axes, tuple(levels))
+    return SpanAxes(fine_mesh if split else mesh, fine_mesh.sub_axes, tuple(levels))
 
 
 def spans_by_axis(mesh: Mesh, spans: LinkSpans) -> dict[str, LinkSpans]:
     """Map each axis to its spans, the outermost first."""
     # Spans are given by speed; along an axis, the one with the longest strides is outermost.
     outer_first = sorted(slowest_first(mesh, mesh.axes, spans), key=lambda span: -span.stride)
-    result: dict[str, LinkSpans] = {}
+    result = {}
     for axis in mesh.axes:
         result[axis] = tuple(span for span in outer_first if span.axis == axis)
     return result
 
 
-def moving_axes(before: Sharding, after: Sharding) -> tuple[str, ...]:
+def moving_axes(before: Sharding, after: Sharding) -> Axes:
     """List the axes along which a sender and its receiver may differ.
 
     They change their role, or shard a dim that a pole rolls.
     """
-    src = before.layout
-    dst = after.layout
-    rolled_axes: set[str] = set()
+    moving = set(axes_with_new_role(before, after.layout))
     for views in view_pairs(before, after):
         for view in views:
             for d, shift in enumerate(view.shifts):
                 if shift:
-                    rolled_axes.update(src.dims[d].axes, dst.dims[d].axes)
-    return tuple(a for a in before.mesh.axes if src.role(a) != dst.role(a) or a in rolled_axes)
+                    moving.update(before.layout.dims[d].axes, after.layout.dims[d].axes)
+    return tuple(axis for axis in before.mesh.axes if axis in moving)
 
 
-def ended_axes(src: Layout, dst: Layout) -> tuple[str, ...]:
+def ended_axes(src: Layout, dst: Layout) -> Axes:
     """List the axes with a sum, max or min that ends between the layouts."""
-    ended: list[str] = []
+    ended = []
     for kind in ("sum", "max", "min"):
         kept = dst.tagged(kind)
         ended += [axis for axis in src.tagged(kind) if axis not in kept]
     return tuple(ended)
 
 
-def begun_axes(src: Layout, dst: Layout) -> tuple[str, ...]:
+def begun_axes(src: Layout, dst: Layout) -> Axes:
     """List the axes along which a sum begins between the layouts."""
     return tuple(axis for axis in dst.tagged("sum") if axis not in src.tagged("sum"))
 
@@ -227,54 +232,56 @@ def even_traffic(before: Sharding, after: Sharding, spans: LinkSpans) -> Traffic
 
 
 def link_cuts(sharding: Sharding, spans: LinkSpans) -> LinkCuts | None:
-    """List, for each dim, what shards it as parts of mesh axes over links of one speed ("spans").
+    """List, for each dim, the parts of mesh axes that shard it, each over links of one speed.
 
     "n/x" with x=8 over 2 nodes of 4 -> for n the span of 2 nodes, then that of 4 devices: outermost
     first. None if any shard is uneven or not contiguous.
     """
     if sharding.even_cuts is None:
         return None
-    axis_spans = spans_by_axis(sharding.mesh, spans)
-    cuts: list[LinkSpans] = []
-    for even_cut in sharding.even_cuts:
-        cut: list[LinkSpan] = []
-        for axis, _ in even_cut:
-            cut += axis_spans[axis]
-        cuts.append(tuple(cut))
+    spans_of_axis = spans_by_axis(sharding.mesh, spans)
+    cuts = []
+    for dim in sharding.layout.dims:
+        cuts.append(tuple(chain.from_iterable(spans_of_axis[axis] for axis in dim.axes)))
     return tuple(cuts)
 
 
 @layout_cache(maxsize=4096)
-def received_from(before: Sharding, after: Sharding, shared_axes: tuple[str, ...]) -> Received:
+def received_from(before: Sharding, after: Sharding, shared_axes: Axes) -> Received:
     """Count what each device takes in an exchange from senders at its coordinates along some axes.
 
-    `shared_axes` are these axes: () counts all senders; the axis of nodes counts only senders in
-    the same node. "n/x" -> "n" with 8 rows on x=2: 8 elements from 2 senders, or with ("x",) 4 from
-    1. For each device the count is a product: of the rows in each dim, and of the addends of
-    partial sums that end.
+    "n/x" -> "n" with 8 rows on x=2: 8 elements from 2 senders; with `shared_axes` ("x",) 4 elements
+    from 1 sender, the device itself. For each device the count is a product: of the rows in each
+    dim, and of the addends of partial sums that end.
+
+    Args:
+        before: The sharding before.
+        after: The sharding after.
+        shared_axes: The axes along which only senders with the receiver's coordinate count.
 
     Returns:
         Elements and senders, as arrays over the mesh; of size 1 along axes where all are equal.
     """
     mesh = before.mesh
-    begun = begun_axes(before.layout, after.layout)
+    new_sum_axes = begun_axes(before.layout, after.layout)
     ended = ended_axes(before.layout, after.layout)
-    addends = mesh.size(*(a for a in ended if a not in shared_axes))
+    n_addends = mesh.size(*(a for a in ended if a not in shared_axes))
     # Python's own integers are used if the elements of all devices might not fit into 64 bits.
-    most = max(before.max_local_size, after.max_local_size) * mesh.n_devices * addends
-    dtype: Any = np.int64 if most < MOST_COUNTED else object
+    largest_block = max(before.max_local_size, after.max_local_size)
+    fits = largest_block * mesh.n_devices * n_addends < MOST_COUNTED
+    dtype: Any = np.int64 if fits else object
+    addends = np.full((1,) * len(mesh.axes), n_addends, dtype)  # broadcasts over the mesh
 
-    # The views of blocks (the parts on each side of a pole) add up; the dims of each multiply.
-    shape = (1,) * len(mesh.axes)  # broadcasts over the mesh
-    elements = np.zeros(shape, dtype)
-    senders = np.zeros(shape, dtype)
+    # If poles divide blocks into parts, the counts of parts add up.
+    elements = np.zeros_like(addends)
+    senders = np.zeros_like(addends)
     for ends in _all_dim_ends(before, after):
-        view = _received_in_view(ends, np.full(shape, addends, dtype), mesh, begun, shared_axes)
-        elements = elements + view.elements
-        senders = senders + view.senders
+        part = _received_in_view(ends, addends, mesh, new_sum_axes, shared_axes)
+        elements = elements + part.elements
+        senders = senders + part.senders
     # A partial sum that begins out of replicas: only the first device along the axis has the
     # values, and the others have zeros and take nothing.
-    for axis in begun:
+    for axis in new_sum_axes:
         if axis not in before.layout.sharding_axes:
             is_first = _is_first_along(mesh, axis)
             elements = elements * is_first
@@ -286,35 +293,34 @@ def _received_in_view(
     ends: Sequence[tuple[DimEnd, DimEnd]],
     addends: NDArray[Any],
     mesh: Mesh,
-    begun: Axes,
+    new_sum_axes: Axes,
     shared_axes: Axes,
 ) -> Received:
     """Count what devices take in an exchange, as a product of the rows of each dim and of addends.
 
     4 rows from 2 senders in one dim, 3 rows from 1 sender in the other, and 2 addends -> 24
-    elements from 4 senders. A view is one of the parts into which poles of a sphere divide blocks;
-    the count is for one part before and one after.
+    elements from 4 senders. If poles of a sphere divide blocks, it is for one part of them.
 
     Args:
-        ends: For each dim, its source and its destination.
+        ends: Each dim before and after.
         addends: From how many devices each element comes, an array of one number over the mesh.
         mesh: The mesh; the result has its axes.
-        begun: Axes along which a sum begins.
+        new_sum_axes: Axes along which a sum begins.
         shared_axes: Axes along which only senders with the receiver's coordinate count.
     """
     elements = addends
     senders = addends
     for src, dst in ends:
         # Where a partial sum begins out of shards, each device takes only its own shard.
-        fixed = tuple(a for a in src.dim.axes if a in begun or a in shared_axes)
-        begins = any(a in begun for a in src.dim.axes)
-        factor = received_of_dim(src, dst, fixed, mesh, begins)
-        elements = elements * factor.elements
-        senders = senders * factor.senders
+        begins_sum = not set(src.dim.axes).isdisjoint(new_sum_axes)
+        fixed = tuple(a for a in src.dim.axes if a in new_sum_axes or a in shared_axes)
+        of_dim = received_of_dim(src, dst, fixed, mesh, begins_sum)
+        elements = elements * of_dim.elements
+        senders = senders * of_dim.senders
     return Received(elements, senders)
 
 
-def _is_first_along(mesh: Mesh, axis: str) -> NDArray[np.int64]:
+def _is_first_along(mesh: Mesh, axis: str) -> Numbers:
     """Make an array over the mesh with 1 for the first device along an axis, and 0 for the others.
 
     Of the replicas along a new sum, only the first contributes.
@@ -328,7 +334,7 @@ def _all_dim_ends(
     before: Sharding, after: Sharding
 ) -> tuple[tuple[tuple[DimEnd, DimEnd], ...], ...]:
     """List, for each pair of views, the source and the destination of each dim."""
-    result: list[tuple[tuple[DimEnd, DimEnd], ...]] = []
+    result = []
     for dst_view, src_view in view_pairs(before, after):
         result.append(tuple(dim_ends(before, after, dst_view, src_view)))
     return tuple(result)
@@ -358,45 +364,19 @@ def received_of_dim(
         return count_sources(src, dst, fixed, mesh, from_providers)
     # Each row is on one device before: the shards of both sides say who takes it from whom.
     pairs = shared_rows_of(src, dst)
-    receiver_coords = dict(zip(dst.dim.axes, coords_of(pairs.receivers, dst.sizes), strict=True))
     is_taken = pairs.rows > 0
-    coords: dict[str, NDArray[np.int64]] = {}  # of receivers, along all axes that tell them apart
-    for axis, coord in zip(src.dim.axes, coords_of(pairs.senders, src.sizes), strict=True):
+    # The coordinates of the receiver of each pair, along all axes that tell receivers apart.
+    coords = dict(zip(dst.dim.axes, coords_of(pairs.receivers, dst.sizes), strict=True))
+    for axis, sender_coord in zip(src.dim.axes, coords_of(pairs.senders, src.sizes), strict=True):
         if axis in fixed:
-            # Only pairs in which the receiver has the sender's coordinate count. If the axis does
-            # not shard the dim afterwards, such a receiver exists for every pair, and none is
-            # dropped.
-            is_taken &= coord == receiver_coords.get(axis, coord)
-            coords[axis] = coord
-    coords.update(receiver_coords)
-    return _counts_of_receivers(pairs.rows[is_taken], coords, is_taken, mesh)
-
-
-def _counts_of_receivers(
-    rows: NDArray[np.int64],
-    coords: Mapping[str, NDArray[np.int64]],
-    is_taken: NDArray[np.bool_],
-    mesh: Mesh,
-) -> Received:
-    """Add up the rows that each receiver takes, and count its senders, from a list of pairs.
-
-    Pairs with receivers at x=0, 0, 1 and rows 4, 2, 6 -> rows [6, 6] and senders [2, 1] along x.
-
-    Args:
-        rows: The rows of each pair that counts.
-        coords: The coordinates of the receiver of each pair, along the axes that tell them apart.
-        is_taken: Which pairs of `coords` count; `rows` has only these.
-        mesh: The mesh; the result has its axes, of size 1 where `coords` has none.
-    """
-    shape = [n if a in coords else 1 for a, n in zip(mesh.axes, mesh.sizes, strict=True)]
-    place = np.zeros_like(rows)  # of the receiver in the result, row-major
-    for axis, size in zip(mesh.axes, shape, strict=True):
+            # Along an axis that does not shard the dim afterwards, each sender has a receiver.
+            is_taken &= sender_coord == coords.setdefault(axis, sender_coord)
+    receivers = np.zeros_like(pairs.rows)  # numbered row-major along these axes
+    for axis, size in zip(mesh.axes, mesh.sizes, strict=True):
         if axis in coords:
-            place = place * size + coords[axis][is_taken]
-    elements = np.zeros(math.prod(shape), np.int64)
-    np.add.at(elements, place, rows)
-    senders = np.bincount(place, minlength=math.prod(shape))
-    return Received(elements.reshape(shape), senders.reshape(shape))
+            receivers = receivers * size + coords[axis]
+    taken_pairs = pairs._replace(receivers=receivers).take(is_taken)
+    return received_of_pairs(taken_pairs, src.n_shards, coords, mesh)
 
 
 @layout_cache(maxsize=16384)
@@ -409,8 +389,7 @@ def shared_rows_of(src: DimEnd, dst: DimEnd) -> RowPairs:
     if src.length * max(src.n_shards, dst.n_shards) > MOST_COMPARED:
         src_rows = all_owned_rows(src.dim, src.length, src.sizes)
         dst_rows = all_owned_rows(dst.dim, dst.length, dst.sizes)
-        receivers, senders, rows = shared_rows(src_rows, dst_rows)
-        return RowPairs(receivers, senders, rows)
+        return shared_rows(src_rows, dst_rows)
     sender_of_row = owner_of_rows(src.dim, src.length, src.sizes)
     receiver_of_row = owner_of_rows(dst.dim, dst.length, dst.sizes)
     # Each row gives a pair, written as one number: receiver * number of senders + sender.
@@ -420,7 +399,7 @@ def shared_rows_of(src: DimEnd, dst: DimEnd) -> RowPairs:
 
 
 @layout_cache(maxsize=4096)
-def rows_in_common(src: DimEnd, dst: DimEnd) -> NDArray[np.int64]:
+def rows_in_common(src: DimEnd, dst: DimEnd) -> Numbers:
     """Tabulate how many rows each shard of `src` shares with each of `dst`: [src, dst]."""
     pairs = shared_rows_of(src, dst)
     table = np.zeros((src.n_shards, dst.n_shards), np.int64)
