@@ -99,7 +99,12 @@ def test_minima_are_those_of_all_assignments():
 
 
 @pytest.mark.parametrize(
-    ("mesh", "machine"), [(Mesh(dp=8, tp=8), "h100"), (Mesh(a=2, b=3, c=2), "gloo")]
+    ("mesh", "machine"),
+    [
+        (Mesh(dp=8, tp=8), "h100"),
+        (Mesh(a=2, b=3, c=2), "gloo"),
+        (Mesh(a=2, b=3), "h100:4"),  # a node ends in the middle of b
+    ],
 )
 def test_bounds_of_moves_are_below_prices(mesh, machine):
     moves = MovePrices(mesh, "bfloat16", load_profile(machine))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,6 +36,8 @@ from xshard.steps.exchange.traffic import (
     rows_in_common,
 )
 from xshard.steps.permute import block_keys
+
+Count = TypeVar("Count", int, NDArray[np.float64])
 
 
 def received_elements(src: Sharding, dst: Sharding) -> int:
@@ -105,10 +107,11 @@ def total_elements(src: Sharding, dst: Sharding) -> int:
     return messages * mesh.size(*staying)
 
 
-def reduction_messages(elements: int, addends: int, copies: int) -> int:
+def reduction_messages(elements: Count, addends: Count, copies: Count) -> Count:
     """Return the fewest elements received in total where sums of `addends` end in `copies`.
 
-    100 elements, 4 addends, 1 copy (a reduce-scatter): 300; 4 copies (an all-reduce): 600.
+    100 elements, 4 addends, 1 copy (a reduce-scatter): 300; 4 copies (an all-reduce): 600. Arrays
+    of numbers give an array.
     """
     return elements * (addends + copies - 2)
 

@@ -299,6 +299,27 @@ class Fabric:
     links: tuple[Link, ...]
     spans: LinkSpans
 
+    @cached_property
+    def least_launch_s(self) -> float:
+        """The fewest seconds to start a step that communicates."""
+        launches = [seconds for kind, seconds in self.profile.launch_s if kind not in LOCAL]
+        return min(launches, default=0.0)
+
+    @cached_property
+    def least_latency_s(self) -> float:
+        """The fewest seconds of a message."""
+        return min((link.latency_s for link in self.links), default=0.0)
+
+    @cached_property
+    def least_step_s(self) -> float:
+        """The fewest seconds of a step that communicates: a launch and a message."""
+        return self.least_launch_s + self.least_latency_s
+
+    @cached_property
+    def fastest_bytes_per_s(self) -> float:
+        """The bytes per second of the fastest link."""
+        return max((link.bytes_per_s for link in self.links), default=1.0)
+
     def seconds(self, kind: str, traffic: Traffic, itemsize: int) -> float:
         """Predict the seconds that a step, such as an all-gather, takes on the busiest device.
 

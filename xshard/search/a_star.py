@@ -167,16 +167,11 @@ class Search:
         # takes at least one launch and one message, and the bound for what remains. That bound is
         # left out if a sum begins, since it may begin locally after the exchange.
         launch_s = self.grid.profile.launch("exchange")
-        least = path.seconds + launch_s + self.grid.least_latency_s
+        least = path.seconds + launch_s + self.grid.fabric.least_latency_s
         if not set(self.route.goal.sums) - set(state.sums):
             least += self.remaining(state)
         if best is None or least < best.seconds:
             yield from self.successors.exchanges(state)
-
-    @cached_property
-    def _least_step(self) -> float:
-        """The fewest seconds of any step that communicates."""
-        return self.grid.least_launch_s + self.grid.least_latency_s
 
     def least_seconds_of(self, state: State, move: Move) -> float:
         """Bound the seconds of a move from below, without its traffic."""
@@ -184,7 +179,7 @@ class Search:
             return self.grid.least_exchange(state, move.after)
         if move.kind in LOCAL:
             return 0.0
-        return self._least_step
+        return self.grid.fabric.least_step_s
 
     def remaining(self, state: State) -> float:
         """Bound the seconds of any path from a state to the goal from below."""
@@ -206,7 +201,7 @@ class Search:
         for axis, role in self.grid.roles(state).items():
             if role != goal_roles.get(axis):
                 n_axes += 1
-        return max(self.remaining(state), n_axes * self._least_step)
+        return max(self.remaining(state), n_axes * self.grid.fabric.least_step_s)
 
     def extended(self, path: Path, state: State, move: Move) -> Path | None:
         """Return `path`, which ends at `state`, with one more move, and add the move's price.

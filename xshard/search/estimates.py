@@ -45,17 +45,9 @@ def estimate(grid: Grid, state: State, goal: State) -> float:
     if not set(goal.sums) - set(state.sums):
         for reduced in _reduced_first(grid, state, goal):
             least = _with_exchange(grid, reduced, goal, least)
-    if state.sums == goal.sums and _has_equal_lengths(grid, state, goal):
+    if state.sums == goal.sums and grid.lengths(state) == grid.lengths(goal):
         least = min(least, move_cost(grid, Move("permute", (), goal), state).seconds)
     return least
-
-
-def _has_equal_lengths(grid: Grid, state: State, goal: State) -> bool:
-    """Check that the blocks of each dim are equally long on both sides: they may be permuted."""
-    for d, (cut, goal_cut) in enumerate(zip(state.cuts, goal.cuts, strict=True)):
-        if grid.length(d, cut) != grid.length(d, goal_cut):
-            return False
-    return True
 
 
 def _with_exchange(grid: Grid, first: Leg, goal: State, least: float) -> float:

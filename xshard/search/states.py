@@ -165,9 +165,14 @@ class States:
         return self.length(d, cut).is_even
 
     @cached_method
+    def lengths(self, state: State) -> tuple[BlockLength, ...]:
+        """Measure the blocks of each dim."""
+        return tuple([self.length(d, cut) for d, cut in enumerate(state.cuts)])
+
+    @cached_method
     def block(self, state: State) -> int:
         """Return the elements of the largest block."""
-        return math.prod([self.length(d, cut).longest for d, cut in enumerate(state.cuts)])
+        return math.prod([length.longest for length in self.lengths(state)])
 
     @cached_method
     def is_regular(self, state: State) -> bool:

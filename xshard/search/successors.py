@@ -240,7 +240,8 @@ class Successors:
         "n/x/y" -> "n/y/x", for example. The goal itself comes first, if its blocks have the same
         lengths. On a large mesh at most MAX_PERMUTES others follow.
         """
-        if state.sums == self.goal.sums and self._has_goals_lengths(state):
+        has_lengths_of_goal = self.grid.lengths(state) == self.grid.lengths(self.goal)
+        if state.sums == self.goal.sums and has_lengths_of_goal:
             yield Move("permute", (), self.goal)
         if not self.grid.is_regular(state):
             return
@@ -258,13 +259,6 @@ class Successors:
             n_found += 1
             if n_found == MAX_PERMUTES and not self.complete:
                 return
-
-    def _has_goals_lengths(self, state: State) -> bool:
-        """Check that the longest block of each dim is as long as at the goal."""
-        for d, (cut, goal_cut) in enumerate(zip(state.cuts, self.goal.cuts, strict=True)):
-            if self.grid.length(d, cut).longest != self.grid.length(d, goal_cut).longest:
-                return False
-        return True
 
     def exchanges(self, state: State) -> Iterator[Move]:
         """Yield exchanges to states from which the goal is near: collectives do the rest."""

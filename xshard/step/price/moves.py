@@ -16,7 +16,8 @@ from typing import NamedTuple
 import numpy as np
 
 from xshard.caches import layout_cache
-from xshard.cost.model import LOCAL, Link, Profile
+from xshard.cost.bounds import reduction_messages
+from xshard.cost.model import Profile
 from xshard.dtypes import itemsize
 from xshard.layout import Mesh
 from xshard.plans.plan import find_plan
@@ -73,17 +74,17 @@ class MoveTable(NamedTuple):
     is_planned: Flags
 
 
-class Levels(NamedTuple):
-    """The mesh axes by links; an axis is in two parts if some of its devices share a node.
+class Spans(NamedTuple):
+    """The mesh axes by links: one with devices in and between nodes is two spans.
 
-    axes, sizes, links, is_far: for each part the number of its axis, its size, its link, and
-    whether others are faster.
+    axes, sizes, is_far: for each span the number of its axis, its devices, and whether other spans
+    have a faster link. far_bytes_per_s: of the fastest link of far spans.
     """
 
     axes: list[int]
     sizes: Floats
-    links: list[Link]
     is_far: Flags
+    far_bytes_per_s: float
 
 
 @dataclass(eq=False)
@@ -136,8 +137,8 @@ class MovePrices:
     def _taking_part(self, moves: Sequence[AxisMove]) -> list[AxisMove]:
         """Keep the axes along which devices take part in a move."""
         moving = {move.axis for move in moves if (move.src, move.dst) != (REPLICAS, REPLICAS)}
-        axes = np.array(self._levels.axes)
-        is_far = self._levels.is_far
+        axes = np.array(self._spans.axes)
+        is_far = self._spans.is_far
         if not moving.isdisjoint(axes[is_far].tolist()):
             # Devices with replicas help where a node has several links to others.
             moving.update(axes[~is_far].tolist())
@@ -192,42 +193,35 @@ class MovePrices:
             Seconds of a launch, 0 where nothing is received, and seconds for each element of the
             global array: [src layouts, dst layouts] each.
         """
-        # An axis that spans nodes has two levels: its placement is repeated for both.
-        axes, sizes, links, is_far = self._levels
-        src = without_copies(src)[:, axes]
+        axes, sizes, is_far, far_bytes_per_s = self._spans
+        src = without_copies(src)[:, axes]  # [layouts, spans]
         dst = without_copies(dst)[:, axes]
         received = _received(src, dst, sizes)  # shares of the array, like those below
         from_other_nodes = _received_from_other_nodes(src, dst, sizes, is_far)
         from_own_node = np.maximum(received - from_other_nodes, 0)
-        # The fastest link is within a node (`argmin` finds the first False); between nodes the best
-        # case is the fastest of the others.
-        near_link = links[int(is_far.argmin())]
-        other_links = [link for link in links if link != near_link]
-        far_link = max(other_links, key=lambda link: link.bytes_per_s, default=near_link)
-        byte_s = from_other_nodes / far_link.bytes_per_s + from_own_node / near_link.bytes_per_s
-        # Whatever the planner chooses has one launch at least, of the cheapest collective.
-        launches = [seconds for kind, seconds in self.profile.launch_s if kind not in LOCAL]
-        launch_s = min(launches, default=0.0) + near_link.latency_s
-        return np.where(received > 0, launch_s, 0.0), byte_s * itemsize(self.dtype)
+        fabric = self.profile.fabric(self.mesh)
+        byte_s = from_other_nodes / far_bytes_per_s + from_own_node / fabric.fastest_bytes_per_s
+        launch_s = np.where(received > 0, fabric.least_step_s, 0.0)
+        return launch_s, byte_s * itemsize(self.dtype)
 
     @cached_property
     def slow_axes(self) -> Flags:
         """Which axes are over slower links than others."""
-        far_axes = np.array(self._levels.axes)[self._levels.is_far]
+        far_axes = np.array(self._spans.axes)[self._spans.is_far]
         return np.isin(range(len(self.mesh.axes)), far_axes)
 
     @cached_property
-    def _levels(self) -> Levels:
+    def _spans(self) -> Spans:
         fabric = self.profile.fabric(self.mesh)
         numbers = {axis: number for number, axis in enumerate(self.mesh.axes)}
         spans = sorted(fabric.spans, key=lambda span: (numbers[span.axis], -span.stride))
-        links = [fabric.links[span.level] for span in spans]
-        fastest = max(link.bytes_per_s for link in links)
-        return Levels(
+        rates = np.array([fabric.links[span.level].bytes_per_s for span in spans])
+        is_far = rates < rates.max()
+        return Spans(
             axes=[numbers[span.axis] for span in spans],
             sizes=np.array([span.size for span in spans], dtype=float),
-            links=links,
-            is_far=np.array([link.bytes_per_s < fastest for link in links]),
+            is_far=is_far,
+            far_bytes_per_s=rates[is_far].max(initial=rates.min()),
         )
 
 
@@ -381,9 +375,7 @@ def _received(src: Placements, dst: Placements, sizes: Floats) -> Floats:
     n_addends = product_over(is_sum_before & ~is_sum_after, sizes)  # that are added up
     n_copies = product_over(dst == REPLICAS, sizes)[None]
     n_sums_left = product_over(is_sum_before & is_sum_after, sizes)  # that stay as they are
-    # All devices together receive every addend of every element but one, and every copy but one:
-    # the busiest at least the mean of that.
-    by_sums = n_sums_left * (n_addends - 1 + n_copies - 1) / sizes.prod()
+    by_sums = reduction_messages(n_sums_left, n_addends, n_copies) / sizes.prod()  # the mean
     # An axis may end in partial sums though it had none: then each device needs only some addend of
     # its block, so that the values can be spread over the devices that will be summed.
     n_addends_begun = product_over(is_sum_after & ~is_sum_before, sizes)
