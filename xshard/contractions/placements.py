@@ -160,7 +160,7 @@ class EinsumShardings:
             copies = tuple([copied for copied in placement.copies if copied != axis])
             without_axis = Placement.of(tuple(dims), sums, copies)
             free = Axes(self.axes) - without_axis.busy
-            for neighbor in self._with_axis(without_axis, axis, free):
+            for neighbor in self._with_role(without_axis, axis, free):
                 if neighbor.fits:
                     yield neighbor
 
@@ -177,21 +177,20 @@ class EinsumShardings:
         """Give each free axis a role, one after the other, in all ways that fit."""
         for axis in self.axes:  # in one order, so that no placement comes twice
             if axis in free:
-                for extended in self._with_axis(placement, axis, free):
+                for extended in self._with_role(placement, axis, free):
                     yield from self._extensions(extended, free - extended.busy - {axis})
                 return
         if placement.fits:
             yield placement
 
-    def _with_axis(self, placement: Placement, axis: str, free: Axes) -> Iterator[Placement]:
-        """Iterate over all that one mesh axis, idle so far, may do in a placement.
+    def _with_role(self, placement: Placement, axis: str, free: Axes) -> Iterator[Placement]:
+        """Iterate over the placements in which one mesh axis, idle so far, has a role.
 
         It stays idle; or it shards a dim; or partial sums of one operand along it stay unreduced;
         or each device along it uses its own copy of all operands. For tp and `b s, s f` all
         unsharded: idle, b/tp, s/tp, f/tp.
 
-        free: the axes that do nothing yet. A shard over several axes, as (dp tp),
-        needs all of them.
+        free: the idle axes. A shard over several axes, as (dp tp), needs all of them.
         """
         yield placement  # the axis stays idle
         dims, sums, copies, busy = placement
@@ -260,26 +259,28 @@ class EinsumShardings:
 
     @cached_property
     def _shards(self) -> tuple[Shards, ...]:
-        """The shards to try for each dim: those that an array has, and blocks over each mesh axis.
+        """The shards to try for each dim."""
+        return tuple(map(self._shards_to_try, self.lengths))
 
-        For the operand `b/zigzag(cp) d` on axes cp and tp: zigzag(cp) and tp for b, cp
-        and tp for d.
+    def _shards_to_try(self, name: str) -> Shards:
+        """Return the shards to try for a dim: those that an array has, and blocks over each mesh axis.
+
+        For the operand `b/zigzag(cp) d` on axes cp and tp: zigzag(cp) and tp for b, cp and tp for d.
         """
-        # By name of the dim; the inner dicts are ordered sets.
-        options: dict[str, dict[Shard, None]] = {name: {} for name in self.lengths}
+        given: dict[Shard, None] = {}  # an ordered set
         for array in self.arrays:
             for dim in array.normal_layout.dims:
-                options[dim.name] |= dict.fromkeys(dim.shards)
-        for shards in options.values():
-            # If an array shards this dim over an axis in another order than blocks (zigzag,
-            # cyclic), or over several axes in one shard, then the axis is tried in just that way,
-            # and not in contiguous blocks as well. That keeps placements few.
-            special = set[str]()
-            for shard in shards:
-                if shard.order != "block" or len(shard.axes) > 1:
-                    special.update(shard.axes)
-            shards |= dict.fromkeys(Shard((a,)) for a in self.axes if a not in special)
-        return tuple(map(tuple, options.values()))
+                if dim.name == name:
+                    given |= dict.fromkeys(dim.shards)
+        # If an array shards this dim over an axis in another order than blocks (zigzag, cyclic), or
+        # over several axes in one shard, then the axis is tried in just that way, and not in
+        # contiguous blocks as well. That keeps placements few.
+        special = set[str]()
+        for shard in given:
+            if shard.order != "block" or len(shard.axes) > 1:
+                special.update(shard.axes)
+        blocks = dict.fromkeys(Shard((axis,)) for axis in self.axes if axis not in special)
+        return tuple(given | blocks)
 
     @cached_property
     def _given_shards(self) -> set[Shards]:
