@@ -261,26 +261,29 @@ def node_processes(n: int) -> int | None:
             # The variable is about this node only; n = 14 with 4 on this one means that others
             # differ. The common divisor, 2, is then the best guess.
             return math.gcd(int(value), n)
-    # Slurm lists the processes of all nodes, as in `4(x2),3`. Without that this may be a pod of a
-    # PyTorchJob: its two variables are put into the same form. There "auto" means one process.
+    counts = _processes_by_node()
+    # If the total is not n, the variables describe another job, or only a part of this one.
+    return math.gcd(*counts) if sum(counts) == n else None
+
+
+def _processes_by_node() -> list[int]:
+    """List the processes of all nodes, as Slurm or PyTorchJob tells them: `4(x2),3` -> [4, 4, 3].
+
+    Empty if neither does.
+    """
     listed = os.environ.get("SLURM_STEP_TASKS_PER_NODE")
     if listed is None:
+        # A pod of a PyTorchJob has two variables, which are put into Slurm's form. There "auto"
+        # means one process.
         per_pod = os.environ.get("PET_NPROC_PER_NODE", "").replace("auto", "1")
         listed = f"{per_pod}(x{os.environ.get('PET_NNODES')})"
-    divisor = 0  # as the start of a common divisor: gcd(0, 4) is 4
-    total = 0
+    counts: list[int] = []
     for item in listed.split(","):
-        # `4(x2)` is 4 processes on each of 2 nodes, `3` is 3 on one.
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", item.strip())
         if match:
-            processes = int(match[1])
-            n_nodes = 1
-            if match[2]:
-                n_nodes = int(match[2])
-            divisor = math.gcd(divisor, processes)
-            total += processes * n_nodes
-    # If the total is not n, the variables describe another job, or only a part of this one.
-    return divisor if total == n else None
+            processes, n_nodes = map(int, match.groups("1"))  # `3` is 3 processes on 1 node
+            counts += [processes] * n_nodes
+    return counts
 
 
 @lru_cache(maxsize=64)

@@ -51,6 +51,11 @@ def add_inner_cuts(cuts: Cuts, inner_cuts: Cuts) -> Cuts:
     return tuple(map(tuple.__add__, cuts, inner_cuts))
 
 
+def starts_with(cut: Cut, beginning: Cut) -> bool:
+    """Check that the outermost shards of a dim are these: (0, 2, 1) starts with (0, 2)."""
+    return cut[: len(beginning)] == beginning
+
+
 class BlockLength(NamedTuple):
     """The rows of the longest block of a dim, and whether all blocks have as many."""
 
