@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from xshard.step.price.moves import MovePrices, dual
+from xshard.step.price.moves import MoveTable
 from xshard.step.price.nodes import Gathering, Node
 from xshard.step.price.options import (
     Flags,
@@ -39,15 +39,13 @@ class Edge:
         columns: For each option of the user its column.
         made_layouts: The layout of each row: [rows, axes].
         used_layouts: The layout of each column: [columns, axes].
-        shape: The global shape of the array.
-        prices: The seconds of moves.
+        moves: The seconds of moves from rows to columns. Edges with the same layouts share it: what
+            one plans, others know.
         seconds_parts: The parts of the cost that get seconds: of the forward and of the backward
             pass.
         runs: How often a move and its adjoint run in each pass, by rows: [passes, move or adjoint,
             rows].
         bytes_by_part: Other parts of the cost: [rows, columns] for each.
-        launch_share: The array's part of the elements that move in one collective.
-        is_linear: The move has an adjoint in the backward pass.
         place: The module or array at whose rule the array can move. "" for none: only equal layouts
             are possible, all others are `banned`.
         enters: It moves on the way into that module, not out of it.
@@ -59,30 +57,25 @@ class Edge:
     columns: Ints
     made_layouts: Placements
     used_layouts: Placements
-    shape: tuple[int, ...]
-    prices: MovePrices
+    moves: MoveTable
     seconds_parts: tuple[int, int]
     runs: Floats
     bytes_by_part: Mapping[int, Floats]
-    launch_share: float = 1.0
-    is_linear: bool = True
     place: str = ""
     enters: bool = False
     parts: Ints = field(init=False)
     banned: Flags = field(init=False)
 
     def __post_init__(self) -> None:
-        # Shared with all edges that have the same layouts: what one plans, others know.
-        self._table = self.prices.table(
-            self.made_layouts, self.used_layouts, self.shape, self.is_linear, self.launch_share
-        )
-        tables = list(self.bytes_by_part.values())
-        self._bytes = np.array(tables).reshape(-1, *self._table.is_planned.shape)
-        self.parts = np.array([*self.bytes_by_part, *self.seconds_parts])
-        used = self.used_layouts if self.is_linear else without_copies(self.used_layouts)
+        used = self.used_layouts
+        if not self.moves.is_linear:
+            used = without_copies(used)
+        differs = (self.made_layouts[:, None] != used).any(-1)  # [rows, columns]
         # Where no rule can say a move, an array stays as it is made.
-        differs = (self.made_layouts[:, None] != used).any(-1)
         self.banned = differs & (not self.place)
+        self.parts = np.array([*self.bytes_by_part, *self.seconds_parts])
+        tables = list(self.bytes_by_part.values())
+        self._bytes = np.array(tables).reshape(-1, *differs.shape)  # there may be no table
 
     @property
     def nodes(self) -> tuple[int, int]:
@@ -95,38 +88,18 @@ class Edge:
 
     def costs(self, rows: Ints, columns: Ints) -> Floats:
         """Return the costs of moves from rows to columns, for `parts`: [parts, moves]."""
-        seconds = (self.runs[:, :, rows] * self._table.seconds[:, rows, columns]).sum(1)
+        seconds = (self.runs[:, :, rows] * self.moves.seconds[:, rows, columns]).sum(1)
         return np.concatenate([self._bytes[:, rows, columns], seconds])
 
     def plan(self, source_option: int, user_option: int) -> float:
         """Price the move between two options by the planner, in place of a lower bound.
 
-        An edge is an array on its way from the operation that makes it (the source) to one that
-        uses it; its table has lower bounds of seconds until a move is planned.
-
-        Writes into the table of seconds, which edges with the same layouts share: a move is planned
-        once for all of them.
-
-        Returns:
-            The seconds by which the bound was too low, forward and backward pass together; 0 if the
-            move was planned before, or is not possible.
+        Returns the seconds by which the bound was too low; 0 if the move was planned before, or is
+        not possible.
         """
         row = int(self.rows[source_option])
         column = int(self.columns[user_option])
-        seconds, is_planned = self._table  # seconds: [passes, rows, columns]
-        if is_planned[row, column] or self.banned[row, column]:
-            return 0.0
-        src = self.made_layouts[row]
-        dst = self.used_layouts[column]
-        forward = self.prices.price(src, dst, self.shape, self.launch_share)
-        backward = 0.0
-        if self.is_linear:
-            # The gradient moves back: from the dual of the destination to the dual of the source.
-            backward = self.prices.price(dual(dst), dual(src), self.shape, self.launch_share)
-        added = forward + backward - seconds[:, row, column].sum()
-        seconds[:, row, column] = (forward, backward)
-        is_planned[row, column] = True
-        return float(added)
+        return 0.0 if self.banned[row, column] else self.moves.plan(row, column)
 
     def weighted(self, weights: Floats, source_options: Ints, user_options: Ints) -> Floats:
         """Compute the weighted cost of moving an array, for all pairs of options of both ends.
@@ -151,7 +124,7 @@ class Edge:
         # What a second of the move, or of its adjoint, weighs: by how often it runs in each pass.
         runs_by_pass = self.runs.reshape(2, -1)  # [passes, move or adjoint and row]
         second_weights = (pass_weights @ runs_by_pass).reshape(2, -1, 1)
-        total = (second_weights * self._table.seconds).sum(0)  # [rows, columns]
+        total = (second_weights * self.moves.seconds).sum(0)  # [rows, columns]
         # A product of matrices is faster than a sum over tables; there may be no table of bytes.
         byte_tables = self._bytes.reshape(len(byte_weights), total.size)
         total += (byte_weights @ byte_tables).reshape(total.shape)
@@ -232,16 +205,15 @@ def _edge(
         columns=columns,
         made_layouts=made_layouts,
         used_layouts=used_layouts,
-        shape=setup.shape(name),
-        prices=setup.moves,
+        moves=setup.moves.table(
+            made_layouts, used_layouts, setup.shape(name), is_linear, launch_share
+        ),
         seconds_parts=(
             setup.part_index(op, BlockPart.FORWARD_MOVING_S),
             setup.part_index(op, BlockPart.BACKWARD_MOVING_S),
         ),
         runs=share * _runs(setup, source, op, len(made_layouts)),
         bytes_by_part={setup.part_index(op, part): bytes_of_moves[part] for part in bytes_of_moves},
-        launch_share=launch_share,
-        is_linear=is_linear,
         place=place.name,
         enters=place.is_input,
     )

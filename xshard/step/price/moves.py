@@ -68,17 +68,6 @@ class Line(NamedTuple):
         return self.seconds + rise * more / (self.most_elements - self.elements)
 
 
-class MoveTable(NamedTuple):
-    """Seconds of all moves of an array: bounds, replaced by prices when a move is planned.
-
-    seconds: [forward and backward, src layouts, dst layouts]. is_planned: [src layouts, dst
-    layouts].
-    """
-
-    seconds: Floats
-    is_planned: Flags
-
-
 class Spans(NamedTuple):
     """The mesh axes by links: one with devices in and between nodes is two spans.
 
@@ -155,27 +144,12 @@ class MovePrices:
     ) -> MoveTable:
         """Look up or make the table of seconds of an array's moves between all pairs of layouts.
 
-        A new table has lower bounds, [2 passes, src layouts, dst layouts]. Callers write the
-        planner's prices into it (`Edge.plan`). All callers with the same layouts, shape and share
-        have one table, so that each move is planned once, in other problems, too.
-
-        Args:
-            src: Layouts before: [src layouts, axes].
-            dst: Layouts after: [dst layouts, axes].
-            shape: The global shape of the array.
-            is_linear: The move has an adjoint in the backward pass; else that takes no seconds.
-            share: The array's part of the elements that move in one collective.
+        All callers with the same layouts, shape and share have one table, so that each move is
+        planned once, in other problems, too. For the arguments see `MoveTable`.
         """
         key = (src.tobytes(), dst.tobytes(), shape, is_linear, share)
         if key not in self._tables:
-            elements = math.prod(shape)
-            launch_s, element_s = self.bounds(src, dst)
-            forward = share * launch_s + element_s * elements
-            # Cotangents move from the dual of the destination to the dual of the source.
-            launch_s, element_s = self.bounds(dual(dst), dual(src))
-            backward = share * launch_s + element_s * elements  # [dst, src], hence transposed
-            seconds = np.stack([forward, backward.T * is_linear])
-            self._tables[key] = MoveTable(seconds, np.zeros(forward.shape, bool))
+            self._tables[key] = MoveTable(self, src, dst, shape, is_linear, share)
         return self._tables[key]
 
     def bounds(self, src: Placements, dst: Placements) -> tuple[Floats, Floats]:
@@ -225,6 +199,60 @@ class MovePrices:
             is_far=is_far,
             far_bytes_per_s=rates[is_far].max(initial=rates.min()),
         )
+
+
+@dataclass(eq=False)
+class MoveTable:
+    """Seconds of all moves of an array: lower bounds, replaced by prices when a move is planned.
+
+    Args:
+        prices: The seconds of moves on the mesh.
+        src: Layouts before: [src layouts, axes].
+        dst: Layouts after: [dst layouts, axes].
+        shape: The global shape of the array.
+        is_linear: The move has an adjoint in the backward pass; else that takes no seconds.
+        share: The array's part of the elements that move in one collective.
+        seconds: [forward and backward, src layouts, dst layouts].
+    """
+
+    prices: MovePrices
+    src: Placements
+    dst: Placements
+    shape: tuple[int, ...]
+    is_linear: bool
+    share: float
+    seconds: Floats = field(init=False)
+
+    def __post_init__(self) -> None:
+        forward = self._bounds(self.src, self.dst)
+        # Cotangents move from the dual of the destination to the dual of the source.
+        backward = self._bounds(dual(self.dst), dual(self.src)).T
+        self.seconds = np.stack([forward, backward * self.is_linear])
+        self._is_planned = np.zeros(forward.shape, bool)
+
+    def _bounds(self, src: Placements, dst: Placements) -> Floats:
+        """Bound the seconds of one pass: [src layouts, dst layouts]."""
+        launch_s, element_s = self.prices.bounds(src, dst)
+        return self.share * launch_s + element_s * math.prod(self.shape)
+
+    def plan(self, row: int, column: int) -> float:
+        """Price the move between two layouts by the planner, in place of a lower bound.
+
+        Returns the seconds by which the bound was too low, of both passes together; 0 if the move
+        was planned before.
+        """
+        if self._is_planned[row, column]:
+            return 0.0
+        src = self.src[row]
+        dst = self.dst[column]
+        backward = 0.0
+        if self.is_linear:
+            backward = self.prices.price(dual(dst), dual(src), self.shape, self.share)
+        forward = self.prices.price(src, dst, self.shape, self.share)
+        added = forward + backward - self.seconds[:, row, column].sum()
+        self.seconds[:, row, column] = (forward, backward)
+        self._is_planned[row, column] = True
+        return float(added)
 
 
 def _received_from_other_nodes(
