@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
 from typing import Any
 
 from xshard.caches import layout_cache
@@ -151,9 +152,7 @@ def _parsed(text: str) -> Contraction:
         if layout.tagged(*NONLINEAR):
             hint = "max and min are not linear in each operand: reduce them first"
             raise NotationError(f"'{layout}' in a contraction", text=text, span=span, hint=hint)
-    known_names = set[str]()
-    for layout in call.operands:
-        known_names.update(layout.names)
+    known_names = {*chain.from_iterable(layout.names for layout in call.operands)}
     for name in call.result.names:
         if name not in known_names:
             what = f"dim {name!r} of the result is in no operand"

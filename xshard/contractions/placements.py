@@ -355,6 +355,10 @@ class EinsumShardings:
             return ArrayMove(layout, layout, array.shape)
         return ArrayMove(layout, array.layout, array.shape)
 
+    def dual_move(self, place: ArrayPlace, local: OperandSharding) -> ArrayMove:
+        """Return the redistribution of the gradient of an array."""
+        return self.move(place, local).dual
+
     @cached_property
     def _positions(self) -> list[tuple[int, list[int]]]:
         """The number of each array, and the positions of its dims among all dims."""

@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain
 from typing import Any, TypeVar
 
 from xshard.contractions import explain
@@ -194,9 +195,7 @@ class ContractionPlan(Pictured):
     @property
     def axes(self) -> tuple[str, ...]:
         """The mesh axes of all moves."""
-        axes: list[str] = []
-        for move in self._all_moves:
-            axes += move.axes
+        axes = chain.from_iterable(move.axes for move in self._all_moves)
         return tuple(dict.fromkeys(axes))  # each once, in order
 
     @property

@@ -40,8 +40,8 @@ Make = Callable[[], ArrayMove]
 class MoveEstimate:
     """The seconds of a move as far as they are known: `level` says how far.
 
-    grid: the states of arrays of this shape. start, goal: the ends of the move, as its states. make:
-    makes the move, if it may multiply by a constant; else the two ends tell its price.
+    grid: the states of arrays of this shape. start, goal: the ends of the move, as its states.
+    make: makes the move, if it may multiply by a constant; else the two ends tell its price.
     """
 
     grid: Grid
@@ -79,10 +79,13 @@ class Prices:
     ) -> MoveEstimate:
         """Return the estimate of a redistribution: a cached one, or a new one with a lower bound.
 
-        src, dst: how each dim is sharded before and after, and the axes with partial sums. shape:
-        global. scaling: None, or what tells moves apart that have the same ends, but multiply by
-        other constants, as a mean does. make: a function that makes the move for its price; None if
-        both ends suffice.
+        Args:
+            src: How each dim is sharded before, and the axes with partial sums.
+            dst: The same after.
+            shape: The global shape.
+            scaling: For moves that may multiply by a constant, as a mean does: what tells those
+                apart that have the same ends and shape. Else None.
+            make: Makes such a move, for its price; it takes long, and few moves are priced.
         """
         key = (src, dst, shape, scaling)  # hot: most calls find the move here
         move = self._moves.get(key)
@@ -111,7 +114,6 @@ class Prices:
         if move.make is None:
             move.seconds = _price(move)
         else:
-            # A move that may multiply by a constant, as for a mean: both ends do not show that.
             move.seconds = self.plan(move.make()).cost
         move.level = PRICE
 

@@ -60,13 +60,12 @@ class ContractionRequest:
     def shardings(self) -> EinsumShardings:
         """The operands and the result on the mesh."""
         layouts = self.contraction.operands
-        operands = []
-        for layout, shape in zip(layouts, self.shapes, strict=True):
-            operands.append(Sharding(layout, self.mesh, shape))
         result = self.contraction.result
         lengths = dim_lengths(layouts, self.shapes)
         result_shape = tuple(lengths[name] for name in result.names)
-        return EinsumShardings(tuple(operands), Sharding(result, self.mesh, result_shape))
+        arrays = zip((*layouts, result), (*self.shapes, result_shape), strict=True)
+        *operands, wanted = [Sharding(layout, self.mesh, shape) for layout, shape in arrays]
+        return EinsumShardings(tuple(operands), wanted)
 
 
 @layout_cache(maxsize=4096)

@@ -173,7 +173,7 @@ class Reduction(NamedTuple):
 
     seconds: float
     block: int
-    scattered: Sequence[int]
+    scattered: Cut
 
 
 def _collectives_in_turn(grid: Grid, state: State, goal: State, spare: Sequence[int]) -> float:

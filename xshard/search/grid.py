@@ -231,19 +231,11 @@ class Grid(LinkedStates):
         is_regular = self.is_regular(after)
         # If the goal holds partial sums that the start does not, one device has the values, and the
         # others have zeros. Some devices then receive nothing, so 0 is the only bound.
-        wanted = 0 if begins else self.count_parts(ended)
-        min_senders = wanted
-        max_per_sender = 1
-        already_local = 1
-        in_node = self._parts_near(ended)
+        n_addends = 0 if begins else self.count_parts(ended)
+        demands = [ExchangeDemand(n_addends, n_addends, 1, 1, self._parts_near(ended))]
         for d, (cut, cut_after) in enumerate(zip(state.cuts, after.cuts, strict=True)):
-            dim = self._dim_demand(d, cut, cut_after, is_regular)
-            wanted *= dim.wanted
-            min_senders *= dim.min_senders
-            max_per_sender *= dim.max_per_sender
-            already_local *= dim.already_local
-            in_node *= dim.in_node
-        return ExchangeDemand(wanted, min_senders, max_per_sender, already_local, in_node)
+            demands.append(self._dim_demand(d, cut, cut_after, is_regular))
+        return ExchangeDemand(*map(math.prod, zip(*demands, strict=True)))
 
     @cached_method
     def _dim_demand(self, d: int, cut: Cut, cut_after: Cut, is_regular: bool) -> ExchangeDemand:

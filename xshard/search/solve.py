@@ -196,17 +196,16 @@ def with_copies(steps: Sequence[Step], start: Sharding, goal: Sharding) -> tuple
     wanted = goal.layout.tagged("copy")
     if not wanted and not start.layout.tagged("copy"):
         return tuple(steps)
-    sharding = start  # after the steps so far
+    # Backwards: if a later step shards over an axis, or makes partial sums along it, no tag is set.
+    consumed_later: set[str] = set()
     result: list[Step] = []
-    for i, step in enumerate(steps):
-        # If a later step shards over an axis, or makes partial sums along it, no tag is set yet.
-        consumed_later: set[str] = set()
-        for later_step in steps[i + 1 :]:
-            consumed_later.update(_consumed(later_step))
+    for step in reversed(steps):
         copies = tuple(axis for axis in wanted if axis not in consumed_later)
-        marked = _with_copies_after(step, copies)
-        result.append(marked)
-        sharding = marked.after(sharding)
+        result.insert(0, _with_copies_after(step, copies))
+        consumed_later.update(_consumed(step))
+    sharding = start
+    for step in result:
+        sharding = step.after(sharding)
     present = sharding.layout.tagged("copy")
     copies = tuple(axis for axis in wanted if axis not in present)
     replicas = tuple(axis for axis in present if axis not in wanted)  # no copies any more

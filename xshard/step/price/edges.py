@@ -364,4 +364,4 @@ def _bytes_between_gathers(
     """
     halfway = np.where(setup.moves.slow_axes, used, stored)
     has_two_gathers = (halfway != stored).any(-1) & (halfway != used).any(-1)
-    return has_two_gathers * setup.bytes_in_use(name, halfway)
+    return np.where(has_two_gathers, setup.bytes_in_use(name, halfway), 0.0)
