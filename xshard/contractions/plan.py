@@ -81,9 +81,8 @@ class Part:
         arrays = (*self.contracted_shardings, self.result.source)
         # An array that no product of matrices can take as it is, is copied first.
         times = accesses([array.layout.names for array in arrays])
-        touched = 0
-        for n_accesses, array in zip(times, arrays, strict=True):
-            touched += n_accesses * array.max_local_size
+        pairs = zip(times, arrays, strict=True)
+        touched = sum(n_accesses * array.max_local_size for n_accesses, array in pairs)
         return self.result.profile.work(self.flops, touched, self.result.dtype)
 
     @property

@@ -125,9 +125,7 @@ class Prices:
     def _state(self, shape: Shape, end: End) -> State:
         """Return one end of a move as searches know it: shards and axes as numbers of the grid."""
         dims, sums = end
-        numbers = sorted(map(self._grid(shape).axes.index, sums))
-        cuts = [tuple(map(self._grid(shape).shard_number, dim.normal_shards)) for dim in dims]
-        return State(tuple(cuts), tuple(numbers))
+        return self._grid(shape).state([dim.normal_shards for dim in dims], sums)
 
 
 def _price(move: MoveEstimate) -> float:

@@ -30,10 +30,8 @@ def checked_lengths(sizes: Any, shape: Any) -> tuple[Sizes | None, Shapes | None
             raise ShapeError(
                 f"sizes {short_repr(sizes)}", hint='lengths by name, as in sizes={"b": 8}'
             )
-        lengths = []
-        for name, length in sizes.items():
-            lengths.append((name, _length(f"dim {name!r} in sizes", length)))
-        sizes = tuple(lengths)
+        items = sizes.items()
+        sizes = tuple((name, _length(f"dim {name!r} in sizes", length)) for name, length in items)
     if shape is not None:
         shape = tuple(map(_whole_shape, _as_shapes(shape)))
     return sizes, shape
@@ -100,10 +98,7 @@ def shapes_of(
 
 def _lengths_by_name(call: Contraction, lengths: Mapping[str, int]) -> Shapes:
     """Return for every operand a length for each of its names."""
-    shapes = []
-    for layout in call.operands:
-        shapes.append(tuple(lengths[name] for name in layout.names))
-    return tuple(shapes)
+    return tuple(tuple(map(lengths.__getitem__, layout.names)) for layout in call.operands)
 
 
 def _not_one_of_both(call: Contraction, *, has_sizes: bool) -> ShapeError:

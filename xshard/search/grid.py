@@ -183,7 +183,6 @@ class Grid(LinkedStates):
         elements that one device takes. Elements in the device's node are near, all others are far.
         """
         demand = self._exchange_demand(state, after)
-        slowest = self.fabric.links[0]
         # If replicas in the receiver's node send first (`nodes` is not None), far elements would
         # have to be counted. 0 is a bound.
         far_elements = 0
@@ -192,15 +191,16 @@ class Grid(LinkedStates):
         # Each element is packed by its sender and unpacked by its receiver: two copies. A runtime
         # that sends in rounds copies what stays on its device only once, and that may be all.
         n_copies = 1 if self.profile.rounds else 2
-        seconds = demand.wanted * n_copies / self.profile.copy_bytes_per_s  # of one-byte elements
+        byte_s = (
+            demand.wanted * n_copies / self.profile.copy_bytes_per_s
+        )  # if elements had one byte
         # Where the devices of a node share a port, it may carry less than they receive: no bound.
         if not self._has_ports:
             near_elements = max(0, demand.wanted - far_elements - demand.already_local)
-            seconds += (
-                far_elements / slowest.bytes_per_s + near_elements / self.fabric.fastest_bytes_per_s
-            )
+            far_s = far_elements / self.fabric.links[0].bytes_per_s
+            byte_s += far_s + near_elements / self.fabric.fastest_bytes_per_s
         waits_s = self._least_waits(demand, far_elements)
-        return self.profile.launch("exchange") + waits_s + seconds * self.itemsize
+        return self.profile.launch("exchange") + waits_s + byte_s * self.itemsize
 
     def _least_waits(self, demand: ExchangeDemand, far_elements: int) -> float:
         """Return a lower bound on the seconds for which a device waits for messages.
@@ -252,21 +252,20 @@ class Grid(LinkedStates):
         """
         rows_before = self.length(d, cut).longest  # of one block
         rows = self.length(d, cut_after).longest
+        min_senders = -(-rows // max(1, rows_before))  # rounded up
         max_per_sender = min(rows_before, rows)
-        already_local = max_per_sender
         # A node holds at most as many different blocks as it has devices along the axes of the dim.
         in_node = min(rows, rows_before * self._parts_near(self.axes_in(cut)))
-        first_changed = None
+        already_local = max_per_sender
         if is_regular and self.is_plain(cut):
-            first_changed = _first_difference(cut, cut_after)
-        if first_changed is not None:
-            # The device that is last along the old shard and first along the new one has no common
-            # rows before and after: in "n/x" -> "n/y" with 8 rows on x=2, y=2 device (1, 0) has rows
-            # 4 to 7 and wants 0 to 3. If the old shard is over nodes, its whole node lacks them.
-            already_local = 0
-            if self._spans[first_changed][0].level == 0:
-                in_node = 0
-        min_senders = -(-rows // max(1, rows_before))  # rounded up
+            changed = _first_difference(cut, cut_after)
+            if changed is not None:
+                # The device that is last along the old shard and first along the new one has no
+                # common rows before and after: in "n/x" -> "n/y" with 8 rows on x=2, y=2 device
+                # (1, 0) has rows 4 to 7 and wants 0 to 3.
+                already_local = 0
+                if self._spans[changed][0].level == 0:  # the old shard is over nodes
+                    in_node = 0
         return ExchangeDemand(rows, min_senders, max_per_sender, already_local, in_node)
 
     @cached_method

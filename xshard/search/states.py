@@ -121,6 +121,11 @@ class States:
                 self.shards.append(shard)
             return self.shards.index(shard)
 
+    def state(self, shards: Iterable[Iterable[Shard]], sums: Iterable[str]) -> State:
+        """Make a state from the shards of each dim, and the names of the axes that hold addends."""
+        cuts = [tuple(map(self.shard_number, dim_shards)) for dim_shards in shards]
+        return State(tuple(cuts), tuple(sorted(map(self.axes.index, sums))))
+
     def names(self, axes: Iterable[int]) -> tuple[str, ...]:
         """Return the names of numbered axes."""
         return tuple(self.axes[a] for a in axes)
@@ -209,6 +214,11 @@ class States:
     @cached_method
     def sharding(self, state: State) -> Sharding:
         """Return a state as a sharding; its dims have numbers for names."""
-        dims = tuple(Dim(str(d), self.shards_of(cut)) for d, cut in enumerate(state.cuts))
-        layout = Layout(dims, (("sum", self.names(state.sums)),))
-        return Sharding(layout, self.mesh, self.shape)
+        names = map(str, range(len(self.shape)))
+        return Sharding(self.layout(state, names, "sum"), self.mesh, self.shape)
+
+    def layout(self, state: State, names: Iterable[str], op: str) -> Layout:
+        """Return a state as a layout, with these names of dims and this kind of reduction."""
+        named_cuts = zip(names, state.cuts, strict=True)
+        dims = tuple([Dim(name, self.shards_of(cut)) for name, cut in named_cuts])
+        return Layout(dims, ((op, self.names(state.sums)),))

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from xshard.cost.model import LOCAL
 from xshard.layout.sub_axes import Split, SubAxisMesh
 from xshard.search.a_star import Path
-from xshard.search.moves import Move, Moves, NamedRoute, SearchRoute, move_cost
+from xshard.search.moves import Move, Moves, NamedRoute, SearchRoute, move_cost, normal_form
 from xshard.search.states import Cut, Cuts, State, add_inner_cuts
 
 # How many ways to shard dims further are tried from either side; they differ in the links they use.
@@ -114,10 +114,11 @@ def _matching_factors(route: SearchRoute) -> Factors | None:
             return None  # uneven blocks have several lengths, and cannot take each other's places
         start_factors.append(common // start_parts)
         goal_factors.append(common // goal_parts)
-    has_axes = _can_shard_by(route, start, start_factors) and _can_shard_by(
-        route, goal, goal_factors
-    )
-    return Factors(start_factors, goal_factors) if has_axes else None
+    if not _can_shard_by(route, start, start_factors):
+        return None
+    if not _can_shard_by(route, goal, goal_factors):
+        return None
+    return Factors(start_factors, goal_factors)
 
 
 def _can_shard_by(route: SearchRoute, state: State, factors: Sequence[int]) -> bool:
@@ -161,10 +162,8 @@ def _divided(route: SearchRoute, split: Split) -> SearchRoute:
     """Return the route on a mesh with some axes split."""
     grid = route.grid
     mesh = SubAxisMesh(grid.mesh, split)
-    start = mesh.factored(grid.sharding(route.start))
-    goal = mesh.factored(grid.sharding(route.goal))
-    start = start.with_layout(start.normal_layout)
-    goal = goal.with_layout(goal.normal_layout)
+    start = normal_form(mesh.factored(grid.sharding(route.start)))
+    goal = normal_form(mesh.factored(grid.sharding(route.goal)))
     return NamedRoute(start, goal, grid.itemsize, grid.profile).route
 
 

@@ -296,10 +296,11 @@ class StepSearch:
 
     def improve(self) -> None:
         """Improve the best assignments by changes at one node while they save seconds."""
-        ranks = dict[tuple[int, ...], float]()
-        for assignment, vector in self.vectors.items():
-            ranks[assignment] = float(self.cost.rank(vector, EXCESS_BEFORE_CHANGES))
-        for start in sorted(ranks, key=ranks.__getitem__)[:STARTS]:
+
+        def rank(assignment: tuple[int, ...]) -> float:
+            return float(self.cost.rank(self.vectors[assignment], EXCESS_BEFORE_CHANGES))
+
+        for start in sorted(self.vectors, key=rank)[:STARTS]:
             self._improve_from(list(start))
 
     def _improve_from(self, assignment: list[int]) -> None:
