@@ -126,8 +126,15 @@ def test_public_cases_receive_no_byte_more_than_needed(case, disjoint, profile):
         (
             landings,
             "n c | sum(z)",
-            ["n/x/y/z c", "n/x/y c | sum(z)", "n/z c", "n/x c | sum(z)", "n c/x | sum(z)"]
-            + ["n/y c | sum(z)", "n c/y | sum(z)"],
+            [
+                "n/x/y/z c",
+                "n/x/y c | sum(z)",
+                "n/z c",
+                "n/x c | sum(z)",
+                "n c/x | sum(z)",
+                "n/y c | sum(z)",
+                "n c/y | sum(z)",
+            ],
         ),
         (departures, "n c", []),
         (departures, "n/x c | sum(y)", ["n/x/y c", "n/x c/y", "n/x c"]),
