@@ -17,7 +17,7 @@ from xshard.layout import Layout, Sharding
 from xshard.layout.partition import block_length, find_misfit
 from xshard.layout.sharding import normal_dim
 from xshard.notation.parser import Dim, Shard
-from xshard.search.states import cached_method
+from xshard.search.states import cached_method, replaced
 from xshard.steps.base import axes_of
 
 # With more placements, searches climb from the arrays' own placements, one change at a time.
@@ -134,13 +134,15 @@ class EinsumShardings:
     @cached_property
     def idle(self) -> Placement:
         """The placement in which every device contracts the whole arrays."""
-        return Placement.of(tuple([self._dim(d, ()) for d in range(len(self.lengths))]))
+        dims = [self._dim(d, ()) for d in range(len(self.lengths))]
+        return Placement.of(tuple(dims))
 
     @cached_property
     def placements(self) -> list[Placement]:
         """All placements, each once; of more than `MAX_PLACEMENTS`, one more than that."""
         # One more than the limit tells that there are too many, without counting them all.
-        return list(islice(self._extensions(self.idle, Axes(self.axes)), MAX_PLACEMENTS + 1))
+        placements = self._extensions(self.idle, Axes(self.axes))
+        return list(islice(placements, MAX_PLACEMENTS + 1))
 
     def neighbors(self, placement: Placement) -> Iterator[Placement]:
         """Iterate over the placements that differ from this one in what one mesh axis does.
@@ -198,7 +200,7 @@ class EinsumShardings:
             # `axes` are those of the shard: this axis and any that it shares the shard with.
             for finer, axes in self._finer_shardings(d, dim, axis):
                 if axes <= free:
-                    yield Placement((*dims[:d], finer, *dims[d + 1 :]), sums, copies, busy | axes)
+                    yield Placement(replaced(dims, d, finer), sums, copies, busy | axes)
         *operands, result = self.endpoints
         for i, operand in enumerate(operands):
             # An operand given as partial sums need not be reduced first: a contraction is linear in

@@ -16,6 +16,7 @@ from xshard.layout.partition import rotated
 from xshard.notation.parser import Shard
 from xshard.plans.plan import Plan, find_plan
 from xshard.search.request import Request
+from xshard.search.states import replaced
 from xshard.steps import AllGather, ReduceScatter, Retag, Step
 from xshard.steps.base import without_tags
 
@@ -200,8 +201,8 @@ def _rings(travelling: TravellingDim, move: Plan) -> Iterator[ContractionRing]:
         # to the device before.
         next_part = rotated((axis,), n_devices, part_rows // pieces, -1)
         next_dim = replace(dims[d], shards=(*outer_shards, next_part))
-        next_layout = Layout((*dims[:d], next_dim, *dims[d + 1 :]), tags)
-        shape = (*src.shape[:d], src.shape[d] // pieces, *src.shape[d + 1 :])
+        next_layout = Layout(replaced(dims, d, next_dim), tags)
+        shape = replaced(src.shape, d, src.shape[d] // pieces)
         rotation = _plan_like(move, Sharding(Layout(dims, tags), src.mesh, shape), next_layout)
         yield ContractionRing(travelling.operand, travelling.dim, axis, pieces, rotation, rest)
 

@@ -354,8 +354,8 @@ def profile_of_devices(profile: Profile, mesh: Mesh, devices: Sequence[int]) -> 
             links[axis] = profile.across
     links |= dict(profile.axes)  # what the profile says of an axis wins
     # If nothing would change, return the same profile, so that caches find plans made for it.
-    has_these_links = all(profile.link(axis, mesh) == links[axis] for axis in mesh.axes)
-    if has_these_links and _begin_nodes_alike(devices, node_size):
+    known_links = {axis: profile.link(axis, mesh) for axis in mesh.axes}
+    if links | known_links == links and _begin_nodes_alike(devices, node_size):
         return profile
     return replace(profile, axes=tuple(sorted(links.items())))
 

@@ -129,8 +129,7 @@ def _reduced_first(grid: Grid, state: State, goal: State) -> Iterator[Leg]:
         dims.insert(0, role.dim)
     d = _first_even_dim(grid, dims, state, ended)
     if d is not None:
-        sums = tuple(a for a in state.sums if a not in ended)
-        after = State(state.cuts, sums).with_cut(d, state.cuts[d] + ended)
+        after = state.without_sums(ended).with_cut(d, state.cuts[d] + ended)
         move = Move("reduce_scatter", (d, ended), after)
         yield Leg(after, move_cost(grid, move, state).seconds)
 

@@ -22,6 +22,7 @@ Cut = tuple[int, ...]  # the shards of one dim, outermost first, as numbers
 Cuts = tuple[Cut, ...]  # of all dims
 P = ParamSpec("P")
 R = TypeVar("R")
+T = TypeVar("T")
 
 
 class State(NamedTuple):
@@ -42,8 +43,20 @@ class State(NamedTuple):
 
     def with_cut(self, d: int, cut: Cut) -> State:
         """Return the state with other shards of one dim."""
-        cuts = (*self.cuts[:d], cut, *self.cuts[d + 1 :])
-        return State(cuts, self.sums)
+        return State(replaced(self.cuts, d, cut), self.sums)
+
+    def with_sums(self, axes: Iterable[int]) -> State:
+        """Return the state with addends along more axes."""
+        return State(self.cuts, tuple(sorted((*self.sums, *axes))))
+
+    def without_sums(self, axes: Iterable[int]) -> State:
+        """Return the state without addends along some axes."""
+        return State(self.cuts, tuple([a for a in self.sums if a not in axes]))
+
+
+def replaced(items: tuple[T, ...], index: int, item: T) -> tuple[T, ...]:
+    """Replace one item of a tuple: (4, 5, 6), 1, 9 -> (4, 9, 6)."""
+    return (*items[:index], item, *items[index + 1 :])
 
 
 def add_inner_cuts(cuts: Cuts, inner_cuts: Cuts) -> Cuts:
@@ -187,7 +200,8 @@ class States:
     @cached_method
     def is_regular(self, state: State) -> bool:
         """Check that all shards are even, contiguous and over one axis each."""
-        return all(self.is_plain(cut) and self.is_even(d, cut) for d, cut in enumerate(state.cuts))
+        are_even = all(length.is_even for length in self.lengths(state))
+        return are_even and all(map(self.is_plain, state.cuts))
 
     @cached_method
     def roles(self, state: State) -> dict[int, AxisRole]:

@@ -190,7 +190,7 @@ class Successors:
         They are an all-reduce over some of the axes, and reduce-scatters over the same axes.
         """
         for axes in self._subsets(self.grid.ended(state, self.goal)):
-            after = State(state.cuts, tuple(a for a in state.sums if a not in axes))
+            after = state.without_sums(axes)
             yield Move("all_reduce", (axes,), after)
             for d, cut in enumerate(state.cuts):
                 for new_cut in dict.fromkeys(self._scatters(d, cut, axes)):
@@ -226,11 +226,10 @@ class Successors:
             for n in range(1, len(cut) + 1):
                 axes = self.grid.axes_in(cut[-n:])
                 if set(axes) <= set(begun):
-                    after = State(state.cuts, tuple(sorted((*state.sums, *axes))))
-                    yield Move("embed", (d, n), after.with_cut(d, cut[:-n]))
+                    yield Move("embed", (d, n), state.with_sums(axes).with_cut(d, cut[:-n]))
         free = self._usable_replicas(state)
         for axes in self._subsets(tuple(a for a in begun if a in free)):
-            yield Move("mask", (axes,), State(state.cuts, tuple(sorted((*state.sums, *axes)))))
+            yield Move("mask", (axes,), state.with_sums(axes))
 
     def _permutes(self, state: State) -> Iterator[Move]:
         """Yield permutations: devices swap whole blocks, so each dim keeps its number of parts.

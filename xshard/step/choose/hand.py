@@ -103,7 +103,8 @@ def _ranks_of_options(
         last = "tensor"
     first_axes = node.placements[..., :-1]  # [options, arrays, axes]
     last_axis = node.placements[..., -1:]
-    return _ranks(op, first_axes, [problem.step.batch]) + _ranks(op, last_axis, preferred[last])
+    batch_ranks = _ranks(op, first_axes, [problem.step.batch])
+    return batch_ranks + _ranks(op, last_axis, preferred[last])
 
 
 def _preferred_dims(step: TrainingStep) -> dict[str, list[str]]:

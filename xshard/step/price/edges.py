@@ -88,7 +88,8 @@ class Edge:
 
     def costs(self, rows: Ints, columns: Ints) -> Floats:
         """Return the costs of moves from rows to columns, for `parts`: [parts, moves]."""
-        seconds = (self.runs[:, :, rows] * self.moves.seconds[:, rows, columns]).sum(1)
+        seconds_once = self.moves.seconds[:, rows, columns]  # of the move, of its adjoint
+        seconds = (self.runs[:, :, rows] * seconds_once).sum(1)
         return np.concatenate([self._bytes[:, rows, columns], seconds])
 
     def plan(self, source_option: int, user_option: int) -> float:
@@ -343,7 +344,8 @@ def _bytes_of_parameter(
     # A sum at the end of the step holds an addend and its result, two blocks. The gradient, which
     # is counted already, is one of them, and as large as both if the parameter has 16 bits: then
     # nothing is left to count.
-    is_summed_later = is_first_use & ((stored == REPLICAS) & (used == COPY)).any(-1)
+    has_copies_of_replicas = ((stored == REPLICAS) & (used == COPY)).any(-1)
+    is_summed_later = is_first_use & has_copies_of_replicas
     sum_bytes = setup.bytes_in_use(name, stored) * max(2 - gradient_ratio, 0)
     return {
         BlockPart.RECEIVED_BYTES: per_use * received_bytes,
@@ -363,5 +365,7 @@ def _bytes_between_gathers(
     That block is held while the second gather runs. 0 where one gather does all.
     """
     halfway = np.where(setup.moves.slow_axes, used, stored)
-    has_two_gathers = (halfway != stored).any(-1) & (halfway != used).any(-1)
-    return np.where(has_two_gathers, setup.bytes_in_use(name, halfway), 0.0)
+    has_first_gather = (halfway != stored).any(-1)
+    has_second_gather = (halfway != used).any(-1)
+    halfway_bytes = setup.bytes_in_use(name, halfway)
+    return np.where(has_first_gather & has_second_gather, halfway_bytes, 0.0)

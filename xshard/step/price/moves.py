@@ -126,7 +126,7 @@ class MovePrices:
 
     def _taking_part(self, moves: Sequence[AxisMove]) -> list[AxisMove]:
         """Keep the axes along which devices take part in a move."""
-        moving = {move.axis for move in moves if (move.src, move.dst) != (REPLICAS, REPLICAS)}
+        moving = {move.axis for move in moves if not move.stays or move.src != REPLICAS}
         axes = np.array(self._spans.axes)
         is_far = self._spans.is_far
         if not moving.isdisjoint(axes[is_far].tolist()):
@@ -245,14 +245,14 @@ class MoveTable:
             return 0.0
         src = self.src[row]
         dst = self.dst[column]
+        forward = self.prices.price(src, dst, self.shape, self.share)
         backward = 0.0
         if self.is_linear:
             backward = self.prices.price(dual(dst), dual(src), self.shape, self.share)
-        forward = self.prices.price(src, dst, self.shape, self.share)
-        added = forward + backward - self.seconds[:, row, column].sum()
+        bounds = self.seconds[:, row, column].copy()
         self.seconds[:, row, column] = (forward, backward)
         self._is_planned[row, column] = True
-        return float(added)
+        return float(forward + backward - bounds.sum())
 
 
 def _received_from_other_nodes(

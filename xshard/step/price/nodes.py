@@ -69,9 +69,8 @@ def price_parameter(setup: StepSetup, name: str) -> Node:
     placements = np.concatenate([layouts, layouts])
     gathering = np.repeat((Gathering.PER_USE, Gathering.PER_STEP), len(layouts))
     first_use = setup.step.consumers(name)[0]
-    gradient_bytes = setup.block_bytes(
-        placements[:, -1], setup.shape(name), setup.gradient_bytes
-    )  # of one layer
+    stored = placements[:, -1]
+    gradient_bytes = setup.block_bytes(stored, setup.shape(name), setup.gradient_bytes)
     # Over several micro-batches, a parameter that is gathered once has its gradient added up in
     # whole, not in shards. Those bytes depend on the layout in use, so that the edges to its uses
     # count them, and nothing is counted here.
