@@ -420,11 +420,11 @@ def accesses(arrays: Sequence[Sequence[str]]) -> tuple[int, ...]:
         return (1,) * len(arrays)
     counts = []
     for dims in arrays:
-        # For each run of neighbouring dims that the same arrays have: which arrays. In `b s f` of
-        # `b s d, d f -> b s f`: (first, result), (second, result).
-        runs = [users for users, _ in groupby(dims, users_of)]
-        is_side_by_side = len(set(runs)) == len(runs)  # no two runs of the same arrays
-        has_batch_last = len(runs) > 1 and all(runs[-1])
+        # Neighbouring dims that the same arrays have are one dim of a matrix. For each: which arrays
+        # have it. In `b s f` of `b s d, d f -> b s f`: b s (first, result), f (second, result).
+        users = [arrays_with_dim for arrays_with_dim, _ in groupby(dims, users_of)]
+        is_side_by_side = len(set(users)) == len(users)
+        has_batch_last = len(users) > 1 and all(users[-1])
         is_matrix = is_side_by_side and not has_batch_last
         counts.append(1 if is_matrix else 3)
     return tuple(counts)

@@ -354,16 +354,17 @@ def profile_of_devices(profile: Profile, mesh: Mesh, devices: Sequence[int]) -> 
             links[axis] = profile.across
     links |= dict(profile.axes)  # what the profile says of an axis wins
     # If nothing would change, return the same profile, so that caches find plans made for it.
-    known_links = {axis: profile.link(axis, mesh) for axis in mesh.axes}
-    if links | known_links == links and _begin_nodes_alike(devices, node_size):
+    known = {axis: profile.link(axis, mesh) for axis in mesh.axes}
+    has_these_links = links | known == links
+    if has_these_links and _begin_nodes_alike(devices, node_size):
         return profile
     return replace(profile, axes=tuple(sorted(links.items())))
 
 
 def _begin_nodes_alike(devices: Sequence[int], nodes: int) -> bool:
     """Return whether nodes end after the same places of a mesh as if its devices were 0, 1, 2, ..."""
-    first_node = devices[0] // nodes
-    return all(device // nodes - first_node == i // nodes for i, device in enumerate(devices))
+    numbers = np.array(devices) // nodes
+    return np.array_equal(numbers - numbers[0], np.arange(len(devices)) // nodes)
 
 
 def profile_of_factors(profile: Profile, refinement: Refinement) -> Profile:

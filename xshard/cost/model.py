@@ -360,16 +360,15 @@ class Fabric:
         ring_seconds = 0.0
         phase_seconds = 0.0
         n_gathered = 1  # blocks that a device has after the phases so far
-        group_devices = n_devices  # the devices that have the same position along the spans so far
         for span in spans:  # the slowest link first
             byte_seconds = 1 / self.links[span.level].bytes_per_s
-            group_devices = group_devices // span.size
-            # All devices of a group have links out of it, which share what leaves the group. The
-            # ring is as fast as its slowest link.
-            ring_seconds = max(ring_seconds, (n_devices - 1) * byte_seconds / group_devices)
             phase_seconds += (span.size - 1) * n_gathered * byte_seconds
             # The next phase, over faster links, passes on all blocks that this one brought.
             n_gathered *= span.size
+            # What leaves a group of devices at one position along the spans so far, all devices of
+            # the group share. The ring is as fast as its slowest link.
+            group_devices = n_devices // n_gathered
+            ring_seconds = max(ring_seconds, (n_devices - 1) * byte_seconds / group_devices)
         return phase_seconds < ring_seconds
 
 

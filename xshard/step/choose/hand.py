@@ -163,13 +163,15 @@ def _ranks(op: Op, placements: Placements, preferred: Sequence[str]) -> Ints:
     placements: [options, arrays, axes], the number of the dim that an axis shards in an array, or a
     negative tag (replicas, sums, copies). Returns the sum over axes: [options].
     """
-    ranks = np.where((placements == REPLICAS).all(1), IDLE, OTHER)  # [options, axes]
+    is_idle = (placements == REPLICAS).all(1)  # [options, axes]
+    ranks = np.where(is_idle, IDLE, OTHER)
     for i, array in enumerate(op.arrays):
-        rank_of_placement = list[int]()  # an entry for each dim, then for each tag
+        # Placements are indices of this list: dims first; tags, which are negative, from the end.
+        rank_of_placement = list[int]()
         for dim in array.dims:
             names = [name for name in names_of_dim(dim) if name in preferred]  # several in `(g d)`
             rank_of_placement.append(min(map(preferred.index, names), default=OTHER))
-        # Placements are indices: tags, which are negative, count from the end.
         rank_of_placement += [OTHER] * (1 + len(TAGS))
-        ranks = np.minimum(ranks, np.array(rank_of_placement)[placements[:, i]])
+        ranks_in_array = np.array(rank_of_placement)[placements[:, i]]
+        ranks = np.minimum(ranks, ranks_in_array)
     return np.asarray(ranks.sum(-1))
