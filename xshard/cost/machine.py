@@ -388,4 +388,5 @@ def profile_of_factors(profile: Profile, refinement: Refinement) -> Profile:
                 links[factor] = link
     if not links:
         return profile
+    # `inside` is dropped: it is about axes of the two meshes, which the common mesh has no more.
     return replace(profile, axes=tuple(sorted(links.items())), inside=())

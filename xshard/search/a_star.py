@@ -126,15 +126,15 @@ class Search:
         goal = self.route.goal
         # A mean multiplies the block by a factor in a step of its own, added after the search. What
         # that step holds, `scaled` elements, counts from the start, wherever the step comes.
-        held = max(self.grid.block(start), self.scaled)
-        if self.exceeds_limit(held):
+        held_elements = max(self.grid.block(start), self.scaled)
+        if self.exceeds_limit(held_elements):
             return None
         # Of equally fast paths the one that holds least wins. Every path holds the blocks of both
         # ends, so to hold less than these is no gain. If a sum ends, memory does not count at all.
-        free_of_cost: float = self.grid.block(start) + self.grid.block(goal)
+        held_floor: float = self.grid.block(start) + self.grid.block(goal)
         if self.grid.ended(start, goal):
-            free_of_cost = math.inf
-        path = Path(0.0, 0, held, free_of_cost, ())
+            held_floor = math.inf
+        path = Path(0.0, 0, held_elements, held_floor, ())
         if start == goal:
             return path
         exploration = Exploration(self, best, nearest)

@@ -441,13 +441,13 @@ def _received(src: Placements, dst: Placements, sizes: Floats) -> Floats:
 
 
 def _overlap(src: Placements, dst: Placements, sizes: Floats) -> Floats:
-    """Compute the share of an array that a device holds before and after a move, at the least.
+    """Compute the share of an array that the device keeps which keeps least in a move.
 
-    It is the share of the device that keeps least, for that one receives most. For each dim there
-    are two cases. If one block is inside the other on every device, the smaller one is kept: in
-    `b/dp -> b/dp/tp` on 2x2 devices each keeps its new quarter. Otherwise some device has blocks
-    that do not meet, and keeps nothing: in `b/dp -> b/tp` device (0, 1) has the first half before,
-    and the second half after. Shares of the dims multiply.
+    That one receives most. Shares of the dims multiply, and for each dim there are two cases. If
+    one block is inside the other on every device, the smaller one is kept: in `b/dp -> b/dp/tp` on
+    2x2 devices each keeps its new quarter. Otherwise some device has blocks that do not meet, and
+    keeps nothing: in `b/dp -> b/tp` device (0, 1) has the first half before, and the second half
+    after.
 
     src, dst: [layouts, axes], without copies. Returns [src layouts, dst layouts].
     """
