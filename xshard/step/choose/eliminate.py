@@ -122,34 +122,45 @@ def minimum(unary: Sequence[Floats], pairs: Mapping[tuple[int, int], Floats]) ->
     (1.0, [1, 0])
     """
     sizes = [len(table) for table in unary]
-    tables = _tables_of(unary, pairs)
+    buckets = list[Bucket]()
+    constants = _eliminate(_tables_of(unary, pairs), sizes, buckets)
+    assignment = [0] * len(sizes)
+    # The neighbours of a variable were eliminated after it, and have their values already.
+    for bucket in reversed(buckets):
+        assignment[bucket.variable] = bucket.best_value(assignment)
+    return Minimum(sum(constants), assignment, buckets)
+
+
+def _eliminate(tables: Sequence[Table], sizes: Sequence[int], buckets: list[Bucket]) -> list[float]:
+    """Eliminate all variables, add a bucket for each to `buckets`, and return the numbers left.
+
+    Tables over (a, b) and (b, c): a is eliminated first, say, which leaves a table over b and the
+    one over (b, c); then c, which leaves two tables over b; then b, which leaves a number.
+
+    sizes: the number of values of each variable.
+    """
+    left = [*tables]
     n_entries = dict[int, int]()  # by variable, of the sum of all tables with it
     # Variables whose tables have changed, so that `n_entries` is counted again: at first all.
     changed: Iterable[int] = range(len(sizes))
-    buckets = list[Bucket]()
     for _ in sizes:
         for variable in changed:
-            scope = _joint_scope([table for table in tables if variable in table.scope])
+            scope = _joint_scope([table for table in left if variable in table.scope])
             n_entries[variable] = _n_entries(scope, sizes)
         # The variable with the smallest sum first, so that tables stay small.
         eliminated = min(n_entries, key=n_entries.__getitem__)
         del n_entries[eliminated]
-        with_variable = [table for table in tables if eliminated in table.scope]
-        tables = [table for table in tables if eliminated not in table.scope]
+        with_variable = [table for table in left if eliminated in table.scope]
+        left = [table for table in left if eliminated not in table.scope]
         changed = [v for v in _joint_scope(with_variable) if v != eliminated]
         # One group with all tables, unless their sum would be too large (mini-buckets).
         for group in _groups_that_fit(with_variable, sizes):
             bucket = _bucket_of(eliminated, group, sizes)
             scope = [v for v in bucket.scope if v != eliminated]
             # The bucket's number tells `excess` which bucket's minimum this table is.
-            tables.append(Table(scope, bucket.minimize(), len(buckets)))
+            left.append(Table(scope, bucket.minimize(), len(buckets)))
             buckets.append(bucket)
-    assignment = [0] * len(sizes)
-    # The neighbours of a variable were eliminated after it, and have their values already.
-    for bucket in reversed(buckets):
-        assignment[bucket.variable] = bucket.best_value(assignment)
-    # All variables are gone: tables are single numbers now.
-    return Minimum(sum(float(table.entries) for table in tables), assignment, buckets)
+    return [float(table.entries) for table in left]
 
 
 def excess(buckets: Sequence[Bucket]) -> dict[int, Floats]:
