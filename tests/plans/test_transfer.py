@@ -15,7 +15,7 @@ from tests.two_meshes import TWO_MESHES, assert_right, crossing, crossings, plan
 from xshard.cost.bounds import shared_elements
 from xshard.plans.plan import _make_plan
 from xshard.plans.transfer import Transfer
-from xshard.plans.transfer_search import cheapest, transfer_paths
+from xshard.plans.transfer_search import cheapest, departures, landings, transfer_paths
 from xshard.search.request import Request
 
 
@@ -114,6 +114,38 @@ def test_public_cases_receive_no_byte_more_than_needed(case, disjoint, profile):
     # 2**28 rows over three devices: the busiest of the transfer need not be that of the gather.
     uneven = plan.itemsize if case["name"] == "alpacomm_1_to_m_1x3" else 0
     assert 0 <= plan.bytes_received - plan.bytes_lower_bound <= uneven
+
+
+@pytest.mark.parametrize(
+    ("ends", "layout", "others"),
+    [
+        (landings, "n/x c", ["n/x/y/z c", "n/x/y c", "n/x c/y", "n/x/z c"]),
+        (landings, "n c/y | max(z)", ["n/x c/y | max(z)"]),
+        (landings, "n c/y | copy(z)", ["n/x/z c/y", "n/x c/y", "n/z c/y"]),
+        # All free axes; those of replicas; those of sums; then each alone.
+        (
+            landings,
+            "n c | sum(z)",
+            [
+                "n/x/y/z c",
+                "n/x/y c | sum(z)",
+                "n/z c",
+                "n/x c | sum(z)",
+                "n c/x | sum(z)",
+                "n/y c | sum(z)",
+                "n c/y | sum(z)",
+            ],
+        ),
+        (departures, "n c", []),
+        (departures, "n/x c | sum(y)", ["n/x/y c", "n/x c/y", "n/x c"]),
+        (departures, "n c | sum(y,z)", ["n/y/z c", "n c"]),
+    ],
+)
+def test_where_transfers_may_begin_and_end(ends, layout, others):
+    """A way that is left out costs seconds and no error, so that plans do not show it."""
+    mesh = xs.Mesh(x=2, y=2, z=3)
+    sharding = xs.Sharding(layout, mesh, (24, 2))  # c is too short for z
+    assert [str(end.layout) for end in ends(sharding)] == [layout, *others]
 
 
 def routes(plan):

@@ -107,7 +107,7 @@ def test_every_edge_with_its_seconds_is_there(problem):
         rows.append("|---" * (1 + len(columns)) + "|")
         made = [*dict.fromkeys(placement for (placement,) in edge.made_layouts.tolist())]
         for row, placement in enumerate(made):
-            seconds = edge._table.seconds[:, row].T * 1e3
+            seconds = edge.moves.seconds[:, row].T * 1e3
             cells = [f"{forward:.0f} + {backward:.0f}" for forward, backward in seconds]
             rows.append(f"| {shown(source, placement)} | {' | '.join(cells)} |")
         assert "\n".join(rows) in PAGE.read_text(), "\n".join(rows)

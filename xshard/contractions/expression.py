@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
 from typing import Any
 
 from xshard.caches import layout_cache
@@ -53,15 +54,15 @@ class Contraction:
         they are not as the text writes them but have, for example, composed dims split; None: as
         written. Raises ShapeError if `...` would stand for 2 dims in one operand and 1 in another.
         """
-        # Each number of dims that `...` would have to stand for, with the last operand that implies
-        # it. There should be one: 3 dims for `... c` imply 2.
-        operand_of_count: dict[int, int] = {}
-        if not layouts:
+        if layouts is None:
             layouts = self.arrays
-        counted = zip(layouts, ndims, strict=False)  # the result has no array yet
-        for i, (layout, ndim) in enumerate(counted):
+        # The numbers of dims that `...` has to stand for, each with the last operand that implies
+        # it: 3 dims for `... c` imply 2. There should be one.
+        operand_of_count: dict[int, int] = {}
+        for i, (layout, ndim) in enumerate(zip(layouts, ndims, strict=False)):  # without a result
             if ELLIPSIS in layout.names:
-                operand_of_count[ndim - len(layout.dims) + 1] = i
+                named_dims = len(layout.dims) - 1
+                operand_of_count[ndim - named_dims] = i
         if not operand_of_count:
             return self
         # Below 0: an array has fewer dims than the text names beside `...`.
@@ -94,21 +95,24 @@ def is_contraction(expression: Any, *, named: bool) -> bool:
 def _is_contraction(text: str, named: bool) -> bool:
     if _has_outer_comma(text):
         return True  # right or wrong, it is meant as a contraction: errors should speak of operands
-    # Without sizes, `b d -> b` is a mistake in a move, not a sum over d.
-    if not named:
-        return False
+    # Without lengths, `b d -> b` is a mistake in a move, not a sum over d.
+    return named and _is_more_than_move(text)
+
+
+def _is_more_than_move(text: str) -> bool:
+    """Return whether a text with one operand sums a dim, composes dims or repeats a name.
+
+    `b d -> b` sums d, `(b d) -> d b` has a composed dim, `i i -> i` repeats a name.
+    """
     try:  # malformed text is no contraction: the caller parses it as a move, which raises
         operands, results, _ = parser.parse_sides(text, "contraction")
         [(result_dims, _)] = results
     except NotationError:
         return False
     operand_dims, _ = operands[0]
-    result_names = {dim.name for dim in result_dims}
-    is_plain = all(names_of_dim(dim) == [dim.name] for dim in (*operand_dims, *result_dims))
-    # `b d -> b` sums d. Composed dims, as `(b d)`, and names that repeat, as `i i`, are for
-    # contractions only.
-    sums_a_dim = result_names < {dim.name for dim in operand_dims}
-    return sums_a_dim or not is_plain
+    if any(names_of_dim(dim) != [dim.name] for dim in (*operand_dims, *result_dims)):
+        return True  # of these, `dim.name` is no name of one dim
+    return {dim.name for dim in result_dims} < {dim.name for dim in operand_dims}
 
 
 def _has_outer_comma(text: str) -> bool:
@@ -148,9 +152,7 @@ def _parsed(text: str) -> Contraction:
         if layout.tagged(*NONLINEAR):
             hint = "max and min are not linear in each operand: reduce them first"
             raise NotationError(f"'{layout}' in a contraction", text=text, span=span, hint=hint)
-    known_names = set[str]()
-    for layout in call.operands:
-        known_names.update(layout.names)
+    known_names = {*chain.from_iterable(layout.names for layout in call.operands)}
     for name in call.result.names:
         if name not in known_names:
             what = f"dim {name!r} of the result is in no operand"
@@ -172,14 +174,14 @@ def _by_name(layout: Layout) -> Layout:
     for dim in layout.dims:
         names = names_of_dim(dim)
         n_dims.update(names)
-        first = names[0]
+        first, *others = names  # a composed dim is sharded by its first name
         if dim.shards and shards.get(first):
             hint = "redistribute the array first, so that one of them is whole"
             raise NotationError(f"two dims {first!r} are sharded", text=str(dim), hint=hint)
-        if not shards.get(first):
-            shards[first] = dim.shards  # a composed dim is sharded by its first name
-        for name in names[1:]:
-            shards.setdefault(name, ())
+        if dim.shards or first not in shards:
+            shards[first] = dim.shards
+        for name in others:
+            shards.setdefault(name, ())  # it keeps the shards of another dim of this name
     unique = [name for name in shards if n_dims[name] == 1]
     repeated = [name for name in shards if n_dims[name] > 1]
     return Layout(tuple(Dim(name, shards[name]) for name in (*unique, *repeated)), layout.tags)

@@ -17,7 +17,7 @@ from xshard.layout import Layout, Sharding
 from xshard.layout.partition import block_length, find_misfit
 from xshard.layout.sharding import normal_dim
 from xshard.notation.parser import Dim, Shard
-from xshard.search.states import cached_method
+from xshard.search.states import cached_method, replaced
 from xshard.steps.base import axes_of
 
 # With more placements, searches climb from the arrays' own placements, one change at a time.
@@ -134,13 +134,15 @@ class EinsumShardings:
     @cached_property
     def idle(self) -> Placement:
         """The placement in which every device contracts the whole arrays."""
-        return Placement.of(tuple([self._dim(d, ()) for d in range(len(self.lengths))]))
+        dims = [self._dim(d, ()) for d in range(len(self.lengths))]
+        return Placement.of(tuple(dims))
 
     @cached_property
     def placements(self) -> list[Placement]:
         """All placements, each once; of more than `MAX_PLACEMENTS`, one more than that."""
         # One more than the limit tells that there are too many, without counting them all.
-        return list(islice(self._extensions(self.idle, Axes(self.axes)), MAX_PLACEMENTS + 1))
+        placements = self._extensions(self.idle, Axes(self.axes))
+        return list(islice(placements, MAX_PLACEMENTS + 1))
 
     def neighbors(self, placement: Placement) -> Iterator[Placement]:
         """Iterate over the placements that differ from this one in what one mesh axis does.
@@ -160,7 +162,7 @@ class EinsumShardings:
             copies = tuple([copied for copied in placement.copies if copied != axis])
             without_axis = Placement.of(tuple(dims), sums, copies)
             free = Axes(self.axes) - without_axis.busy
-            for neighbor in self._with_axis(without_axis, axis, free):
+            for neighbor in self._with_role(without_axis, axis, free):
                 if neighbor.fits:
                     yield neighbor
 
@@ -177,21 +179,20 @@ class EinsumShardings:
         """Give each free axis a role, one after the other, in all ways that fit."""
         for axis in self.axes:  # in one order, so that no placement comes twice
             if axis in free:
-                for extended in self._with_axis(placement, axis, free):
+                for extended in self._with_role(placement, axis, free):
                     yield from self._extensions(extended, free - extended.busy - {axis})
                 return
         if placement.fits:
             yield placement
 
-    def _with_axis(self, placement: Placement, axis: str, free: Axes) -> Iterator[Placement]:
-        """Iterate over all that one mesh axis, idle so far, may do in a placement.
+    def _with_role(self, placement: Placement, axis: str, free: Axes) -> Iterator[Placement]:
+        """Iterate over the placements in which one mesh axis, idle so far, has a role.
 
         It stays idle; or it shards a dim; or partial sums of one operand along it stay unreduced;
         or each device along it uses its own copy of all operands. For tp and `b s, s f` all
         unsharded: idle, b/tp, s/tp, f/tp.
 
-        free: the axes that do nothing yet. A shard over several axes, as (dp tp),
-        needs all of them.
+        free: the idle axes. A shard over several axes, as (dp tp), needs all of them.
         """
         yield placement  # the axis stays idle
         dims, sums, copies, busy = placement
@@ -199,7 +200,7 @@ class EinsumShardings:
             # `axes` are those of the shard: this axis and any that it shares the shard with.
             for finer, axes in self._finer_shardings(d, dim, axis):
                 if axes <= free:
-                    yield Placement((*dims[:d], finer, *dims[d + 1 :]), sums, copies, busy | axes)
+                    yield Placement(replaced(dims, d, finer), sums, copies, busy | axes)
         *operands, result = self.endpoints
         for i, operand in enumerate(operands):
             # An operand given as partial sums need not be reduced first: a contraction is linear in
@@ -260,26 +261,28 @@ class EinsumShardings:
 
     @cached_property
     def _shards(self) -> tuple[Shards, ...]:
-        """The shards to try for each dim: those that an array has, and blocks over each mesh axis.
+        """The shards to try for each dim."""
+        return tuple(map(self._shards_to_try, self.lengths))
 
-        For the operand `b/zigzag(cp) d` on axes cp and tp: zigzag(cp) and tp for b, cp
-        and tp for d.
+    def _shards_to_try(self, name: str) -> Shards:
+        """Return the shards to try for a dim: those that an array has, and blocks over each mesh axis.
+
+        For the operand `b/zigzag(cp) d` on axes cp and tp: zigzag(cp) and tp for b, cp and tp for d.
         """
-        # By name of the dim; the inner dicts are ordered sets.
-        options: dict[str, dict[Shard, None]] = {name: {} for name in self.lengths}
+        given: dict[Shard, None] = {}  # an ordered set
         for array in self.arrays:
             for dim in array.normal_layout.dims:
-                options[dim.name] |= dict.fromkeys(dim.shards)
-        for shards in options.values():
-            # If an array shards this dim over an axis in another order than blocks (zigzag,
-            # cyclic), or over several axes in one shard, then the axis is tried in just that way,
-            # and not in contiguous blocks as well. That keeps placements few.
-            special = set[str]()
-            for shard in shards:
-                if shard.order != "block" or len(shard.axes) > 1:
-                    special.update(shard.axes)
-            shards |= dict.fromkeys(Shard((a,)) for a in self.axes if a not in special)
-        return tuple(map(tuple, options.values()))
+                if dim.name == name:
+                    given |= dict.fromkeys(dim.shards)
+        # If an array shards this dim over an axis in another order than blocks (zigzag, cyclic), or
+        # over several axes in one shard, then the axis is tried in just that way, and not in
+        # contiguous blocks as well. That keeps placements few.
+        special = set[str]()
+        for shard in given:
+            if shard.order != "block" or len(shard.axes) > 1:
+                special.update(shard.axes)
+        blocks = dict.fromkeys(Shard((axis,)) for axis in self.axes if axis not in special)
+        return tuple(given | blocks)
 
     @cached_property
     def _given_shards(self) -> set[Shards]:
@@ -354,6 +357,10 @@ class EinsumShardings:
             return ArrayMove(layout, layout, array.shape)
         return ArrayMove(layout, array.layout, array.shape)
 
+    def dual_move(self, place: ArrayPlace, local: OperandSharding) -> ArrayMove:
+        """Return the redistribution of the gradient of an array."""
+        return self.move(place, local).dual
+
     @cached_property
     def _positions(self) -> list[tuple[int, list[int]]]:
         """The number of each array, and the positions of its dims among all dims."""
@@ -413,11 +420,11 @@ def accesses(arrays: Sequence[Sequence[str]]) -> tuple[int, ...]:
         return (1,) * len(arrays)
     counts = []
     for dims in arrays:
-        # For each run of neighbouring dims that the same arrays have: which arrays. In `b s f` of
-        # `b s d, d f -> b s f`: (first, result), (second, result).
-        runs = [users for users, _ in groupby(dims, users_of)]
-        is_side_by_side = len(set(runs)) == len(runs)  # no two runs of the same arrays
-        has_batch_last = len(runs) > 1 and all(runs[-1])
+        # Neighbouring dims that the same arrays have are one dim of a matrix. For each: which arrays
+        # have it. In `b s f` of `b s d, d f -> b s f`: b s (first, result), f (second, result).
+        users = [arrays_with_dim for arrays_with_dim, _ in groupby(dims, users_of)]
+        is_side_by_side = len(set(users)) == len(users)
+        has_batch_last = len(users) > 1 and all(users[-1])
         is_matrix = is_side_by_side and not has_batch_last
         counts.append(1 if is_matrix else 3)
     return tuple(counts)

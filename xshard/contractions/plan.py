@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain
 from typing import Any, TypeVar
 
 from xshard.contractions import explain
@@ -80,9 +81,8 @@ class Part:
         arrays = (*self.contracted_shardings, self.result.source)
         # An array that no product of matrices can take as it is, is copied first.
         times = accesses([array.layout.names for array in arrays])
-        touched = 0
-        for n_accesses, array in zip(times, arrays, strict=True):
-            touched += n_accesses * array.max_local_size
+        pairs = zip(times, arrays, strict=True)
+        touched = sum(n_accesses * array.max_local_size for n_accesses, array in pairs)
         return self.result.profile.work(self.flops, touched, self.result.dtype)
 
     @property
@@ -194,9 +194,7 @@ class ContractionPlan(Pictured):
     @property
     def axes(self) -> tuple[str, ...]:
         """The mesh axes of all moves."""
-        axes: list[str] = []
-        for move in self._all_moves:
-            axes += move.axes
+        axes = chain.from_iterable(move.axes for move in self._all_moves)
         return tuple(dict.fromkeys(axes))  # each once, in order
 
     @property

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from xshard.caches import layout_cache
-from xshard.contractions.placements import ArrayMove, Axes, Dims, DimSharding
-from xshard.cost.bounds import least_received
+from xshard.contractions.placements import ArrayMove, Axes, Dims
 from xshard.cost.model import Profile
 from xshard.dtypes import itemsize
 from xshard.layout import Mesh
@@ -21,7 +20,7 @@ from xshard.search.grid import Grid, grid
 from xshard.search.moves import NamedRoute
 from xshard.search.request import Request
 from xshard.search.solve import best_path, with_dims_of_start
-from xshard.search.states import Cut, State, cached_method
+from xshard.search.states import State, cached_method
 
 # Operations of attention's backward pass for each forward one: 5 products instead of 2, since the scores are
 # computed again (FlashAttention, Dao et al. 2022).
@@ -41,15 +40,16 @@ Make = Callable[[], ArrayMove]
 class MoveEstimate:
     """The seconds of a move as far as they are known: `level` says how far.
 
-    lower_bound_s: a lower bound. make: makes the move, if it may scale; else both ends tell its price.
+    grid: the states of arrays of this shape. start, goal: the ends of the move, as its states.
+    make: makes the move, if it may multiply by a constant; else the two ends tell its price.
     """
 
+    grid: Grid
+    start: State
+    goal: State
+    make: Make | None
     lower_bound_s: float
     seconds: float  # at least `lower_bound_s`; refined in place, for all that share the move
-    src: End
-    dst: End
-    shape: Shape  # global
-    make: Make | None
     level: int = BOUND
 
 
@@ -79,16 +79,22 @@ class Prices:
     ) -> MoveEstimate:
         """Return the estimate of a redistribution: a cached one, or a new one with a lower bound.
 
-        src, dst: how each dim is sharded before and after, and the axes with partial sums. shape:
-        global. scaling: None, or what tells moves apart that have the same ends, but multiply by
-        other constants, as a mean does. make: a function that makes the move for its price; None if
-        both ends suffice.
+        Args:
+            src: How each dim is sharded before, and the axes with partial sums.
+            dst: The same after.
+            shape: The global shape.
+            scaling: For moves that may multiply by a constant, as a mean does: what tells those
+                apart that have the same ends and shape. Else None.
+            make: Makes such a move, for its price; it takes long, and few moves are priced.
         """
         key = (src, dst, shape, scaling)  # hot: most calls find the move here
         move = self._moves.get(key)
         if move is None:
-            bound_seconds = self._bound_seconds(src, dst, shape)
-            move = MoveEstimate(bound_seconds, bound_seconds, src, dst, shape, make)
+            grid = self._grid(shape)
+            start = self._state(shape, src)
+            goal = self._state(shape, dst)
+            bound_s = grid.quick_bound_s(start, goal)
+            move = MoveEstimate(grid, start, goal, make, bound_s, bound_s)
             self._moves[key] = move
         return move
 
@@ -99,86 +105,37 @@ class Prices:
         the cheapest plan, which takes most time to compute. `move` is changed in place: all
         candidates with an equal move share the object, and see the better number.
         """
-        src = self._state(move.shape, move.src)
-        dst = self._state(move.shape, move.dst)
         if move.level == BOUND:
-            estimated = estimate(self._grid(move.shape), src, dst)
-            move.level = ESTIMATE
+            estimated = estimate(move.grid, move.start, move.goal)
             # An estimate may be lower than the truth, a bound may not: so the seconds never fall.
             move.seconds = max(move.seconds, estimated)
+            move.level = ESTIMATE
             return
         if move.make is None:
-            # Seconds follow from both ends; making a `Plan` would cost more, and only its seconds
-            # would be read.
-            price = self._price(move.shape, src, dst)
+            move.seconds = _price(move)
         else:
-            # A move that may multiply by a constant, as for a mean: both ends do not show that.
-            price = self.plan(move.make()).cost
+            move.seconds = self.plan(move.make()).cost
         move.level = PRICE
-        move.seconds = price
-
-    def _price(self, shape: Shape, src: State, dst: State) -> float:
-        """Return the seconds of the cheapest steps between two states."""
-        grid = self._grid(shape)
-        start = grid.sharding(src)
-        goal = with_dims_of_start(
-            grid.sharding(dst), start
-        )  # with the shards of `start` where blocks are equal
-        space = NamedRoute(start, goal, grid.itemsize, self.profile)
-        return best_path(space.route).seconds
 
     @cached_method
     def _grid(self, shape: Shape) -> Grid:  # the same as long as states have its numbers
         return grid(self.mesh, shape, itemsize(self.dtype), self.profile)
 
+    @cached_method
     def _state(self, shape: Shape, end: End) -> State:
         """Return one end of a move as searches know it: shards and axes as numbers of the grid."""
         dims, sums = end
-        numbers = sorted(map(self._grid(shape).axes.index, sums))
-        return State(tuple([self._cut(shape, dim) for dim in dims]), tuple(numbers))
+        return self._grid(shape).state([dim.normal_shards for dim in dims], sums)
 
-    @cached_method
-    def _cut(self, shape: Shape, dim: DimSharding) -> Cut:
-        return tuple(map(self._grid(shape).shard_number, dim.normal_shards))
 
-    def _bound_seconds(self, src: End, dst: End, shape: Shape) -> float:
-        """Return a lower bound of the seconds of a move: its fewest bytes on the fastest link."""
-        elements = self._fewest_received(src, dst, math.prod(shape))
-        if not elements:
-            return 0.0
-        grid = self._grid(shape)
-        start = grid.least_launch_s + grid.least_latency_s
-        return elements * (grid.itemsize / grid.fastest_bytes_per_s) + start
-
-    def _fewest_received(self, src: End, dst: End, elements: int) -> int:
-        """Return a lower bound of the elements that the busiest device must receive in a move.
-
-        `n/dp -> n` of 8 on 4 devices: each needs 8 and has 2, so 6. With partial sums that are
-        reduced, the mean over all devices is the bound.
-
-        src, dst: how each dim is sharded, and the mesh axes with partial sums. elements: of the
-        whole array.
-        """
-        src_dims, src_sums = src
-        dst_dims, dst_sums = dst
-        reduced_axes = src_sums - dst_sums
-        if reduced_axes:
-            # Each element of the result is a sum of `addends` numbers, each on another device, and
-            # ends on `copies` devices.
-            mesh = self.mesh
-            addends = mesh.size(*reduced_axes)
-            copies = mesh.n_devices // mesh.size(*dst_sums.union(*[dim.axes for dim in dst_dims]))
-            staying = mesh.size(*(dst_sums & src_sums))  # sums along these stay as they are
-            return least_received(elements, mesh.n_devices, addends, copies, staying)
-        # A value becomes partial sums: a device that lacks an element may take 0 as its addend, so
-        # that perhaps nothing is sent.
-        if dst_sums - src_sums:
-            return 0
-        # A device needs its new block, and has at most as much of it as fits into its old one: in
-        # each dim the smaller number of rows.
-        needed_rows = [dim.block_rows for dim in dst_dims]
-        held_rows = [dim.block_rows for dim in src_dims]
-        return math.prod(needed_rows) - math.prod(map(min, needed_rows, held_rows))
+def _price(move: MoveEstimate) -> float:
+    """Return the seconds of the cheapest steps of a move, without the `Plan`, which takes longer."""
+    grid = move.grid
+    start = grid.sharding(move.start)
+    # Where blocks are equal, the goal is written with the shards of the start: no step is needed.
+    goal = with_dims_of_start(grid.sharding(move.goal), start)
+    space = NamedRoute(start, goal, grid.itemsize, grid.profile)
+    return best_path(space.route).seconds
 
 
 @layout_cache(maxsize=4096)

@@ -16,6 +16,7 @@ from xshard.layout.partition import rotated
 from xshard.notation.parser import Shard
 from xshard.plans.plan import Plan, find_plan
 from xshard.search.request import Request
+from xshard.search.states import replaced
 from xshard.steps import AllGather, ReduceScatter, Retag, Step
 from xshard.steps.base import without_tags
 
@@ -89,26 +90,26 @@ class ContractionRing:
         and the longer of both counts. 4 parts in one piece, 4 s of products and messages of 2 s: 1
         + max(3, 3 * 2) = 7 s, and the other moves.
         """
-        moves = [*part.moves, part.result]
-        # The ring replaces one move: that of the result (None), or of one operand.
-        if self.operand is None:
-            moves.pop()
-        else:
-            del moves[self.operand]
+        # The ring replaces one move: of one operand, or, with None, of the result, which is last.
+        other_moves = [*part.moves, part.result]
+        del other_moves[-1 if self.operand is None else self.operand]
         product_seconds = part.work / self.products
         # The pieces of a device's own part do not travel.
         message_seconds = (self.products - self.pieces) * self.rotation.cost
         overlapped = max(part.work - product_seconds, message_seconds)
-        return sum(move.cost for move in moves) + product_seconds + overlapped
+        return sum(move.cost for move in other_moves) + product_seconds + overlapped
 
 
 class TravellingDim(NamedTuple):
-    """What a ring would replace: the dim whose parts travel, and the layouts on both sides of the rest."""
+    """The dim whose parts travel in a ring, instead of one move, and what else that move does.
+
+    That is `ContractionRing.remaining_move`: from `src` to `rest_dst`, which differ in tags only.
+    """
 
     operand: int | None
     dim: str
     src: Sharding  # of the parts
-    rest_dst: Layout  # `remaining_move` leads from `src` to it; both shard dims equally
+    rest_dst: Layout
 
 
 def rings(part: Part) -> Iterator[ContractionRing]:
@@ -179,34 +180,35 @@ def _rings(travelling: TravellingDim, move: Plan) -> Iterator[ContractionRing]:
     travelling: the dim that is passed on. move: the all-gather or reduce-scatter that is replaced.
     """
     src = travelling.src
-    mesh = src.mesh
     dims = src.normal_layout.dims  # groups as nested shards
     # Messages have the tags (partial sums or copies along other axes) of the block that is passed
     # on: of an operand just before its gather, of a result just after its reduction.
     tags = travelling.rest_dst.tags
     if travelling.operand is None:
         tags = src.layout.tags
-    d = src.dim_index(travelling.dim)
-    [axis] = dims[d].shards[-1].axes  # the innermost shard travels
-    n_devices = mesh.size(axis)
-    rows = src.max_local_shape[d]  # of a part
-
-    def plan(src_layout: Layout, dst_layout: Layout, shape: tuple[int, ...]) -> Plan:
-        array = (shape, move.dtype, move.profile)
-        request = Request.on_mesh(mesh, src_layout, dst_layout, *array, devices=move.devices)
-        return find_plan(request)
-
     # What else the move does, without the dim that travels: changes of tags, or nothing.
-    rest = plan(src.layout, travelling.rest_dst, src.shape)
+    rest = _plan_like(move, src, travelling.rest_dst)
+    d = src.dim_index(travelling.dim)
+    *outer_shards, travelling_shard = dims[d].shards
+    [axis] = travelling_shard.axes
+    n_devices = src.mesh.size(axis)
+    part_rows = src.max_local_shape[d]
     for pieces in PIECES:
         # Pieces are equal, so that all devices send messages of one size.
-        if rows % pieces or (pieces > 1 and n_devices * pieces > MAX_PRODUCTS):
+        if part_rows % pieces or (pieces > 1 and n_devices * pieces > MAX_PRODUCTS):
             continue
-        next_part = rotated((axis,), n_devices, rows // pieces, -1)
-        next_dim = replace(dims[d], shards=(*dims[d].shards[:-1], next_part))
-        rotated_dims = (*dims[:d], next_dim, *dims[d + 1 :])
         # One round as a redistribution: an array of one piece of every device, whose blocks all go
         # to the device before.
-        shape = (*src.shape[:d], src.shape[d] // pieces, *src.shape[d + 1 :])
-        rotation = plan(Layout(dims, tags), Layout(rotated_dims, tags), shape)
+        next_part = rotated((axis,), n_devices, part_rows // pieces, -1)
+        next_dim = replace(dims[d], shards=(*outer_shards, next_part))
+        next_layout = Layout(replaced(dims, d, next_dim), tags)
+        shape = replaced(src.shape, d, src.shape[d] // pieces)
+        rotation = _plan_like(move, Sharding(Layout(dims, tags), src.mesh, shape), next_layout)
         yield ContractionRing(travelling.operand, travelling.dim, axis, pieces, rotation, rest)
+
+
+def _plan_like(move: Plan, src: Sharding, dst: Layout) -> Plan:
+    """Plan a move of an array with the dtype, and on the devices, of another move."""
+    array = (src.shape, move.dtype, move.profile)
+    request = Request.on_mesh(src.mesh, src.layout, dst, *array, devices=move.devices)
+    return find_plan(request)

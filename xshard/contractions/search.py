@@ -24,7 +24,7 @@ from xshard.contractions.placements import (
     EinsumShardings,
     Placement,
 )
-from xshard.contractions.prices import ESTIMATE, PRICE, Make, MoveEstimate, Prices
+from xshard.contractions.prices import ESTIMATE, PRICE, MoveEstimate, Prices
 from xshard.search.request import BOTH
 
 FINALISTS = 8  # candidates that are priced, the best by estimates first
@@ -62,10 +62,8 @@ class Candidate(NamedTuple):
     def moves(self) -> tuple[ArrayMove, ...]:
         """The moves of the operands, and last of the local result."""
         shardings = self.shardings
-        moves = []
-        for place in shardings.array_places(self.placement):
-            moves.append(shardings.move(place, shardings.local(place)))
-        return tuple(moves)
+        places = shardings.array_places(self.placement)
+        return tuple([shardings.move(place, shardings.local(place)) for place in places])
 
     def priced(self, prices: Prices, below: float = math.inf) -> float:
         """Price all moves, the most expensive first, and return the seconds.
@@ -228,30 +226,22 @@ class CandidateSearch:
         else:
             src = given
             dst = local
-        make = None  # in most cases the price follows from the shardings at both ends alone
-        scaling = None
-        if shardings.has_means:
-            # A mean multiplies by a constant, which the shardings at both ends do not show: then
-            # the whole move is made when it is priced, and the key of the cache says more.
-            make = partial(shardings.move, place, local)
-            scaling = (number, place.placement.sums)
         shape = shardings.arrays[number].shape
         prices = self.prices
+        # In most cases the seconds of a move follow from the shardings at both ends. But a mean
+        # multiplies by a constant, which they do not show: then the whole move is made for its price.
+        scaling = None
+        make = None
+        make_dual = None
+        if shardings.has_means:
+            scaling = (number, place.placement.sums)
+            make = partial(shardings.move, place, local)
+            make_dual = partial(shardings.dual_move, place, local)
         forward = prices.move((src.dims, src.sums), (dst.dims, dst.sums), shape, scaling, make)
         if self.objective != BOTH:
             return [forward]
         # A gradient goes the other way, and along axes where the value is copied, the gradients of
         # the copies are addends: so its partial sums are the value's copies.
-        make_dual = None if make is None else _dual_of(make)
         src_end = (src.dims, src.copies)
         dst_end = (dst.dims, dst.copies)
         return [forward, prices.move(dst_end, src_end, shape, scaling, make_dual)]
-
-
-def _dual_of(make: Make) -> Make:
-    """Return a function that makes the move of the gradient."""
-
-    def make_dual() -> ArrayMove:
-        return make().dual
-
-    return make_dual

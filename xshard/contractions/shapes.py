@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from xshard.arguments import as_whole_number, lengths_of, short_repr
@@ -30,10 +30,8 @@ def checked_lengths(sizes: Any, shape: Any) -> tuple[Sizes | None, Shapes | None
             raise ShapeError(
                 f"sizes {short_repr(sizes)}", hint='lengths by name, as in sizes={"b": 8}'
             )
-        lengths = []
-        for name, length in sizes.items():
-            lengths.append((name, _length(f"dim {name!r} in sizes", length)))
-        sizes = tuple(lengths)
+        items = sizes.items()
+        sizes = tuple((name, _length(f"dim {name!r} in sizes", length)) for name, length in items)
     if shape is not None:
         shape = tuple(map(_whole_shape, _as_shapes(shape)))
     return sizes, shape
@@ -100,10 +98,7 @@ def shapes_of(
 
 def _lengths_by_name(call: Contraction, lengths: Mapping[str, int]) -> Shapes:
     """Return for every operand a length for each of its names."""
-    shapes = []
-    for layout in call.operands:
-        shapes.append(tuple(lengths[name] for name in layout.names))
-    return tuple(shapes)
+    return tuple(tuple(map(lengths.__getitem__, layout.names)) for layout in call.operands)
 
 
 def _not_one_of_both(call: Contraction, *, has_sizes: bool) -> ShapeError:
@@ -281,12 +276,16 @@ def _check_composed(dim: Dim, lengths: Mapping[str, int], mesh: Mesh) -> None:
         raise ShapeError(what, text=str(dim), hint=hint)
 
 
-class BlockDims(NamedTuple):
-    """The dims of a block once composed dims are split: names, lengths, and dims to pick rows in."""
+class BlockDim(NamedTuple):
+    """A dim of a block once composed dims are split.
 
-    names: list[str]
-    lengths: list[int]
-    picked: list[int]
+    is_picked: the block holds it whole although its name is sharded in another dim, as in the second
+    dim of `i/tp i`.
+    """
+
+    name: str
+    length: int
+    is_picked: bool
 
 
 def named_block(
@@ -307,14 +306,15 @@ def named_block(
     Returns:
         The block under `named`.
     """
-    dims = _split_dims(layout, named, block)
-    names = dims.names
+    dims = list(_split_dims(layout, named, block))
+    names = [dim.name for dim in dims]
     if layout.names != tuple(names):
-        x = x.reshape(dims.lengths)
+        x = x.reshape([dim.length for dim in dims])
     # In `i/tp i` the name i is sharded in one dim and whole in the other. Of the whole one, only
     # the rows that this device has in the sharded one are on its part of the diagonal.
-    for d in dims.picked:
-        x = x[(slice(None),) * d + (rows(names[d]),)]
+    for d, dim in enumerate(dims):
+        if dim.is_picked:
+            x = x[(slice(None),) * d + (rows(dim.name),)]
     for name in named.layout.names:
         while names.count(name) > 1:
             first = names.index(name)
@@ -325,26 +325,20 @@ def named_block(
     return x
 
 
-def _split_dims(layout: Layout, named: Sharding, block: Sequence[int]) -> BlockDims:
-    """List the names and local lengths of a block's dims after composed dims are split into names.
+def _split_dims(layout: Layout, named: Sharding, block: Sequence[int]) -> Iterator[BlockDim]:
+    """Iterate over a block's dims after composed dims are split into names.
 
-    `(b d)/tp` of b = 8, d = 3 on 4 devices: names b, d and lengths 2, 3. `picked` has the numbers
-    of dims that the block holds whole although their name is sharded elsewhere, as the second of
-    `i/tp i`.
+    `(b d)/tp` of b = 8, d = 3 on 4 devices: b of length 2, d of length 3.
 
     layout: of the array as the text writes it. named: its sharding with one dim per name. block:
     the local shape under `named`.
     """
     local_lengths = dict(zip(named.layout.names, block, strict=True))
     global_lengths = dict(zip(named.layout.names, named.shape, strict=True))
-    dims = BlockDims([], [], [])
     for dim in layout.dims:
         for i, name in enumerate(names_of_dim(dim)):
-            # A composed dim is sharded by its first name.
-            is_local = bool(dim.shards) and i == 0
-            if named.layout.dim(name).shards and not is_local:
-                dims.picked.append(len(dims.names))  # the name is sharded in another dim
-            dims.names.append(name)
-            lengths = local_lengths if is_local else global_lengths
-            dims.lengths.append(lengths[name])
-    return dims
+            if dim.shards and i == 0:  # a composed dim is sharded by its first name
+                yield BlockDim(name, local_lengths[name], False)
+            else:
+                is_sharded_elsewhere = bool(named.layout.dim(name).shards)
+                yield BlockDim(name, global_lengths[name], is_sharded_elsewhere)

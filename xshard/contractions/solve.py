@@ -14,7 +14,14 @@ import numpy as np
 
 from xshard.caches import layout_cache
 from xshard.contractions.expression import Contraction
-from xshard.contractions.placements import Axes, EinsumShardings, Placement, dim_lengths, operations
+from xshard.contractions.placements import (
+    RESULT,
+    Axes,
+    EinsumShardings,
+    Placement,
+    dim_lengths,
+    operations,
+)
 from xshard.contractions.plan import ContractionPlan, Part, remaining
 from xshard.contractions.prices import ESTIMATE, Prices
 from xshard.contractions.ring import ALWAYS, NEVER, rings
@@ -53,13 +60,12 @@ class ContractionRequest:
     def shardings(self) -> EinsumShardings:
         """The operands and the result on the mesh."""
         layouts = self.contraction.operands
-        operands = []
-        for layout, shape in zip(layouts, self.shapes, strict=True):
-            operands.append(Sharding(layout, self.mesh, shape))
         result = self.contraction.result
         lengths = dim_lengths(layouts, self.shapes)
         result_shape = tuple(lengths[name] for name in result.names)
-        return EinsumShardings(tuple(operands), Sharding(result, self.mesh, result_shape))
+        arrays = zip((*layouts, result), (*self.shapes, result_shape), strict=True)
+        *operands, wanted = [Sharding(layout, self.mesh, shape) for layout, shape in arrays]
+        return EinsumShardings(tuple(operands), wanted)
 
 
 @layout_cache(maxsize=4096)
@@ -150,33 +156,28 @@ class _Solver:
     def plans(self) -> Iterator[ContractionPlan]:
         """Iterate over plans, the cheapest first."""
         if len(self.shardings.operands) > 2:
-            paths = iter(self._paths_of_pairs())
-        else:
-            paths = self._paths_at_once()
-        for path in paths:
-            yield self._plan(path)
+            yield from map(self._plan, self._paths_of_pairs())
+            return
+        for candidate in self._candidates_at_once():
+            yield self._plan(self._as_single_contraction(candidate))
 
-    def _paths_at_once(self) -> Iterator[ContractionPath]:
-        """Iterate over the ways to contract all operands (one or two) at once, the best first.
-
-        Each way is a path of one step: a placement, which says what every mesh axis does meanwhile.
-        """
+    def _candidates_at_once(self) -> Iterator[Candidate]:
+        """Iterate over the ways to contract all operands (one or two) at once, the best first."""
         limit = self.request.flops_limit
         search = self._search_in(self.shardings)
         candidates = search.best(limit)
-        if self.request.objective == BOTH:
-            first = next(candidates, None)
-            if first is None:
-                return
-            # The search adds some seconds to each move, in which devices wait for each other, and
-            # the cost of a plan has none. So the placement that is best for the forward pass alone
-            # may cost less as a plan, also with its backward pass: the cheaper of both comes first.
-            forward = CandidateSearch(self.shardings, self.prices, FORWARD)
-            best_forward = next(forward.best(limit)).placement
-            best = min(first, search.candidate(best_forward), key=self._plan_seconds)
-            yield self._as_single_contraction(best)
-        for candidate in candidates:
-            yield self._as_single_contraction(candidate)
+        if self.request.objective != BOTH:
+            return candidates
+        first = next(candidates, None)
+        if first is None:
+            return candidates  # all exceed the limit
+        # The search adds some seconds to each move, in which devices wait for each other, and the
+        # cost of a plan has none. So the placement that is best for the forward pass alone may cost
+        # less as a plan, also with its backward pass: the cheaper of both comes first.
+        forward = CandidateSearch(self.shardings, self.prices, FORWARD)
+        best_forward = next(forward.best(limit)).placement
+        cheapest = min(first, search.candidate(best_forward), key=self._plan_seconds)
+        return itertools.chain([cheapest], candidates)
 
     def _search_in(self, shardings: EinsumShardings, below: float = math.inf) -> CandidateSearch:
         return CandidateSearch(shardings, self.prices, self.request.objective, below)
@@ -225,7 +226,8 @@ class _Solver:
         for takes in order:
             longer: list[ContractionPath] = []
             for path in paths:
-                longer += self._extend(path, takes, order)
+                limit = self._flops_left(path, order)
+                longer += self._extended(path, takes, limit)
             paths = sorted(longer, key=attrgetter("seconds"))[:WIDTH]
         return paths
 
@@ -238,7 +240,7 @@ class _Solver:
         order: the operands of each pair, among those left. placement: of all operands at once.
         """
         path = self.start
-        # For each operand left, its number among all operands; -1 for the result of a pair. After
+        # For each operand left, its number among all operands, or RESULT, -1, of an earlier pair. After
         # operands 0 and 1 of three are contracted: [2, -1].
         numbers = list(range(len(self.shardings.operands)))
         for takes in order:
@@ -250,42 +252,44 @@ class _Solver:
             # whose exact prices are compared.
             seconds = path.seconds + candidate.least_seconds
             path = path.with_step(takes, candidate)._replace(seconds=seconds)
-            numbers = [*remaining(numbers, takes), -1]
+            numbers = [*remaining(numbers, takes), RESULT]
         return path
 
-    def _extend(
-        self, path: ContractionPath, takes: Takes, order: Order
-    ) -> Iterator[ContractionPath]:
-        """Yield a path with one more pair contracted, in each of the best ways to shard the pair.
+    def _extended(
+        self, path: ContractionPath, takes: Takes, flops_limit: int | None
+    ) -> list[ContractionPath]:
+        """Return the path with one more pair contracted, in each of the best ways to shard the pair.
 
-        The seconds of complete paths are added to `self.best`, so that later calls can leave out
-        what takes longer.
+        If no pair follows, the seconds of the result are added to `self.best`, so that later calls
+        can leave out what takes longer.
 
-        takes: the indices of the pair among the operands that are left. order: the
-        whole order of pairs.
+        takes: the indices of the pair among the operands that are left.
         """
-        is_last = len(path.remaining) == len(takes)
-        limit = self.request.flops_limit
-        # The pairs that follow need some operations of the limit, too: at least `_least_flops`.
-        if limit is not None:
-            contracted = len(path.steps) + 1
-            limit -= path.flops + sum(self._least_flops(order)[contracted:])
         below = math.inf
         # Only the `WIDTH` fastest complete paths are priced in the end: what is slower than all of
         # `WIDTH` known ones is not looked at.
         if len(self.best) >= WIDTH:
             below = self.best[WIDTH - 1] - path.seconds
         if below <= 0:
-            return
-        search = self._search_in(self._pair(path, takes), below)
-        n_candidates = WIDTH
-        if is_last:  # only the best end of a path can win
-            n_candidates = 1
-        for candidate in itertools.islice(search.best(limit, ESTIMATE), n_candidates):
-            longer = path.with_step(takes, candidate)
-            if is_last:
-                insort(self.best, longer.seconds)
-            yield longer
+            return []
+        candidates = self._search_in(self._pair(path, takes), below).best(flops_limit, ESTIMATE)
+        if len(path.remaining) > len(takes):
+            first = itertools.islice(candidates, WIDTH)
+            return [path.with_step(takes, candidate) for candidate in first]
+        best_end = next(candidates, None)  # no other end of this path can win
+        if best_end is None:
+            return []
+        complete = path.with_step(takes, best_end)
+        insort(self.best, complete.seconds)
+        return [complete]
+
+    def _flops_left(self, path: ContractionPath, order: Order) -> int | None:
+        """Return the operations that the next pair may take, so that all that follow can be done."""
+        limit = self.request.flops_limit
+        if limit is None:
+            return None
+        next_pair = len(path.steps)
+        return limit - path.flops - sum(self._least_flops(order)[next_pair + 1 :])
 
     def _least_flops(self, order: Order) -> list[int]:
         """Return a lower bound of the operations on each device, for each pair of an order.
@@ -299,12 +303,11 @@ class _Solver:
         left = [set(operand.layout.names) for operand in self.shardings.operands]
         for takes in order:
             others = remaining(left, takes)
-            # A dim is summed as soon as neither another operand nor the result has it.
             names = set[str]().union(*[left[i] for i in takes])
+            # A dim is summed as soon as neither another operand nor the result has it.
             kept_names = names & result_names.union(*others)
-            total = operations(
-                [lengths[name] for name in names], len(takes), has_sum=names > kept_names
-            )
+            pair_lengths = [lengths[name] for name in names]
+            total = operations(pair_lengths, len(takes), has_sum=names != kept_names)
             flops.append(total // self.request.mesh.n_devices)
             left = [*others, kept_names]
         return flops
@@ -356,19 +359,18 @@ class _Solver:
 
         takes: the indices of its operands among those left.
         """
-        *moves, result = [self.prices.plan(move) for move in candidate.moves]
+        *moves, result = map(self.prices.plan, candidate.moves)
         part = Part(takes, tuple(moves), result)
         overlap = self.request.overlap
         if overlap == NEVER:
             return part
-        in_rounds = [replace(part, ring=ring) for ring in rings(part)]
-        if not in_rounds:
+        in_rings = [replace(part, ring=ring) for ring in rings(part)]
+        if not in_rings:
             return part
-        fastest = min(in_rounds, key=attrgetter("seconds"))
+        fastest = min(in_rings, key=attrgetter("seconds"))
         # A margin, since the many small products of a ring may be slower than predicted.
-        if overlap == ALWAYS or fastest.seconds < RING_SHARE * part.seconds:
-            return fastest
-        return part
+        is_faster = fastest.seconds < RING_SHARE * part.seconds
+        return fastest if is_faster or overlap == ALWAYS else part
 
 
 def restrict_to_pair(
@@ -384,24 +386,23 @@ def restrict_to_pair(
         shardings: All operands, and the result.
         placement: Of all operands.
         pair: Two operands, and their result.
-        numbers: Of the pair's operands among all; -1 is the result of an earlier pair.
+        numbers: Of the pair's operands among all; RESULT for the result of an earlier pair.
     """
     all_dims = dict(zip(shardings.lengths, placement.dims, strict=True))
     dims = tuple(all_dims[name] for name in pair.lengths)
     sharding_axes = Axes().union(*[dim.axes for dim in dims])
-    # Axes that do something in the whole contraction but shard no dim of the pair: they hold
-    # partial sums or copies here. As a list in mesh order, so that results do not depend
-    # on a set's order.
-    busy = [axis for axis in shardings.axes if axis in placement.busy - sharding_axes]
-    sums: list[tuple[str, int]] = []  # axis, index in the pair
+    # Axes that shard no dim of the pair, but do something in the whole contraction: they hold
+    # partial sums or copies here. In mesh order, so that results do not depend on a set's order.
+    others = [axis for axis in shardings.axes if axis in placement.busy - sharding_axes]
+    operand_of_sum: dict[str, int] = {}  # by axis, the index in the pair
     for i, (number, operand) in enumerate(zip(numbers, pair.operands, strict=True)):
-        is_result = number < 0  # of an earlier pair, which may have left partial sums
         for axis in operand.layout.tagged("sum", "mean"):
-            if axis in busy and (is_result or (axis, number) in placement.sums):
-                sums.append((axis, i))
-    sum_axes = {axis for axis, _ in sums}
-    copies = tuple(axis for axis in busy if axis not in sum_axes)
-    return Placement.of(dims, tuple(sums), copies)
+            # An operand's sums are reduced before, unless the placement keeps them.
+            is_kept = number == RESULT or (axis, number) in placement.sums
+            if axis in others and is_kept:
+                operand_of_sum[axis] = i
+    copies = tuple(axis for axis in others if axis not in operand_of_sum)
+    return Placement.of(dims, tuple(operand_of_sum.items()), copies)
 
 
 def _orders(shardings: EinsumShardings) -> Iterator[Order]:

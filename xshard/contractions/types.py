@@ -112,7 +112,8 @@ def _axis_role(
         dims: All dims of them by name, with their shards.
         names: The names of the result's dims.
     """
-    kinds = [_role_in(layout, axis) for layout in operands]  # "cut", the kind of a tag, or None
+    kinds = [_role_in(layout, axis) for layout in operands]
+    not_copies = [i for i, kind in enumerate(kinds) if kind != "copy"]
     cut_names = [dim.name for dim in dims.values() if axis in dim.axes]
     # `b/tp d, d f/tp`: each device would get only the blocks of the result on a diagonal.
     if len(cut_names) > 1:
@@ -122,27 +123,18 @@ def _axis_role(
     if cut_names:
         [name] = cut_names
         # Operands without that dim have to be copies: each device uses them for other results.
-        misfits = []
-        for i, layout in enumerate(operands):
-            if name not in layout.names and kinds[i] != "copy":
-                misfits.append(i)
-        tag = None
-        if name not in names:  # each device sums its own part of the dim
-            tag = "sum"
+        misfits = [i for i in not_copies if name not in operands[i].names]
+        tag = None if name in names else "sum"  # each device sums its own part of the dim
         return AxisRole(tag, misfits, f"cuts {name!r}, which this operand lacks")
-    for first_index, kind in enumerate(kinds):
-        # The product of two sums is no sum of products, so that one operand at most holds addends.
+    for sum_index, kind in enumerate(kinds):
+        # The product of two sums is no sum of products: all other operands have to be copies.
         if kind in ("sum", "mean"):
-            misfits = []
-            for i, other in enumerate(kinds):
-                if i != first_index and other != "copy":
-                    misfits.append(i)
+            misfits = [i for i in not_copies if i != sum_index]
             return AxisRole(kind, misfits, "holds addends of another operand")
     # No operand is cut or a sum, so that at least one holds copies, each of which gets a gradient
     # of its own. Another operand with replicas, which must have equal gradients,
     # would get unequal ones.
-    misfits = [i for i, kind in enumerate(kinds) if kind is None]
-    return AxisRole("copy", misfits, "holds copies of another operand, of this one replicas")
+    return AxisRole("copy", not_copies, "holds copies of another operand, of this one replicas")
 
 
 def _common_dims(operands: Sequence[Layout], text: str) -> dict[str, Dim]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,6 +36,8 @@ from xshard.steps.exchange.traffic import (
     rows_in_common,
 )
 from xshard.steps.permute import block_keys
+
+Count = TypeVar("Count", int, NDArray[np.float64])
 
 
 def received_elements(src: Sharding, dst: Sharding) -> int:
@@ -105,10 +107,11 @@ def total_elements(src: Sharding, dst: Sharding) -> int:
     return messages * mesh.size(*staying)
 
 
-def reduction_messages(elements: int, addends: int, copies: int) -> int:
+def reduction_messages(elements: Count, addends: Count, copies: Count) -> Count:
     """Return the fewest elements received in total where sums of `addends` end in `copies`.
 
-    100 elements, 4 addends, 1 copy (a reduce-scatter): 300; 4 copies (an all-reduce): 600.
+    100 elements, 4 addends, 1 copy (a reduce-scatter): 300; 4 copies (an all-reduce): 600. Arrays
+    of numbers give an array.
     """
     return elements * (addends + copies - 2)
 
@@ -217,26 +220,28 @@ def _needed_of_fold(wanted: tuple[Runs, ...], blocks: tuple[Runs, ...], length: 
     if any(isinstance(rows, Rows) for rows in (*blocks, *wanted)):
         all_rows = np.concatenate([row_numbers(block) for block in blocks])
         n_blocks = np.bincount(all_rows, minlength=length)  # that hold each row
-        nonzero = []
-        for rows in map(row_numbers, wanted):
-            nonzero.append(as_runs(rows[n_blocks[rows] > 0]))
-        complete = []
-        for rows in map(row_numbers, blocks):
-            complete.append(as_runs(rows[n_blocks[rows] == 1]))
-        return NeededRows(tuple(nonzero), tuple(complete))
+        return NeededRows(
+            wanted=tuple(as_runs(rows[n_blocks[rows] > 0]) for rows in map(row_numbers, wanted)),
+            complete=tuple(as_runs(rows[n_blocks[rows] == 1]) for rows in map(row_numbers, blocks)),
+        )
+    return _needed_runs_of_fold(wanted, blocks)
 
-    held_pieces = interval_table(blocks)
-    # The same with runs of rows. All are cut at the edges of all others, so that any two pieces are
-    # equal or disjoint; equal ones have the same number in `interval`. 0-4, 3-7 ->
-    # 0-2, 3-4, 3-4, 5-7.
-    parts, interval, source = cut_at_edges(concatenate_tables(held_pieces, interval_table(wanted)))
-    # `source` has, for each piece, the number of the run that it was cut from. Runs of blocks come
-    # first, then the wanted ones.
-    is_held = source < len(held_pieces.start)
-    n_blocks = np.bincount(interval[is_held], minlength=len(interval))[interval]
+
+def _needed_runs_of_fold(wanted: tuple[Runs, ...], blocks: tuple[Runs, ...]) -> NeededRows:
+    """Find the rows of `_needed_of_fold` by runs, without listing every row.
+
+    All runs are cut at the edges of all others, so that any two pieces are equal or disjoint; equal
+    ones get the same number. 0-4 and 3-7 are pieces 0-2 (0), 3-4 (1), 3-4 (1) and 5-7 (2).
+    """
+    held_runs = interval_table(blocks)
+    all_runs = concatenate_tables(held_runs, interval_table(wanted))  # held ones first
+    pieces, piece_numbers, run_of_piece = cut_at_edges(all_runs)
+    is_held = run_of_piece < len(held_runs.start)
+    n_pieces = len(piece_numbers)
+    n_blocks = np.bincount(piece_numbers[is_held], minlength=n_pieces)[piece_numbers]
     return NeededRows(
-        runs_by_row(parts.take(~is_held & (n_blocks > 0)), len(wanted)),
-        runs_by_row(parts.take(is_held & (n_blocks == 1)), len(blocks)),
+        wanted=runs_by_row(pieces.take(~is_held & (n_blocks > 0)), len(wanted)),
+        complete=runs_by_row(pieces.take(is_held & (n_blocks == 1)), len(blocks)),
     )
 
 

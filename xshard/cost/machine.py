@@ -261,26 +261,29 @@ def node_processes(n: int) -> int | None:
             # The variable is about this node only; n = 14 with 4 on this one means that others
             # differ. The common divisor, 2, is then the best guess.
             return math.gcd(int(value), n)
-    # Slurm lists the processes of all nodes, as in `4(x2),3`. Without that this may be a pod of a
-    # PyTorchJob: its two variables are put into the same form. There "auto" means one process.
+    counts = _processes_by_node()
+    # If the total is not n, the variables describe another job, or only a part of this one.
+    return math.gcd(*counts) if sum(counts) == n else None
+
+
+def _processes_by_node() -> list[int]:
+    """List the processes of all nodes, as Slurm or PyTorchJob tells them: `4(x2),3` -> [4, 4, 3].
+
+    Empty if neither does.
+    """
     listed = os.environ.get("SLURM_STEP_TASKS_PER_NODE")
     if listed is None:
+        # A pod of a PyTorchJob has two variables, which are put into Slurm's form. There "auto"
+        # means one process.
         per_pod = os.environ.get("PET_NPROC_PER_NODE", "").replace("auto", "1")
         listed = f"{per_pod}(x{os.environ.get('PET_NNODES')})"
-    divisor = 0  # as the start of a common divisor: gcd(0, 4) is 4
-    total = 0
+    counts: list[int] = []
     for item in listed.split(","):
-        # `4(x2)` is 4 processes on each of 2 nodes, `3` is 3 on one.
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", item.strip())
         if match:
-            processes = int(match[1])
-            n_nodes = 1
-            if match[2]:
-                n_nodes = int(match[2])
-            divisor = math.gcd(divisor, processes)
-            total += processes * n_nodes
-    # If the total is not n, the variables describe another job, or only a part of this one.
-    return divisor if total == n else None
+            processes, n_nodes = map(int, match.groups("1"))  # `3` is 3 processes on 1 node
+            counts += [processes] * n_nodes
+    return counts
 
 
 @lru_cache(maxsize=64)
@@ -351,7 +354,8 @@ def profile_of_devices(profile: Profile, mesh: Mesh, devices: Sequence[int]) -> 
             links[axis] = profile.across
     links |= dict(profile.axes)  # what the profile says of an axis wins
     # If nothing would change, return the same profile, so that caches find plans made for it.
-    has_these_links = all(profile.link(axis, mesh) == links[axis] for axis in mesh.axes)
+    known = {axis: profile.link(axis, mesh) for axis in mesh.axes}
+    has_these_links = links | known == links
     if has_these_links and _begin_nodes_alike(devices, node_size):
         return profile
     return replace(profile, axes=tuple(sorted(links.items())))
@@ -359,8 +363,8 @@ def profile_of_devices(profile: Profile, mesh: Mesh, devices: Sequence[int]) -> 
 
 def _begin_nodes_alike(devices: Sequence[int], nodes: int) -> bool:
     """Return whether nodes end after the same places of a mesh as if its devices were 0, 1, 2, ..."""
-    first_node = devices[0] // nodes
-    return all(device // nodes - first_node == i // nodes for i, device in enumerate(devices))
+    numbers = np.array(devices) // nodes
+    return np.array_equal(numbers - numbers[0], np.arange(len(devices)) // nodes)
 
 
 def profile_of_factors(profile: Profile, refinement: Refinement) -> Profile:
@@ -384,4 +388,5 @@ def profile_of_factors(profile: Profile, refinement: Refinement) -> Profile:
                 links[factor] = link
     if not links:
         return profile
+    # `inside` is dropped: it is about axes of the two meshes, which the common mesh has no more.
     return replace(profile, axes=tuple(sorted(links.items())), inside=())

@@ -7,8 +7,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, lru_cache
+from operator import attrgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from xshard.arguments import as_whole_number, short_repr
 from xshard.dtypes import itemsize, name_of
@@ -179,33 +180,20 @@ class Profile:
         along a, whose two positions are 8 devices apart. If nodes end at different positions for
         different groups of devices, it is 1 as well.
         """
-        position = mesh.position(axis)
+        size = mesh.size(axis)
         origin = mesh.origin(axis)  # the axis that this one is a part of, or itself
-        size = mesh.sizes[position]
-        if origin in dict(self.inside):
-            # The profile says how many positions of the original axis are in one node. This axis
-            # may be a sub-axis of it: then one step along it passes over all sub-axes that are
-            # further in.
-            node_devices = dict(self.inside)[origin]
-            later = [a for a in mesh.axes[position + 1 :] if mesh.origin(a) == origin]
-            stride = math.prod(mesh.sizes_of(later))
-        else:
-            # There are no nodes, or the profile names one link for the whole axis: as
-            # if in one node.
-            if self.across is None or self.node_devices is None or origin in dict(self.axes):
-                return size
-            if mesh.n_devices <= self.node_devices:
-                return size
-            node_devices = self.node_devices
-            stride = math.prod(mesh.sizes[position + 1 :])  # devices from one position to the next
-        if node_devices % stride:  # a step along the axis may lead into another node
-            return 1
-        if node_devices % (stride * size) == 0:
+        further_in = mesh.axes[mesh.position(axis) + 1 :]
+        positions_of_origin = dict(self.inside).get(origin)
+        if positions_of_origin is not None:
+            # The profile says it of the original axis. One step along a sub-axis of that passes
+            # over all of its sub-axes that are further in.
+            further_in = tuple(a for a in further_in if mesh.origin(a) == origin)
+            return _together(positions_of_origin, math.prod(mesh.sizes_of(further_in)), size)
+        if self.across is None or self.node_devices is None or origin in dict(self.axes):
+            return size  # no nodes, or one link for the whole axis: as if in one node
+        if mesh.n_devices <= self.node_devices:
             return size
-        in_node = node_devices // stride
-        if size % in_node:  # nodes end at other positions for other groups
-            return 1
-        return in_node
+        return _together(self.node_devices, math.prod(mesh.sizes_of(further_in)), size)
 
     def splits_groups(self, mesh: Mesh) -> bool:
         """Return whether nodes end within groups of devices, so that axes do not show which are near."""
@@ -299,6 +287,27 @@ class Fabric:
     links: tuple[Link, ...]
     spans: LinkSpans
 
+    @cached_property
+    def least_launch_s(self) -> float:
+        """The fewest seconds to start a step that communicates."""
+        launches = [seconds for kind, seconds in self.profile.launch_s if kind not in LOCAL]
+        return min(launches, default=0.0)
+
+    @cached_property
+    def least_latency_s(self) -> float:
+        """The fewest seconds of a message."""
+        return min((link.latency_s for link in self.links), default=0.0)
+
+    @cached_property
+    def least_step_s(self) -> float:
+        """The fewest seconds of a step that communicates: a launch and a message."""
+        return self.least_launch_s + self.least_latency_s
+
+    @cached_property
+    def fastest_bytes_per_s(self) -> float:
+        """The bytes per second of the fastest link."""
+        return max((link.bytes_per_s for link in self.links), default=1.0)
+
     def seconds(self, kind: str, traffic: Traffic, itemsize: int) -> float:
         """Predict the seconds that a step, such as an all-gather, takes on the busiest device.
 
@@ -351,68 +360,66 @@ class Fabric:
         ring_seconds = 0.0
         phase_seconds = 0.0
         n_gathered = 1  # blocks that a device has after the phases so far
-        group_devices = n_devices  # the devices that have the same position along the spans so far
         for span in spans:  # the slowest link first
             byte_seconds = 1 / self.links[span.level].bytes_per_s
-            group_devices = group_devices // span.size
-            # All devices of a group have links out of it, which share what leaves the group. The
-            # ring is as fast as its slowest link.
-            ring_seconds = max(ring_seconds, (n_devices - 1) * byte_seconds / group_devices)
             phase_seconds += (span.size - 1) * n_gathered * byte_seconds
             # The next phase, over faster links, passes on all blocks that this one brought.
             n_gathered *= span.size
+            # What leaves a group of devices at one position along the spans so far, all devices of
+            # the group share. The ring is as fast as its slowest link.
+            group_devices = n_devices // n_gathered
+            ring_seconds = max(ring_seconds, (n_devices - 1) * byte_seconds / group_devices)
         return phase_seconds < ring_seconds
 
 
-class Stretch(NamedTuple):
-    """A stretch of an axis with one kind of link: `size` positions, each `step` from the next."""
+def _together(node_size: int, stride: int, size: int) -> int:
+    """Count the consecutive positions along an axis that are always in one node.
 
-    link: Link
-    axis: str
-    size: int
-    step: int
+    The axis has `size` positions, each `stride` devices from the next. Nodes of 8, a stride of 2:
+    4 of 8 positions are together, all of 4, and 1 of 6, where nodes end at other positions for
+    other groups along the axis.
+    """
+    n_together, rest = divmod(node_size, stride)
+    if rest:  # a step along the axis may lead into another node
+        return 1
+    if n_together % size == 0:
+        return size
+    return 1 if size % n_together else n_together
 
 
 @lru_cache(maxsize=256)
 def _fabric(profile: Profile, mesh: Mesh) -> Fabric:
-    """Find which links a mesh has, and which stretch of each mesh axis runs over which link.
+    """Find which links a mesh has, and which span of each mesh axis runs over which link.
 
-    Nodes of 4, and an axis of 8: a stretch of 2 positions, each 4 from the next, over the link
-    between nodes, and a stretch of 4, each 1 from the next, over the link in a node. Links are
-    sorted, the slowest first; the index of a link is its level.
+    Nodes of 4, and an axis of 8: a span of 2 positions, each 4 from the next, over the link between
+    nodes, and a span of 4, each 1 from the next, over the link in a node. Links are sorted, the
+    slowest first; the index of a link is its level.
     """
-    stretches = []
+    link_of: dict[LinkSpan, Link] = {}  # of spans without a level
     for axis, size in zip(mesh.axes, mesh.sizes, strict=True):
         link = profile.link(axis, mesh)
         in_node = profile._positions_in_node(axis, mesh)
+        origin = mesh.origin(axis)
+        if origin == axis:
+            origin = ""  # it is a part of no other axis
         if in_node in (1, size):  # one kind of link: no two positions share a node, or all do
-            stretches.append(Stretch(link, axis, size, 1))
+            link_of[LinkSpan(axis, size, origin=origin)] = link
         else:  # between nodes, and inside them
-            stretches.append(Stretch(link, axis, size // in_node, in_node))
-            stretches.append(Stretch(profile.default, axis, in_node, 1))
-    links = [stretch.link for stretch in stretches]
+            link_of[LinkSpan(axis, size // in_node, stride=in_node, origin=origin)] = link
+            link_of[LinkSpan(axis, in_node, origin=origin)] = profile.default
+    links = [*link_of.values()]
     if profile.splits_groups(mesh):
-        # Nodes end in the middle of an axis, so that no stretch is inside nodes. Yet some devices
+        # Nodes end in the middle of an axis, so that no span is inside nodes. Yet some devices
         # share a node, and messages between them take its link.
         links.append(profile.default)
-    ordered = sorted(dict.fromkeys(links), key=_slowest_first)  # each once, in one order
-    spans = []
-    for stretch in stretches:
-        origin = mesh.origin(stretch.axis)
-        # The axis that this one is a part of; "" if it is an axis of its own.
-        whole_axis = "" if origin == stretch.axis else origin
-        level = ordered.index(stretch.link)
-        spans.append(LinkSpan(stretch.axis, stretch.size, level, stretch.step, whole_axis))
-    spans.sort(key=_level_of)
-    return Fabric(profile, mesh, tuple(ordered), tuple(spans))
+    links = sorted(dict.fromkeys(links), key=_slowest_first)  # each once, in one order
+    spans = [span._replace(level=links.index(link)) for span, link in link_of.items()]
+    spans.sort(key=attrgetter("level"))
+    return Fabric(profile, mesh, tuple(links), tuple(spans))
 
 
 def _slowest_first(link: Link) -> tuple[float, float]:
     return link.bytes_per_s, -link.latency_s
-
-
-def _level_of(span: LinkSpan) -> int:
-    return span.level
 
 
 @dataclass(frozen=True)

@@ -126,15 +126,15 @@ class Search:
         goal = self.route.goal
         # A mean multiplies the block by a factor in a step of its own, added after the search. What
         # that step holds, `scaled` elements, counts from the start, wherever the step comes.
-        held = max(self.grid.block(start), self.scaled)
-        if self.exceeds_limit(held):
+        held_elements = max(self.grid.block(start), self.scaled)
+        if self.exceeds_limit(held_elements):
             return None
         # Of equally fast paths the one that holds least wins. Every path holds the blocks of both
         # ends, so to hold less than these is no gain. If a sum ends, memory does not count at all.
-        free_of_cost: float = self.grid.block(start) + self.grid.block(goal)
+        held_floor: float = self.grid.block(start) + self.grid.block(goal)
         if self.grid.ended(start, goal):
-            free_of_cost = math.inf
-        path = Path(0.0, 0, held, free_of_cost, ())
+            held_floor = math.inf
+        path = Path(0.0, 0, held_elements, held_floor, ())
         if start == goal:
             return path
         exploration = Exploration(self, best, nearest)
@@ -167,16 +167,11 @@ class Search:
         # takes at least one launch and one message, and the bound for what remains. That bound is
         # left out if a sum begins, since it may begin locally after the exchange.
         launch_s = self.grid.profile.launch("exchange")
-        least = path.seconds + launch_s + self.grid.least_latency_s
+        least = path.seconds + launch_s + self.grid.fabric.least_latency_s
         if not set(self.route.goal.sums) - set(state.sums):
             least += self.remaining(state)
         if best is None or least < best.seconds:
             yield from self.successors.exchanges(state)
-
-    @cached_property
-    def _least_step(self) -> float:
-        """The fewest seconds of any step that communicates."""
-        return self.grid.least_launch_s + self.grid.least_latency_s
 
     def least_seconds_of(self, state: State, move: Move) -> float:
         """Bound the seconds of a move from below, without its traffic."""
@@ -184,7 +179,7 @@ class Search:
             return self.grid.least_exchange(state, move.after)
         if move.kind in LOCAL:
             return 0.0
-        return self._least_step
+        return self.grid.fabric.least_step_s
 
     def remaining(self, state: State) -> float:
         """Bound the seconds of any path from a state to the goal from below."""
@@ -206,7 +201,7 @@ class Search:
         for axis, role in self.grid.roles(state).items():
             if role != goal_roles.get(axis):
                 n_axes += 1
-        return max(self.remaining(state), n_axes * self._least_step)
+        return max(self.remaining(state), n_axes * self.grid.fabric.least_step_s)
 
     def extended(self, path: Path, state: State, move: Move) -> Path | None:
         """Return `path`, which ends at `state`, with one more move, and add the move's price.

@@ -7,12 +7,12 @@ and is close to the search where one of them is the cheapest.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from xshard.search.grid import Grid
 from xshard.search.moves import Move, move_cost
-from xshard.search.states import Cut, State
+from xshard.search.states import Cut, State, starts_with
 from xshard.steps import Traffic
 
 
@@ -45,17 +45,9 @@ def estimate(grid: Grid, state: State, goal: State) -> float:
     if not set(goal.sums) - set(state.sums):
         for reduced in _reduced_first(grid, state, goal):
             least = _with_exchange(grid, reduced, goal, least)
-    if state.sums == goal.sums and _has_equal_lengths(grid, state, goal):
+    if state.sums == goal.sums and grid.lengths(state) == grid.lengths(goal):
         least = min(least, move_cost(grid, Move("permute", (), goal), state).seconds)
     return least
-
-
-def _has_equal_lengths(grid: Grid, state: State, goal: State) -> bool:
-    """Check that the blocks of each dim are equally long on both sides: they may be permuted."""
-    for d, (cut, goal_cut) in enumerate(zip(state.cuts, goal.cuts, strict=True)):
-        if grid.length(d, cut) != grid.length(d, goal_cut):
-            return False
-    return True
 
 
 def _with_exchange(grid: Grid, first: Leg, goal: State, least: float) -> float:
@@ -100,16 +92,21 @@ def _before_gathers(grid: Grid, state: State, goal: State) -> Iterator[Leg]:
     """
     free = grid.replica_axes(goal)
     sharding_at_start = tuple(a for a in free if a in grid.roles(state))
-    for axes in dict.fromkeys((free, sharding_at_start)):  # once if both are the same
-        if not axes:
-            continue
-        for d, cut in enumerate(goal.cuts):
-            if grid.is_even(d, cut + axes):
-                sharded = goal.with_cut(d, cut + axes)
-                in_place = d == 0  # pieces of dim 0 lie one after the other in the result
-                block = grid.block(sharded)
-                yield Leg(sharded, grid.collective_seconds("all_gather", block, axes, in_place))
-                break
+    for axes in filter(None, dict.fromkeys((free, sharding_at_start))):  # once if both are the same
+        d = _first_even_dim(grid, range(len(goal.cuts)), goal, axes)
+        if d is not None:
+            sharded = goal.with_cut(d, goal.cuts[d] + axes)
+            in_place = d == 0  # pieces of dim 0 lie one after the other in the result
+            block = grid.block(sharded)
+            yield Leg(sharded, grid.collective_seconds("all_gather", block, axes, in_place))
+
+
+def _first_even_dim(grid: Grid, dims: Iterable[int], state: State, axes: Cut) -> int | None:
+    """Find the first dim that some axes divide evenly if they shard it further; None if none."""
+    for d in dims:
+        if grid.is_even(d, state.cuts[d] + axes):
+            return d
+    return None
 
 
 def _reduced_first(grid: Grid, state: State, goal: State) -> Iterator[Leg]:
@@ -130,13 +127,11 @@ def _reduced_first(grid: Grid, state: State, goal: State) -> Iterator[Leg]:
     if role is not None:
         dims.remove(role.dim)
         dims.insert(0, role.dim)
-    for d in dims:
-        scattered = state.with_cut(d, state.cuts[d] + ended)
-        if grid.is_even(d, scattered.cuts[d]):
-            after = scattered._replace(sums=tuple(a for a in state.sums if a not in ended))
-            move = Move("reduce_scatter", (d, ended), after)
-            yield Leg(after, move_cost(grid, move, state).seconds)
-            return
+    d = _first_even_dim(grid, dims, state, ended)
+    if d is not None:
+        after = state.without_sums(ended).with_cut(d, state.cuts[d] + ended)
+        move = Move("reduce_scatter", (d, ended), after)
+        yield Leg(after, move_cost(grid, move, state).seconds)
 
 
 class AxisChanges(NamedTuple):
@@ -163,11 +158,21 @@ def _axis_changes(grid: Grid, state: State, goal: State) -> AxisChanges:
     # "s/2/1", or the dim keeps less, it has to move after the slice.
     for axis in sliced:
         d = new_roles[axis].dim
-        n_shards = len(state.cuts[d])
-        if goal.cuts[d][:n_shards] != state.cuts[d]:
+        if not starts_with(goal.cuts[d], state.cuts[d]):
             moved.append(axis)
     gathered = [a for a in old_roles if a not in new_roles and a not in goal.sums]
     return AxisChanges(grid.ended(state, goal), sliced, moved, gathered)
+
+
+class Reduction(NamedTuple):
+    """The collective that ends sums: its seconds, a block after it, and the axes that it scattered.
+
+    They are the axes that shard nothing at the goal, and are to be gathered.
+    """
+
+    seconds: float
+    block: int
+    scattered: Cut
 
 
 def _collectives_in_turn(grid: Grid, state: State, goal: State, spare: Sequence[int]) -> float:
@@ -185,48 +190,50 @@ def _collectives_in_turn(grid: Grid, state: State, goal: State, spare: Sequence[
             each device moves only a share of its block in between; may be empty.
     """
     changes = _axis_changes(grid, state, goal)
-    gathered = [*changes.gathered]
+    sliced = (*changes.sliced, *spare)
+    gathered = (*changes.gathered, *spare)
     block = grid.block(state)  # elements per device, at this point of the path
     seconds = 0.0
-    if changes.sliced or spare:
+    if sliced:
         # Uneven blocks are taken as even: an estimate may be off by a row.
-        block = max(1, block // grid.count_parts([*changes.sliced, *spare]))
+        block = max(1, block // grid.count_parts(sliced))
         seconds += _copy_seconds(grid, block)
     if changes.ended:
-        ended = changes.ended
-        new_roles = grid.roles(goal)
-        # A reduce-scatter in place of an all-reduce pays if the goal shards over these axes, or if
-        # a gather follows in any case, which can gather these shards too.
-        if spare or gathered or any(a in new_roles for a in ended):
-            seconds += _scatter_seconds(grid, block, ended, goal)
-            block = max(1, block // grid.count_parts(ended))
-            gathered += [a for a in ended if a not in new_roles]  # scattered only in between
-        else:
-            seconds += grid.collective_seconds("all_reduce", block, ended, False)
+        reduction = _reduction(grid, block, changes.ended, goal, has_gather=bool(gathered))
+        seconds += reduction.seconds
+        block = reduction.block
+        gathered += reduction.scattered
     if changes.moved_axes:
         # The slice, scatter and gather of this path may make all blocks equally long; then whole
         # blocks can change places.
-        slices = grid.count_parts([*changes.sliced, *spare, *changes.ended])
-        gathers = grid.count_parts([*gathered, *spare])
-        can_permute = _can_match_by_slices(grid, state, goal, slices, gathers)
+        n_slices = grid.count_parts((*sliced, *changes.ended))
+        n_gathers = grid.count_parts(gathered)
+        can_permute = _can_match_by_slices(grid, state, goal, n_slices, n_gathers)
         largest = max(grid.block(state), grid.block(goal))
         seconds += _moving_seconds(grid, tuple(changes.moved_axes), block, largest, can_permute)
-    if gathered or spare:
+    if gathered:
         old_roles = grid.roles(state)
         # Shards of dim 0 lie one after the other in the gathered block, and need no copy.
         in_place = all(a not in old_roles or old_roles[a].dim == 0 for a in gathered)
-        axes = (*gathered, *spare)
-        seconds += grid.collective_seconds("all_gather", block, axes, in_place)
+        seconds += grid.collective_seconds("all_gather", block, gathered, in_place)
     return seconds
 
 
-def _scatter_seconds(grid: Grid, block: int, axes: Cut, goal: State) -> float:
-    """Price a reduce-scatter of a block over some axes, to the dims that they shard at the goal."""
+def _reduction(grid: Grid, block: int, ended: Cut, goal: State, *, has_gather: bool) -> Reduction:
+    """Price the collective that ends sums: a reduce-scatter, or an all-reduce.
+
+    A reduce-scatter pays if the goal shards over these axes, or if a gather follows in any case,
+    which can gather these shards too.
+    """
     new_roles = grid.roles(goal)
+    dims = [new_roles[a].dim for a in ended if a in new_roles]
+    if not dims and not has_gather:
+        return Reduction(grid.collective_seconds("all_reduce", block, ended, False), block, ())
     # Pieces of dim 0 lie one after the other: they need no packing. An axis that shards no dim at
     # the goal may scatter dim 0.
-    in_place = all(a not in new_roles or new_roles[a].dim == 0 for a in axes)
-    return grid.collective_seconds("reduce_scatter", block, axes, in_place)
+    seconds = grid.collective_seconds("reduce_scatter", block, ended, not any(dims))
+    scattered = tuple(a for a in ended if a not in new_roles)
+    return Reduction(seconds, max(1, block // grid.count_parts(ended)), scattered)
 
 
 def _moving_seconds(

@@ -41,21 +41,6 @@ class Grid(LinkedStates):
     costs: dict[Any, Any] = field(default_factory=dict, init=False)  # of moves: see `move_cost`
 
     @cached_property
-    def least_launch_s(self) -> float:
-        """The fewest seconds to start a step that communicates."""
-        return min((seconds for _, seconds in self.profile.launch_s), default=0.0)
-
-    @cached_property
-    def least_latency_s(self) -> float:
-        """The fewest seconds of a message."""
-        return min((link.latency_s for link in self.fabric.links), default=0.0)
-
-    @cached_property
-    def fastest_bytes_per_s(self) -> float:
-        """The bytes per second of the fastest link."""
-        return max((link.bytes_per_s for link in self.fabric.links), default=1.0)
-
-    @cached_property
     def _has_ports(self) -> bool:
         """Whether devices of a node share a port, whose load may be below the busiest device's."""
         return self.fabric.links[0].topology == "port"
@@ -66,13 +51,35 @@ class Grid(LinkedStates):
         One direct exchange sends no element twice: no path receives less. Where a sum ends, partial
         sums may be added on the way, so that less than an exchange receives may do.
         """
+        if state.sums == goal.sums:
+            even = self.even_exchange(state, goal)
+            if even is not None:
+                return even.received
+        # Uneven blocks would have to be compared one by one, too slow for a bound.
+        return self._quick_received(state, goal)
+
+    def quick_bound_s(self, state: State, goal: State) -> float:
+        """Return a lower bound on the seconds to redistribute: lower than `least_seconds`, but quick.
+
+        It is one launch, one message, and the elements that a device lacks, over the fastest link.
+        """
+        received = self._quick_received(state, goal)
+        if not received:
+            return 0.0
+        byte_s = self.itemsize / self.fabric.fastest_bytes_per_s
+        return received * byte_s + self.fabric.least_step_s
+
+    def _quick_received(self, state: State, goal: State) -> int:
+        """Bound the elements that the busiest device receives, by the lengths of blocks alone.
+
+        Of each dim a device keeps at most as many rows as both its blocks have. 8 x 6 rows,
+        "n/x m" -> "n m/x" over 2 devices: it needs 8 x 3, and keeps at most 4 x 3.
+        """
         if state.sums != goal.sums:
             return self._least_reduced(state, goal)
-        even = self.even_exchange(state, goal)
-        if even is not None:
-            return even.received
-        # Uneven blocks would have to be compared one by one, too slow for a bound.
-        return max(0, self.block(goal) - self.block(state))
+        pairs = zip(self.lengths(state), self.lengths(goal), strict=True)
+        n_kept = math.prod([min(old.longest, new.longest) for old, new in pairs])
+        return self.block(goal) - n_kept
 
     def _least_reduced(self, state: State, goal: State, level: int | None = None) -> int:
         """Bound from below the elements that a device must receive, on average, to reduce sums.
@@ -126,7 +133,7 @@ class Grid(LinkedStates):
         if not received:
             return 0.0
         slowest = self.fabric.links[0]
-        latency_s = self.least_latency_s
+        latency_s = self.fabric.least_latency_s
         if crossing:
             # A message between nodes cannot be avoided.
             latency_s = slowest.latency_s
@@ -135,10 +142,10 @@ class Grid(LinkedStates):
             # The devices of a node share a port, and the one that receives most need not be at the
             # busiest port. So the two times are not added: together with `far_s` below, the longer
             # one counts.
-            near_s = max(0.0, received / self.fastest_bytes_per_s - far_s)
+            near_s = max(0.0, received / self.fabric.fastest_bytes_per_s - far_s)
         else:
-            near_s = max(0.0, received - crossing) / self.fastest_bytes_per_s
-        return self.least_launch_s + latency_s + (far_s + near_s) * self.itemsize
+            near_s = max(0.0, received - crossing) / self.fabric.fastest_bytes_per_s
+        return self.fabric.least_launch_s + latency_s + (far_s + near_s) * self.itemsize
 
     @cached_method
     def least_reducing(self, state: State, goal: State) -> float:
@@ -164,7 +171,7 @@ class Grid(LinkedStates):
         far_s = crossing / links[0].bytes_per_s  # if elements had one byte
         near_s = 0.0
         if not self._has_ports:
-            near_s = max(0.0, (received - crossing) / self.fastest_bytes_per_s)
+            near_s = max(0.0, (received - crossing) / self.fabric.fastest_bytes_per_s)
         return launch_s + waits_s + (far_s + near_s) * self.itemsize
 
     @cached_method
@@ -176,7 +183,6 @@ class Grid(LinkedStates):
         elements that one device takes. Elements in the device's node are near, all others are far.
         """
         demand = self._exchange_demand(state, after)
-        slowest = self.fabric.links[0]
         # If replicas in the receiver's node send first (`nodes` is not None), far elements would
         # have to be counted. 0 is a bound.
         far_elements = 0
@@ -185,13 +191,16 @@ class Grid(LinkedStates):
         # Each element is packed by its sender and unpacked by its receiver: two copies. A runtime
         # that sends in rounds copies what stays on its device only once, and that may be all.
         n_copies = 1 if self.profile.rounds else 2
-        seconds = demand.wanted * n_copies / self.profile.copy_bytes_per_s  # of one-byte elements
+        byte_s = (
+            demand.wanted * n_copies / self.profile.copy_bytes_per_s
+        )  # if elements had one byte
         # Where the devices of a node share a port, it may carry less than they receive: no bound.
         if not self._has_ports:
             near_elements = max(0, demand.wanted - far_elements - demand.already_local)
-            seconds += far_elements / slowest.bytes_per_s + near_elements / self.fastest_bytes_per_s
+            far_s = far_elements / self.fabric.links[0].bytes_per_s
+            byte_s += far_s + near_elements / self.fabric.fastest_bytes_per_s
         waits_s = self._least_waits(demand, far_elements)
-        return self.profile.launch("exchange") + waits_s + seconds * self.itemsize
+        return self.profile.launch("exchange") + waits_s + byte_s * self.itemsize
 
     def _least_waits(self, demand: ExchangeDemand, far_elements: int) -> float:
         """Return a lower bound on the seconds for which a device waits for messages.
@@ -207,7 +216,7 @@ class Grid(LinkedStates):
         if not far_messages:
             near_messages = max(1, near_messages)  # an exchange has at least one message
         waits_s = far_messages * self.fabric.links[0].latency_s  # of the slowest links
-        waits_s += max(0, near_messages) * self.least_latency_s
+        waits_s += max(0, near_messages) * self.fabric.least_latency_s
         return waits_s
 
     def _exchange_demand(self, state: State, after: State) -> ExchangeDemand:
@@ -222,19 +231,11 @@ class Grid(LinkedStates):
         is_regular = self.is_regular(after)
         # If the goal holds partial sums that the start does not, one device has the values, and the
         # others have zeros. Some devices then receive nothing, so 0 is the only bound.
-        wanted = 0 if begins else self.count_parts(ended)
-        min_senders = wanted
-        max_per_sender = 1
-        already_local = 1
-        in_node = self._parts_near(ended)
+        n_addends = 0 if begins else self.count_parts(ended)
+        demands = [ExchangeDemand(n_addends, n_addends, 1, 1, self._parts_near(ended))]
         for d, (cut, cut_after) in enumerate(zip(state.cuts, after.cuts, strict=True)):
-            dim = self._dim_demand(d, cut, cut_after, is_regular)
-            wanted *= dim.wanted
-            min_senders *= dim.min_senders
-            max_per_sender *= dim.max_per_sender
-            already_local *= dim.already_local
-            in_node *= dim.in_node
-        return ExchangeDemand(wanted, min_senders, max_per_sender, already_local, in_node)
+            demands.append(self._dim_demand(d, cut, cut_after, is_regular))
+        return ExchangeDemand(*map(math.prod, zip(*demands, strict=True)))
 
     @cached_method
     def _dim_demand(self, d: int, cut: Cut, cut_after: Cut, is_regular: bool) -> ExchangeDemand:
@@ -251,21 +252,20 @@ class Grid(LinkedStates):
         """
         rows_before = self.length(d, cut).longest  # of one block
         rows = self.length(d, cut_after).longest
+        min_senders = -(-rows // max(1, rows_before))  # rounded up
         max_per_sender = min(rows_before, rows)
-        already_local = max_per_sender
         # A node holds at most as many different blocks as it has devices along the axes of the dim.
         in_node = min(rows, rows_before * self._parts_near(self.axes_in(cut)))
-        first_changed = None
+        already_local = max_per_sender
         if is_regular and self.is_plain(cut):
-            first_changed = _first_difference(cut, cut_after)
-        if first_changed is not None:
-            # The device that is last along the old shard and first along the new one has no common
-            # rows before and after: in "n/x" -> "n/y" with 8 rows on x=2, y=2 device (1, 0) has rows
-            # 4 to 7 and wants 0 to 3. If the old shard is over nodes, its whole node lacks them.
-            already_local = 0
-            if self._spans[first_changed][0].level == 0:
-                in_node = 0
-        min_senders = -(-rows // max(1, rows_before))  # rounded up
+            changed = _first_difference(cut, cut_after)
+            if changed is not None:
+                # The device that is last along the old shard and first along the new one has no
+                # common rows before and after: in "n/x" -> "n/y" with 8 rows on x=2, y=2 device
+                # (1, 0) has rows 4 to 7 and wants 0 to 3.
+                already_local = 0
+                if self._spans[changed][0].level == 0:  # the old shard is over nodes
+                    in_node = 0
         return ExchangeDemand(rows, min_senders, max_per_sender, already_local, in_node)
 
     @cached_method

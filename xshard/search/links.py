@@ -83,14 +83,12 @@ class LinkedStates(States):
         """
         # Levels number the links by speed, 0 for the slowest, which is also taken if no axis
         # changes.
-        slowest = min((min(self.levels(a)) for a in changing), default=0)
-        free_at_goal = set(self.replica_axes(goal))
-        is_sum_ending = bool(self.ended(state, goal))
-        spare: list[int] = []
-        for axis in self.replica_axes(state):
-            if axis in free_at_goal and (is_sum_ending or max(self.levels(axis)) > slowest):
-                spare.append(axis)
-        return spare
+        slowest = min([min(self.levels(a)) for a in changing], default=0)
+        free_at_goal = self.replica_axes(goal)
+        spare = [a for a in self.replica_axes(state) if a in free_at_goal]
+        if self.ended(state, goal):
+            return spare
+        return [a for a in spare if max(self.levels(a)) > slowest]
 
     def collective_traffic(
         self, kind: str, block: int, axes: tuple[int, ...], in_place: bool
@@ -195,15 +193,16 @@ class LinkedStates(States):
             """Count what each device takes from senders at its own coordinates along some axes.
 
             `agree` are these axes: () counts all senders, the axis of nodes only those in its node.
-            The counts are products over the dims, and over the addends of sums that end.
             """
-            addends = mesh.size(*(axis for axis in ended if axis not in agree))
-            # Two arrays over the mesh, elements and senders: [2, 1, 1, ...], to be broadcast.
-            received = np.full((2, *[1] * len(mesh.axes)), addends)
+            # From each addend of a sum, so many times what the tables count.
+            n_addends = mesh.size(*[axis for axis in ended if axis not in agree])
+            received = np.full(
+                (2, *[1] * len(mesh.axes)), n_addends
+            )  # [elements or senders, *mesh]
             for d, (cut, cut_after) in enumerate(zip(state.cuts, after.cuts, strict=True)):
                 axes = self._dim_end(d, cut).dim.axes
-                fixed = tuple([axis for axis in axes if axis in agree])
-                received = received * self._received_of_dim(d, cut, cut_after, fixed)
+                agreeing = tuple([axis for axis in axes if axis in agree])
+                received = received * self._received_of_dim(d, cut, cut_after, agreeing)
             return Received(received[0], received[1])
 
         return traffic_by_level(received_from, mesh, [*ended, *moved], self._span_axes.levels)

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 from xshard import steps
 from xshard.cost.model import LOCAL, Profile
 from xshard.layout import Layout, Sharding
-from xshard.notation.parser import Dim
 from xshard.search.grid import Grid, grid
 from xshard.search.states import Cut, State
 from xshard.steps import Exchange, Traffic
@@ -98,19 +97,12 @@ class NamedRoute:
 
     def state(self, layout: Layout) -> State:
         """Convert a layout of this space to its state."""
-        cuts: list[Cut] = []
-        for dim in layout.dims:
-            cuts.append(tuple(map(self.grid.shard_number, dim.shards)))
-        sums = map(self.grid.axes.index, layout.tagged(self.op))
-        return State(tuple(cuts), tuple(sorted(sums)))
+        shards = [dim.shards for dim in layout.dims]
+        return self.grid.state(shards, layout.tagged(self.op))
 
     def layout(self, state: State) -> Layout:
         """Convert a state to its layout."""
-        dims: list[Dim] = []
-        for name, cut in zip(self.start.layout.names, state.cuts, strict=True):
-            dims.append(Dim(name, self.grid.shards_of(cut)))
-        reduction = (self.op, self.grid.names(state.sums))
-        return Layout(tuple(dims), (reduction,))
+        return self.grid.layout(state, self.start.layout.names, self.op)
 
     def dim_cut(self, d: int, cut: Cut) -> DimCut:
         """Return the name of a dim and some of its shards, as steps have them."""
@@ -124,6 +116,11 @@ class NamedRoute:
     def steps(self, moves: Iterable[tuple[State, Move]]) -> tuple[steps.Step, ...]:
         """Build the steps of some moves, each given with the state before it."""
         return tuple(_step(self, move, state) for state, move in moves)
+
+
+def normal_form(sharding: Sharding) -> Sharding:
+    """Return the sharding with the plainest layout that has the same blocks."""
+    return sharding.with_layout(sharding.normal_layout)
 
 
 class MoveCost(NamedTuple):

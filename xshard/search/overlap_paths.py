@@ -197,16 +197,12 @@ def _one_by_one(start: Sharding, goal: Sharding, dtype: str, profile: Profile) -
     kept_dims = carried_dims(start, goal)
     bare_start = _without_overlaps(start, kept_dims)
     bare_goal = _without_overlaps(goal, kept_dims)
-    # Exchanges drop the overlaps one after the other, in the reverse of the order in which they
-    # would be added: [bare, ..., start] is walked backwards from the layout before `start`. The
-    # layouts of the other side are [bare goal, ..., goal], without the first, where the plain steps
-    # arrive.
-    growing = _layouts(bare_start, start, one_by_one=(Fold,))
-    dropping = growing[-2::-1]
-    rebuilding = _layouts(bare_goal, goal, one_by_one=(Halo, Window, Reads))[1:]
-    steps: list[Step] = [Exchange(layout) for layout in dropping]
+    # Overlaps are dropped in the reverse of the order in which they would be added.
+    *dropping, _ = _layouts(bare_start, start, one_by_one=(Fold,))
+    _, *rebuilding = _layouts(bare_goal, goal, one_by_one=(Halo, Window, Reads))
+    steps: list[Step] = [*map(Exchange, reversed(dropping))]
     steps += _between(bare_start, bare_goal, dtype, profile)
-    steps += [Exchange(layout) for layout in rebuilding]
+    steps += map(Exchange, rebuilding)
     return tuple(steps)
 
 

@@ -17,7 +17,7 @@ from xshard.layout import Sharding
 from xshard.layout.sub_axes import Split, SubAxisMesh
 from xshard.search import overlap_paths
 from xshard.search.a_star import Path, Search
-from xshard.search.moves import NamedRoute, SearchRoute
+from xshard.search.moves import NamedRoute, SearchRoute, normal_form
 from xshard.search.request import Request
 from xshard.search.sub_axis_paths import SubAxisPath, best_sub_axis_path
 from xshard.steps import (
@@ -76,11 +76,9 @@ def _cheapest_path(request: Request) -> _FoundPath:
     finer mesh that splits some axes, if that is cheaper. The result also holds both normal
     shardings, and how axes were split: () if none was.
     """
-    source = request.source
-    target = request.target
     profile = request.machine
-    start = source.with_layout(source.normal_layout)
-    goal = target.with_layout(target.normal_layout)
+    start = normal_form(request.source)
+    goal = normal_form(request.target)
     # Copies hold the same values as replicas: their tags are added to the steps afterwards.
     bare_start = without_copies(start)
     # A dim whose blocks are the same on both sides is written as at the start: it needs no step.
@@ -93,14 +91,14 @@ def _cheapest_path(request: Request) -> _FoundPath:
 
     space = NamedRoute(bare_start, bare_goal, itemsize(request.dtype), profile)
     best = best_path(space.route, request.memory_limit, _scaled_elements(request, start, goal))
-    if not isinstance(best, SubAxisPath) or not best.split:
-        return _FoundPath(space.steps(best.moves), start, goal, ())
-    # The best path splits axes of the mesh: layouts and steps are written on the finer mesh.
-    fine = SubAxisMesh(source.mesh, best.split)
-    start = _normal_on(fine, source)
-    goal = _normal_on(fine, target)
-    space = NamedRoute(without_copies(start), without_copies(goal), space.itemsize, profile)
-    return _FoundPath(space.steps(best.moves), start, goal, best.split)
+    split = best.split if isinstance(best, SubAxisPath) else ()
+    if split:
+        # The best path splits axes of the mesh: layouts and steps are written on the finer mesh.
+        fine = SubAxisMesh(start.mesh, split)
+        start = normal_form(fine.factored(request.source))
+        goal = normal_form(fine.factored(request.target))
+        space = NamedRoute(without_copies(start), without_copies(goal), space.itemsize, profile)
+    return _FoundPath(space.steps(best.moves), start, goal, split)
 
 
 def _scaled_elements(request: Request, start: Sharding, goal: Sharding) -> int:
@@ -108,12 +106,6 @@ def _scaled_elements(request: Request, start: Sharding, goal: Sharding) -> int:
     if request.factor == 1:
         return 0
     return 2 * min(start.max_local_size, goal.max_local_size)
-
-
-def _normal_on(fine: SubAxisMesh, sharding: Sharding) -> Sharding:
-    """Return the normal form of a sharding on a mesh with some axes split."""
-    on_fine = fine.factored(sharding)
-    return on_fine.with_layout(on_fine.normal_layout)
 
 
 @layout_cache(maxsize=4096)
@@ -196,17 +188,16 @@ def with_copies(steps: Sequence[Step], start: Sharding, goal: Sharding) -> tuple
     wanted = goal.layout.tagged("copy")
     if not wanted and not start.layout.tagged("copy"):
         return tuple(steps)
-    sharding = start  # after the steps so far
+    # Backwards: if a later step shards over an axis, or makes partial sums along it, no tag is set.
+    consumed_later: set[str] = set()
     result: list[Step] = []
-    for i, step in enumerate(steps):
-        # If a later step shards over an axis, or makes partial sums along it, no tag is set yet.
-        consumed_later: set[str] = set()
-        for later_step in steps[i + 1 :]:
-            consumed_later.update(_consumed(later_step))
+    for step in reversed(steps):
         copies = tuple(axis for axis in wanted if axis not in consumed_later)
-        marked = _with_copies_after(step, copies)
-        result.append(marked)
-        sharding = marked.after(sharding)
+        result.insert(0, _with_copies_after(step, copies))
+        consumed_later.update(_consumed(step))
+    sharding = start
+    for step in result:
+        sharding = step.after(sharding)
     present = sharding.layout.tagged("copy")
     copies = tuple(axis for axis in wanted if axis not in present)
     replicas = tuple(axis for axis in present if axis not in wanted)  # no copies any more

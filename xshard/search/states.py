@@ -22,6 +22,7 @@ Cut = tuple[int, ...]  # the shards of one dim, outermost first, as numbers
 Cuts = tuple[Cut, ...]  # of all dims
 P = ParamSpec("P")
 R = TypeVar("R")
+T = TypeVar("T")
 
 
 class State(NamedTuple):
@@ -42,13 +43,30 @@ class State(NamedTuple):
 
     def with_cut(self, d: int, cut: Cut) -> State:
         """Return the state with other shards of one dim."""
-        cuts = (*self.cuts[:d], cut, *self.cuts[d + 1 :])
-        return State(cuts, self.sums)
+        return State(replaced(self.cuts, d, cut), self.sums)
+
+    def with_sums(self, axes: Iterable[int]) -> State:
+        """Return the state with addends along more axes."""
+        return State(self.cuts, tuple(sorted((*self.sums, *axes))))
+
+    def without_sums(self, axes: Iterable[int]) -> State:
+        """Return the state without addends along some axes."""
+        return State(self.cuts, tuple([a for a in self.sums if a not in axes]))
+
+
+def replaced(items: tuple[T, ...], index: int, item: T) -> tuple[T, ...]:
+    """Replace one item of a tuple: (4, 5, 6), 1, 9 -> (4, 9, 6)."""
+    return (*items[:index], item, *items[index + 1 :])
 
 
 def add_inner_cuts(cuts: Cuts, inner_cuts: Cuts) -> Cuts:
     """Add innermost shards to each dim: ((0,), ()) and ((), (1,)) -> ((0,), (1,))."""
     return tuple(map(tuple.__add__, cuts, inner_cuts))
+
+
+def starts_with(cut: Cut, beginning: Cut) -> bool:
+    """Check that the outermost shards of a dim are these: (0, 2, 1) starts with (0, 2)."""
+    return cut[: len(beginning)] == beginning
 
 
 class BlockLength(NamedTuple):
@@ -116,6 +134,11 @@ class States:
                 self.shards.append(shard)
             return self.shards.index(shard)
 
+    def state(self, shards: Iterable[Iterable[Shard]], sums: Iterable[str]) -> State:
+        """Make a state from the shards of each dim, and the names of the axes that hold addends."""
+        cuts = [tuple(map(self.shard_number, dim_shards)) for dim_shards in shards]
+        return State(tuple(cuts), tuple(sorted(map(self.axes.index, sums))))
+
     def names(self, axes: Iterable[int]) -> tuple[str, ...]:
         """Return the names of numbered axes."""
         return tuple(self.axes[a] for a in axes)
@@ -165,14 +188,20 @@ class States:
         return self.length(d, cut).is_even
 
     @cached_method
+    def lengths(self, state: State) -> tuple[BlockLength, ...]:
+        """Measure the blocks of each dim."""
+        return tuple([self.length(d, cut) for d, cut in enumerate(state.cuts)])
+
+    @cached_method
     def block(self, state: State) -> int:
         """Return the elements of the largest block."""
-        return math.prod([self.length(d, cut).longest for d, cut in enumerate(state.cuts)])
+        return math.prod([length.longest for length in self.lengths(state)])
 
     @cached_method
     def is_regular(self, state: State) -> bool:
         """Check that all shards are even, contiguous and over one axis each."""
-        return all(self.is_plain(cut) and self.is_even(d, cut) for d, cut in enumerate(state.cuts))
+        are_even = all(length.is_even for length in self.lengths(state))
+        return are_even and all(map(self.is_plain, state.cuts))
 
     @cached_method
     def roles(self, state: State) -> dict[int, AxisRole]:
@@ -199,6 +228,11 @@ class States:
     @cached_method
     def sharding(self, state: State) -> Sharding:
         """Return a state as a sharding; its dims have numbers for names."""
-        dims = tuple(Dim(str(d), self.shards_of(cut)) for d, cut in enumerate(state.cuts))
-        layout = Layout(dims, (("sum", self.names(state.sums)),))
-        return Sharding(layout, self.mesh, self.shape)
+        names = map(str, range(len(self.shape)))
+        return Sharding(self.layout(state, names, "sum"), self.mesh, self.shape)
+
+    def layout(self, state: State, names: Iterable[str], op: str) -> Layout:
+        """Return a state as a layout, with these names of dims and this kind of reduction."""
+        named_cuts = zip(names, state.cuts, strict=True)
+        dims = tuple([Dim(name, self.shards_of(cut)) for name, cut in named_cuts])
+        return Layout(dims, ((op, self.names(state.sums)),))

@@ -10,13 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import combinations, islice, pairwise, permutations
+from itertools import chain, combinations, islice, pairwise, permutations
 from typing import Any, NamedTuple
 
 from xshard.cost.model import LOCAL
 from xshard.layout.sub_axes import Split, SubAxisMesh
 from xshard.search.a_star import Path
-from xshard.search.moves import Move, Moves, NamedRoute, SearchRoute, move_cost
+from xshard.search.moves import Move, Moves, NamedRoute, SearchRoute, move_cost, normal_form
 from xshard.search.states import Cut, Cuts, State, add_inner_cuts
 
 # How many ways to shard dims further are tried from either side; they differ in the links they use.
@@ -24,10 +24,10 @@ MAX_WAYS = 16
 LEAST_GAIN = 1e-9  # of the seconds: less is rounding
 
 
-class Needs(NamedTuple):
-    """The factors by which start and goal have to shard each dim further so that they match.
+class Factors(NamedTuple):
+    """The factors by which start and goal shard each dim further, so that their blocks match.
 
-    "n/x" on x=4 and "n/y" on y=6 have 12 parts in common: the needs are (3,) and (2,).
+    "n/x" on x=4 and "n/y" on y=6 have 12 parts in common: the factors are (3,) and (2,).
     """
 
     start: Sequence[int]
@@ -68,8 +68,8 @@ def best_sub_axis_path(
     sent = [move.kind for _, move in path.moves if move.kind not in LOCAL]
     if len(sent) < 2 and not {"exchange", "permute"} & set(sent):
         return None  # one collective: there is nothing to save
-    needs = _needs(route)
-    if needs is None or not (needs.are_any or route.spare):
+    factors = _matching_factors(route)
+    if factors is None or not (factors.are_any or route.spare):
         return None  # impossible, or both sides cut alike, where whole axes can be permuted
     if grid.least_seconds(route.start, route.goal) >= path.seconds:
         return None  # `path` meets the lower bound: no path at all is cheaper
@@ -81,15 +81,15 @@ def best_sub_axis_path(
     limit = math.inf if memory_limit is None else memory_limit / grid.itemsize  # elements
     best: SubAxisPath | None = None
     below = path.seconds  # what the next path has to beat
-    for option_needs, axes in _options(fine_route, needs):
-        found = _cheapest(fine_route, option_needs, axes, limit, below)
+    for option in _options(fine_route, factors):
+        found = _cheapest(fine_route, option, limit, below)
         if found is not None:
             best = found
             below = found.seconds
     return None if best is None else _in_few_parts(route, best)
 
 
-def _needs(route: SearchRoute) -> Needs | None:
+def _matching_factors(route: SearchRoute) -> Factors | None:
     """Find how much further both sides must shard each dim so that their blocks match.
 
     If both sides cut each dim into the same number of parts, devices can just swap whole blocks.
@@ -104,20 +104,21 @@ def _needs(route: SearchRoute) -> Needs | None:
     goal = route.goal
     if start.sums != goal.sums or not (grid.is_regular(start) and grid.is_regular(goal)):
         return None
-    start_parts = [grid.count_parts(cut) for cut in start.cuts]
-    goal_parts = [grid.count_parts(cut) for cut in goal.cuts]
-    common = list(map(math.lcm, start_parts, goal_parts))
-    # Uneven blocks have several lengths, and cannot take each other's places.
-    if any(length % parts for length, parts in zip(grid.shape, common, strict=True)):
+    start_factors: list[int] = []
+    goal_factors: list[int] = []
+    for length, start_cut, goal_cut in zip(grid.shape, start.cuts, goal.cuts, strict=True):
+        start_parts = grid.count_parts(start_cut)
+        goal_parts = grid.count_parts(goal_cut)
+        common = math.lcm(start_parts, goal_parts)
+        if length % common:
+            return None  # uneven blocks have several lengths, and cannot take each other's places
+        start_factors.append(common // start_parts)
+        goal_factors.append(common // goal_parts)
+    if not _can_shard_by(route, start, start_factors):
         return None
-    needs = Needs(_quotients(common, start_parts), _quotients(common, goal_parts))
-    has_axes = _can_shard_by(route, start, needs.start) and _can_shard_by(route, goal, needs.goal)
-    return needs if has_axes else None
-
-
-def _quotients(common: Sequence[int], parts: Sequence[int]) -> list[int]:
-    """Divide number by number."""
-    return [whole // part for whole, part in zip(common, parts, strict=True)]
+    if not _can_shard_by(route, goal, goal_factors):
+        return None
+    return Factors(start_factors, goal_factors)
 
 
 def _can_shard_by(route: SearchRoute, state: State, factors: Sequence[int]) -> bool:
@@ -161,43 +162,45 @@ def _divided(route: SearchRoute, split: Split) -> SearchRoute:
     """Return the route on a mesh with some axes split."""
     grid = route.grid
     mesh = SubAxisMesh(grid.mesh, split)
-    start = mesh.factored(grid.sharding(route.start))
-    goal = mesh.factored(grid.sharding(route.goal))
-    start = start.with_layout(start.normal_layout)
-    goal = goal.with_layout(goal.normal_layout)
+    start = normal_form(mesh.factored(grid.sharding(route.start)))
+    goal = normal_form(mesh.factored(grid.sharding(route.goal)))
     return NamedRoute(start, goal, grid.itemsize, grid.profile).route
 
 
-def _options(route: SearchRoute, needs: Needs) -> Iterator[tuple[Needs, list[int]]]:
-    """Yield the factors by which to shard both sides further, each with the axes that may do so.
+class Option(NamedTuple):
+    """Factors by which to shard both sides further, and the axes that may do so."""
 
-    First `needs` themselves, the least factors for which blocks match. Then, dim by dim, factors
-    that include spare axes, along which there are replicas on both sides: each device then moves
-    only a share of its block between nodes, and the shares are gathered afterwards.
+    factors: Factors
+    axes: Sequence[int]
 
-    Start (3, 1) and goal (2, 1) for two dims, and 4 spare replicas -> the same; then (12, 1) and
+
+def _options(route: SearchRoute, factors: Factors) -> Iterator[Option]:
+    """Yield the least factors for which blocks match, and then, dim by dim, factors that share work.
+
+    The latter include spare axes, along which there are replicas on both sides: each device then
+    moves only a share of its block between nodes, and the shares are gathered afterwards.
+
+    Factors (3, 1) and (2, 1) for two dims, and 4 spare replicas -> the same; then (12, 1) and
     (8, 1); then (3, 4) and (2, 4).
     """
     grid = route.grid
-    if needs.are_any:
-        yield needs, route.changing
+    if factors.are_any:
+        yield Option(factors, route.changing)
     # Only axes with links of one speed: others would gather the shares over slow links again.
     near_axes = [a for a in route.spare if len(grid.levels(a)) == 1]
     n_shares = grid.count_parts(near_axes)
     if n_shares == 1:
         return
     for d, cut in enumerate(route.goal.cuts):
-        if grid.shape[d] % (grid.count_parts(cut) * needs.goal[d] * n_shares) == 0:
-            start = list(needs.start)
-            goal = list(needs.goal)
+        if grid.shape[d] % (grid.count_parts(cut) * factors.goal[d] * n_shares) == 0:
+            start = [*factors.start]
+            goal = [*factors.goal]
             start[d] *= n_shares
             goal[d] *= n_shares
-            yield Needs(start, goal), [*route.changing, *near_axes]
+            yield Option(Factors(start, goal), [*route.changing, *near_axes])
 
 
-def _cheapest(
-    route: SearchRoute, needs: Needs, axes: list[int], limit: float, below: float
-) -> SubAxisPath | None:
+def _cheapest(route: SearchRoute, option: Option, limit: float, below: float) -> SubAxisPath | None:
     """Find the cheapest path of one slice, one permutation of blocks, and gathers, over some axes.
 
     Every way to choose the axes of the slice is combined with every way to choose those of the
@@ -205,18 +208,15 @@ def _cheapest(
 
     Args:
         route: The start and the goal, on a mesh with axes split into sub-axes.
-        needs: For each dim, the factors by which the start and the goal are sharded further.
-        axes: The axes that may shard them.
+        option: By how much, and over which axes, the start and the goal are sharded further.
         limit: The most elements that a device may hold.
         below: The seconds that the path has to beat.
     """
     goal = route.goal
-    start_axes = [a for a in route.grid.replica_axes(route.start) if a in axes]
-    goal_axes = [a for a in route.grid.replica_axes(goal) if a in axes]
-    slices = list(islice(_new_cuts(route, start_axes, needs.start), MAX_WAYS))
+    slices = _new_cuts_of(route, route.start, option.factors.start, option.axes)
     best: SubAxisPath | None = None
     # start -> slice -> permutation -> `arrival`, the goal with extra shards -> gathers -> goal.
-    for gathered in islice(_new_cuts(route, goal_axes, needs.goal), MAX_WAYS):
+    for gathered in _new_cuts_of(route, goal, option.factors.goal, option.axes):
         arrival = State(add_inner_cuts(goal.cuts, gathered), goal.sums)
         gathers = _best_gathers(route, arrival, gathered, limit)
         for sliced in slices:
@@ -231,36 +231,43 @@ def _cheapest(
     return best
 
 
-def _new_cuts(route: SearchRoute, free: Sequence[int], needs: Sequence[int]) -> Iterator[Cuts]:
-    """Yield the ways to shard every dim `needs` times further over axes that hold replicas.
+def _new_cuts_of(
+    route: SearchRoute, state: State, factors: Sequence[int], axes: Sequence[int]
+) -> list[Cuts]:
+    """List ways to shard the dims of a state further, over axes of `axes` with replicas."""
+    free = [a for a in route.grid.replica_axes(state) if a in axes]
+    return list(islice(_new_cuts(route, free, factors), MAX_WAYS))
 
-    One tuple of axis numbers per dim. Free axes 0, 1, 2 of 2 devices each, needs (2, 2) ->
-    ((2,), (1,)), ((2,), (0,)), ...: dim 0 over axis 2 and dim 1 over axis 1, and so on. Parts of
-    one mesh axis on equal links are alike: of these only the innermost are used. Goes dim by dim,
-    by recursion.
+
+def _new_cuts(route: SearchRoute, free: Sequence[int], factors: Sequence[int]) -> Iterator[Cuts]:
+    """Yield the ways to shard every dim by a factor, over axes that hold replicas.
+
+    One tuple of axis numbers per dim. Free axes 0, 1, 2 of 2 devices each, factors (2, 2) ->
+    ((2,), (1,)), ((2,), (0,)), ...: dim 0 over axis 2 and dim 1 over axis 1, and so on. Goes dim by
+    dim, by recursion.
 
     Args:
         route: The route, whose grid has the axes.
         free: The axes that hold replicas, outermost first.
-        needs: For each dim from here on, how many parts a block is to be cut into.
+        factors: For each dim from here on, how many parts a block is to be cut into.
     """
-    if not needs:
+    if not factors:
         yield ()
         return
     grid = route.grid
     tried: set[tuple[object, ...]] = set()
     for n in range(len(free) + 1):
         for cut in reversed(list(combinations(free, n))):  # the innermost axes first
-            if grid.count_parts(cut) != needs[0]:
+            if grid.count_parts(cut) != factors[0]:
                 continue
-            # Axes that come from one mesh axis and have equal links are equally good: only the
-            # first cut of each kind is tried.
+            # Parts of one mesh axis on equal links are equally good: only the first cut of each
+            # kind is tried.
             kind = tuple((grid.mesh.origin(grid.axes[a]), grid.levels(a)) for a in cut)
             if kind in tried:
                 continue
             tried.add(kind)
             left = [a for a in free if a not in cut]
-            for other_cuts in _new_cuts(route, left, needs[1:]):
+            for other_cuts in _new_cuts(route, left, factors[1:]):
                 yield (cut, *other_cuts)
 
 
@@ -329,18 +336,18 @@ def _in_few_parts(route: SearchRoute, path: SubAxisPath) -> SubAxisPath:
         The same path, on the mesh with the merged sub-axes; on whole axes if all are merged.
     """
     fine = path.route.grid
-    groups = _side_by_side(path)
+    groups_of = _side_by_side(path)
     split: list[tuple[str, tuple[int, ...]]] = []
     for axis, _ in path.split:
-        if len(groups[axis]) > 1:
-            split.append((axis, tuple(fine.count_parts(group) for group in groups[axis])))
+        sizes = tuple(map(fine.count_parts, groups_of[axis]))
+        if len(sizes) > 1:
+            split.append((axis, sizes))
     coarse_route = _divided(route, tuple(split)) if split else route
     # Layouts name axes by number. The first sub-axis of each group gets the group's number on the
     # merged mesh, which has its axes in the same order; the others of the group are dropped.
     number_of: dict[int, int] = {}  # number on the fine mesh -> number on the merged one
-    for axis_groups in groups.values():
-        for group in axis_groups:
-            number_of[group[0]] = len(number_of)
+    for first, *_ in chain.from_iterable(groups_of.values()):
+        number_of[first] = len(number_of)
     moves = [_merged_move(state, move, number_of) for state, move in path.moves]
     return SubAxisPath(path.seconds, coarse_route, tuple(moves))
 
@@ -373,18 +380,13 @@ def _merged_move(state: State, move: Move, number_of: dict[int, int]) -> tuple[S
     """Rewrite one move, and the layout before it, after some sub-axes were merged into one.
 
     `number_of` gives the new number of each axis that is kept. If axes 1 and 2 are merged into 1, a
-    gather of the two shards (1, 2) becomes a gather of one. The details of a move list or count
-    shards, so they are read off the new layouts; a permutation has none.
+    gather of the two shards (1, 2) becomes a gather of one.
     """
-    before = _merged(state, number_of)
-    after = _merged(move.after, number_of)
-    data: tuple[Any, ...] = move.data
+    before = State(_merged(state.cuts, number_of), state.sums)
+    after = State(_merged(move.after.cuts, number_of), move.after.sums)
+    data: tuple[Any, ...] = move.data  # () for a permutation
     if move.kind == "slice":
-        new_cuts: list[Cut] = []
-        for old_cut, cut in zip(before.cuts, after.cuts, strict=True):
-            n_kept = len(old_cut)
-            new_cuts.append(cut[n_kept:])
-        data = tuple(new_cuts)
+        data = _merged(move.data, number_of)
     elif move.kind == "all_gather":  # how many innermost shards leave dim `d`
         d, _ = move.data
         n_shards = len(before.cuts[d]) - len(after.cuts[d])
@@ -392,9 +394,9 @@ def _merged_move(state: State, move: Move, number_of: dict[int, int]) -> tuple[S
     return before, Move(move.kind, data, after)
 
 
-def _merged(state: State, number_of: dict[int, int]) -> State:
-    """Return a state with one number for each group of merged sub-axes."""
-    cuts: list[Cut] = []
-    for cut in state.cuts:
-        cuts.append(tuple(number_of[a] for a in cut if a in number_of))
-    return State(tuple(cuts), state.sums)
+def _merged(cuts: Cuts, number_of: dict[int, int]) -> Cuts:
+    """Replace each group of merged sub-axes by one number."""
+    merged: list[Cut] = []
+    for cut in cuts:
+        merged.append(tuple(number_of[a] for a in cut if a in number_of))
+    return tuple(merged)

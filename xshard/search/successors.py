@@ -10,13 +10,14 @@ from itertools import (
     chain,
     combinations,
     combinations_with_replacement,
+    islice,
     pairwise,
     permutations,
     product,
 )
 
 from xshard.search.moves import Move, SearchRoute
-from xshard.search.states import Cut, Cuts, State, add_inner_cuts, cached_method
+from xshard.search.states import Cut, Cuts, State, add_inner_cuts, cached_method, starts_with
 
 # Up to so many axes, dims and devices all moves are tried: the proof of optimality covers them.
 COMPLETE_AXES = 3
@@ -109,13 +110,13 @@ class Successors:
         ((), (0,)), ((0,), ()), ..., ((), (0, 1)), ((0,), (1,)), ((0, 1), ()), ...
         """
         # The goal's own shards may be zigzag or uneven. All other choices are plain, whole axes.
-        wanted = [self._wanted(d, cut) for d, cut in enumerate(state.cuts)]
-        prefixes = [_prefixes(cut) for cut in wanted]
-        yield from product(*prefixes)
+        goals_shards = [_prefixes(self._wanted(d, cut)) for d, cut in enumerate(state.cuts)]
+        yield from product(*goals_shards)
+        n_inner_edges = len(state.cuts) - 1
         for n in range(1, len(free) + 1):
-            # Each ordering of n axes is cut into one part per dim. `divisions` lists where to cut:
-            # a dim between two equal edges gets no axis.
-            divisions = list(combinations_with_replacement(range(n + 1), len(wanted) - 1))
+            # Each ordering of n axes is cut into one part per dim, at these edges: axes (4, 7, 5)
+            # and edges 1, 1 -> (4,), () and (7, 5) for three dims.
+            divisions = list(combinations_with_replacement(range(n + 1), n_inner_edges))
             for order, inner_edges in product(permutations(free, n), divisions):
                 edges = (0, *inner_edges, n)
                 yield tuple(order[start:stop] for start, stop in pairwise(edges))
@@ -130,9 +131,7 @@ class Successors:
 
     def _new_cuts(self, d: int, cut: Cut, free: tuple[int, ...]) -> Iterator[Cut]:
         """Yield shards that a slice may add to one dim of a large space."""
-        wanted = self._wanted(d, cut)
-        for n in range(len(wanted), 0, -1):
-            yield wanted[:n]
+        yield from _prefixes(self._wanted(d, cut))[:-1]  # but for the last, ()
         for shard in self.goal.cuts[d]:  # out of order: a permutation puts it right later
             yield (shard,)
         for axis in free:  # a replica's share, so that a slow link carries it once
@@ -173,12 +172,8 @@ class Successors:
             dst_cut: The shards that this dim has already; the new ones are inside of them.
             moving: The shards that leave.
         """
-        axes = sorted(self.grid.axes_in(moving))
-        wanted = self._wanted(dst, dst_cut)
-        # The goal's own shards first, if they are over the axes that move, in any order.
-        for n in range(1, len(wanted) + 1):
-            if sorted(self.grid.axes_in(wanted[:n])) == axes:
-                yield wanted[:n]
+        axes = self.grid.axes_in(moving)
+        yield from self._goals_shards_over(axes, dst, dst_cut)
         if self.complete:
             yield from permutations(moving)
         elif self.grid.is_plain(moving):
@@ -195,24 +190,27 @@ class Successors:
         They are an all-reduce over some of the axes, and reduce-scatters over the same axes.
         """
         for axes in self._subsets(self.grid.ended(state, self.goal)):
-            after = State(state.cuts, tuple(a for a in state.sums if a not in axes))
+            after = state.without_sums(axes)
             yield Move("all_reduce", (axes,), after)
             for d, cut in enumerate(state.cuts):
                 for new_cut in dict.fromkeys(self._scatters(d, cut, axes)):
-                    has_axes = sorted(self.grid.axes_in(new_cut)) == sorted(axes)
-                    if has_axes and self._is_evenly_cut(d, cut, new_cut):
+                    if self._is_evenly_cut(d, cut, new_cut):
                         scattered = after.with_cut(d, cut + new_cut)
                         yield Move("reduce_scatter", (d, new_cut), scattered)
 
     def _scatters(self, d: int, cut: Cut, axes: tuple[int, ...]) -> Iterator[Cut]:
         """Yield shards that a scatter may give a dim: the goal's, then the axes in any order."""
-        wanted = self._wanted(d, cut)
-        for n in range(1, len(wanted) + 1):
-            yield wanted[:n]
+        yield from self._goals_shards_over(axes, d, cut)
         if self.complete:
             yield from permutations(axes)
         else:
             yield axes
+
+    def _goals_shards_over(self, axes: tuple[int, ...], d: int, cut: Cut) -> Iterator[Cut]:
+        """Yield the goal's next shards of a dim, if they are over just these axes, in any order."""
+        for shards in _prefixes(self._wanted(d, cut)):
+            if sorted(self.grid.axes_in(shards)) == sorted(axes):
+                yield shards
 
     def _into_sums(self, state: State) -> Iterator[Move]:
         """Yield the two local steps that turn shards or replicas into partial sums.
@@ -228,11 +226,10 @@ class Successors:
             for n in range(1, len(cut) + 1):
                 axes = self.grid.axes_in(cut[-n:])
                 if set(axes) <= set(begun):
-                    after = State(state.cuts, tuple(sorted((*state.sums, *axes))))
-                    yield Move("embed", (d, n), after.with_cut(d, cut[:-n]))
+                    yield Move("embed", (d, n), state.with_sums(axes).with_cut(d, cut[:-n]))
         free = self._usable_replicas(state)
         for axes in self._subsets(tuple(a for a in begun if a in free)):
-            yield Move("mask", (axes,), State(state.cuts, tuple(sorted((*state.sums, *axes)))))
+            yield Move("mask", (axes,), state.with_sums(axes))
 
     def _permutes(self, state: State) -> Iterator[Move]:
         """Yield permutations: devices swap whole blocks, so each dim keeps its number of parts.
@@ -240,31 +237,21 @@ class Successors:
         "n/x/y" -> "n/y/x", for example. The goal itself comes first, if its blocks have the same
         lengths. On a large mesh at most MAX_PERMUTES others follow.
         """
-        if state.sums == self.goal.sums and self._has_goals_lengths(state):
+        has_lengths_of_goal = self.grid.lengths(state) == self.grid.lengths(self.goal)
+        if state.sums == self.goal.sums and has_lengths_of_goal:
             yield Move("permute", (), self.goal)
         if not self.grid.is_regular(state):
             return
         usable = tuple(a for a in self.usable if a not in state.sums)
-        # For each dim, into how many parts it is cut by the shards other than those pinned
-        # outermost, which stay throughout.
+        # Into how many parts the shards of each dim cut that may change: those inside of the pinned.
         parts: list[int] = []
         for cut, pinned in zip(state.cuts, self.pinned, strict=True):
             parts.append(self.grid.count_parts(cut[len(pinned) :]))
-        n_found = 0
-        for cuts in self._arrangements(0, usable, parts):
-            if cuts in (state.cuts, self.goal.cuts):
-                continue
+        known = (state.cuts, self.goal.cuts)
+        others = (cuts for cuts in self._arrangements(0, usable, parts) if cuts not in known)
+        most = None if self.complete else MAX_PERMUTES
+        for cuts in islice(others, most):
             yield Move("permute", (), State(cuts, state.sums))
-            n_found += 1
-            if n_found == MAX_PERMUTES and not self.complete:
-                return
-
-    def _has_goals_lengths(self, state: State) -> bool:
-        """Check that the longest block of each dim is as long as at the goal."""
-        for d, (cut, goal_cut) in enumerate(zip(state.cuts, self.goal.cuts, strict=True)):
-            if self.grid.length(d, cut).longest != self.grid.length(d, goal_cut).longest:
-                return False
-        return True
 
     def exchanges(self, state: State) -> Iterator[Move]:
         """Yield exchanges to states from which the goal is near: collectives do the rest."""
@@ -332,7 +319,7 @@ class Successors:
                     yield cut
 
     def _towards_goal(self, d: int, usable: tuple[int, ...], parts: int) -> Iterator[Cut]:
-        """Yield ways to cut one dim into `parts` parts that begin like the goal's shards.
+        """Yield ways to cut one dim into `parts` parts, those that begin like the goal's first.
 
         If the goal has "n/0/1", axes 0 to 3 are of size 2, and 4 parts are wanted: (0, 1); then (0,
         1), (0, 2), (0, 3), which begin with axis 0; then all pairs. The longest common beginning
@@ -340,17 +327,17 @@ class Successors:
         out.
         """
         goal_cut = self.goal.cuts[d][len(self.pinned[d]) :]
-        for leading in _prefixes(goal_cut):
-            if not self.grid.is_plain(leading) or not set(leading) <= set(usable):
+        for beginning in _prefixes(goal_cut):
+            if not self.grid.is_plain(beginning) or not set(beginning) <= set(usable):
                 continue
-            if parts % self.grid.count_parts(leading):
+            if parts % self.grid.count_parts(beginning):
                 continue  # whatever axes follow, the number of parts is a multiple of these
-            others = [a for a in usable if a not in leading]
+            # What follows need not be in any order, as the goal has other axes there.
+            others = [a for a in usable if a not in beginning]
             for n in range(len(others) + 1):
-                # The order of the axes that follow does not matter, as the goal has others there.
                 for axes in combinations(others, n):
-                    if self.grid.count_parts(leading + axes) == parts:
-                        yield leading + axes
+                    if self.grid.count_parts(beginning + axes) == parts:
+                        yield beginning + axes
 
     def _subsets(self, axes: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
         """Yield all of the axes first, then fewer; on large spaces all of them and each alone."""
@@ -361,8 +348,7 @@ class Successors:
     def _wanted(self, d: int, cut: Cut) -> Cut:
         """Return the goal's shards of a dim that come after `cut`, if those lead up to them."""
         goal_cut = self.goal.cuts[d]
-        n_shards = len(cut)
-        return goal_cut[n_shards:] if goal_cut[:n_shards] == cut else ()
+        return goal_cut[len(cut) :] if starts_with(goal_cut, cut) else ()
 
     def _n_movable(self, d: int, cut: Cut) -> int:
         """Count the innermost shards that may leave a dim; on large spaces, the goal's stay."""

@@ -7,6 +7,7 @@ The phases are `record` (what the model does), `price` (what each way to shard i
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import product
 
 import numpy as np
 
@@ -95,8 +96,7 @@ def suggest(  # noqa: PLR0913  the public signature
     """
     check_mesh(mesh)
     # Axes of size 1 would only multiply options.
-    axes = zip(mesh.axes, mesh.sizes, strict=True)
-    mesh = Mesh({axis: size for axis, size in axes if size > 1})
+    mesh = Mesh({axis: mesh.size(axis) for axis in mesh.long_axes})
     limit = np.inf
     if memory is not None:
         limit = (limit_of(memory, "memory") or 0) * (1 - HEADROOM)
@@ -156,10 +156,8 @@ def list_problems(
     recomputing = [bool(recompute)]  # None is False where nothing can be computed again
     if recompute is None and has_repeated_blocks:
         recomputing = [False, True]
-    candidates = list[StepProblem]()
-    for number in n_micro_batches:
-        candidates += [StepProblem(step, moves, number, again, overlap) for again in recomputing]
-    return candidates
+    pairs = product(n_micro_batches, recomputing)
+    return [StepProblem(step, moves, number, again, overlap) for number, again in pairs]
 
 
 def _check_rates(moves: MovePrices) -> None:
@@ -273,9 +271,7 @@ def _nothing_fits(
     """Return the error for a step that does not fit, with the least memory that any plan takes."""
     shares = list[float]()  # of the limit
     for search in searches:
-        shares += [
-            float(search.cost.largest_limit_share(vector)) for vector in search.vectors.values()
-        ]
+        shares += map(float, map(search.cost.largest_limit_share, search.vectors.values()))
     least = format_bytes(int(min(shares) * limit / (1 - HEADROOM)))
     hint = f"the least that was found is {least}; more devices hold more"
     return PlanError(f"the step does not fit {short_repr(memory)} per device", hint=hint)

@@ -122,34 +122,45 @@ def minimum(unary: Sequence[Floats], pairs: Mapping[tuple[int, int], Floats]) ->
     (1.0, [1, 0])
     """
     sizes = [len(table) for table in unary]
-    tables = _tables_of(unary, pairs)
+    buckets = list[Bucket]()
+    constants = _eliminate(_tables_of(unary, pairs), sizes, buckets)
+    assignment = [0] * len(sizes)
+    # The neighbours of a variable were eliminated after it, and have their values already.
+    for bucket in reversed(buckets):
+        assignment[bucket.variable] = bucket.best_value(assignment)
+    return Minimum(sum(constants), assignment, buckets)
+
+
+def _eliminate(tables: Sequence[Table], sizes: Sequence[int], buckets: list[Bucket]) -> list[float]:
+    """Eliminate all variables, add a bucket for each to `buckets`, and return the numbers left.
+
+    Tables over (a, b) and (b, c): a is eliminated first, say, which leaves a table over b and the
+    one over (b, c); then c, which leaves two tables over b; then b, which leaves a number.
+
+    sizes: the number of values of each variable.
+    """
+    left = [*tables]
     n_entries = dict[int, int]()  # by variable, of the sum of all tables with it
     # Variables whose tables have changed, so that `n_entries` is counted again: at first all.
-    neighbors: Iterable[int] = range(len(sizes))
-    buckets = list[Bucket]()
+    changed: Iterable[int] = range(len(sizes))
     for _ in sizes:
-        for variable in neighbors:
-            scope = _joint_scope([table for table in tables if variable in table.scope])
+        for variable in changed:
+            scope = _joint_scope([table for table in left if variable in table.scope])
             n_entries[variable] = _n_entries(scope, sizes)
         # The variable with the smallest sum first, so that tables stay small.
         eliminated = min(n_entries, key=n_entries.__getitem__)
         del n_entries[eliminated]
-        with_variable = [table for table in tables if eliminated in table.scope]
-        tables = [table for table in tables if eliminated not in table.scope]
-        neighbors = [v for v in _joint_scope(with_variable) if v != eliminated]
+        with_variable = [table for table in left if eliminated in table.scope]
+        left = [table for table in left if eliminated not in table.scope]
+        changed = [v for v in _joint_scope(with_variable) if v != eliminated]
         # One group with all tables, unless their sum would be too large (mini-buckets).
         for group in _groups_that_fit(with_variable, sizes):
             bucket = _bucket_of(eliminated, group, sizes)
             scope = [v for v in bucket.scope if v != eliminated]
             # The bucket's number tells `excess` which bucket's minimum this table is.
-            tables.append(Table(scope, bucket.minimize(), len(buckets)))
+            left.append(Table(scope, bucket.minimize(), len(buckets)))
             buckets.append(bucket)
-    assignment = [0] * len(sizes)
-    # The neighbours of a variable were eliminated after it, and have their values already.
-    for bucket in reversed(buckets):
-        assignment[bucket.variable] = bucket.best_value(assignment)
-    # All variables are gone: tables are single numbers now.
-    return Minimum(sum(float(table.entries) for table in tables), assignment, buckets)
+    return [float(table.entries) for table in left]
 
 
 def excess(buckets: Sequence[Bucket]) -> dict[int, Floats]:
@@ -177,21 +188,37 @@ def excess(buckets: Sequence[Bucket]) -> dict[int, Floats]:
         # The least total of the whole problem, for given values of the variables in its scope.
         total = np.asarray(sum(bucket.tables) + added_elsewhere.pop(number, 0.0))
         for origin, least in zip(bucket.buckets, bucket.tables, strict=True):
-            if origin == GIVEN:
-                continue  # a table of the problem itself, not the minimum of an earlier bucket
-            origin_scope = buckets[origin].scope
-            # The earlier bucket does not have these variables: they take their best values.
-            unknown = tuple(axis for axis, v in enumerate(bucket.scope) if v not in origin_scope)
-            with np.errstate(invalid="ignore"):  # inf - inf
-                others = total.min(unknown, keepdims=True) - least
-            # Where the table is infinite, so is the earlier bucket's own sum: nothing need be added.
-            others = np.where(np.isfinite(least), others, 0)
-            added_elsewhere[origin] = np.expand_dims(others.squeeze(unknown), buckets[origin].axis)
+            if origin != GIVEN:
+                added = _added_beside(least, total, bucket.scope, buckets[origin])
+                added_elsewhere[origin] = added
         other_axes = tuple(axis for axis in range(len(bucket.scope)) if axis != bucket.axis)
         above = total.min(other_axes) - total.min()
         # A variable in several buckets has a bound from each of them: the highest counts.
         excess_of[bucket.variable] = np.maximum(excess_of.get(bucket.variable, 0), above)
     return excess_of
+
+
+def _added_beside(least: Floats, total: Floats, scope: Sequence[int], origin: Bucket) -> Floats:
+    """Compute what all other tables add to the minimum of an earlier bucket, for its variables.
+
+    Total 9 where the minimum is 4: the others add 5.
+
+    Args:
+        least: The minimum of the earlier bucket, with an axis for all of `scope`.
+        total: The least total of the problem: [values of each variable in `scope`].
+        scope: The variables of the later bucket, which has the minimum as one of its tables.
+        origin: The earlier bucket.
+
+    Returns:
+        With an axis for all of the earlier bucket's scope, 1 long at its own variable.
+    """
+    # The earlier bucket does not have these variables: they take their best values.
+    unknown = tuple(axis for axis, v in enumerate(scope) if v not in origin.scope)
+    with np.errstate(invalid="ignore"):  # inf - inf
+        others = total.min(unknown, keepdims=True) - least
+    # Where the minimum is infinite, so is the earlier bucket's own sum: nothing need be added.
+    others = np.where(np.isfinite(least), others, 0)
+    return np.expand_dims(others.squeeze(unknown), origin.axis)
 
 
 def _tables_of(unary: Sequence[Floats], pairs: Mapping[tuple[int, int], Floats]) -> list[Table]:

@@ -72,7 +72,7 @@ def options_by_hand(problem: StepProblem, plan: HandPlan) -> list[Flags]:
             flags.append(np.ones(len(node.placements), bool))  # an input
         else:
             ranks = _ranks_of_options(problem, node, op, plan, preferred)
-            largest = max((sizes[name] for name in op.operands if name in sizes), default=0)
+            largest = max([sizes.get(name, 0) for name in op.operands], default=0)
             if largest >= smallest_that_counts or op.kind in ("attention", "loss"):
                 flags.append(ranks == ranks.min())
             else:
@@ -98,10 +98,13 @@ def _ranks_of_options(
     preferred: for each value of `HandPlan.last` the dims to shard, best first. Returns [options]
     of numbers from 0, which is best: sums of the ranks of all axes.
     """
-    is_attention_by_heads = plan.last == "heads" and op.kind == "attention"
-    last_dims = preferred["tensor" if is_attention_by_heads else plan.last]
-    batch_ranks = _ranks(op, node.placements[..., :-1], [problem.step.batch])
-    return batch_ranks + _ranks(op, node.placements[..., -1:], last_dims)
+    last = plan.last
+    if last == "heads" and op.kind == "attention":
+        last = "tensor"
+    first_axes = node.placements[..., :-1]  # [options, arrays, axes]
+    last_axis = node.placements[..., -1:]
+    batch_ranks = _ranks(op, first_axes, [problem.step.batch])
+    return batch_ranks + _ranks(op, last_axis, preferred[last])
 
 
 def _preferred_dims(step: TrainingStep) -> dict[str, list[str]]:
@@ -115,7 +118,7 @@ def _preferred_dims(step: TrainingStep) -> dict[str, list[str]]:
     # A carry is the array that one of several equal layers hands on to the next: the residual
     # stream. In a step without such layers the first result stands for it.
     carries = [op for op in step.ops if op.kind == "carry"]
-    stream_dims = (carries[0] if carries else step.ops[0]).dims[-1]
+    stream_dims = [*carries, *step.ops][0].dims[-1]
     parameter_dims = _dims_of_arrays(step, step.parameters)
     sequence = [dim for dim in stream_dims if dim != step.batch and dim not in parameter_dims]
     not_tensor = {*stream_dims, *_dims_of_arrays(step, step.inputs)}
@@ -123,9 +126,9 @@ def _preferred_dims(step: TrainingStep) -> dict[str, list[str]]:
     # One dim may have several names: f where it is made and g where it is used. A rule that
     # shards both over one axis shows that they are one dim, so that g is added, too.
     for op in step.ops:
-        for rule in op.axis_rules:
-            pairs = zip(op.dims, rule, strict=False)
-            sharded = [dims[placement] for dims, placement in pairs if placement >= 0]
+        for rule in op.axis_rules:  # for each array the number of the dim that it shards, or a tag
+            arrays = zip(op.dims, rule, strict=False)
+            sharded = [dims[number] for dims, number in arrays if number >= 0]
             if not set(sharded).isdisjoint(tensor):
                 tensor += [dim for dim in sharded if dim not in tensor and dim not in not_tensor]
     return {
@@ -160,13 +163,15 @@ def _ranks(op: Op, placements: Placements, preferred: Sequence[str]) -> Ints:
     placements: [options, arrays, axes], the number of the dim that an axis shards in an array, or a
     negative tag (replicas, sums, copies). Returns the sum over axes: [options].
     """
-    ranks = np.where((placements == REPLICAS).all(1), IDLE, OTHER)  # [options, axes]
+    is_idle = (placements == REPLICAS).all(1)  # [options, axes]
+    ranks = np.where(is_idle, IDLE, OTHER)
     for i, array in enumerate(op.arrays):
-        rank_of_placement = list[int]()  # an entry for each dim, then for each tag
+        # Placements are indices of this list: dims first; tags, which are negative, from the end.
+        rank_of_placement = list[int]()
         for dim in array.dims:
             names = [name for name in names_of_dim(dim) if name in preferred]  # several in `(g d)`
             rank_of_placement.append(min(map(preferred.index, names), default=OTHER))
-        # Placements are indices: tags, which are negative, count from the end.
         rank_of_placement += [OTHER] * (1 + len(TAGS))
-        ranks = np.minimum(ranks, np.array(rank_of_placement)[placements[:, i]])
+        ranks_in_array = np.array(rank_of_placement)[placements[:, i]]
+        ranks = np.minimum(ranks, ranks_in_array)
     return np.asarray(ranks.sum(-1))

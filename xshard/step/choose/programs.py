@@ -37,23 +37,24 @@ def best_mixture(cost: Cost, vectors: Floats) -> tuple[float, Floats]:
     n_limits = len(cost.limit_shares)
     least = float(cost.total(vectors).min())
     scale = least if least else 1.0  # the solver's tolerances are for costs of about 1
-    # Variables, in the order of columns: a share of each vector, the maxima, and by how much a
-    # limit is exceeded (the excess). A high price keeps the excess at 0 where that is possible;
-    # without it a program in which nothing fits would have no solution.
-    # The first inequalities say that a maximum is no less than any of its rows:
-    #     rows @ shares - maxima <= 0
-    rows = (cost.scaled_maxima(scale) @ vectors.T).reshape(-1, n_vectors)
-    # One column more than maxima: the last, of zeros, is for the excess.
-    minus_maxima = np.tile(-np.eye(n_maxima, n_maxima + 1), (len(rows) // n_maxima, 1))
-    # The next inequalities say that no more than all of each limit is used, but for the excess:
-    #     limit_shares @ vectors.T @ shares - excess <= 1
-    minus_excess = np.append(np.zeros((n_limits, n_maxima)), -np.ones((n_limits, 1)), 1)
-    table = np.block([[rows, minus_maxima], [cost.limit_shares @ vectors.T, minus_excess]])
-    right_sides = np.repeat([0.0, 1.0], [len(rows), n_limits])
-    # One equality: all shares are 1 together.
-    is_share = np.arange(n_vectors + n_maxima + 1) < n_vectors
+    # Variables: a share of each vector, the maxima, and by how much a limit is exceeded. A high
+    # price, EXCESS, keeps that at 0 where it can be; without it a program in which nothing fits
+    # would have no solution.
     objective = np.concatenate([vectors @ cost.linear / scale, np.ones(n_maxima), [EXCESS]])
-    solved = optimizer().linprog(objective, table, right_sides, is_share[None], [1.0])
+    rows = (cost.scaled_maxima(scale) @ vectors.T).reshape(-1, n_vectors)
+    maximum_of_row = np.tile(np.eye(n_maxima), (len(rows) // n_maxima, 1))
+    limit_shares = cost.limit_shares @ vectors.T
+    inequalities = np.block(
+        [
+            # No row of a maximum is more than the maximum: rows @ shares - maxima <= 0.
+            [rows, -maximum_of_row, np.zeros((len(rows), 1))],
+            # No limit is used more than once, but for the excess: limits @ shares - excess <= 1.
+            [limit_shares, np.zeros((n_limits, n_maxima)), -np.ones((n_limits, 1))],
+        ]
+    )
+    right_sides = np.repeat([0.0, 1.0], [len(rows), n_limits])
+    is_share = np.arange(len(objective)) < n_vectors  # all shares are 1 together
+    solved = optimizer().linprog(objective, inequalities, right_sides, is_share[None], [1.0])
     # The multipliers are scipy's marginals, which are <= 0 for a minimum: hence the minus. Rows
     # were divided by `scale` above, limits were not, so that only theirs are multiplied again.
     row_shares, limit_worths = np.split(-solved.ineqlin.marginals, [-n_limits])
@@ -168,15 +169,13 @@ class _Variables:
         self.entries = [(nodes, np.arange(self.n_options), np.ones(self.n_options))]
 
     def add_flows(self, pair: Pairs, n_parts: int) -> None:
-        """Add the variables and equalities that charge moves between two nodes: flows.
+        """Add the variables that charge moves between two nodes, flows, and their equalities.
 
-        Each node chooses one of its options, and a move costs what the tables have at the row of
-        the first node's option and the column of the second one's. In a linear program this product
-        of two choices is a variable for each (row, column), a flow. If options 0 and 1 of the first
-        node are in row 0, and option 2 is in row 1, the flows of row 0 add up to the shares of
-        options 0 and 1, those of row 1 to the share of option 2; columns likewise. Once each node
-        has chosen, the one flow where both meet is 1. Pairs that are banned have no variable, so
-        that they cannot be chosen together.
+        A flow is a variable for a row and a column of the tables of costs. It is 1 if both nodes
+        have chosen options there, for then the move costs what the tables have there, and else 0.
+        That takes two kinds of equalities: the flows of a row add up to the shares of the first
+        node's options in that row, and the flows of a column to the second node's. Banned pairs
+        have no flow, so that they cannot be chosen together.
 
         Args:
             pair: Two nodes, rows and columns of their options, and the tables of costs.

@@ -128,10 +128,10 @@ class StepSearch:
             search.start()
         return search
 
-    def run(self, most_steps: int = sys.maxsize, until: float = np.inf) -> None:
-        """Raise the bound as far as weights can, in a number of steps, or until it is so high."""
+    def run(self, most_steps: int = sys.maxsize) -> None:
+        """Raise the bound as far as weights can, in a number of steps."""
         for _ in range(most_steps):
-            if not self.advance() or self.bound >= until:
+            if not self.advance():
                 return
 
     def advance(self) -> bool:
@@ -149,36 +149,37 @@ class StepSearch:
         Returns:
             False if weights can raise the bound no more, or after ROUNDS rounds.
         """
-        if self._found is None:
+        if self._found is None:  # the first step
             if not self.vectors:
                 self.start()
-            is_round_done = True  # no round has begun yet: begin the first one
-        else:
-            # Offered only now, for planning takes long: a search is given up before its next step
-            # if others find a better plan meanwhile.
-            added_s = self.offer(self._found)
-            missing_s = self._mixture_s - self.bound
-            is_round_done = added_s <= max(CLOSE * self._mixture_s, NEAR * missing_s)
-            # No weights give a higher bound than the mixture of the assignments.
-            if is_round_done and self.bound >= (1 - CLOSE) * self._mixture_s:
-                return False
-        if is_round_done:
-            # Without vectors no assignment is possible, and there is nothing to mix.
-            if self._n_rounds == ROUNDS or not self.vectors:
-                return False
-            self._begin_round()
-        self._find_under_tried_weights()
-        return True
+            return self._begin_round()
+        # Offered only now, for planning takes long: a search is given up before its next step if
+        # others find a better plan meanwhile.
+        added_s = self.offer(self._found)
+        missing_s = self._mixture_s - self.bound
+        if added_s > max(CLOSE * self._mixture_s, NEAR * missing_s):
+            self._find_under_tried_weights()  # the same weights again, with better prices
+            return True
+        # No weights give a higher bound than the mixture of the assignments.
+        if self.bound >= (1 - CLOSE) * self._mixture_s:
+            return False
+        return self._begin_round()
 
-    def _begin_round(self) -> None:
-        """Choose weights to try: between the best so far and those of the best mixture.
+    def _begin_round(self) -> bool:
+        """Try new weights: between the best so far and those of the best mixture.
 
         Sets the seconds of the mixture, too, which no bound passes at the prices known so far.
+        Returns False after ROUNDS rounds, or if no assignment is possible, so that there is nothing
+        to mix.
         """
+        if self._n_rounds == ROUNDS or not self.vectors:
+            return False
         self._n_rounds += 1
         vectors = np.array(list(self.vectors.values()))
         self._mixture_s, multipliers = best_mixture(self.cost, vectors)
         self._tried_multipliers = STAY * self.multipliers + (1 - STAY) * multipliers
+        self._find_under_tried_weights()
+        return True
 
     def _find_under_tried_weights(self) -> None:
         """Find the best assignment under the weights of this round, and keep a better bound.
@@ -242,15 +243,24 @@ class StepSearch:
                 self.bound = max(self.bound, goal)
             if self.bound >= goal or sum(n_options) > MOST_OPTIONS:
                 return
-            seconds_before = self.seconds
-            # Half of the gap is left for the program itself.
-            assignment, program_bound = self._solve_among(options, gap / 2)
-            added_s = 0.0 if assignment is None else self.offer(assignment)
-            # Plans of these options take at least `program_bound`, all others at least the goal.
-            self.bound = min(self.seconds, max(self.bound, min(program_bound, goal)))
-            # Moves that were planned, or a better assignment, make another program worthwhile.
-            if added_s <= 0 and self.seconds == seconds_before:
+            if not self._close_among(options, goal, gap):
                 return
+
+    def _close_among(self, options: Sequence[Ints], goal: float, gap: float) -> bool:
+        """Offer the fastest plan among some options, and raise the bound by an integer program.
+
+        All plans with other options take at least `goal` seconds. Returns whether there is news,
+        so that another program may raise the bound further: moves that were planned, or a better
+        assignment.
+        """
+        seconds_before = self.seconds
+        # Half of the gap is left for the program itself.
+        assignment, program_bound = self._solve_among(options, gap / 2)
+        added_s = 0.0 if assignment is None else self.offer(assignment)
+        bound_of_all = min(program_bound, goal)
+        # The best plan is a plan, too: no bound is above it.
+        self.bound = min(self.seconds, max(self.bound, bound_of_all))
+        return added_s > 0 or self.seconds != seconds_before
 
     def _solve_among(self, options: Sequence[Ints], gap: float) -> tuple[list[int] | None, float]:
         """Find the fastest plan among some options of each node, by an integer program.
@@ -267,30 +277,30 @@ class StepSearch:
         """
         pairs = list[Pairs]()
         for edge in self.problem.edges:
-            rows = edge.rows[options[edge.source]]
-            columns = edge.columns[options[edge.user]]
-            # Two arrays, [rows, columns] each: the costs of all pairs of layouts.
-            tables = edge.costs(*np.indices(edge.banned.shape))
-            pairs.append(Pairs(edge.nodes, (rows, columns), edge.parts, tables, edge.banned))
+            row_of_option = edge.rows[options[edge.source]]
+            column_of_option = edge.columns[options[edge.user]]
+            tables = edge.costs(*np.indices(edge.banned.shape))  # [parts, rows, columns]
+            indices = (row_of_option, column_of_option)
+            pairs.append(Pairs(edge.nodes, indices, edge.parts, tables, edge.banned))
         nodes = zip(self.problem.nodes, options, strict=True)
         node_costs = [node.costs[own] for node, own in nodes]
         # Costs are divided by about the total, for the solver's tolerances suit costs near 1.
-        if self.best:
-            scale = self.seconds
-        else:
-            scale = self.bound if self.bound else 1.0
-        indices, bound = solve_program(node_costs, pairs, self.cost, scale, MOST_NODES, gap)
-        if indices is None:
+        scale = self.seconds if self.best else self.bound
+        if not scale:
+            scale = 1.0
+        numbers, bound = solve_program(node_costs, pairs, self.cost, scale, MOST_NODES, gap)
+        if numbers is None:
             return None, bound
-        # The program counts only the options that it was given.
-        return [int(own[i]) for own, i in zip(options, indices, strict=True)], bound
+        # The program numbers only the options that it was given.
+        return [int(own[number]) for own, number in zip(options, numbers, strict=True)], bound
 
     def improve(self) -> None:
         """Improve the best assignments by changes at one node while they save seconds."""
-        ranks = dict[tuple[int, ...], float]()
-        for assignment, vector in self.vectors.items():
-            ranks[assignment] = float(self.cost.rank(vector, EXCESS_BEFORE_CHANGES))
-        for start in sorted(ranks, key=ranks.__getitem__)[:STARTS]:
+
+        def rank(assignment: tuple[int, ...]) -> float:
+            return float(self.cost.rank(self.vectors[assignment], EXCESS_BEFORE_CHANGES))
+
+        for start in sorted(self.vectors, key=rank)[:STARTS]:
             self._improve_from(list(start))
 
     def _improve_from(self, assignment: list[int]) -> None:

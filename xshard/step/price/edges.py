@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
-from xshard.step.price.moves import MovePrices, dual
+from xshard.step.price.moves import MoveTable
 from xshard.step.price.nodes import Gathering, Node
 from xshard.step.price.options import (
     Flags,
@@ -38,15 +39,13 @@ class Edge:
         columns: For each option of the user its column.
         made_layouts: The layout of each row: [rows, axes].
         used_layouts: The layout of each column: [columns, axes].
-        shape: The global shape of the array.
-        prices: The seconds of moves.
+        moves: The seconds of moves from rows to columns. Edges with the same layouts share it: what
+            one plans, others know.
         seconds_parts: The parts of the cost that get seconds: of the forward and of the backward
             pass.
         runs: How often a move and its adjoint run in each pass, by rows: [passes, move or adjoint,
             rows].
         bytes_by_part: Other parts of the cost: [rows, columns] for each.
-        launch_share: The array's part of the elements that move in one collective.
-        is_linear: The move has an adjoint in the backward pass.
         place: The module or array at whose rule the array can move. "" for none: only equal layouts
             are possible, all others are `banned`.
         enters: It moves on the way into that module, not out of it.
@@ -58,30 +57,25 @@ class Edge:
     columns: Ints
     made_layouts: Placements
     used_layouts: Placements
-    shape: tuple[int, ...]
-    prices: MovePrices
+    moves: MoveTable
     seconds_parts: tuple[int, int]
     runs: Floats
     bytes_by_part: Mapping[int, Floats]
-    launch_share: float = 1.0
-    is_linear: bool = True
     place: str = ""
     enters: bool = False
     parts: Ints = field(init=False)
     banned: Flags = field(init=False)
 
     def __post_init__(self) -> None:
-        # Shared with all edges that have the same layouts: what one plans, others know.
-        self._table = self.prices.table(
-            self.made_layouts, self.used_layouts, self.shape, self.is_linear, self.launch_share
-        )
-        tables = list(self.bytes_by_part.values())
-        self._bytes = np.array(tables).reshape(-1, *self._table.is_planned.shape)
-        self.parts = np.array([*self.bytes_by_part, *self.seconds_parts])
-        used = self.used_layouts if self.is_linear else without_copies(self.used_layouts)
+        used = self.used_layouts
+        if not self.moves.is_linear:
+            used = without_copies(used)
+        differs = (self.made_layouts[:, None] != used).any(-1)  # [rows, columns]
         # Where no rule can say a move, an array stays as it is made.
-        differs = (self.made_layouts[:, None] != used).any(-1)
         self.banned = differs & (not self.place)
+        self.parts = np.array([*self.bytes_by_part, *self.seconds_parts])
+        tables = list(self.bytes_by_part.values())
+        self._bytes = np.array(tables).reshape(-1, *differs.shape)  # there may be no table
 
     @property
     def nodes(self) -> tuple[int, int]:
@@ -94,38 +88,19 @@ class Edge:
 
     def costs(self, rows: Ints, columns: Ints) -> Floats:
         """Return the costs of moves from rows to columns, for `parts`: [parts, moves]."""
-        seconds = (self.runs[:, :, rows] * self._table.seconds[:, rows, columns]).sum(1)
+        seconds_once = self.moves.seconds[:, rows, columns]  # of the move, of its adjoint
+        seconds = (self.runs[:, :, rows] * seconds_once).sum(1)
         return np.concatenate([self._bytes[:, rows, columns], seconds])
 
     def plan(self, source_option: int, user_option: int) -> float:
         """Price the move between two options by the planner, in place of a lower bound.
 
-        An edge is an array on its way from the operation that makes it (the source) to one that
-        uses it; its table has lower bounds of seconds until a move is planned.
-
-        Writes into the table of seconds, which edges with the same layouts share: a move is planned
-        once for all of them.
-
-        Returns:
-            The seconds by which the bound was too low, forward and backward pass together; 0 if the
-            move was planned before, or is not possible.
+        Returns the seconds by which the bound was too low; 0 if the move was planned before, or is
+        not possible.
         """
         row = int(self.rows[source_option])
         column = int(self.columns[user_option])
-        seconds, is_planned = self._table  # seconds: [passes, rows, columns]
-        if is_planned[row, column] or self.banned[row, column]:
-            return 0.0
-        src = self.made_layouts[row]
-        dst = self.used_layouts[column]
-        forward = self.prices.price(src, dst, self.shape, self.launch_share)
-        backward = 0.0
-        if self.is_linear:
-            # The gradient moves back: from the dual of the destination to the dual of the source.
-            backward = self.prices.price(dual(dst), dual(src), self.shape, self.launch_share)
-        added = forward + backward - seconds[:, row, column].sum()
-        seconds[:, row, column] = (forward, backward)
-        is_planned[row, column] = True
-        return float(added)
+        return 0.0 if self.banned[row, column] else self.moves.plan(row, column)
 
     def weighted(self, weights: Floats, source_options: Ints, user_options: Ints) -> Floats:
         """Compute the weighted cost of moving an array, for all pairs of options of both ends.
@@ -146,10 +121,11 @@ class Edge:
             [source options, user options]; infinite where a move is not possible.
         """
         # `parts` has the parts in bytes first, then the seconds of both passes.
-        byte_weights, second_weights = np.split(weights[self.parts], [len(self._bytes)])
-        # runs: [passes, move or adjoint, rows]. Weighted over passes: [move or adjoint, rows, 1].
-        weighted_runs = (second_weights @ self.runs.reshape(2, -1)).reshape(2, -1, 1)
-        total = (weighted_runs * self._table.seconds).sum(0)  # [rows, columns]
+        byte_weights, pass_weights = np.split(weights[self.parts], [len(self._bytes)])
+        # What a second of the move, or of its adjoint, weighs: by how often it runs in each pass.
+        runs_by_pass = self.runs.reshape(2, -1)  # [passes, move or adjoint and row]
+        second_weights = (pass_weights @ runs_by_pass).reshape(2, -1, 1)
+        total = (second_weights * self.moves.seconds).sum(0)  # [rows, columns]
         # A product of matrices is faster than a sum over tables; there may be no table of bytes.
         byte_tables = self._bytes.reshape(len(byte_weights), total.size)
         total += (byte_weights @ byte_tables).reshape(total.shape)
@@ -157,24 +133,26 @@ class Edge:
         return total[self.rows[source_options]][:, self.columns[user_options]]
 
 
-def edges_of(setup: StepSetup, nodes: Sequence[Node]) -> list[Edge]:
+def edges_of(setup: StepSetup, nodes: Sequence[Node], numbers: Mapping[str, int]) -> list[Edge]:
     """Make an edge, which prices the moves of an array, for each operand of each operation.
 
     `y = matmul(x, w)` has two edges, from x and from w, to y.
 
-    An operation of equal layers, written once with `times` 12, may have a carry: what one layer
-    hands on to the next. A carry has two edges for its one operand: the first layer takes the array
-    from elsewhere, the 11 others take what the layer before made, whose name is `Op.again`.
+    Twelve equal layers are operations written once, with `times` 12. One of them, the carry, takes
+    what the layer before hands on: in the first layer an array from elsewhere, the operand, and in
+    the 11 others the result of the layer before, `Op.again`. It has an edge for each, with 1/12 and
+    11/12 of the moves.
+
+    numbers: the number of each node by name.
     """
-    numbers = {node.name: number for number, node in enumerate(nodes)}
     edges = list[Edge]()
     for op in setup.step.ops:
-        # Of 12 layers, 1/12 take the operand, and 11/12 the result of the layer before.
-        first_share = 1 / op.times if op.again else 1.0
+        share_of_operand = 1 / op.times if op.again else 1.0
         for operand, name in enumerate(op.operands):
-            edges.append(_edge(setup, nodes, numbers, name, op, operand, first_share))
+            edges.append(_edge(setup, nodes, numbers, name, op, operand, share_of_operand))
         if op.again:
-            edges.append(_edge(setup, nodes, numbers, op.again, op, 0, 1 - first_share))
+            share_of_layers = 1 - share_of_operand
+            edges.append(_edge(setup, nodes, numbers, op.again, op, 0, share_of_layers))
     return edges
 
 
@@ -213,13 +191,13 @@ def _edge(
         made_layouts = source.placements[:, -1]
         rows = np.arange(len(made_layouts))
         launch_share = setup.launch_share(name)
-    place, enters = _place(setup, name, op, is_first=operand == 0)
-    bytes_by_part = _bytes_by_part(setup, source, op, made_layouts, used_layouts)
+    place = _place(setup, name, op, is_first=operand == 0)
+    bytes_of_moves = _bytes_of_moves(setup, source, op, made_layouts, used_layouts)
     is_linear = name in step.differentiable
-    if name in step.by_name and not is_linear and not enters:
+    if name in step.by_name and not is_linear and not place.is_input:
         # A copy is a replica whose gradients are partial sums: without a gradient both are one.
-        # This comes after `_bytes_by_part`, which needs to tell them apart. So do rules on the way
-        # into a module, hence not where `enters`.
+        # This comes after `_bytes_of_moves`, which needs to tell them apart. So do rules on the way
+        # into a module.
         used_layouts = without_copies(used_layouts)
     return Edge(
         source=numbers[name],
@@ -228,18 +206,17 @@ def _edge(
         columns=columns,
         made_layouts=made_layouts,
         used_layouts=used_layouts,
-        shape=setup.shape(name),
-        prices=setup.moves,
+        moves=setup.moves.table(
+            made_layouts, used_layouts, setup.shape(name), is_linear, launch_share
+        ),
         seconds_parts=(
             setup.part_index(op, BlockPart.FORWARD_MOVING_S),
             setup.part_index(op, BlockPart.BACKWARD_MOVING_S),
         ),
         runs=share * _runs(setup, source, op, len(made_layouts)),
-        bytes_by_part=bytes_by_part,
-        launch_share=launch_share,
-        is_linear=is_linear,
-        place=place,
-        enters=enters,
+        bytes_by_part={setup.part_index(op, part): bytes_of_moves[part] for part in bytes_of_moves},
+        place=place.name,
+        enters=place.is_input,
     )
 
 
@@ -253,74 +230,84 @@ def _runs(setup: StepSetup, source: Node, op: Op, n_rows: int) -> Floats:
 
     Returns [2 passes, move or adjoint, n_rows]; rows are layouts of the source.
     """
-    if source.gathering is None:
-        per_pass = np.ones(n_rows)
-        repeated = per_pass * setup.is_recomputed(op)
-    else:
-        repeated = np.asarray(source.is_gathered(Gathering.PER_USE), dtype=float)
-        per_pass = np.where(repeated > 0, 1.0, 1 / setup.micro_batches)
+    once = np.ones(n_rows)
     never = np.zeros(n_rows)
-    forward = [per_pass, never]  # of the move, of its adjoint
-    backward = [repeated, per_pass]
-    return np.array([forward, backward])
+    if source.gathering is None:
+        moves = once
+        repeated_moves = once if setup.is_recomputed(op) else never
+    else:
+        is_per_use = source.is_gathered(Gathering.PER_USE)
+        moves = np.where(is_per_use, 1.0, 1 / setup.micro_batches)
+        repeated_moves = np.where(is_per_use, once, never)
+    adjoints = moves
+    return np.array([[moves, never], [repeated_moves, adjoints]])
 
 
-def _place(setup: StepSetup, name: str, op: Op, *, is_first: bool) -> tuple[str, bool]:
-    """Find the name under which a user's rule can move an operand: of a module, or of the array.
+class Place(NamedTuple):
+    """Where a user's rule can move an array: at a module, or the array itself wherever it is used.
 
-    `parallelize` moves arrays only where modules begin and end, and parameters: an operand inside a
-    module has no such place, "". In order: the module that the operation begins, if this is its
-    first operand; the module whose result the array is; the array itself, if it is a parameter, or
-    if arrays move anywhere.
+    name: of the module or array; "" if no rule can move it. is_input: the rule is for what enters
+    the module, not for its result.
+    """
 
-    Returns also True if the array moves on the way into that module (a rule of inputs), and False
-    on the way out, and for arrays. name: of the array. is_first: it is operand 0.
+    name: str
+    is_input: bool
+
+
+def _place(setup: StepSetup, name: str, op: Op, *, is_first: bool) -> Place:
+    """Find the place of the rule that can move an array to an operation, of which it is an operand.
+
+    `parallelize` moves parameters, and other arrays only where modules begin and end. So an operand
+    moves as the input of the module that the operation begins, or as the result of the module that
+    made it; inside a module no rule can move it, unless arrays move anywhere (in JAX).
+
+    is_first: it is operand 0, the one that a rule of a module's inputs is about.
     """
     step = setup.step
-    is_parameter = name in step.parameters
+    if name in step.parameters:
+        return Place(name, False)
     entered = step.module(op, left=False)  # "" if the operation begins no module
-    if is_first and not is_parameter and entered:
-        if op.again and name != op.again:
-            # What the first of repeated blocks takes from elsewhere has a rule of its own.
-            return in_first_block(entered), True
-        return entered, True
-    if name in step.by_name:  # the result of an operation
-        # A module's output has one layout, so that several uses would have to agree.
-        is_only_use = len(step.consumers(name)) == op.operands.count(name) == 1
-        module = step.module(step.by_name[name], left=True)
-        if is_only_use and module:
-            return module, False
-    return (name if is_parameter or step.moves_anywhere else ""), False
+    if is_first and entered:
+        # What the first of repeated blocks takes from elsewhere has a rule of its own.
+        is_from_elsewhere = op.again and name != op.again
+        return Place(in_first_block(entered) if is_from_elsewhere else entered, True)
+    maker = step.by_name.get(name)  # None: the array is an input of the step
+    # A module's result has one layout, so that several uses would have to agree.
+    if maker is not None and len(step.consumers(name)) == op.operands.count(name) == 1:
+        left = step.module(maker, left=True)
+        if left:
+            return Place(left, False)
+    return Place(name if step.moves_anywhere else "", False)
 
 
-def _bytes_by_part(
+def _bytes_of_moves(
     setup: StepSetup,
     source: Node,
     op: Op,
     made_layouts: Placements,
     used_layouts: Placements,
-) -> dict[int, Floats]:
+) -> Mapping[BlockPart, Floats]:
     """Compute the bytes that a move holds in memory, for all pairs of layouts.
 
-    Returns, by the number of a part of the cost, arrays [rows, columns]: rows are layouts in which
-    the array is made or stored, columns those in which it is used. Most moves add nothing, {}, for
-    the operations at both ends count their operands and results already. Only a parameter that is
-    gathered, and the gradient of a loss's logits, are held beside these.
+    Rows are layouts in which the array is made or stored, columns those in which it is used:
+    [rows, columns] for each kind of bytes. Most moves add nothing, {}, for the operations at both
+    ends count their operands and results already. Only a parameter that is gathered, and the
+    gradient of a loss's logits, are held beside these.
     """
     if source.gathering is not None:
         return _bytes_of_parameter(setup, source, op, used_layouts)
     if op.kind == "loss":
         # If the logits move to the loss, their gradient is there twice in the backward pass: as
         # the loss makes it, and as it arrives in the layout of the operation before.
-        arriving = setup.block_bytes(made_layouts, setup.shape(source.name), setup.item_bytes)
-        moves = (made_layouts[:, None] != used_layouts).any(-1)
-        return {setup.part_index(op, BlockPart.RUNNING_BYTES): arriving[:, None] * moves}
+        arriving_bytes = setup.bytes_in_use(source.name, made_layouts)
+        has_move = (made_layouts[:, None] != used_layouts).any(-1)
+        return {BlockPart.RUNNING_BYTES: arriving_bytes[:, None] * has_move}
     return {}
 
 
 def _bytes_of_parameter(
     setup: StepSetup, source: Node, op: Op, used: Placements
-) -> dict[int, Floats]:
+) -> Mapping[BlockPart, Floats]:
     """Compute the bytes that a device holds to gather a parameter and to sum its gradients.
 
     A parameter stored as `f/dp c` and used whole is gathered, for each use or once per step, and
@@ -333,44 +320,52 @@ def _bytes_of_parameter(
         used: The layouts in which it does: [columns, axes].
 
     Returns:
-        For each part of the cost [rows, columns]. Rows are options of the parameter.
+        For each kind of bytes [rows, columns]. Rows are options of the parameter.
     """
-    shape = setup.shape(source.name)
-    gradient_ratio = setup.gradient_bytes / setup.item_bytes  # 2 for parameters of 16 bits
+    name = source.name
     stored = source.placements[:, -1][:, None]  # [rows, 1, axes]: broadcasts over columns
+    used_bytes = setup.bytes_in_use(name, used)
     is_gathered = (stored != without_copies(used)).any(-1)
-    is_first_use = setup.step.consumers(source.name)[0] is op
+    is_first_use = setup.step.consumers(name)[0] is op
     per_use = source.is_gathered(Gathering.PER_USE)[:, None] & is_gathered
     # A parameter that is gathered once per step is held once, however many operations use it:
     # it is counted at the first.
     per_step = source.is_gathered(Gathering.PER_STEP)[:, None] & is_first_use
-    used_bytes = setup.block_bytes(used, shape, setup.item_bytes)
-    # A gather over links between and within nodes takes two messages, the slow links first. After
-    # the first one, axes over slow links have the layout in use, all others that in storage. The
-    # result of the first message is held, too, while the second one runs.
-    halfway = np.where(setup.moves.slow_axes, used, stored)
-    halfway_bytes = setup.block_bytes(halfway, shape, setup.item_bytes)
-    has_two_gathers = (halfway != stored).any(-1) & (halfway != used).any(-1)
     # Twice: the message, and the parameter that is unpacked from it.
-    received = per_use * (2 * used_bytes + has_two_gathers * halfway_bytes)
+    received_bytes = 2 * used_bytes + _bytes_between_gathers(setup, name, stored, used)
     # Gradients are summed first over the axes that shard the parameter in storage alone.
     summed = np.where(used == REPLICAS, stored, used)
-    summed_bytes = setup.block_bytes(summed, shape, setup.item_bytes)
-    sent = per_use * (used_bytes + 2 * summed_bytes)
-    gradients = np.zeros_like(used_bytes * per_step)
+    sent_bytes = used_bytes + 2 * setup.bytes_in_use(name, summed)
+    gradient_ratio = setup.gradient_bytes / setup.item_bytes  # 2 for parameters of 16 bits
+    whole_gradient_bytes = np.zeros_like(used_bytes)
     if setup.micro_batches > 1:
         # Gradients of what is gathered once are added up over micro-batches whole, as it is used.
-        gradients = per_step * used_bytes * setup.gradient_bytes / setup.item_bytes
+        whole_gradient_bytes = used_bytes * gradient_ratio
     # A sum at the end of the step holds an addend and its result, two blocks. The gradient, which
     # is counted already, is one of them, and as large as both if the parameter has 16 bits: then
     # nothing is left to count.
-    is_summed_later = ((stored == REPLICAS) & (used == COPY)).any(-1)
-    stored_bytes = setup.block_bytes(stored, shape, setup.item_bytes)
-    sums = is_first_use * is_summed_later * stored_bytes * max(2 - gradient_ratio, 0)
+    has_copies_of_replicas = ((stored == REPLICAS) & (used == COPY)).any(-1)
+    is_summed_later = is_first_use & has_copies_of_replicas
+    sum_bytes = setup.bytes_in_use(name, stored) * max(2 - gradient_ratio, 0)
     return {
-        setup.part_index(op, BlockPart.RECEIVED_BYTES): received,
-        setup.part_index(op, BlockPart.SENT_BYTES): sent,
-        setup.part_index(op, BlockPart.GATHERED_BYTES): per_step * is_gathered * used_bytes,
-        setup.part_index(op, BlockPart.GRADIENT_BYTES): gradients,
-        setup.part_index(op, BlockPart.SUM_BYTES): sums,
+        BlockPart.RECEIVED_BYTES: per_use * received_bytes,
+        BlockPart.SENT_BYTES: per_use * sent_bytes,
+        BlockPart.GATHERED_BYTES: per_step * is_gathered * used_bytes,
+        BlockPart.GRADIENT_BYTES: per_step * whole_gradient_bytes,
+        BlockPart.SUM_BYTES: is_summed_later * sum_bytes,
     }
+
+
+def _bytes_between_gathers(
+    setup: StepSetup, name: str, stored: Placements, used: Placements
+) -> Floats:
+    """Compute the bytes of a parameter between two gathers: over slow links, then over fast ones.
+
+    After the first gather, axes over slow links have the layout in use, all others the stored one.
+    That block is held while the second gather runs. 0 where one gather does all.
+    """
+    halfway = np.where(setup.moves.slow_axes, used, stored)
+    has_first_gather = (halfway != stored).any(-1)
+    has_second_gather = (halfway != used).any(-1)
+    halfway_bytes = setup.bytes_in_use(name, halfway)
+    return np.where(has_first_gather & has_second_gather, halfway_bytes, 0.0)

@@ -35,13 +35,9 @@ def bytes_at_moments(parts: Parts, block_times: Ints, micro_batches: int) -> Flo
     """
     # A unit vector for each part, times the layers: sums of them are rows of the result.
     in_all_layers = parts.of_blocks * block_times[:, None, None]  # [blocks, block parts, parts]
-    saved = in_all_layers[:, BlockPart.SAVED_BYTES]  # [blocks, parts], like those below
-    running = in_all_layers[:, BlockPart.RUNNING_BYTES]
-    received = in_all_layers[:, BlockPart.RECEIVED_BYTES]
-    sent = in_all_layers[:, BlockPart.SENT_BYTES]
-    gathered = in_all_layers[:, BlockPart.GATHERED_BYTES]
-    gradients = in_all_layers[:, BlockPart.GRADIENT_BYTES]
-    sums = in_all_layers[:, BlockPart.SUM_BYTES]
+    # Bytes by kind, in the order of BlockPart: [blocks, parts] each.
+    kinds = in_all_layers[:, BlockPart.SAVED_BYTES :].swapaxes(0, 1)
+    saved, running, received, sent, gathered, gradients, sums = kinds
     always = parts.unit[[StepPart.PARAMETER_BYTES, StepPart.STATE_BYTES]].sum(0)
     if micro_batches > 1:
         # Gradients and what is gathered once stay from one micro-batch to the next.

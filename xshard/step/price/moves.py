@@ -16,9 +16,10 @@ from typing import NamedTuple
 import numpy as np
 
 from xshard.caches import layout_cache
-from xshard.cost.model import LOCAL, Link, Profile
+from xshard.cost.bounds import reduction_messages
+from xshard.cost.model import Profile
 from xshard.dtypes import itemsize
-from xshard.layout import Mesh
+from xshard.layout import Layout, Mesh
 from xshard.plans.plan import find_plan
 from xshard.search.request import Request
 from xshard.step.price.options import (
@@ -46,6 +47,11 @@ class AxisMove(NamedTuple):
     src: int
     dst: int
 
+    @property
+    def stays(self) -> bool:
+        """Whether the axis does the same before and after."""
+        return self.src == self.dst
+
 
 class Line(NamedTuple):
     """Seconds of a move at two numbers of elements; between them they are a line."""
@@ -62,28 +68,17 @@ class Line(NamedTuple):
         return self.seconds + rise * more / (self.most_elements - self.elements)
 
 
-class MoveTable(NamedTuple):
-    """Seconds of all moves of an array: bounds, replaced by prices when a move is planned.
+class Spans(NamedTuple):
+    """The mesh axes by links: one with devices in and between nodes is two spans.
 
-    seconds: [forward and backward, src layouts, dst layouts]. is_planned: [src layouts, dst
-    layouts].
-    """
-
-    seconds: Floats
-    is_planned: Flags
-
-
-class Levels(NamedTuple):
-    """The mesh axes by links; an axis is in two parts if some of its devices share a node.
-
-    axes, sizes, links, is_far: for each part the number of its axis, its size, its link, and
-    whether others are faster.
+    axes, sizes, is_far: for each span the number of its axis, its devices, and whether other spans
+    have a faster link. far_bytes_per_s: of the fastest link of far spans.
     """
 
     axes: list[int]
     sizes: Floats
-    links: list[Link]
     is_far: Flags
+    far_bytes_per_s: float
 
 
 @dataclass(eq=False)
@@ -117,27 +112,23 @@ class MovePrices:
         if starts == ends:
             return 0.0
         moves = list(map(AxisMove, range(len(starts)), starts, ends))
-        still = _still_axes(moves, len(lengths))
-        # Along axes where nothing moves, each group of devices moves a block of its own, all at
-        # the same time. A sum there has addends as large as the array, so that nothing is divided.
-        n_blocks = math.prod(self.mesh.sizes[a] for a in still if moves[a].src >= 0)
+        apart = _axes_apart(moves, len(lengths))
+        # The groups along these axes move a block each, all at the same time. A sum there has
+        # addends as large as the array, so that nothing is divided.
+        n_blocks = math.prod(self.mesh.sizes[a] for a in apart if moves[a].src >= 0)
         elements = math.prod(lengths) / share / n_blocks  # of the whole collective, per group
-        moves = self._taking_part([move for move in moves if move.axis not in still])
-        # Small moves are latency, large ones bandwidth, and the best plan may be another: a line is
-        # good only within a few octaves (powers of two). So the size is rounded down to 2**0, 2**3,
-        # 2**6, ..., each with a line up to the next one.
-        log_elements = int(math.log2(max(elements, 1)))
-        octave = max(0, log_elements // OCTAVES * OCTAVES)
+        moves = self._taking_part([move for move in moves if move.axis not in apart])
         # Several arrays in one collective are packed: their blocks are many runs in memory.
         is_contiguous = share == 1 and _begins_with(moves, lengths)
-        line = _line(self.mesh, self.dtype, self.profile, tuple(moves), is_contiguous, octave)
+        exponent = _line_start(elements)
+        line = _line(self.mesh, self.dtype, self.profile, tuple(moves), is_contiguous, exponent)
         return share * line.seconds_at(elements)
 
     def _taking_part(self, moves: Sequence[AxisMove]) -> list[AxisMove]:
         """Keep the axes along which devices take part in a move."""
-        moving = {move.axis for move in moves if (move.src, move.dst) != (REPLICAS, REPLICAS)}
-        axes = np.array(self._levels.axes)
-        is_far = self._levels.is_far
+        moving = {move.axis for move in moves if not move.stays or move.src != REPLICAS}
+        axes = np.array(self._spans.axes)
+        is_far = self._spans.is_far
         if not moving.isdisjoint(axes[is_far].tolist()):
             # Devices with replicas help where a node has several links to others.
             moving.update(axes[~is_far].tolist())
@@ -153,27 +144,12 @@ class MovePrices:
     ) -> MoveTable:
         """Look up or make the table of seconds of an array's moves between all pairs of layouts.
 
-        A new table has lower bounds, [2 passes, src layouts, dst layouts]. Callers write the
-        planner's prices into it (`Edge.plan`). All callers with the same layouts, shape and share
-        have one table, so that each move is planned once, in other problems, too.
-
-        Args:
-            src: Layouts before: [src layouts, axes].
-            dst: Layouts after: [dst layouts, axes].
-            shape: The global shape of the array.
-            is_linear: The move has an adjoint in the backward pass; else that takes no seconds.
-            share: The array's part of the elements that move in one collective.
+        All callers with the same layouts, shape and share have one table, so that each move is
+        planned once, in other problems, too. For the arguments see `MoveTable`.
         """
         key = (src.tobytes(), dst.tobytes(), shape, is_linear, share)
         if key not in self._tables:
-            elements = math.prod(shape)
-            launch_s, element_s = self.bounds(src, dst)
-            forward = share * launch_s + element_s * elements
-            # Cotangents move from the dual of the destination to the dual of the source.
-            launch_s, element_s = self.bounds(dual(dst), dual(src))
-            backward = share * launch_s + element_s * elements  # [dst, src], hence transposed
-            seconds = np.stack([forward, backward.T * is_linear])
-            self._tables[key] = MoveTable(seconds, np.zeros(forward.shape, bool))
+            self._tables[key] = MoveTable(self, src, dst, shape, is_linear, share)
         return self._tables[key]
 
     def bounds(self, src: Placements, dst: Placements) -> tuple[Floats, Floats]:
@@ -192,43 +168,91 @@ class MovePrices:
             Seconds of a launch, 0 where nothing is received, and seconds for each element of the
             global array: [src layouts, dst layouts] each.
         """
-        # An axis that spans nodes has two levels: its placement is repeated for both.
-        axes, sizes, links, is_far = self._levels
+        axes, sizes, is_far, far_bytes_per_s = self._spans
+        # An axis with two spans has its placement twice: [layouts, spans].
         src = without_copies(src)[:, axes]
         dst = without_copies(dst)[:, axes]
         received = _received(src, dst, sizes)  # shares of the array, like those below
         from_other_nodes = _received_from_other_nodes(src, dst, sizes, is_far)
         from_own_node = np.maximum(received - from_other_nodes, 0)
-        # The fastest link is within a node (`argmin` finds the first False); between nodes the best
-        # case is the fastest of the others.
-        near_link = links[int(is_far.argmin())]
-        other_links = [link for link in links if link != near_link]
-        far_link = max(other_links, key=lambda link: link.bytes_per_s, default=near_link)
-        byte_s = from_other_nodes / far_link.bytes_per_s + from_own_node / near_link.bytes_per_s
-        # Whatever the planner chooses has one launch at least, of the cheapest collective.
-        launches = [seconds for kind, seconds in self.profile.launch_s if kind not in LOCAL]
-        launch_s = min(launches, default=0.0) + near_link.latency_s
-        return np.where(received > 0, launch_s, 0.0), byte_s * itemsize(self.dtype)
+        fabric = self.profile.fabric(self.mesh)
+        byte_s = from_other_nodes / far_bytes_per_s + from_own_node / fabric.fastest_bytes_per_s
+        launch_s = np.where(received > 0, fabric.least_step_s, 0.0)
+        return launch_s, byte_s * itemsize(self.dtype)
 
     @cached_property
     def slow_axes(self) -> Flags:
         """Which axes are over slower links than others."""
-        far_axes = np.array(self._levels.axes)[self._levels.is_far]
+        far_axes = np.array(self._spans.axes)[self._spans.is_far]
         return np.isin(range(len(self.mesh.axes)), far_axes)
 
     @cached_property
-    def _levels(self) -> Levels:
+    def _spans(self) -> Spans:
         fabric = self.profile.fabric(self.mesh)
         numbers = {axis: number for number, axis in enumerate(self.mesh.axes)}
         spans = sorted(fabric.spans, key=lambda span: (numbers[span.axis], -span.stride))
-        links = [fabric.links[span.level] for span in spans]
-        fastest = max(link.bytes_per_s for link in links)
-        return Levels(
+        rates = np.array([fabric.links[span.level].bytes_per_s for span in spans])
+        is_far = rates < rates.max()
+        return Spans(
             axes=[numbers[span.axis] for span in spans],
             sizes=np.array([span.size for span in spans], dtype=float),
-            links=links,
-            is_far=np.array([link.bytes_per_s < fastest for link in links]),
+            is_far=is_far,
+            far_bytes_per_s=rates[is_far].max(initial=rates.min()),
         )
+
+
+@dataclass(eq=False)
+class MoveTable:
+    """Seconds of all moves of an array: lower bounds, replaced by prices when a move is planned.
+
+    Args:
+        prices: The seconds of moves on the mesh.
+        src: Layouts before: [src layouts, axes].
+        dst: Layouts after: [dst layouts, axes].
+        shape: The global shape of the array.
+        is_linear: The move has an adjoint in the backward pass; else that takes no seconds.
+        share: The array's part of the elements that move in one collective.
+        seconds: [forward and backward, src layouts, dst layouts].
+    """
+
+    prices: MovePrices
+    src: Placements
+    dst: Placements
+    shape: tuple[int, ...]
+    is_linear: bool
+    share: float
+    seconds: Floats = field(init=False)
+
+    def __post_init__(self) -> None:
+        forward = self._bounds(self.src, self.dst)
+        # Cotangents move from the dual of the destination to the dual of the source.
+        backward = self._bounds(dual(self.dst), dual(self.src)).T
+        self.seconds = np.stack([forward, backward * self.is_linear])
+        self._is_planned = np.zeros(forward.shape, bool)
+
+    def _bounds(self, src: Placements, dst: Placements) -> Floats:
+        """Bound the seconds of one pass: [src layouts, dst layouts]."""
+        launch_s, element_s = self.prices.bounds(src, dst)
+        return self.share * launch_s + element_s * math.prod(self.shape)
+
+    def plan(self, row: int, column: int) -> float:
+        """Price the move between two layouts by the planner, in place of a lower bound.
+
+        Returns the seconds by which the bound was too low, of both passes together; 0 if the move
+        was planned before.
+        """
+        if self._is_planned[row, column]:
+            return 0.0
+        src = self.src[row]
+        dst = self.dst[column]
+        forward = self.prices.price(src, dst, self.shape, self.share)
+        backward = 0.0
+        if self.is_linear:
+            backward = self.prices.price(dual(dst), dual(src), self.shape, self.share)
+        bounds = self.seconds[:, row, column].copy()
+        self.seconds[:, row, column] = (forward, backward)
+        self._is_planned[row, column] = True
+        return float(forward + backward - bounds.sum())
 
 
 def _received_from_other_nodes(
@@ -254,25 +278,36 @@ def _received_from_other_nodes(
     return np.asarray(between_nodes / node_size)
 
 
-def _still_axes(moves: Sequence[AxisMove], ndim: int) -> set[int]:
-    """Find the mesh axes along which nothing moves: groups of devices move their blocks apart.
+def _axes_apart(moves: Sequence[AxisMove], ndim: int) -> set[int]:
+    """Find the mesh axes that no element crosses: the groups along them move apart.
 
-    In `b/dp/tp -> b/dp` nothing crosses dp: each of its groups gathers over tp by itself. In
-    `b/dp/tp -> b/tp` dp and tp both move, for blocks of tp are others once dp is gone. So an axis
-    is still if it has partial sums before and after, or if it shards the same dim before and after
-    and all axes further out on that dim are still, too.
+    `b/dp/tp -> b/dp`: each group along dp gathers its own half of b over tp, and dp is apart.
+    `b/dp/tp -> b/tp`: dp is not, for it is gathered. Nor is tp, though it shards b before and after:
+    it cut halves of b into parts, and cuts the whole b then, which are other parts. So an axis is
+    apart if it has partial sums before and after, or if it shards the same dim before and after,
+    and so do all axes that shard this dim further out.
 
-    moves: what each axis does before (src) and after (dst). Returns numbers of axes.
+    Returns numbers of axes.
     """
-    still = {move.axis for move in moves if move.src == move.dst == SUM}
+    apart = {move.axis for move in moves if move.stays and move.src == SUM}
     for dim in range(ndim):
-        for move in moves:  # in the order of the mesh: outer axes of a dim first
-            if dim not in (move.src, move.dst):
-                continue
-            if (move.src, move.dst) != (dim, dim):
-                break  # this axis moves, so that all axes further inside have other blocks
-            still.add(move.axis)
-    return still
+        # In the order of the mesh, which is from the outermost shard to the innermost.
+        sharding = [move for move in moves if dim in (move.src, move.dst)]
+        for move in sharding:
+            if not move.stays:
+                break  # all axes further inside have other blocks
+            apart.add(move.axis)
+    return apart
+
+
+def _line_start(elements: float) -> int:
+    """Round a number of elements down to 2**0, 2**3, 2**6, ..., and return the exponent: 100 -> 6.
+
+    Small moves are latency, large ones bandwidth, and the best plan may be another: a line is good
+    only within a few octaves (powers of two).
+    """
+    exponent = int(math.log2(max(elements, 1)))
+    return exponent // OCTAVES * OCTAVES
 
 
 def _begins_with(moves: Sequence[AxisMove], lengths: Sequence[int]) -> bool:
@@ -288,7 +323,7 @@ def _line(
     profile: Profile,
     moves: tuple[AxisMove, ...],
     is_contiguous: bool,
-    octave: int,
+    exponent: int,
 ) -> Line:
     """Plan one move, and price the plan at two sizes: the ends of a line of seconds over elements.
 
@@ -298,21 +333,15 @@ def _line(
         profile: The machine.
         moves: What each axis that takes part does; others are left out of the plan.
         is_contiguous: Every dim before those that move has length 1.
-        octave: The smaller size has about 2**octave elements, the larger one 2**OCTAVES times as
-            many.
+        exponent: The smaller size has about 2**exponent elements, the larger one 2**OCTAVES times
+            as many.
     """
-    # Only axes that take part are planned: the state space grows with each axis.
-    axes = tuple(mesh.axes[move.axis] for move in moves)
-    submesh = Mesh({axis: mesh.size(axis) for axis in axes})
-    # A made-up array serves all arrays that move so: dims are numbered anew in it.
-    shape, placement_in_array = _small_array(mesh, moves, is_contiguous)
-    names = [f"d{i}" for i in range(len(shape) + 1)]  # of its dims, and of the one that is appended
-    src = layout_of([placement_in_array[move.src] for move in moves], names, axes)
-    dst = layout_of([placement_in_array[move.dst] for move in moves], names, axes)
-    small = _with_rows(shape, 2**octave, submesh)
-    middle = _with_rows(shape, 2 ** (octave + OCTAVES // 2), submesh)
-    large = _with_rows(shape, 2 ** (octave + OCTAVES), submesh)
-    request = Request.on_mesh(submesh, src, dst, middle, dtype, profile.for_axes(axes, mesh))
+    sample = _sample_move(mesh, moves, is_contiguous)
+    small = sample.shape_of(2**exponent)
+    middle = sample.shape_of(2 ** (exponent + OCTAVES // 2))
+    large = sample.shape_of(2 ** (exponent + OCTAVES))
+    machine = profile.for_axes(sample.mesh.axes, mesh)
+    request = Request.on_mesh(sample.mesh, sample.src, sample.dst, middle, dtype, machine)
     plan = find_plan(request)
     # The plan that is best for the middle size is priced at both ends, for one line has one plan.
     small_s = replace(plan, shape=small).cost
@@ -320,46 +349,62 @@ def _line(
     elements = math.prod(small)
     # Lengths are rounded to multiples of the devices, so that both shapes may be the same. A line
     # needs two different numbers of elements, hence one more.
-    return Line(elements, small_s, max(math.prod(large), elements + 1), large_s)
+    most_elements = max(math.prod(large), elements + 1)
+    return Line(elements, small_s, most_elements, large_s)
 
 
-def _small_array(
-    mesh: Mesh, moves: Sequence[AxisMove], is_contiguous: bool
-) -> tuple[list[int], dict[int, int]]:
+class SampleMove(NamedTuple):
+    """A move of a small array, which stands for all moves that do the same with larger arrays.
+
+    lengths: of its dims, but for a last one that no layout shards, which may have any length.
+    """
+
+    mesh: Mesh
+    src: Layout
+    dst: Layout
+    lengths: Sequence[int]
+
+    def shape_of(self, elements: int) -> tuple[int, ...]:
+        """Choose the length of the last dim, to reach about so many elements.
+
+        It is a multiple of the devices, so that steps of a plan may shard the dim evenly.
+        """
+        n_devices = self.mesh.n_devices
+        elements_at_least = math.prod(self.lengths) * n_devices
+        last_length = max(1, elements // elements_at_least) * n_devices
+        return (*self.lengths, last_length)
+
+
+def _sample_move(mesh: Mesh, moves: Sequence[AxisMove], is_contiguous: bool) -> SampleMove:
     """Make up the smallest array with the same move, so that one plan serves all alike.
 
     It has only the dims that are sharded before or after the move, each as long as the axes that
-    shard it have devices. An axis of size 4 moves from dim 1 to dim 3 of some large array: the
-    shape is (4, 4), where dim 1 has become 0 and dim 3 has become 1.
-
-    Returns the shape; and for each placement of the large array (a dim, or a negative tag for
-    replicas and sums) the one in the small array: {1: 0, 3: 1} and the tags as they are.
+    shard it have devices, and one more. An axis x of size 4 moves from dim 1 to dim 3 of some large
+    array: in the sample "d0/x d1 d2" -> "d0 d1/x d2" of lengths (4, 4, any), on a mesh of x alone.
     """
     # If longer dims come before those that move, a block is many runs in memory, which take longer
     # to copy. One dim of length LEADING stands for all of them.
-    shape = [] if is_contiguous else [LEADING]
-    placement_in_array = {REPLICAS: REPLICAS, SUM: SUM}  # tags are the same in every array
+    lengths = [] if is_contiguous else [LEADING]
+    placement_in_sample = {REPLICAS: REPLICAS, SUM: SUM}  # tags are the same in every array
     for dim in _sharded_dims(moves):
-        placement_in_array[dim] = len(shape)
+        placement_in_sample[dim] = len(lengths)
         axes = [move.axis for move in moves if dim in (move.src, move.dst)]
-        shape.append(math.prod(mesh.sizes[axis] for axis in axes))
-    return shape, placement_in_array
+        lengths.append(math.prod(mesh.sizes[axis] for axis in axes))
+    names = [f"d{i}" for i in range(len(lengths) + 1)]
+    # Only axes that take part are planned: the search has more states with each axis.
+    axis_names = tuple(mesh.axes[move.axis] for move in moves)
+    return SampleMove(
+        mesh=Mesh({axis: mesh.size(axis) for axis in axis_names}),
+        src=layout_of([placement_in_sample[move.src] for move in moves], names, axis_names),
+        dst=layout_of([placement_in_sample[move.dst] for move in moves], names, axis_names),
+        lengths=lengths,
+    )
 
 
 def _sharded_dims(moves: Sequence[AxisMove]) -> list[int]:
     """List the dims that an axis shards before or after a move, in order."""
     placements = {move.src for move in moves} | {move.dst for move in moves}
     return sorted(placement for placement in placements if placement >= 0)
-
-
-def _with_rows(shape: Sequence[int], elements: int, mesh: Mesh) -> tuple[int, ...]:
-    """Append a dim that no layout shards, to reach about so many elements.
-
-    Its length is a multiple of the devices, so that steps of a plan may shard it evenly.
-    """
-    elements_at_least = math.prod(shape) * mesh.n_devices
-    length = max(1, elements // elements_at_least) * mesh.n_devices
-    return (*shape, length)
 
 
 def _received(src: Placements, dst: Placements, sizes: Floats) -> Floats:
@@ -378,31 +423,31 @@ def _received(src: Placements, dst: Placements, sizes: Floats) -> Floats:
     """
     is_sum_before = (src == SUM)[:, None]  # [src layouts, 1, axes]
     is_sum_after = (dst == SUM)[None]
-    n_addends = product_over(is_sum_before & ~is_sum_after, sizes)  # that are added up
+    # Three cases. Sums end: the mean over all devices of what they receive together.
+    n_addends = product_over(is_sum_before & ~is_sum_after, sizes)
     n_copies = product_over(dst == REPLICAS, sizes)[None]
     n_sums_left = product_over(is_sum_before & is_sum_after, sizes)  # that stay as they are
-    # All devices together receive every addend of every element but one, and every copy but one:
-    # the busiest at least the mean of that.
-    by_sums = n_sums_left * (n_addends - 1 + n_copies - 1) / sizes.prod()
-    # An axis may end in partial sums though it had none: then each device needs only some addend of
-    # its block, so that the values can be spread over the devices that will be summed.
+    where_sums_end = reduction_messages(n_sums_left, n_addends, n_copies) / sizes.prod()
+    # Sums begin, none ends: any device of a new sum may hold an element as its addend. So they may
+    # divide the block that they need among them, and each holds a block already.
     n_addends_begun = product_over(is_sum_after & ~is_sum_before, sizes)
     needed = 1 / product_over(dst >= 0, sizes)[None]
     held = 1 / product_over(src >= 0, sizes)[:, None]
+    where_sums_begin = np.maximum(needed / n_addends_begun - held, 0)
+    # Neither: what a device needs and does not keep.
     lacking = needed - _overlap(src, dst, sizes)
-    by_new_sums = np.maximum(needed / n_addends_begun - held, 0)
-    by_moves = np.where(n_addends_begun > 1, by_new_sums, lacking)
-    return np.where(n_addends > 1, by_sums, by_moves)
+    without_sums = np.where(n_addends_begun > 1, where_sums_begin, lacking)
+    return np.where(n_addends > 1, where_sums_end, without_sums)
 
 
 def _overlap(src: Placements, dst: Placements, sizes: Floats) -> Floats:
-    """Compute the share of an array that a device holds before and after a move, at the least.
+    """Compute the share of an array that the device keeps which keeps least in a move.
 
-    It is the share of the device that keeps least, for that one receives most. For each dim there
-    are two cases. If one block is inside the other on every device, the smaller one is kept: in
-    `b/dp -> b/dp/tp` on 2x2 devices each keeps its new quarter. Otherwise some device has blocks
-    that do not meet, and keeps nothing: in `b/dp -> b/tp` device (0, 1) has the first half before,
-    and the second half after. Shares of the dims multiply.
+    That one receives most. Shares of the dims multiply, and for each dim there are two cases. If
+    one block is inside the other on every device, the smaller one is kept: in `b/dp -> b/dp/tp` on
+    2x2 devices each keeps its new quarter. Otherwise some device has blocks that do not meet, and
+    keeps nothing: in `b/dp -> b/tp` device (0, 1) has the first half before, and the second half
+    after.
 
     src, dst: [layouts, axes], without copies. Returns [src layouts, dst layouts].
     """
@@ -417,8 +462,8 @@ def _overlap(src: Placements, dst: Placements, sizes: Floats) -> Floats:
         # Axes go from outer to inner. In `b/dp/tp -> b/tp` tp shards the dim at both ends, but
         # inside dp it counts quarters, without dp halves: its blocks are elsewhere, so that some
         # device keeps nothing.
-        differs_so_far = np.logical_or.accumulate(only_before | only_after, -1)
-        is_apart = (before & after & differs_so_far).any(-1)
-        is_apart |= only_before.any(-1) & only_after.any(-1)
-        overlap *= np.where(is_apart, 0, 1 / n_blocks)
+        has_other_outer_axes = np.logical_or.accumulate(only_before | only_after, -1)
+        keeps_nothing = (before & after & has_other_outer_axes).any(-1)
+        keeps_nothing |= only_before.any(-1) & only_after.any(-1)
+        overlap *= np.where(keeps_nothing, 0, 1 / n_blocks)
     return overlap

@@ -66,29 +66,26 @@ def price_parameter(setup: StepSetup, name: str) -> Node:
     Returns a node with costs [10 options, parts of the cost].
     """
     layouts = _storage_options(setup, name)
+    placements = np.concatenate([layouts, layouts])
     gathering = np.repeat((Gathering.PER_USE, Gathering.PER_STEP), len(layouts))
-    placements = np.tile(layouts, (2, 1, 1))
-    costs = np.zeros((len(placements), setup.parts.size))  # [options, parts]
     first_use = setup.step.consumers(name)[0]
-    item_bytes = setup.item_bytes
-    gradient_bytes = setup.gradient_bytes
-    # Parts of blocks are for one layer, those of the step for all layers.
-    layer_bytes = setup.block_bytes(placements[:, -1], setup.shape(name), gradient_bytes)
+    stored = placements[:, -1]
+    gradient_bytes = setup.block_bytes(stored, setup.shape(name), setup.gradient_bytes)
     # Over several micro-batches, a parameter that is gathered once has its gradient added up in
     # whole, not in shards. Those bytes depend on the layout in use, so that the edges to its uses
     # count them, and nothing is counted here.
     has_sharded_gradient = (gathering == Gathering.PER_USE) | (setup.micro_batches == 1)
-    costs[:, setup.part_index(first_use, BlockPart.GRADIENT_BYTES)] = (
-        layer_bytes * has_sharded_gradient
-    )
-    elements = layer_bytes * first_use.times / gradient_bytes
+    held_gradients = {BlockPart.GRADIENT_BYTES: gradient_bytes * has_sharded_gradient}
+    costs = setup.costs(first_use, len(placements), held_gradients)
+    # Parts of the step are for all layers, not for one.
+    full_bytes = gradient_bytes * first_use.times
     # Adam has two moments, and below 32 bits a copy of the parameter in full precision.
-    n_states = 3 if item_bytes < FULL else 2
-    costs[:, StepPart.PARAMETER_BYTES] = item_bytes * elements
-    costs[:, StepPart.STATE_BYTES] = gradient_bytes * n_states * elements
+    n_states = 3 if setup.item_bytes < FULL else 2
+    costs[:, StepPart.PARAMETER_BYTES] = full_bytes / setup.gradient_bytes * setup.item_bytes
+    costs[:, StepPart.STATE_BYTES] = n_states * full_bytes
     # The rate of copies counts an element that is read and written once.
     accessed_per_s = 2 * setup.moves.profile.copy_bytes_per_s
-    costs[:, StepPart.OPTIMIZER_S] = OPTIMIZER_ACCESSES * gradient_bytes * elements / accessed_per_s
+    costs[:, StepPart.OPTIMIZER_S] = OPTIMIZER_ACCESSES * full_bytes / accessed_per_s
     return Node(name, placements, costs, gathering)
 
 
@@ -122,12 +119,13 @@ def price_operation(setup: StepSetup, op: Op) -> Node:
         # one layer to the next, has it as its result.
         is_input = op.kind == "carry"
         saved_bytes = block_bytes[-1] if is_input else np.zeros(len(placements))
-    costs = np.zeros((len(placements), setup.parts.size))
-    costs[:, setup.part_index(op, BlockPart.FORWARD_COMPUTING_S)] = seconds
-    costs[:, setup.part_index(op, BlockPart.BACKWARD_COMPUTING_S)] = seconds * backward_work
-    costs[:, setup.part_index(op, BlockPart.RUNNING_BYTES)] = running_bytes
-    costs[:, setup.part_index(op, BlockPart.SAVED_BYTES)] = saved_bytes
-    return Node(op.name, placements, costs)
+    by_part = {
+        BlockPart.FORWARD_COMPUTING_S: seconds,
+        BlockPart.BACKWARD_COMPUTING_S: seconds * backward_work,
+        BlockPart.RUNNING_BYTES: running_bytes,
+        BlockPart.SAVED_BYTES: saved_bytes,
+    }
+    return Node(op.name, placements, setup.costs(op, len(placements), by_part))
 
 
 def _bytes_of_blocks(setup: StepSetup, op: Op, placements: Placements) -> list[Floats]:
@@ -173,12 +171,12 @@ def _bytes_saved_for_gradient(
 
     block_bytes: bytes of each array's block, operands first, the result last: [options] each.
     """
-    result = len(op.operands)  # the number of the result, after all operands
     saved_bytes = np.zeros(len(placements))
+    arrays = (*op.operands, op.name)  # an operation's result has its name
     for i in op.saved_operands:
-        # None for parameters and inputs, which no operation makes.
-        maker = None if i == result else setup.step.by_name.get(op.operands[i])
-        if i == result or (maker is not None and maker.kind != "share"):
+        maker = setup.step.by_name.get(arrays[i])  # None: a parameter, or an input of the step
+        is_result = maker is op
+        if is_result or (maker is not None and maker.kind != "share"):
             saved_bytes = saved_bytes + block_bytes[i]
     # Where several operations were fused into this one, arrays between them are saved, too.
     inner_bytes = setup.item_bytes * op.inner * _space(setup, op)

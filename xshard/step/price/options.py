@@ -7,6 +7,8 @@ mesh axis.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import combinations
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -34,9 +36,10 @@ def options_of(op: Op, lengths: Mapping[str, int], mesh: Mesh) -> Placements:
     """
     axis_rules = np.array(op.axis_rules)  # [rules, arrays]
     n_axes = len(mesh.axes)
-    # One rule for each axis, in all combinations.
-    rule_of_axis = np.indices((len(axis_rules),) * n_axes).reshape(n_axes, -1).T  # [options, axes]
-    placements = np.swapaxes(axis_rules[rule_of_axis], 1, 2).copy()  # [options, arrays, axes]
+    # A rule for each axis, in all combinations, as numbers: [options, axes].
+    rule_of_axis = np.indices((len(axis_rules),) * n_axes).reshape(n_axes, -1).T
+    # Each number becomes the rule, [options, axes, arrays], and arrays come before axes.
+    placements = axis_rules[rule_of_axis].swapaxes(1, 2).copy()
     is_possible = np.ones(len(placements), bool)
     for i, array in enumerate(op.all_arrays):
         placements[:, i], is_possible_in_array = _in_array(placements[:, i], array, lengths, mesh)
@@ -49,6 +52,18 @@ def options_of(op: Op, lengths: Mapping[str, int], mesh: Mesh) -> Placements:
     return placements[np.sort(first_index)]
 
 
+class Sharded(NamedTuple):
+    """How a part of a merged dim, as g or d of `(g d)`, is sharded in each layout: [layouts] each.
+
+    is_single_rows: its shards have a length of 1. first_axis, last_axis: of those that shard it, by
+    number; where none does, the first is behind all axes, and the last before.
+    """
+
+    is_single_rows: Flags
+    first_axis: Ints
+    last_axis: Ints
+
+
 def _in_array(
     placements: Placements, array: Layout, lengths: Mapping[str, int], mesh: Mesh
 ) -> tuple[Placements, Flags]:
@@ -57,9 +72,8 @@ def _in_array(
     `b (g d)` is a two-dim array whose last dim is g and d flattened. Its single dims b, g, d have
     the numbers 0, 1, 2, and are in the array's dims 0, 1, 1: an axis that shards d (2) becomes one
     that shards dim 1. Not all of this is possible as contiguous blocks of equal length. Blocks of
-    `(g d)` are contiguous: axes shard d only after other axes, before them in the mesh, have
-    sharded g down to a length of 1. With g of length 4, axes of sizes 4 and 2 can shard (g, d), not
-    (d, g).
+    `(g d)` are contiguous if axes that shard d come after those that shard g, and these leave g a
+    length of 1. With g of length 4, axes of sizes 4 and 2 can shard (g, d), not (d, g).
 
     placements: [layouts, axes]. Returns the new ones, and which of the layouts are possible.
     """
@@ -68,23 +82,20 @@ def _in_array(
     axes = np.arange(len(mesh.axes))
     single_dim = 0
     for dim_number, dim in enumerate(array.dims):
-        # Of the single dims further out in the same dim: whether all have length 1 in a block,
-        # and the last axis that shards one of them (-1: none does).
-        is_outer_down = np.ones(len(placements), bool)
-        last_outer_axis = np.full(len(placements), -1)
+        parts = list[Sharded]()
         for name in names_of_dim(dim):
             is_sharding = placements == single_dim  # [layouts, axes]
+            in_dims[is_sharding] = dim_number
             n_shards = product_over(is_sharding, mesh.sizes)
-            # Where no axis shards it, `first_axis` is behind all axes, and `last_axis` before.
+            is_possible &= lengths[name] % n_shards == 0
             first_axis = np.where(is_sharding, axes, len(axes)).min(-1)
             last_axis = np.where(is_sharding, axes, -1).max(-1)
-            is_contiguous = is_outer_down & (first_axis > last_outer_axis)
-            is_possible &= lengths[name] % n_shards == 0
-            is_possible &= ~is_sharding.any(-1) | is_contiguous
-            is_outer_down = is_outer_down & (n_shards == lengths[name])
-            last_outer_axis = np.maximum(last_outer_axis, last_axis)
-            in_dims[is_sharding] = dim_number
+            parts.append(Sharded(n_shards == lengths[name], first_axis, last_axis))
             single_dim += 1
+        for outer, inner in combinations(parts, 2):
+            is_contiguous = outer.is_single_rows & (outer.last_axis < inner.first_axis)
+            is_sharded = inner.last_axis >= 0
+            is_possible &= ~is_sharded | is_contiguous
     return in_dims, is_possible
 
 

@@ -52,7 +52,7 @@ class StepProblem(StepSetup):
     @cached_property
     def edges(self) -> list[Edge]:
         """The moves of every operand; a repeated block has its first one from elsewhere."""
-        edges = edges_of(self, self.nodes)
+        edges = edges_of(self, self.nodes, self.node_numbers)
         # These edges are this problem's own; only tables of seconds are shared with others.
         if self.excluded:
             for edge, excluded in zip(edges, self.excluded, strict=True):
@@ -112,14 +112,16 @@ class StepProblem(StepSetup):
         """
         overlap_share = self.overlap if overlap is None else overlap
         # Unit vectors pick a part from a vector: sums of them are rows of `Cost.maxima`.
-        computing = self.parts.of_blocks[:, COMPUTING]  # [blocks, passes, parts]
+        computing = self.parts.of_blocks[:, COMPUTING]  # [blocks, 2 passes, parts]
         moving = self.parts.of_blocks[:, MOVING]
-        rows = np.stack([computing + (1 - overlap_share) * moving, moving], 2)
-        # Parts are for one layer and micro-batch; a maximum is one pass of a block.
-        times = self.micro_batches * np.repeat(self.block_times, len(COMPUTING)).astype(float)
+        computing_longer = computing + (1 - overlap_share) * moving
+        # The rows of each maximum, one maximum for each block and pass: [blocks, passes, 2, parts].
+        rows = np.stack([computing_longer, moving], axis=2)
+        # Parts are for one layer and micro-batch. Both passes of a block run as often as it.
+        times = self.micro_batches * np.repeat(self.block_times, 2)
         return Cost(
             linear=self.parts.unit[StepPart.OPTIMIZER_S],
-            times=times,
+            times=times.astype(float),
             maxima=rows.reshape(-1, 2, self.parts.size),
             limit_shares=self.moments / limit,
         )
@@ -134,12 +136,9 @@ class StepProblem(StepSetup):
         of_blocks = self.parts.of_blocks @ vector  # [blocks, block parts]
         # Parts are for one micro-batch and one layer.
         seconds = self.micro_batches * self.block_times @ of_blocks
-        forward = seconds[[BlockPart.FORWARD_COMPUTING_S, BlockPart.FORWARD_MOVING_S]]
-        backward = seconds[[BlockPart.BACKWARD_COMPUTING_S, BlockPart.BACKWARD_MOVING_S]]
-        computing_s, moving_s = forward + backward
         by_kind = {
-            "computing": float(computing_s),
-            "moving": float(moving_s),
+            "computing": float(seconds[COMPUTING].sum()),
+            "moving": float(seconds[MOVING].sum()),
             "optimizer": float(vector[StepPart.OPTIMIZER_S]),
         }
         return by_kind, self._memory(vector)

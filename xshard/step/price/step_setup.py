@@ -90,6 +90,13 @@ class StepSetup:
         """Return the place of a part of an operation's block in vectors."""
         return self.parts.index_of(self.block_of[op.name], part)
 
+    def costs(self, op: Op, n_options: int, by_part: Mapping[BlockPart, Floats]) -> Floats:
+        """Put parts of an operation's block, each [options], into vectors: [options, parts]."""
+        costs = np.zeros((n_options, self.parts.size))
+        for part, values in by_part.items():
+            costs[:, self.part_index(op, part)] = values
+        return costs
+
     def is_recomputed(self, op: Op) -> bool:
         """Tell whether an operation runs again in the backward pass."""
         return self.recompute and op.times > 1
@@ -111,6 +118,10 @@ class StepSetup:
     def block_bytes(self, placements: Placements, shape: Sequence[int], item_bytes: int) -> Floats:
         """Return the bytes of a device's block of an array: [..., axes] -> [...]."""
         return item_bytes * math.prod(shape) / product_over(placements >= 0, self.mesh.sizes)
+
+    def bytes_in_use(self, name: str, placements: Placements) -> Floats:
+        """Return the bytes of a device's block of an array as operations take it."""
+        return self.block_bytes(placements, self.shape(name), self.item_bytes)
 
     def launch_share(self, parameter: str) -> float:
         """Return a parameter's part of the elements that are gathered by one collective.
