@@ -117,7 +117,6 @@ class _Comparison:
         self.mismatches: list[Mismatch] = []
         self.n_compared = 0
         self._draws_random_numbers = truth.draws or any(run.answer.draws for run in runs)
-        self._arguments = dict(zip(problem.names, problem.values, strict=True))
         # By kind of array. In an array that should be zero, an error is judged by the largest value
         # of all arrays of its kind: beside that, it may be rounding.
         self._largest_values = {
@@ -209,7 +208,7 @@ class _Comparison:
             array.block_sharding,
             self.tol,
             self._largest_values[array.kind],
-            self._arguments,
+            self.problem.arrays,
         )
         if mismatch is not None:
             self.mismatches.append(

@@ -220,16 +220,15 @@ class EquivalenceError(AssertionError):
         return EquivalenceError, (self.mismatches, self.compared)
 
     def _text(self) -> str:
+        """Write the message: a summary, the first mismatches in full, and how many more there are."""
         paragraphs = [self._summary()]
-        for mismatch in self.mismatches:
-            subject = mismatch.subject
-            # A mismatch with finite differences says that a function's own gradient is wrong, and
-            # not that it differs from the other framework's function.
-            if subject.mesh.n_devices == 1 and subject.against != DIFFERENCES:
-                paragraphs.append(
-                    "they differ on one device already: the functions differ, not their sharding"
-                )
-                break
+        # A mismatch with finite differences says that a function's own gradient is wrong, and not
+        # that it differs from the other framework's function.
+        subjects = [m.subject for m in self.mismatches if m.subject.against != DIFFERENCES]
+        if any(subject.mesh.n_devices == 1 for subject in subjects):
+            paragraphs.append(
+                "they differ on one device already: the functions differ, not their sharding"
+            )
         paragraphs += map(mismatch_text, self.mismatches[:_MAX_SHOWN])
         n_hidden = len(self.mismatches) - _MAX_SHOWN
         if n_hidden > 0:

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -47,10 +47,17 @@ class Problem:
     meshes: tuple[Mesh, ...]
     arguments: Tree
 
+    @property
+    def arrays(self) -> dict[str, Block]:
+        """The whole arrays by name."""
+        return dict(zip(self.names, self.values, strict=True))
+
     def inputs(self, shardings: Sequence[Sharding]) -> tuple[Devices, ...]:
         """Cut every array into blocks."""
-        pairs = zip(self.values, shardings, strict=True)
-        return tuple(blocks_of(x, sharding, i) for i, (x, sharding) in enumerate(pairs))
+        blocks = []
+        for i, (x, sharding) in enumerate(zip(self.values, shardings, strict=True)):
+            blocks.append(blocks_of(x, sharding, seed=i))
+        return tuple(blocks)
 
     def shardings(self, mesh: Mesh) -> tuple[Sharding, ...]:
         """Place the layout of every array on a mesh."""
@@ -77,36 +84,45 @@ def check_problem(
     """
     args = tuple(args)
     input_layouts, output_layouts = _checked_pair(layouts, len(args))
-    names: list[str] = []
-    values: list[Block] = []
-    parsed: list[Layout] = []
+    arrays: list[_Argument] = []
     titles = _argument_names(function, len(args))
     for title, argument, prefix in zip(titles, args, input_layouts, strict=True):
         leaf_layouts = broadcast_prefix(prefix, argument, title)
-        for (name, value), layout in zip(
-            leaves(argument, title).items(), leaf_layouts, strict=True
-        ):
-            names.append(name)
-            values.append(_read_array(value, name))
-            parsed.append(_parse_layout(layout, name))
-    outputs = mapped(lambda layout: _parse_layout(layout, "output"), output_layouts)
+        values = leaves(argument, title)
+        for name, layout in zip(values, leaf_layouts, strict=True):
+            value = _read_array(values[name], name)
+            arrays.append(_Argument(name, value, _parse_layout(layout, name)))
+    outputs = mapped(_parse_layout, output_layouts)
 
-    parsed_outputs = list(leaves(outputs).values())
+    output_leaves = list(leaves(outputs).values())
     if mesh is None:
         axes: list[str] = []
-        for layout in [*parsed, *parsed_outputs]:
+        for layout in [*(array.layout for array in arrays), *output_leaves]:
             axes += layout.axes
         mesh = usual_meshes(axes)
     # Every array on every mesh, before a process is started: errors name the array.
     meshes = _checked_meshes(mesh)
     for checked_mesh in meshes:
-        for name, value, layout in zip(names, values, parsed, strict=True):
-            _check_fits(name, value, layout, checked_mesh)
-        for layout in parsed_outputs:
+        for array in arrays:
+            _check_fits(array, checked_mesh)
+        for layout in output_leaves:
             check_axes(layout, checked_mesh)
     return Problem(
-        tuple(names), tuple(values), tuple(parsed), outputs, meshes, arguments=numbered(args)
+        names=tuple(array.name for array in arrays),
+        values=tuple(array.value for array in arrays),
+        layouts=tuple(array.layout for array in arrays),
+        outputs=outputs,
+        meshes=meshes,
+        arguments=numbered(args),
     )
+
+
+class _Argument(NamedTuple):
+    """An array among the arguments."""
+
+    name: str
+    value: Block
+    layout: Layout
 
 
 def _checked_pair(layouts: Any, n_arguments: int) -> tuple[Sequence[Tree], Tree]:
@@ -171,7 +187,7 @@ def _read_array(value: Any, name: str) -> Block:
     return array
 
 
-def _parse_layout(layout: Any, name: str) -> Layout:
+def _parse_layout(layout: Any, name: str = "output") -> Layout:
     """Parse a layout that has a dual. Raises LinearityError for a max or min."""
     if not isinstance(layout, Layout | str):
         why = f"the layout of {name} is a {type(layout).__name__}"
@@ -181,13 +197,14 @@ def _parse_layout(layout: Any, name: str) -> Layout:
     return parsed
 
 
-def _check_fits(name: str, value: Block, layout: Layout, mesh: Mesh) -> None:
+def _check_fits(array: _Argument, mesh: Mesh) -> None:
     """Raise the error of an array that does not fit its layout, with the array's name."""
+    shape = array.value.shape
     try:
-        Sharding(layout, mesh, value.shape)
+        Sharding(array.layout, mesh, shape)
     except XshardError as error:
-        why = f"{name} of shape {value.shape} does not fit its layout: {error.reason}"
-        text = error.text if error.text else str(layout)
+        why = f"{array.name} of shape {shape} does not fit its layout: {error.reason}"
+        text = error.text if error.text else str(array.layout)
         raise type(error)(why, text=text, span=error.span, hint=error.hint) from None
 
 
