@@ -58,15 +58,19 @@ def lengths_of_arrays(expression: str, shape: str | None, sizes: str | None) -> 
     Raises:
         ShapeError: The other one is due: a contraction takes --sizes, a move --shape.
     """
-    takes_sizes = is_contraction(expression, named=sizes is not None)
-    if sizes is not None and shape is None and takes_sizes:
+    if is_contraction(expression, named=sizes is not None):
+        if sizes is None or shape is not None:
+            raise ShapeError("a contraction takes --sizes, as in b=8,s=64", text=expression)
         return {"sizes": parse_sizes(sizes)}
-    if shape is not None and sizes is None and not takes_sizes:
-        return {"shape": parse_shape(shape)}
-    due = "--shape is due, as in 2,64,32"
-    if takes_sizes:
-        due = "a contraction takes --sizes, as in b=8,s=64"
-    raise ShapeError(due, text=expression)
+    if shape is None or sizes is not None:
+        raise ShapeError("--shape is due, as in 2,64,32", text=expression)
+    return {"shape": parse_shape(shape)}
+
+
+def listed(text: str) -> list[str]:
+    """Split names at commas: "numpy, torch" -> ["numpy", "torch"]."""
+    names = [name.strip() for name in text.split(",")]
+    return [name for name in names if name]
 
 
 def parse_sizes(text: str) -> dict[str, int]:
@@ -78,8 +82,9 @@ def parse_sizes(text: str) -> dict[str, int]:
     _check_number(text)
     lengths: dict[str, int] = {}
     for part in _parts(text):
-        name, _, number = (half.strip() for half in part.text.partition("="))
-        length = parse_number(number)
+        name, _, number = part.text.partition("=")
+        name = name.strip()
+        length = parse_number(number.strip())
         if name in lengths:
             why = f"dim {name!r} twice"
             raise ShapeError(why, text=text, span=part.span, hint="as in b=8,s=64")

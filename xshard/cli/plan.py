@@ -152,21 +152,24 @@ def show(
     if device_mesh.n_devices > MOST_DRAWN:
         reason = f"{device_mesh.n_devices} devices, a drawing has up to {MOST_DRAWN}"
         raise MeshError(reason, text=mesh, hint="a smaller mesh with the same axes shows the same")
-    drawn_dims = tuple(name.strip() for name in dims.split(",") if name.strip())
-    layouts = [Layout.parse(layout)] if sizes is None else _layouts_of(layout, lengths["sizes"])
-    for array_layout in layouts:  # here, so that the caret marks the text as it was typed
+    if "sizes" in lengths:
+        arrays = _shapes_in_contraction(layout, lengths["sizes"])
+    else:
+        arrays = [(Layout.parse(layout), lengths["shape"])]
+    for array_layout, _ in arrays:  # here, so that the caret marks the text as it was typed
         check_axes(array_layout, device_mesh, layout)
-    for array_layout in layouts:
-        if sizes is None:
-            array_shape = lengths["shape"]
-        else:
-            array_shape = tuple(lengths["sizes"][name] for name in array_layout.names)
+    for array_layout, array_shape in arrays:
         sharding = Sharding(array_layout, device_mesh, array_shape)
-        console().print(renderable(picture(sharding, drawn_dims)))
+        console().print(renderable(picture(sharding, options.listed(dims))))
 
 
-def _layouts_of(expression: str, sizes: dict[str, int]) -> list[Layout]:
-    """Return the layouts of all arrays of a contraction. Raises for lengths that do not fit."""
+def _shapes_in_contraction(
+    expression: str, sizes: dict[str, int]
+) -> list[tuple[Layout, tuple[int, ...]]]:
+    """Pair the layouts of all arrays with their shapes. Raises for lengths that do not fit."""
     einsum = contraction(expression)
     shapes_of(einsum, tuple(sizes.items()), None)
-    return [*einsum.operands, einsum.result]
+    arrays = []
+    for layout in (*einsum.operands, einsum.result):
+        arrays.append((layout, tuple(sizes[name] for name in layout.names)))
+    return arrays

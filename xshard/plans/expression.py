@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from xshard.arguments import short_repr
-from xshard.errors import DtypeError, MeshError, NotationError, PlanError, ShapeError
+from xshard.errors import DtypeError, MeshError, NotationError, PlanError, ShapeError, Span
 from xshard.layout import Layout, Mesh
 from xshard.layout.layout import parse_expression
 from xshard.layout.validation import check_dims
@@ -94,7 +94,6 @@ def check_given(
         ShapeError: The plan is for another shape.
     """
     # The plan of a contraction has a shape for each operand.
-    # The plan of a contraction has a shape for each operand.
     planned = plan.shape if isinstance(plan, Plan) else plan.shapes
     if mesh not in (None, plan.mesh):
         raise MeshError(f"the plan is for {plan.mesh!r}, this is {mesh!r}", **about)
@@ -135,19 +134,16 @@ def check_block(
     """
     if local_shape == expected:
         return
-    wrong_dims = [
-        name
-        for name, length, expected_length in zip(names, local_shape, expected, strict=False)
-        if length != expected_length
-    ]
-    # A dim may occur on both sides of the arrow. Later entries of a dict replace earlier ones, so
-    # the reversed order leaves each dim's first occurrence.
-    span_of = {name: span for name, span in reversed(text_spans(text).dims) if span[0] >= start}
-    span = None
-    # If only the number of dims is wrong, no single dim is marked.
-    if wrong_dims:
-        # A dim that the text does not name stands for the ellipsis.
-        span = span_of.get(wrong_dims[0], span_of.get(ELLIPSIS))
+    span_of: dict[str, Span] = {}
+    for name, place in text_spans(text).dims:
+        if place[0] >= start:
+            span_of.setdefault(name, place)  # a dim on both sides of the arrow: the first place
+    span = None  # if only the number of dims is wrong, no single dim is marked
+    for name, length, expected_length in zip(names, local_shape, expected, strict=False):
+        if length != expected_length:
+            # A dim that the text does not name stands for the ellipsis.
+            span = span_of.get(name, span_of.get(ELLIPSIS))
+            break
     if inferred:
         hint += "; if blocks differ in size, pass shape= (the global shape)"
     message = f"{what} has shape {local_shape}, not {expected}"

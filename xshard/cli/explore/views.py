@@ -135,25 +135,26 @@ def lengths_for(expression: str, text: str) -> dict[str, Any]:
     """
     is_named = "=" in text
     is_einsum = is_contraction(expression, named=is_named)
-    if is_named or is_einsum:
-        sizes = parse_sizes(text)
-        lengths = tuple(sizes.values())
-    else:
-        sizes = {}
-        lengths = parse_shape(text)
-    if len(lengths) > MAX_DIMS or any(length > MAX_LENGTH for length in lengths):
-        why = f"lengths {lengths[:MAX_DIMS]}, the page shows {MAX_DIMS} dims up to {MAX_LENGTH}"
-        raise ShapeError(why, hint="a shorter dim with as many blocks looks the same")
+    if not is_named and not is_einsum:
+        return {"shape": _checked_lengths(parse_shape(text))}
+    sizes = parse_sizes(text)
+    _checked_lengths(tuple(sizes.values()))
     if is_einsum:
         return {"sizes": sizes}
-    if not is_named:
-        return {"shape": lengths}
     layout = parse_expression(expression)[0] if ARROW in expression else Layout.parse(expression)
     missing = [name for name in layout.names if name not in sizes]
     if missing:
         why = f"no length for {', '.join(missing)}"
         raise ShapeError(why, text=text, hint=f"as in {missing[0]}=64")
     return {"shape": tuple(sizes[name] for name in layout.names)}
+
+
+def _checked_lengths(lengths: tuple[int, ...]) -> tuple[int, ...]:
+    """Return lengths of dims as they are. Raises ShapeError for more than a page can show."""
+    if len(lengths) > MAX_DIMS or any(length > MAX_LENGTH for length in lengths):
+        why = f"lengths {lengths[:MAX_DIMS]}, the page shows {MAX_DIMS} dims up to {MAX_LENGTH}"
+        raise ShapeError(why, hint="a shorter dim with as many blocks looks the same")
+    return lengths
 
 
 class PageSection(NamedTuple):
