@@ -59,7 +59,7 @@ def alternatives(plan: Plan) -> tuple[Alternative, ...]:
     # As in the search of the plan: a way is found for layouts in normal form and without copies,
     # with the dims in the source's order. Then copies, scale and order of dims are added to it.
     start, goal = plan._normal_ends
-    has_transposition = plan.src.names != plan.dst.names
+    has_transposition = plan.source.layout.names != plan.target.layout.names
     transposition = plan.steps[-1:] if has_transposition else ()
     searches = _searches(
         without_copies(start), without_copies(goal), plan.dtype, plan.request.machine, plan.split

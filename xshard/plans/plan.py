@@ -207,7 +207,7 @@ class Plan(Pictured):
     @cached_property
     def _normal_ends(self) -> tuple[Sharding, Sharding]:
         """The shardings at the start and at the end in normal form, both with the source's order of dims."""
-        target = self.target.in_order(self.src.names)
+        target = self.target.in_order(self.source.layout.names)
         start = self.source.with_layout(self.source.normal_layout)
         return start, target.with_layout(target.normal_layout)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -255,14 +255,6 @@ def subsets(axes: Sequence[str]) -> Iterator[tuple[str, ...]]:
     """Yield all sets of axes but the empty one, small ones first."""
     for count in range(1, len(axes) + 1):
         yield from itertools.combinations(axes, count)
-
-
-def first_of(axes: Sequence[str], fits: Callable[[tuple[str, ...]], bool]) -> str | None:
-    """Return the first set of axes that fits, as a sentence names it."""
-    for subset in subsets(axes):
-        if fits(subset):
-            return names_of(subset)
-    return None
 
 
 def names_of(axes: Sequence[str]) -> str:

@@ -13,7 +13,6 @@ import numpy as np
 from xshard.steps.base import Block
 from xshard.testing.diagnosis.evidence import (
     Case,
-    first_of,
     in_double,
     largest_error,
     names_of,
@@ -46,19 +45,21 @@ def only_first(case: Case) -> str | None:
     Replicas should be equal on all devices along some axes: here the first one never sent its
     value. Returns a sentence for the report, or None.
     """
+    for axes in subsets(case.free_axes):
+        if _is_only_on_first(case, axes):
+            along = names_of(axes)
+            return f"only the first device along {along} has the value, others have zeros: nothing sent it"
+    return None
 
-    def is_only_on_first(axes: tuple[str, ...]) -> bool:
-        for device, (got, want) in enumerate(case.pairs):
-            is_first = case.mesh.index(device, axes) == 0
-            fits = case.near(got, want) if is_first else not in_double(got).any()
-            if not fits:
-                return False
-        return True
 
-    axes = first_of(case.free_axes, is_only_on_first)
-    if axes is None:
-        return None
-    return f"only the first device along {axes} has the value, others have zeros: nothing sent it"
+def _is_only_on_first(case: Case, axes: tuple[str, ...]) -> bool:
+    """Tell whether the first device of each group along some axes is right, and all others have zeros."""
+    for device, (got, want) in enumerate(case.pairs):
+        is_first = case.mesh.index(device, axes) == 0
+        fits = case.near(got, want) if is_first else not in_double(got).any()
+        if not fits:
+            return False
+    return True
 
 
 def not_summed(case: Case) -> str | None:
@@ -145,14 +146,11 @@ def _meaning_of(factors: Sequence[float], case: Case) -> str:
 
 def not_averaged(case: Case) -> str | None:
     """Find values of single devices in place of their mean."""
-
-    def has_right_mean(axes: tuple[str, ...]) -> bool:
-        return case.all_near(_reduced(case, axes, np.mean), case.want)
-
-    axes = first_of(case.free_axes, has_right_mean)
-    if axes is None:
-        return None
-    return f"blocks along {axes} differ and their mean is right: a mean over {axes} is missing"
+    for axes in subsets(case.free_axes):
+        if case.all_near(_reduced(case, axes, np.mean), case.want):
+            along = names_of(axes)
+            return f"blocks along {along} differ and their mean is right: a mean over {along} is missing"
+    return None
 
 
 def summed(case: Case) -> str | None:
