@@ -339,19 +339,15 @@ def _two_meshes(
 
     Raises MeshError if one is missing, or if `mesh`, which is for both sides, is given as well.
     """
-    # `mesh` alone comes here if another option, such as relabel=True, asks for two meshes.
-    if mesh is not None and src_mesh is None and dst_mesh is None:
-        hint = "pass src_mesh= and dst_mesh=, which may be equal, instead of the mesh"
-        raise MeshError("src_devices, dst_devices and relabel are for two meshes", hint=hint)
     if mesh is not None:
+        if src_mesh is None and dst_mesh is None:  # another option, as relabel=True, asks for both
+            hint = "pass src_mesh= and dst_mesh=, which may be equal, instead of the mesh"
+            raise MeshError("src_devices, dst_devices and relabel are for two meshes", hint=hint)
         hint = "pass either mesh, or src_mesh and dst_mesh"
         raise MeshError("a mesh beside src_mesh or dst_mesh", hint=hint)
     if src_mesh is None or dst_mesh is None:
-        missing = []
-        if src_mesh is None:
-            missing.append("src_mesh")
-        if dst_mesh is None:
-            missing.append("dst_mesh")
+        given = {"src_mesh": src_mesh, "dst_mesh": dst_mesh}
+        missing = [name for name, end_mesh in given.items() if end_mesh is None]
         hint = "pass a mesh, or src_mesh= and dst_mesh="
         raise MeshError(f"no {' and no '.join(missing)}", hint=hint)
     return src_mesh, dst_mesh
