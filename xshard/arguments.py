@@ -132,7 +132,9 @@ def explained(**others: str) -> Callable[[_F], _F]:
     """
 
     def decorated(function: _F) -> _F:
+        """Wrap a function so that its arguments are checked before it is called."""
         signature = inspect.signature(function)
+        parameters = signature.parameters
         name = function.__name__
 
         @functools.wraps(function)
@@ -140,15 +142,14 @@ def explained(**others: str) -> Callable[[_F], _F]:
             try:
                 signature.bind(*args, **kwargs)
             except TypeError as error:
-                parameters = signature.parameters
-                reason = f"{name}: {error}"  # of a missing argument, in Python's words
-                meant = ""
-                unknown = [word for word in kwargs if word not in parameters]
-                if unknown:
-                    reason = f"{name}: unexpected argument {unknown[0]!r}"
-                    meant = did_you_mean(unknown[0], parameters, others)
-                hint = f"{meant}{name}({', '.join(parameters)})"
-                raise XshardError(reason, hint=hint) from None
+                hint = f"{name}({', '.join(parameters)})"
+                for word in kwargs:
+                    if word not in parameters:
+                        hint = did_you_mean(word, parameters, others) + hint
+                        reason = f"{name}: unexpected argument {word!r}"
+                        raise XshardError(reason, hint=hint) from None
+                # Of a missing argument, or one too many, in Python's words.
+                raise XshardError(f"{name}: {error}", hint=hint) from None
             return function(*args, **kwargs)
 
         return cast(_F, called)
@@ -164,13 +165,10 @@ def did_you_mean(word: str, known: Collection[str], others: Mapping[str, str] | 
         known: The words that may be meant.
         others: Words of other systems, with the words for them here.
     """
-    meant = None
-    if others is not None:
-        meant = others.get(word.lower())
-    if meant is None and len(word) <= MOST_LIKE:
-        close = difflib.get_close_matches(word, known, 1)
-        meant = close[0] if close else None
-    return f"did you mean {meant!r}? " if meant else ""
+    if others is not None and word.lower() in others:
+        return f"did you mean {others[word.lower()]!r}? "
+    close = difflib.get_close_matches(word, known, 1) if len(word) <= MOST_LIKE else []
+    return f"did you mean {close[0]!r}? " if close else ""
 
 
 def short_repr(value: object) -> str:

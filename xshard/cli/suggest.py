@@ -97,18 +97,7 @@ def _model_of(path: Path, batch: int, sequence: int, dtype: str) -> tuple[Any, d
     except ModuleNotFoundError as error:
         reason = f"{error.name} is not installed"
         raise PlanError(reason, hint="pip install torch transformers") from None
-    if not path.exists():  # transformers would ask the network
-        hint = "`hf download NAME config.json` fetches a config"
-        raise PlanError(f"there is no {str(path)!r}", hint=hint)
-    try:
-        # Products of all experts at once are what can be planned; a cache is for inference.
-        config = transformers.AutoConfig.from_pretrained(
-            path, experts_implementation="batched_mm", use_cache=False
-        )
-        model_class = getattr(transformers, (config.architectures or ("",))[0])
-    except (OSError, ValueError, AttributeError):
-        hint = 'as in "model_type": "llama", "architectures": ["LlamaForCausalLM"]'
-        raise PlanError(f"'{path}' names no model of transformers", hint=hint) from None
+    config, model_class = _read_config(transformers, path)
     input_name = model_class.main_input_name
     if input_name not in ("input_ids", "pixel_values"):
         hint = "`torch_bridge.suggest(model, batch, mesh)` in Python takes any batch"
@@ -124,3 +113,19 @@ def _model_of(path: Path, batch: int, sequence: int, dtype: str) -> tuple[Any, d
     if config.is_encoder_decoder:
         inputs["decoder_input_ids"] = x
     return model, inputs
+
+
+def _read_config(transformers: Any, path: Path) -> tuple[Any, Any]:
+    """Read a model's config, and find the class of models that it names."""
+    if not path.exists():  # transformers would ask the network
+        hint = "`hf download NAME config.json` fetches a config"
+        raise PlanError(f"there is no {str(path)!r}", hint=hint)
+    try:
+        # Products of all experts at once are what can be planned; a cache is for inference.
+        config = transformers.AutoConfig.from_pretrained(
+            path, experts_implementation="batched_mm", use_cache=False
+        )
+        return config, getattr(transformers, (config.architectures or ("",))[0])
+    except (OSError, ValueError, AttributeError):
+        hint = 'as in "model_type": "llama", "architectures": ["LlamaForCausalLM"]'
+        raise PlanError(f"'{path}' names no model of transformers", hint=hint) from None

@@ -131,13 +131,9 @@ def _step_lines(row: table.Row) -> Iterator[Text]:
         yield Text(row.step)
     if row.layout:
         yield Text(f"    {row.layout}", "bold")
-    numbers = [row.local_shape] if row.local_shape else []
-    if row.received:
-        numbers.append(f"received {row.received}")
-    if row.time:
-        numbers.append(row.time)
-    if row.peak:
-        numbers.append(f"peak {row.peak}")
+    received = f"received {row.received}" if row.received else ""
+    peak = f"peak {row.peak}" if row.peak else ""
+    numbers = filter(None, (row.local_shape, received, row.time, peak))
     yield Text("    " + "   ".join(numbers))
 
 
@@ -160,22 +156,21 @@ def _grids(drawn: Picture, width: int) -> Iterator[Table]:
     """
     down, across = drawn.sides
     corner = " / ".join(strip.head for strip in drawn.strips) or "scalar"
-    cells = [
-        [cell_text(drawn, i, j) for j in range(len(across.texts))] for i in range(len(down.texts))
-    ]
-    columns = zip(across.texts, *cells, strict=True)
-    column_widths = [max(map(len, column)) + 2 for column in columns]
+    columns = []  # of texts, the head first
+    for j, head in enumerate(across.texts):
+        columns.append([head, *(cell_text(drawn, i, j) for i in range(len(down.texts)))])
+    widths = [max(map(len, column)) + 2 for column in columns]
     side_width = max(map(len, (corner, *down.texts))) + 1
-    for band in _bands(column_widths, width - side_width):
+    for band in _bands(widths, width - side_width):
         grid = Table(box=None, padding=0)
         grid.add_column(Text(f"{corner} ", style="bold"), justify="right", no_wrap=True)
         for j in band:
-            grid.add_column(Text(across.texts[j].center(column_widths[j])), no_wrap=True)
+            grid.add_column(Text(columns[j][0].center(widths[j])), no_wrap=True)
         for i, side in enumerate(down.texts):
             row = [Text(f"{side} ")]
             for j in band:
                 style = _SHARED if len(drawn.cards) > 1 else _style(drawn.cards[0, i, j])
-                row.append(Text(cells[i][j].center(column_widths[j]), style))
+                row.append(Text(columns[j][i + 1].center(widths[j]), style))
             grid.add_row(*row)
         yield grid
 
