@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from itertools import chain
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import typer
 from rich.console import Console
@@ -66,45 +66,36 @@ class Section(NamedTuple):
 
 
 class Example(NamedTuple):
-    """An expression, its name in other systems, a mesh to run it on, and its `shape` or `sizes`."""
+    """An expression, its name in other systems, and options with which it runs, as texts."""
 
     expression: str
     elsewhere: str
-    mesh: Mesh
-    lengths: dict[str, Any]
+    mesh: str
+    shape: str | None
+    sizes: str | None = None
 
 
 # The rows of the notation's table, and three on orders and means: four devices run them within seconds.
-_BSC = {"shape": (2, 16, 8)}
-_ND = {"shape": (12, 8)}
-_BHW = {"shape": (2, 16, 4)}
-_LAYER = {"sizes": {"b": 2, "s": 16, "d": 4, "f": 8}}
 EXAMPLES = (
-    Example("b s/cp c -> b s c/cp", "all-to-all (Ulysses)", Mesh(cp=4), _BSC),
-    Example("b s/zigzag(cp) c -> b s c/cp", "the zigzag all-to-all", Mesh(cp=4), _BSC),
-    Example("b s/zigzag(cp) c -> b s/cp c", "zigzag to contiguous", Mesh(cp=4), _BSC),
-    Example("n/dp d -> n d", "all-gather, gradients identical", Mesh(dp=4), _ND),
-    Example("n/dp d -> n d | copy(dp)", "all-gather, gradients summed", Mesh(dp=4), _ND),
-    Example("n d | sum(tp) -> n/tp d", "reduce-scatter", Mesh(tp=4), _ND),
-    Example("n d | sum(tp) -> n d", "all-reduce, identity backward", Mesh(tp=4), _ND),
-    Example("n d -> n d | copy(tp)", "identity, all-reduce backward", Mesh(tp=4), _ND),
-    Example("n/x/y d -> n/y/x d", "a permutation of devices", Mesh(x=2, y=2), _ND),
-    Example("b h/sp w -> b h/sp:halo(1,1) w", "halo exchange", Mesh(sp=4), _BHW),
-    Example("b h/sp:halo(1,1) w -> b h/sp w", "trim", Mesh(sp=4), _BHW),
-    Example(
-        "b s/zigzag(cp) -> b s/zigzag(cp):halo(3,0)",
-        "a causal halo",
-        Mesh(cp=4),
-        {"shape": (2, 64)},
-    ),
-    Example(
-        "n d | mean(dp,tp) -> n/(dp,tp) d", "mean of gradients, sharded", Mesh(dp=2, tp=2), _ND
-    ),
+    Example("b s/cp c -> b s c/cp", "all-to-all (Ulysses)", "cp=4", "2,16,8"),
+    Example("b s/zigzag(cp) c -> b s c/cp", "the zigzag all-to-all", "cp=4", "2,16,8"),
+    Example("b s/zigzag(cp) c -> b s/cp c", "zigzag to contiguous", "cp=4", "2,16,8"),
+    Example("n/dp d -> n d", "all-gather, gradients identical", "dp=4", "12,8"),
+    Example("n/dp d -> n d | copy(dp)", "all-gather, gradients summed", "dp=4", "12,8"),
+    Example("n d | sum(tp) -> n/tp d", "reduce-scatter", "tp=4", "12,8"),
+    Example("n d | sum(tp) -> n d", "all-reduce, identity backward", "tp=4", "12,8"),
+    Example("n d -> n d | copy(tp)", "identity, all-reduce backward", "tp=4", "12,8"),
+    Example("n/x/y d -> n/y/x d", "a permutation of devices", "x=2,y=2", "12,8"),
+    Example("b h/sp w -> b h/sp:halo(1,1) w", "halo exchange", "sp=4", "2,16,4"),
+    Example("b h/sp:halo(1,1) w -> b h/sp w", "trim", "sp=4", "2,16,4"),
+    Example("b s/zigzag(cp) -> b s/zigzag(cp):halo(3,0)", "a causal halo", "cp=4", "2,64"),
+    Example("n d | mean(dp,tp) -> n/(dp,tp) d", "mean of gradients, sharded", "dp=2,tp=2", "12,8"),
     Example(
         "b s/tp d, d f/tp -> b s f/tp",
         "sequence and tensor parallel (Megatron)",
-        Mesh(tp=4),
-        _LAYER,
+        "tp=4",
+        shape=None,
+        sizes="b=2,s=16,d=4,f=8",
     ),
 )
 
@@ -131,13 +122,17 @@ def selfcheck(
     """
     examples: tuple[Example, ...] = EXAMPLES
     if not check_all:
-        examples = (_example(expression, mesh, shape, sizes),)
+        if not expression or mesh is None or (shape is None and sizes is None):
+            raise typer.BadParameter("give EXPR, --mesh, and --shape or --sizes, or --all")
+        examples = (Example(expression, "", mesh, shape, sizes),)
     elif expression or mesh is not None or shape is not None or sizes is not None:
         raise typer.BadParameter("--all has expressions, meshes and shapes of its own")
-    runtimes = choose(options.listed(runtime), [example.mesh for example in examples])
+    lengths = [options.lengths_of_arrays(e.expression, e.shape, e.sizes) for e in examples]
+    meshes = [Mesh.parse(example.mesh) for example in examples]
+    runtimes = choose(options.listed(runtime), meshes)
     sections = []
-    for example in examples:
-        plan = make_plan(example.expression, example.mesh, dtype=dtype, **example.lengths)
+    for example, on_mesh, sizes_or_shape in zip(examples, meshes, lengths, strict=True):
+        plan = make_plan(example.expression, on_mesh, dtype=dtype, **sizes_or_shape)
         sections.append(Section(plan_question(plan), example.elsewhere, []))
     failures = _run(runtimes, sections, timeout)
     print_sections(sections, console())
@@ -146,14 +141,6 @@ def selfcheck(
     for section in sections:
         if not all(row.agrees for row in section.rows):
             raise typer.Exit(1)
-
-
-def _example(expression: str, mesh: str | None, shape: str | None, sizes: str | None) -> Example:
-    """Read the user's own expression from the options. Raises BadParameter if one is missing."""
-    if not expression or mesh is None or (shape is None and sizes is None):
-        raise typer.BadParameter("give EXPR, --mesh, and --shape or --sizes, or --all")
-    lengths = options.lengths_of_arrays(expression, shape, sizes)
-    return Example(expression, "", Mesh.parse(mesh), lengths)
 
 
 def _run(

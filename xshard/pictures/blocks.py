@@ -81,12 +81,11 @@ def _side_texts(down: Side, across: Side) -> Iterator[Shape]:
     """Draw the dims' names, signs for rows that are missing, and the rows of every block."""
     yield el.label(-TEXT_GAP, -TEXT_GAP, down.strip.head, "end")
     yield el.label(-TEXT_GAP, down.pixels + 14, across.strip.head, "end")
-    for x in (0, across.pixels):
-        for y in down.breaks:
-            yield el.label(x, y + 4, "≈")
-    for x in across.breaks:
-        for y in (0, down.pixels):
-            yield el.label(x, y + 4, "≈")
+    # On both edges of the array.
+    breaks_down = itertools.product((0, across.pixels), down.breaks)
+    breaks_across = itertools.product(across.breaks, (0, down.pixels))
+    for x, y in (*breaks_down, *breaks_across):
+        yield el.label(x, y + 4, "≈")
     for text, (start, stop) in zip(down.strip.texts, down.blocks, strict=True):
         yield from el.label_in((-TEXT_GAP - len(text) * el.CHAR, start, -TEXT_GAP, stop), text)
     for text, (start, stop) in zip(across.strip.texts, across.blocks, strict=True):
