@@ -68,8 +68,10 @@ def lengths_of(shape: Any) -> tuple[Any, ...]:
     if lengths is None:
         length = as_whole_number(shape)
         example = 8 if length is None else length
-        reason = f"the shape {short_repr(shape)} is not a sequence of lengths"
-        raise ShapeError(reason, hint=f"as in shape=({example},)")
+        raise ShapeError(
+            f"the shape {short_repr(shape)} is not a sequence of lengths",
+            hint=f"as in shape=({example},)",
+        )
     return lengths
 
 
@@ -96,8 +98,9 @@ def parse_bytes(text: str) -> int:
         n_bytes = int(float(match["number"]) * _UNITS[match["unit"]])
         if n_bytes < 2**63:
             return n_bytes
-    hint = "as in 1024, 512KiB, 1.5MiB, 2GiB"
-    raise XshardError(f"{short_repr(text)} is not a number of bytes", hint=hint)
+    raise XshardError(
+        f"{short_repr(text)} is not a number of bytes", hint="as in 1024, 512KiB, 1.5MiB, 2GiB"
+    )
 
 
 def limit_of(given: Any, what: str = "memory_limit") -> int | None:
@@ -114,8 +117,9 @@ def limit_of(given: Any, what: str = "memory_limit") -> int | None:
         return int(given)
     limit = as_whole_number(given)
     if limit is None:
-        hint = 'a number of bytes, as in 2**31 or "2GiB"'
-        raise PlanError(f"{what} is {short_repr(given)}", hint=hint)
+        raise PlanError(
+            f"{what} is {short_repr(given)}", hint='a number of bytes, as in 2**31 or "2GiB"'
+        )
     return limit
 
 
@@ -145,9 +149,10 @@ def explained(**others: str) -> Callable[[_F], _F]:
                 hint = f"{name}({', '.join(parameters)})"
                 for word in kwargs:
                     if word not in parameters:
-                        hint = did_you_mean(word, parameters, others) + hint
-                        reason = f"{name}: unexpected argument {word!r}"
-                        raise XshardError(reason, hint=hint) from None
+                        raise XshardError(
+                            f"{name}: unexpected argument {word!r}",
+                            hint=did_you_mean(word, parameters, others) + hint,
+                        ) from None
                 # Of a missing argument, or one too many, in Python's words.
                 raise XshardError(f"{name}: {error}", hint=hint) from None
             return function(*args, **kwargs)

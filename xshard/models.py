@@ -48,12 +48,17 @@ def rule_of(text: Any, mesh: Mesh, routes: bool = False) -> ActivationRule:
     Raises NotationError.
     """
     if not isinstance(text, str):
-        hint = "'o/tp i' shards the first of two dims over tp, as Shard(0) along tp does"
-        raise NotationError(f"a layout is text, not {short_repr(text)}", hint=hint)
+        raise NotationError(
+            f"a layout is text, not {short_repr(text)}",
+            hint="'o/tp i' shards the first of two dims over tp, as Shard(0) along tp does",
+        )
     rule = _rule_of(text, mesh)
     if rule.routed_axes and not routes:
-        hint = "a rule for the input of experts may say so, as in 't/ep c -> t/to(ep) c'"
-        raise NotationError("'to' is for rows that go where values say", text=text, hint=hint)
+        raise NotationError(
+            "'to' is for rows that go where values say",
+            text=text,
+            hint="a rule for the input of experts may say so, as in 't/ep c -> t/to(ep) c'",
+        )
     return rule
 
 
@@ -77,8 +82,12 @@ def _rule_of(text: str, mesh: Mesh) -> ActivationRule:
     routed_elsewhere = _routed_shards((*src.dims, *dst.dims[1:]))
     plain = replace(dst, dims=tuple(map(_without_routes, dst.dims)))
     if routed_elsewhere or len(routed) > 1 or (routed and src != plain):
-        hint = "as in 't/ep c -> t/to(ep) c': rows of the first dim, sharded over the same axes on the left"
-        raise NotationError("'to' moves rows that are sharded", text=text, hint=hint)
+        raise NotationError(
+            "'to' moves rows that are sharded",
+            text=text,
+            hint="as in 't/ep c -> t/to(ep) c': rows of the first dim, "
+            "sharded over the same axes on the left",
+        )
     return ActivationRule(src, plain, text, routed[0].axes if routed else ())
 
 
@@ -187,9 +196,11 @@ def arriving_shape(
     shape = global_shape(layout, mesh, local_shape, rule.text, lengths)
     expected = Sharding(layout, mesh, shape).local_shape(device)
     if expected != local_shape:
-        what = f"the block has shape {local_shape}, not {expected}"
-        hint = _misfit_hint(layout, shape, local_shape, expected, known)
-        raise ShapeError(what, text=rule.text, hint=hint)
+        raise ShapeError(
+            f"the block has shape {local_shape}, not {expected}",
+            text=rule.text,
+            hint=_misfit_hint(layout, shape, local_shape, expected, known),
+        )
     return shape
 
 
@@ -327,12 +338,17 @@ def use_of(text: str, ndim: int, mesh: Mesh, varying_axes: frozenset[str]) -> Pa
     whole = frozenset(rule.dst.tagged("copy"))
     equal = whole - varying_axes
     if equal:
-        what = f"activations do not differ along '{min(equal)}', where the rule says that copies do"
-        hint = "leave copy out: it says that a parameter is meant to be whole"
-        raise NotationError(what, text=text, hint=hint)
+        raise NotationError(
+            f"activations do not differ along '{min(equal)}', where the rule says that copies do",
+            text=text,
+            hint="leave copy out: it says that a parameter is meant to be whole",
+        )
     if ELLIPSIS not in rule.src.names and len(rule.src.dims) != ndim:
-        what = f"{len(rule.src.dims)} dims, the parameter has {ndim}"
-        raise ShapeError(what, text=text, hint="'...' is any number of dims")
+        raise ShapeError(
+            f"{len(rule.src.dims)} dims, the parameter has {ndim}",
+            text=text,
+            hint="'...' is any number of dims",
+        )
     sums = tuple(tag for tag in rule.dst.tags if tag[0] == "sum")
     used = replace(rule.dst, tags=sums)
     return ParameterUse(

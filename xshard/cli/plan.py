@@ -43,9 +43,7 @@ def plan_command(  # noqa: PLR0913, PLR0917  typer makes an option of each
         str | None, Option(metavar="NUMBERS", help="Of --dst-mesh; may overlap.")
     ] = None,
     dtype: options.Dtype = "float32",
-    profile: Annotated[
-        str, Option(metavar="NAME|FILE", help="The machine: a profile or a file.")
-    ] = "h100",
+    profile: options.MachineName = "h100",
     memory_limit: Annotated[
         str | None, Option(metavar="BYTES", help="Of a device, as in 2GiB.")
     ] = None,
@@ -150,8 +148,11 @@ def show(
     device_mesh = Mesh.parse(mesh)
     lengths = options.lengths_of_arrays(layout, shape, sizes)
     if device_mesh.n_devices > MOST_DRAWN:
-        reason = f"{device_mesh.n_devices} devices, a drawing has up to {MOST_DRAWN}"
-        raise MeshError(reason, text=mesh, hint="a smaller mesh with the same axes shows the same")
+        raise MeshError(
+            f"{device_mesh.n_devices} devices, a drawing has up to {MOST_DRAWN}",
+            text=mesh,
+            hint="a smaller mesh with the same axes shows the same",
+        )
     if "sizes" in lengths:
         arrays = _shapes_in_contraction(layout, lengths["sizes"])
     else:

@@ -41,8 +41,8 @@ def show_state(
 
     Example: xshard state show model/
     """
-    heads = ("array", "shape", "dtype", "layout", "bytes", "file")
-    table = headed_table(*heads, left=("array", "dtype", "layout", "file"))
+    texts = ("array", "dtype", "layout", "file")
+    table = headed_table("array", "shape", "dtype", "layout", "bytes", "file", left=texts)
     out = console()
     with open_checkpoint(path) as checkpoint:
         total_bytes = 0

@@ -56,8 +56,9 @@ def show(
         mesh = Mesh.parse(mesh) if isinstance(mesh, str) else mesh
         what = Sharding(Layout.parse(what, maps), mesh, tuple(shape))
     elif mesh is not None or shape is not None:
-        reason = f"a {type(what).__name__} has a mesh and a shape of its own"
-        raise PlanError(reason, hint="show it alone")
+        raise PlanError(
+            f"a {type(what).__name__} has a mesh and a shape of its own", hint="show it alone"
+        )
     _display(picture(what, dims) if isinstance(what, Sharding) else what)
 
 
@@ -70,8 +71,9 @@ def _display(value: object) -> None:
         notebook.display(notebook.HTML(html(value)))
         return
     if not find_spec("rich"):
-        hint = "pip install 'xshard[cli]'; or print a plan"
-        raise XshardError("rich is not installed", hint=hint)
+        raise XshardError(
+            "rich is not installed", hint="pip install 'xshard[cli]'; or print a plan"
+        )
     from xshard.pictures.terminal import console, renderable
 
     console().print(renderable(value))

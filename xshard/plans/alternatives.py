@@ -54,8 +54,10 @@ def alternatives(plan: Plan) -> tuple[Alternative, ...]:
         PlanError: The plan leads from one mesh to another.
     """
     if plan.transfer:
-        reason = f"no alternatives from {plan.mesh!r} to {plan.dst_mesh!r}"
-        raise PlanError(reason, hint="they are ways on one mesh")
+        raise PlanError(
+            f"no alternatives from {plan.mesh!r} to {plan.dst_mesh!r}",
+            hint="they are ways on one mesh",
+        )
     # As in the search of the plan: a way is found for layouts in normal form and without copies,
     # with the dims in the source's order. Then copies, scale and order of dims are added to it.
     start, goal = plan._normal_ends

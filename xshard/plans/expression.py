@@ -36,8 +36,10 @@ def as_expression(expression: Any) -> Any:
         return expression
     if isinstance(expression, list | tuple) and len(expression) == 2:
         return tuple(map(Layout.parse, expression))
-    hint = '"layout -> layout", a pair of layouts, or a plan'
-    raise NotationError(f"{short_repr(expression)} is no expression", hint=hint)
+    raise NotationError(
+        f"{short_repr(expression)} is no expression",
+        hint='"layout -> layout", a pair of layouts, or a plan',
+    )
 
 
 def sides(expression: Expression) -> Sides:
@@ -57,8 +59,10 @@ def sides(expression: Expression) -> Sides:
         return Sides(*parse_expression(expression), expression)
     if isinstance(expression, Plan):
         if expression.transfer:
-            why = f"the plan leads from {expression.src_mesh} to {expression.dst_mesh}"
-            raise PlanError(why, hint="torch_bridge.redistribute(x, plan) runs it")
+            raise PlanError(
+                f"the plan leads from {expression.src_mesh} to {expression.dst_mesh}",
+                hint="torch_bridge.redistribute(x, plan) runs it",
+            )
         expression = expression.src, expression.dst
     src, dst = as_expression(expression)
     text = f"{src} -> {dst}"  # errors mark a pair of layouts as the expression that it is

@@ -136,8 +136,10 @@ class Plan(Pictured):
                 for sub_axis in sharding.layout.tagged(*REDUCERS):
                     axis = sharding.mesh.origin(sub_axis)
                     if axis != sub_axis:
-                        reason = f"axis {axis!r} is divided and holds addends"
-                        raise PlanError(reason, hint="reduce along whole axes")
+                        raise PlanError(
+                            f"axis {axis!r} is divided and holds addends",
+                            hint="reduce along whole axes",
+                        )
 
     def _check_scale(self) -> None:
         """Raise PlanError unless the steps multiply by `scale`, no more and no less."""

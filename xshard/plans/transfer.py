@@ -72,8 +72,10 @@ class Transfer(Step):
         nonlinear_axes = target.tagged("max", "min")
         if nonlinear_axes and not self.is_in_place:
             axes = ", ".join(nonlinear_axes)
-            reason = f"'{target}' holds a max or min over {axes}, which no transfer brings there"
-            raise PlanError(reason, hint=f"reduce it: write copy({','.join(nonlinear_axes)})")
+            raise PlanError(
+                f"'{target}' holds a max or min over {axes}, which no transfer brings there",
+                hint=f"reduce it: write copy({','.join(nonlinear_axes)})",
+            )
 
     def _check_senders(self) -> None:
         """Raise PlanError unless there is one sender for each piece, which holds the piece."""

@@ -79,8 +79,9 @@ def best_places(lacking: NDArray[np.int64]) -> NDArray[np.int64]:
     try:
         from scipy.optimize import linear_sum_assignment
     except ImportError:
-        hint = "pip install scipy, or xshard with its extra 'relabel'"
-        raise PlanError("relabel=True needs scipy", hint=hint) from None
+        raise PlanError(
+            "relabel=True needs scipy", hint="pip install scipy, or xshard with its extra 'relabel'"
+        ) from None
     places = np.arange(len(lacking))
     # The solver takes one weight. The elements count n + 1 times, more than all n changes of places
     # together. Divided by their common divisor, weights stay small enough to be exact as floats.
@@ -177,8 +178,10 @@ def _check(request: Request) -> None:
     for end in (request.source, request.target):
         check_moves(end, end, request.dtype)
         if end.layout.has_overlap:
-            reason = f"'{end.layout}' overlaps, and overlaps move on one mesh"
-            raise PlanError(reason, hint="trim or fold before, widen after")
+            raise PlanError(
+                f"'{end.layout}' overlaps, and overlaps move on one mesh",
+                hint="trim or fold before, widen after",
+            )
     for kind, _ in request.source.layout.tags:
         if kind != "copy":
             check_reduction(request.dtype, kind)

@@ -74,8 +74,10 @@ def part_of(whole: Sharding, part: ArrayPart) -> PartSharding:
     if part.adds:  # the whole array, seen as one row of a new dim, as a member of a stack is
         dims.insert(d, Dim(ADDED))
     elif dims[d].overlap is not None:
-        reason = f"'{dims[d]}' has blocks that overlap, a part of it cannot have a layout"
-        raise PlanError(reason, hint="trim before, widen after")
+        raise PlanError(
+            f"'{dims[d]}' has blocks that overlap, a part of it cannot have a layout",
+            hint="trim before, widen after",
+        )
     else:
         rows_of_part = []  # the same rows, counted in the part
         for owned in whole.owned_by_position(d):

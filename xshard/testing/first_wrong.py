@@ -19,7 +19,7 @@ from xshard.testing.comparison import whole_of
 from xshard.testing.diagnosis.causes import Cause
 from xshard.testing.mismatch import DIFFERENCES, Mismatch, Subject
 from xshard.testing.moves import calls_in_order, find_wrong_input
-from xshard.testing.runs import Runs, Truth, side_of
+from xshard.testing.runs import Runs, Truth
 from xshard.testing.trials import OUTPUT_IS_WRONG
 
 _PER_DEVICE_CAUSES = ("own factors", "own statistics")
@@ -127,7 +127,7 @@ def _first_wrong_redistribution(subject: Subject, runs: Runs, truth: Truth) -> F
     the order of the backward. Returns a text such as "what <call 2> is given; right is what <call
     1> is given", and the cause where it is known; "" if nothing could be compared.
     """
-    runtime = side_of(subject)
+    runtime = subject.runtime
     mesh = subject.mesh
     is_backward = subject.kind != "output"
     try:
@@ -188,5 +188,5 @@ def _whole_along(
     """Run on a mesh that is long along one axis alone -> the subject's whole array, and the right one."""
     sizes = dict.fromkeys(subject.mesh.axes, 1)
     sizes[axis] = n_devices
-    run = runs.run(side_of(subject), Mesh(sizes), truth)
+    run = runs.run(subject.runtime, Mesh(sizes), truth)
     return whole_of(runs.problem, truth, run, subject.kind, subject.name)

@@ -13,6 +13,7 @@ from xshard.steps.base import Block
 from xshard.testing.diagnosis.causes import Cause, likely_cause
 from xshard.testing.diagnosis.evidence import Case, in_double, wrong_rows
 from xshard.testing.diagnosis.orders import rows_text
+from xshard.testing.question import Side
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -29,14 +30,14 @@ class Subject:
     Attributes:
         kind: "output", "gradient" or "parameter".
         name: Of the output, or of the argument.
-        runtime: "torch" or "jax".
+        runtime: The framework.
         mesh: The mesh of the run.
         against: The source, in words: "torch on one device".
     """
 
     kind: str
     name: str
-    runtime: str
+    runtime: Side
     mesh: Mesh
     against: str
 

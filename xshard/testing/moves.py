@@ -24,6 +24,7 @@ from xshard.testing.diagnosis.causes import Cause
 from xshard.testing.diagnosis.evidence import Case, in_double
 from xshard.testing.mismatch import Mismatch, Subject, located
 from xshard.testing.pickling import OURS
+from xshard.testing.question import Side
 
 Arrays = Mapping[str, Block]
 # Orders of a cut along an axis that an expression does not name.
@@ -109,7 +110,7 @@ def calls_in_order(seen: Iterable[Seen], n_devices: int, cotangents: bool) -> li
 
 
 def find_wrong_input(
-    one: Seen, many: Seen, mesh: Mesh, runtime: str, arguments: Arrays
+    one: Seen, many: Seen, mesh: Mesh, runtime: Side, arguments: Arrays
 ) -> Mismatch | None:
     """Compare what a call of `redistribute` is given on a mesh with its input on one device.
 

@@ -303,8 +303,9 @@ class Runtime:
                 n_devices, "worker.answers", asked, timeout_s=timeout_s
             )
         except XshardError as error:
-            why = f"{self.name}: {error.reason}"
-            raise FunctionError(why, text=error.text, span=error.span, hint=error.hint) from None
+            raise FunctionError(
+                f"{self.name}: {error.reason}", text=error.text, span=error.span, hint=error.hint
+            ) from None
         return answers
 
     def judge(self, question: Question, answer: Answer, expected: Answer) -> Verdict:
@@ -338,13 +339,14 @@ def choose(names: Sequence[str], meshes: Sequence[Mesh]) -> tuple[Runtime, ...]:
     able = [runtime for runtime in RUNTIMES if any(map(runtime.takes, meshes))]
     for name in names:
         if name not in by_name:
-            hint = f"runtimes are: {', '.join(by_name)}"
-            raise NoRuntimeError(f"no runtime {name!r}", hint=hint)
+            raise NoRuntimeError(f"no runtime {name!r}", hint=f"runtimes are: {', '.join(by_name)}")
     chosen = [by_name[name] for name in dict.fromkeys(names)] if names else able
     for runtime in chosen:
         if runtime not in able:
-            why = f"{runtime.name} cannot run on {meshes[0]!r}"
-            raise NoRuntimeError(why, hint="it knows one axis: others have size 1")
+            raise NoRuntimeError(
+                f"{runtime.name} cannot run on {meshes[0]!r}",
+                hint="it knows one axis: others have size 1",
+            )
         if runtime.backend is not None:
             runtime.backend.check_installed(f", or leave {runtime.name} out with --runtime")
     return tuple(chosen)

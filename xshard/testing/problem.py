@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,11 +19,10 @@ from xshard.steps.base import Block
 from xshard.testing.blocks import blocks_of
 from xshard.testing.functions import broadcast_prefix, leaves, mapped, numbered, parameters_of
 from xshard.testing.pickling import packed
-from xshard.testing.question import Devices, StructureError, Tree, Update
+from xshard.testing.question import Devices, Side, StructureError, Tree, Update
 
 Function = Callable[..., Any]
 Meshes = Mesh | str | Sequence[Mesh | str]
-Side = Literal["torch", "jax"]
 SIDES: tuple[Side, Side] = ("torch", "jax")
 
 
@@ -170,14 +169,16 @@ def _read_array(value: Any, name: str) -> Block:
     """
     # numpy would make arrays of numbers and texts too, which are rather options of the function.
     if not hasattr(value, "shape"):
-        hint = "let the functions close over other values; trees are dicts, lists and tuples"
-        raise StructureError(f"{name} is a {type(value).__name__}, arguments are arrays", hint=hint)
+        raise StructureError(
+            f"{name} is a {type(value).__name__}, arguments are arrays",
+            hint="let the functions close over other values; trees are dicts, lists and tuples",
+        )
     try:
         array = np.asarray(value)
     except (TypeError, ValueError, RuntimeError) as error:
-        hint = "tensors are detached and on the CPU; bfloat16 is numpy's with ml_dtypes"
         raise StructureError(
-            f"{name} cannot be read as a numpy array: {error}", hint=hint
+            f"{name} cannot be read as a numpy array: {error}",
+            hint="tensors are detached and on the CPU; bfloat16 is numpy's with ml_dtypes",
         ) from None
     dtypes.name_of(array.dtype)  # raises for dtypes that xshard does not know
 
@@ -190,8 +191,9 @@ def _read_array(value: Any, name: str) -> Block:
 def _parse_layout(layout: Any, name: str = "output") -> Layout:
     """Parse a layout that has a dual. Raises LinearityError for a max or min."""
     if not isinstance(layout, Layout | str):
-        why = f"the layout of {name} is a {type(layout).__name__}"
-        raise StructureError(why, hint='text, as in "n/dp d"')
+        raise StructureError(
+            f"the layout of {name} is a {type(layout).__name__}", hint='text, as in "n/dp d"'
+        )
     parsed = Layout.parse(layout)
     _ = parsed.dual  # raises if gradients have no layout
     return parsed
@@ -278,8 +280,10 @@ def updates_of(
         StructureError: Parameters that cannot have a step, or parameters without optimisers.
     """
     if bool(parameters) != (optimisers is not None):
-        hint = "as in parameters=[1], optimisers=(torch_factory, jax_update)"
-        raise StructureError("parameters= and optimisers= belong together", hint=hint)
+        raise StructureError(
+            "parameters= and optimisers= belong together",
+            hint="as in parameters=[1], optimisers=(torch_factory, jax_update)",
+        )
     if optimisers is None:
         return {}
 
@@ -293,9 +297,11 @@ def updates_of(
         # Under a `copy` tag or a halo, a device's gradient is only an addend of the right one: an
         # optimiser that runs on each device would take a wrong step.
         if layout.dual != layout:
-            why = f"{problem.names[i]} has gradients under '{layout.dual}', which no optimiser can add up"
-            hint = "no tags and no overlaps: the function itself redistributes to copies"
-            raise StructureError(why, text=str(layout), hint=hint)
+            raise StructureError(
+                f"{problem.names[i]} has gradients under '{layout.dual}', which no optimiser can add up",
+                text=str(layout),
+                hint="no tags and no overlaps: the function itself redistributes to copies",
+            )
 
     updates: dict[str, Update] = {}
     for side, optimiser in zip(SIDES, optimisers, strict=True):

@@ -14,14 +14,14 @@ from xshard.steps.base import Block
 from xshard.testing.blocks import cotangents_of, whole_layout
 from xshard.testing.diagnosis.evidence import whole
 from xshard.testing.functions import broadcast_prefix
-from xshard.testing.mismatch import Subject
 from xshard.testing.moves import Seen
-from xshard.testing.problem import Problem, Side
+from xshard.testing.problem import Problem
 from xshard.testing.question import (
     Answer,
     Devices,
     Question,
     Result,
+    Side,
     Slopes,
     StructureError,
     Update,
@@ -129,8 +129,11 @@ class Runs:
         try:
             return problem.shardings(mesh)
         except XshardError as error:
-            why = f"a layout does not fit one device: {error.reason}"
-            raise StructureError(why, text=error.text, hint="pass reference=") from None
+            raise StructureError(
+                f"a layout does not fit one device: {error.reason}",
+                text=error.text,
+                hint="pass reference=",
+            ) from None
 
     def run(self, runtime: Side, mesh: Mesh, truth: Truth) -> RunAnswer:
         """Run a runtime's function on the blocks of a mesh."""
@@ -197,11 +200,6 @@ class Runs:
         process = kit_process(runtime, self.preload if runtime == "torch" else ())
         function = BACKENDS[runtime].function(f"worker.{name}")
         return process.ask(function, asked, timeout_s=self.timeout_s, quiet=quiet)
-
-
-def side_of(subject: Subject) -> Side:
-    """Return the runtime of a compared array, as the name of a side."""
-    return "jax" if subject.runtime == "jax" else "torch"
 
 
 def _output_shardings(

@@ -105,11 +105,16 @@ def _planned(fields: dict[str, str]) -> Shown:
     mesh = Mesh.parse(fields["mesh"])
     profile = fields["profile"]
     if mesh.n_devices > MAX_DEVICES:
-        why = f"{mesh.n_devices} devices, the page shows up to {MAX_DEVICES}"
-        raise MeshError(why, text=fields["mesh"], hint="a smaller mesh")
+        raise MeshError(
+            f"{mesh.n_devices} devices, the page shows up to {MAX_DEVICES}",
+            text=fields["mesh"],
+            hint="a smaller mesh",
+        )
     if profile not in CHOICES["profile"]:  # a path would be read
-        hint = f"shipped are: {', '.join(CHOICES['profile'])}"
-        raise ProfileError(f"profile {profile!r} is not shipped", hint=hint)
+        raise ProfileError(
+            f"profile {profile!r} is not shipped",
+            hint=f"shipped are: {', '.join(CHOICES['profile'])}",
+        )
     lengths = lengths_for(expression, fields["lengths"])
     if "sizes" in lengths or ARROW in expression:
         plan: Shown = make_plan(
@@ -144,16 +149,19 @@ def lengths_for(expression: str, text: str) -> dict[str, Any]:
     layout = parse_expression(expression)[0] if ARROW in expression else Layout.parse(expression)
     missing = [name for name in layout.names if name not in sizes]
     if missing:
-        why = f"no length for {', '.join(missing)}"
-        raise ShapeError(why, text=text, hint=f"as in {missing[0]}=64")
+        raise ShapeError(
+            f"no length for {', '.join(missing)}", text=text, hint=f"as in {missing[0]}=64"
+        )
     return {"shape": tuple(sizes[name] for name in layout.names)}
 
 
 def _checked_lengths(lengths: tuple[int, ...]) -> tuple[int, ...]:
     """Return lengths of dims as they are. Raises ShapeError for more than a page can show."""
     if len(lengths) > MAX_DIMS or any(length > MAX_LENGTH for length in lengths):
-        why = f"lengths {lengths[:MAX_DIMS]}, the page shows {MAX_DIMS} dims up to {MAX_LENGTH}"
-        raise ShapeError(why, hint="a shorter dim with as many blocks looks the same")
+        raise ShapeError(
+            f"lengths {lengths[:MAX_DIMS]}, the page shows {MAX_DIMS} dims up to {MAX_LENGTH}",
+            hint="a shorter dim with as many blocks looks the same",
+        )
     return lengths
 
 

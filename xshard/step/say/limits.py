@@ -159,8 +159,10 @@ def fixed_options(problem: StepProblem, fixed: RulesLike) -> list[Ints]:
         agrees = (is_same | ~rule.is_named).all(-1)
         if not agrees.any():
             dims = problem.step.arrays[node.name]
-            hint = f"'{dims}' has lengths {problem.shape(node.name)}"
-            raise NotationError(f"no option has '{layouts[node.name]}'", hint=hint)
+            raise NotationError(
+                f"no option has '{layouts[node.name]}'",
+                hint=f"'{dims}' has lengths {problem.shape(node.name)}",
+            )
         options.append(np.flatnonzero(agrees))
     return options
 
