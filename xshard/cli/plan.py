@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import typer
 from rich.text import Text
@@ -95,11 +95,11 @@ def plan_command(  # noqa: PLR0913, PLR0917  typer makes an option of each
 
 def _print_plans(plan: Plan | ContractionPlan, explain: bool) -> None:
     """Print a plan and the plans of its gradient, with why alternatives cost more."""
-    plans = [NamedPlan("", plan)] if isinstance(plan, ContractionPlan) else _with_gradient(plan)
+    plans = {"": plan} if isinstance(plan, ContractionPlan) else _with_gradient(plan)
     # All reasons first: one that cannot be had ends the command before anything is printed.
-    reasons = [f"{named.plan.explain()}\n" if explain else "" for named in plans]
+    reasons = [f"{part.explain()}\n" if explain else "" for part in plans.values()]
     out = console()
-    for (name, part), reason in zip(plans, reasons, strict=True):
+    for (name, part), reason in zip(plans.items(), reasons, strict=True):
         if name:
             out.print(Text(name, "bold"))
         out.print(part)
@@ -107,27 +107,18 @@ def _print_plans(plan: Plan | ContractionPlan, explain: bool) -> None:
             out.print(Text(reason), soft_wrap=True)
 
 
-class NamedPlan(NamedTuple):
-    """A plan below a heading."""
-
-    name: str
-    plan: Plan | ContractionPlan
-
-
-def _with_gradient(plan: Plan) -> list[NamedPlan]:
-    """Return the plan and the plans of its gradient."""
-    forward = NamedPlan("forward", plan)
+def _with_gradient(plan: Plan) -> dict[str, Plan | ContractionPlan]:
+    """Return the plan and the plans of its gradient, each below its heading."""
+    plans: dict[str, Plan | ContractionPlan] = {"forward": plan}
     if plan.src.is_linear and plan.dst.is_linear:
-        return [forward, NamedPlan("backward", plan.backward)]
-    if plan.transfer or not plan.dst.is_linear:
-        return [forward]  # a max or min that does not end here has no gradient
-    winners = max_min_plans(plan)
-    return [
-        forward,
-        NamedPlan("backward, the result beside every addend", winners.result),
-        NamedPlan("backward, how many addends won", winners.count),
-        NamedPlan("backward, the cotangent beside every addend", winners.cotangent),
-    ]
+        plans["backward"] = plan.backward
+    elif plan.dst.is_linear and not plan.transfer:
+        # A max or min that ends here; one that goes on has no gradient.
+        winners = max_min_plans(plan)
+        plans["backward, the result beside every addend"] = winners.result
+        plans["backward, how many addends won"] = winners.count
+        plans["backward, the cotangent beside every addend"] = winners.cotangent
+    return plans
 
 
 def show(

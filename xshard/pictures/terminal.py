@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial, singledispatch
-from typing import Any, NamedTuple
+from typing import Any
 
 from rich import box
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
@@ -195,14 +195,6 @@ def _style(device: int) -> str:
     return f"black on {_COLOURS[number]}{underline}"
 
 
-class LegendColumn(NamedTuple):
-    """A column of rows: its head, a function of (dim, device), and the dim."""
-
-    head: str
-    rows_of: Callable[[int, int], Runs]
-    dim: int
-
-
 def _legend(drawn: Picture) -> Table:
     """Make a table with a line for each device: its place on the mesh, and what it holds.
 
@@ -211,11 +203,12 @@ def _legend(drawn: Picture) -> Table:
     """
     sharding = drawn.sharding
     columns = _legend_columns(sharding)
-    heads = [column.head for column in columns]
-    legend = headed_table("device", *sharding.mesh.axes, "local shape", *heads, left=heads)
+    legend = headed_table(
+        "device", *sharding.mesh.axes, "local shape", *columns, left=list(columns)
+    )
     for device in range(sharding.mesh.n_devices):
         style = _SHARED if drawn.has_replicas else _style(device)
-        rows = [rows_text(column.rows_of(column.dim, device)) for column in columns]
+        rows = [rows_text(rows_of(device)) for rows_of in columns.values()]
         legend.add_row(
             Text(f" {device} ", style),
             *map(str, sharding.mesh.coords(device)),
@@ -225,14 +218,14 @@ def _legend(drawn: Picture) -> Table:
     return legend
 
 
-def _legend_columns(sharding: Sharding) -> list[LegendColumn]:
-    """Choose the columns: the rows of each sharded dim; of an overlapping one, owned and held rows."""
-    columns = []
+def _legend_columns(sharding: Sharding) -> dict[str, Callable[[int], Runs]]:
+    """Choose columns by head: the rows of each sharded dim; of an overlapping one, owned and held rows."""
+    columns: dict[str, Callable[[int], Runs]] = {}
     for d, dim in enumerate(sharding.layout.dims):
         if dim.overlap:
             held = "contributed" if isinstance(dim.overlap, Fold) else "held"
-            columns.append(LegendColumn(f"{dim.name} owned", sharding.owned, d))
-            columns.append(LegendColumn(f"{dim.name} {held}", sharding.held, d))
+            columns[f"{dim.name} owned"] = partial(sharding.owned, d)
+            columns[f"{dim.name} {held}"] = partial(sharding.held, d)
         elif dim.axes:
-            columns.append(LegendColumn(f"rows of {dim.name}", sharding.owned, d))
+            columns[f"rows of {dim.name}"] = partial(sharding.owned, d)
     return columns

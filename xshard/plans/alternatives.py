@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from xshard.cost.model import Profile
 from xshard.dtypes import itemsize
@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     from xshard.plans.plan import Plan  # which explains itself by this
 
 
-@dataclass(frozen=True)
-class Alternative:
+class Alternative(NamedTuple):
     """One alternative to a plan; without a plan it is not possible, for the reason in `why_not`."""
 
     name: str

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from html import escape
-from typing import Any, NamedTuple
+from typing import Any
 
 from xshard.cli.explore.code import programs
 from xshard.cli.explore.page import CHOICES, FIELDS, html_page
@@ -165,13 +165,6 @@ def _checked_lengths(lengths: tuple[int, ...]) -> tuple[int, ...]:
     return lengths
 
 
-class PageSection(NamedTuple):
-    """A part of a page: its title and its HTML."""
-
-    title: str
-    body: str
-
-
 def sections(shown: Shown) -> str:
     """Make the HTML that the page shows of a plan: forward, backward, and programs to copy.
 
@@ -179,23 +172,27 @@ def sections(shown: Shown) -> str:
     layout alone is one picture.
     """
     if isinstance(shown, Sharding):
-        return _as_html([PageSection("Layout", html(shown))])
-    parts = [PageSection("Forward", html(shown))]
+        return _as_html({"Layout": html(shown)})
+    bodies = {"Forward": html(shown)}  # by title
     if isinstance(shown, ContractionPlan):
-        parts.append(PageSection("Backward", gradients_html(shown)))
+        bodies["Backward"] = gradients_html(shown)
     elif shown.src.is_linear and shown.dst.is_linear:
-        parts.append(PageSection("Backward", html(shown.backward)))
+        bodies["Backward"] = html(shown.backward)
     titles = {"torch": "PyTorch", "jax": "JAX"}
     code = ""
     for framework, text in programs(shown).items():
         code += f"<h3>{titles[framework]}</h3>{preformatted(text)}"
     if code:
-        parts.append(PageSection("Code", code))
-    return _as_html(parts)
+        bodies["Code"] = code
+    return _as_html(bodies)
 
 
-def _as_html(parts: Sequence[PageSection]) -> str:
-    return "".join(f"<section><h2>{escape(title)}</h2>{body}</section>" for title, body in parts)
+def _as_html(bodies: Mapping[str, str]) -> str:
+    """Write sections of a page, given by their titles."""
+    text = ""
+    for title, body in bodies.items():
+        text += f"<section><h2>{escape(title)}</h2>{body}</section>"
+    return text
 
 
 def plan_page(plan: Plan | ContractionPlan) -> str:
