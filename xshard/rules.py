@@ -220,8 +220,10 @@ class Rules(Mapping[Pattern, Any]):
         assert earlier is not None  # for `pattern` fits it
         reason = f"rule '{pattern_text(pattern)}' comes too late: "
         reason += f"'{pattern_text(earlier)}' decides {fitted[0]}"
-        hint = "the first pattern that fits decides: write the narrow one before the wide one"
-        return Complaint(reason, [hint])
+        return Complaint(
+            reason,
+            ["the first pattern that fits decides: write the narrow one before the wide one"],
+        )
 
 
 def _check_value(pattern: Pattern, value: str) -> None:
@@ -546,5 +548,9 @@ def _span_of_all(part: str, pattern: str) -> Span:
 
 
 def _malformed(reason: str, pattern: str, span: Span) -> NotationError:
-    hint = "a pattern has names, '.', '*' in a part, '**' for parts, '{a,b}' and '|'"
-    return NotationError(reason, text=pattern, span=span, hint=hint)
+    return NotationError(
+        reason,
+        text=pattern,
+        span=span,
+        hint="a pattern has names, '.', '*' in a part, '**' for parts, '{a,b}' and '|'",
+    )

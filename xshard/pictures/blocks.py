@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from xshard.notation.overlap import Fold
 from xshard.notation.parser import TAGS
@@ -24,8 +24,7 @@ NARROWEST = 3.0  # rows in a lane
 TEXT_GAP = 6.0  # between a side and the text beside it
 
 
-@dataclass(frozen=True)
-class Side:
+class Side(NamedTuple):
     """A drawn dim and the pixels that it takes. `is_shorter`: than at the scale of the other dim."""
 
     strip: Strip

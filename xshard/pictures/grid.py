@@ -5,10 +5,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from xshard.errors import ShapeError
+from xshard.formatting import range_text
 from xshard.layout import Sharding
 from xshard.layout.runs import count_rows
 from xshard.notation.overlap import Fold, Halo, Reads, Window
@@ -41,8 +43,7 @@ _TAG_TEXT = {
 }
 
 
-@dataclass(frozen=True)
-class Strip:
+class Strip(NamedTuple):
     """A drawn dim.
 
     Attributes:
@@ -72,13 +73,9 @@ class Strip:
     @property
     def texts(self) -> list[str]:
         """The rows of every block: "0-3"."""
-        return [self._rows(start, stop - 1) for start, stop in self.blocks]
-
-    def _rows(self, first: int, last: int) -> str:
-        if first < last:
-            return f"{first}-{last}"
-        # The one row of a dim that does not exist has no number.
-        return f"{first}" if self.dim.name else ""
+        if not self.dim.name:  # the one row of a dim that does not exist has no number
+            return [""]
+        return [range_text(start, stop - 1) for start, stop in self.blocks]
 
 
 NO_DIM = Strip(Dim(""), 1, ((0, 1),), (0,))  # rows or columns of an array of fewer dims

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from xshard.formatting import range_text
 from xshard.layout import Sharding
 from xshard.layout.block_rows import RowSpan, all_row_spans, boundary_at
 from xshard.layout.runs import (
@@ -31,8 +31,7 @@ MAX_LANES = 16
 NO_OWNER = -1  # of rows outside the array
 
 
-@dataclass(frozen=True)
-class RowGroup:
+class RowGroup(NamedTuple):
     """Consecutive rows of a block of an overlapping dim, all with one owner, in local order.
 
     Attributes:
@@ -48,8 +47,7 @@ class RowGroup:
     text: str = ""
 
 
-@dataclass(frozen=True)
-class Lane:
+class Lane(NamedTuple):
     """The block of some devices along an overlapping dim. `start` is the position of its first row."""
 
     devices: tuple[int, ...]
@@ -209,6 +207,5 @@ def _run_texts(run: Run, most: int) -> list[str]:
         return [f"{run.start}-{last}{step}"]
     texts = []
     for rows in itertools.islice(unrolled((run,)), most + 1):
-        last = rows.start + rows.length - 1
-        texts.append(f"{rows.start}-{last}" if rows.length > 1 else f"{rows.start}")
+        texts.append(range_text(rows.start, rows.start + rows.length - 1))
     return texts

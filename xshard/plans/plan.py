@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 from xshard.caches import layout_cache
@@ -441,10 +441,7 @@ def find_plan(request: Request, objective: str = FORWARD, *, by_transfer: bool =
         objective: Whether the seconds of the gradient count too.
         by_transfer: Whether the plan is to have a `Transfer` even if both meshes are one.
     """
-
-    def search() -> Plan:
-        return search_plan(request, objective, by_transfer=by_transfer)
-
+    search = partial(search_plan, request, objective, by_transfer=by_transfer)
     options = {"objective": objective, "by_transfer": by_transfer}
     return read_or_make(request, Plan.from_json, search, options)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from xshard.formatting import align_columns, format_bytes, format_seconds
+from xshard.formatting import align_columns, format_bytes, format_seconds, range_text
 from xshard.layout import Sharding
 from xshard.search.request import FORWARD
 from xshard.steps import AllGather, AllReduce, ReduceScatter
@@ -134,7 +134,7 @@ def device_ranges(devices: Sequence[int]) -> str:
         if not ranges or device != ranges[-1][-1] + 1:
             ranges.append([])
         ranges[-1].append(device)
-    return ",".join(f"{r[0]}-{r[-1]}" if len(r) > 1 else str(r[0]) for r in ranges)
+    return ",".join(range_text(numbers[0], numbers[-1]) for numbers in ranges)
 
 
 def total(plan: Plan) -> str:

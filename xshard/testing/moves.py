@@ -181,8 +181,9 @@ def _other_layout(
     for other in _readings(unsharded, axes):
         case = case_under(other)
         if case is not None and case.agrees:
-            text = f"blocks of '{other}' are taken for blocks of '{layout}'"
-            return Cause("another layout", text)
+            return Cause(
+                "another layout", f"blocks of '{other}' are taken for blocks of '{layout}'"
+            )
     return None
 
 

@@ -15,13 +15,13 @@ from xshard.dtypes import itemsize, n_bytes, numpy_dtype, precision
 from xshard.errors import DtypeError, ShapeError, XshardError
 from xshard.formatting import format_bytes
 from xshard.layout import Layout, Mesh, Sharding
-from xshard.notation.overlap import Fold
+from xshard.notation.overlap import Halo, Reads, Window
 from xshard.planner import plan as make_plan
 from xshard.runtimes.backends import BACKENDS, Backend, NoRuntimeError
 from xshard.runtimes.processes import FunctionError
 from xshard.steps.base import Block
 from xshard.steps.local import Scale
-from xshard.testing.diagnosis.evidence import largest_error, settle, whole
+from xshard.testing.diagnosis.evidence import largest_error, settle, whole, without_overlaps
 from xshard.testing.question import OUTPUT, Answer, AnyPlan, Devices, Question, Result
 from xshard.tolerances import EXACT
 
@@ -231,12 +231,8 @@ def random_blocks(
     Rows that several devices hold, as replicas or in halos, are equal. Addends of a sum are not.
     The values are small, so that sums of them are exact in `dtype`.
     """
-    without_halos = []
-    for dim in layout.dims:
-        is_plain = dim.overlap is None or isinstance(dim.overlap, Fold)
-        without_halos.append(dim if is_plain else replace(dim, overlap=None))
-    plain = replace(layout, dims=tuple(without_halos))
-    if plain.dims != layout.dims:
+    plain = without_overlaps(layout, Halo, Window, Reads)
+    if plain != layout:
         # Halos are rows of the neighbours: blocks are drawn without them, then widened by a plan.
         plan = make_plan((plain, layout), mesh, shape, dtype)
         return reference.run(plan, random_blocks(rng, plain, mesh, shape, dtype, unit))

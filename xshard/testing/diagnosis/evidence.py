@@ -27,11 +27,15 @@ def settled(layout: Layout) -> Layout:
 
     The layout that is left determines every block, so blocks under it can be compared.
     """
+    return Layout(without_overlaps(layout, Fold).dims)
+
+
+def without_overlaps(layout: Layout, *kinds: type) -> Layout:
+    """Drop the overlaps of some kinds: "h/a:halo(1,1) w" -> "h/a w" without `Halo`."""
     dims = []
     for dim in layout.dims:
-        has_addends = isinstance(dim.overlap, Fold)
-        dims.append(replace(dim, overlap=None) if has_addends else dim)
-    return Layout(tuple(dims))
+        dims.append(replace(dim, overlap=None) if isinstance(dim.overlap, kinds) else dim)
+    return replace(layout, dims=tuple(dims))
 
 
 def whole(blocks: Sequence[Block], sharding: Sharding) -> Block:

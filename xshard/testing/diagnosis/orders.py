@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
+from xshard.formatting import range_text
 from xshard.layout import Mesh
 from xshard.layout.partition import owned_rows
 from xshard.layout.runs import row_numbers
@@ -135,7 +136,7 @@ def rows_text(rows: Mask) -> str:
     edges = np.flatnonzero(np.diff(padded))  # starts and ends of runs, in turn
     runs = []
     for start, end in edges.reshape(-1, 2):
-        runs.append(f"{start}" if end - start == 1 else f"{start}-{end - 1}")
+        runs.append(range_text(start, end - 1))
     if not runs:
         return "none"
     if len(runs) > _MAX_RUNS_SHOWN:

@@ -159,8 +159,7 @@ class Cluster:
         sent = packed(function, *args)
         no_reports = _RankReports(None, self._ranks)  # ranks are devices of one process
         if "jax" not in self._processes:
-            n_threads = max(_MIN_JAX_THREADS, 2 * self._ranks)
-            threads = {"PJRT_NPROC": str(n_threads)}
+            threads = {"PJRT_NPROC": str(max(_MIN_JAX_THREADS, 2 * self._ranks))}
             self._start("jax", backend.environment(self._ranks) | threads)
             # Once for the life of these processes: JAX cannot join a second time.
             endpoint = self._new_endpoint()
