@@ -134,8 +134,7 @@ def with_outer_axes(layout: Layout, named: Collection[str], outside: Layout) -> 
     dims = []
     for dim in layout.dims:
         # The rule sees blocks of what is outside, so its shards are the inner ones.
-        shards = (*shards_outside.get(dim.name, ()), *dim.shards)
-        dims.append(replace(dim, shards=shards))
+        dims.append(replace(dim, shards=(*shards_outside.get(dim.name, ()), *dim.shards)))
     return Layout(tuple(dims), (*others.tags, *layout.tags))
 
 

@@ -84,8 +84,10 @@ def _print_samples(title: str, samples: Sequence[Sample], profile: Profile, per_
     out = console()
     out.print(Text(title, style="bold"))
     out.print(_table(samples, profile) if per_plan else _summary(samples, profile))
-    error = median_error(samples, profile)
-    out.print(f"median absolute error: {error:.1%} of {len(samples)} {title}\n", soft_wrap=True)
+    out.print(
+        f"median absolute error: {median_error(samples, profile):.1%} of {len(samples)} {title}\n",
+        soft_wrap=True,
+    )
 
 
 def _sizes(largest: str) -> tuple[int, ...]:
@@ -159,15 +161,15 @@ def _constants(profile: Profile) -> str:
     """Write the constants of a profile as text: links, copies, launches, products."""
     speeds = []
     for name, link in _links(profile).items():
-        latency = format_seconds(link.latency_s)
-        speeds.append(f"{name} {latency} a message and {_rate(link.bytes_per_s)}B/s")
+        speeds.append(
+            f"{name} {format_seconds(link.latency_s)} a message and {_rate(link.bytes_per_s)}B/s"
+        )
     speeds.append(f"copies {_rate(profile.copy_bytes_per_s)}B/s")
     launches = [f"{kind} {format_seconds(s)}" for kind, s in profile.launch_s if kind != "other"]
     launches += [f"{kind} {format_seconds(s)} a round" for kind, s in profile.ring_s]
     products = [f"{dtype} {_rate(flops)}FLOP/s" for dtype, flops in profile.flops_per_s]
-    texts = ["; ".join(speeds), f"launches: {', '.join(launches)}"]
-    texts.append(f"products: {', '.join(products)}")
-    return "; ".join(texts)
+    kinds = (f"launches: {', '.join(launches)}", f"products: {', '.join(products)}")
+    return "; ".join([*speeds, *kinds])
 
 
 def _links(profile: Profile) -> dict[str, Link]:

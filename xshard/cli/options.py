@@ -47,14 +47,16 @@ def counting(what: str) -> Iterator[Callable[..., None]]:
 
     Yields a function that takes `completed` or `advance`, and `total`.
     """
-    columns = (
+    out = console(stderr=True)
+    with Progress(
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
-    )
-    out = console(stderr=True)
-    with Progress(*columns, console=out, transient=True, disable=not out.is_terminal) as bar:
+        console=out,
+        transient=True,
+        disable=not out.is_terminal,
+    ) as bar:
         yield partial(bar.update, bar.add_task(what, total=None))
 
 

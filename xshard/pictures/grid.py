@@ -195,8 +195,8 @@ def reading(drawn: Picture) -> list[str]:
     lines = []
     for strip in drawn.strips:
         if strip.n_drawn < strip.length:
-            n_rows_text = f"{strip.n_drawn} of {strip.length} rows of {strip.dim.name}"
-            lines.append(f"only the first {n_rows_text} are drawn")
+            n_rows = f"{strip.n_drawn} of {strip.length}"
+            lines.append(f"only the first {n_rows} rows of {strip.dim.name} are drawn")
     if drawn.empty:
         lines.append(f"empty: d{devices_text(drawn.empty)}")
     return lines
@@ -261,8 +261,7 @@ def _notes(sharding: Sharding, drawn: tuple[int, ...]) -> tuple[str, ...]:
             notes.append(f"{dim.name} {cut}, {_ORDER_TEXT[shard.order]}")
     for dim in layout.dims:
         if dim.overlap is not None:
-            meaning = _OVERLAP_TEXT[type(dim.overlap)]
-            notes.append(f"{dim.name} overlaps: {meaning} ({dim.overlap})")
+            notes.append(f"{dim.name} overlaps: {_OVERLAP_TEXT[type(dim.overlap)]} ({dim.overlap})")
     for kind, axes in layout.tags:
         notes.append(f"along {', '.join(axes)} {_TAG_TEXT[kind]}")
     replicas = ", ".join(_replica_axes(sharding))
@@ -270,8 +269,9 @@ def _notes(sharding: Sharding, drawn: tuple[int, ...]) -> tuple[str, ...]:
         notes.append(f"along {replicas} all devices hold the same values (replicas)")
     hidden = [dim.name for d, dim in enumerate(layout.dims) if dim.axes and d not in drawn]
     if hidden:
-        names = ", ".join(hidden)
-        notes.append(f"not drawn: {names}, cut too; devices that share a block here differ there")
+        notes.append(
+            f"not drawn: {', '.join(hidden)}, cut too; devices that share a block here differ there"
+        )
     return tuple(notes)
 
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial, singledispatch
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich import box
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
@@ -81,8 +80,7 @@ def _(plan: Plan | ContractionPlan) -> RenderableType:
     return Fitted(steps)
 
 
-@dataclass(frozen=True)
-class Fitted:
+class Fitted(NamedTuple):
     """Output that a function of the console's width makes."""
 
     parts: Callable[[int], Iterable[RenderableType]]

@@ -37,9 +37,8 @@ class Alternative(NamedTuple):
 def explain(plan: Plan) -> str:
     """Print the alternatives of a plan as a table, and why the plan won."""
     options = alternatives(plan)
-    head = ("", "time", "received", "peak", "messages", "steps")
-    table = align_columns([head, *map(_row, options)])
-    return "\n".join([table, "", _verdict(plan, options)])
+    rows = [("", "time", "received", "peak", "messages", "steps"), *map(_row, options)]
+    return "\n".join([align_columns(rows), "", _verdict(plan, options)])
 
 
 def alternatives(plan: Plan) -> tuple[Alternative, ...]:

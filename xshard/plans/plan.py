@@ -442,8 +442,9 @@ def find_plan(request: Request, objective: str = FORWARD, *, by_transfer: bool =
         by_transfer: Whether the plan is to have a `Transfer` even if both meshes are one.
     """
     search = partial(search_plan, request, objective, by_transfer=by_transfer)
-    options = {"objective": objective, "by_transfer": by_transfer}
-    return read_or_make(request, Plan.from_json, search, options)
+    return read_or_make(
+        request, Plan.from_json, search, {"objective": objective, "by_transfer": by_transfer}
+    )
 
 
 @layout_cache(maxsize=4096)

@@ -68,15 +68,16 @@ def rows(plan: Plan) -> tuple[Row, ...]:
     for i, (stage, price) in enumerate(zip(plan.stages, plan.prices, strict=True)):
         # The last layout as the user wrote it: the stages are in normal form.
         layout = plan.dst if i == last else stage.after.layout
-        row = Row(
-            step=str(stage.step),
-            layout=str(layout),
-            local_shape=_shape_text(stage.after),
-            received=format_bytes(price.received_bytes),
-            time=format_seconds(price.seconds),
-            peak=format_bytes(price.peak_bytes),
+        table.append(
+            Row(
+                step=str(stage.step),
+                layout=str(layout),
+                local_shape=_shape_text(stage.after),
+                received=format_bytes(price.received_bytes),
+                time=format_seconds(price.seconds),
+                peak=format_bytes(price.peak_bytes),
+            )
         )
-        table.append(row)
         table += _phase_rows(plan, stage)
     return tuple(table)
 

@@ -29,8 +29,7 @@ from xshard.steps import Step
 ADDED = "_added"  # the dim of length 1 of an array that is stacked
 
 
-@dataclass(frozen=True)
-class PartSharding:
+class PartSharding(NamedTuple):
     """The sharding of a part of an array.
 
     Attributes:

@@ -90,8 +90,9 @@ def locate_first_wrong(found: Sequence[Mismatch], runs: Runs, truth: Truth) -> l
 
         if cause is not None:
             # Mismatches of this array on further meshes refer to the first mesh with a cause.
-            text = f"as on {mismatch.subject.mesh}: {cause.text}"
-            causes.setdefault(array, cause._replace(text=text))
+            causes.setdefault(
+                array, cause._replace(text=f"as on {mismatch.subject.mesh}: {cause.text}")
+            )
         located.append(
             replace(mismatch, cause=cause, first=first_wrong.text if is_recorded else "")
         )

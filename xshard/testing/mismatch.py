@@ -295,8 +295,9 @@ def mismatch_text(mismatch: Mismatch) -> str:
         lines.append(f"device {mismatch.place}: {mismatch.problem}")
     else:
         count = f"{mismatch.n_wrong} of {mismatch.n_elements} elements differ"
-        devices = _wrong_devices_text(mismatch)
-        lines.append(f"{count}, {devices}; the largest error is {mismatch.error:.3g}")
+        lines.append(
+            f"{count}, {_wrong_devices_text(mismatch)}; the largest error is {mismatch.error:.3g}"
+        )
         # On an unsharded array, the index in the block is the global one, and is not repeated.
         local = ""
         if mismatch.index != mismatch.global_index:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -78,8 +78,9 @@ def plan_question(plan: AnyPlan, seed: int = 0) -> Question:
     rng = np.random.default_rng(seed)
     blocks: list[Devices] = []
     for array in (*sources, cotangent):
-        drawn = random_blocks(rng, array.layout, plan.mesh, array.shape, plan.dtype, unit)
-        blocks.append(tuple(drawn))
+        blocks.append(
+            tuple(random_blocks(rng, array.layout, plan.mesh, array.shape, plan.dtype, unit))
+        )
     return Question(
         function=plan,
         mesh=plan.mesh,
@@ -120,8 +121,7 @@ def in_numpy(question: Question) -> Answer:
     return Answer({OUTPUT: tuple(outputs)}, gradients_by_input, seconds=seconds)
 
 
-@dataclass(frozen=True)
-class Verdict:
+class Verdict(NamedTuple):
     """How far an answer is from the right one.
 
     Attributes:
@@ -261,8 +261,7 @@ def _range_of_values(dtype: str) -> tuple[int, int]:
     return -4, 5
 
 
-@dataclass(frozen=True)
-class Runtime:
+class Runtime(NamedTuple):
     """A way to run plans.
 
     Attributes:

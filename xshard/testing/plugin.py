@@ -25,14 +25,20 @@ OnDevices = Callable[..., Any]
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the option `--xshard-meshes`."""
-    meaning = 'the meshes of tests that take `xshard_mesh`, as in "dp=2,cp=2;cp=4"'
-    parser.getgroup("xshard").addoption("--xshard-meshes", metavar="MESHES", help=meaning)
+    parser.getgroup("xshard").addoption(
+        "--xshard-meshes",
+        metavar="MESHES",
+        help='the meshes of tests that take `xshard_mesh`, as in "dp=2,cp=2;cp=4"',
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Declare the marker `xshard_meshes`, and check the option before any test runs."""
-    meaning = "the meshes of this test, as in 'cp=2', 'cp=4'; --xshard-meshes comes first"
-    config.addinivalue_line("markers", f"xshard_meshes(*meshes): {meaning}")
+    config.addinivalue_line(
+        "markers",
+        "xshard_meshes(*meshes): the meshes of this test, as in 'cp=2', 'cp=4'; "
+        "--xshard-meshes comes first",
+    )
     text = config.getoption("--xshard-meshes")
     if text is None:
         return

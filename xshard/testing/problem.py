@@ -89,8 +89,9 @@ def check_problem(
         leaf_layouts = broadcast_prefix(prefix, argument, title)
         values = leaves(argument, title)
         for name, layout in zip(values, leaf_layouts, strict=True):
-            value = _read_array(values[name], name)
-            arrays.append(_Argument(name, value, _parse_layout(layout, name)))
+            arrays.append(
+                _Argument(name, _read_array(values[name], name), _parse_layout(layout, name))
+            )
     outputs = mapped(_parse_layout, output_layouts)
 
     output_leaves = list(leaves(outputs).values())
@@ -153,9 +154,7 @@ def _argument_names(function: Function, count: int) -> list[str]:
     parameters = parameters_of(function).values()
     # A parameter that takes many arguments, as `*args`, names none of them.
     names = [parameter.name for parameter in parameters if parameter.kind in kinds][:count]
-    for i in range(len(names), count):
-        names.append(f"args[{i}]")
-    return names
+    return names + [f"args[{i}]" for i in range(len(names), count)]
 
 
 def _read_array(value: Any, name: str) -> Block:

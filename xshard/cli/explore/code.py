@@ -47,7 +47,7 @@ def programs(plan: Plan | ContractionPlan | Sharding) -> dict[str, str]:
     """
     if isinstance(plan, Sharding):
         drawn = f'import xshard as xs\n\nxs.show("{plan.layout}", xs.{plan.mesh!r}, {plan.shape})\n'
-        return {"torch": drawn, "jax": drawn}
+        return dict.fromkeys(("torch", "jax"), drawn)
     if isinstance(plan, Plan):
         if plan.transfer:
             return {}

@@ -55,8 +55,7 @@ def read_limits(problem: StepProblem, rules: StepRules, unused: Sequence[str]) -
             limits.limit_arrival(edge)
             excluded.append(limits.excluded_moves(edge))
     # Read at the end only: every edge may take options away from both of its nodes.
-    options = [np.flatnonzero(is_allowed) for is_allowed in limits.allowed]
-    return RuleLimits(options, excluded)
+    return RuleLimits([np.flatnonzero(is_allowed) for is_allowed in limits.allowed], excluded)
 
 
 class _Limits:

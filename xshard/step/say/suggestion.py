@@ -249,9 +249,8 @@ class Suggestion(Pictured):
         problem = self.search.problem
         plural = "es" if self.micro_batches > 1 else ""
         activations = "computed again" if self.recompute else "kept"
-        machine = f"{problem.mesh!r}, {problem.moves.profile.name}"
         return (
-            f"{len(problem.step.ops)} operations on {machine}, "
+            f"{len(problem.step.ops)} operations on {problem.mesh!r}, {problem.moves.profile.name}, "
             f"{self.micro_batches} micro-batch{plural}, activations {activations}"
         )
 

@@ -128,8 +128,13 @@ class Cluster:
                 collective_timeout_s,
                 sent,
             )
-            function = backend.function("launch.run_node")
-            self._ask("torch", function, [arguments] * self._n_nodes, timeout_s, reports)
+            self._ask(
+                "torch",
+                backend.function("launch.run_node"),
+                [arguments] * self._n_nodes,
+                timeout_s,
+                reports,
+            )
             results = [Path(folder, f"{rank}.result") for rank in reports.errors()]
             return [pickle.loads(file.read_bytes()) for file in results]
 
