@@ -68,8 +68,10 @@ def lengths_of(shape: Any) -> tuple[Any, ...]:
     if lengths is None:
         length = as_whole_number(shape)
         example = 8 if length is None else length
-        reason = f"the shape {short_repr(shape)} is not a sequence of lengths"
-        raise ShapeError(reason, hint=f"as in shape=({example},)")
+        raise ShapeError(
+            f"the shape {short_repr(shape)} is not a sequence of lengths",
+            hint=f"as in shape=({example},)",
+        )
     return lengths
 
 
@@ -96,8 +98,9 @@ def parse_bytes(text: str) -> int:
         n_bytes = int(float(match["number"]) * _UNITS[match["unit"]])
         if n_bytes < 2**63:
             return n_bytes
-    hint = "as in 1024, 512KiB, 1.5MiB, 2GiB"
-    raise XshardError(f"{short_repr(text)} is not a number of bytes", hint=hint)
+    raise XshardError(
+        f"{short_repr(text)} is not a number of bytes", hint="as in 1024, 512KiB, 1.5MiB, 2GiB"
+    )
 
 
 def limit_of(given: Any, what: str = "memory_limit") -> int | None:
@@ -114,8 +117,9 @@ def limit_of(given: Any, what: str = "memory_limit") -> int | None:
         return int(given)
     limit = as_whole_number(given)
     if limit is None:
-        hint = 'a number of bytes, as in 2**31 or "2GiB"'
-        raise PlanError(f"{what} is {short_repr(given)}", hint=hint)
+        raise PlanError(
+            f"{what} is {short_repr(given)}", hint='a number of bytes, as in 2**31 or "2GiB"'
+        )
     return limit
 
 
@@ -132,7 +136,9 @@ def explained(**others: str) -> Callable[[_F], _F]:
     """
 
     def decorated(function: _F) -> _F:
+        """Wrap a function so that its arguments are checked before it is called."""
         signature = inspect.signature(function)
+        parameters = signature.parameters
         name = function.__name__
 
         @functools.wraps(function)
@@ -140,15 +146,15 @@ def explained(**others: str) -> Callable[[_F], _F]:
             try:
                 signature.bind(*args, **kwargs)
             except TypeError as error:
-                parameters = signature.parameters
-                reason = f"{name}: {error}"  # of a missing argument, in Python's words
-                meant = ""
-                unknown = [word for word in kwargs if word not in parameters]
-                if unknown:
-                    reason = f"{name}: unexpected argument {unknown[0]!r}"
-                    meant = did_you_mean(unknown[0], parameters, others)
-                hint = f"{meant}{name}({', '.join(parameters)})"
-                raise XshardError(reason, hint=hint) from None
+                hint = f"{name}({', '.join(parameters)})"
+                for word in kwargs:
+                    if word not in parameters:
+                        raise XshardError(
+                            f"{name}: unexpected argument {word!r}",
+                            hint=did_you_mean(word, parameters, others) + hint,
+                        ) from None
+                # Of a missing argument, or one too many, in Python's words.
+                raise XshardError(f"{name}: {error}", hint=hint) from None
             return function(*args, **kwargs)
 
         return cast(_F, called)
@@ -164,13 +170,10 @@ def did_you_mean(word: str, known: Collection[str], others: Mapping[str, str] | 
         known: The words that may be meant.
         others: Words of other systems, with the words for them here.
     """
-    meant = None
-    if others is not None:
-        meant = others.get(word.lower())
-    if meant is None and len(word) <= MOST_LIKE:
-        close = difflib.get_close_matches(word, known, 1)
-        meant = close[0] if close else None
-    return f"did you mean {meant!r}? " if meant else ""
+    if others is not None and word.lower() in others:
+        return f"did you mean {others[word.lower()]!r}? "
+    close = difflib.get_close_matches(word, known, 1) if len(word) <= MOST_LIKE else []
+    return f"did you mean {close[0]!r}? " if close else ""
 
 
 def short_repr(value: object) -> str:

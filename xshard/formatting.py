@@ -28,6 +28,11 @@ def format_seconds(s: float) -> str:
     return f"{s * 1e6:.1f} us"
 
 
+def range_text(first: int, last: int) -> str:
+    """Write consecutive numbers: 0 and 3 -> '0-3', 3 and 3 -> '3'."""
+    return f"{first}-{last}" if first < last else str(first)
+
+
 def align_columns(rows: Sequence[Sequence[str]]) -> str:
     """Write rows of equally many cells as lines with aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

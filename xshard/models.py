@@ -48,12 +48,17 @@ def rule_of(text: Any, mesh: Mesh, routes: bool = False) -> ActivationRule:
     Raises NotationError.
     """
     if not isinstance(text, str):
-        hint = "'o/tp i' shards the first of two dims over tp, as Shard(0) along tp does"
-        raise NotationError(f"a layout is text, not {short_repr(text)}", hint=hint)
+        raise NotationError(
+            f"a layout is text, not {short_repr(text)}",
+            hint="'o/tp i' shards the first of two dims over tp, as Shard(0) along tp does",
+        )
     rule = _rule_of(text, mesh)
     if rule.routed_axes and not routes:
-        hint = "a rule for the input of experts may say so, as in 't/ep c -> t/to(ep) c'"
-        raise NotationError("'to' is for rows that go where values say", text=text, hint=hint)
+        raise NotationError(
+            "'to' is for rows that go where values say",
+            text=text,
+            hint="a rule for the input of experts may say so, as in 't/ep c -> t/to(ep) c'",
+        )
     return rule
 
 
@@ -75,14 +80,15 @@ def _rule_of(text: str, mesh: Mesh) -> ActivationRule:
     # `to` is allowed only on the right, in the first dim, and once.
     routed = _routed_shards(dst.dims[:1])
     routed_elsewhere = _routed_shards((*src.dims, *dst.dims[1:]))
-    plain = replace(dst, dims=tuple(_without_routes(dim) for dim in dst.dims))
+    plain = replace(dst, dims=tuple(map(_without_routes, dst.dims)))
     if routed_elsewhere or len(routed) > 1 or (routed and src != plain):
-        hint = "as in 't/ep c -> t/to(ep) c': rows of the first dim, sharded over the same axes on the left"
-        raise NotationError("'to' moves rows that are sharded", text=text, hint=hint)
-    axes: tuple[str, ...] = ()
-    if routed:
-        axes = routed[0].axes
-    return ActivationRule(src, plain, text, axes)
+        raise NotationError(
+            "'to' moves rows that are sharded",
+            text=text,
+            hint="as in 't/ep c -> t/to(ep) c': rows of the first dim, "
+            "sharded over the same axes on the left",
+        )
+    return ActivationRule(src, plain, text, routed[0].axes if routed else ())
 
 
 def _routed_shards(dims: Iterable[Dim]) -> list[Shard]:
@@ -95,11 +101,7 @@ def _routed_shards(dims: Iterable[Dim]) -> list[Shard]:
 
 def _without_routes(dim: Dim) -> Dim:
     """Return a dim with plain shards in place of routes: `t/to(ep)` -> `t/ep`."""
-    shards = []
-    for shard in dim.shards:
-        if shard.order == ROUTED:
-            shard = Shard(shard.axes)
-        shards.append(shard)
+    shards = [Shard(shard.axes) if shard.order == ROUTED else shard for shard in dim.shards]
     return replace(dim, shards=tuple(shards))
 
 
@@ -124,19 +126,15 @@ def with_outer_axes(layout: Layout, named: Collection[str], outside: Layout) -> 
 
     named: the axes that the rule names. outside: the full layout around the module.
     """
-    # `outside` without the named axes: each axis is replaced by itself, or by nothing.
-    factors: dict[str, tuple[str, ...]] = {}
-    for axis in outside.axes:
-        factors[axis] = (axis,)
-        if axis in named:
-            factors[axis] = ()
+    # `outside` without the named axes: `factored` replaces each axis by those that it is made of,
+    # here by itself or by none.
+    factors = {axis: () if axis in named else (axis,) for axis in outside.axes}
     others = factored(outside, factors)
     shards_outside = {dim.name: dim.shards for dim in others.dims}
     dims = []
     for dim in layout.dims:
         # The rule sees blocks of what is outside, so its shards are the inner ones.
-        shards = (*shards_outside.get(dim.name, ()), *dim.shards)
-        dims.append(replace(dim, shards=shards))
+        dims.append(replace(dim, shards=(*shards_outside.get(dim.name, ()), *dim.shards)))
     return Layout(tuple(dims), (*others.tags, *layout.tags))
 
 
@@ -144,11 +142,10 @@ def layout_inside(rule: ActivationRule, outside: Layout) -> Layout:
     """Return all dims that have names inside a module, and the tags of activations there."""
     inside_layout = with_outer_axes(rule.dst, rule.axes, outside)
     unsharded = Layout(tuple(Dim(dim.name) for dim in outside.dims))
-    dims = {dim.name: dim for dim in with_outer_axes(unsharded, rule.axes, outside).dims}
     # Dims that the rule does not name keep the shards of other axes.
-    dims |= {
-        dim.name: dim for dim in inside_layout.dims
-    }  # the rule decides about the dims that it names
+    kept = with_outer_axes(unsharded, rule.axes, outside)
+    # About the dims that it names, which come last, the rule decides.
+    dims = {dim.name: dim for dim in (*kept.dims, *inside_layout.dims)}
     dims.pop(ELLIPSIS, None)  # stands for dims without a name
     return Layout(tuple(dims.values()), inside_layout.tags)
 
@@ -190,9 +187,7 @@ def arriving_shape(
     named = set(rule.axes)
     lengths: dict[str, int] = {}
     for dim in known:
-        if (
-            not dim.axes & named
-        ):  # the rule's axes do not shard it: to the rule the block is the whole
+        if dim.axes.isdisjoint(named):  # to the rule, the block is the whole
             lengths[dim.name] = dim.local_length
         elif dim.axes <= named:
             lengths[dim.name] = dim.length
@@ -200,9 +195,11 @@ def arriving_shape(
     shape = global_shape(layout, mesh, local_shape, rule.text, lengths)
     expected = Sharding(layout, mesh, shape).local_shape(device)
     if expected != local_shape:
-        what = f"the block has shape {local_shape}, not {expected}"
-        hint = _misfit_hint(layout, shape, local_shape, expected, known)
-        raise ShapeError(what, text=rule.text, hint=hint)
+        raise ShapeError(
+            f"the block has shape {local_shape}, not {expected}",
+            text=rule.text,
+            hint=_misfit_hint(layout, shape, local_shape, expected, known),
+        )
     return shape
 
 
@@ -220,8 +217,7 @@ def _misfit_hint(
 
     layout: of the array on arrival. shape: of the whole array. known: dims that other rules have fixed.
     """
-    misfits = [d for d, rows in enumerate(local_shape) if rows != expected[d]]
-    d = misfits[0]
+    d = next(d for d, rows in enumerate(local_shape) if rows != expected[d])
     dim = layout.dims[d]
     hint = f"{local_shape[d]} rows of '{dim}', not {expected[d]} of {shape[d]}"
     for known_dim in known:
@@ -252,20 +248,21 @@ def known_inside(
         outside: What is known outside the module; the rule's dims replace those of the same name.
         where: The tensor that the rule is for, in words, for errors.
     """
-    dims = {dim.name: dim for dim in outside}
+    known = {dim.name: dim for dim in outside}
     lengths = dict(zip(rule.src.resolved(len(shape)).names, shape, strict=True))
     for dim, local_length in zip(rule.dst.resolved(len(shape)).dims, rows, strict=True):
         if dim.name not in rule.dst.names:
             continue  # a dim of `...`
         axes = frozenset(dim.axes)
         length = lengths[dim.name]
-        if dim.name in dims:
-            known = dims[dim.name]
-            axes |= known.axes - set(rule.axes)  # what the rule does not name stays as outside
-            length = known.length
+        if dim.name in known:
+            # To the rule, a block is the whole along axes that it does not name: outside, the dim
+            # is longer, and sharded over these axes too.
+            axes |= known[dim.name].axes.difference(rule.axes)
+            length = known[dim.name].length
         source = f"'{rule.text}' of the {where}"
-        dims[dim.name] = KnownDim(dim.name, axes, length, local_length, source)
-    return tuple(dims.values())
+        known[dim.name] = KnownDim(dim.name, axes, length, local_length, source)
+    return tuple(known.values())
 
 
 def dims_of_parameter(sharding: Sharding, device: int) -> tuple[KnownDim, ...]:
@@ -340,12 +337,17 @@ def use_of(text: str, ndim: int, mesh: Mesh, varying_axes: frozenset[str]) -> Pa
     whole = frozenset(rule.dst.tagged("copy"))
     equal = whole - varying_axes
     if equal:
-        what = f"activations do not differ along '{min(equal)}', where the rule says that copies do"
-        hint = "leave copy out: it says that a parameter is meant to be whole"
-        raise NotationError(what, text=text, hint=hint)
+        raise NotationError(
+            f"activations do not differ along '{min(equal)}', where the rule says that copies do",
+            text=text,
+            hint="leave copy out: it says that a parameter is meant to be whole",
+        )
     if ELLIPSIS not in rule.src.names and len(rule.src.dims) != ndim:
-        what = f"{len(rule.src.dims)} dims, the parameter has {ndim}"
-        raise ShapeError(what, text=text, hint="'...' is any number of dims")
+        raise ShapeError(
+            f"{len(rule.src.dims)} dims, the parameter has {ndim}",
+            text=text,
+            hint="'...' is any number of dims",
+        )
     sums = tuple(tag for tag in rule.dst.tags if tag[0] == "sum")
     used = replace(rule.dst, tags=sums)
     return ParameterUse(

@@ -175,8 +175,9 @@ def plan(  # noqa: PLR0913  public, for moves, for two meshes, and for contracti
 
     if is_contraction(expression, named=sizes is not None or _is_by_operand(shape)):
         if mesh is None or has_two_ends:
-            hint = "plan(expression, mesh, sizes=...)"
-            raise MeshError("a contraction is on one mesh", hint=hint)
+            raise MeshError(
+                "a contraction is on one mesh", hint="plan(expression, mesh, sizes=...)"
+            )
         _check_flops_limit(flops_limit)
         limit = limit_of(memory_limit)
         call, shapes = shapes_of(contraction(expression), *checked_lengths(sizes, shape))
@@ -188,8 +189,9 @@ def plan(  # noqa: PLR0913  public, for moves, for two meshes, and for contracti
 
     if sizes is not None or flops_limit is not None:
         sides(expression)  # errors in the text come first
-        hint = "shape= is the shape of the array"
-        raise ShapeError("sizes and flops_limit are for contractions", hint=hint)
+        raise ShapeError(
+            "sizes and flops_limit are for contractions", hint="shape= is the shape of the array"
+        )
     limit = limit_of(memory_limit)
     passes = objective if objective else FORWARD
     if mesh is None or has_two_ends:
@@ -213,8 +215,10 @@ def _is_by_operand(shape: Any) -> bool:
 def _check_flops_limit(flops_limit: Any) -> None:
     """Raise PlanError unless the limit is a number, or None."""
     if flops_limit is not None and not isinstance(flops_limit, Real):
-        hint = "a number of floating point operations"
-        raise PlanError(f"flops_limit is {short_repr(flops_limit)}", hint=hint)
+        raise PlanError(
+            f"flops_limit is {short_repr(flops_limit)}",
+            hint="a number of floating point operations",
+        )
 
 
 @layout_cache(maxsize=4096)
@@ -306,8 +310,10 @@ def _plan_between(
     src_numbers = device_numbers("source", src.mesh, src.devices)
     dst_numbers = device_numbers("destination", dst.mesh, dst.devices)
     if relabel and sorted(src_numbers) != sorted(dst_numbers):
-        hint = f"the source has {device_ranges(src_numbers)}, the destination {device_ranges(dst_numbers)}"
-        raise MeshError("relabel=True is for two meshes over the same devices", hint=hint)
+        raise MeshError(
+            "relabel=True is for two meshes over the same devices",
+            hint=f"the source has {device_ranges(src_numbers)}, the destination {device_ranges(dst_numbers)}",
+        )
     request = Request(
         src=src_layout,
         dst=dst_layout,
@@ -339,27 +345,28 @@ def _two_meshes(
 
     Raises MeshError if one is missing, or if `mesh`, which is for both sides, is given as well.
     """
-    # `mesh` alone comes here if another option, such as relabel=True, asks for two meshes.
-    if mesh is not None and src_mesh is None and dst_mesh is None:
-        hint = "pass src_mesh= and dst_mesh=, which may be equal, instead of the mesh"
-        raise MeshError("src_devices, dst_devices and relabel are for two meshes", hint=hint)
     if mesh is not None:
-        hint = "pass either mesh, or src_mesh and dst_mesh"
-        raise MeshError("a mesh beside src_mesh or dst_mesh", hint=hint)
+        if src_mesh is None and dst_mesh is None:  # another option, as relabel=True, asks for both
+            raise MeshError(
+                "src_devices, dst_devices and relabel are for two meshes",
+                hint="pass src_mesh= and dst_mesh=, which may be equal, instead of the mesh",
+            )
+        raise MeshError(
+            "a mesh beside src_mesh or dst_mesh", hint="pass either mesh, or src_mesh and dst_mesh"
+        )
     if src_mesh is None or dst_mesh is None:
-        missing = []
-        if src_mesh is None:
-            missing.append("src_mesh")
-        if dst_mesh is None:
-            missing.append("dst_mesh")
-        hint = "pass a mesh, or src_mesh= and dst_mesh="
-        raise MeshError(f"no {' and no '.join(missing)}", hint=hint)
+        given = {"src_mesh": src_mesh, "dst_mesh": dst_mesh}
+        missing = [name for name, end_mesh in given.items() if end_mesh is None]
+        raise MeshError(
+            f"no {' and no '.join(missing)}", hint="pass a mesh, or src_mesh= and dst_mesh="
+        )
     return src_mesh, dst_mesh
 
 
 def _lengths(shape: Sequence[int] | None) -> Shape:
     """Return the shape of an array as a tuple. Raises ShapeError if it is missing, or no shape."""
     if shape is None:
-        hint = "shape= is the global shape of the array, as in shape=(8, 4)"
-        raise ShapeError("no shape", hint=hint)
+        raise ShapeError(
+            "no shape", hint="shape= is the global shape of the array, as in shape=(8, 4)"
+        )
     return lengths_of(shape)

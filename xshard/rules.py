@@ -68,9 +68,9 @@ class Rules(Mapping[Pattern, Any]):
             )
         self._rules = with_map_digests(dict(rules), maps)
         self._maps = maps
-        self._fits: dict[Pattern, re.Pattern[str]] = {}
-        for pattern in self._rules:
-            self._fits[pattern] = _compiled(pattern)
+        self._fits: dict[Pattern, re.Pattern[str]] = {
+            pattern: _compiled(pattern) for pattern in self._rules
+        }
         for pattern, value in self._rules.items():
             if isinstance(value, str):
                 _check_value(pattern, value)
@@ -179,9 +179,8 @@ class Rules(Mapping[Pattern, Any]):
         missing = [name for name, pattern in decided.items() if pattern is None]
         if not missing:
             return []
-        listed_patterns = "nothing"
-        if self._rules:
-            listed_patterns = ", ".join(f"'{pattern_text(pattern)}'" for pattern in self._rules)
+        patterns = [f"'{pattern_text(pattern)}'" for pattern in self._rules]
+        listed_patterns = ", ".join(patterns) if patterns else "nothing"
         reason = f"no rule for {len(missing)} of {len(decided)} {what}s: {listed_names(missing)}"
         hint = (
             f"the rules are for: {listed_patterns}; '**' is for all others, '...' for whole arrays"
@@ -221,8 +220,10 @@ class Rules(Mapping[Pattern, Any]):
         assert earlier is not None  # for `pattern` fits it
         reason = f"rule '{pattern_text(pattern)}' comes too late: "
         reason += f"'{pattern_text(earlier)}' decides {fitted[0]}"
-        hint = "the first pattern that fits decides: write the narrow one before the wide one"
-        return Complaint(reason, [hint])
+        return Complaint(
+            reason,
+            ["the first pattern that fits decides: write the narrow one before the wide one"],
+        )
 
 
 def _check_value(pattern: Pattern, value: str) -> None:
@@ -332,7 +333,8 @@ def nearest_hint(spelling: Pattern, names: Collection[str]) -> str:
     """Suggest a correction for a pattern that fits no name, by a name that is nearly fitted; or "".
 
     Each part between dots is replaced by a star in turn: if names fit then, what they have in its place
-    is compared with the part.
+    is compared with the part. `**.upp.w` with `**.*.w` fits `layers.0.up.w`, which has `up` in place of
+    `upp`.
 
     >>> nearest_hint("**.upp_proj.weight", ["layers.0.up_proj.weight"])
     "'**.upp_proj.weight': did you mean 'up_proj'?"
@@ -343,15 +345,13 @@ def nearest_hint(spelling: Pattern, names: Collection[str]) -> str:
     for i, part in enumerate(parts):
         if part == ALL:
             continue
-        # What names have in place of this part, where they fit the rest.
-        wide = ".".join((*parts[:i], "*", *parts[i + 1 :]))
-        star = len(stars_in(".".join(parts[:i])))
+        before = ".".join(parts[:i])
+        with_star = ".".join((*parts[:i], "*", *parts[i + 1 :]))
         candidates = set[str]()
         for name in names:
-            texts = match_stars(wide, name)
-            # `texts` has what each star stands for: the new star comes after `star` earlier ones.
+            texts = match_stars(with_star, name)  # what each star stands for, from left to right
             if texts:
-                candidates.add(texts[star])
+                candidates.add(texts[len(stars_in(before))])
         meant = did_you_mean(part, candidates)
         if meant:
             return f"'{spelling}': {meant.strip()}"
@@ -498,24 +498,30 @@ def _regex(spelling: str, pattern: str) -> str:
             sections[-1].append(_part_regex(part, pattern))
     regex, *later = [r"\.".join(section) for section in sections]
     # The dot before the next part: none if the pattern begins with `**`, which may be no part at all.
-    dot = ""
-    if regex:
-        dot = r"\."
+    dot = r"\." if regex else ""
     for i, section in enumerate(later, 1):
-        is_last = i == len(later)
-        if section and is_last:
-            regex += rf"{dot}(?:({_PARTS}*)\.)?{section}"
-        elif section:  # `**` takes as few parts as possible: up to the first place where it fits
-            regex += rf"{dot}(?>(?:({_PARTS}*?)\.)??{section}(?![^.]))"
-        elif not is_last:  # `**.**`: the second takes all
-            regex += "()"
-        elif dot:  # the pattern ends with `**`, which may be no part
-            regex += rf"(?:\.({_PARTS}*))?"
-        else:
-            regex += "(.*)"
+        regex += _all_before(section, dot, is_last=i == len(later))
         if section:
             dot = r"\."
     return regex
+
+
+def _all_before(section: str, dot: str, *, is_last: bool) -> str:
+    """Return the regular expression of a `**` with the section behind it, up to the next `**`.
+
+    Args:
+        section: The section's expression; "" if the pattern ends, or another `**` follows at once.
+        dot: The dot between what is before the `**` and the next part; "" at the beginning.
+        is_last: Whether no other `**` follows.
+    """
+    if section and is_last:
+        return rf"{dot}(?:({_PARTS}*)\.)?{section}"
+    if section:  # `**` takes as few parts as possible: up to the first place where the section fits
+        return rf"{dot}(?>(?:({_PARTS}*?)\.)??{section}(?![^.]))"
+    if not is_last:  # `**.**`: the second takes all
+        return "()"
+    # The pattern ends with `**`, which may be no part.
+    return rf"(?:\.({_PARTS}*))?" if dot else "(.*)"
 
 
 def _part_regex(part: str, pattern: str) -> str:
@@ -542,5 +548,9 @@ def _span_of_all(part: str, pattern: str) -> Span:
 
 
 def _malformed(reason: str, pattern: str, span: Span) -> NotationError:
-    hint = "a pattern has names, '.', '*' in a part, '**' for parts, '{a,b}' and '|'"
-    return NotationError(reason, text=pattern, span=span, hint=hint)
+    return NotationError(
+        reason,
+        text=pattern,
+        span=span,
+        hint="a pattern has names, '.', '*' in a part, '**' for parts, '{a,b}' and '|'",
+    )

@@ -425,7 +425,7 @@ def test_what_cannot_be_written_served_or_held_is_said(tmp_path):
 def test_selfcheck_all_asks_each_worker_once(monkeypatch):
     calls = answer_with(monkeypatch, lambda o: o)
     told = xshard("selfcheck", "--all").stdout
-    one_axis = sum(len(e.mesh.axes) == 1 for e in EXAMPLES)
+    one_axis = sum(len(xs.Mesh.parse(e.mesh).axes) == 1 for e in EXAMPLES)
     assert [n for _, _, n in calls] == [len(EXAMPLES)] * 3 + [one_axis]
     assert all(f"{example.expression}   float32" in told for example in EXAMPLES)
     assert f"jax-pmap ({one_axis} of them): all equal" in told
@@ -440,7 +440,7 @@ def test_every_example_is_canonical():
         texts = re.split(r", (?![^(]*\))| -> ", example.expression)
         *given, result = (str(xs.Layout.parse(text)) for text in texts)
         assert f"{', '.join(given)} -> {result}" == example.expression
-        assert example.mesh.n_devices <= 4
+        assert xs.Mesh.parse(example.mesh).n_devices <= 4
 
 
 @pytest.mark.parametrize(

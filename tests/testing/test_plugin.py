@@ -172,7 +172,7 @@ def test_ranks_begin_with_preloaded_modules() -> None:
     def loaded() -> bool:
         return "wave" in sys.modules
 
-    assert plugin._ask("torch", loaded, (), n_ranks=2, preload=()) == [False, False]
-    assert plugin._ask("torch", loaded, (), n_ranks=2, preload=["wave"]) == [True, True]
+    assert plugin._ask("torch", loaded, n_ranks=2, preload=()) == [False, False]
+    assert plugin._ask("torch", loaded, n_ranks=2, preload=["wave"]) == [True, True]
     with pytest.raises(FunctionError, match="preload: 'no_such_module' cannot be imported\n"):
-        plugin._ask("torch", loaded, (), n_ranks=2, preload=["no_such_module"])
+        plugin._ask("torch", loaded, n_ranks=2, preload=["no_such_module"])

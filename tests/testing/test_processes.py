@@ -31,7 +31,7 @@ reads_proc = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 
 def _on_devices(function: Callable[..., Any], *args: Any) -> Any:
-    return _ask("jax", function, args)
+    return _ask("jax", function, *args)
 
 
 def test_a_comparison_of_torch_functions_needs_no_jax(tmp_path: Path) -> None:

@@ -22,23 +22,26 @@ from xshard.models import ActivationRule, ParameterUse, layout_text, rule_of
 
 
 class _ParameterRow(NamedTuple):
-    """A parameter in the first table."""
+    """A parameter in the first table: its name, shape, layouts and axes of gradient sums, and bytes."""
 
     name: str
-    shape: str
-    stored: str
-    used: str
-    summed_over: str
+    texts: tuple[str, ...]
     block_bytes: int
 
 
+class _Received(NamedTuple):
+    """The bytes that the busiest process receives in a move, and in its adjoint in the backward pass."""
+
+    forward: int
+    backward: int
+
+
 class _MoveRow(NamedTuple):
-    """A move in the second table: the bytes that the busiest process receives, None if it is not known."""
+    """A move in the second table. received: None for a module that has not been called yet."""
 
     module: str
     text: str
-    forward_bytes: int | None
-    backward_bytes: int | None
+    received: _Received | None
 
 
 class _Machine(NamedTuple):
@@ -84,16 +87,16 @@ def _table_of_parameters(parallel: ParallelModel) -> str:
     layers.1.w become "layers.*.w  x 2". The last row is the sum over all parameters and buffers.
     """
     by_name = parallel.by_name  # computed anew each time
-    rows = [
-        _parameter_row(name, use, by_name[name], parallel) for name, use in parallel.uses.items()
-    ]
+    rows = []
+    for name, use in parallel.uses.items():
+        rows.append(_parameter_row(name, use, by_name[name], parallel))
     lines: list[tuple[str, ...]] = [
         ("parameter", "", "shape", "stored", "used", "gradient summed over", "block")
     ]
-    for group in _alike([row.name for row in rows], [row[1:5] for row in rows]):
-        block_bytes = sum(rows[i].block_bytes for i in group.members)
-        texts = rows[group.members[0]][1:5]
-        lines.append((group.name, group.times, *texts, format_bytes(block_bytes)))
+    for group in _alike((row.name, row.texts) for row in rows):
+        members = [rows[i] for i in group.members]
+        block_bytes = sum(row.block_bytes for row in members)
+        lines.append((group.name, group.times, *members[0].texts, format_bytes(block_bytes)))
 
     # `parallel.parameters` has buffers, too, and a tied parameter once, though it has a row per
     # name.
@@ -123,14 +126,10 @@ def _parameter_row(
         summed_over = " ".join(axes)
     else:
         summed_over = "frozen"
-    return _ParameterRow(
-        name,
-        str(list(parameter.sharding.shape)),
-        stored=layout_text(use.stored),
-        used="as stored" if use.used == use.stored else layout_text(use.used),
-        summed_over=summed_over,
-        block_bytes=parameter.sharding.max_local_size * x.element_size(),
-    )
+    used = "as stored" if use.used == use.stored else layout_text(use.used)
+    shape = str(list(parameter.sharding.shape))
+    block_bytes = parameter.sharding.max_local_size * x.element_size()
+    return _ParameterRow(name, (shape, layout_text(use.stored), used, summed_over), block_bytes)
 
 
 def _table_of_moves(parallel: ParallelModel, on_machine: _Machine) -> str:
@@ -145,16 +144,22 @@ def _table_of_moves(parallel: ParallelModel, on_machine: _Machine) -> str:
     rows += _gradient_sums(parallel, on_machine)
 
     lines: list[tuple[str, ...]] = [("module", "", "moves", "forward", "backward")]
-    for group in _alike([row.module for row in rows], [row.text for row in rows]):
+    for group in _alike((row.module, row.text) for row in rows):
         members = [rows[i] for i in group.members]
-        forward = _bytes_text([row.forward_bytes for row in members])
-        backward = _bytes_text([row.backward_bytes for row in members])
-        lines.append((group.name, group.times, members[0].text, forward, backward))
-    # Bytes are None for a module that has not been called yet: it counts as nothing in the sum.
-    total_forward = sum(row.forward_bytes for row in rows if row.forward_bytes is not None)
-    total_backward = sum(row.backward_bytes for row in rows if row.backward_bytes is not None)
-    lines.append(("a step", "", "", format_bytes(total_forward), format_bytes(total_backward)))
+        columns = _sum_of_received(members)
+        if any(row.received is None for row in members):
+            columns = ("not called yet", "not called yet")
+        lines.append((group.name, group.times, members[0].text, *columns))
+    lines.append(("a step", "", "", *_sum_of_received(rows)))
     return align_columns(lines)
+
+
+def _sum_of_received(rows: Sequence[_MoveRow]) -> tuple[str, str]:
+    """Write the bytes of moves together, forward and backward. Modules without a call count as nothing."""
+    known = [row.received for row in rows if row.received is not None]
+    forward_bytes = sum(received.forward for received in known)
+    backward_bytes = sum(received.backward for received in known)
+    return format_bytes(forward_bytes), format_bytes(backward_bytes)
 
 
 def _gathers(parallel: ParallelModel, on_machine: _Machine) -> list[_MoveRow]:
@@ -165,38 +170,33 @@ def _gathers(parallel: ParallelModel, on_machine: _Machine) -> list[_MoveRow]:
             x = parameter.tensor
             rule = rule_of(parameter.to_use, on_machine.axes)
             facts = TensorFacts(parameter.shape, x.dtype, x.requires_grad)
-            forward, backward = _received_bytes(rule, on_machine, facts)
+            received = _received_bytes(rule, on_machine, facts)
             if not parameter.is_kept:  # the backward pass gathers it again
-                backward += forward
-            rows.append(_MoveRow(parameter.name, layout_text(parameter.to_use), forward, backward))
+                received = received._replace(backward=sum(received))
+            rows.append(_MoveRow(parameter.name, layout_text(parameter.to_use), received))
     return rows
 
 
 def _activation_moves(hooks: ModuleHooks, on_machine: _Machine) -> list[_MoveRow]:
     """Describe the moves of a module's inputs and outputs, with the bytes of its last call.
 
-    Bytes stay None for a module that has not been called. A module that sends rows to experts has a
-    row more, with what this process sent and received.
+    A module that sends rows to experts has a row more, with what this process sent and received.
     """
     rows = []
-    for side, rules in (("input", hooks.inputs), ("output", hooks.outputs)):
-        for rule in rules:
-            if not rule.rule.moves:
-                continue
-            row = _MoveRow(f"{hooks.title}, {side}", rule.rule.text, None, None)
-            if rule.last is not None:
-                forward, backward = _received_bytes(rule.rule, on_machine, rule.last)
-                row = row._replace(forward_bytes=forward, backward_bytes=backward)
-            rows.append(row)
+    for side, tensor_rules in (("input", hooks.inputs), ("output", hooks.outputs)):
+        for tensor_rule in tensor_rules:
+            rule = tensor_rule.rule
+            if rule.moves:
+                last = tensor_rule.last  # the tensor of the last call
+                received = None if last is None else _received_bytes(rule, on_machine, last)
+                rows.append(_MoveRow(f"{hooks.title}, {side}", rule.text, received))
 
     if hooks.experts is not None:
-        texts = [rule.rule.text for rule in hooks.inputs if rule.rule.routed_axes]
+        texts = [hook.rule.text for hook in hooks.inputs if hook.rule.routed_axes]
         # What travels depends on the values: other processes may have received more.
-        row = _MoveRow(f"{hooks.title}, this process", texts[0], None, None)
-        if hooks.experts.last is not None:
-            forward, backward = hooks.experts.last
-            row = row._replace(forward_bytes=forward, backward_bytes=backward)
-        rows.append(row)
+        last_bytes = hooks.experts.last
+        received = None if last_bytes is None else _Received(*last_bytes)
+        rows.append(_MoveRow(f"{hooks.title}, this process", texts[0], received))
     return rows
 
 
@@ -215,15 +215,15 @@ def _gradient_sums(parallel: ParallelModel, on_machine: _Machine) -> list[_MoveR
         text = f"n | sum({','.join(axes)}) -> n"
         x = parameter.tensor
         facts = TensorFacts((x.numel(),), x.dtype, requires_grad=False)
-        backward, _ = _received_bytes(rule_of(text, on_machine.axes), on_machine, facts)
-        rows.append(_MoveRow("gradients, in buckets", text, 0, backward))
+        # The move of a gradient is a part of the backward pass.
+        of_sum = _received_bytes(rule_of(text, on_machine.axes), on_machine, facts)
+        received = _Received(forward=0, backward=of_sum.forward)
+        rows.append(_MoveRow("gradients, in buckets", text, received))
     return rows
 
 
-def _received_bytes(
-    rule: ActivationRule, on_machine: _Machine, tensor: TensorFacts
-) -> tuple[int, int]:
-    """Return how many bytes the process that receives most gets in a move: (forward, backward).
+def _received_bytes(rule: ActivationRule, on_machine: _Machine, tensor: TensorFacts) -> _Received:
+    """Return how many bytes the process that receives most gets in a move.
 
     The move is planned as it would be, without running it. Backward is 0 for a tensor without a
     gradient.
@@ -237,17 +237,7 @@ def _received_bytes(
     dtype = dtypes.name_of(tensor.dtype)
     plan = planner.plan(layouts, mesh, tensor.shape, dtype, profile=links)
     backward = plan.backward.bytes_received if tensor.requires_grad else 0
-    return plan.bytes_received, backward
-
-
-def _bytes_text(sizes: Sequence[int | None]) -> str:
-    """Write the sum of bytes, if all of them are known."""
-    total = 0
-    for size in sizes:
-        if size is None:
-            return "not called yet"
-        total += size  # rows of a group add up
-    return format_bytes(total)
+    return _Received(plan.bytes_received, backward)
 
 
 class _Group(NamedTuple):
@@ -258,23 +248,23 @@ class _Group(NamedTuple):
     members: list[int]
 
 
-def _alike(names: Sequence[str], texts: Iterable[object]) -> list[_Group]:
-    """Group table rows of equal texts whose names differ only in numbers.
+def _alike(rows: Iterable[tuple[str, object]]) -> list[_Group]:
+    """Group table rows, (name, texts), with equal texts and names that differ only in numbers.
 
     layers.0.w, layers.1.w, head.w -> layers.*.w with "x 2" and members [0, 1], and head.w with ""
-    and members [2].
+    and members [2]: these are the numbers of the rows.
     """
+    names = []
     # By the name with "*" for each number, and the texts; in the order of the first row of each.
-    members_by_key: dict[object, list[int]] = {}
-    for i, (name, text) in enumerate(zip(names, texts, strict=True)):
-        key = (re.sub(r"\b\d+\b", "*", name), text)
-        members_by_key.setdefault(key, []).append(i)
+    members_by_key: dict[tuple[str, object], list[int]] = {}
+    for i, (name, texts) in enumerate(rows):
+        names.append(name)
+        pattern = re.sub(r"\b\d+\b", "*", name)
+        members_by_key.setdefault((pattern, texts), []).append(i)
     groups = []
-    for members in members_by_key.values():
-        first_name = names[members[0]]
+    for (pattern, _), members in members_by_key.items():
         if len(members) == 1:
-            groups.append(_Group(first_name, "", members))
+            groups.append(_Group(names[members[0]], "", members))
         else:
-            pattern = re.sub(r"\b\d+\b", "*", first_name)
             groups.append(_Group(pattern, f"x {len(members)}", members))
     return groups

@@ -41,7 +41,9 @@ def calibrate_command(
     disk: Annotated[
         Path | None, Option(metavar="FOLDER", help="Also measure the disk of weights.")
     ] = None,
-    every: Annotated[bool, Option("--plans", help="Print a row per plan, not per kind.")] = False,
+    per_plan: Annotated[
+        bool, Option("--plans", help="Print a row per plan, not per kind.")
+    ] = False,
 ) -> None:
     """Measure collectives on this machine, fit a profile, and print how far it predicts their times.
 
@@ -69,21 +71,23 @@ def calibrate_command(
         return
     if output is not None:
         output.write_text(calibration.profile.to_json())
-    _print_samples("fitted plans", calibration.fitted, calibration.profile, every)
-    _print_samples("held-out plans", calibration.held_out, calibration.profile, every)
+    _print_samples("fitted plans", calibration.fitted, calibration.profile, per_plan)
+    _print_samples("held-out plans", calibration.held_out, calibration.profile, per_plan)
     out = console()
     out.print(Text(f"profile {name}: {_constants(calibration.profile)}"), soft_wrap=True)
     if output is not None:
         out.print(Text(f"written to {output}"), soft_wrap=True)
 
 
-def _print_samples(title: str, samples: Sequence[Sample], profile: Profile, every: bool) -> None:
+def _print_samples(title: str, samples: Sequence[Sample], profile: Profile, per_plan: bool) -> None:
     """Print how well a profile predicts the times of some plans, a row for each or for each kind."""
     out = console()
     out.print(Text(title, style="bold"))
-    out.print(_table(samples, profile) if every else _summary(samples, profile))
-    error = median_error(samples, profile)
-    out.print(f"median absolute error: {error:.1%} of {len(samples)} {title}\n", soft_wrap=True)
+    out.print(_table(samples, profile) if per_plan else _summary(samples, profile))
+    out.print(
+        f"median absolute error: {median_error(samples, profile):.1%} of {len(samples)} {title}\n",
+        soft_wrap=True,
+    )
 
 
 def _sizes(largest: str) -> tuple[int, ...]:
@@ -157,15 +161,15 @@ def _constants(profile: Profile) -> str:
     """Write the constants of a profile as text: links, copies, launches, products."""
     speeds = []
     for name, link in _links(profile).items():
-        latency = format_seconds(link.latency_s)
-        speeds.append(f"{name} {latency} a message and {_rate(link.bytes_per_s)}B/s")
+        speeds.append(
+            f"{name} {format_seconds(link.latency_s)} a message and {_rate(link.bytes_per_s)}B/s"
+        )
     speeds.append(f"copies {_rate(profile.copy_bytes_per_s)}B/s")
     launches = [f"{kind} {format_seconds(s)}" for kind, s in profile.launch_s if kind != "other"]
     launches += [f"{kind} {format_seconds(s)} a round" for kind, s in profile.ring_s]
     products = [f"{dtype} {_rate(flops)}FLOP/s" for dtype, flops in profile.flops_per_s]
-    texts = ["; ".join(speeds), f"launches: {', '.join(launches)}"]
-    texts.append(f"products: {', '.join(products)}")
-    return "; ".join(texts)
+    kinds = (f"launches: {', '.join(launches)}", f"products: {', '.join(products)}")
+    return "; ".join([*speeds, *kinds])
 
 
 def _links(profile: Profile) -> dict[str, Link]:

@@ -16,17 +16,26 @@ from xshard.errors import MeshError, ShapeError
 from xshard.layout.mesh import MOST_AXES, MOST_DEVICES
 from xshard.pictures.terminal import console
 
-MESH_HELP = "Axes of the mesh and their sizes, as in dp=2,cp=4."
-SHAPE_HELP = "Shape of the global array, as in 2,64,32."
-SIZES_HELP = "Length of every dim of a contraction, as in b=8,s=64."
+_MESH = Option("--mesh", metavar="AXES", help="Axes of the mesh and their sizes, as in dp=2,cp=4.")
 
 ExpressionText = Annotated[
     str, Argument(metavar="EXPR", help='"layout -> layout", or a contraction.')
 ]
-MeshText = Annotated[str, Option("--mesh", metavar="AXES", help=MESH_HELP)]
-MeshOrNone = Annotated[str | None, Option("--mesh", metavar="AXES", help=MESH_HELP)]
-ShapeOrNone = Annotated[str | None, Option("--shape", metavar="LENGTHS", help=SHAPE_HELP)]
-SizesOrNone = Annotated[str | None, Option("--sizes", metavar="LENGTHS", help=SIZES_HELP)]
+MeshText = Annotated[str, _MESH]
+MeshOrNone = Annotated[str | None, _MESH]
+ShapeOrNone = Annotated[
+    str | None,
+    Option("--shape", metavar="LENGTHS", help="Shape of the global array, as in 2,64,32."),
+]
+SizesOrNone = Annotated[
+    str | None,
+    Option(
+        "--sizes",
+        metavar="LENGTHS",
+        help="Length of every dim of a contraction, as in b=8,s=64.",
+    ),
+]
+MachineName = Annotated[str, Option(metavar="NAME|FILE", help="The machine: a profile or a file.")]
 Dtype = Annotated[
     str, Option(metavar="NAME", help="Dtype of the array, as in float32, bfloat16, int64.")
 ]
@@ -38,14 +47,16 @@ def counting(what: str) -> Iterator[Callable[..., None]]:
 
     Yields a function that takes `completed` or `advance`, and `total`.
     """
-    columns = (
+    out = console(stderr=True)
+    with Progress(
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
-    )
-    out = console(stderr=True)
-    with Progress(*columns, console=out, transient=True, disable=not out.is_terminal) as bar:
+        console=out,
+        transient=True,
+        disable=not out.is_terminal,
+    ) as bar:
         yield partial(bar.update, bar.add_task(what, total=None))
 
 
@@ -58,15 +69,19 @@ def lengths_of_arrays(expression: str, shape: str | None, sizes: str | None) -> 
     Raises:
         ShapeError: The other one is due: a contraction takes --sizes, a move --shape.
     """
-    takes_sizes = is_contraction(expression, named=sizes is not None)
-    if sizes is not None and shape is None and takes_sizes:
+    if is_contraction(expression, named=sizes is not None):
+        if sizes is None or shape is not None:
+            raise ShapeError("a contraction takes --sizes, as in b=8,s=64", text=expression)
         return {"sizes": parse_sizes(sizes)}
-    if shape is not None and sizes is None and not takes_sizes:
-        return {"shape": parse_shape(shape)}
-    due = "--shape is due, as in 2,64,32"
-    if takes_sizes:
-        due = "a contraction takes --sizes, as in b=8,s=64"
-    raise ShapeError(due, text=expression)
+    if shape is None or sizes is not None:
+        raise ShapeError("--shape is due, as in 2,64,32", text=expression)
+    return {"shape": parse_shape(shape)}
+
+
+def listed(text: str) -> list[str]:
+    """Split names at commas: "numpy, torch" -> ["numpy", "torch"]."""
+    names = [name.strip() for name in text.split(",")]
+    return [name for name in names if name]
 
 
 def parse_sizes(text: str) -> dict[str, int]:
@@ -78,14 +93,17 @@ def parse_sizes(text: str) -> dict[str, int]:
     _check_number(text)
     lengths: dict[str, int] = {}
     for part in _parts(text):
-        name, _, number = (half.strip() for half in part.text.partition("="))
-        length = parse_number(number)
+        name, _, number = part.text.partition("=")
+        name = name.strip()
+        length = parse_number(number.strip())
         if name in lengths:
-            why = f"dim {name!r} twice"
-            raise ShapeError(why, text=text, span=part.span, hint="as in b=8,s=64")
+            raise ShapeError(
+                f"dim {name!r} twice", text=text, span=part.span, hint="as in b=8,s=64"
+            )
         if not name or length is None:
-            why = "a dim has a length >= 0"
-            raise ShapeError(why, text=text, span=part.span, hint="as in b=8,s=64")
+            raise ShapeError(
+                "a dim has a length >= 0", text=text, span=part.span, hint="as in b=8,s=64"
+            )
         lengths[name] = length
     return lengths
 
@@ -101,8 +119,9 @@ def parse_shape(text: str) -> tuple[int, ...]:
     for part in _parts(text):
         length = parse_number(part.text.strip())
         if length is None:
-            why = "a length is a whole number >= 0"
-            raise ShapeError(why, text=text, span=part.span, hint="as in 2,64,32")
+            raise ShapeError(
+                "a length is a whole number >= 0", text=text, span=part.span, hint="as in 2,64,32"
+            )
         lengths.append(length)
     return tuple(lengths)
 
@@ -121,8 +140,9 @@ def parse_devices(text: str) -> tuple[int, ...]:
         last = ends[-1]
         # A range of billions would fill the memory before the plan refuses it.
         if first is None or last is None or not 0 <= last - first < MOST_DEVICES:
-            why = "devices are numbers and ranges"
-            raise MeshError(why, text=text, span=part.span, hint="as in 0-3,6")
+            raise MeshError(
+                "devices are numbers and ranges", text=text, span=part.span, hint="as in 0-3,6"
+            )
         devices += range(first, last + 1)
     return tuple(devices)
 

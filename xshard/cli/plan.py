@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import typer
 from rich.text import Text
@@ -43,9 +43,7 @@ def plan_command(  # noqa: PLR0913, PLR0917  typer makes an option of each
         str | None, Option(metavar="NUMBERS", help="Of --dst-mesh; may overlap.")
     ] = None,
     dtype: options.Dtype = "float32",
-    profile: Annotated[
-        str, Option(metavar="NAME|FILE", help="The machine: a profile or a file.")
-    ] = "h100",
+    profile: options.MachineName = "h100",
     memory_limit: Annotated[
         str | None, Option(metavar="BYTES", help="Of a device, as in 2GiB.")
     ] = None,
@@ -97,11 +95,11 @@ def plan_command(  # noqa: PLR0913, PLR0917  typer makes an option of each
 
 def _print_plans(plan: Plan | ContractionPlan, explain: bool) -> None:
     """Print a plan and the plans of its gradient, with why alternatives cost more."""
-    plans = [NamedPlan("", plan)] if isinstance(plan, ContractionPlan) else _with_gradient(plan)
+    plans = {"": plan} if isinstance(plan, ContractionPlan) else _with_gradient(plan)
     # All reasons first: one that cannot be had ends the command before anything is printed.
-    reasons = [f"{named.plan.explain()}\n" if explain else "" for named in plans]
+    reasons = [f"{part.explain()}\n" if explain else "" for part in plans.values()]
     out = console()
-    for (name, part), reason in zip(plans, reasons, strict=True):
+    for (name, part), reason in zip(plans.items(), reasons, strict=True):
         if name:
             out.print(Text(name, "bold"))
         out.print(part)
@@ -109,27 +107,18 @@ def _print_plans(plan: Plan | ContractionPlan, explain: bool) -> None:
             out.print(Text(reason), soft_wrap=True)
 
 
-class NamedPlan(NamedTuple):
-    """A plan below a heading."""
-
-    name: str
-    plan: Plan | ContractionPlan
-
-
-def _with_gradient(plan: Plan) -> list[NamedPlan]:
-    """Return the plan and the plans of its gradient."""
-    forward = NamedPlan("forward", plan)
+def _with_gradient(plan: Plan) -> dict[str, Plan | ContractionPlan]:
+    """Return the plan and the plans of its gradient, each below its heading."""
+    plans: dict[str, Plan | ContractionPlan] = {"forward": plan}
     if plan.src.is_linear and plan.dst.is_linear:
-        return [forward, NamedPlan("backward", plan.backward)]
-    if plan.transfer or not plan.dst.is_linear:
-        return [forward]  # a max or min that does not end here has no gradient
-    winners = max_min_plans(plan)
-    return [
-        forward,
-        NamedPlan("backward, the result beside every addend", winners.result),
-        NamedPlan("backward, how many addends won", winners.count),
-        NamedPlan("backward, the cotangent beside every addend", winners.cotangent),
-    ]
+        plans["backward"] = plan.backward
+    elif plan.dst.is_linear and not plan.transfer:
+        # A max or min that ends here; one that goes on has no gradient.
+        winners = max_min_plans(plan)
+        plans["backward, the result beside every addend"] = winners.result
+        plans["backward, how many addends won"] = winners.count
+        plans["backward, the cotangent beside every addend"] = winners.cotangent
+    return plans
 
 
 def show(
@@ -150,23 +139,29 @@ def show(
     device_mesh = Mesh.parse(mesh)
     lengths = options.lengths_of_arrays(layout, shape, sizes)
     if device_mesh.n_devices > MOST_DRAWN:
-        reason = f"{device_mesh.n_devices} devices, a drawing has up to {MOST_DRAWN}"
-        raise MeshError(reason, text=mesh, hint="a smaller mesh with the same axes shows the same")
-    drawn_dims = tuple(name.strip() for name in dims.split(",") if name.strip())
-    layouts = [Layout.parse(layout)] if sizes is None else _layouts_of(layout, lengths["sizes"])
-    for array_layout in layouts:  # here, so that the caret marks the text as it was typed
+        raise MeshError(
+            f"{device_mesh.n_devices} devices, a drawing has up to {MOST_DRAWN}",
+            text=mesh,
+            hint="a smaller mesh with the same axes shows the same",
+        )
+    if "sizes" in lengths:
+        arrays = _shapes_in_contraction(layout, lengths["sizes"])
+    else:
+        arrays = [(Layout.parse(layout), lengths["shape"])]
+    for array_layout, _ in arrays:  # here, so that the caret marks the text as it was typed
         check_axes(array_layout, device_mesh, layout)
-    for array_layout in layouts:
-        if sizes is None:
-            array_shape = lengths["shape"]
-        else:
-            array_shape = tuple(lengths["sizes"][name] for name in array_layout.names)
+    for array_layout, array_shape in arrays:
         sharding = Sharding(array_layout, device_mesh, array_shape)
-        console().print(renderable(picture(sharding, drawn_dims)))
+        console().print(renderable(picture(sharding, options.listed(dims))))
 
 
-def _layouts_of(expression: str, sizes: dict[str, int]) -> list[Layout]:
-    """Return the layouts of all arrays of a contraction. Raises for lengths that do not fit."""
+def _shapes_in_contraction(
+    expression: str, sizes: dict[str, int]
+) -> list[tuple[Layout, tuple[int, ...]]]:
+    """Pair the layouts of all arrays with their shapes. Raises for lengths that do not fit."""
     einsum = contraction(expression)
     shapes_of(einsum, tuple(sizes.items()), None)
-    return [*einsum.operands, einsum.result]
+    arrays = []
+    for layout in (*einsum.operands, einsum.result):
+        arrays.append((layout, tuple(sizes[name] for name in layout.names)))
+    return arrays

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from itertools import chain
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import typer
 from rich.console import Console
@@ -66,52 +66,43 @@ class Section(NamedTuple):
 
 
 class Example(NamedTuple):
-    """An expression, its name in other systems, a mesh to run it on, and its `shape` or `sizes`."""
+    """An expression, its name in other systems, and options with which it runs, as texts."""
 
     expression: str
     elsewhere: str
-    mesh: Mesh
-    lengths: dict[str, Any]
+    mesh: str
+    shape: str | None
+    sizes: str | None = None
 
 
 # The rows of the notation's table, and three on orders and means: four devices run them within seconds.
-_BSC = {"shape": (2, 16, 8)}
-_ND = {"shape": (12, 8)}
-_BHW = {"shape": (2, 16, 4)}
-_LAYER = {"sizes": {"b": 2, "s": 16, "d": 4, "f": 8}}
 EXAMPLES = (
-    Example("b s/cp c -> b s c/cp", "all-to-all (Ulysses)", Mesh(cp=4), _BSC),
-    Example("b s/zigzag(cp) c -> b s c/cp", "the zigzag all-to-all", Mesh(cp=4), _BSC),
-    Example("b s/zigzag(cp) c -> b s/cp c", "zigzag to contiguous", Mesh(cp=4), _BSC),
-    Example("n/dp d -> n d", "all-gather, gradients identical", Mesh(dp=4), _ND),
-    Example("n/dp d -> n d | copy(dp)", "all-gather, gradients summed", Mesh(dp=4), _ND),
-    Example("n d | sum(tp) -> n/tp d", "reduce-scatter", Mesh(tp=4), _ND),
-    Example("n d | sum(tp) -> n d", "all-reduce, identity backward", Mesh(tp=4), _ND),
-    Example("n d -> n d | copy(tp)", "identity, all-reduce backward", Mesh(tp=4), _ND),
-    Example("n/x/y d -> n/y/x d", "a permutation of devices", Mesh(x=2, y=2), _ND),
-    Example("b h/sp w -> b h/sp:halo(1,1) w", "halo exchange", Mesh(sp=4), _BHW),
-    Example("b h/sp:halo(1,1) w -> b h/sp w", "trim", Mesh(sp=4), _BHW),
-    Example(
-        "b s/zigzag(cp) -> b s/zigzag(cp):halo(3,0)",
-        "a causal halo",
-        Mesh(cp=4),
-        {"shape": (2, 64)},
-    ),
-    Example(
-        "n d | mean(dp,tp) -> n/(dp,tp) d", "mean of gradients, sharded", Mesh(dp=2, tp=2), _ND
-    ),
+    Example("b s/cp c -> b s c/cp", "all-to-all (Ulysses)", "cp=4", "2,16,8"),
+    Example("b s/zigzag(cp) c -> b s c/cp", "the zigzag all-to-all", "cp=4", "2,16,8"),
+    Example("b s/zigzag(cp) c -> b s/cp c", "zigzag to contiguous", "cp=4", "2,16,8"),
+    Example("n/dp d -> n d", "all-gather, gradients identical", "dp=4", "12,8"),
+    Example("n/dp d -> n d | copy(dp)", "all-gather, gradients summed", "dp=4", "12,8"),
+    Example("n d | sum(tp) -> n/tp d", "reduce-scatter", "tp=4", "12,8"),
+    Example("n d | sum(tp) -> n d", "all-reduce, identity backward", "tp=4", "12,8"),
+    Example("n d -> n d | copy(tp)", "identity, all-reduce backward", "tp=4", "12,8"),
+    Example("n/x/y d -> n/y/x d", "a permutation of devices", "x=2,y=2", "12,8"),
+    Example("b h/sp w -> b h/sp:halo(1,1) w", "halo exchange", "sp=4", "2,16,4"),
+    Example("b h/sp:halo(1,1) w -> b h/sp w", "trim", "sp=4", "2,16,4"),
+    Example("b s/zigzag(cp) -> b s/zigzag(cp):halo(3,0)", "a causal halo", "cp=4", "2,64"),
+    Example("n d | mean(dp,tp) -> n/(dp,tp) d", "mean of gradients, sharded", "dp=2,tp=2", "12,8"),
     Example(
         "b s/tp d, d f/tp -> b s f/tp",
         "sequence and tensor parallel (Megatron)",
-        Mesh(tp=4),
-        _LAYER,
+        "tp=4",
+        shape=None,
+        sizes="b=2,s=16,d=4,f=8",
     ),
 )
 
 
 def selfcheck(
     expression: options.ExpressionText = "",
-    every: Annotated[
+    check_all: Annotated[
         bool, Option("--all", help="Many expressions, each on a mesh of its own.")
     ] = False,
     mesh: options.MeshOrNone = None,
@@ -129,37 +120,27 @@ def selfcheck(
 
     Example: xshard selfcheck "b s/cp c -> b s c/cp" --mesh cp=4 --shape 2,64,32
     """
-    examples = _examples(expression, every, mesh, shape, sizes)
-    names = [name.strip() for name in runtime.split(",") if name.strip()]
-    runtimes = choose(names, [example.mesh for example in examples])
+    examples: tuple[Example, ...] = EXAMPLES
+    if not check_all:
+        if not expression or mesh is None or (shape is None and sizes is None):
+            raise typer.BadParameter("give EXPR, --mesh, and --shape or --sizes, or --all")
+        examples = (Example(expression, "", mesh, shape, sizes),)
+    elif expression or mesh is not None or shape is not None or sizes is not None:
+        raise typer.BadParameter("--all has expressions, meshes and shapes of its own")
+    lengths = [options.lengths_of_arrays(e.expression, e.shape, e.sizes) for e in examples]
+    meshes = [Mesh.parse(example.mesh) for example in examples]
+    runtimes = choose(options.listed(runtime), meshes)
     sections = []
-    for example in examples:
-        plan = make_plan(example.expression, example.mesh, dtype=dtype, **example.lengths)
+    for example, on_mesh, sizes_or_shape in zip(examples, meshes, lengths, strict=True):
+        plan = make_plan(example.expression, on_mesh, dtype=dtype, **sizes_or_shape)
         sections.append(Section(plan_question(plan), example.elsewhere, []))
     failures = _run(runtimes, sections, timeout)
     print_sections(sections, console())
     for failure in failures:
         print_error(failure)
-    if not all(row.agrees for section in sections for row in section.rows):
-        raise typer.Exit(1)
-
-
-def _examples(
-    expression: str, every: bool, mesh: str | None, shape: str | None, sizes: str | None
-) -> tuple[Example, ...]:
-    """Choose what to check: the built-in list of expressions with --all, else the user's own one.
-
-    Raises:
-        BadParameter: The options contradict or lack one another.
-    """
-    if every:
-        if expression or mesh is not None or shape is not None or sizes is not None:
-            raise typer.BadParameter("--all has expressions, meshes and shapes of its own")
-        return EXAMPLES
-    if not expression or mesh is None or (shape is None and sizes is None):
-        raise typer.BadParameter("give EXPR, --mesh, and --shape or --sizes, or --all")
-    lengths = options.lengths_of_arrays(expression, shape, sizes)
-    return (Example(expression, "", Mesh.parse(mesh), lengths),)
+    for section in sections:
+        if not all(row.agrees for row in section.rows):
+            raise typer.Exit(1)
 
 
 def _run(
@@ -174,7 +155,7 @@ def _run(
         The errors of runtimes that failed; [] if all ran, even where results differ.
     """
     expected = [in_numpy(section.question) for section in sections]
-    taken = {}  # by runtime: the numbers of the sections that it takes
+    taken = {}  # by runtime: the numbers of the sections whose mesh it can run on
     for runtime in runtimes:
         takes = [runtime.takes(section.question.mesh) for section in sections]
         taken[runtime.name] = [i for i, is_taken in enumerate(takes) if is_taken]
@@ -186,16 +167,15 @@ def _run(
             numbers = taken[runtime.name]
             questions = [sections[i].question for i in numbers]
             count(description=runtime.name, total=total)
-            answers: Sequence[Answer | None] = [None] * len(numbers)
+            rows = [RuntimeRow(runtime.name)] * len(numbers)
             try:
                 answers = runtime.answers(questions, timeout_s)
+                for k, i in enumerate(numbers):
+                    verdict = runtime.judge(questions[k], answers[k], expected[i])
+                    rows[k] = RuntimeRow(runtime.name, answers[k], verdict)
             except FunctionError as failure:
                 failures.append(failure)
-            for i, question, answer in zip(numbers, questions, answers, strict=True):
-                row = RuntimeRow(runtime.name)
-                if answer is not None:
-                    verdict = runtime.judge(question, answer, expected[i])
-                    row = RuntimeRow(runtime.name, answer, verdict)
+            for i, row in zip(numbers, rows, strict=True):
                 sections[i].rows.append(row)
             count(advance=len(numbers))
     return failures
@@ -204,19 +184,23 @@ def _run(
 def print_sections(sections: Sequence[Section], out: Console) -> None:
     """Print the report: for each plan its expression and a row per runtime, then a summary."""
     heads = tuple(Text(head, style="bold") for head in _HEAD)
-    rows_of_sections = [
-        [_cells(section.question, row) for row in section.rows] for section in sections
-    ]
+    all_rows = [heads]
+    for section in sections:
+        all_rows += _rows(section)
     # One table to the eye: tables of equal column widths with a line of text between them.
-    all_rows = [heads, *chain.from_iterable(rows_of_sections)]
     widths = [max(map(_width, column)) for column in zip(*all_rows, strict=True)]
     out.print(_table(widths, [heads]))
-    for section, rows in zip(sections, rows_of_sections, strict=True):
+    for section in sections:
         out.print()
         _print_title(section, out)
-        out.print(_table(widths, rows))
+        out.print(_table(widths, _rows(section)))
     out.print()
     out.print(_summary(sections), soft_wrap=True)
+
+
+def _rows(section: Section) -> list[tuple[Text, ...]]:
+    """Make the cells of each runtime's row."""
+    return [_cells(section.question, row) for row in section.rows]
 
 
 def _width(cell: Text) -> int:
@@ -254,19 +238,19 @@ def _cells(question: Question, row: RuntimeRow) -> tuple[Text, ...]:
     A runtime that failed has dashes and "failed".
     """
     name = Text(row.runtime)
-    if row.answer is None or row.verdict is None:
+    answer = row.answer
+    if answer is None or row.verdict is None:
         dashes = [Text("-", style="dim")] * len(_HEAD[2:])
         return name, *dashes, Text("failed", style="bold red")
-    plan = question.plan
-    seconds = row.answer.seconds
+    result = Text("equal", style="green") if row.agrees else Text("DIFFERENT", style="bold red")
     return (
         name,
         _difference(row.verdict.forward),
         _difference(row.verdict.backward),
-        _bytes(row.answer.forward_bytes, plan.bytes_received),
-        _bytes(row.answer.backward_bytes, backward_bytes(plan)),
-        Text("-" if seconds is None else format_seconds(seconds)),
-        Text("equal", style="green") if row.agrees else Text("DIFFERENT", style="bold red"),
+        _bytes(answer.forward_bytes, question.plan.bytes_received),
+        _bytes(answer.backward_bytes, backward_bytes(question.plan)),
+        Text("-" if answer.seconds is None else format_seconds(answer.seconds)),
+        result,
     )
 
 
@@ -287,7 +271,7 @@ def _summary(sections: Sequence[Section]) -> Text:
     Such as "3 expressions on numpy, torch (2 of them): all equal", where torch ran on the meshes of
     two of the three.
     """
-    rows = [row for section in sections for row in section.rows]
+    rows = list(chain.from_iterable(section.rows for section in sections))
     n_failed = sum(row.answer is None for row in rows)
     n_different = sum(not row.agrees for row in rows) - n_failed
     n_taken = Counter(row.runtime for row in rows)

@@ -41,8 +41,8 @@ def show_state(
 
     Example: xshard state show model/
     """
-    heads = ("array", "shape", "dtype", "layout", "bytes", "file")
-    table = headed_table(*heads, left=("array", "dtype", "layout", "file"))
+    texts = ("array", "dtype", "layout", "file")
+    table = headed_table("array", "shape", "dtype", "layout", "bytes", "file", left=texts)
     out = console()
     with open_checkpoint(path) as checkpoint:
         total_bytes = 0
@@ -59,8 +59,7 @@ def show_state(
             )
         out.print(table)
         mesh = f", on {checkpoint.mesh!r}" if checkpoint.mesh else ""
-        total = f"{len(checkpoint)} arrays, {format_bytes(total_bytes)}{mesh}"
-        out.print(total, soft_wrap=True)
+        out.print(f"{len(checkpoint)} arrays, {format_bytes(total_bytes)}{mesh}", soft_wrap=True)
         if check:
             out.print(f"{verify(checkpoint)} checksums are right", soft_wrap=True)
 
@@ -104,8 +103,9 @@ def convert(
 
         with reporting(True, total_bytes, err.is_terminal, "written", err) as report:
             save_blocks(saving, output, block_of, progress=report)
-    written = f"{len(loads)} arrays, {format_bytes(total_bytes)}, in {output}"
-    console().print(written, soft_wrap=True)
+    console().print(
+        f"{len(loads)} arrays, {format_bytes(total_bytes)}, in {output}", soft_wrap=True
+    )
 
 
 def _names_of(text: str) -> Names | None:

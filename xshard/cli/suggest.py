@@ -11,7 +11,7 @@ import typer
 from typer import Argument, Option
 
 from xshard.cli.explore.views import suggestion_page
-from xshard.cli.options import Dtype, MeshText, counting
+from xshard.cli.options import Dtype, MachineName, MeshText, counting
 from xshard.dtypes import name_of
 from xshard.errors import PlanError
 from xshard.layout import Mesh
@@ -27,9 +27,7 @@ def suggest_command(  # noqa: PLR0913, PLR0917  typer makes an option of each
     memory: Annotated[
         str | None, Option(metavar="BYTES", help="Bytes of a device, as in 80GiB.")
     ] = None,
-    profile: Annotated[
-        str, Option(metavar="NAME|FILE", help="The machine: a profile or a file.")
-    ] = "h100",
+    profile: MachineName = "h100",
     dtype: Dtype = "bfloat16",
     fixed: Annotated[
         list[str] | None, Option(metavar="NAME=LAYOUT", help="A layout to keep.")
@@ -52,8 +50,9 @@ def suggest_command(  # noqa: PLR0913, PLR0917  typer makes an option of each
     for text in fixed or ():
         name, equals, layout = text.partition("=")
         if not equals:
-            reason = f"--fixed {text!r} lacks a layout"
-            raise PlanError(reason, hint="as in --fixed 'input_ids=b/dp s'")
+            raise PlanError(
+                f"--fixed {text!r} lacks a layout", hint="as in --fixed 'input_ids=b/dp s'"
+            )
         fixed_layouts[name] = layout
     device_mesh = Mesh.parse(mesh)
     model, inputs = _model_of(config, batch, sequence, name_of(dtype))
@@ -95,24 +94,16 @@ def _model_of(path: Path, batch: int, sequence: int, dtype: str) -> tuple[Any, d
         torch = import_module("torch")
         transformers = import_module("transformers")
     except ModuleNotFoundError as error:
-        reason = f"{error.name} is not installed"
-        raise PlanError(reason, hint="pip install torch transformers") from None
-    if not path.exists():  # transformers would ask the network
-        hint = "`hf download NAME config.json` fetches a config"
-        raise PlanError(f"there is no {str(path)!r}", hint=hint)
-    try:
-        # Products of all experts at once are what can be planned; a cache is for inference.
-        config = transformers.AutoConfig.from_pretrained(
-            path, experts_implementation="batched_mm", use_cache=False
-        )
-        model_class = getattr(transformers, (config.architectures or ("",))[0])
-    except (OSError, ValueError, AttributeError):
-        hint = 'as in "model_type": "llama", "architectures": ["LlamaForCausalLM"]'
-        raise PlanError(f"'{path}' names no model of transformers", hint=hint) from None
+        raise PlanError(
+            f"{error.name} is not installed", hint="pip install torch transformers"
+        ) from None
+    config, model_class = _read_config(transformers, path)
     input_name = model_class.main_input_name
     if input_name not in ("input_ids", "pixel_values"):
-        hint = "`torch_bridge.suggest(model, batch, mesh)` in Python takes any batch"
-        raise PlanError(f"{model_class.__name__} takes {input_name}", hint=hint)
+        raise PlanError(
+            f"{model_class.__name__} takes {input_name}",
+            hint="`torch_bridge.suggest(model, batch, mesh)` in Python takes any batch",
+        )
     with torch.device("meta"):
         model = model_class(config).to(getattr(torch, dtype))
         if input_name == "input_ids":
@@ -124,3 +115,22 @@ def _model_of(path: Path, batch: int, sequence: int, dtype: str) -> tuple[Any, d
     if config.is_encoder_decoder:
         inputs["decoder_input_ids"] = x
     return model, inputs
+
+
+def _read_config(transformers: Any, path: Path) -> tuple[Any, Any]:
+    """Read a model's config, and find the class of models that it names."""
+    if not path.exists():  # transformers would ask the network
+        raise PlanError(
+            f"there is no {str(path)!r}", hint="`hf download NAME config.json` fetches a config"
+        )
+    try:
+        # Products of all experts at once are what can be planned; a cache is for inference.
+        config = transformers.AutoConfig.from_pretrained(
+            path, experts_implementation="batched_mm", use_cache=False
+        )
+        return config, getattr(transformers, (config.architectures or ("",))[0])
+    except (OSError, ValueError, AttributeError):
+        raise PlanError(
+            f"'{path}' names no model of transformers",
+            hint='as in "model_type": "llama", "architectures": ["LlamaForCausalLM"]',
+        ) from None

@@ -69,8 +69,11 @@ def total(plan: ContractionPlan) -> str:
     forward = _pass_totals("forward", plan.bytes_received, plan.flops, plan.forward_cost)
     lines = [f"{forward}, peak {format_bytes(plan.peak_bytes)}"]
     if plan.objective == BOTH:
-        received = plan.backward_bytes_received
-        lines.append(_pass_totals("backward", received, plan.backward_flops, plan.backward_cost))
+        lines.append(
+            _pass_totals(
+                "backward", plan.backward_bytes_received, plan.backward_flops, plan.backward_cost
+            )
+        )
     lines.append(f"priced for {plan.profile.name}")
     return "\n".join(lines)
 
@@ -107,9 +110,8 @@ def alternatives(plan: ContractionPlan) -> list[tuple[str, ContractionPlan]]:
     shardings = EinsumShardings(tuple(move.source for move in part.moves), part.result.target)
     prices = Prices(plan.mesh, plan.dtype, plan.profile)
     search = CandidateSearch(shardings, prices, plan.objective)
-    names = ["all of it on every device"]
-    for array in shardings.arrays:
-        names.append(f"where '{array.layout}' is")
+    layouts = [f"where '{array.layout}' is" for array in shardings.arrays]
+    names = ["all of it on every device", *layouts]
     for name, placement in zip(names, shardings.seeds(), strict=True):
         *operand_moves, result = [prices.plan(move) for move in search.candidate(placement).moves]
         moves = tuple(operand_moves)

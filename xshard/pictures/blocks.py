@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from xshard.notation.overlap import Fold
 from xshard.notation.parser import TAGS
 from xshard.pictures import elements as el
 from xshard.pictures.elements import Shape
 from xshard.pictures.grid import Picture, Strip, reading, roles_text
-from xshard.pictures.rows import Lane, devices_text
+from xshard.pictures.rows import Lane, RowGroup, devices_text
 
 MAX_CARDS = 4  # up to here they are drawn one by one
 # In pixels.
@@ -24,8 +24,7 @@ NARROWEST = 3.0  # rows in a lane
 TEXT_GAP = 6.0  # between a side and the text beside it
 
 
-@dataclass(frozen=True)
-class Side:
+class Side(NamedTuple):
     """A drawn dim and the pixels that it takes. `is_shorter`: than at the scale of the other dim."""
 
     strip: Strip
@@ -60,7 +59,8 @@ def grid_drawing(drawn: Picture) -> Shape:
     several such drawings (cards), one behind the other. Dims whose blocks overlap have a strip
     (lane) for each block beside the drawing. Sentences below say what each mesh axis does.
     """
-    down, across = sides = _sides(drawn)
+    sides = _sides(drawn)
+    down, across = sides
     n_cards = min(len(drawn.cards), MAX_CARDS)
     shapes: list[Shape] = []
     # From the last to the first: what is drawn later covers what was drawn before.
@@ -80,12 +80,11 @@ def _side_texts(down: Side, across: Side) -> Iterator[Shape]:
     """Draw the dims' names, signs for rows that are missing, and the rows of every block."""
     yield el.label(-TEXT_GAP, -TEXT_GAP, down.strip.head, "end")
     yield el.label(-TEXT_GAP, down.pixels + 14, across.strip.head, "end")
-    for x in (0, across.pixels):
-        for y in down.breaks:
-            yield el.label(x, y + 4, "≈")
-    for x in across.breaks:
-        for y in (0, down.pixels):
-            yield el.label(x, y + 4, "≈")
+    # On both edges of the array.
+    breaks_down = itertools.product((0, across.pixels), down.breaks)
+    breaks_across = itertools.product(across.breaks, (0, down.pixels))
+    for x, y in (*breaks_down, *breaks_across):
+        yield el.label(x, y + 4, "≈")
     for text, (start, stop) in zip(down.strip.texts, down.blocks, strict=True):
         yield from el.label_in((-TEXT_GAP - len(text) * el.CHAR, start, -TEXT_GAP, stop), text)
     for text, (start, stop) in zip(across.strip.texts, across.blocks, strict=True):
@@ -113,8 +112,13 @@ def _card(drawn: Picture, card: int, down: Side, across: Side) -> Iterator[Shape
 
     A card is the array as the devices at one place along the axes that are not drawn hold it. Card
     1 is moved up and to the right of card 0, which covers it but for its first rows and last
-    columns, so numbers are written there. `down` and `across` have the blocks of both dims in
-    pixels.
+    columns, so numbers are written there.
+
+    Args:
+        drawn: The picture, with the device of each block.
+        card: The number of the card; 0 is in front.
+        down: The blocks of the dim that goes down, in pixels.
+        across: The blocks of the other dim.
     """
     x = card * OFFSET
     y = -card * OFFSET
@@ -127,11 +131,12 @@ def _card(drawn: Picture, card: int, down: Side, across: Side) -> Iterator[Shape
             yield el.rectangle(box, fill, f"d{device}", data)
             for name in _block_patterns(drawn, device):
                 yield el.rectangle(box, f"url(#xs-{name})")
-            visible = [box]
+            places = [box]  # where the number may be written
             if card:
                 is_last = right == across.pixels
-                visible = _visible_parts(box, is_first_row=i == 0, is_last_column=is_last)
-            yield from _first_label_that_fits(visible, str(device), fill)
+                places = _visible_parts(box, is_first_row=i == 0, is_last_column=is_last)
+            labels = (el.label_in(place, str(device), fill) for place in places)
+            yield from next(filter(None, labels), [])
 
 
 def _block_patterns(drawn: Picture, device: int) -> Iterator[str]:
@@ -152,20 +157,12 @@ def _visible_parts(box: el.Box, *, is_first_row: bool, is_last_column: bool) -> 
     nothing = (left, left, left, left)
     above = (left, top, right, min(bottom, top + OFFSET)) if is_first_row else nothing
     beside = (max(left, right - OFFSET), top, right, bottom) if is_last_column else nothing
-    return sorted((above, beside), key=_minus_area)
+    return sorted((above, beside), key=_area, reverse=True)
 
 
-def _minus_area(box: el.Box) -> float:
+def _area(box: el.Box) -> float:
     left, top, right, bottom = box
-    return (right - left) * (top - bottom)
-
-
-def _first_label_that_fits(boxes: Sequence[el.Box], text: str, fill: str) -> list[Shape]:
-    for box in boxes:
-        shapes = el.label_in(box, text, fill)
-        if shapes:
-            return shapes
-    return []
+    return (right - left) * (bottom - top)
 
 
 def _lanes(side: Side, first_place: float, *, is_down: bool) -> Iterator[Shape]:
@@ -186,29 +183,41 @@ def _lane(lane: Lane, side: Side, place: float, *, is_down: bool) -> Iterator[Sh
         place: Where the strip stands, across the dim, in pixels.
         is_down: Whether the dim goes down, and not across.
     """
-    is_fold = isinstance(side.strip.dim.overlap, Fold)
     sizes = [max(group.rows * side.unit, NARROWEST) for group in lane.groups]
     edges = itertools.pairwise(itertools.accumulate(sizes, initial=_lane_top(lane, side, sizes)))
+    # A halo receives rows from their owner; a fold adds its rows to the owner's.
+    marks = ("→", "fold") if isinstance(side.strip.dim.overlap, Fold) else ("←", "halo")
     for group, (first, last) in zip(lane.groups, edges, strict=True):
         box = (place, first, place + LANE, last) if is_down else (first, place, last, place + LANE)
-        fill = el.colour(group.owner) if group.owner else "none"
-        # A halo receives rows from their owner (←); a fold adds its rows to the owner's (→).
+        yield from _row_group(group, box, f"d{devices_text(lane.devices)}", *marks)
+
+
+def _row_group(
+    group: RowGroup, box: el.Box, holder: str, arrow: str, pattern: str
+) -> Iterator[Shape]:
+    """Yield a rectangle for rows of one owner in a lane, with a label that names the owner.
+
+    Args:
+        group: The rows.
+        box: Their place.
+        holder: The devices that hold the lane, as text.
+        arrow: Says which way rows of another owner move.
+        pattern: Lies over rows of another owner.
+    """
+    fill = el.colour(group.owner) if group.owner else "none"
+    is_of_another = bool(group.owner) and group.origin != "own"
+    if not is_of_another:
         arrow = ""
-        if group.owner and group.origin != "own":
-            arrow = "→" if is_fold else "←"
-        owner = devices_text(group.owner)
-        text = f"{arrow}{group.text or owner}"
-        said = f"d{devices_text(lane.devices)}: {group.rows} rows, {group.origin} {text}"
-        data = f'data-origin="{group.origin}" data-rows="{group.rows}"'
-        if group.origin in ("before", "after"):
-            data += ' stroke-dasharray="3 2"'  # outside the array
-        yield el.rectangle(box, fill, said, data)
-        if arrow:
-            yield el.rectangle(box, f"url(#xs-{'fold' if is_fold else 'halo'})")
-        label = el.label_in(box, text, fill)
-        if not label:
-            label = el.label_in(box, f"{arrow}{owner}", fill)
-        yield from label
+    owner = devices_text(group.owner)
+    text = f"{arrow}{group.text or owner}"
+    data = f'data-origin="{group.origin}" data-rows="{group.rows}"'
+    if group.origin in ("before", "after"):
+        data += ' stroke-dasharray="3 2"'  # outside the array
+    yield el.rectangle(box, fill, f"{holder}: {group.rows} rows, {group.origin} {text}", data)
+    if is_of_another:
+        yield el.rectangle(box, f"url(#xs-{pattern})")
+    label = el.label_in(box, text, fill)
+    yield from label if label else el.label_in(box, f"{arrow}{owner}", fill)
 
 
 def _lane_top(lane: Lane, side: Side, sizes: Sequence[float]) -> float:
@@ -246,7 +255,8 @@ def _caption_of_lanes(drawn: Picture, strip: Strip) -> str:
     n_lanes = len(strip.lanes)
     partly = f" ({n_lanes} of {n_blocks} drawn)" if n_lanes < n_blocks else ""
     mark = "→: added at" if isinstance(dim.overlap, Fold) else "←: copied from"
-    texts = [group.text for lane in strip.lanes for group in lane.groups]
-    has_rows = any(text.strip("-").startswith("r") for text in texts)
-    letter = " (r: rows)" if has_rows else ""
+    letter = ""
+    for lane in strip.lanes:
+        if any(group.text.strip("-").startswith("r") for group in lane.groups):
+            letter = " (r: rows)"
     return f"blocks of {dim.name}{partly}; {mark} a device{letter}"

@@ -5,16 +5,17 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from xshard.errors import ShapeError
+from xshard.formatting import range_text
 from xshard.layout import Sharding
 from xshard.layout.runs import count_rows
 from xshard.notation.overlap import Fold, Halo, Reads, Window
 from xshard.notation.parser import SEGMENTS, Dim
-from xshard.pictures.rows import MAX_BLOCKS, Lane, devices_text, lanes_of, rows_in_order
+from xshard.pictures.rows import MAX_BLOCKS, Ints, Lane, devices_text, lanes_of, rows_in_order
 
 # What the marks of the notation mean, for the notes below a picture.
 _ORDER_TEXT = {
@@ -42,8 +43,7 @@ _TAG_TEXT = {
 }
 
 
-@dataclass(frozen=True)
-class Strip:
+class Strip(NamedTuple):
     """A drawn dim.
 
     Attributes:
@@ -73,13 +73,9 @@ class Strip:
     @property
     def texts(self) -> list[str]:
         """The rows of every block: "0-3"."""
-        return [self._rows(start, stop - 1) for start, stop in self.blocks]
-
-    def _rows(self, first: int, last: int) -> str:
-        if first < last:
-            return f"{first}-{last}"
-        # The one row of a dim that does not exist has no number.
-        return f"{first}" if self.dim.name else ""
+        if not self.dim.name:  # the one row of a dim that does not exist has no number
+            return [""]
+        return [range_text(start, stop - 1) for start, stop in self.blocks]
 
 
 NO_DIM = Strip(Dim(""), 1, ((0, 1),), (0,))  # rows or columns of an array of fewer dims
@@ -103,7 +99,7 @@ class Picture:
 
     sharding: Sharding
     sides: tuple[Strip, Strip]
-    cards: NDArray[np.int64]
+    cards: Ints
     roles: tuple[tuple[str, tuple[str, ...]], ...]
     empty: tuple[int, ...]
     notes: tuple[str, ...]
@@ -137,17 +133,21 @@ def picture(sharding: Sharding, dims: Sequence[str] = (), devices: Sequence[int]
     strips = [_strip(sharding, d, numbers) for d in drawn]
     down, across = [NO_DIM] * (2 - len(strips)) + strips
     roles = _roles(sharding, {*down.dim.axes, *across.dim.axes})
-    card_axes = tuple(axis for _, axes in roles for axis in axes)
+    card_axes: list[str] = []
+    for _, axes in roles:
+        card_axes += axes
+    # The device at each place on the mesh, [cards, down, across]: by its index along the axes that
+    # make cards, along those that shard the dim down, and along those that shard the dim across.
     directions = (card_axes, down.dim.axes, across.dim.axes)
-    owner_table = np.zeros([mesh.size(*axes) for axes in directions], np.int64)
-    owner_table[tuple(map(mesh.indices, directions))] = numbers
+    device_at = np.zeros([mesh.size(*axes) for axes in directions], np.int64)
+    device_at[tuple(map(mesh.indices, directions))] = numbers
     rows = np.array(down.owners, np.int64)
     columns = np.array(across.owners, np.int64)
     is_empty = [_is_empty(sharding, device) for device in range(mesh.n_devices)]
     return Picture(
         sharding,
         sides=(down, across),
-        cards=owner_table[:, rows[:, None], columns],
+        cards=device_at[:, rows[:, None], columns],  # by blocks, in the order of their rows
         roles=roles,
         empty=tuple(numbers[is_empty].tolist()),
         notes=_notes(sharding, drawn),
@@ -156,12 +156,10 @@ def picture(sharding: Sharding, dims: Sequence[str] = (), devices: Sequence[int]
 
 def _roles(sharding: Sharding, drawn_axes: set[str]) -> tuple[tuple[str, tuple[str, ...]], ...]:
     """Say what each axis does that shards no drawn dim: (role, axes)."""
-    mesh = sharding.mesh
     layout = sharding.layout
-    other_axes = set(mesh.long_axes) - drawn_axes
-    replica_axes = tuple(axis for axis in mesh.long_axes if axis not in layout.axes)
+    other_axes = set(sharding.mesh.long_axes) - drawn_axes
     all_roles = [(dim.name, dim.axes) for dim in layout.dims]
-    all_roles += [*layout.tags, ("replicas", replica_axes)]
+    all_roles += [*layout.tags, ("replicas", _replica_axes(sharding))]
     roles = []
     for role, axes in all_roles:
         card_axes = tuple(axis for axis in axes if axis in other_axes)
@@ -172,7 +170,8 @@ def _roles(sharding: Sharding, drawn_axes: set[str]) -> tuple[tuple[str, tuple[s
 
 def _is_empty(sharding: Sharding, device: int) -> bool:
     """Return whether a device owns no element."""
-    return any(count_rows(sharding.owned(d, device)) == 0 for d in range(len(sharding.shape)))
+    dims = range(len(sharding.shape))
+    return not all(count_rows(sharding.owned(d, device)) for d in dims)
 
 
 def title(sharding: Sharding) -> str:
@@ -196,8 +195,8 @@ def reading(drawn: Picture) -> list[str]:
     lines = []
     for strip in drawn.strips:
         if strip.n_drawn < strip.length:
-            n_rows_text = f"{strip.n_drawn} of {strip.length} rows of {strip.dim.name}"
-            lines.append(f"only the first {n_rows_text} are drawn")
+            n_rows = f"{strip.n_drawn} of {strip.length}"
+            lines.append(f"only the first {n_rows} rows of {strip.dim.name} are drawn")
     if drawn.empty:
         lines.append(f"empty: d{devices_text(drawn.empty)}")
     return lines
@@ -221,22 +220,24 @@ def _drawn_dims(sharding: Sharding, dims: Sequence[str]) -> tuple[int, ...]:
     if dims:
         return tuple(map(names.index, dims))
     sharded = [d for d, dim in enumerate(sharding.layout.dims) if dim.axes]
-    whole = [d for d in reversed(range(len(names))) if d not in sharded]
-    return tuple(sorted([*sharded, *whole][:2]))
+    unsharded = [d for d in reversed(range(len(names))) if d not in sharded]
+    return tuple(sorted([*sharded, *unsharded][:2]))
 
 
-def _strip(sharding: Sharding, d: int, numbers: NDArray[np.int64]) -> Strip:
+def _strip(sharding: Sharding, d: int, numbers: Ints) -> Strip:
     """Divide a dim into runs of rows that one block owns.
 
     8 rows under zigzag on 2 devices -> rows 0-1 of block 0, 2-3 of 1, 4-5 of 1, 6-7 of 0. With many
     blocks, only the first are kept. `numbers` has the number of each device of the mesh, in order.
     """
     length = sharding.shape[d]
-    rows = rows_in_order(sharding, d)
-    edges = np.unique(np.concatenate([rows.start, rows.start + rows.length, [0, length]]))
-    edges = edges[: MAX_BLOCKS + 1]
-    # For the row at which each run begins, find the interval of the block that has this row.
-    owners = rows.block[np.searchsorted(rows.start, edges[:-1], side="right") - 1]
+    owned = rows_in_order(sharding, d)
+    stops = owned.start + owned.length
+    # The rows at which a run begins or ends.
+    edges = np.unique(np.concatenate([owned.start, stops, [0, length]]))[: MAX_BLOCKS + 1]
+    # For the row at which each run begins, find the last interval that begins at or before it.
+    interval = np.searchsorted(owned.start, edges[:-1], side="right") - 1
+    owners = owned.block[interval]
     return Strip(
         dim=sharding.layout.dims[d],
         length=length,
@@ -260,16 +261,20 @@ def _notes(sharding: Sharding, drawn: tuple[int, ...]) -> tuple[str, ...]:
             notes.append(f"{dim.name} {cut}, {_ORDER_TEXT[shard.order]}")
     for dim in layout.dims:
         if dim.overlap is not None:
-            meaning = _OVERLAP_TEXT[type(dim.overlap)]
-            notes.append(f"{dim.name} overlaps: {meaning} ({dim.overlap})")
+            notes.append(f"{dim.name} overlaps: {_OVERLAP_TEXT[type(dim.overlap)]} ({dim.overlap})")
     for kind, axes in layout.tags:
         notes.append(f"along {', '.join(axes)} {_TAG_TEXT[kind]}")
-    replica_axes = [axis for axis in sharding.mesh.long_axes if axis not in layout.axes]
-    if replica_axes:
-        replicas = ", ".join(replica_axes)
+    replicas = ", ".join(_replica_axes(sharding))
+    if replicas:
         notes.append(f"along {replicas} all devices hold the same values (replicas)")
     hidden = [dim.name for d, dim in enumerate(layout.dims) if dim.axes and d not in drawn]
     if hidden:
-        names = ", ".join(hidden)
-        notes.append(f"not drawn: {names}, cut too; devices that share a block here differ there")
+        notes.append(
+            f"not drawn: {', '.join(hidden)}, cut too; devices that share a block here differ there"
+        )
     return tuple(notes)
+
+
+def _replica_axes(sharding: Sharding) -> tuple[str, ...]:
+    """Return the axes along which devices hold the same values: no dim and no tag names them."""
+    return tuple(axis for axis in sharding.mesh.long_axes if axis not in sharding.layout.axes)

@@ -75,8 +75,11 @@ def _(plan: Plan) -> str:
 
 @html.register
 def _(plan: ContractionPlan) -> str:
-    arrays = [move.source for move in plan.moves] + [plan.result.target]
-    grids = "".join(_block(title(array), sharding_svg(picture(array))) for array in arrays)
+    # Pictures of all arrays side by side, the table of steps, and behind clicks the moves step by
+    # step and other placements.
+    grids = ""
+    for array in (*(move.source for move in plan.moves), plan.result.target):
+        grids += _block(title(array), sharding_svg(picture(array)))
     moves = ""
     for part in plan.parts:
         for move in (*part.moves, part.result):
@@ -114,7 +117,7 @@ def gradients_html(plan: ContractionPlan) -> str:
     return text
 
 
-def _bars(head: str, values: Mapping[str, float], text: Callable[[Any], str]) -> str:
+def _bars(head: str, values: Mapping[str, float], with_unit: Callable[[Any], str]) -> str:
     """Make an HTML table with a row for each value: its name, the value as text, and a bar.
 
     The largest value has the longest bar.
@@ -122,12 +125,12 @@ def _bars(head: str, values: Mapping[str, float], text: Callable[[Any], str]) ->
     Args:
         head: The caption.
         values: The values by name.
-        text: Writes a value with its unit.
+        with_unit: Writes a value as text.
     """
     largest = max(values.values(), default=0.0) or 1.0
     rows = ""
     for number, (name, value) in enumerate(values.items()):
-        cells = _cells("td", (name, text(value)), ("left", "right"))
+        cells = _cells("td", (name, with_unit(value)), ("left", "right"))
         colour = COLOURS[number % len(COLOURS)]
         style = f"width:{100 * value / largest:.1f}%;background:{colour};height:14px"
         rows += f'<tr>{cells}<td style="width:100%"><div style="{style}"></div></td></tr>'

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from xshard.formatting import range_text
 from xshard.layout import Sharding
 from xshard.layout.block_rows import RowSpan, all_row_spans, boundary_at
 from xshard.layout.runs import (
@@ -24,13 +25,13 @@ from xshard.layout.runs import (
 )
 from xshard.notation.overlap import Fold, Overlap, unfolded
 
+Ints = NDArray[np.int64]
 MAX_BLOCKS = 64  # drawn along a dim: a cyclic cut of a long dim has as many blocks as rows
 MAX_LANES = 16
 NO_OWNER = -1  # of rows outside the array
 
 
-@dataclass(frozen=True)
-class RowGroup:
+class RowGroup(NamedTuple):
     """Consecutive rows of a block of an overlapping dim, all with one owner, in local order.
 
     Attributes:
@@ -46,8 +47,7 @@ class RowGroup:
     text: str = ""
 
 
-@dataclass(frozen=True)
-class Lane:
+class Lane(NamedTuple):
     """The block of some devices along an overlapping dim. `start` is the position of its first row."""
 
     devices: tuple[int, ...]
@@ -98,12 +98,7 @@ class OwnedRun(NamedTuple):
     run: Run
 
 
-def _origin_and_owner(owned: OwnedRun) -> tuple[str, int]:
-    """Return what all rows of a `RowGroup` have in common."""
-    return owned.origin, owned.owner
-
-
-def lanes_of(sharding: Sharding, d: int, numbers: NDArray[np.int64]) -> Iterator[Lane]:
+def lanes_of(sharding: Sharding, d: int, numbers: Ints) -> Iterator[Lane]:
     """Yield, for each block of a dim with halos, which rows it holds and which device owns them.
 
     8 rows on 2 devices with a halo of 1: block 0 holds 4 rows of its own and 1 of device 1. Rows
@@ -118,21 +113,23 @@ def lanes_of(sharding: Sharding, d: int, numbers: NDArray[np.int64]) -> Iterator
     if dim.overlap is None:
         return
     block_of_device = sharding.mesh.indices(dim.axes)
+
+    def devices_of(block: int) -> tuple[int, ...]:
+        return tuple(numbers[block_of_device == block].tolist())
+
     spans_of_blocks = all_row_spans(dim, sharding.shape[d], sharding.mesh.sizes_of(dim.axes))
     owners = rows_in_order(sharding, d)
     for block, spans in enumerate(spans_of_blocks[:MAX_LANES]):
         owned_runs = list(itertools.islice(_owned_runs(spans, owners), MAX_BLOCKS))
         groups = []
-        for (origin, owner), same in itertools.groupby(owned_runs, _origin_and_owner):
+        # Neighbouring runs that came into the block in one way, from one owner, are one group.
+        for (origin, owner), same in itertools.groupby(owned_runs, attrgetter("origin", "owner")):
             runs = tuple(owned.run for owned in same)
-            text = ""
-            if origin in ("before", "after"):
-                text = _beyond_text(dim.overlap, origin, runs)
-            devices = tuple(numbers[block_of_device == owner].tolist())
-            groups.append(RowGroup(count_rows(runs), origin, devices, text))
+            is_beyond = origin in ("before", "after")
+            text = _beyond_text(dim.overlap, origin, runs) if is_beyond else ""
+            groups.append(RowGroup(count_rows(runs), origin, devices_of(owner), text))
         start = _lane_start(groups, owned_runs, sharding.shape[d])
-        devices = tuple(numbers[block_of_device == block].tolist())
-        yield Lane(devices, start, tuple(groups))
+        yield Lane(devices_of(block), start, tuple(groups))
 
 
 def _lane_start(groups: Sequence[RowGroup], owned_runs: Sequence[OwnedRun], length: int) -> int:
@@ -167,17 +164,16 @@ def _divide_by_owner(run: Run, origin: str, owners: IntervalTable) -> Iterator[O
     `origin` says how these rows came into the block (its own, a halo, beyond an end), and is handed
     on.
     """
-    owner_stops = owners.start + owners.length
+    stops_of_owned = owners.start + owners.length
     start = run.start
     stop = run.start + run.length
     while start < stop:
-        i = int(np.searchsorted(owner_stops, start, side="right"))
-        if i < len(owner_stops):
+        i = int(np.searchsorted(stops_of_owned, start, side="right"))
+        owner = NO_OWNER
+        end = stop
+        if i < len(stops_of_owned):  # `owners` has only the rows that are drawn
             owner = int(owners.block[i])
-            end = min(stop, int(owner_stops[i]))
-        else:  # `owners` has only the rows that are drawn
-            owner = NO_OWNER
-            end = stop
+            end = min(stop, int(stops_of_owned[i]))
         yield OwnedRun(origin, owner, Run(start, end - start))
         start = end
 
@@ -211,6 +207,5 @@ def _run_texts(run: Run, most: int) -> list[str]:
         return [f"{run.start}-{last}{step}"]
     texts = []
     for rows in itertools.islice(unrolled((run,)), most + 1):
-        last = rows.start + rows.length - 1
-        texts.append(f"{rows.start}-{last}" if rows.length > 1 else f"{rows.start}")
+        texts.append(range_text(rows.start, rows.start + rows.length - 1))
     return texts

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
 
 from xshard.contractions.plan import ContractionPlan
 from xshard.errors import PlanError, XshardError, api_boundary
@@ -51,18 +50,20 @@ def show(
         s/zigzag(cp) c   [8, 3] on cp=2
         ...
     """
-    value: Any = what
     if isinstance(what, Layout | str):
         if mesh is None or shape is None:
             raise PlanError("a layout alone cannot be drawn", hint="show(layout, mesh, shape)")
         mesh = Mesh.parse(mesh) if isinstance(mesh, str) else mesh
-        value = Sharding(Layout.parse(what, maps), mesh, tuple(shape))
+        what = Sharding(Layout.parse(what, maps), mesh, tuple(shape))
     elif mesh is not None or shape is not None:
         raise PlanError(
             f"a {type(what).__name__} has a mesh and a shape of its own", hint="show it alone"
         )
-    if isinstance(value, Sharding):
-        value = picture(value, dims)
+    _display(picture(what, dims) if isinstance(what, Sharding) else what)
+
+
+def _display(value: object) -> None:
+    """Show a picture, a mesh or a plan as HTML in a notebook, else as text in a terminal."""
     if _is_in_notebook():
         from xshard.pictures.html import html
 
@@ -70,8 +71,9 @@ def show(
         notebook.display(notebook.HTML(html(value)))
         return
     if not find_spec("rich"):
-        hint = "pip install 'xshard[cli]'; or print a plan"
-        raise XshardError("rich is not installed", hint=hint)
+        raise XshardError(
+            "rich is not installed", hint="pip install 'xshard[cli]'; or print a plan"
+        )
     from xshard.pictures.terminal import console, renderable
 
     console().print(renderable(value))

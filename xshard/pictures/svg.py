@@ -20,6 +20,8 @@ ROW = 24.0  # height of a row of devices
 DEVICE_STEP = 34.0  # from one device to the next
 DEVICE_RADIUS = 11
 DEVICE_LEFT = 14  # middle of the first device
+DEVICE_TOP = 12.0  # middle of the upper devices
+LINE_GAP = 22.0  # from the edge of a band to the end of a line
 
 
 def sharding_svg(drawn: Picture) -> str:
@@ -63,21 +65,23 @@ def mesh_svg(mesh: Mesh) -> str:
     Mesh dp=2, cp=2, tp=4 has 4 rows of 4 devices, called "dp=0 cp=0", "dp=0 cp=1", ...
     """
     n_columns = mesh.sizes[-1] if mesh.sizes else 1
-    first_devices = range(0, mesh.n_devices, n_columns)[:MAX_DEVICES]
     heads = [""]  # a mesh without axes has one device
     if mesh.axes:
         heads = [f"{mesh.axes[-1]}={j}" for j in range(n_columns)][:MAX_DEVICES]
     width = max(map(len, heads)) * el.CHAR + el.GAP
-    shapes = [el.label((j + 0.5) * width, -6, head) for j, head in enumerate(heads)]
-    for i, first in enumerate(first_devices):
+    shapes = []
+    for j, head in enumerate(heads):
+        shapes.append(el.label((j + 0.5) * width, -6, head))
+    for i, first in enumerate(range(0, mesh.n_devices, n_columns)[:MAX_DEVICES]):
         coords = zip(mesh.axes[:-1], mesh.coords(first), strict=False)
-        place = " ".join(f"{axis}={coord}" for axis, coord in coords)
-        shapes.append(el.label(-6, i * ROW + 16, place, "end"))
-        for j in range(min(n_columns, MAX_DEVICES)):
-            device = first + j
-            box = (j * width, i * ROW, (j + 1) * width, (i + 1) * ROW)
-            fill = el.colour((device,))
-            shapes += [el.rectangle(box, fill), *el.label_in(box, str(device), fill)]
+        row_head = " ".join(f"{axis}={coord}" for axis, coord in coords)
+        top = i * ROW
+        shapes.append(el.label(-6, top + 16, row_head, "end"))
+        for j in range(len(heads)):
+            left = j * width
+            box = (left, top, left + width, top + ROW)
+            fill = el.colour((first + j,))
+            shapes += [el.rectangle(box, fill), *el.label_in(box, str(first + j), fill)]
     return el.element(el.framed(shapes), f"devices of {mesh}")
 
 
@@ -105,16 +109,17 @@ def _messages(
     for pair in pairs:
         src = senders[pair.src]
         dst = receivers[pair.dst]
-        box = (_device_x(pair.src), 22.0, _device_x(pair.dst), BAND - 22)
+        # From below the upper device to above the lower one.
+        box = (_device_x(pair.src), LINE_GAP, _device_x(pair.dst), BAND - LINE_GAP)
         x1, y1, x2, y2 = box
         line = f'x1="{x1:.0f}" y1="{y1:.0f}" x2="{x2:.0f}" y2="{y2:.0f}" '
-        width = f'stroke-width="{0.5 + 3.5 * pair.elements / most_elements:.1f}"'
-        ink = f'stroke="currentColor" stroke-opacity=".55" {width}'
+        width = 0.5 + 3.5 * pair.elements / most_elements
+        ink = f'stroke="currentColor" stroke-opacity=".55" stroke-width="{width:.1f}"'
         said = f"d{src} to d{dst}: {format_bytes(pair.elements * itemsize)}"
         body = f'<line {line}{ink} data-src="{src}" data-dst="{dst}"><title>{said}</title></line>'
         shapes.append(Shape(body, box))
-    shapes += _devices(senders, 12.0)
-    shapes += _devices(receivers, BAND - 12)
+    shapes += _devices(senders, DEVICE_TOP)
+    shapes += _devices(receivers, BAND - DEVICE_TOP)
     return el.framed(shapes)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial, singledispatch
 from typing import Any, NamedTuple
 
@@ -81,8 +80,7 @@ def _(plan: Plan | ContractionPlan) -> RenderableType:
     return Fitted(steps)
 
 
-@dataclass(frozen=True)
-class Fitted:
+class Fitted(NamedTuple):
     """Output that a function of the console's width makes."""
 
     parts: Callable[[int], Iterable[RenderableType]]
@@ -131,13 +129,9 @@ def _step_lines(row: table.Row) -> Iterator[Text]:
         yield Text(row.step)
     if row.layout:
         yield Text(f"    {row.layout}", "bold")
-    numbers = [row.local_shape] if row.local_shape else []
-    if row.received:
-        numbers.append(f"received {row.received}")
-    if row.time:
-        numbers.append(row.time)
-    if row.peak:
-        numbers.append(f"peak {row.peak}")
+    received = f"received {row.received}" if row.received else ""
+    peak = f"peak {row.peak}" if row.peak else ""
+    numbers = filter(None, (row.local_shape, received, row.time, peak))
     yield Text("    " + "   ".join(numbers))
 
 
@@ -160,22 +154,21 @@ def _grids(drawn: Picture, width: int) -> Iterator[Table]:
     """
     down, across = drawn.sides
     corner = " / ".join(strip.head for strip in drawn.strips) or "scalar"
-    cells = [
-        [cell_text(drawn, i, j) for j in range(len(across.texts))] for i in range(len(down.texts))
-    ]
-    columns = zip(across.texts, *cells, strict=True)
-    column_widths = [max(map(len, column)) + 2 for column in columns]
+    columns = []  # of texts, the head first
+    for j, head in enumerate(across.texts):
+        columns.append([head, *(cell_text(drawn, i, j) for i in range(len(down.texts)))])
+    widths = [max(map(len, column)) + 2 for column in columns]
     side_width = max(map(len, (corner, *down.texts))) + 1
-    for band in _bands(column_widths, width - side_width):
+    for band in _bands(widths, width - side_width):
         grid = Table(box=None, padding=0)
         grid.add_column(Text(f"{corner} ", style="bold"), justify="right", no_wrap=True)
         for j in band:
-            grid.add_column(Text(across.texts[j].center(column_widths[j])), no_wrap=True)
+            grid.add_column(Text(columns[j][0].center(widths[j])), no_wrap=True)
         for i, side in enumerate(down.texts):
             row = [Text(f"{side} ")]
             for j in band:
                 style = _SHARED if len(drawn.cards) > 1 else _style(drawn.cards[0, i, j])
-                row.append(Text(cells[i][j].center(column_widths[j]), style))
+                row.append(Text(columns[j][i + 1].center(widths[j]), style))
             grid.add_row(*row)
         yield grid
 
@@ -200,14 +193,6 @@ def _style(device: int) -> str:
     return f"black on {_COLOURS[number]}{underline}"
 
 
-class LegendColumn(NamedTuple):
-    """A column of rows: its head, a function of (dim, device), and the dim."""
-
-    head: str
-    rows_of: Callable[[int, int], Runs]
-    dim: int
-
-
 def _legend(drawn: Picture) -> Table:
     """Make a table with a line for each device: its place on the mesh, and what it holds.
 
@@ -216,11 +201,12 @@ def _legend(drawn: Picture) -> Table:
     """
     sharding = drawn.sharding
     columns = _legend_columns(sharding)
-    heads = [column.head for column in columns]
-    legend = headed_table("device", *sharding.mesh.axes, "local shape", *heads, left=heads)
+    legend = headed_table(
+        "device", *sharding.mesh.axes, "local shape", *columns, left=list(columns)
+    )
     for device in range(sharding.mesh.n_devices):
         style = _SHARED if drawn.has_replicas else _style(device)
-        rows = [rows_text(column.rows_of(column.dim, device)) for column in columns]
+        rows = [rows_text(rows_of(device)) for rows_of in columns.values()]
         legend.add_row(
             Text(f" {device} ", style),
             *map(str, sharding.mesh.coords(device)),
@@ -230,14 +216,14 @@ def _legend(drawn: Picture) -> Table:
     return legend
 
 
-def _legend_columns(sharding: Sharding) -> list[LegendColumn]:
-    """Choose the columns: the rows of each sharded dim; of an overlapping one, owned and held rows."""
-    columns = []
+def _legend_columns(sharding: Sharding) -> dict[str, Callable[[int], Runs]]:
+    """Choose columns by head: the rows of each sharded dim; of an overlapping one, owned and held rows."""
+    columns: dict[str, Callable[[int], Runs]] = {}
     for d, dim in enumerate(sharding.layout.dims):
         if dim.overlap:
             held = "contributed" if isinstance(dim.overlap, Fold) else "held"
-            columns.append(LegendColumn(f"{dim.name} owned", sharding.owned, d))
-            columns.append(LegendColumn(f"{dim.name} {held}", sharding.held, d))
+            columns[f"{dim.name} owned"] = partial(sharding.owned, d)
+            columns[f"{dim.name} {held}"] = partial(sharding.held, d)
         elif dim.axes:
-            columns.append(LegendColumn(f"rows of {dim.name}", sharding.owned, d))
+            columns[f"rows of {dim.name}"] = partial(sharding.owned, d)
     return columns

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
 
 from xshard.cost.model import Profile
 from xshard.dtypes import itemsize
@@ -25,8 +26,7 @@ if TYPE_CHECKING:
     from xshard.plans.plan import Plan  # which explains itself by this
 
 
-@dataclass(frozen=True)
-class Alternative:
+class Alternative(NamedTuple):
     """One alternative to a plan; without a plan it is not possible, for the reason in `why_not`."""
 
     name: str
@@ -37,9 +37,8 @@ class Alternative:
 def explain(plan: Plan) -> str:
     """Print the alternatives of a plan as a table, and why the plan won."""
     options = alternatives(plan)
-    head = ("", "time", "received", "peak", "messages", "steps")
-    table = align_columns([head, *map(_row, options)])
-    return "\n".join([table, "", _verdict(plan, options)])
+    rows = [("", "time", "received", "peak", "messages", "steps"), *map(_row, options)]
+    return "\n".join([align_columns(rows), "", _verdict(plan, options)])
 
 
 def alternatives(plan: Plan) -> tuple[Alternative, ...]:
@@ -53,15 +52,15 @@ def alternatives(plan: Plan) -> tuple[Alternative, ...]:
         PlanError: The plan leads from one mesh to another.
     """
     if plan.transfer:
-        reason = f"no alternatives from {plan.mesh!r} to {plan.dst_mesh!r}"
-        raise PlanError(reason, hint="they are ways on one mesh")
-    # As the search does: both layouts in normal form, with the dims in the source's order. A
-    # transposition of the dims is then the plan's last step, and every alternative ends with it
-    # too.
-    target = plan.target.in_order(plan.source.layout.names)
-    start = plan.source.with_layout(plan.source.normal_layout)
-    goal = target.with_layout(target.normal_layout)
-    transposition = () if target is plan.target else plan.steps[-1:]
+        raise PlanError(
+            f"no alternatives from {plan.mesh!r} to {plan.dst_mesh!r}",
+            hint="they are ways on one mesh",
+        )
+    # As in the search of the plan: a way is found for layouts in normal form and without copies,
+    # with the dims in the source's order. Then copies, scale and order of dims are added to it.
+    start, goal = plan._normal_ends
+    has_transposition = plan.source.layout.names != plan.target.layout.names
+    transposition = plan.steps[-1:] if has_transposition else ()
     searches = _searches(
         without_copies(start), without_copies(goal), plan.dtype, plan.request.machine, plan.split
     )
@@ -91,42 +90,27 @@ def _searches(
     `split` holds the mesh axes that the plan divides into sub-axes; () if it divides none.
     """
     # Blocks with halos (rows of their neighbours) move by a few fixed ways, without a search.
-    # Blocks with halos (rows of their neighbours) move by a few fixed ways, without a search.
     if start.layout.has_overlap or goal.layout.has_overlap:
         paths = overlap_paths.paths_by_name(start, goal, dtype, profile)
-        return {name: _constant(steps) for name, steps in paths.items()}
+        # Already found: the function has nothing left to do.
+        return {name: partial(tuple, steps) for name, steps in paths.items()}
     space = NamedRoute(start, goal, itemsize(dtype), profile)
     search = Search(space.route, None)
 
-    def on_whole_axes() -> Sequence[Step]:
+    def by_search(search: Search) -> Sequence[Step]:
         return space.steps(search.path().moves)
 
     def by_exchange() -> Sequence[Step]:
         return (space.exchange(start.layout, goal.layout),)
 
-    def by_collectives() -> Sequence[Step]:
-        return space.steps(replace(search, exchanges=False).path().moves)
-
-    def by_gathers() -> Sequence[Step]:
-        return _gather_and_slice(start, goal)
-
     searches: dict[str, StepsFinder] = {}
     # A plan that divides no axes is on whole axes itself, and would be its own alternative.
     if split:
-        searches["whole axes"] = on_whole_axes
+        searches["whole axes"] = partial(by_search, search)
     searches["direct exchange"] = by_exchange
-    searches["collectives alone"] = by_collectives
-    searches["all-gather and slice"] = by_gathers
+    searches["collectives alone"] = partial(by_search, replace(search, exchanges=False))
+    searches["all-gather and slice"] = partial(_gather_and_slice, start, goal)
     return searches
-
-
-def _constant(steps: Sequence[Step]) -> StepsFinder:
-    """Return a function that returns `steps`."""
-
-    def find_steps() -> Sequence[Step]:
-        return steps
-
-    return find_steps
 
 
 def _gather_and_slice(start: Sharding, goal: Sharding) -> tuple[Step, ...]:
@@ -227,11 +211,10 @@ def _against_best(plan: Plan, others: Mapping[str, Plan]) -> str:
         "steps": len(best.steps) - len(plan.steps),
     }
     fewer = [f"{saving} fewer {what}" for what, saving in savings.items() if saving > 0]
-    why = ", ".join(fewer) if fewer else "cheaper launches and copies"
+    reasons = ", ".join(fewer) if fewer else "cheaper launches and copies"
     saved = format_seconds(best.cost - plan.cost)
-    return (
-        f"{saved} faster than {name}, the best of the others, under '{plan.profile.name}': {why}."
-    )
+    than = f"{name}, the best of the others, under '{plan.profile.name}'"
+    return f"{saved} faster than {than}: {reasons}."
 
 
 def _against_too_large(plan: Plan, name: str, other: Plan) -> str:

@@ -78,8 +78,9 @@ def _write(file: Path, key: str, plan_text: str) -> None:
     # A name of its own for each writer: threads of many processes may write the same plan.
     unfinished = file.with_name(f"{file.name}.{os.getpid()}{threading.get_native_id()}")
     file.parent.mkdir(parents=True, exist_ok=True)
-    data = {"request": key, "digest": _digest(key + plan_text), "plan": plan_text}
-    unfinished.write_text(json.dumps(data))
+    unfinished.write_text(
+        json.dumps({"request": key, "digest": _digest(key + plan_text), "plan": plan_text})
+    )
     unfinished.replace(file)
     # Digests are as good as random: one write in so many, without a counter that ranks would share.
     if int(file.stem[:8], 16) % WRITES_PER_COUNT == 0:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from xshard.arguments import short_repr
-from xshard.errors import DtypeError, MeshError, NotationError, PlanError, ShapeError
+from xshard.errors import DtypeError, MeshError, NotationError, PlanError, ShapeError, Span
 from xshard.layout import Layout, Mesh
 from xshard.layout.layout import parse_expression
 from xshard.layout.validation import check_dims
@@ -36,8 +36,10 @@ def as_expression(expression: Any) -> Any:
         return expression
     if isinstance(expression, list | tuple) and len(expression) == 2:
         return tuple(map(Layout.parse, expression))
-    hint = '"layout -> layout", a pair of layouts, or a plan'
-    raise NotationError(f"{short_repr(expression)} is no expression", hint=hint)
+    raise NotationError(
+        f"{short_repr(expression)} is no expression",
+        hint='"layout -> layout", a pair of layouts, or a plan',
+    )
 
 
 def sides(expression: Expression) -> Sides:
@@ -57,8 +59,10 @@ def sides(expression: Expression) -> Sides:
         return Sides(*parse_expression(expression), expression)
     if isinstance(expression, Plan):
         if expression.transfer:
-            why = f"the plan leads from {expression.src_mesh} to {expression.dst_mesh}"
-            raise PlanError(why, hint="torch_bridge.redistribute(x, plan) runs it")
+            raise PlanError(
+                f"the plan leads from {expression.src_mesh} to {expression.dst_mesh}",
+                hint="torch_bridge.redistribute(x, plan) runs it",
+            )
         expression = expression.src, expression.dst
     src, dst = as_expression(expression)
     text = f"{src} -> {dst}"  # errors mark a pair of layouts as the expression that it is
@@ -93,7 +97,6 @@ def check_given(
         DtypeError: The plan is for another dtype.
         ShapeError: The plan is for another shape.
     """
-    # The plan of a contraction has a shape for each operand.
     # The plan of a contraction has a shape for each operand.
     planned = plan.shape if isinstance(plan, Plan) else plan.shapes
     if mesh not in (None, plan.mesh):
@@ -135,19 +138,16 @@ def check_block(
     """
     if local_shape == expected:
         return
-    wrong_dims = [
-        name
-        for name, length, expected_length in zip(names, local_shape, expected, strict=False)
-        if length != expected_length
-    ]
-    # A dim may occur on both sides of the arrow. Later entries of a dict replace earlier ones, so
-    # the reversed order leaves each dim's first occurrence.
-    span_of = {name: span for name, span in reversed(text_spans(text).dims) if span[0] >= start}
-    span = None
-    # If only the number of dims is wrong, no single dim is marked.
-    if wrong_dims:
-        # A dim that the text does not name stands for the ellipsis.
-        span = span_of.get(wrong_dims[0], span_of.get(ELLIPSIS))
+    span_of: dict[str, Span] = {}
+    for name, place in text_spans(text).dims:
+        if place[0] >= start:
+            span_of.setdefault(name, place)  # a dim on both sides of the arrow: the first place
+    span = None  # if only the number of dims is wrong, no single dim is marked
+    for name, length, expected_length in zip(names, local_shape, expected, strict=False):
+        if length != expected_length:
+            # A dim that the text does not name stands for the ellipsis.
+            span = span_of.get(name, span_of.get(ELLIPSIS))
+            break
     if inferred:
         hint += "; if blocks differ in size, pass shape= (the global shape)"
     message = f"{what} has shape {local_shape}, not {expected}"

@@ -41,8 +41,10 @@ def max_min_plans(plan: Plan) -> MaxMinPlans:
         LinearityError: The destination holds a max or min too, so the gradient is not defined.
     """
     if not plan.dst.is_linear:
-        reason = f"'{plan.src} -> {plan.dst}' keeps a max or min: its gradient is not defined"
-        raise LinearityError(reason, hint="reduce it first, then redistribute")
+        raise LinearityError(
+            f"'{plan.src} -> {plan.dst}' keeps a max or min: its gradient is not defined",
+            hint="reduce it first, then redistribute",
+        )
 
     def find(src: Layout, dst: Layout) -> Plan:
         shape = plan.shape if src.names == plan.src.names else plan.target.shape

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 from xshard.caches import layout_cache
@@ -136,8 +136,10 @@ class Plan(Pictured):
                 for sub_axis in sharding.layout.tagged(*REDUCERS):
                     axis = sharding.mesh.origin(sub_axis)
                     if axis != sub_axis:
-                        reason = f"axis {axis!r} is divided and holds addends"
-                        raise PlanError(reason, hint="reduce along whole axes")
+                        raise PlanError(
+                            f"axis {axis!r} is divided and holds addends",
+                            hint="reduce along whole axes",
+                        )
 
     def _check_scale(self) -> None:
         """Raise PlanError unless the steps multiply by `scale`, no more and no less."""
@@ -205,6 +207,13 @@ class Plan(Pictured):
         return target_sharding(self.source, self.dst, self.dst_mesh)
 
     @cached_property
+    def _normal_ends(self) -> tuple[Sharding, Sharding]:
+        """The shardings at the start and at the end in normal form, both with the source's order of dims."""
+        target = self.target.in_order(self.source.layout.names)
+        start = self.source.with_layout(self.source.normal_layout)
+        return start, target.with_layout(target.normal_layout)
+
+    @cached_property
     def steps_mesh(self) -> Mesh:
         """The mesh with the axes that the first steps name: `mesh`, with the axes of `split` split."""
         return SubAxisMesh(self.mesh, self.split) if self.split else self.mesh
@@ -256,17 +265,17 @@ class Plan(Pictured):
         mesh, both sides have the same devices.
         """
         return Request(
-            self.src,
-            self.dst,
-            self.mesh,
-            self.dst_mesh,
-            self.devices,
-            self.transfer.dst_devices if self.transfer else self.devices,
-            self.shape,
-            self.dtype,
-            self.profile,
-            self.scale,
-            self.memory_limit,
+            src=self.src,
+            dst=self.dst,
+            src_mesh=self.mesh,
+            dst_mesh=self.dst_mesh,
+            src_devices=self.devices,
+            dst_devices=self.transfer.dst_devices if self.transfer else self.devices,
+            shape=self.shape,
+            dtype=self.dtype,
+            profile=self.profile,
+            scale=self.scale,
+            memory_limit=self.memory_limit,
         )
 
     @property
@@ -322,9 +331,7 @@ class Plan(Pictured):
     @cached_property
     def bytes_lower_bound(self) -> int:
         """Fewest bytes that the busiest device must receive, whatever the plan."""
-        target = self.target.in_order(self.source.layout.names)
-        src = self.source.with_layout(self.source.normal_layout)
-        dst = target.with_layout(target.normal_layout)
+        src, dst = self._normal_ends
         if self.transfer is None:
             elements = bounds.received_elements(src, dst)
         else:
@@ -434,12 +441,10 @@ def find_plan(request: Request, objective: str = FORWARD, *, by_transfer: bool =
         objective: Whether the seconds of the gradient count too.
         by_transfer: Whether the plan is to have a `Transfer` even if both meshes are one.
     """
-
-    def search() -> Plan:
-        return search_plan(request, objective, by_transfer=by_transfer)
-
-    options = {"objective": objective, "by_transfer": by_transfer}
-    return read_or_make(request, Plan.from_json, search, options)
+    search = partial(search_plan, request, objective, by_transfer=by_transfer)
+    return read_or_make(
+        request, Plan.from_json, search, {"objective": objective, "by_transfer": by_transfer}
+    )
 
 
 @layout_cache(maxsize=4096)
@@ -453,10 +458,8 @@ def search_plan(request: Request, objective: str = FORWARD, *, by_transfer: bool
     if request.dst.names != request.src.names:
         # No price depends on the order of dims: move in the source's order, and transpose at the end.
         inner = search_plan(request.in_order, objective, by_transfer=by_transfer)
-        transpose = Transpose(request.target.layout.names)
-        return replace(
-            inner, dst=inner.dst.in_order(request.dst.names), steps=(*inner.steps, transpose)
-        )
+        steps = (*inner.steps, Transpose(request.target.layout.names))
+        return replace(inner, dst=inner.dst.in_order(request.dst.names), steps=steps)
     may_relabel = request.relabel and not request.dst.tagged(*NONLINEAR)
     try:
         plan = _with_objective(_cheapest_in_place(request, by_transfer), objective)
@@ -464,18 +467,23 @@ def search_plan(request: Request, objective: str = FORWARD, *, by_transfer: bool
         # Devices in other places may fit a memory limit that devices in their own places do not.
         if not may_relabel or request.memory_limit is None:
             raise
-        relabelled = cheapest(request, _make_plan, relabel=True)
+        relabelled = _cheapest_relabelled(request, objective)
         if relabelled is None:
             raise
-        return _with_objective(relabelled, objective)
+        return relabelled
     if may_relabel and plan.bytes_received:
-        relabelled = cheapest(request, _make_plan, relabel=True)
-        if relabelled is not None:
-            relabelled = _with_objective(relabelled, objective)
-            is_smaller = relabelled.bytes_received <= plan.bytes_received
-            if is_smaller and relabelled.cost < plan.cost:
-                return relabelled
+        relabelled = _cheapest_relabelled(request, objective)
+        if relabelled is None or relabelled.bytes_received > plan.bytes_received:
+            return plan
+        if relabelled.cost < plan.cost:
+            return relabelled
     return plan
+
+
+def _cheapest_relabelled(request: Request, objective: str) -> Plan | None:
+    """Return the cheapest plan in which devices may change places, or None if none fits the limit."""
+    plan = cheapest(request, _make_plan, relabel=True)
+    return None if plan is None else _with_objective(plan, objective)
 
 
 def _with_objective(plan: Plan, objective: str) -> Plan:
@@ -492,23 +500,20 @@ def _cheapest_in_place(request: Request, by_transfer: bool) -> Plan:
     Raises:
         PlanError: No plan fits the memory limit; it names the smallest peak.
     """
+    # Two meshes over the same devices may have a common refinement: then collectives are enough.
     one_mesh = None if by_transfer else request.on_one_mesh
-    if one_mesh is not None:
-        steps, split = solve(one_mesh)
-        plan: Plan | None = _make_plan(one_mesh, steps, split)
-    else:
+    plan: Plan | None
+    if one_mesh is None:
         plan = cheapest(request, _make_plan, relabel=False)
+    else:
+        plan = _make_plan(one_mesh, *solve(one_mesh))
     if request.factor != 1:  # also for a mean that begins: scaling needs the same dtypes
         check_reduction(request.dtype, "sum")
     # Only a transfer returns None for a limit that is too small: the search on one mesh raises.
-    # Only a transfer returns None for a limit that is too small: the search on one mesh raises.
     if plan is None:
         unlimited = replace(request, memory_limit=None)
-        paths = transfer_paths(unlimited)
-        smallest_peak = min(
-            _make_plan(unlimited, steps, split).peak_bytes for steps, split in paths
-        )
-        raise too_large(request.memory_limit, smallest_peak)
+        peaks = [_make_plan(unlimited, *path).peak_bytes for path in transfer_paths(unlimited)]
+        raise too_large(request.memory_limit, min(peaks))
     return plan
 
 

@@ -239,8 +239,9 @@ def _step_from_plain(data: dict[str, Any], profile: Profile) -> Step:
     """Read one step: its kind, and the fields that this kind declares."""
     cls = Step.registry.get(data.get("step", ""))
     if cls is None:
-        hint = f"steps are: {', '.join(sorted(Step.registry))}"
-        raise PlanError(f"no step {data.get('step')!r}", hint=hint)
+        raise PlanError(
+            f"no step {data.get('step')!r}", hint=f"steps are: {', '.join(sorted(Step.registry))}"
+        )
     step_fields = {name: value for name, value in data.items() if name != "step"}
     arguments = fields_from_plain(cls, step_fields)
     if "profile" in cls.__annotations__:  # a transfer, which is priced for a machine

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from xshard.formatting import align_columns, format_bytes, format_seconds
+from xshard.formatting import align_columns, format_bytes, format_seconds, range_text
 from xshard.layout import Sharding
 from xshard.search.request import FORWARD
 from xshard.steps import AllGather, AllReduce, ReduceScatter
@@ -68,15 +68,16 @@ def rows(plan: Plan) -> tuple[Row, ...]:
     for i, (stage, price) in enumerate(zip(plan.stages, plan.prices, strict=True)):
         # The last layout as the user wrote it: the stages are in normal form.
         layout = plan.dst if i == last else stage.after.layout
-        row = Row(
-            step=str(stage.step),
-            layout=str(layout),
-            local_shape=_shape_text(stage.after),
-            received=format_bytes(price.received_bytes),
-            time=format_seconds(price.seconds),
-            peak=format_bytes(price.peak_bytes),
+        table.append(
+            Row(
+                step=str(stage.step),
+                layout=str(layout),
+                local_shape=_shape_text(stage.after),
+                received=format_bytes(price.received_bytes),
+                time=format_seconds(price.seconds),
+                peak=format_bytes(price.peak_bytes),
+            )
         )
-        table.append(row)
         table += _phase_rows(plan, stage)
     return tuple(table)
 
@@ -134,7 +135,7 @@ def device_ranges(devices: Sequence[int]) -> str:
         if not ranges or device != ranges[-1][-1] + 1:
             ranges.append([])
         ranges[-1].append(device)
-    return ",".join(f"{r[0]}-{r[-1]}" if len(r) > 1 else str(r[0]) for r in ranges)
+    return ",".join(range_text(numbers[0], numbers[-1]) for numbers in ranges)
 
 
 def total(plan: Plan) -> str:

@@ -8,7 +8,6 @@ from functools import cached_property
 from typing import Any, ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from xshard.cost.bounds import have_same_blocks
 from xshard.cost.machine import are_on_two_nodes
@@ -16,7 +15,7 @@ from xshard.cost.model import Link, Price, Profile
 from xshard.errors import PlanError
 from xshard.layout import Sharding
 from xshard.layout.runs import Segment
-from xshard.plans.transfer_pieces import SentPieces, find_pieces
+from xshard.plans.transfer_pieces import Ints, SentPieces, find_pieces
 from xshard.plans.transfer_senders import balanced
 from xshard.search.request import device_numbers
 from xshard.steps.base import REDUCERS, Block, Blocks, Step
@@ -24,9 +23,11 @@ from xshard.steps.exchange.messages import Message, Messages
 from xshard.steps.traffic import Hop, LinkSpans, PairTraffic, Traffic
 
 # What crosses one kind of link: [sent and received, devices, elements and messages].
-Flow = NDArray[np.int64]
-SENT, RECEIVED = 0, 1
-ELEMENTS, MESSAGES = 0, 1
+Flow = Ints
+SENT = 0
+RECEIVED = 1
+ELEMENTS = 0
+MESSAGES = 1
 
 
 @dataclass(frozen=True)
@@ -71,8 +72,10 @@ class Transfer(Step):
         nonlinear_axes = target.tagged("max", "min")
         if nonlinear_axes and not self.is_in_place:
             axes = ", ".join(nonlinear_axes)
-            reason = f"'{target}' holds a max or min over {axes}, which no transfer brings there"
-            raise PlanError(reason, hint=f"reduce it: write copy({','.join(nonlinear_axes)})")
+            raise PlanError(
+                f"'{target}' holds a max or min over {axes}, which no transfer brings there",
+                hint=f"reduce it: write copy({','.join(nonlinear_axes)})",
+            )
 
     def _check_senders(self) -> None:
         """Raise PlanError unless there is one sender for each piece, which holds the piece."""
@@ -131,7 +134,7 @@ class Transfer(Step):
         return self.senders or balanced([self])[0]
 
     @cached_property
-    def pairs(self) -> NDArray[np.int64]:
+    def pairs(self) -> Ints:
         """Of all messages: the numbers of sender and receiver, and elements. [3, messages]."""
         senders = np.array(self.src_devices)[np.array(self._senders, np.int64)]
         receivers = np.array(self.dst_devices)[self._pieces.dst]
@@ -148,7 +151,6 @@ class Transfer(Step):
         copies a box (a range of rows in every dim) of one block to a place in another. Where
         several messages reach the same place, they hold addends, and are reduced.
         """
-        # Nothing moves: every device has the block that it needs.
         # Nothing moves: every device has the block that it needs.
         if self.is_in_place:
             return [blocks[self.src_devices.index(device)] for device in self.dst_devices]
@@ -225,7 +227,6 @@ class Transfer(Step):
         A link's array is [2, devices, 2]: sent and received; per device; elements and messages.
         """
         # Pairs of a device with itself are copies in its memory, and take no link.
-        # Pairs of a device with itself are copies in its memory, and take no link.
         senders, receivers, elements = self.pairs[:, self.pairs[0] != self.pairs[1]]
         across = are_on_two_nodes(self.profile, senders, receivers)
         flows: dict[Link, Flow] = {}
@@ -241,7 +242,7 @@ class Transfer(Step):
         return flows
 
     @property
-    def _elements(self) -> NDArray[np.int64]:
+    def _elements(self) -> Ints:
         """Elements that every device sends, and that it receives: [2, devices]."""
         total = np.zeros((2, len(self._devices)), np.int64)
         for flow in self.flows.values():
@@ -261,22 +262,22 @@ class Transfer(Step):
         return f"transfer, {n} {'message' if n == 1 else 'messages'}"
 
     @cached_property
-    def _devices(self) -> NDArray[np.int64]:
+    def _devices(self) -> Ints:
         """The number of every device of either mesh, sorted: the order of a flow's devices."""
         return np.array(sorted({*self.src_devices, *self.dst_devices}))
 
-    def _places(self, devices: Any) -> NDArray[np.int64]:
+    def _places(self, devices: Any) -> Ints:
         """Return the places of devices in `_devices`."""
         return np.asarray(np.searchsorted(self._devices, devices))
 
-    def _busiest_node(self, elements: NDArray[np.int64]) -> int:
+    def _busiest_node(self, elements: Ints) -> int:
         """Return the most that all devices of a node send or receive together."""
         nodes = self._devices // (self.profile.node_devices or 1)
         _, node_of_device = np.unique(nodes, return_inverse=True)
         return int(np.bincount(node_of_device, elements).max())
 
     @property
-    def _rearranged(self) -> NDArray[np.int64]:
+    def _rearranged(self) -> Ints:
         """Count the elements that each device copies from its old block to its new one: [devices].
 
         0 where the old block is the whole new block, since it is then used without a copy.

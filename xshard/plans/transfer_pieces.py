@@ -6,7 +6,6 @@ devices that go to 2 devices, receiver 0 takes rows 0-3 from device 0 and rows 4
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -64,31 +63,33 @@ def find_pieces(source: Sharding, target: Sharding, sends: bool) -> SentPieces:
 
     Pieces are in the order of receivers, then addends, then boxes. Without `sends`, there are none.
     """
-    dims = source.layout.dims
     n_addends = source.mesh.size(*source.layout.tagged(*REDUCERS))
     # If the target is a sum over devices, the first one along its axes receives the values, and the
     # others keep zeros, so they receive nothing.
     is_receiver = target.mesh.indices(target.layout.tagged("sum")) == 0
     receivers = np.flatnonzero(sends & is_receiver)
-    # Begin with one piece for each receiver and addend; then each dim cuts the pieces further.
+    # Begin with one piece for each receiver and addend: of the whole array, which has one part.
+    # Then each dim cuts every piece so far into its parts, which replace it.
     dst = np.repeat(receivers, n_addends)
-    # One number for the addend and the block of the source in each dim, as in `Holders.keys`: it
-    # tells which devices hold the piece.
-    key = np.tile(np.arange(n_addends), len(receivers))
     size = np.ones_like(dst)
+    # The addend and the source's block of a piece in each dim as digits of one number, as in
+    # `Holders.keys`: it tells which devices hold the piece.
+    key = np.tile(np.arange(n_addends), len(receivers))
     part_numbers = list[Ints]()  # of each dim so far, [pieces]
-    overlaps = [
-        _overlaps(source.owned_by_position(d), target.held_by_position(d)) for d in range(len(dims))
-    ]
-    for src_dim, dst_dim, overlap in zip(dims, target.layout.dims, overlaps, strict=True):
+    boxes = list[Any]()
+    for d, (src_dim, dst_dim) in enumerate(
+        zip(source.layout.dims, target.layout.dims, strict=True)
+    ):
+        overlap = _overlaps(source.owned_by_position(d), target.held_by_position(d))
         dst_block = target.mesh.indices(dst_dim.axes)[dst]
         piece, part = _cut_pieces(dst_block, overlap.starts)
         dst = dst[piece]
         size = size[piece] * overlap.length[part]
         key = key[piece] * source.mesh.size(*src_dim.axes) + overlap.src_block[part]
-        part_numbers = [*(numbers[piece] for numbers in part_numbers), part]
+        part_numbers = [numbers[piece] for numbers in part_numbers]
+        part_numbers.append(part)
+        boxes.append(overlap.boxes)
     holders = _group_holders(source)
-    boxes = [overlap.boxes for overlap in overlaps]
     return SentPieces(
         dst=dst,
         size=size,
@@ -111,16 +112,17 @@ def _group_holders(source: Sharding) -> Holders:
 
 
 def _cut_pieces(block_of_piece: Ints, starts: Ints) -> tuple[Ints, Ints]:
-    """Cut every piece into the parts of its block.
+    """Cut every piece into the parts of its block: for each part the piece that it is of, and its number.
 
     Block b has the parts starts[b], ..., starts[b + 1] - 1. Blocks (1, 0) with starts (0, 2, 5)
     -> pieces 0 0 0 1 1 and their parts 2 3 4 0 1.
     """
     n_parts = np.diff(starts)[block_of_piece]
     piece = np.repeat(np.arange(len(block_of_piece)), n_parts)
-    first_new_piece = n_parts.cumsum() - n_parts
-    part = np.arange(len(piece)) + np.repeat(starts[block_of_piece] - first_new_piece, n_parts)
-    return piece, part
+    # The parts of a piece are numbered on from the first of its block: by how much is that more
+    # than the place at which they stand in the result?
+    shift = starts[block_of_piece] - (n_parts.cumsum() - n_parts)
+    return piece, np.arange(len(piece)) + shift[piece]
 
 
 @layout_cache(maxsize=4096)
@@ -131,30 +133,24 @@ def _overlaps(owned: tuple[Runs, ...], wanted: tuple[Runs, ...]) -> Overlaps:
     overlaps both source blocks, by 4 and by 2 rows, the second overlaps the last one by 2 rows. So
     `length` is (4, 2, 2), `src_block` (0, 1, 1), and `starts` (0, 2, 3) says where each target
     block's entries begin.
+
+    owned, wanted: the rows of each block of the source, and of the target.
     """
-    n_parts = list[int]()  # of every block of the target
+    starts = [0]
     src_blocks = list[int]()
+    lengths = list[int]()
     boxes = list[Any]()
     for wanted_rows in wanted:
-        found = _parts_of_block(owned, wanted_rows)
-        n_parts.append(len(found))
-        for src_block, box in found:
-            src_blocks.append(src_block)
-            boxes.append(box)
-    lengths = [sum(segment.length for segment in box) for box in boxes]
+        for src_block, owned_rows in enumerate(owned):
+            box = common_segments(owned_rows, wanted_rows)
+            if box:
+                src_blocks.append(src_block)
+                lengths.append(sum(segment.length for segment in box))
+                boxes.append(box)
+        starts.append(len(boxes))
     return Overlaps(
-        starts=np.cumsum([0, *n_parts]),
+        starts=np.array(starts),
         src_block=np.array(src_blocks, np.int64),
         length=np.array(lengths, np.int64),
         boxes=tuple(boxes),
     )
-
-
-def _parts_of_block(owned: Sequence[Runs], wanted_rows: Runs) -> list[tuple[int, Any]]:
-    """Find the blocks of the source that have some of the wanted rows, and these rows in both blocks."""
-    parts = []
-    for src_block, owned_rows in enumerate(owned):
-        box = common_segments(owned_rows, wanted_rows)
-        if box:
-            parts.append((src_block, box))
-    return parts

@@ -79,13 +79,15 @@ def best_places(lacking: NDArray[np.int64]) -> NDArray[np.int64]:
     try:
         from scipy.optimize import linear_sum_assignment
     except ImportError:
-        hint = "pip install scipy, or xshard with its extra 'relabel'"
-        raise PlanError("relabel=True needs scipy", hint=hint) from None
+        raise PlanError(
+            "relabel=True needs scipy", hint="pip install scipy, or xshard with its extra 'relabel'"
+        ) from None
     places = np.arange(len(lacking))
     # The solver takes one weight. The elements count n + 1 times, more than all n changes of places
     # together. Divided by their common divisor, weights stay small enough to be exact as floats.
     unit = max(1, int(np.gcd.reduce(lacking, axis=None)))
-    weight = lacking // unit * (len(lacking) + 1) + (1 - np.eye(len(lacking), dtype=np.int64))
+    is_change = places[:, None] != places  # on the diagonal, devices stay
+    weight = lacking // unit * (len(lacking) + 1) + is_change
 
     def assign(limit: int) -> NDArray[np.int64] | None:
         """Return the best order in which no device lacks more than `limit`, or None."""
@@ -140,20 +142,20 @@ def _path_by(
     dst_devices = tuple(request.dst_devices)
     if relabel:
         dst_devices = relabelled(leaving, landing, src_devices, dst_devices)
-    # A mean is a sum times a factor such as 1/4, which must be applied once: before the transfer if
-    # there are steps before it, which reduce the sums, else after it.
-    scales_first = leaving.layout != source.normal_layout
     steps_before: tuple[Step, ...] = ()
     src_split: Split = ()
-    if scales_first:
-        first = request.for_part(source, leaving, src_devices, request.factor)
-        steps_before, src_split = solve(first)
-    last_factor = Fraction(1) if scales_first else request.factor
-    last = request.for_part(landing, target, dst_devices, last_factor)
+    # A mean is a sum times a factor such as 1/4. It is applied once: by the steps before the
+    # transfer, which reduce the sums, or if there are none, by those after it.
+    factor = request.factor
+    if leaving.layout != source.normal_layout:
+        before = request.for_part(source, leaving, src_devices, factor)
+        steps_before, src_split = solve(before)
+        factor = Fraction(1)
+    after = request.for_part(landing, target, dst_devices, factor)
     steps_after: tuple[Step, ...] = ()
     dst_split: Split = ()
-    if landing.layout != target.normal_layout or last.scale != 1:
-        steps_after, dst_split = solve(last)
+    if landing.layout != target.normal_layout or after.scale != 1:
+        steps_after, dst_split = solve(after)
     transfer = Transfer(
         _normal_on_sub_axes(leaving, src_split),
         _normal_on_sub_axes(landing, dst_split),
@@ -176,8 +178,10 @@ def _check(request: Request) -> None:
     for end in (request.source, request.target):
         check_moves(end, end, request.dtype)
         if end.layout.has_overlap:
-            reason = f"'{end.layout}' overlaps, and overlaps move on one mesh"
-            raise PlanError(reason, hint="trim or fold before, widen after")
+            raise PlanError(
+                f"'{end.layout}' overlaps, and overlaps move on one mesh",
+                hint="trim or fold before, widen after",
+            )
     for kind, _ in request.source.layout.tags:
         if kind != "copy":
             check_reduction(request.dtype, kind)
@@ -226,8 +230,7 @@ def _cut_over(sharding: Sharding, axes: tuple[str, ...]) -> Iterator[Sharding]:
         if longest < n_parts:
             continue
         # Equal blocks that divide evenly are cut axis by axis; others into parts whose lengths
-        # differ by one row at most. Equal blocks that divide evenly are cut axis by axis; others
-        # into parts whose lengths differ by one row at most.
+        # differ by one row at most.
         if len(lengths) == 1 and longest % n_parts == 0:
             shards = tuple(Shard((axis,)) for axis in axes)
         else:

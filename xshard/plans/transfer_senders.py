@@ -12,11 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xshard.cost.machine import are_on_two_nodes
+from xshard.plans.transfer_pieces import Ints
 
 if TYPE_CHECKING:
     from xshard.plans.transfer import Transfer  # which asks for its senders
 
-Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 
@@ -88,8 +88,14 @@ def _give_out(batch: Batch, transfer: Transfer, busy_s: Floats) -> Ints:
     """Choose which holder sends each piece of a batch: the one that would be done with it first.
 
     All pieces of a batch have the same size and the same holders (devices with a replica of them).
-    Returns the senders' positions on the source's mesh, [pieces], and adds the seconds of sending
-    to `busy_s`, [devices], in place.
+
+    Args:
+        batch: The pieces.
+        transfer: Their transfer.
+        busy_s: Until when each device sends, [devices]. The seconds of sending are added in place.
+
+    Returns:
+        The senders' positions on the source's mesh, [pieces].
     """
     profile = transfer.profile
     pieces = transfer._pieces
@@ -100,12 +106,10 @@ def _give_out(batch: Batch, transfer: Transfer, busy_s: Floats) -> Ints:
     link_s = np.array([link.latency_s + batch.n_bytes / link.bytes_per_s for link in links])
     across = are_on_two_nodes(profile, devices, receivers[:, None])
     piece_s = link_s[across.astype(int)]  # [pieces, holders]
-    # With equal times the loop below has a closed form, and there may be millions of pieces.
+    # With equal times this loop has a closed form, and there may be millions of pieces.
     if (piece_s == piece_s[0, 0]).all():
         equal_s = max(float(piece_s[0, 0]), 1e-12)  # links of a profile may cost nothing
-        taken = _fill_evenly(busy_s[devices], equal_s, len(batch.pieces))
-        busy_s[devices] = taken.busy_s
-        senders: Ints = holders[taken.holders]
+        senders: Ints = holders[_fill_evenly(busy_s, devices, equal_s, len(batch.pieces))]
         return senders
     senders = np.empty_like(batch.pieces)
     for i, holder_s in enumerate(piece_s):
@@ -116,34 +120,37 @@ def _give_out(batch: Batch, transfer: Transfer, busy_s: Floats) -> Ints:
     return senders
 
 
-class EvenFilling(NamedTuple):
-    """Who takes each of some equal pieces, and until when all are busy then."""
-
-    holders: Ints  # [pieces]
-    busy_s: Floats  # [holders]
-
-
-def _fill_evenly(busy_s: Floats, piece_s: float, n_pieces: int) -> EvenFilling:
+def _fill_evenly(busy_s: Floats, devices: Ints, piece_s: float, n_pieces: int) -> Ints:
     """Give equal pieces, one after another, to the holder that would be done with it first.
 
-    `busy_s` is until when each holder is busy, [holders]. With (0, 5) and two pieces of 3 s, both
-    go to holder 0, which would be done at 3 and at 6 s, where holder 1 would be done at 8 s.
+    Holders that are busy until 0 and 5 s, and two pieces of 3 s: both go to the first one, which is
+    done at 3 and at 6 s; the second would be done at 8 s. The result is that of a loop over the
+    pieces, without the loop: each holder offers the times at which it would be done with its first,
+    second, ... piece, and the earliest offers are taken.
 
-    The result is that of a loop over the pieces, without the loop: each holder offers the times at
-    which it would be done with its first, second, ... piece, and the earliest offers are taken.
+    Args:
+        busy_s: Until when each device sends, [devices]; that of the holders is advanced in place.
+        devices: The device of each holder, [holders].
+        piece_s: Seconds of one piece, more than 0.
+        n_pieces: The number of pieces.
+
+    Returns:
+        The holder that takes each piece, [pieces].
     """
-    # If the k holders that are free first shared all pieces evenly, they would end at `levels[k -
-    # 1]`.
-    n_sharing = np.arange(1, len(busy_s) + 1)
-    levels = (n_pieces * piece_s + np.sort(busy_s).cumsum()) / n_sharing
-    # No holder works more than one piece beyond the lowest level, so later offers are not needed.
-    latest_s = levels.min() + piece_s
-    n_offers = np.clip((latest_s - busy_s) / piece_s, -1, n_pieces).astype(np.int64) + 1
-    holder = np.repeat(np.arange(len(busy_s)), n_offers)
-    first_offer = np.repeat(n_offers.cumsum() - n_offers, n_offers)
-    ordinal = np.arange(1, len(holder) + 1) - first_offer  # 1, 2, ... of each holder
-    done_s = busy_s[holder] + ordinal * piece_s
+    free_s = busy_s[devices]  # [holders]: from when on they are free
+    # If the k holders that are free first worked on until all pieces are sent, and all ended at
+    # once, that would be at end_s[k - 1]. The earliest of these ends is a bound: no holder ends
+    # more than one piece after it, so that only offers up to there are made.
+    end_s = (n_pieces * piece_s + np.sort(free_s).cumsum()) / np.arange(1, len(free_s) + 1)
+    latest_s = end_s.min() + piece_s
+    # A holder that is free only after that has a negative quotient, and makes no offer.
+    last_offer = np.clip((latest_s - free_s) / piece_s, -1, n_pieces).astype(np.int64)
+    n_offers = last_offer + 1
+    holder = np.repeat(np.arange(len(free_s)), n_offers)  # of each offer
+    n_before = np.repeat(n_offers.cumsum() - n_offers, n_offers)  # offers of the holders before it
+    ordinal = np.arange(1, len(holder) + 1) - n_before  # 1, 2, ... of each holder
+    done_s = free_s[holder] + ordinal * piece_s
     earliest = np.lexsort((holder, done_s))[:n_pieces]  # ties go to the first holder
-    busy_s = busy_s.copy()
-    np.maximum.at(busy_s, holder[earliest], done_s[earliest])
-    return EvenFilling(holder[earliest], busy_s)
+    takers = holder[earliest]
+    np.maximum.at(busy_s, devices[takers], done_s[earliest])
+    return takers

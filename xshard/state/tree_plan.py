@@ -10,7 +10,6 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from xshard.caches import layout_cache
 from xshard.cost.bounds import lacking_elements
@@ -23,14 +22,14 @@ from xshard.notation.parser import BY, INTERVALS, SIZES, Dim, Shard
 from xshard.plans.plan import Plan
 from xshard.plans.table import device_ranges
 from xshard.plans.transfer import Transfer
+from xshard.plans.transfer_pieces import Ints
 from xshard.state.relations import ArrayPart
 from xshard.steps import Step
 
 ADDED = "_added"  # the dim of length 1 of an array that is stacked
 
 
-@dataclass(frozen=True)
-class PartSharding:
+class PartSharding(NamedTuple):
     """The sharding of a part of an array.
 
     Attributes:
@@ -67,26 +66,27 @@ def part_of(whole: Sharding, part: ArrayPart) -> PartSharding:
         PlanError: The rows are of a dim with blocks that overlap.
     """
     d = part.dim
-    dims = whole.layout.dims
-    part_shape = part.part_shape(whole.shape)
     if d is None:  # the part is the whole array
         return PartSharding(whole, part, whole)
+    dims = list(whole.layout.dims)
+    rows_of_block = []  # the rows of the part that each block holds, counted in the block
     if part.adds:  # the whole array, seen as one row of a new dim, as a member of a stack is
-        layout = replace(whole.layout, dims=(*dims[:d], Dim(ADDED), *dims[d:]))
-        return PartSharding(whole, part, Sharding(layout, whole.mesh, part_shape))
-    if dims[d].overlap is not None:
-        reason = f"'{dims[d]}' has blocks that overlap, a part of it cannot have a layout"
-        raise PlanError(reason, hint="trim before, widen after")
-    rows_of_part = []  # that each block holds, counted in the part
-    rows_of_block = []  # the same rows, counted in the block
-    for owned in whole.owned_by_position(d):
-        segments = common_segments(part.rows, owned)
-        rows_of_part.append(merge_adjacent(Run(s.src, s.length) for s in segments))
-        rows_of_block.append(_as_one_run([Run(s.dst, s.length) for s in segments]))
-    sizes = whole.mesh.sizes_of(dims[d].axes)
-    dim = _sharded_as(dims[d], tuple(rows_of_part), sizes, count_rows(part.rows))
-    layout = replace(whole.layout, dims=(*dims[:d], dim, *dims[d + 1 :]))
-    sharding = Sharding(layout, whole.mesh, part_shape)
+        dims.insert(d, Dim(ADDED))
+    elif dims[d].overlap is not None:
+        raise PlanError(
+            f"'{dims[d]}' has blocks that overlap, a part of it cannot have a layout",
+            hint="trim before, widen after",
+        )
+    else:
+        rows_of_part = []  # the same rows, counted in the part
+        for owned in whole.owned_by_position(d):
+            segments = common_segments(part.rows, owned)
+            rows_of_part.append(merge_adjacent(Run(s.src, s.length) for s in segments))
+            rows_of_block.append(_as_one_run([Run(s.dst, s.length) for s in segments]))
+        sizes = whole.mesh.sizes_of(dims[d].axes)
+        dims[d] = _sharded_as(dims[d], tuple(rows_of_part), sizes, count_rows(part.rows))
+    layout = replace(whole.layout, dims=tuple(dims))
+    sharding = Sharding(layout, whole.mesh, part.part_shape(whole.shape))
     return PartSharding(whole, part, sharding, tuple(rows_of_block))
 
 
@@ -138,7 +138,7 @@ def _as_one_run(runs: Sequence[Run]) -> Runs:
 
 
 @layout_cache(maxsize=4096)
-def _pairs_of(step: Step, before: Sharding) -> NDArray[np.int64]:
+def _pairs_of(step: Step, before: Sharding) -> Ints:
     """Return the positions of all senders and receivers of a step on one mesh, and elements.
 
     Rows of the result: sender, receiver, elements; a column for each pair.
@@ -178,7 +178,7 @@ class ArrayPlan:
     moves: tuple[PartMove, ...]
 
     @cached_property
-    def _sent(self) -> NDArray[np.int64]:
+    def _sent(self) -> Ints:
         """Of all messages: the numbers of sender and receiver, and bytes. [3, messages]."""
         messages = [np.zeros((3, 0), np.int64)]
         for move in self.moves:
@@ -200,7 +200,8 @@ class ArrayPlan:
         np.add.at(n_bytes, receivers, message_bytes)
         if sent:
             np.add.at(n_bytes, senders, message_bytes)
-        return Counter({int(device): int(n_bytes[device]) for device in np.flatnonzero(n_bytes)})
+        devices = np.flatnonzero(n_bytes)
+        return Counter(dict(zip(devices.tolist(), n_bytes[devices].tolist(), strict=True)))
 
     @property
     def lacking(self) -> Counter[int]:
@@ -211,13 +212,7 @@ class ArrayPlan:
         n_bytes: Counter[int] = Counter()
         for move in self.moves:
             plan = move.plan
-            target = plan.target.in_order(plan.src.names)
-            elements = lacking_elements(
-                plan.source.with_layout(plan.source.normal_layout),
-                target.with_layout(target.normal_layout),
-                plan.src_devices,
-                plan.dst_devices,
-            )
+            elements = lacking_elements(*plan._normal_ends, plan.src_devices, plan.dst_devices)
             lacking_bytes = (elements * plan.itemsize).tolist()
             n_bytes.update(dict(zip(plan.dst_devices, lacking_bytes, strict=True)))
         return n_bytes
@@ -231,7 +226,7 @@ class ArrayPlan:
         return {(sender, receiver) for sender, receiver in pairs if sender != receiver}
 
 
-def _messages_of(plan: Plan) -> Iterator[NDArray[np.int64]]:
+def _messages_of(plan: Plan) -> Iterator[Ints]:
     """Yield for each step of a plan an array [3, messages]: sender, receiver and bytes of each.
 
     Messages of a device to itself are left out. Steps name devices by their position on a mesh: on

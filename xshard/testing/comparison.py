@@ -18,7 +18,7 @@ from xshard.testing.diagnosis.causes import Cause
 from xshard.testing.diagnosis.evidence import in_double, largest_value, whole
 from xshard.testing.mismatch import DIFFERENCES, Mismatch, Subject, find_mismatch
 from xshard.testing.problem import Problem
-from xshard.testing.question import Devices
+from xshard.testing.question import Devices, Side
 from xshard.testing.runs import RunAnswer, Truth
 from xshard.tolerances import DERIVATIVE, rounding
 
@@ -41,7 +41,7 @@ class ComparisonResult(NamedTuple):
 class ArrayKey(NamedTuple):
     """One array of one runtime's function, on whatever mesh it runs."""
 
-    runtime: str
+    runtime: Side
     kind: str
     name: str
 
@@ -117,7 +117,6 @@ class _Comparison:
         self.mismatches: list[Mismatch] = []
         self.n_compared = 0
         self._draws_random_numbers = truth.draws or any(run.answer.draws for run in runs)
-        self._arguments = dict(zip(problem.names, problem.values, strict=True))
         # By kind of array. In an array that should be zero, an error is judged by the largest value
         # of all arrays of its kind: beside that, it may be rounding.
         self._largest_values = {
@@ -130,7 +129,7 @@ class _Comparison:
         self._wrong_on_one_device: dict[ArrayKey, Block] = {}
         self._right: dict[tuple[Mesh, ArrayKey], ComparedArray] = {}
 
-    def compare_derivatives(self, runtime: str) -> None:
+    def compare_derivatives(self, runtime: Side) -> None:
         """Compare the gradients of the run on one device with finite differences of its loss.
 
         They are compared along random directions d: the inner product of gradient and d, and
@@ -187,7 +186,7 @@ class _Comparison:
                 self._compare(array, jax_array.got, "torch", "jax")
 
     def _compare(
-        self, array: ComparedArray, want: Devices, runtime: str, against: str
+        self, array: ComparedArray, want: Devices, runtime: Side, against: str
     ) -> Mismatch | None:
         """Compare one array's blocks with the right ones, and note a mismatch with its cause.
 
@@ -209,7 +208,7 @@ class _Comparison:
             array.block_sharding,
             self.tol,
             self._largest_values[array.kind],
-            self._arguments,
+            self.problem.arrays,
         )
         if mismatch is not None:
             self.mismatches.append(

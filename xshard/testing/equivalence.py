@@ -13,12 +13,11 @@ from xshard.testing.pickling import packed
 from xshard.testing.problem import (
     Function,
     Meshes,
-    Side,
     check_problem,
     mesh_of_ones,
     updates_of,
 )
-from xshard.testing.question import Tree
+from xshard.testing.question import Side, Tree
 from xshard.testing.runs import RunAnswer, Runs, Truth
 from xshard.testing.trials import explain_by_trials
 

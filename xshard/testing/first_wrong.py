@@ -6,7 +6,7 @@ nothing, the way in which an error grows with the number of devices may.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -19,10 +19,16 @@ from xshard.testing.comparison import whole_of
 from xshard.testing.diagnosis.causes import Cause
 from xshard.testing.mismatch import DIFFERENCES, Mismatch, Subject
 from xshard.testing.moves import calls_in_order, find_wrong_input
-from xshard.testing.runs import Runs, Truth, side_of
+from xshard.testing.runs import Runs, Truth
 from xshard.testing.trials import OUTPUT_IS_WRONG
 
 _PER_DEVICE_CAUSES = ("own factors", "own statistics")
+# How an error grows from 2 to 3 devices: with n parts in place of one part it is (n - 1) parts, and
+# with 1/n of a part it is (1 - 1/n) of it.
+_LAWS = (
+    (2, "counted", "counted once on every device along {}, so the error grows"),
+    (4 / 3, "divided", "divided by the number of devices along {}"),
+)
 _LAW_TOLERANCE = 1e-3  # of the largest error: how closely an error keeps to a law
 
 
@@ -55,34 +61,41 @@ def locate_first_wrong(found: Sequence[Mismatch], runs: Runs, truth: Truth) -> l
     Returns:
         The same mismatches in the same order, with what was found.
     """
-    sharded = [m for m in found if m.subject.against != DIFFERENCES]
     # Mismatches with finite differences are on one device, where nothing is redistributed.
+    sharded = [m for m in found if m.subject.against != DIFFERENCES]
     if not sharded:
         return list(found)
 
     # The first mismatch is the one nearest to the function's own mistake: outputs come first.
     subject = sharded[0].subject
     first_wrong = _first_wrong_redistribution(subject, runs, truth)
-    earlier_causes: dict[tuple[str, str], Cause] = {}  # by kind and name of the array
+    causes: dict[tuple[str, str], Cause] = {}  # by kind and name of the array, on earlier meshes
     located = []
     for mismatch in found:
+        array = (mismatch.subject.kind, mismatch.subject.name)
         # The redistributions were recorded on one mesh, in one direction.
-        is_located = mismatch in sharded and mismatch.subject.mesh == subject.mesh
-        better = None
+        is_recorded = mismatch in sharded and mismatch.subject.mesh == subject.mesh
+        cause = None
         if _may_have_better_cause(mismatch):
-            if is_located and mismatch.subject.kind == subject.kind:
-                better = first_wrong.cause
-            if better is None:
-                better = _cause_by_meshes(mismatch, earlier_causes, runs, truth)
-        cause = mismatch.cause if better is None else better
+            if is_recorded and mismatch.subject.kind == subject.kind:
+                cause = first_wrong.cause
+            if cause is None:
+                cause = causes.get(array)
+            if cause is None:
+                cause = _law_of_growth(mismatch.subject, runs, truth)
+        if cause is None:
+            cause = mismatch.cause
         if cause is None:
             cause = _cause_by_other_arrays(mismatch, sharded)
 
         if cause is not None:
             # Mismatches of this array on further meshes refer to the first mesh with a cause.
-            again = cause._replace(text=f"as on {mismatch.subject.mesh}: {cause.text}")
-            earlier_causes.setdefault((mismatch.subject.kind, mismatch.subject.name), again)
-        located.append(replace(mismatch, cause=cause, first=first_wrong.text if is_located else ""))
+            causes.setdefault(
+                array, cause._replace(text=f"as on {mismatch.subject.mesh}: {cause.text}")
+            )
+        located.append(
+            replace(mismatch, cause=cause, first=first_wrong.text if is_recorded else "")
+        )
     return located
 
 
@@ -91,16 +104,6 @@ def _may_have_better_cause(mismatch: Mismatch) -> bool:
     if mismatch.problem:
         return False
     return mismatch.cause is None or mismatch.cause.name == "one addend"
-
-
-def _cause_by_meshes(
-    mismatch: Mismatch, earlier_causes: Mapping[tuple[str, str], Cause], runs: Runs, truth: Truth
-) -> Cause | None:
-    """Explain an array by the cause on an earlier mesh, or by its errors on other meshes."""
-    earlier = earlier_causes.get((mismatch.subject.kind, mismatch.subject.name))
-    if earlier is not None:
-        return earlier
-    return _law_of_growth(mismatch.subject, runs, truth)
 
 
 def _cause_by_other_arrays(mismatch: Mismatch, sharded: Sequence[Mismatch]) -> Cause | None:
@@ -125,7 +128,7 @@ def _first_wrong_redistribution(subject: Subject, runs: Runs, truth: Truth) -> F
     the order of the backward. Returns a text such as "what <call 2> is given; right is what <call
     1> is given", and the cause where it is known; "" if nothing could be compared.
     """
-    runtime = side_of(subject)
+    runtime = subject.runtime
     mesh = subject.mesh
     is_backward = subject.kind != "output"
     try:
@@ -134,24 +137,24 @@ def _first_wrong_redistribution(subject: Subject, runs: Runs, truth: Truth) -> F
     except XshardError:
         return FirstWrong("")
 
-    arguments = dict(zip(runs.problem.names, runs.problem.values, strict=True))
-    last_right = ""
+    arguments = runs.problem.arrays
     on_one = calls_in_order(seen_on_one, 1, is_backward)
     on_mesh = calls_in_order(seen_on_mesh, mesh.n_devices, is_backward)
+    right_input = ""  # of the last call that was compared, in words
     # Not strict: a function may redistribute more often on one of them.
     for one, many in zip(on_one, on_mesh, strict=False):
         # The calls are no longer the same ones, so they cannot be compared.
         if one.check.text != many.check.text:
             break
-        place = f"what {many} is given"
-        if is_backward:
-            place = f"the gradient that comes back to {many}"
+        given = (
+            f"the gradient that comes back to {many}" if is_backward else f"what {many} is given"
+        )
         mismatch = find_wrong_input(one, many, mesh, runtime, arguments)
         if mismatch is not None:
-            text = f"{place}; right is {last_right}" if last_right else place
+            text = f"{given}; right is {right_input}" if right_input else given
             return FirstWrong(text, mismatch.cause)
-        last_right = place
-    return FirstWrong(f"after {last_right}, which is right" if last_right else "")
+        right_input = given
+    return FirstWrong(f"after {right_input}, which is right" if right_input else "")
 
 
 def _law_of_growth(subject: Subject, runs: Runs, truth: Truth) -> Cause | None:
@@ -174,14 +177,9 @@ def _law_of_growth(subject: Subject, runs: Runs, truth: Truth) -> Cause | None:
             slack = _LAW_TOLERANCE * np.abs(error_on_three).max(initial=0)
             if not slack:  # no error on three devices
                 continue
-            # n * part in place of part is wrong by (n - 1) * part.
-            if np.allclose(error_on_three, 2 * error_on_two, 0, slack):
-                text = f"{part} is counted once on every device along {axis}, so the error grows"
-                return Cause("counted", text)
-            # part / n in place of part is wrong by (1 - 1/n) * part.
-            if np.allclose(error_on_three, 4 / 3 * error_on_two, 0, slack):
-                text = f"{part} is divided by the number of devices along {axis}"
-                return Cause("divided", text)
+            for growth, name, mistake in _LAWS:
+                if np.allclose(error_on_three, growth * error_on_two, 0, slack):
+                    return Cause(name, f"{part} is {mistake.format(axis)}")
     return None
 
 
@@ -191,5 +189,5 @@ def _whole_along(
     """Run on a mesh that is long along one axis alone -> the subject's whole array, and the right one."""
     sizes = dict.fromkeys(subject.mesh.axes, 1)
     sizes[axis] = n_devices
-    run = runs.run(side_of(subject), Mesh(sizes), truth)
+    run = runs.run(subject.runtime, Mesh(sizes), truth)
     return whole_of(runs.problem, truth, run, subject.kind, subject.name)

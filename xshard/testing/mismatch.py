@@ -13,6 +13,7 @@ from xshard.steps.base import Block
 from xshard.testing.diagnosis.causes import Cause, likely_cause
 from xshard.testing.diagnosis.evidence import Case, in_double, wrong_rows
 from xshard.testing.diagnosis.orders import rows_text
+from xshard.testing.question import Side
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -29,14 +30,14 @@ class Subject:
     Attributes:
         kind: "output", "gradient" or "parameter".
         name: Of the output, or of the argument.
-        runtime: "torch" or "jax".
+        runtime: The framework.
         mesh: The mesh of the run.
         against: The source, in words: "torch on one device".
     """
 
     kind: str
     name: str
-    runtime: str
+    runtime: Side
     mesh: Mesh
     against: str
 
@@ -220,16 +221,15 @@ class EquivalenceError(AssertionError):
         return EquivalenceError, (self.mismatches, self.compared)
 
     def _text(self) -> str:
+        """Write the message: a summary, the first mismatches in full, and how many more there are."""
         paragraphs = [self._summary()]
-        for mismatch in self.mismatches:
-            subject = mismatch.subject
-            # A mismatch with finite differences says that a function's own gradient is wrong, and
-            # not that it differs from the other framework's function.
-            if subject.mesh.n_devices == 1 and subject.against != DIFFERENCES:
-                paragraphs.append(
-                    "they differ on one device already: the functions differ, not their sharding"
-                )
-                break
+        # A mismatch with finite differences says that a function's own gradient is wrong, and not
+        # that it differs from the other framework's function.
+        subjects = [m.subject for m in self.mismatches if m.subject.against != DIFFERENCES]
+        if any(subject.mesh.n_devices == 1 for subject in subjects):
+            paragraphs.append(
+                "they differ on one device already: the functions differ, not their sharding"
+            )
         paragraphs += map(mismatch_text, self.mismatches[:_MAX_SHOWN])
         n_hidden = len(self.mismatches) - _MAX_SHOWN
         if n_hidden > 0:
@@ -295,8 +295,9 @@ def mismatch_text(mismatch: Mismatch) -> str:
         lines.append(f"device {mismatch.place}: {mismatch.problem}")
     else:
         count = f"{mismatch.n_wrong} of {mismatch.n_elements} elements differ"
-        devices = _wrong_devices_text(mismatch)
-        lines.append(f"{count}, {devices}; the largest error is {mismatch.error:.3g}")
+        lines.append(
+            f"{count}, {_wrong_devices_text(mismatch)}; the largest error is {mismatch.error:.3g}"
+        )
         # On an unsharded array, the index in the block is the global one, and is not repeated.
         local = ""
         if mismatch.index != mismatch.global_index:

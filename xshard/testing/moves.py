@@ -6,6 +6,7 @@ import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -23,6 +24,7 @@ from xshard.testing.diagnosis.causes import Cause
 from xshard.testing.diagnosis.evidence import Case, in_double
 from xshard.testing.mismatch import Mismatch, Subject, located
 from xshard.testing.pickling import OURS
+from xshard.testing.question import Side
 
 Arrays = Mapping[str, Block]
 # Orders of a cut along an axis that an expression does not name.
@@ -99,17 +101,16 @@ def merged(ranks: Iterable[Sequence[Seen]]) -> list[Seen]:
 
 def calls_in_order(seen: Iterable[Seen], n_devices: int, cotangents: bool) -> list[Seen]:
     """List calls of one direction, in the order in which they ran, that have blocks of all devices."""
-    calls = [
-        call
-        for call in seen
-        if call.check.cotangents == cotangents and len(call.blocks) == n_devices
-    ]
+    calls = []
+    for call in seen:
+        if call.check.cotangents == cotangents and len(call.blocks) == n_devices:
+            calls.append(call)
     # They are recorded in the order of the forward pass: cotangents come back the other way.
     return calls[::-1] if cotangents else calls
 
 
 def find_wrong_input(
-    one: Seen, many: Seen, mesh: Mesh, runtime: str, arguments: Arrays
+    one: Seen, many: Seen, mesh: Mesh, runtime: Side, arguments: Arrays
 ) -> Mismatch | None:
     """Compare what a call of `redistribute` is given on a mesh with its input on one device.
 
@@ -128,11 +129,10 @@ def find_wrong_input(
         The mismatch; None if the arrays are equal, or if it cannot be told.
     """
     layout = many.check.sharding.layout
-    subject = Subject("block", str(many), runtime, mesh, f"{runtime} on one device")
     try:
         right = _meant_on_one_device(one, many, mesh)
-        readings = _readings(layout, _hidden_axes(many, mesh))
-        read_cases = [_case(many, right, reading, mesh, arguments) for reading in readings]
+        case_under = partial(_case, many, right, mesh, arguments)  # the blocks, read under a layout
+        read_cases = list(map(case_under, _readings(layout, _hidden_axes(many, mesh))))
     # The function may use a mesh of its own, or be mapped over a batch by vmap: not comparable.
     except XshardError:
         return None
@@ -141,15 +141,16 @@ def find_wrong_input(
     if any(case.agrees for case in cases):
         return None
 
+    subject = Subject("block", str(many), runtime, mesh, f"{runtime} on one device")
     mismatches = [located(subject, case) for case in cases]
-    if not mismatches:  # shapes fit no reading
-        mismatches = [Mismatch(subject, 0)]
     # Of many readings, one with a known cause is the likeliest.
     for mismatch in mismatches:
         if mismatch.cause is not None:
             return mismatch
-    cause = _other_layout(many, right, mesh, arguments)
-    return replace(mismatches[0], cause=cause)
+    cause = _other_layout(layout, mesh.long_axes, case_under)
+    # Without any case, the shapes of blocks fit no reading.
+    first = mismatches[0] if mismatches else Mismatch(subject, 0)
+    return replace(first, cause=cause)
 
 
 def _meant_on_one_device(one: Seen, many: Seen, mesh: Mesh) -> Block:
@@ -167,34 +168,34 @@ def _meant_on_one_device(one: Seen, many: Seen, mesh: Mesh) -> Block:
 
 def _hidden_axes(many: Seen, mesh: Mesh) -> list[str]:
     """List the long mesh axes that a call's expression does not name."""
-    src, dst, _ = sides(
-        many.check.text
-    )  # along axes on either side the layout says what blocks are
-    named = {*src.axes, *dst.axes}
+    src, dst, _ = sides(many.check.text)
+    named = {*src.axes, *dst.axes}  # along these the layout says what blocks are
     return [axis for axis in mesh.long_axes if axis not in named]
 
 
-def _other_layout(many: Seen, right: Block, mesh: Mesh, arguments: Arrays) -> Cause | None:
+def _other_layout(
+    layout: Layout, axes: Sequence[str], case_under: Callable[[Layout], Case | None]
+) -> Cause | None:
     """Find another layout under which the recorded blocks are right, as a cause."""
-    layout = many.check.sharding.layout
     unsharded = Layout(tuple(map(Dim, layout.names)))
-    for other in _readings(unsharded, mesh.long_axes):
-        case = _case(many, right, other, mesh, arguments)
+    for other in _readings(unsharded, axes):
+        case = case_under(other)
         if case is not None and case.agrees:
-            text = f"blocks of '{other}' are taken for blocks of '{layout}'"
-            return Cause("another layout", text)
+            return Cause(
+                "another layout", f"blocks of '{other}' are taken for blocks of '{layout}'"
+            )
     return None
 
 
-def _case(many: Seen, right: Block, layout: Layout, mesh: Mesh, arguments: Arrays) -> Case | None:
+def _case(many: Seen, right: Block, mesh: Mesh, arguments: Arrays, layout: Layout) -> Case | None:
     """Put the recorded blocks beside the blocks that they should be under a layout.
 
     Args:
         many: The recorded call, with its block on each device.
         right: The whole array as it should be.
-        layout: The layout that the blocks are taken to have.
         mesh: The mesh.
         arguments: Whole arguments of the function by name, which help to find the cause.
+        layout: The layout that the blocks are taken to have.
 
     Returns:
         Both sets of blocks, ready to compare; None if the shapes do not fit the layout.
@@ -203,26 +204,15 @@ def _case(many: Seen, right: Block, layout: Layout, mesh: Mesh, arguments: Array
         sharding = Sharding(layout, mesh, right.shape)
     except XshardError:
         return None
-    devices = range(mesh.n_devices)
-    blocks = [many.blocks[device] for device in devices]
-    shapes = [sharding.local_shape(device) for device in devices]
+    blocks = [many.blocks[device] for device in range(mesh.n_devices)]
+    want = reference.scatter(right, layout, mesh)
     # JAX pads uneven blocks with rows at the end, so that all have the shape of the largest.
     if all(block.shape == sharding.max_local_shape for block in blocks):
-        blocks = [_without_padding(b, shape) for b, shape in zip(blocks, shapes, strict=True)]
-    if [block.shape for block in blocks] != shapes:
+        for device, wanted in enumerate(want):
+            blocks[device] = blocks[device][tuple(map(slice, wanted.shape))]
+    if [block.shape for block in blocks] != [wanted.shape for wanted in want]:
         return None
-    return Case.of(
-        blocks,
-        reference.scatter(right, layout, mesh),
-        sharding,
-        tolerance=None,
-        largest=0.0,
-        arguments=arguments,
-    )
-
-
-def _without_padding(block: Block, shape: tuple[int, ...]) -> Block:
-    return block[tuple(map(slice, shape))]
+    return Case.of(blocks, want, sharding, tolerance=None, largest=0.0, arguments=arguments)
 
 
 def _readings(layout: Layout, axes: Sequence[str]) -> Iterator[Layout]:
@@ -232,17 +222,17 @@ def _readings(layout: Layout, axes: Sequence[str]) -> Iterator[Layout]:
     "n" with axis "a" -> "n | copy(a)", "n | sum(a)", "n/a", "n/zigzag(a)".
     """
     cuts = itertools.product(_HIDDEN_ORDERS, range(len(layout.dims)))
-    meanings = [("copy", 0), ("sum", 0), *cuts]  # the 0 is not used: only cuts are of a dim
+    meanings = [("copy", None), ("sum", None), *cuts]  # tags, and orders of cuts with their dim
     for choice in itertools.product(meanings, repeat=len(axes)):
         dims = list(layout.dims)
         tags = layout.tags
-        for axis, (meaning, dim) in zip(axes, choice, strict=True):
-            if meaning in _HIDDEN_ORDERS:
-                # Outermost, as if the function had cut the array along it before.
-                shard = Shard((axis,), meaning)
-                dims[dim] = replace(dims[dim], shards=(shard, *dims[dim].shards))
-            else:
+        for axis, (meaning, d) in zip(axes, choice, strict=True):
+            if d is None:
                 tags = (*tags, (meaning, (axis,)))
+            else:
+                # Outermost, as if the function had cut the array along it before.
+                shards = (Shard((axis,), meaning), *dims[d].shards)
+                dims[d] = replace(dims[d], shards=shards)
         yield Layout(tuple(dims), tags)
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -15,13 +15,13 @@ from xshard.dtypes import itemsize, n_bytes, numpy_dtype, precision
 from xshard.errors import DtypeError, ShapeError, XshardError
 from xshard.formatting import format_bytes
 from xshard.layout import Layout, Mesh, Sharding
-from xshard.notation.overlap import Fold
+from xshard.notation.overlap import Halo, Reads, Window
 from xshard.planner import plan as make_plan
 from xshard.runtimes.backends import BACKENDS, Backend, NoRuntimeError
 from xshard.runtimes.processes import FunctionError
 from xshard.steps.base import Block
 from xshard.steps.local import Scale
-from xshard.testing.diagnosis.evidence import largest_error, settle, whole
+from xshard.testing.diagnosis.evidence import largest_error, settle, whole, without_overlaps
 from xshard.testing.question import OUTPUT, Answer, AnyPlan, Devices, Question, Result
 from xshard.tolerances import EXACT
 
@@ -78,8 +78,9 @@ def plan_question(plan: AnyPlan, seed: int = 0) -> Question:
     rng = np.random.default_rng(seed)
     blocks: list[Devices] = []
     for array in (*sources, cotangent):
-        drawn = random_blocks(rng, array.layout, plan.mesh, array.shape, plan.dtype, unit)
-        blocks.append(tuple(drawn))
+        blocks.append(
+            tuple(random_blocks(rng, array.layout, plan.mesh, array.shape, plan.dtype, unit))
+        )
     return Question(
         function=plan,
         mesh=plan.mesh,
@@ -115,13 +116,12 @@ def in_numpy(question: Question) -> Answer:
     else:
         gradients = [reference.pullback(plan, question.inputs[0], question.cotangents)]
     seconds = time.perf_counter() - start
-    gradients_of_inputs = {i: tuple(blocks) for i, blocks in enumerate(gradients)}
+    gradients_by_input = dict(enumerate(map(tuple, gradients)))
     # One process holds all blocks: no bytes travel, so none are measured.
-    return Answer({OUTPUT: tuple(outputs)}, gradients_of_inputs, seconds=seconds)
+    return Answer({OUTPUT: tuple(outputs)}, gradients_by_input, seconds=seconds)
 
 
-@dataclass(frozen=True)
-class Verdict:
+class Verdict(NamedTuple):
     """How far an answer is from the right one.
 
     Attributes:
@@ -154,8 +154,11 @@ def _largest_error(got: Mapping[Any, Devices], want: Mapping[Any, Devices]) -> f
     return max((largest_error(got[key], want[key]) for key in want), default=0.0)
 
 
-# A whole array with one dim per name, as one device of `reference.contract` holds it.
-_NamedArray = tuple[tuple[str, ...], list[Block]]
+class _NamedArray(NamedTuple):
+    """A whole array with one dim per name, as the one device of `reference.contract` holds it."""
+
+    names: tuple[str, ...]
+    blocks: list[Block]
 
 
 def audit(question: Question, answer: Answer) -> Verdict:
@@ -166,17 +169,17 @@ def audit(question: Question, answer: Answer) -> Verdict:
     elements that are largest and which an einsum does not give.
     """
     plan = question.plan
-    output = arrays_of(plan)[-1]
-    sources = question.shardings
+    *as_written, output = arrays_of(plan)
+    sources = as_written
     target = output
     if isinstance(plan, ContractionPlan):
         # The text may repeat a name, or group several in one dim: here each name is one dim.
-        sources = tuple(move.source for move in plan.moves)
+        sources = [move.source for move in plan.moves]
         target = plan.result.target
     operands: list[_NamedArray] = []
-    for blocks, written, source in zip(question.inputs, question.shardings, sources, strict=True):
+    for blocks, written, source in zip(question.inputs, as_written, sources, strict=True):
         by_name = reference.blocks_by_name(blocks, written, source)
-        operands.append((source.layout.names, [whole(by_name, source)]))
+        operands.append(_NamedArray(source.layout.names, [whole(by_name, source)]))
 
     [result] = reference.contract(operands, target.layout.names)
     got = reference.blocks_by_name(answer.outputs[OUTPUT], output, target)
@@ -184,41 +187,29 @@ def audit(question: Question, answer: Answer) -> Verdict:
     if not is_linear(plan):
         return Verdict(forward, None)
 
-    backward = 0.0
-    for i, gradient in enumerate(_gradients_by_definition(question, operands, sources, target)):
-        written = question.shardings[i]
-        got = reference.blocks_by_name(answer.gradients_if_any[i], written, sources[i])
-        backward = max(backward, _error_in_array(got, gradient, sources[i].dual))
-    return Verdict(forward, backward)
-
-
-def _gradients_by_definition(
-    question: Question,
-    operands: Sequence[_NamedArray],
-    sources: Sequence[Sharding],
-    target: Sharding,
-) -> Iterator[Block]:
-    """Yield the gradient of each operand of an einsum, as whole arrays in numpy.
-
-    For c = a b, the gradient of a is the output's gradient contracted with b.
-
-    Args:
-        question: The input, with the blocks of the output's gradient (its cotangent).
-        operands: The names of the dims and the whole array of each operand.
-        sources: The sharding of each operand, with one dim per name.
-        target: The sharding of the result, with one dim per name.
-    """
-    output = arrays_of(question.plan)[-1]
     cotangents = reference.blocks_by_name(question.cotangents, output, target)
-    cotangent = (target.layout.names, [whole(cotangents, target.dual)])
+    cotangent = _NamedArray(target.layout.names, [whole(cotangents, target.dual)])
+    backward = 0.0
     for i, source in enumerate(sources):
-        others = [cotangent, *operands[:i], *operands[i + 1 :]]
-        names, arrays = operands[i]
-        [gradient] = reference.contract_gradient(others, names, arrays)
+        got = reference.blocks_by_name(answer.gradients_if_any[i], as_written[i], source)
+        gradient = _gradient_by_definition(operands, i, cotangent)
         scale = source.scale / target.scale  # a mean is a sum times 1/n
         if scale != 1:
             [gradient] = Scale(scale).run([gradient], source)
-        yield gradient
+        backward = max(backward, _error_in_array(got, gradient, source.dual))
+    return Verdict(forward, backward)
+
+
+def _gradient_by_definition(
+    operands: Sequence[_NamedArray], i: int, cotangent: _NamedArray
+) -> Block:
+    """Return the gradient of operand i of an einsum, as a whole array.
+
+    For c = a b, the gradient of a is the gradient of c (`cotangent`) contracted with b.
+    """
+    others = [cotangent, *operands[:i], *operands[i + 1 :]]
+    [gradient] = reference.contract_gradient(others, operands[i].names, operands[i].blocks)
+    return gradient
 
 
 def _error_in_array(blocks: Iterable[Block], array: Block, sharding: Sharding) -> float:
@@ -240,12 +231,8 @@ def random_blocks(
     Rows that several devices hold, as replicas or in halos, are equal. Addends of a sum are not.
     The values are small, so that sums of them are exact in `dtype`.
     """
-    without_halos = []
-    for dim in layout.dims:
-        is_plain = dim.overlap is None or isinstance(dim.overlap, Fold)
-        without_halos.append(dim if is_plain else replace(dim, overlap=None))
-    plain = replace(layout, dims=tuple(without_halos))
-    if plain.dims != layout.dims:
+    plain = without_overlaps(layout, Halo, Window, Reads)
+    if plain != layout:
         # Halos are rows of the neighbours: blocks are drawn without them, then widened by a plan.
         plan = make_plan((plain, layout), mesh, shape, dtype)
         return reference.run(plan, random_blocks(rng, plain, mesh, shape, dtype, unit))
@@ -274,8 +261,7 @@ def _range_of_values(dtype: str) -> tuple[int, int]:
     return -4, 5
 
 
-@dataclass(frozen=True)
-class Runtime:
+class Runtime(NamedTuple):
     """A way to run plans.
 
     Attributes:
@@ -312,8 +298,9 @@ class Runtime:
                 n_devices, "worker.answers", asked, timeout_s=timeout_s
             )
         except XshardError as error:
-            why = f"{self.name}: {error.reason}"
-            raise FunctionError(why, text=error.text, span=error.span, hint=error.hint) from None
+            raise FunctionError(
+                f"{self.name}: {error.reason}", text=error.text, span=error.span, hint=error.hint
+            ) from None
         return answers
 
     def judge(self, question: Question, answer: Answer, expected: Answer) -> Verdict:
@@ -345,18 +332,16 @@ def choose(names: Sequence[str], meshes: Sequence[Mesh]) -> tuple[Runtime, ...]:
     """
     by_name = {runtime.name: runtime for runtime in RUNTIMES}
     able = [runtime for runtime in RUNTIMES if any(map(runtime.takes, meshes))]
-    chosen = able
-    if names:
-        chosen = []
-        for name in dict.fromkeys(names):
-            if name not in by_name:
-                hint = f"runtimes are: {', '.join(by_name)}"
-                raise NoRuntimeError(f"no runtime {name!r}", hint=hint)
-            chosen.append(by_name[name])
+    for name in names:
+        if name not in by_name:
+            raise NoRuntimeError(f"no runtime {name!r}", hint=f"runtimes are: {', '.join(by_name)}")
+    chosen = [by_name[name] for name in dict.fromkeys(names)] if names else able
     for runtime in chosen:
         if runtime not in able:
-            why = f"{runtime.name} cannot run on {meshes[0]!r}"
-            raise NoRuntimeError(why, hint="it knows one axis: others have size 1")
+            raise NoRuntimeError(
+                f"{runtime.name} cannot run on {meshes[0]!r}",
+                hint="it knows one axis: others have size 1",
+            )
         if runtime.backend is not None:
             runtime.backend.check_installed(f", or leave {runtime.name} out with --runtime")
     return tuple(chosen)

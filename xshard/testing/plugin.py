@@ -6,6 +6,7 @@ It loads with every run of pytest, so it imports nothing slow.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -24,14 +25,20 @@ OnDevices = Callable[..., Any]
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the option `--xshard-meshes`."""
-    meaning = 'the meshes of tests that take `xshard_mesh`, as in "dp=2,cp=2;cp=4"'
-    parser.getgroup("xshard").addoption("--xshard-meshes", metavar="MESHES", help=meaning)
+    parser.getgroup("xshard").addoption(
+        "--xshard-meshes",
+        metavar="MESHES",
+        help='the meshes of tests that take `xshard_mesh`, as in "dp=2,cp=2;cp=4"',
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Declare the marker `xshard_meshes`, and check the option before any test runs."""
-    meaning = "the meshes of this test, as in 'cp=2', 'cp=4'; --xshard-meshes comes first"
-    config.addinivalue_line("markers", f"xshard_meshes(*meshes): {meaning}")
+    config.addinivalue_line(
+        "markers",
+        "xshard_meshes(*meshes): the meshes of this test, as in 'cp=2', 'cp=4'; "
+        "--xshard-meshes comes first",
+    )
     text = config.getoption("--xshard-meshes")
     if text is None:
         return
@@ -77,12 +84,7 @@ def torch_ranks() -> Callable[..., OnRanks]:
 
     def make_ranks(n: int, preload: Sequence[str] = ()) -> OnRanks:
         check_size(n)
-
-        def run_on_ranks(function: Callable[..., Any], *args: Any) -> list[Any]:
-            results: list[Any] = _ask("torch", function, args, n_ranks=n, preload=preload)
-            return results
-
-        return run_on_ranks
+        return partial(_ask, "torch", n_ranks=n, preload=preload)
 
     return make_ranks
 
@@ -109,11 +111,7 @@ def jax_devices() -> Callable[[int], OnDevices]:
 
     def make_devices(n: int) -> OnDevices:
         check_size(n)
-
-        def run_on_devices(function: Callable[..., Any], *args: Any) -> Any:
-            return _ask("jax", function, args)
-
-        return run_on_devices
+        return partial(_ask, "jax")
 
     return make_devices
 
@@ -121,8 +119,7 @@ def jax_devices() -> Callable[[int], OnDevices]:
 def _ask(
     framework: str,
     function: Callable[..., Any],
-    args: Sequence[Any],
-    *,
+    *args: Any,
     n_ranks: int | None = None,
     preload: Sequence[str] = (),
 ) -> Any:

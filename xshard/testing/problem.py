@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Literal
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,11 +19,10 @@ from xshard.steps.base import Block
 from xshard.testing.blocks import blocks_of
 from xshard.testing.functions import broadcast_prefix, leaves, mapped, numbered, parameters_of
 from xshard.testing.pickling import packed
-from xshard.testing.question import Devices, StructureError, Tree, Update
+from xshard.testing.question import Devices, Side, StructureError, Tree, Update
 
 Function = Callable[..., Any]
 Meshes = Mesh | str | Sequence[Mesh | str]
-Side = Literal["torch", "jax"]
 SIDES: tuple[Side, Side] = ("torch", "jax")
 
 
@@ -47,10 +46,17 @@ class Problem:
     meshes: tuple[Mesh, ...]
     arguments: Tree
 
+    @property
+    def arrays(self) -> dict[str, Block]:
+        """The whole arrays by name."""
+        return dict(zip(self.names, self.values, strict=True))
+
     def inputs(self, shardings: Sequence[Sharding]) -> tuple[Devices, ...]:
         """Cut every array into blocks."""
-        pairs = zip(self.values, shardings, strict=True)
-        return tuple(blocks_of(x, sharding, i) for i, (x, sharding) in enumerate(pairs))
+        blocks = []
+        for i, (x, sharding) in enumerate(zip(self.values, shardings, strict=True)):
+            blocks.append(blocks_of(x, sharding, seed=i))
+        return tuple(blocks)
 
     def shardings(self, mesh: Mesh) -> tuple[Sharding, ...]:
         """Place the layout of every array on a mesh."""
@@ -77,36 +83,46 @@ def check_problem(
     """
     args = tuple(args)
     input_layouts, output_layouts = _checked_pair(layouts, len(args))
-    names: list[str] = []
-    values: list[Block] = []
-    parsed: list[Layout] = []
+    arrays: list[_Argument] = []
     titles = _argument_names(function, len(args))
     for title, argument, prefix in zip(titles, args, input_layouts, strict=True):
         leaf_layouts = broadcast_prefix(prefix, argument, title)
-        for (name, value), layout in zip(
-            leaves(argument, title).items(), leaf_layouts, strict=True
-        ):
-            names.append(name)
-            values.append(_read_array(value, name))
-            parsed.append(_parse_layout(layout, name))
-    outputs = mapped(lambda layout: _parse_layout(layout, "output"), output_layouts)
+        values = leaves(argument, title)
+        for name, layout in zip(values, leaf_layouts, strict=True):
+            arrays.append(
+                _Argument(name, _read_array(values[name], name), _parse_layout(layout, name))
+            )
+    outputs = mapped(_parse_layout, output_layouts)
 
-    parsed_outputs = list(leaves(outputs).values())
+    output_leaves = list(leaves(outputs).values())
     if mesh is None:
         axes: list[str] = []
-        for layout in [*parsed, *parsed_outputs]:
+        for layout in [*(array.layout for array in arrays), *output_leaves]:
             axes += layout.axes
         mesh = usual_meshes(axes)
     # Every array on every mesh, before a process is started: errors name the array.
     meshes = _checked_meshes(mesh)
     for checked_mesh in meshes:
-        for name, value, layout in zip(names, values, parsed, strict=True):
-            _check_fits(name, value, layout, checked_mesh)
-        for layout in parsed_outputs:
+        for array in arrays:
+            _check_fits(array, checked_mesh)
+        for layout in output_leaves:
             check_axes(layout, checked_mesh)
     return Problem(
-        tuple(names), tuple(values), tuple(parsed), outputs, meshes, arguments=numbered(args)
+        names=tuple(array.name for array in arrays),
+        values=tuple(array.value for array in arrays),
+        layouts=tuple(array.layout for array in arrays),
+        outputs=outputs,
+        meshes=meshes,
+        arguments=numbered(args),
     )
+
+
+class _Argument(NamedTuple):
+    """An array among the arguments."""
+
+    name: str
+    value: Block
+    layout: Layout
 
 
 def _checked_pair(layouts: Any, n_arguments: int) -> tuple[Sequence[Tree], Tree]:
@@ -138,9 +154,7 @@ def _argument_names(function: Function, count: int) -> list[str]:
     parameters = parameters_of(function).values()
     # A parameter that takes many arguments, as `*args`, names none of them.
     names = [parameter.name for parameter in parameters if parameter.kind in kinds][:count]
-    for i in range(len(names), count):
-        names.append(f"args[{i}]")
-    return names
+    return names + [f"args[{i}]" for i in range(len(names), count)]
 
 
 def _read_array(value: Any, name: str) -> Block:
@@ -154,14 +168,16 @@ def _read_array(value: Any, name: str) -> Block:
     """
     # numpy would make arrays of numbers and texts too, which are rather options of the function.
     if not hasattr(value, "shape"):
-        hint = "let the functions close over other values; trees are dicts, lists and tuples"
-        raise StructureError(f"{name} is a {type(value).__name__}, arguments are arrays", hint=hint)
+        raise StructureError(
+            f"{name} is a {type(value).__name__}, arguments are arrays",
+            hint="let the functions close over other values; trees are dicts, lists and tuples",
+        )
     try:
         array = np.asarray(value)
     except (TypeError, ValueError, RuntimeError) as error:
-        hint = "tensors are detached and on the CPU; bfloat16 is numpy's with ml_dtypes"
         raise StructureError(
-            f"{name} cannot be read as a numpy array: {error}", hint=hint
+            f"{name} cannot be read as a numpy array: {error}",
+            hint="tensors are detached and on the CPU; bfloat16 is numpy's with ml_dtypes",
         ) from None
     dtypes.name_of(array.dtype)  # raises for dtypes that xshard does not know
 
@@ -171,23 +187,25 @@ def _read_array(value: Any, name: str) -> Block:
     return array
 
 
-def _parse_layout(layout: Any, name: str) -> Layout:
+def _parse_layout(layout: Any, name: str = "output") -> Layout:
     """Parse a layout that has a dual. Raises LinearityError for a max or min."""
     if not isinstance(layout, Layout | str):
-        why = f"the layout of {name} is a {type(layout).__name__}"
-        raise StructureError(why, hint='text, as in "n/dp d"')
+        raise StructureError(
+            f"the layout of {name} is a {type(layout).__name__}", hint='text, as in "n/dp d"'
+        )
     parsed = Layout.parse(layout)
     _ = parsed.dual  # raises if gradients have no layout
     return parsed
 
 
-def _check_fits(name: str, value: Block, layout: Layout, mesh: Mesh) -> None:
+def _check_fits(array: _Argument, mesh: Mesh) -> None:
     """Raise the error of an array that does not fit its layout, with the array's name."""
+    shape = array.value.shape
     try:
-        Sharding(layout, mesh, value.shape)
+        Sharding(array.layout, mesh, shape)
     except XshardError as error:
-        why = f"{name} of shape {value.shape} does not fit its layout: {error.reason}"
-        text = error.text if error.text else str(layout)
+        why = f"{array.name} of shape {shape} does not fit its layout: {error.reason}"
+        text = error.text if error.text else str(array.layout)
         raise type(error)(why, text=text, span=error.span, hint=error.hint) from None
 
 
@@ -261,8 +279,10 @@ def updates_of(
         StructureError: Parameters that cannot have a step, or parameters without optimisers.
     """
     if bool(parameters) != (optimisers is not None):
-        hint = "as in parameters=[1], optimisers=(torch_factory, jax_update)"
-        raise StructureError("parameters= and optimisers= belong together", hint=hint)
+        raise StructureError(
+            "parameters= and optimisers= belong together",
+            hint="as in parameters=[1], optimisers=(torch_factory, jax_update)",
+        )
     if optimisers is None:
         return {}
 
@@ -276,9 +296,11 @@ def updates_of(
         # Under a `copy` tag or a halo, a device's gradient is only an addend of the right one: an
         # optimiser that runs on each device would take a wrong step.
         if layout.dual != layout:
-            why = f"{problem.names[i]} has gradients under '{layout.dual}', which no optimiser can add up"
-            hint = "no tags and no overlaps: the function itself redistributes to copies"
-            raise StructureError(why, text=str(layout), hint=hint)
+            raise StructureError(
+                f"{problem.names[i]} has gradients under '{layout.dual}', which no optimiser can add up",
+                text=str(layout),
+                hint="no tags and no overlaps: the function itself redistributes to copies",
+            )
 
     updates: dict[str, Update] = {}
     for side, optimiser in zip(SIDES, optimisers, strict=True):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from xshard.contractions.plan import ContractionPlan
 from xshard.errors import XshardError
@@ -15,6 +15,7 @@ from xshard.steps.base import Block
 Tree = Any  # a leaf, or a dict, list or tuple of trees; None is a tree without leaves
 Devices = tuple[Block, ...]  # the blocks of one array, one per device
 AnyPlan = Plan | ContractionPlan
+Side = Literal["torch", "jax"]
 OUTPUT = "output"  # the name of a result that is one array
 
 

@@ -14,14 +14,14 @@ from xshard.steps.base import Block
 from xshard.testing.blocks import cotangents_of, whole_layout
 from xshard.testing.diagnosis.evidence import whole
 from xshard.testing.functions import broadcast_prefix
-from xshard.testing.mismatch import Subject
 from xshard.testing.moves import Seen
-from xshard.testing.problem import Problem, Side
+from xshard.testing.problem import Problem
 from xshard.testing.question import (
     Answer,
     Devices,
     Question,
     Result,
+    Side,
     Slopes,
     StructureError,
     Update,
@@ -99,22 +99,12 @@ class Runs:
         Raises:
             StructureError: The arguments do not fit a mesh of ones, or outputs are another tree.
         """
-        is_unsharded = not mesh.axes
-        problem = self.problem
-        if is_unsharded:
-            layouts = tuple(whole_layout(x.ndim) for x in problem.values)
-            problem = replace(problem, layouts=layouts)
-        try:
-            shardings = problem.shardings(mesh)
-        except XshardError as error:
-            why = f"a layout does not fit one device: {error.reason}"
-            raise StructureError(why, text=error.text, hint="pass reference=") from None
-
+        shardings = self._shardings_on_one_device(mesh)
         # Without `results`, this run tells which outputs there are, and draws the output gradients
         # (cotangents) that all other runs are given.
         question = self._question(runtime, function, mesh, shardings, results=None)
         answer = self._answer(runtime, question)
-        output_layouts = broadcast_prefix(problem.outputs, answer.tree, "output")
+        output_layouts = broadcast_prefix(self.problem.outputs, answer.tree, "output")
         declared = dict(zip(answer.outputs, output_layouts, strict=True))
         outputs = _output_shardings(answer, declared, mesh)
         inputs = dict(enumerate(shardings))
@@ -124,11 +114,26 @@ class Runs:
             cotangents=_whole_arrays(answer.cotangents, outputs, are_dual=True),
             gradients=_whole_arrays(answer.gradients_if_any, inputs, are_dual=True),
             updated=_whole_arrays(answer.updated, inputs),
-            source="the reference" if is_unsharded else f"{runtime} on one device",
+            source=f"{runtime} on one device" if mesh.axes else "the reference",
             mesh=mesh,
             derivatives=answer.derivatives,
             draws=answer.draws,
         )
+
+    def _shardings_on_one_device(self, mesh: Mesh) -> tuple[Sharding, ...]:
+        """Place the arguments on a mesh of one device; without axes, as arrays without layouts."""
+        problem = self.problem
+        if not mesh.axes:
+            layouts = tuple(whole_layout(x.ndim) for x in problem.values)
+            problem = replace(problem, layouts=layouts)
+        try:
+            return problem.shardings(mesh)
+        except XshardError as error:
+            raise StructureError(
+                f"a layout does not fit one device: {error.reason}",
+                text=error.text,
+                hint="pass reference=",
+            ) from None
 
     def run(self, runtime: Side, mesh: Mesh, truth: Truth) -> RunAnswer:
         """Run a runtime's function on the blocks of a mesh."""
@@ -168,9 +173,10 @@ class Runs:
             function: The function, pickled.
             mesh: The devices.
             shardings: The sharding of each argument.
-            results: The outputs with their gradients, from the run on one device. None: this is
-                that run, which makes them.
+            results: The outputs with their gradients, as the run on one device has made them. That
+                run itself has None, and is the one that is compared with finite differences.
         """
+        dtypes = {x.dtype.name for x in self.problem.values}
         return Question(
             function=function,
             mesh=mesh,
@@ -179,8 +185,8 @@ class Runs:
             shardings=shardings,
             results=results,
             update=self.updates.get(runtime),
-            wide=any(x.dtype.name in ("float64", "complex128") for x in self.problem.values),
-            mode="vma" if self.typed else "novma",
+            wide=not dtypes.isdisjoint(("float64", "complex128")),  # JAX keeps them if it is told
+            mode="vma" if self.typed else "novma",  # whether JAX checks varying manual axes
             differences=self.differences and results is None,
         )
 
@@ -194,11 +200,6 @@ class Runs:
         process = kit_process(runtime, self.preload if runtime == "torch" else ())
         function = BACKENDS[runtime].function(f"worker.{name}")
         return process.ask(function, asked, timeout_s=self.timeout_s, quiet=quiet)
-
-
-def side_of(subject: Subject) -> Side:
-    """Return the runtime of a compared array, as the name of a side."""
-    return "jax" if subject.runtime == "jax" else "torch"
 
 
 def _output_shardings(

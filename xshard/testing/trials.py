@@ -15,8 +15,9 @@ from xshard.testing.comparison import compare_runs
 from xshard.testing.diagnosis.causes import Cause
 from xshard.testing.mismatch import Mismatch
 from xshard.testing.moves import calls_in_order
-from xshard.testing.problem import Problem, Side
-from xshard.testing.runs import Runs, Truth, side_of
+from xshard.testing.problem import Problem
+from xshard.testing.question import Side
+from xshard.testing.runs import Runs, Truth
 
 OUTPUT_IS_WRONG = Cause("output", "an output is wrong already")
 _MAX_SUBSETS = 12  # of arguments that are transposed, beside the set of all: each is a run
@@ -71,7 +72,7 @@ def _with_cause_of_run(mismatch: Mismatch, cause: Cause | None) -> Mismatch:
 
 
 def _run_of(mismatch: Mismatch) -> tuple[Side, Mesh]:
-    return side_of(mismatch.subject), mismatch.subject.mesh
+    return mismatch.subject.runtime, mismatch.subject.mesh
 
 
 def _lacks_cause(mismatch: Mismatch) -> bool:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import replace
 
 from xshard.contractions.plan import ContractionPlan
 from xshard.layout import Layout, Sharding
-from xshard.layout.layout import NONLINEAR
 from xshard.notation.parser import ARROW
+from xshard.plans.max_min import with_kind
 from xshard.plans.plan import Plan
 
 TORCH = """\
@@ -48,7 +47,7 @@ def programs(plan: Plan | ContractionPlan | Sharding) -> dict[str, str]:
     """
     if isinstance(plan, Sharding):
         drawn = f'import xshard as xs\n\nxs.show("{plan.layout}", xs.{plan.mesh!r}, {plan.shape})\n'
-        return {"torch": drawn, "jax": drawn}
+        return dict.fromkeys(("torch", "jax"), drawn)
     if isinstance(plan, Plan):
         if plan.transfer:
             return {}
@@ -91,9 +90,11 @@ def _programs_of_call(
     """
     is_even = all(array.is_even for array in arrays)
     shape_option = "" if is_even else f", shape={shape}"
-    operands = list(zip(names, arrays[:-1], strict=True))
-    blocks = [f"{name} = torch.ones({_block(x)}, dtype=torch.{plan.dtype})" for name, x in operands]
-    wholes = [f'{name} = jnp.ones({x.shape}, "{plan.dtype}")' for name, x in operands]
+    blocks = []  # torch's arrays are blocks, JAX's are whole
+    wholes = []
+    for name, array in zip(names, arrays[:-1], strict=True):
+        blocks.append(f"{name} = torch.ones({_block(array)}, dtype=torch.{plan.dtype})")
+        wholes.append(f'{name} = jnp.ones({array.shape}, "{plan.dtype}")')
     mesh = plan.mesh
     torch_program = TORCH.format(
         devices=mesh.n_devices,
@@ -122,12 +123,9 @@ def _signature(arrays: Sequence[Sharding], *, is_even: bool) -> str:
     are uneven, arrays are whole outside, and the code is a tuple of moves from whole arrays and to
     one.
     """
+    # A max of global arrays is not defined: it begins as copies.
+    operands = [with_kind(array.layout, "copy") for array in arrays[:-1]]
     result = arrays[-1].layout
-    operands = []
-    for array in arrays[:-1]:
-        # A max of global arrays is not defined: it begins as copies.
-        tags = [("copy" if kind in NONLINEAR else kind, axes) for kind, axes in array.layout.tags]
-        operands.append(replace(array.layout, tags=tuple(tags)))
     if is_even:
         return f'"{", ".join(map(str, operands))} {ARROW} {result}"'
     moves = tuple(f"{_whole(layout)} {ARROW} {layout}" for layout in operands)

@@ -30,8 +30,9 @@ def explore(
     """
     missing = [name for name in ("starlette", "uvicorn") if not find_spec(name)]
     if missing:
-        hint = "pip install 'xshard[explore]'"
-        raise XshardError(f"{' and '.join(missing)} not installed", hint=hint)
+        raise XshardError(
+            f"{' and '.join(missing)} not installed", hint="pip install 'xshard[explore]'"
+        )
     from xshard.cli.explore.server import HOST, listening, serve
 
     fields = {"expression": expression, "mesh": mesh, "lengths": shape}

@@ -113,5 +113,7 @@ def _answer(fields: dict[str, str], free: PriorityQueue[int]) -> dict[str, str]:
         pass
     finally:
         free.put(number)
-    why = f"this takes over {LIMIT_S:.0f} seconds\n  try a smaller mesh or shorter dims"
-    return {"error": why, "field": "expression"}
+    return {
+        "error": f"this takes over {LIMIT_S:.0f} seconds\n  try a smaller mesh or shorter dims",
+        "field": "expression",
+    }

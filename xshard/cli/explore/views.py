@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from html import escape
-from typing import Any, NamedTuple
+from typing import Any
 
 from xshard.cli.explore.code import programs
 from xshard.cli.explore.page import CHOICES, FIELDS, html_page
@@ -105,11 +105,16 @@ def _planned(fields: dict[str, str]) -> Shown:
     mesh = Mesh.parse(fields["mesh"])
     profile = fields["profile"]
     if mesh.n_devices > MAX_DEVICES:
-        why = f"{mesh.n_devices} devices, the page shows up to {MAX_DEVICES}"
-        raise MeshError(why, text=fields["mesh"], hint="a smaller mesh")
+        raise MeshError(
+            f"{mesh.n_devices} devices, the page shows up to {MAX_DEVICES}",
+            text=fields["mesh"],
+            hint="a smaller mesh",
+        )
     if profile not in CHOICES["profile"]:  # a path would be read
-        hint = f"shipped are: {', '.join(CHOICES['profile'])}"
-        raise ProfileError(f"profile {profile!r} is not shipped", hint=hint)
+        raise ProfileError(
+            f"profile {profile!r} is not shipped",
+            hint=f"shipped are: {', '.join(CHOICES['profile'])}",
+        )
     lengths = lengths_for(expression, fields["lengths"])
     if "sizes" in lengths or ARROW in expression:
         plan: Shown = make_plan(
@@ -135,32 +140,29 @@ def lengths_for(expression: str, text: str) -> dict[str, Any]:
     """
     is_named = "=" in text
     is_einsum = is_contraction(expression, named=is_named)
-    if is_named or is_einsum:
-        sizes = parse_sizes(text)
-        lengths = tuple(sizes.values())
-    else:
-        sizes = {}
-        lengths = parse_shape(text)
-    if len(lengths) > MAX_DIMS or any(length > MAX_LENGTH for length in lengths):
-        why = f"lengths {lengths[:MAX_DIMS]}, the page shows {MAX_DIMS} dims up to {MAX_LENGTH}"
-        raise ShapeError(why, hint="a shorter dim with as many blocks looks the same")
+    if not is_named and not is_einsum:
+        return {"shape": _checked_lengths(parse_shape(text))}
+    sizes = parse_sizes(text)
+    _checked_lengths(tuple(sizes.values()))
     if is_einsum:
         return {"sizes": sizes}
-    if not is_named:
-        return {"shape": lengths}
     layout = parse_expression(expression)[0] if ARROW in expression else Layout.parse(expression)
     missing = [name for name in layout.names if name not in sizes]
     if missing:
-        why = f"no length for {', '.join(missing)}"
-        raise ShapeError(why, text=text, hint=f"as in {missing[0]}=64")
+        raise ShapeError(
+            f"no length for {', '.join(missing)}", text=text, hint=f"as in {missing[0]}=64"
+        )
     return {"shape": tuple(sizes[name] for name in layout.names)}
 
 
-class PageSection(NamedTuple):
-    """A part of a page: its title and its HTML."""
-
-    title: str
-    body: str
+def _checked_lengths(lengths: tuple[int, ...]) -> tuple[int, ...]:
+    """Return lengths of dims as they are. Raises ShapeError for more than a page can show."""
+    if len(lengths) > MAX_DIMS or any(length > MAX_LENGTH for length in lengths):
+        raise ShapeError(
+            f"lengths {lengths[:MAX_DIMS]}, the page shows {MAX_DIMS} dims up to {MAX_LENGTH}",
+            hint="a shorter dim with as many blocks looks the same",
+        )
+    return lengths
 
 
 def sections(shown: Shown) -> str:
@@ -170,23 +172,27 @@ def sections(shown: Shown) -> str:
     layout alone is one picture.
     """
     if isinstance(shown, Sharding):
-        return _as_html([PageSection("Layout", html(shown))])
-    parts = [PageSection("Forward", html(shown))]
+        return _as_html({"Layout": html(shown)})
+    bodies = {"Forward": html(shown)}  # by title
     if isinstance(shown, ContractionPlan):
-        parts.append(PageSection("Backward", gradients_html(shown)))
+        bodies["Backward"] = gradients_html(shown)
     elif shown.src.is_linear and shown.dst.is_linear:
-        parts.append(PageSection("Backward", html(shown.backward)))
+        bodies["Backward"] = html(shown.backward)
     titles = {"torch": "PyTorch", "jax": "JAX"}
     code = ""
     for framework, text in programs(shown).items():
         code += f"<h3>{titles[framework]}</h3>{preformatted(text)}"
     if code:
-        parts.append(PageSection("Code", code))
-    return _as_html(parts)
+        bodies["Code"] = code
+    return _as_html(bodies)
 
 
-def _as_html(parts: Sequence[PageSection]) -> str:
-    return "".join(f"<section><h2>{escape(title)}</h2>{body}</section>" for title, body in parts)
+def _as_html(bodies: Mapping[str, str]) -> str:
+    """Write sections of a page, given by their titles."""
+    text = ""
+    for title, body in bodies.items():
+        text += f"<section><h2>{escape(title)}</h2>{body}</section>"
+    return text
 
 
 def plan_page(plan: Plan | ContractionPlan) -> str:

@@ -54,8 +54,8 @@ def read_limits(problem: StepProblem, rules: StepRules, unused: Sequence[str]) -
         else:
             limits.limit_arrival(edge)
             excluded.append(limits.excluded_moves(edge))
-    # Only now: each edge may have taken options away from both of its nodes.
-    return RuleLimits([np.nonzero(flags)[0] for flags in limits.allowed], excluded)
+    # Read at the end only: every edge may take options away from both of its nodes.
+    return RuleLimits([np.flatnonzero(is_allowed) for is_allowed in limits.allowed], excluded)
 
 
 class _Limits:
@@ -90,8 +90,8 @@ class _Limits:
             use = use_of(self.parameters[name], ndim, self.problem.mesh, frozenset(axes))
             stored = placements_of(use.stored, axes)
             used = placements_of(use.used, axes)
-        # A parameter that is used as it is stored is not gathered, and costs the same with both
-        # ways to gather: PER_STEP stands for both.
+        # A parameter that is used as it is stored is not gathered. Its options then come with
+        # PER_STEP as well as with PER_USE, at the same cost: those with PER_STEP are left.
         gathering = Gathering.PER_STEP
         if stored != used and self.once.find(name) is None:
             gathering = Gathering.PER_USE
@@ -121,16 +121,13 @@ class _Limits:
         made, columns those in which it is used.
         """
         source = self.problem.nodes[edge.source].name
+        # A copy is a replica whose gradients are partial sums: inputs have no gradient.
         is_input = source in self.problem.step.inputs
-        used_layouts = edge.used_layouts
-        if is_input:
-            # A copy is a replica whose gradients are partial sums: inputs have no gradient.
-            used_layouts = without_copies(used_layouts)
+        used_layouts = without_copies(edge.used_layouts) if is_input else edge.used_layouts
         is_allowed = edge.made_layouts[:, None] == used_layouts  # [rows, columns, axes]: it stays
-        text = None
-        if edge.place:  # "": no module or array has a rule that could move it
-            rules = self.rules.inputs if edge.enters else self.rules.outputs
-            text = rules.find(edge.place)
+        rules = self.rules.inputs if edge.enters else self.rules.outputs
+        # Without a place, no rule could move the array: "" would find the rule of the whole model.
+        text = rules.find(edge.place) if edge.place else None
         if text is not None:
             src, dst, is_named = _sides(text, self.problem, source, edge.place)
             if is_input:
@@ -154,16 +151,18 @@ def fixed_options(problem: StepProblem, fixed: RulesLike) -> list[Ints]:
     layouts = Rules(fixed).match(list(problem.node_numbers), partial=True, what="array of the step")
     options = list[Ints]()
     for node in problem.nodes:
-        # "..." names no axis: all options agree. What a layout says after an arrow is not about
-        # storage.
-        stored, _, is_named = _sides(layouts.get(node.name, "..."), problem, node.name)
-        is_same = node.placements[:, -1] == stored  # [options, axes] of the array itself
-        agrees = (is_same | ~is_named).all(-1)
+        # "..." names no axis: all options agree. After an arrow stands how the array is used, which
+        # is left free.
+        rule = _sides(layouts.get(node.name, "..."), problem, node.name)
+        is_same = node.placements[:, -1] == rule.src  # [options, axes] of the array itself
+        agrees = (is_same | ~rule.is_named).all(-1)
         if not agrees.any():
             dims = problem.step.arrays[node.name]
-            hint = f"'{dims}' has lengths {problem.shape(node.name)}"
-            raise NotationError(f"no option has '{layouts[node.name]}'", hint=hint)
-        options.append(np.nonzero(agrees)[0])
+            raise NotationError(
+                f"no option has '{layouts[node.name]}'",
+                hint=f"'{dims}' has lengths {problem.shape(node.name)}",
+            )
+        options.append(np.flatnonzero(agrees))
     return options
 
 

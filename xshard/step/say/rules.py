@@ -18,7 +18,6 @@ from xshard.step.record.op import Op
 from xshard.step.record.repeat import in_first_block
 
 Texts = dict[str, str]  # rules by names of parameters or modules
-Known = dict[str, Layout]  # by module, activations inside it: all dims that have names there
 
 
 class StepRules(NamedTuple):
@@ -70,55 +69,54 @@ def written(problem: StepProblem, assignment: Sequence[int]) -> StepRules:
 
 
 class _ActivationRules:
-    """The rules of activations: what moves where, and which layouts are known inside modules.
+    """The rules of activations, collected in the order of the forward pass.
 
-    A rule names the axes that it is about; other axes stay as they are around the module, by names
-    of dims. So rules need to know what is around them, and modules are gone through in the order of
-    the forward pass.
+    A rule names the axes that it is about; all other axes stay as they are around the module. So a
+    rule can be written only when the layouts around its module are known: `inside` has, for each
+    module with a rule so far, the layout of the activations inside it.
     """
 
     def __init__(self, problem: StepProblem, assignment: Sequence[int]) -> None:
+        self.problem = problem
         self.step = problem.step
-        self.entered = Texts()  # rules on the way into modules
+        self.inputs = Texts()  # rules on the way into modules
         self.outputs = Texts()  # rules on the way out of them
-        self.arriving = dict[str, Layout]()  # inputs, as they arrive
-        self.known = Known({"": Layout(())})
+        self.arriving = dict[str, Layout]()  # inputs of the model, as they arrive
+        self.inside = dict[str, Layout]({"": Layout(())})  # "" is the model itself
         edges = [e for e in problem.edges if problem.nodes[e.source].gathering is None]
         n_inputs = len(self.step.inputs)
         for edge in sorted(edges, key=lambda edge: edge.source >= n_inputs):  # inputs are first
-            source = problem.nodes[edge.source].name
-            op = self.step.by_name[problem.nodes[edge.user].name]
-            self._add(edge, source, op, *ends_of(problem, edge, assignment))
+            self._add(edge, *ends_of(problem, edge, assignment))
 
-    def _add(self, edge: Edge, source: str, op: Op, src: Layout, dst: Layout) -> None:
-        """Write the rules that one array needs on its way to the operation that uses it.
+    def _add(self, edge: Edge, src: Layout, dst: Layout) -> None:
+        """Add the rules that one array needs on its way to the operation that uses it.
 
         If it moves from `b s` to `b s/tp` where it enters the module `up`, the rule of the inputs
         of `up` is `b s -> b s/tp`; on the way out of a module it is a rule of outputs. An array
         that does not move may still need a rule that says what a module gets.
 
         Args:
-            edge: The move.
-            source: The name of the array.
-            op: The operation that takes it.
+            edge: The array, with the module at which it may move.
             src: The layout in which it is made.
             dst: The layout in which it is used.
         """
+        source = self.problem.nodes[edge.source].name
+        user = self.step.by_name[self.problem.nodes[edge.user].name]
         if source in self.step.inputs:
             # The first use decides how an input arrives: its tags are the use's if nothing moves.
             first_use = dst if dst.dims == src.dims else src
             src = self.arriving.setdefault(source, first_use)
-            self.known[""] = _inside(src, src, self.known[""])
+            self.inside[""] = _inside(src, src, self.inside[""])
         src, dst = self._with_free_names(edge.place, src, dst)
         if edge.enters:
-            self._enter(edge.place, src, dst)
+            self._add_input_rule(edge.place, src, dst)
         else:
             if edge.place and src != dst:
                 self.outputs[edge.place] = _text(src, dst)
-            # If the array moves, it has done so before this module, which may need a rule all the
-            # same: one that says only what it gets.
-            module = self._module_that_varies_more(source, op, dst)
-            self._enter(module, dst, dst)
+            # The array is in its last layout before the module of the operation that uses it. That
+            # module may need a rule that moves nothing; its first operand decides.
+            if user.operands[0] == source and not self.step.moves_anywhere:
+                self._add_resting_rule(user, dst)
         maker = self.step.by_name.get(source)
         if maker is not None and maker.kind == "lookup" and src.tagged("sum"):
             # A lookup in a table whose rows are sharded gives partial sums. Its module needs a rule
@@ -126,96 +124,91 @@ class _ActivationRules:
             self.outputs.setdefault(self.step.module(maker, left=True), _text(src, src))
 
     def _with_free_names(self, place: str, src: Layout, dst: Layout) -> tuple[Layout, Layout]:
-        """Rename dims of a rule that would otherwise stay sharded as they are around the module.
+        """Rename dims of a rule that are whole in it, but sharded around the module.
 
-        In a rule, axes that it does not name stay as they are around the module, by names of dims.
-        Around the module s is sharded over tp, and a rule `b s -> b/dp s` says nothing about tp: s
-        would stay sharded. It is meant to be whole, so that it is another dim there:
-        `b s_ -> b/dp s_`.
+        A rule leaves axes that it does not name as they are around the module, by names of dims. If
+        s is sharded over tp there, a rule `b s -> b/dp s` would leave s sharded. In this plan s is
+        whole, so it gets another name than the sharded dim: `b s_ -> b/dp s_`.
 
-        place: the module or array whose rule it is. src, dst: the layouts before and after the
-        move.
+        Args:
+            place: The module or array whose rule it is.
+            src: The layout before the move.
+            dst: The layout after it.
         """
         named_axes = {*src.axes, *dst.axes}
-        staying = set[str]()
+        sharded_around = set[str]()  # names of dims that axes without a name in the rule shard
         for layout in self._around(place):
-            staying |= {dim.name for dim in layout.dims if not named_axes.issuperset(dim.axes)}
-        if not staying:
+            for dim in layout.dims:
+                if not named_axes.issuperset(dim.axes):
+                    sharded_around.add(dim.name)
+        if not sharded_around:  # the usual case, quickly
             return src, dst
-        names = [f"{name}_" if name in staying else name for name in src.names]
-        dst_names = [f"{name}_" if name in staying else name for name in dst.names]
-        return src.with_names(names), dst.with_names(dst_names)
 
-    def _module_that_varies_more(self, source: str, op: Op, used: Layout) -> str:
-        """Name an operation's module if it needs a rule although nothing moves; else "".
+        def renamed(layout: Layout) -> Layout:
+            names = [f"{name}_" if name in sharded_around else name for name in layout.names]
+            return layout.with_names(names)
 
-        It does if activations in it are sharded or sums along more axes than around it. Along an
-        axis over which activations are sharded or sums, the devices' gradients of the module's
-        parameters differ and have to be added up: the rule says so.
+        return renamed(src), renamed(dst)
 
-        source: an array that the operation takes; only its first operand counts, for the module's
-        input. used: the layout of the array there.
+    def _add_resting_rule(self, op: Op, used: Layout) -> None:
+        """Add a rule that moves nothing, where a module's activations vary along more axes than around it.
+
+        Activations vary along an axis that shards them or sums over them. Along such an axis the
+        devices' gradients of the module's parameters differ, and `parallelize` adds them up. It
+        knows the axis by this rule: `used`, the layout of the array that enters.
         """
-        if self.step.moves_anywhere or op.operands[0] != source:
-            return ""
         parameters = [name for name in op.operands if name in self.step.parameters]
         if not parameters:
-            return ""
+            return
         module = parameters[0].rpartition(".")[0]  # `layers.0.up.weight` -> `layers.0.up`
-        for layout in self._around(module):
-            if not {*used.axes} <= {*layout.axes}:
-                return module
-        return ""
+        if any(not {*used.axes} <= {*layout.axes} for layout in self._around(module)):
+            self._add_input_rule(module, used, used)
 
-    def _enter(self, module: str, src: Layout, dst: Layout) -> None:
+    def _add_input_rule(self, module: str, src: Layout, dst: Layout) -> None:
         """Add a rule on the way into a module; "" stands for no module."""
-        if not module or module in self.entered:
+        if not module or module in self.inputs:
             return  # the first operand decides
+        self.inputs[module] = _text(src, dst)
         around = self._around(module)
-        self.entered[module] = _text(src, dst)
         within = [_inside(src, dst, layout) for layout in around]
         varies_along = [{*layout.axes} for layout in within]
-        # A rule that changes nothing is left out later; the module is as what is around it.
+        # A rule that changes nothing is left out later: the module is as what is around it.
         if src != dst or varies_along != [{*layout.axes} for layout in around]:
-            self.known[module] = within[0]
+            self.inside[module] = within[0]
 
     def _around(self, path: str) -> list[Layout]:
         """Return the activations around a module, and around it in the first of repeated blocks."""
         paths = dict.fromkeys((path, in_first_block(path)))
-        return [self._nearest(each) for each in paths]
+        return [self._nearest(block_path) for block_path in paths]
 
     def _nearest(self, path: str) -> Layout:
         """Return the activations in the last module with a rule that has a path inside it."""
-        for module in reversed(self.known):
-            if not module or f"{path}.".startswith(f"{module}."):
-                return self.known[module]
-        return self.known[""]
+        for module in reversed(self.inside):
+            if module and f"{path}.".startswith(f"{module}."):
+                return self.inside[module]
+        return self.inside[""]
 
     def input_rules(self) -> Rules:
         """Write the rules for inputs of the model and of modules, special ones first.
 
-        Equal layers have one rule, `layers.*.up`. What the first of them takes comes from
-        elsewhere, so that it has a rule of its own, `layers.0.up`. That one is left out if both are
-        the same. Otherwise it is before the other, for the first pattern that fits decides. The
-        name "" is the model itself.
+        Repeated layers have one rule, for the pattern `layers.*.up`. The first layer gets its input
+        from elsewhere, so that it has a rule of its own, for `layers.0.up`. If both are the same,
+        that of the pattern is enough. Else the first layer's stands before it: the first pattern
+        that fits decides.
         """
-        patterns = [name for name in self.entered if "*" in name or "{" in name]
-        pattern_of = {in_first_block(name): name for name in patterns}
-        # `known` has the modules whose rules change something; other rules are not needed. But if
-        # the rule for all layers is needed, so is that of the first layer, even if it changes
-        # nothing: without it the rule for all would be applied to the first layer, too.
-        needed = Texts()
-        for name, text in self.entered.items():
-            if name in self.known or pattern_of.get(name) in self.known:
-                needed[name] = text
+        patterns = [name for name in self.inputs if "*" in name or "{" in name]
+        pattern_of_first = {in_first_block(pattern): pattern for pattern in patterns}
         of_first_blocks = Texts()
         others = Texts()
-        for name, text in needed.items():
-            pattern = pattern_of.get(name)  # None if it is no module of a first block
-            if pattern not in needed:
+        # Rules that change something are in `inside`; others are left out.
+        for name, text in self.inputs.items():
+            pattern = pattern_of_first.get(name)
+            if pattern in self.inside:
+                # Even if the first layer's rule changes nothing: the pattern's would apply to it.
+                if text != self.inputs[pattern]:
+                    of_first_blocks[name] = text
+            elif name in self.inside:
                 others[name] = text
-            elif needed[pattern] != text:
-                of_first_blocks[name] = text
         rules: dict[Any, Any] = {"": self._root_rule()}
         return Rules(rules | _merged(of_first_blocks) | _merged(others))
 
@@ -242,16 +235,16 @@ class _ActivationRules:
             stored: Its layout in storage.
             used: Its layout in the operation that uses it.
         """
-        varying = set[str]()  # axes over which activations around the module are sharded or sums
+        varying_axes = set[str]()  # along which activations around the module vary
         for tied_name in name.split("|"):
             for layout in self._around(tied_name):
-                varying.update(layout.axes)
-        # The parameter is a plain replica along these: not sharded, no sum, no copy.
-        same_work = varying - {*used.axes}
-        # Copies are not said: `parallelize` derives them from where activations vary.
-        tags = [("sum", used.tagged("sum")), ("mean", tuple(sorted(same_work)))]
-        said_tags = tuple((kind, axes) for kind, axes in tags if axes)
-        return _text(stored, Layout(used.dims, said_tags))
+                varying_axes.update(layout.axes)
+        # Along these the parameter is a plain replica: not sharded, no sum, no copy.
+        same_work_axes = varying_axes - {*used.axes}
+        # Copies are not written: `parallelize` derives them from where activations vary.
+        tags = [("sum", used.tagged("sum")), ("mean", tuple(sorted(same_work_axes)))]
+        written_tags = tuple((kind, axes) for kind, axes in tags if axes)
+        return _text(stored, Layout(used.dims, written_tags))
 
 
 @layout_cache(maxsize=4096)
@@ -263,11 +256,13 @@ def _inside(src: Layout, dst: Layout, outside: Layout) -> Layout:
 def ends_of(problem: StepProblem, edge: Edge, assignment: Sequence[int]) -> tuple[Layout, Layout]:
     """Return the layouts of an array where it is made or stored, and where it is used."""
     names = tuple(problem.names(problem.nodes[edge.source].name))
-    src = edge.made_layouts[edge.rows[assignment[edge.source]]]
-    dst = edge.used_layouts[edge.columns[assignment[edge.user]]]
+    made = edge.made_layouts[edge.rows[assignment[edge.source]]]
+    used = edge.used_layouts[edge.columns[assignment[edge.user]]]
     axes = problem.mesh.axes
     # Tuples of ints, for the cache: `simplified` asks for the same few layouts thousands of times.
-    return _layout(tuple(src.tolist()), names, axes), _layout(tuple(dst.tolist()), names, axes)
+    src = _layout(tuple(made.tolist()), names, axes)
+    dst = _layout(tuple(used.tolist()), names, axes)
+    return src, dst
 
 
 _layout = layout_cache(maxsize=4096)(layout_of)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -41,10 +41,10 @@ def simplified(search: StepSearch, most: float) -> list[int]:
     """
     best = list(search.best) if search.best else []
     simple = best
-    changed = True
-    while changed:
+    while True:
         simpler = _with_changes(search, simple, most)
-        changed = simpler != simple
+        if simpler == simple:
+            break
         simple = simpler
     # Changes were chosen by an estimate of the rules (`_variety`). Where the patterns that are
     # written in the end are no fewer, the simpler plan has gained nothing.
@@ -56,24 +56,26 @@ def simplified(search: StepSearch, most: float) -> list[int]:
 def _with_changes(search: StepSearch, assignment: list[int], most: float) -> list[int]:
     """Apply all single changes to a plan that save rules, as far as they do so together.
 
-    A plan is the number of an option for each node, and a change is another option for some. Each
-    is found for `assignment` by itself. It is applied to the result of those before it, and stays
-    if that has still fewer rules and takes at most `most` seconds.
+    A plan is the number of an option for each node, and a change is another option for some. The
+    changes were found for `assignment`, each by itself, and may get in each other's way. So they
+    are tried one after another, and one is kept if with those kept before it there are still fewer
+    rules, in at most `most` seconds.
     """
     problem = search.problem
     variety = _variety(problem, assignment)
     simple = assignment
     for changed in _best_first(search, assignment, variety, most):
-        combined = list(simple)
+        trial = list(simple)
         for node, option in enumerate(changed):
             if option != assignment[node]:
-                combined[node] = option
-        problem.plan(combined)  # so that its seconds are prices, not lower bounds
-        new_variety = _variety(problem, combined)
-        is_simpler = new_variety < variety - LEAST
-        if is_simpler and search.cost.rank(problem.vectors(combined)[0]) <= most:
-            simple = combined
-            variety = new_variety
+                trial[node] = option
+        # Prices the moves of the trial in place, which may have had lower bounds of seconds so far.
+        problem.plan(trial)
+        trial_variety = _variety(problem, trial)
+        is_simpler = trial_variety < variety - LEAST
+        if is_simpler and search.cost.rank(problem.vectors(trial)[0]) <= most:
+            simple = trial
+            variety = trial_variety
     return simple
 
 
@@ -135,13 +137,12 @@ def _like_another_parameter(search: StepSearch, assignment: list[int]) -> list[C
     Then both have one rule. The operation that uses it changes with it, and the neighbours of this
     operation take the options that are best for that; all other nodes stay as they are.
     """
-    # Uses come in reversed order, and `dict` keeps the last pair of a key: the first use.
-    first_uses = dict(_first_uses(search.problem, assignment))
-    uses = {node: use for node, (_, use) in first_uses.items()}
+    first_uses = _first_uses(search.problem, assignment)
+    distinct_uses = dict.fromkeys(use for _, use in first_uses.values())  # in order
     changes = list[Change]()
     for parameter, (edge, use) in first_uses.items():
         flags = _neighbours_free(search.problem, assignment, edge.user)  # options, by node
-        for other_use in dict.fromkeys(uses.values()):  # each once, in order
+        for other_use in distinct_uses:
             if other_use.ndim != use.ndim or other_use == use:
                 continue  # rules are alike only for equally many dims
             # `flags` serves all other uses in turn: only these two entries depend on the use.
@@ -152,29 +153,28 @@ def _like_another_parameter(search: StepSearch, assignment: list[int]) -> list[C
     return changes
 
 
-def _first_uses(
-    problem: StepProblem, assignment: Sequence[int]
-) -> Iterator[tuple[int, tuple[Edge, Use]]]:
-    """Yield how each parameter is stored and used, for each of its uses, the last use first.
+def _first_uses(problem: StepProblem, assignment: Sequence[int]) -> dict[int, tuple[Edge, Use]]:
+    """Describe how each parameter is stored, and how the first operation that takes it uses it.
 
-    `dict` of the result keeps the last pair for a parameter, which is its first use in the step: so
-    edges, which are in the order of operations, are gone through in reverse.
-
-    assignment: the number of an option for each node. Yields the number of the parameter's node,
-    and the edge to the operation that uses it, with the layouts of both ends (`Use`).
+    Returns by number of the parameter's node the edge to that operation, and the layouts at both
+    ends of the edge.
     """
+    first_uses = dict[int, tuple[Edge, Use]]()
+    # Edges are in the order of operations: in reverse, the first use replaces all later ones.
     for edge in reversed(problem.edges):
         node = problem.nodes[edge.source]
         if node.gathering is None:
             continue  # no parameter
         option = assignment[edge.source]
+        used = edge.used_placements[assignment[edge.user]]
         use = Use(
             ndim=len(problem.shape(node.name)),
             gathering=int(node.gathering[option]),
             stored=tuple(node.placements[option, -1].tolist()),
-            used=tuple(edge.used_placements[assignment[edge.user]].tolist()),
+            used=tuple(used.tolist()),
         )
-        yield edge.source, (edge, use)
+        first_uses[edge.source] = edge, use
+    return first_uses
 
 
 def _neighbours_free(problem: StepProblem, assignment: Sequence[int], node: int) -> list[Flags]:

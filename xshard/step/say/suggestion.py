@@ -115,8 +115,10 @@ class Suggestion(Pictured):
         problem = self.search.problem
         if name not in problem.node_numbers:
             names = listed_names(list(problem.node_numbers))
-            hint = f"{did_you_mean(name, problem.node_numbers)}names are: {names}"
-            raise PlanError(f"no array {name!r} in the step", hint=hint)
+            raise PlanError(
+                f"no array {name!r} in the step",
+                hint=f"{did_you_mean(name, problem.node_numbers)}names are: {names}",
+            )
         node = problem.node_numbers[name]
         assigned = f"{name}: {self._stated(node, self.assignment[node])}"
         # All other layouts are searched anew: with another one for this array, the best plan may
@@ -204,10 +206,10 @@ class Suggestion(Pictured):
         search.run()
         search.improve()
         if search.best is None:
-            hint = (
-                "a layout that no rule moves has to be the same in all operations that it reaches"
+            raise PlanError(
+                "no plan follows these rules",
+                hint="a layout that no rule moves has to be the same in all operations that it reaches",
             )
-            raise PlanError("no plan follows these rules", hint=hint)
         return Suggestion(search, search.best, search.bound, {})
 
     def __str__(self) -> str:
@@ -247,9 +249,8 @@ class Suggestion(Pictured):
         problem = self.search.problem
         plural = "es" if self.micro_batches > 1 else ""
         activations = "computed again" if self.recompute else "kept"
-        machine = f"{problem.mesh!r}, {problem.moves.profile.name}"
         return (
-            f"{len(problem.step.ops)} operations on {machine}, "
+            f"{len(problem.step.ops)} operations on {problem.mesh!r}, {problem.moves.profile.name}, "
             f"{self.micro_batches} micro-batch{plural}, activations {activations}"
         )
 

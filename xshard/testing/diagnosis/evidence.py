@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -12,9 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xshard import reference
-from xshard.layout import Layout, Sharding
+from xshard.layout import Layout, Mesh, Sharding
 from xshard.layout.runs import FILL, row_numbers
 from xshard.notation.overlap import Fold
+from xshard.notation.parser import Dim
 from xshard.steps.base import Block
 from xshard.tolerances import rounding
 
@@ -26,11 +27,15 @@ def settled(layout: Layout) -> Layout:
 
     The layout that is left determines every block, so blocks under it can be compared.
     """
+    return Layout(without_overlaps(layout, Fold).dims)
+
+
+def without_overlaps(layout: Layout, *kinds: type) -> Layout:
+    """Drop the overlaps of some kinds: "h/a:halo(1,1) w" -> "h/a w" without `Halo`."""
     dims = []
     for dim in layout.dims:
-        has_addends = isinstance(dim.overlap, Fold)
-        dims.append(replace(dim, overlap=None) if has_addends else dim)
-    return Layout(tuple(dims))
+        dims.append(replace(dim, overlap=None) if isinstance(dim.overlap, kinds) else dim)
+    return replace(layout, dims=tuple(dims))
 
 
 def whole(blocks: Sequence[Block], sharding: Sharding) -> Block:
@@ -96,11 +101,14 @@ class Case:
     ) -> Case:
         """Put wrong and right blocks side by side, to search for the mistake between them.
 
+        A layout of a sum determines only the sum, and not the addend of each device: if got is 1
+        and 4, and want is 2 and 3, nothing is wrong. So addends are added up first, which gives 5
+        and 5 on both sides.
+
         Args:
             got: The blocks as they are, one per device.
             want: The blocks as they should be.
-            sharding: The layout of both, on its mesh. Blocks of addends are added up first, since
-                only their sum is determined.
+            sharding: The layout of both, on its mesh.
             tolerance: The largest error that is still rounding, relative. None: by the dtypes.
             largest: The largest value among all arrays of this kind: beside it, small errors of an
                 array that is nearly zero are rounding.
@@ -109,13 +117,28 @@ class Case:
         if tolerance is None:
             tolerance = rounding((want[0].dtype.name, got[0].dtype.name))
         return cls(
-            settle(got, sharding),
-            settle(want, sharding),
-            sharding.with_layout(settled(sharding.layout)),
-            tolerance,
-            largest,
-            arguments,
+            got=settle(got, sharding),
+            want=settle(want, sharding),
+            sharding=sharding.with_layout(settled(sharding.layout)),
+            tolerance=tolerance,
+            largest=largest,
+            arguments=arguments,
         )
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh of all blocks."""
+        return self.sharding.mesh
+
+    @property
+    def dims(self) -> tuple[Dim, ...]:
+        """The dims of the layout."""
+        return self.sharding.layout.dims
+
+    @property
+    def pairs(self) -> Iterable[tuple[Block, Block]]:
+        """The block and the right block of each device."""
+        return zip(self.got, self.want, strict=True)
 
     @cached_property
     def scale(self) -> float:
@@ -144,8 +167,10 @@ class Case:
     @cached_property
     def wrong(self) -> tuple[Mask, ...]:
         """Per device, which elements of the block are wrong."""
-        pairs = zip(self.got, self.want, strict=True)
-        return tuple(~self._close(in_double(got), in_double(want)) for got, want in pairs)
+        wrong = []
+        for got, want in self.pairs:
+            wrong.append(~self._close(in_double(got), in_double(want)))
+        return tuple(wrong)
 
     @property
     def agrees(self) -> bool:
@@ -164,12 +189,14 @@ class Case:
     @cached_property
     def free_axes(self) -> tuple[str, ...]:
         """Axes of more than one device that cut nothing: along them blocks are equal."""
-        return tuple(a for a in self.sharding.mesh.long_axes if a not in self.sharding.layout.axes)
+        cutting = self.sharding.layout.axes
+        return tuple(axis for axis in self.mesh.long_axes if axis not in cutting)
 
     @cached_property
     def cut_axes(self) -> tuple[str, ...]:
         """Axes of more than one device that cut a dim."""
-        return tuple(a for a in self.sharding.layout.axes if a in self.sharding.mesh.long_axes)
+        long_axes = self.mesh.long_axes
+        return tuple(axis for axis in self.sharding.layout.axes if axis in long_axes)
 
     @cached_property
     def whole_want(self) -> Block:
@@ -181,7 +208,7 @@ class Case:
         """The array that the blocks stand for; None if copies of a row differ."""
         array = in_double(whole(self.got, self.sharding))
         # Gathering takes one copy of each row: scattered again, all copies have to be equal to it.
-        scattered = reference.scatter(array, self.sharding.layout, self.sharding.mesh)
+        scattered = reference.scatter(array, self.sharding.layout, self.mesh)
         return array if self.all_near(scattered, self.got) else None
 
     @cached_property
@@ -189,12 +216,14 @@ class Case:
         """Which elements of the array are wrong in some block."""
         wrong = np.zeros(self.sharding.shape, bool)
         for device, mask in enumerate(self.wrong):
-            rows = [self.rows(d, device) for d in range(mask.ndim)]
-            # Rows beyond the ends of the array have no place in it.
-            is_inside = [r != FILL for r in rows]
-            local = np.ix_(*map(np.flatnonzero, is_inside))
-            in_array = np.ix_(*(r[inside] for r, inside in zip(rows, is_inside, strict=True)))
-            wrong[in_array] |= mask[local]
+            local_rows = []
+            global_rows = []
+            for d in range(mask.ndim):
+                rows = self.rows(d, device)
+                inside = np.flatnonzero(rows != FILL)  # rows beyond the ends have no place in it
+                local_rows.append(inside)
+                global_rows.append(rows[inside])
+            wrong[np.ix_(*global_rows)] |= mask[np.ix_(*local_rows)]
         return wrong
 
 
@@ -210,8 +239,14 @@ def largest_value(arrays: Iterable[Block]) -> float:
     largest = 0.0
     for array in arrays:
         x = in_double(array)
-        largest = max(largest, float(np.abs(x).max(initial=0, where=np.isfinite(x))))
+        finite = np.abs(x[np.isfinite(x)])
+        largest = max(largest, float(finite.max(initial=0)))
     return largest
+
+
+def rows_of_dim(block: Block, dim: int) -> Block:
+    """Bring a dim to the front, and flatten the others: `[..., n, ...]` -> `[n, elements]`."""
+    return np.moveaxis(in_double(block), dim, 0).reshape(block.shape[dim], -1)
 
 
 def wrong_rows(mask: Mask, dim: int) -> Mask:
@@ -224,14 +259,6 @@ def subsets(axes: Sequence[str]) -> Iterator[tuple[str, ...]]:
     """Yield all sets of axes but the empty one, small ones first."""
     for count in range(1, len(axes) + 1):
         yield from itertools.combinations(axes, count)
-
-
-def first_of(axes: Sequence[str], fits: Callable[[tuple[str, ...]], bool]) -> str | None:
-    """Return the first set of axes that fits, as a sentence names it."""
-    for subset in subsets(axes):
-        if fits(subset):
-            return names_of(subset)
-    return None
 
 
 def names_of(axes: Sequence[str]) -> str:

@@ -9,12 +9,13 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
+from xshard.formatting import range_text
 from xshard.layout import Mesh
 from xshard.layout.partition import owned_rows
 from xshard.layout.runs import row_numbers
 from xshard.notation.parser import Dim, Shard
 from xshard.steps.base import Block
-from xshard.testing.diagnosis.evidence import Case, Mask, wrong_rows
+from xshard.testing.diagnosis.evidence import Case, Mask, rows_of_dim, wrong_rows
 
 Order = NDArray[np.int64]  # numbers of the rows of a dim
 
@@ -36,36 +37,38 @@ def moved_rows(case: Case) -> str | None:
     """
     if case.whole_got is None:  # replicas differ: the blocks are not one array
         return None
-    for d, dim in enumerate(case.sharding.layout.dims):
-        got = np.moveaxis(case.whole_got, d, 0)
-        want = np.moveaxis(case.whole_want, d, 0)
-        origins = _find_origins(got, want, case)
-        if (origins == np.arange(len(origins))).all():
+    for d, dim in enumerate(case.dims):
+        got_rows = rows_of_dim(case.whole_got, d)
+        origins = _find_origins(got_rows, rows_of_dim(case.whole_want, d), case)
+        if np.array_equal(origins, np.arange(len(origins))):
             continue
-        # Some rows are found nowhere in the right array. That is still an offset if they are at an
-        # end, where rows were moved in from outside.
-        if (origins == _NOWHERE).any():
-            offset = _offset(origins, dim)
-            if offset is not None:
-                return offset
-            continue
-        text = _named_order(origins, dim, case.sharding.mesh)
-        if text is None:
-            text = _offset(origins, dim)
-        if text is None:
-            text = _listed_rows(origins, dim)
-        return text
+        if (origins != _NOWHERE).all():
+            return _order_text(origins, dim, case.mesh)
+        # Rows that equal none of the array may have come in at its ends: all others are then off
+        # by the same number of rows.
+        offset = _offset(origins, dim)
+        if offset is not None:
+            return offset
     return None
+
+
+def _order_text(origins: Order, dim: Dim, mesh: Mesh) -> str | None:
+    """Name the order of rows, by the first that fits: a known mistake, an offset, or a list of rows."""
+    named = _named_order(origins, dim, mesh)
+    if named is not None:
+        return named
+    offset = _offset(origins, dim)
+    return _listed_rows(origins, dim) if offset is None else offset
 
 
 def positions(case: Case) -> str | None:
     """Find rows that are right only where another order, or the index in the block, has the same position."""
     # Positions matter where blocks are cut: an uncut dim has one index only.
-    for d, dim in enumerate(case.sharding.layout.dims):
+    for d, dim in enumerate(case.dims):
         if not set(dim.axes) & set(case.cut_axes):
             continue
         wrong = wrong_rows(case.whole_wrong, d)
-        names = _assumptions_that_explain(wrong, replace(dim, overlap=None), case.sharding.mesh)
+        names = _assumptions_that_explain(wrong, replace(dim, overlap=None), case.mesh)
         if names:
             return (
                 f"right in rows {rows_text(~wrong)} of {dim.name!r} alone, where it makes no difference that "
@@ -86,14 +89,12 @@ def _assumptions_that_explain(wrong: Mask, dim: Dim, mesh: Mesh) -> list[str]:
     partial: list[str] = []
     for name, same in _assumed_positions(dim, len(wrong), mesh):
         # Under causal attention a row is right only if all rows before it have their positions.
-        for right in (same, np.logical_and.accumulate(same)):
-            if not _explains(right, wrong):
-                continue
-            if (wrong == ~right).all():
-                exact.append(name)
-            else:
-                partial.append(name)
-            break
+        same_so_far = np.logical_and.accumulate(same)
+        for right in (same, same_so_far):
+            if _explains(right, wrong):
+                names = exact if (wrong == ~right).all() else partial
+                names.append(name)
+                break
     return exact if exact else partial
 
 
@@ -111,22 +112,22 @@ def _assumed_positions(dim: Dim, n_rows: int, mesh: Mesh) -> Iterator[tuple[str,
     so the mask is (True, True, False, False). The mask, [rows], is in the order of the whole array.
     Ways that get all rows right are left out.
     """
-    blocks = list(_blocks(dim, n_rows, mesh))
-    assumed = {"the index in the block": [np.arange(len(block)) for block in blocks]}
+    rows_of_blocks = list(_blocks(dim, n_rows, mesh))
+    lengths = list(map(len, rows_of_blocks))
+    assumed = {"the index in the block": list(map(np.arange, lengths))}
     for order in _ORDERS:
         other = Dim(dim.name, (Shard(dim.axes, order),))
         assumed[f"those of '{other}'"] = list(_blocks(other, n_rows, mesh))
 
-    block_lengths = [len(block) for block in blocks]
-    stored = np.concatenate(blocks)
-    for name, other_blocks in assumed.items():
-        # Code that numbers rows so has blocks of other lengths than these: it cannot have run here.
-        if [len(block) for block in other_blocks] != block_lengths:
+    rows = np.concatenate(rows_of_blocks)
+    for name, positions_in_blocks in assumed.items():
+        # Positions for blocks of other lengths cannot have been used for these blocks.
+        if list(map(len, positions_in_blocks)) != lengths:
             continue
-        same = np.zeros(n_rows, bool)
-        same[stored] = np.concatenate(other_blocks) == stored
-        if not same.all():
-            yield name, same
+        is_right = np.zeros(n_rows, bool)
+        is_right[rows] = np.concatenate(positions_in_blocks) == rows
+        if not is_right.all():
+            yield name, is_right
 
 
 def rows_text(rows: Mask) -> str:
@@ -135,7 +136,7 @@ def rows_text(rows: Mask) -> str:
     edges = np.flatnonzero(np.diff(padded))  # starts and ends of runs, in turn
     runs = []
     for start, end in edges.reshape(-1, 2):
-        runs.append(f"{start}" if end - start == 1 else f"{start}-{end - 1}")
+        runs.append(range_text(start, end - 1))
     if not runs:
         return "none"
     if len(runs) > _MAX_RUNS_SHOWN:
@@ -143,21 +144,17 @@ def rows_text(rows: Mask) -> str:
     return ", ".join(runs)
 
 
-def _find_origins(got: Block, want: Block, case: Case) -> Order:
-    """Find for each row of `got` the number of the row of `want` that it equals, [rows].
+def _find_origins(got_rows: Block, want_rows: Block, case: Case) -> Order:
+    """Find for each row of an array the number of the right row that it equals, [rows].
 
     Rows a, b, c that arrive as b, a, x -> (1, 0, -1): -1 stands for a row that equals none. A row
-    that equals several takes the one in its own place. Both arrays are [rows, ...].
+    that equals several takes the one in its own place. Both arrays are [rows, elements].
     """
-    n_rows = len(got)
-    got_rows = got.reshape(n_rows, -1)
-    want_rows = want.reshape(n_rows, -1)
     # Equal rows have equal products with one random vector: n numbers to compare, not n rows.
     probe = np.random.default_rng(0).normal(size=got_rows.shape[1])
-    got_products = got_rows @ probe
-    want_products = want_rows @ probe
-    nearest = np.abs(got_products[:, None] - want_products[None, :]).argmin(axis=1)
-    origins = np.full(n_rows, _NOWHERE, np.int64)
+    differences = (got_rows @ probe)[:, None] - want_rows @ probe
+    nearest = np.abs(differences).argmin(axis=1)
+    origins = np.full(len(got_rows), _NOWHERE, np.int64)
     for row, candidate in enumerate(nearest):
         if case.near(got_rows[row], want_rows[row]):
             origins[row] = row
@@ -193,24 +190,26 @@ def _named_order(origins: Order, dim: Dim, mesh: Mesh) -> str | None:
     array which row it holds, [rows]: (3, 2, 1, 0) is the reverse of 4 rows.
     """
     n_rows = len(origins)
-    if np.array_equal(origins, np.arange(n_rows)[::-1]):
+    if np.array_equal(origins[::-1], np.arange(n_rows)):
         return f"rows of {dim.name!r} are in reverse order"
 
     declared = replace(dim, overlap=None)
     cuts = list(dict.fromkeys([declared, *_cuts(declared, mesh)]))
-    orders = {cut: stored_rows(cut, n_rows, mesh) for cut in cuts}
     # The layout of an unsharded dim does not say in which order the function itself sharded it, so
     # all orders are tried.
-    for meant in [declared] if declared.axes else cuts:
-        if _halves_swapped(origins[orders[meant]], list(_blocks(meant, n_rows, mesh))):
+    for cut in [declared] if declared.axes else cuts:
+        blocks = list(_blocks(cut, n_rows, mesh))
+        if _halves_swapped(origins[np.concatenate(blocks)], blocks):
             return (
-                f"the first and the second half of every block of '{meant}' have changed places: "
+                f"the first and the second half of every block of '{cut}' have changed places: "
                 "head and tail swapped"
             )
+    orders = {cut: stored_rows(cut, n_rows, mesh) for cut in cuts}
     for meant, stored in _pairs_of_cuts(cuts):
+        if np.array_equal(orders[meant], orders[stored]):
+            continue  # two notations of one order
         # If so, place i of the array holds the row that the stored order has at that place.
-        is_taken_for = np.array_equal(origins[orders[meant]], orders[stored])
-        if is_taken_for and not np.array_equal(orders[meant], orders[stored]):
+        if np.array_equal(origins[orders[meant]], orders[stored]):
             return (
                 f"rows of {dim.name!r} that are stored as '{stored}' are taken for '{meant}': "
                 "another shard order"

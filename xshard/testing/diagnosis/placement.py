@@ -14,7 +14,14 @@ from xshard.layout.block_rows import all_row_spans
 from xshard.layout.partition import owner_of_rows
 from xshard.steps.base import Block
 from xshard.steps.exchange.sources import dim_end
-from xshard.testing.diagnosis.evidence import Case, Mask, in_double, names_of, subsets, wrong_rows
+from xshard.testing.diagnosis.evidence import (
+    Case,
+    Mask,
+    names_of,
+    rows_of_dim,
+    subsets,
+    wrong_rows,
+)
 
 _SEAMS = ("seams",)  # where blocks meet
 _ENDS = ("ends",)  # of the array
@@ -25,12 +32,12 @@ _MAX_MOVES_SHOWN = 3
 
 def stale(case: Case) -> str | None:
     """Find the block of one device on all devices along an axis."""
-    mesh = case.sharding.mesh
+    mesh = case.mesh
     for axes in subsets(case.cut_axes):
         for index in range(mesh.size(*axes)):
             # Within its group along the axes, each device holds what this member should.
-            held = [case.want[mesh.group(d, axes)[index]] for d in range(mesh.n_devices)]
-            if case.all_near(case.got, held):
+            members = [mesh.group(device, axes)[index] for device in range(mesh.n_devices)]
+            if case.all_near(case.got, [case.want[member] for member in members]):
                 owner = "the first device" if index == 0 else f"device {index}"
                 return (
                     f"all devices along {names_of(axes)} hold the block of {owner} there: a broadcast in "
@@ -41,7 +48,7 @@ def stale(case: Case) -> str | None:
 
 def exchanged(case: Case) -> str | None:
     """Find whole blocks on the wrong devices."""
-    mesh = case.sharding.mesh
+    mesh = case.mesh
     moves = []
     for device, got in enumerate(case.got):
         owners = [other for other, want in enumerate(case.want) if case.near(got, want)]
@@ -69,10 +76,9 @@ def transposed(case: Case) -> str | None:
 
 def first_only_right(case: Case) -> str | None:
     """Find blocks that are right on the first devices along an axis, and wrong on all others."""
-    mesh = case.sharding.mesh
+    mesh = case.mesh
     for axis in case.cut_axes:
-        others = tuple(d for d in range(mesh.n_devices) if mesh.index(d, (axis,)) != 0)
-        if case.wrong_devices == others:
+        if case.wrong_devices == tuple(np.flatnonzero(mesh.indices((axis,)))):
             return (
                 f"right where {axis}=0, wrong on all other devices along {axis}: the index in the block is "
                 "used where the one in the array was meant (positions, masks, offsets)"
@@ -82,7 +88,7 @@ def first_only_right(case: Case) -> str | None:
 
 def halo_rows(case: Case) -> str | None:
     """Find blocks whose own rows are right and whose borrowed rows are wrong."""
-    for d, dim in enumerate(case.sharding.layout.dims):
+    for d, dim in enumerate(case.dims):
         if dim.overlap is None:
             continue
         if not _has_wrong_own_rows(case, d):
@@ -108,7 +114,7 @@ def seam(case: Case) -> str | None:
     """
     if not case.whole_wrong.any():
         return None
-    cut_dims = [d for d, dim in enumerate(case.sharding.layout.dims) if dim.axes]
+    cut_dims = [d for d, dim in enumerate(case.dims) if dim.axes]
     candidates = [[d] for d in cut_dims]
     if len(cut_dims) > 1:
         candidates.append(cut_dims)
@@ -214,14 +220,14 @@ def _found_in_halo(case: Case, dim: int, device: int) -> str:
     Such as "zeros: nothing was exchanged", or which other row of the array stands there. The text
     goes into the report on errors near the borders of blocks.
     """
-    got = np.moveaxis(in_double(case.got[device]), dim, 0)
-    want = np.moveaxis(in_double(case.want[device]), dim, 0)
+    got_rows = rows_of_dim(case.got[device], dim)
+    want_rows = rows_of_dim(case.want[device], dim)
     wrong_indices = np.flatnonzero(wrong_rows(case.wrong[device], dim))
-    if not got[wrong_indices].any():
+    if not got_rows[wrong_indices].any():
         return "zeros: nothing was exchanged"
-    first = wrong_indices[0]
-    last = wrong_indices[-1]
-    if first != last and case.near(got[first], want[last]) and case.near(got[last], want[first]):
+    # The halo's first wrong row is of the previous block, its last one of the next.
+    ends = wrong_indices[[0, -1]]
+    if ends[0] != ends[1] and case.near(got_rows[ends], want_rows[ends[::-1]]):
         return "rows of the previous and of the next block have changed places"
 
     # A row of another place in the array means an exchange with a wrong offset.
@@ -229,7 +235,7 @@ def _found_in_halo(case: Case, dim: int, device: int) -> str:
     meant_rows = case.rows(dim, device)
     for i in wrong_indices:
         meant = int(meant_rows[i])
-        row = _row_equal_to(case, got[i], array_rows, meant)
+        row = _row_equal_to(case, got_rows[i], array_rows, meant)
         if row is not None:
             return (
                 f"as on device {device}, where row {row} stands in place of row {meant}: "
@@ -239,12 +245,12 @@ def _found_in_halo(case: Case, dim: int, device: int) -> str:
 
 
 def _rows_beside_block(case: Case, dim: int, device: int) -> Block:
-    """Return all rows of a dim of the right array, in the other dims as far as a block has them."""
+    """Return all rows of a dim of the right array, [rows, elements], as far as a block has their elements."""
     array = case.whole_want
     for other in range(array.ndim):
         if other != dim:
             array = array.take(case.rows(other, device), axis=other)
-    return np.moveaxis(array, dim, 0)
+    return rows_of_dim(array, dim)
 
 
 def _row_equal_to(case: Case, values: Block, array_rows: Block, meant: int) -> int | None:

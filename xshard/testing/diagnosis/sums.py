@@ -13,10 +13,10 @@ import numpy as np
 from xshard.steps.base import Block
 from xshard.testing.diagnosis.evidence import (
     Case,
-    first_of,
     in_double,
     largest_error,
     names_of,
+    rows_of_dim,
     subsets,
 )
 
@@ -45,22 +45,21 @@ def only_first(case: Case) -> str | None:
     Replicas should be equal on all devices along some axes: here the first one never sent its
     value. Returns a sentence for the report, or None.
     """
-    mesh = case.sharding.mesh
+    for axes in subsets(case.free_axes):
+        if _is_only_on_first(case, axes):
+            along = names_of(axes)
+            return f"only the first device along {along} has the value, others have zeros: nothing sent it"
+    return None
 
-    def is_only_on_first(axes: tuple[str, ...]) -> bool:
-        for device, (got, want) in enumerate(zip(case.got, case.want, strict=True)):
-            if mesh.index(device, axes) == 0:
-                fits = case.near(got, want)
-            else:
-                fits = not in_double(got).any()
-            if not fits:
-                return False
-        return True
 
-    axes = first_of(case.free_axes, is_only_on_first)
-    if axes is None:
-        return None
-    return f"only the first device along {axes} has the value, others have zeros: nothing sent it"
+def _is_only_on_first(case: Case, axes: tuple[str, ...]) -> bool:
+    """Tell whether the first device of each group along some axes is right, and all others have zeros."""
+    for device, (got, want) in enumerate(case.pairs):
+        is_first = case.mesh.index(device, axes) == 0
+        fits = case.near(got, want) if is_first else not in_double(got).any()
+        if not fits:
+            return False
+    return True
 
 
 def not_summed(case: Case) -> str | None:
@@ -70,10 +69,10 @@ def not_summed(case: Case) -> str | None:
     squares add up, as 3.0 and 4.0 do to 5.0. Returns a sentence for the report, or None.
     """
     is_number = case.want[0].ndim == 0
-    # Only along axes on which blocks should be equal: along the others they are different parts.
+    # Along these axes blocks should be equal; along all others they are different parts.
     for axes in subsets(case.free_axes):
-        # Equal blocks would add up to a multiple of themselves: a wrong factor, which is another
-        # cause.
+        # Blocks that are equal add up to a multiple of themselves: that is a wrong factor, which
+        # has a finder of its own.
         if case.all_near(_reduced(case, axes, np.mean), case.got):
             continue
         along = names_of(axes)
@@ -97,14 +96,14 @@ def other_axes(case: Case) -> str | None:
     """
     if len({block.shape for block in case.want}) > 1:  # uneven blocks cannot be added up
         return None
-    for summed_axes in subsets(case.sharding.mesh.long_axes):
-        wrong_sum = _reduced(case, summed_axes, np.sum, case.want)
-        left_axes = [axis for axis in case.free_axes if axis not in summed_axes]
-        # The right sum, over `left`, may have been left out instead. If so, doing it now must give
-        # the right blocks, summed over the wrong axes.
-        for left in ((), *subsets(left_axes)):
-            if case.all_near(_reduced(case, left, np.sum), wrong_sum):
-                instead = f" in place of {names_of(left)}" if left else ""
+    for summed_axes in subsets(case.mesh.long_axes):
+        wrong_sums = _reduced(case, summed_axes, np.sum, case.want)
+        other_axes = [axis for axis in case.free_axes if axis not in summed_axes]
+        # A sum over other axes may have been right, and left out. If that sum is made up for now,
+        # the blocks should be the right ones, summed over the wrong axes.
+        for left_out in ((), *subsets(other_axes)):
+            if case.all_near(_reduced(case, left_out, np.sum), wrong_sums):
+                instead = f" in place of {names_of(left_out)}" if left_out else ""
                 return (
                     f"summed over {names_of(summed_axes)}{instead}: "
                     "that adds what belongs to different devices"
@@ -116,10 +115,12 @@ def own_factors(case: Case) -> str | None:
     """Find parts that are right but for a positive factor, another one on each device."""
     if min(block.size for block in case.want) < 2:  # of one number there always is a factor
         return None
-    factors = [_ratio(got, want) for got, want in zip(case.got, case.want, strict=True)]
-    scaled_blocks = [f * in_double(want) for f, want in zip(factors, case.want, strict=True)]
-    if not case.all_near(case.got, scaled_blocks):
-        return None
+    factors = []
+    for got, want in case.pairs:
+        factor = _ratio(got, want)
+        if not case.near(got, factor * in_double(want)):
+            return None
+        factors.append(factor)
     if min(factors) <= 0 or np.ptp(factors) <= _CONSTANT:
         return None
 
@@ -130,7 +131,7 @@ def own_factors(case: Case) -> str | None:
 def _meaning_of(factors: Sequence[float], case: Case) -> str:
     """Say what was divided by, on each device, in place of what all devices have together."""
     for axes in subsets(case.cut_axes):
-        group = case.sharding.mesh.group(0, axes)
+        group = case.mesh.group(0, axes)
         weights = 1 / np.array([factors[device] for device in group])
         along = names_of(axes)
         # A mean over n_i of n rows is wrong by n / n_i, whose inverses add up to 1; if these means
@@ -145,14 +146,11 @@ def _meaning_of(factors: Sequence[float], case: Case) -> str:
 
 def not_averaged(case: Case) -> str | None:
     """Find values of single devices in place of their mean."""
-
-    def has_right_mean(axes: tuple[str, ...]) -> bool:
-        return case.all_near(_reduced(case, axes, np.mean), case.want)
-
-    axes = first_of(case.free_axes, has_right_mean)
-    if axes is None:
-        return None
-    return f"blocks along {axes} differ and their mean is right: a mean over {axes} is missing"
+    for axes in subsets(case.free_axes):
+        if case.all_near(_reduced(case, axes, np.mean), case.want):
+            along = names_of(axes)
+            return f"blocks along {along} differ and their mean is right: a mean over {along} is missing"
+    return None
 
 
 def summed(case: Case) -> str | None:
@@ -210,25 +208,25 @@ def counted_argument(case: Case) -> str | None:
         row_dims = tuple(range(error.ndim - argument.ndim))
         if not argument.any() or error.shape[len(row_dims) :] != argument.shape:
             continue
-        mean_error = error.mean(axis=row_dims)
-        power = np.vdot(argument, argument).real
-        # Fit error = excess * argument by least squares. An argument that counts twice has excess
-        # 1.
-        excess = float(np.vdot(argument, mean_error).real / power)
+        # Fit error = excess * argument: an argument that counts twice has an excess of 1.
+        excess = _ratio(error.mean(axis=row_dims), argument)
         is_multiple = case.near(error, np.broadcast_to(excess * argument, error.shape))
-        if abs(excess) < _CONSTANT or not is_multiple:
-            continue
-        if round(excess + 1, 6) == 0:  # counted 0 times
-            return f"{name} is left out"
-        count = f"{excess + 1:.4g}"
-        axes = _axes_of_size(case, excess + 1)
-        if not axes:
-            axes = "no axis"
-        return (
-            f"{name} is counted {count} times instead of once, and {count} is the size of {axes}: "
-            "every device adds it before a sum; add it after, or on one"
-        )
+        if is_multiple and abs(excess) >= _CONSTANT:
+            return _counted_text(case, name, excess + 1)
     return None
+
+
+def _counted_text(case: Case, name: str, times: float) -> str:
+    """Write the sentence on an argument that counts so many times instead of once."""
+    if round(times, 6) == 0:
+        return f"{name} is left out"
+    axes = _axes_of_size(case, times)
+    if not axes:
+        axes = "no axis"
+    return (
+        f"{name} is counted {times:.4g} times instead of once, and {times:.4g} is the size of {axes}: "
+        "every device adds it before a sum; add it after, or on one"
+    )
 
 
 def own_statistics(case: Case) -> str | None:
@@ -237,10 +235,9 @@ def own_statistics(case: Case) -> str | None:
     Batch normalisation over the rows of one device gives values that are right but for a factor and
     a shift, which differ between devices and channels. Returns a sentence for the report, or None.
     """
-    mesh = case.sharding.mesh
-    if len(case.wrong_devices) < mesh.n_devices:
+    if len(case.wrong_devices) < case.mesh.n_devices:
         return None
-    for d, dim in enumerate(case.sharding.layout.dims):
+    for d, dim in enumerate(case.dims):
         # Axes that shard other dims: along them, each device has some of the elements of a channel.
         axes = [axis for axis in case.cut_axes if axis not in dim.axes]
         if not axes:
@@ -248,8 +245,8 @@ def own_statistics(case: Case) -> str | None:
         fits = _fits_of_devices(case, d)
         if fits is None:
             continue
-        # Equal fits on all devices are one factor and shift for the whole array.
-        if not all(case.near(fits[0], fits[device]) for device in mesh.group(0, axes)):
+        # If all devices had the same factor and shift, these would be of the whole array.
+        if not all(case.near(fits[0], fits[device]) for device in case.mesh.group(0, axes)):
             return (
                 f"right but for a factor and a shift per device and index of {dim.name!r}: statistics of its "
                 f"own part along {names_of(axes)}, not of all (batch normalisation, a loss per rank)"
@@ -263,8 +260,8 @@ def _fits_of_devices(case: Case, dim: int) -> list[Block] | None:
     Returns the fits of each device, `[2, indices, 1]`, or None if one does not fit.
     """
     fits = []
-    for got, want in zip(case.got, case.want, strict=True):
-        fit = _fit_of_device(case, _rows_of_dim(got, dim), _rows_of_dim(want, dim))
+    for got, want in case.pairs:
+        fit = _fit_of_device(case, rows_of_dim(got, dim), rows_of_dim(want, dim))
         if fit is None:
             return None
         fits.append(fit)
@@ -284,11 +281,6 @@ def _fit_of_device(case: Case, got: Block, want: Block) -> Block | None:
     if not case.near(got, factor * want + shift):
         return None
     return np.stack([factor, shift])
-
-
-def _rows_of_dim(block: Block, dim: int) -> Block:
-    """Bring a dim to the front, and flatten the others: `[..., n, ...]` -> `[n, elements]`."""
-    return np.moveaxis(in_double(block), dim, 0).reshape(block.shape[dim], -1)
 
 
 def rounded(case: Case) -> str | None:
@@ -320,8 +312,8 @@ def one_addend(case: Case) -> str | None:
     got_power = np.vdot(got, got).real
     slope = product / got_power
     explained_share = product**2 / (got_power * np.vdot(want, want).real)
-    for axes in subsets(case.sharding.mesh.long_axes):
-        n_addends = case.sharding.mesh.size(*axes)
+    for axes in subsets(case.mesh.long_axes):
+        n_addends = case.mesh.size(*axes)
         spread = 3 * np.sqrt((n_addends - 1) / got.size)  # three standard deviations of the slope
         has_slope = abs(slope - 1) < min(spread, 0.5)
         if has_slope and abs(explained_share - 1 / n_addends) < spread / n_addends:
@@ -339,11 +331,10 @@ def _reduced(
     blocks: Sequence[Block] | None = None,
 ) -> list[Any]:
     """Reduce blocks over the devices along axes, one result per device. blocks: by default those got."""
-    mesh = case.sharding.mesh
-    wide = [in_double(block) for block in (case.got if blocks is None else blocks)]
+    wide = list(map(in_double, case.got if blocks is None else blocks))
     reduced = []
-    for device in range(mesh.n_devices):
-        group = [wide[other] for other in mesh.group(device, axes)]
+    for device in range(case.mesh.n_devices):
+        group = [wide[member] for member in case.mesh.group(device, axes)]
         reduced.append(reduce(group, axis=0))
     return reduced
 
@@ -385,8 +376,8 @@ def _ratio(got: Block, want: Block) -> float:
 
 def _axes_of_size(case: Case, size: float) -> str:
     """Name the sets of axes with so many devices: "a or of b"; "" for none."""
-    mesh = case.sharding.mesh
-    names = [
-        names_of(axes) for axes in subsets(mesh.long_axes) if np.isclose(mesh.size(*axes), size)
-    ]
+    names = []
+    for axes in subsets(case.mesh.long_axes):
+        if np.isclose(case.mesh.size(*axes), size):
+            names.append(names_of(axes))
     return " or of ".join(names)

@@ -107,6 +107,7 @@ class Cluster:
         """
         backend = BACKENDS["torch"]
         backend.check_installed()
+        # A function travels as bytes, a script as the words of a command.
         sent: bytes | tuple[str, ...]
         if callable(work):
             sent = packed(work, *args)
@@ -116,9 +117,8 @@ class Cluster:
         if not collective_timeout_s:
             collective_timeout_s = _PATIENCE * timeout_s
         self._start("torch", {"GLOO_SOCKET_IFNAME": LINK, "OMP_NUM_THREADS": "1"})
-        with (
-            tempfile.TemporaryDirectory() as folder
-        ):  # results are unpickled from it, which is safe since only this user can write there
+        # Results are unpickled from this folder: that is safe, since only this user can write there.
+        with tempfile.TemporaryDirectory() as folder:
             reports = _RankReports(Path(folder), self._ranks)
             arguments = (
                 self._n_nodes,
@@ -128,8 +128,13 @@ class Cluster:
                 collective_timeout_s,
                 sent,
             )
-            function = backend.function("launch.run_node")
-            self._ask("torch", function, [arguments] * self._n_nodes, timeout_s, reports)
+            self._ask(
+                "torch",
+                backend.function("launch.run_node"),
+                [arguments] * self._n_nodes,
+                timeout_s,
+                reports,
+            )
             results = [Path(folder, f"{rank}.result") for rank in reports.errors()]
             return [pickle.loads(file.read_bytes()) for file in results]
 
@@ -157,16 +162,16 @@ class Cluster:
         backend = BACKENDS["jax"]
         backend.check_installed()
         sent = packed(function, *args)
+        no_reports = _RankReports(None, self._ranks)  # ranks are devices of one process
         if "jax" not in self._processes:
-            n_threads = max(_MIN_JAX_THREADS, 2 * self._ranks)
-            threads = {"PJRT_NPROC": str(n_threads)}
+            threads = {"PJRT_NPROC": str(max(_MIN_JAX_THREADS, 2 * self._ranks))}
             self._start("jax", backend.environment(self._ranks) | threads)
             # Once for the life of these processes: JAX cannot join a second time.
             endpoint = self._new_endpoint()
             join_arguments = [(endpoint, self._n_nodes, node) for node in range(self._n_nodes)]
-            self._ask("jax", backend.function("worker.join"), join_arguments, timeout_s)
+            self._ask("jax", backend.function("worker.join"), join_arguments, timeout_s, no_reports)
         call = backend.function("worker.call_packed")
-        return self._ask("jax", call, [(sent,)] * self._n_nodes, timeout_s)
+        return self._ask("jax", call, [(sent,)] * self._n_nodes, timeout_s, no_reports)
 
     def cut(self, node: int) -> None:
         """Pull a node's cable: messages to it and from it are lost silently until `restore`.
@@ -251,7 +256,7 @@ class Cluster:
         function: str,
         arguments: Sequence[tuple[Any, ...]],
         timeout_s: float,
-        reports: _RankReports | None = None,
+        reports: _RankReports,
     ) -> list[Any]:
         """Call a function on all nodes at once, in the process that each node has for a framework.
 
@@ -260,7 +265,7 @@ class Cluster:
             function: The function's name with its module.
             arguments: The arguments of the call on each node.
             timeout_s: The longest time without progress.
-            reports: What the ranks that these processes start have reported. None: they start none.
+            reports: What ranks that these processes start have reported so far.
 
         Returns:
             The answers, None for a node that failed after all its ranks have succeeded.
@@ -269,8 +274,6 @@ class Cluster:
             NodesError: Ranks failed, or nodes whose ranks have not reported.
         """
         processes = self._processes[framework]
-        if reports is None:
-            reports = _RankReports(None, self._ranks)
         calls: list[Future[Any]] = []
         with ThreadPoolExecutor(self._n_nodes) as threads:
             for process, values in zip(processes, arguments, strict=True):

@@ -71,8 +71,9 @@ class Namespace:
         self.pid = self._holder.pid
         # Output that ends without that line: one of the commands has failed.
         if not self._holder.stdout.readline():
-            why = self._holder.stderr.read().decode().strip()
-            raise NoNodesError("no namespaces here", hint=why)
+            raise NoNodesError(
+                "no namespaces here", hint=self._holder.stderr.read().decode().strip()
+            )
 
     @property
     def prefix(self) -> list[str]:
@@ -162,8 +163,9 @@ def _burst_bytes(rate: str) -> int:
     """Return the bytes that may pass at once at a rate such as "200mbit". Raises XshardError."""
     match = _RATE.fullmatch(rate)
     if match is None:
-        why = f"a link cannot have the rate {rate!r}"
-        raise XshardError(why, hint='bits per second, as in "200mbit"')
+        raise XshardError(
+            f"a link cannot have the rate {rate!r}", hint='bits per second, as in "200mbit"'
+        )
     number, unit = match.groups()
     # The kernel refills the burst when its timer fires: at high rates, a late one needs more of it.
     bytes_per_s = float(number) * _UNITS[unit] / 8
