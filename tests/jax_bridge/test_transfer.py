@@ -225,8 +225,8 @@ def test_keys_move_without_names_and_in_processes_that_know_their_type_alone() -
 
     for rule in ("k/b", "k/b words"):
         words = "leaf 'keys': PRNG keys keep their names\n.*without names=, or jax.random.key_data"
+        names = Names(rename("keys", "rng"), rename("**", "**"))
         with pytest.raises(xs.errors.DtypeError, match=words):
-            names = Names(rename("keys", "rng"), rename("**", "**"))
             xj.transfer(placed, {"rng": rule, "w": "n d/b"}, there, names=names)
 
 
