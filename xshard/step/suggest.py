@@ -56,8 +56,8 @@ def suggest(  # noqa: PLR0913  the public signature
 ) -> Suggestion:
     """Find the layouts of parameters, inputs and activations that make a training step fastest.
 
-    plan = xs.suggest(step, Mesh(dp=4, tp=2), memory="80GiB")     # plan.parameters["up.weight"] ==
-    "o/dp/tp i"
+    plan = xs.suggest(step, Mesh(dp=4, tp=2), memory="80GiB")
+    plan.parameters["up.weight"]     # "o/dp/tp i"
 
     For fewer rules the plan takes up to 1 % more seconds than the best found, and than the bound.
 
