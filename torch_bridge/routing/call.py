@@ -72,7 +72,7 @@ class RouteCall(NamedTuple):
         # Only the processes along the axes compare: others make calls of their own, with other
         # rows.
         ranks = process_mesh(self.mesh).submesh(self.axes).ranks
-        return desync.CallFacts({"mesh": mesh_with_ranks(self.mesh)}, sent, ranks, {})
+        return desync.CallFacts({"mesh": mesh_with_ranks(self.mesh)}, sent, ranks)
 
     def send(self, blocks: Sequence[Tensor], to: Tensor) -> tuple[Routed, list[Tensor]]:
         """Send rows of several tensors to the processes of the groups (experts) that they chose.
