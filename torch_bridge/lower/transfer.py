@@ -6,8 +6,7 @@ An empty tensor stands for the block of a process that has none, so that autogra
 from __future__ import annotations
 
 import functools
-import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, NoReturn
 
@@ -53,8 +52,8 @@ class TransferExecutable:
         return self.plan.src.is_linear
 
     @property
-    def acts(self) -> bool:
-        """Whether it makes a new tensor: by steps, or of messages."""
+    def makes_new_tensor(self) -> bool:
+        """Whether its result is no view of the block: steps or messages make it."""
         return self.sends or bool(self.on_source or self.on_target)
 
     @computed_once
@@ -219,85 +218,60 @@ def _exchange(
         blocks: This process's block of each, after the steps on the source's mesh.
         ranks: The processes that send or receive, for errors.
     """
-    incoming = _buffers(crossings, blocks)
-    outgoing = _messages_by_peer(crossings, blocks)
+    outgoing: dict[int, list[Tensor]] = {}  # to each rank, in the order of the crossings
+    expected: dict[int, list[Tensor]] = {}  # from each rank, likewise: tensors without data
+    for crossing, block in zip(crossings, blocks, strict=True):
+        for part in crossing.sent:
+            outgoing.setdefault(part.peer, []).append(part.rows.read(block))
+        for part in crossing.received:
+            like = block.new_empty(part.rows.shape, device="meta")
+            expected.setdefault(part.peer, []).append(like)
+    incoming = {
+        rank: _Message.like(tensors, blocks[0].device) for rank, tensors in expected.items()
+    }
     works: list[dist.Work] = []
     # Only shapes are asked for on meta.
     if (outgoing or incoming) and not blocks[0].is_meta:
-        group = crossings[0].group
-        # Receives first: a gloo sender waits until the receiver says that it is ready, and that
-        # notice would come behind all that this rank sends.
-        operations = [
-            dist.P2POp(dist.irecv, incoming[rank].buffer, rank, group) for rank in incoming
-        ]
-        for rank, parts in outgoing.items():
-            operations.append(dist.P2POp(dist.isend, packed(parts), rank, group))
+        operations = _operations(outgoing, incoming, crossings[0].group)
         works = call_backend("an exchange", ranks, dist.batch_isend_irecv, operations)
     # While messages travel: of a move that does nothing, the result must be no view of the block.
     outs = [
-        block if crossing.acts else block.clone(memory_format=torch.contiguous_format)
+        block if crossing.makes_new_tensor else block.clone(memory_format=torch.contiguous_format)
         for crossing, block in zip(crossings, blocks, strict=True)
     ]
     if works:
         call_backend("an exchange", ranks, Works(works).wait)
+    arrived = {rank: iter(message.tensors) for rank, message in incoming.items()}
     return [
-        _assembled(i, crossing, out, incoming)
-        for i, (crossing, out) in enumerate(zip(crossings, outs, strict=True))
+        _assembled(crossing, out, arrived) for crossing, out in zip(crossings, outs, strict=True)
     ]
 
 
-def _messages_by_peer(
-    crossings: Sequence[TransferExecutable], blocks: Sequence[Tensor]
-) -> dict[int, list[Tensor]]:
-    """Return what each other rank is sent, in the order of the crossings."""
-    messages: dict[int, list[Tensor]] = {}
-    for crossing, block in zip(crossings, blocks, strict=True):
-        for part in crossing.sent:
-            messages.setdefault(part.peer, []).append(part.rows.read(block))
-    return messages
-
-
-class _Incoming(NamedTuple):
-    """The bytes that arrive from one rank, and a view of them for each crossing, by its number."""
-
-    buffer: Tensor
-    views: dict[int, Tensor]
-
-
-def _buffers(
-    crossings: Sequence[TransferExecutable], blocks: Sequence[Tensor]
-) -> dict[int, _Incoming]:
-    """Allocate a buffer of bytes for each rank that sends to this one, with a view for each move.
-
-    Of two moves, a float32 [2, 3] and an int64 [4] may come from rank 5: its buffer then has room
-    for both, and views {0: [2, 3], 1: [4]}, by the number of the move.
-    """
-    parts: dict[int, dict[int, Tensor]] = {}  # rank -> crossing -> a tensor on meta
-    for i, (crossing, block) in enumerate(zip(crossings, blocks, strict=True)):
-        for part in crossing.received:
-            # A tensor without data, for its shape and dtype.
-            shape_of_part = block.new_empty(part.rows.shape, device="meta")
-            parts.setdefault(part.peer, {})[i] = shape_of_part
-    # Bytes: the parts of several crossings may have several dtypes.
-    incoming = {}
-    for rank, parts_of_rank in parts.items():
-        shapes = list(parts_of_rank.values())
-        buffer = blocks[0].new_empty(_end_bytes(shapes)[-1], dtype=torch.uint8)
-        views = dict(zip(parts_of_rank, unpacked(buffer, shapes), strict=True))
-        incoming[rank] = _Incoming(buffer, views)
-    return incoming
+def _operations(
+    outgoing: Mapping[int, Sequence[Tensor]],
+    incoming: Mapping[int, _Message],
+    group: dist.ProcessGroup,
+) -> list[dist.P2POp]:
+    """List the receives and sends of this process, by the rank at the other end."""
+    # Receives first: a gloo sender waits until the receiver says that it is ready, and that notice
+    # would come behind all that this rank sends.
+    operations = [
+        dist.P2POp(dist.irecv, message.buffer, rank, group) for rank, message in incoming.items()
+    ]
+    for rank, tensors in outgoing.items():
+        operations.append(dist.P2POp(dist.isend, _bytes_of(tensors), rank, group))
+    return operations
 
 
 def _assembled(
-    number: int, crossing: TransferExecutable, block: Tensor, incoming: dict[int, _Incoming]
+    crossing: TransferExecutable, block: Tensor, arrived: Mapping[int, Iterator[Tensor]]
 ) -> Tensor:
     """Put together this rank's block on the new mesh, of what arrived and what it keeps.
 
     Args:
-        number: The number of the crossing among those that run together.
         crossing: The move between meshes.
         block: This process's block on the source's mesh, of which it keeps rows.
-        incoming: What has arrived, by rank.
+        arrived: What has arrived from each rank, from this crossing on.
     """
     if not crossing.sends:
         return block
@@ -306,40 +280,52 @@ def _assembled(
         return block.new_empty(0)
     # In the order of the messages: those that share rows are added in it, and sums of floats depend
     # on the order.
-    arrived = [incoming[part.peer].views[number] for part in crossing.received]
-    return crossing.assembly.place(block, arrived)
+    messages = [next(arrived[part.peer]) for part in crossing.received]
+    return crossing.assembly.place(block, messages)
 
 
-def packed(parts: Sequence[Tensor]) -> Tensor:
-    """Return the bytes of tensors in one buffer: not every backend sends booleans and complex numbers.
+class _Message(NamedTuple):
+    """Tensors of any dtypes as bytes, since not every backend sends booleans and complex numbers.
 
-    A single tensor is viewed, not copied.
+    Attributes:
+        buffer: The bytes.
+        tensors: Views of them.
     """
-    if len(parts) == 1:
-        x = parts[0].contiguous()
+
+    buffer: Tensor
+    tensors: list[Tensor]
+
+    @classmethod
+    def like(cls, tensors: Sequence[Tensor], device: torch.device) -> _Message:
+        """Allocate a message for tensors like these, which may be on `meta`.
+
+        A float32 [2, 3] and an int64 [4] have 24 and 32 bytes, at 0:24 and 32:64 of the buffer.
+        """
+        places: list[slice] = []
+        end = 0
+        for tensor in tensors:
+            # A view of a dtype begins at a multiple of its size: the next multiple after the end.
+            start = -(-end // _ALIGNMENT) * _ALIGNMENT
+            end = start + tensor.nbytes
+            places.append(slice(start, end))
+        buffer = torch.empty(end, dtype=torch.uint8, device=device)
+        views = [
+            buffer[place].view(tensor.dtype).view(tensor.shape)
+            for place, tensor in zip(places, tensors, strict=True)
+        ]
+        return cls(buffer, views)
+
+
+def _bytes_of(tensors: Sequence[Tensor]) -> Tensor:
+    """Return tensors as the bytes of a message. A single one is viewed, not copied."""
+    if len(tensors) == 1:
+        x = tensors[0].contiguous()
         # The strides of a single element count for nothing, except when its bytes are viewed.
         return x.as_strided((x.numel(),), (1,)).view(torch.uint8)
-    out = parts[0].new_empty(_end_bytes(parts)[-1], dtype=torch.uint8)
-    for view, part in zip(unpacked(out, parts), parts, strict=True):
-        view.copy_(part)
-    return out
-
-
-def unpacked(buffer: Tensor, parts: Sequence[Tensor]) -> list[Tensor]:
-    """Return views of a buffer of `packed`, one like each part; parts may be on `meta`."""
-    starts = [0, *_end_bytes(parts)[:-1]]
-    return [
-        buffer[start : start + part.nbytes].view(part.dtype).view(part.shape)
-        for start, part in zip(starts, parts, strict=True)
-    ]
-
-
-def _end_bytes(parts: Sequence[Tensor]) -> list[int]:
-    """Return where each part ends in a buffer of all: sizes (3, 40) -> ends (16, 56)."""
-    sizes = [part.nbytes for part in parts]
-    # A view of a dtype begins at a multiple of its size; nothing begins after the last part.
-    padded = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes[:-1]]
-    return list(itertools.accumulate([*padded, sizes[-1]]))
+    message = _Message.like(tensors, tensors[0].device)
+    for view, tensor in zip(message.tensors, tensors, strict=True):
+        view.copy_(tensor)
+    return message.buffer
 
 
 def _place(plan: Plan) -> str:
