@@ -22,7 +22,8 @@ from xshard.plans.max_min import max_min_plans
 from xshard.plans.plan import find_plan
 from xshard.trees import group_by_bytes
 
-Move = Callable[[Tensor], Tensor]
+LocalMove = Callable[[Tensor], Tensor]  # sends nothing
+Move = PackedCollective | LocalMove  # a step, or a part of one, as this process runs it
 Moves = Move | list[Move]  # of one step
 T = TypeVar("T")
 
@@ -203,9 +204,9 @@ class Executable:
         return end
 
     @cached_property
-    def _local_moves(self) -> list[list[Move]]:
+    def _local_moves(self) -> list[list[LocalMove]]:
         """The moves before the first collective, between each two, and after the last."""
-        runs: list[list[Move]] = [[]]
+        runs: list[list[LocalMove]] = [[]]
         for move in self.moves:
             if isinstance(move, PackedCollective):
                 runs.append([])

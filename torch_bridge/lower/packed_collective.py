@@ -175,31 +175,28 @@ def compare_new(executables: Sequence[Any], device: torch.device) -> None:
     which these executables send.
     """
     compared = _compared_plans(dist.group.WORLD)
-    by_hash = {_plan_hash(executable, device): executable for executable in executables}
-    new = [executable for key, executable in by_hash.items() if key not in compared]
+    new: dict[int, Any] = {}  # by hash: one of each plan that ranks have not compared yet
+    for executable in executables:
+        # The kind of device counts, too: CPU and GPU have process groups of their own.
+        processes = executable.processes
+        key = hash((executable.plan, processes.ranks, processes.device, device.type))
+        if key not in compared:
+            new[key] = executable
     moves: list[PackedCollective] = []
-    for executable in new:
+    for executable in new.values():
         moves += executable.collectives
     groups = list(dict.fromkeys(move.collective.group for move in moves))
     # Shapes alone (meta) and compilers (a graph name) send nothing now.
     if groups and device.type != "meta" and not groups[0].graph_name:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return  # the comparison reads a number back, which a capture forbids
-        plans = [executable.plan for executable in new]
-        new[0].guarded(moves[0], _compare, plans, groups, device)
+        first, *_ = new.values()
+        plans = [executable.plan for executable in new.values()]
+        first.guarded(moves[0], _compare, plans, groups, device)
     # Noted last: a plan that differed has raised above, and is compared again by the next call.
-    compared.update(by_hash)
+    compared.update(new)
     for executable in executables:
         executable.__dict__["is_new"] = False  # it is frozen, and this is a cache
-
-
-def _plan_hash(executable: Any, device: torch.device) -> int:
-    """Return the number by which a plan that ranks have compared is known again.
-
-    The kind of device counts, too: CPU and GPU have process groups of their own.
-    """
-    processes = executable.processes
-    return hash((executable.plan, processes.ranks, processes.device, device.type))
 
 
 def _compare(plans: Sequence[Any], groups: Sequence[Group], device: torch.device) -> None:

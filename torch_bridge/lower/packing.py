@@ -104,8 +104,9 @@ class Packing:
         # parts in another memory format (channels last) `cat` and `stack` make a tensor in that
         # format, which cannot be viewed as flat.
         if block.is_contiguous():
-            if self._chunk_dim is not None:
-                chunks = block.chunk(len(self.messages), self._chunk_dim)
+            if self._can_stack and self._plain_dim is not None:
+                # Equal parts, in order: one call in C is quicker than a slice for each message.
+                chunks = block.chunk(len(self.messages), self._plain_dim)
                 return torch.cat(chunks).view(-1)
             if self._can_stack:
                 return torch.stack([message.read(block) for message in self.messages]).view(-1)
@@ -252,15 +253,6 @@ class Packing:
     def _can_stack(self) -> bool:
         """Whether the messages are views of one shape, so that one `stack` copies them all."""
         return self._is_uniform and all(message.is_view for message in self.messages)
-
-    @cached_property
-    def _chunk_dim(self) -> int | None:
-        """The dim along which `Tensor.chunk` makes all messages; None if they are no equal parts, in order.
-
-        A block [6, 4] with messages of rows 0:2, 2:4, 4:6 -> 3 chunks along dim 0. One call in C is
-        quicker than a slice for each message.
-        """
-        return self._plain_dim if self._can_stack else None
 
     @cached_property
     def _buffer_dim(self) -> int | None:

@@ -61,8 +61,8 @@ class Subarray:
         dims: set[int] = set()
         lengths: list[int] = []
         for box in self.boxes:
-            dims.update(d for d, _ in box.subarray_index)
-            for _, rows in box.subarray_index:
+            for d, rows in box.subarray_index:
+                dims.add(d)
                 if isinstance(rows, slice):
                     lengths.append(rows.stop - rows.start)
         return Concatenation(dims.pop(), lengths) if len(dims) == 1 else None
