@@ -1,6 +1,9 @@
 """A redistribution as a value, on one mesh or between two: its plan, and facts that ranks compare.
 
 What all processes have in common is checked first, so that all raise or none; then the local block.
+
+A repeated call hits one cache: `_executable`, of the call, the block and the world. Where that misses, the
+planner's cache may still have the plan, and the cache of `lower` its moves, of another call.
 """
 
 from __future__ import annotations
