@@ -22,8 +22,10 @@ CommDtypeLike = torch.dtype | tuple[torch.dtype | None, torch.dtype | None] | No
 
 def comm_dtypes(comm_dtype: Any) -> tuple[torch.dtype | None, torch.dtype | None]:
     """Return a dtype for each direction from `comm_dtype=`. Raises DtypeError for another value."""
-    is_pair = isinstance(comm_dtype, list | tuple)
-    pair = tuple(comm_dtype) if is_pair else (comm_dtype, comm_dtype)
+    if isinstance(comm_dtype, list | tuple):
+        pair = tuple(comm_dtype)
+    else:
+        pair = (comm_dtype, comm_dtype)
     if len(pair) != 2 or not all(d is None or isinstance(d, torch.dtype) for d in pair):
         hint = "a torch dtype, or two of them, forward and backward: (torch.bfloat16, None)"
         raise DtypeError(f"comm_dtype is {comm_dtype!r}", hint=hint)
@@ -32,17 +34,16 @@ def comm_dtypes(comm_dtype: Any) -> tuple[torch.dtype | None, torch.dtype | None
 
 def comm_dtype_of(comm_dtype: CommDtypeLike, block: torch.dtype) -> CommDtype:
     """Resolve `comm_dtype=` for blocks of a dtype. Raises DtypeError if values would change their kind."""
-    forward, backward = comm_dtypes(comm_dtype)
-    travels = CommDtype(
-        block if forward is None else forward, block if backward is None else backward
-    )
-    for dtype in travels:
+    travels: list[torch.dtype] = []
+    for asked in comm_dtypes(comm_dtype):
+        dtype = block if asked is None else asked
         if dtype != block and _kind(dtype) != _kind(block):
             hint = (
                 "floats travel as floats, complex numbers as complex ones, other dtypes unchanged"
             )
             raise DtypeError(f"blocks of {block} do not travel as {dtype}", hint=hint)
-    return travels
+        travels.append(dtype)
+    return CommDtype(*travels)
 
 
 def _kind(dtype: torch.dtype) -> object:

@@ -8,13 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torch_bridge.autodiff.function import apply
+from torch_bridge.autodiff.function import Redistribute, apply
 from torch_bridge.lower.collectives import FOUR_BITS, Collective
 from torch_bridge.lower.executable import Executable
 from torch_bridge.mesh.process_mesh import ProcessMesh, mesh_of_ranks, process_mesh
@@ -42,8 +41,7 @@ def checked(
     """
     before, after = checks_of(executable.plan, processes.mesh, text, name)
     entering = comparison_of(before, processes)
-    # No layout says which gradients of a max are equal: it has no check `after`.
-    returning = None if after is None else comparison_of(after, processes)
+    returning = comparison_of(after, processes)
     return with_comparisons(partial(apply, executable), x, entering, returning)
 
 
@@ -59,9 +57,11 @@ def with_comparisons(
         returning: Compares the gradient, in the backward pass; likewise.
     """
     if entering is not None:
-        block = Expect.apply(block, entering, None)
+        block = Redistribute.apply(_ComparedCopy(entering, None), block)
     result = move(block)
-    return result if returning is None else Expect.apply(result, None, returning)
+    if returning is not None:
+        result = Redistribute.apply(_ComparedCopy(None, returning), result)
+    return result
 
 
 def comparisons_between(plan: Plan, text: str) -> tuple[Comparison | None, Comparison | None]:
@@ -77,6 +77,39 @@ def comparisons_between(plan: Plan, text: str) -> tuple[Comparison | None, Compa
     before, after = checks_of(plan, None, text)
     entering = comparison(before, plan.src_devices)
     return entering, comparison(after, tuple(plan.dst_devices))
+
+
+@dataclass(frozen=True, eq=False)
+class _ComparedCopy:
+    """A linear map that copies a block, and compares it and its cotangent with their replicas.
+
+    Attributes:
+        entering: Compares the block; None if there is nothing to compare.
+        returning: Compares the cotangent, likewise.
+    """
+
+    entering: Check | None
+    returning: Check | None
+    is_linear = True
+    sends_gradient = True
+
+    def __call__(self, block: Tensor) -> Tensor:
+        if self.entering is not None:
+            self.entering(block)
+        if block.dtype in FOUR_BITS:  # which torch cannot clone
+            return block.view(torch.uint8).clone().view(block.dtype)
+        return block.clone()
+
+    @property
+    def backward(self) -> _ComparedCopy:
+        return _ComparedCopy(self.returning, self.entering)
+
+    @property
+    def tangent(self) -> _ComparedCopy:
+        return self
+
+    def batched(self, n: int) -> _ComparedCopy:
+        return self
 
 
 @dataclass(frozen=True, eq=False)
@@ -190,11 +223,15 @@ def _largest(values: Tensor, processes: ProcessMesh, axes: Sequence[str]) -> Ten
     return reduce.run(values.reshape(-1), values.shape)
 
 
-def comparison_of(check: ReplicaCheck, processes: ProcessMesh) -> Check | None:
+def comparison_of(check: ReplicaCheck | None, processes: ProcessMesh) -> Check | None:
     """Return the comparison to call on a block; None if nothing of it is replicated."""
+    if check is None:  # no layout says which gradients of a max are equal
+        return None
     if replicas.WATCH is not None:
         return partial(replicas.WATCH(check), dist.get_rank())
-    return Comparison(check, processes.ranks, processes, processes) if check.axes else None
+    if not check.axes:
+        return None
+    return Comparison(check, processes.ranks, processes, processes)
 
 
 def _comparable(block: Tensor) -> Tensor:
@@ -208,33 +245,3 @@ def _comparable(block: Tensor) -> Tensor:
     wide = block if block.dtype == torch.float64 else block.float()
     # No maximum finds NaN: it becomes infinity, which differs from all else.
     return torch.where(wide.isnan(), torch.full_like(wide, torch.inf), wide)
-
-
-class Expect(torch.autograd.Function):
-    """`Expect.apply(block, entering, returning)` returns a copy; they compare the block and its cotangent."""
-
-    @staticmethod
-    def forward(block: Tensor, entering: Check | None, returning: Check | None) -> Tensor:
-        if entering is not None:
-            entering(block)
-        if block.dtype in FOUR_BITS:  # which torch cannot clone
-            return block.view(torch.uint8).clone().view(block.dtype)
-        return block.clone()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Any, Any], output: Tensor) -> None:
-        _, ctx.entering, ctx.returning = inputs
-
-    @staticmethod
-    def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor, None, None]:
-        return Expect.apply(cotangent, ctx.returning, ctx.entering), None, None
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
-        return Expect.apply(tangent, ctx.entering, ctx.returning)
-
-    @staticmethod
-    def vmap(
-        info: Any, in_dims: tuple[int, None, None], block: Tensor, entering: Any, returning: Any
-    ) -> tuple[Tensor, int]:
-        return Expect.apply(block.movedim(in_dims[0], 0), entering, returning), 0

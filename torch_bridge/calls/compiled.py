@@ -222,11 +222,16 @@ def _plan_traced(call: MoveCall, x: Tensor, shape: Any, lengths: dict[int, int])
         shape: The global shape; None if the caller gave none.
         lengths: The length for which to plan of each dim whose length varies, by the dim's index.
     """
-    # `int` of a symbol makes it a constant of the graph, which is then valid for this length alone.
-    local_shape = tuple(lengths[d] if d in lengths else int(n) for d, n in enumerate(x.shape))
+
+    def planned(shape: Sequence[Any]) -> tuple[int, ...]:
+        """Return a shape with the lengths for which to plan."""
+        # `int` of a symbol makes it a constant of the graph, which is then valid for this length
+        # alone.
+        return tuple(lengths[d] if d in lengths else int(n) for d, n in enumerate(shape))
+
+    local_shape = planned(x.shape)
     if shape is not None:
-        whole = [lengths[d] if d in lengths else int(n) for d, n in enumerate(shape)]
-        call = call._replace(shape=tuple(whole))
+        call = call._replace(shape=planned(shape))
     backward_dtype = comm_dtype_of(call.comm_dtype, x.dtype).backward
     # Planning makes process groups and tensors that are cached for later calls: these must not be
     # fake.

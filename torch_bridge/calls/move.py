@@ -1,6 +1,9 @@
 """A redistribution as a value, on one mesh or between two: its plan, and facts that ranks compare.
 
 What all processes have in common is checked first, so that all raise or none; then the local block.
+
+A repeated call hits one cache: `_executable`, of the call, the block and the world. Where that misses, the
+planner's cache may still have the plan, and the cache of `lower` its moves, of another call.
 """
 
 from __future__ import annotations
@@ -35,7 +38,7 @@ from xshard.layout import Layout, Mesh, Sharding
 from xshard.layout.layout import check_axes
 from xshard.layout.lengths import global_shape
 from xshard.notation.parser import with_map_digests
-from xshard.planner import plan as find_plan
+from xshard.planner import plan as plan_redistribution
 from xshard.plans.expression import (
     Expression,
     LayoutPair,
@@ -143,7 +146,7 @@ class MoveCall(NamedTuple):
             shape = self.shape
             if shape is None:
                 shape = global_shape(ends.src, processes.mesh, local_shape, ends.text)
-            plan = find_plan(ends, processes.mesh, shape, dtype, profile=profile)
+            plan = plan_redistribution(ends, processes.mesh, shape, dtype, profile=profile)
 
         # This check is last, because it may raise on this process alone.
         is_inferred = self.shape is None
@@ -156,14 +159,16 @@ class MoveCall(NamedTuple):
         plan, processes = self.plan(block)
         local_shape, dtype, device = block
         comm_dtype = comm_dtype_of(self.comm_dtype, dtype)
-        # Sent to all, or only to the processes that this one talks to: others may have other blocks.
         sent["dtype"] = name_of(dtype)
         sent["device"] = device.type
         sent["comm_dtype"] = ", ".join(map(str, comm_dtype))
-        everywhere = {"expression": self.text, "mesh": mesh_with_ranks(self.mesh)}
-        within = sent_facts(plan, plan.steps, shape=plan.shape, **sent)
-        own = {"block": str(tuple(local_shape)), "of": str(plan.shape)}
-        return CallFacts(everywhere, within, processes.ranks, own)
+        return CallFacts(
+            equal_on_all={"expression": self.text, "mesh": mesh_with_ranks(self.mesh)},
+            # Processes that this one does not talk to may have other blocks.
+            equal_on_peers=sent_facts(plan, plan.steps, shape=plan.shape, **sent),
+            peers=processes.ranks,
+            not_compared={"block": str(tuple(local_shape)), "of": str(plan.shape)},
+        )
 
 
 def check_local(
@@ -322,7 +327,7 @@ class TransferCall(NamedTuple):
             missing = "shape" if self.shape is None else "dtype"
             hint = "shape= and dtype= of the global array: processes without a block know neither"
             raise ShapeError(f"the global {missing} is missing", hint=hint)
-        return find_plan(
+        return plan_redistribution(
             layouts,
             shape=self.shape,
             dtype=self.dtype,
@@ -340,10 +345,14 @@ class TransferCall(NamedTuple):
         check_source_block(x, plan)
         src = f"{plan.src_mesh!r} on {plan.src_devices}"
         dst = f"{plan.dst_mesh!r} on {plan.dst_devices}"
-        everywhere = {"expression": f"{plan.src} -> {plan.dst}", "meshes": f"{src}, {dst}"}
-        everywhere |= sent_facts(plan, plan.steps, shape=plan.shape, dtype=plan.dtype, **sent)
-        own = {"block": "none" if x is None else str(tuple(x.shape))}
-        return CallFacts(everywhere, {}, tuple(range(dist.get_world_size())), own)
+        facts = {"expression": f"{plan.src} -> {plan.dst}", "meshes": f"{src}, {dst}"}
+        facts |= sent_facts(plan, plan.steps, shape=plan.shape, dtype=plan.dtype, **sent)
+        block_text = "none" if x is None else str(tuple(x.shape))
+        return CallFacts(
+            equal_on_all=facts,
+            peers=tuple(range(dist.get_world_size())),
+            not_compared={"block": block_text},
+        )
 
 
 def ranks_of(mesh: MeshLike) -> tuple[int, ...]:

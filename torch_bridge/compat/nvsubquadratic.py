@@ -87,8 +87,12 @@ def all_to_all_single_fn(
             "with_zigzag_splitting": str(with_zigzag_splitting),
             "shape": str(shape),
         }
-        block = {"input": str(tuple(input.shape))}
-        return CallFacts(flags, within={"means": expression()}, part=ranks, own=block)
+        return CallFacts(
+            equal_on_all=flags,
+            equal_on_peers={"means": expression()},
+            peers=ranks,
+            not_compared={"input": str(tuple(input.shape))},
+        )
 
     if debug or desync.ALWAYS:
         ranks = process_mesh(mesh).ranks

@@ -189,12 +189,12 @@ class EinsumCall(NamedTuple):
     def facts(self, blocks: Sequence[Tensor], keeps: bool, async_op: bool) -> CallFacts:
         """Describe a call by texts and numbers, which ranks compare before anything is sent.
 
-        keeps: whether moved operands are kept for the backward pass. Returns facts that must be
-        equal in the whole mesh, facts that must be equal among the ranks of the plan, these ranks,
-        and facts that are only shown in errors.
+        keeps: whether moved operands are kept for the backward pass. Ranks of a plan have equal
+        facts; the shapes of their blocks may differ.
         """
         plan, processes = self.plan(_block_types(blocks))
-        within = sent_facts(
+        mesh_text = calls.mesh_with_ranks(checked_mesh(self.mesh, HINT))
+        facts = sent_facts(
             plan,
             _executed_steps(plan),
             shape=plan.shapes,
@@ -205,13 +205,12 @@ class EinsumCall(NamedTuple):
             async_op=async_op,
             **derivative_facts(*blocks),
         )
-        # Shapes of blocks may differ between ranks; they are part of the error only.
-        local_facts = {"blocks": str([tuple(x.shape) for x in blocks])}
-        everywhere = {
-            "expression": plan.text,
-            "mesh": calls.mesh_with_ranks(checked_mesh(self.mesh, HINT)),
-        }
-        return CallFacts(everywhere, within, processes.ranks, local_facts)
+        return CallFacts(
+            equal_on_all={"expression": plan.text, "mesh": mesh_text},
+            equal_on_peers=facts,
+            peers=processes.ranks,
+            not_compared={"blocks": str([tuple(x.shape) for x in blocks])},
+        )
 
 
 def _executed_steps(plan: ContractionPlan) -> list[object]:

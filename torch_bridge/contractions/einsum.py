@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from torch_bridge.autodiff.blocks import as_tensor, check_not_swapped, is_dtensor
 from torch_bridge.autodiff.pending import PendingTensor, compare_gradients_of
@@ -184,7 +185,7 @@ def _autocast(x: Any) -> Any:
     return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
 
 
-def _of_dtensors(call: EinsumCall, operands: list[Tensor], keeps: bool) -> Tensor:
+def _of_dtensors(call: EinsumCall, operands: list[Any], keeps: bool) -> Tensor:
     """Contract DTensors, whose placements must be those that the expression says; return a DTensor.
 
     "m k/tp, k/tp n -> m n" takes operands with Shard(1) and Shard(0). keeps: whether moved operands
@@ -198,18 +199,11 @@ def _of_dtensors(call: EinsumCall, operands: list[Tensor], keeps: bool) -> Tenso
         to_placements,
     )
 
-    contraction = call.contraction
-    text = contraction.text
-    check_number(contraction, operands)
-    dtensors: list[Any] = [x for x in operands if is_dtensor(x)]
-    mesh = dtensors[0].device_mesh
-    # A plain tensor beside them could be a block or a whole array.
-    if len(dtensors) < len(operands) or any(x.device_mesh != mesh for x in dtensors):
-        message = "not all operands are DTensors of one mesh"
-        raise MeshError(message, text=text, hint="all or none are")
-
-    global_shapes = tuple(checked_global_shape(x, call.mesh, None) for x in dtensors)
-    contraction = for_operands(contraction, global_shapes)  # "..." stands for their dims
+    text = call.contraction.text
+    check_number(call.contraction, operands)
+    mesh = _one_mesh(operands, text)
+    global_shapes = tuple(checked_global_shape(x, call.mesh, None) for x in operands)
+    contraction = for_operands(call.contraction, global_shapes)  # "..." stands for their dims
     shapes = call.shapes
     if shapes is None:
         _, shapes = shapes_of(contraction, None, global_shapes)
@@ -222,9 +216,20 @@ def _of_dtensors(call: EinsumCall, operands: list[Tensor], keeps: bool) -> Tenso
     to_placements(result.layout, mesh, result.shape)  # raises if no DTensor is placed so
 
     # Layouts and spans have the result's at the end, too.
-    blocks = []
     spans = text_spans(text).layouts
-    for x, layout, span in zip(dtensors, contraction.arrays, spans, strict=False):
-        blocks.append(local_block_under(x, layout, text, span))
+    blocks = [
+        local_block_under(x, layout, text, span)
+        for x, layout, span in zip(operands, contraction.arrays, spans, strict=False)
+    ]
     y = _of_blocks(call._replace(mesh=mesh, shapes=shapes), blocks, keeps)
     return dtensor_of_block(as_tensor(y), result.layout, mesh, result.shape)
+
+
+def _one_mesh(operands: Sequence[Any], text: str) -> DeviceMesh:
+    """Return the mesh of all operands. Raises MeshError unless they are DTensors on one."""
+    meshes = [x.device_mesh for x in operands if is_dtensor(x)]
+    # A plain tensor beside them could be a block or a whole array.
+    if len(meshes) < len(operands) or any(mesh != meshes[0] for mesh in meshes):
+        message = "not all operands are DTensors of one mesh"
+        raise MeshError(message, text=text, hint="all or none are")
+    return meshes[0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,13 +47,13 @@ class Stages:
     def __call__(self, blocks: Sequence[Tensor], async_op: bool = False) -> Any:
         """Move the operands, contract them, and move the result, or begin to."""
         y = self.contract(*map(_move, self.moves, blocks))
-        if self.result is not None:
-            return PendingTensor.begin(y, self.result) if async_op else apply(self.result, y)
-        if len(self.moves) == 1:
-            y = y.clone(memory_format=torch.contiguous_format)  # no view of the operand
-        elif self.is_last:
-            y = y.contiguous()
-        return PendingTensor(y, y.shape, y) if async_op else y
+        if self.result is None:
+            if len(self.moves) == 1:
+                return y.clone(memory_format=torch.contiguous_format)  # no view of the operand
+            return y.contiguous() if self.is_last else y
+        if async_op:
+            return PendingTensor.begin(y, self.result)
+        return apply(self.result, y)
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,8 +70,7 @@ class PartExecutable:
         if keeps or not self.receives or not _are_kept_for_gradients(blocks):
             return self.stages(blocks, async_op)
         # As in ZeRO-3: the given blocks are kept, which are smaller, and moved once more.
-        y = MoveAgain.apply(self, *blocks)
-        return PendingTensor(y, y.shape, y) if async_op else y
+        return MoveAgain.apply(self, *blocks)
 
 
 def _are_kept_for_gradients(blocks: Sequence[Tensor]) -> bool:
@@ -132,13 +131,6 @@ def _adjoint(move: Move) -> Move:
     return move.backward
 
 
-class OperandView(NamedTuple):
-    """The view of an operand's block with one dim for every name, where it has diagonals or composed dims."""
-
-    operand: int
-    view: View
-
-
 @dataclass(frozen=True, eq=False)
 class ContractionExecutable:
     """The blocks of the operands -> the block of the result, of `shape`."""
@@ -146,7 +138,8 @@ class ContractionExecutable:
     plan: ContractionPlan
     lowering: Lowering  # which made it of the plan
     parts: tuple[PartExecutable, ...]
-    views: tuple[OperandView, ...]
+    # By operand, where it has diagonals or composed dims: its block with one dim for every name.
+    views: dict[int, View]
     shape: torch.Size
 
     # Hot: called for every cached einsum.
@@ -157,8 +150,8 @@ class ContractionExecutable:
         which leaves a and bc; the next one these. keeps: whether moved operands are kept for the
         backward pass. With async_op the last product may return a tensor still in flight.
         """
-        remaining = list(blocks)
-        for i, view in self.views:
+        remaining: list[Any] = list(blocks)
+        for i, view in self.views.items():
             remaining[i] = view(remaining[i])
         for part in self.parts:
             # As in opt_einsum's paths: the operands are removed, and the result is appended.
@@ -168,11 +161,14 @@ class ContractionExecutable:
             ]
             remaining.append(part(operands, keeps, async_op and part.stages.is_last))
         [y] = remaining
-        if y.shape == self.shape:
-            return y
-        if isinstance(y, PendingTensor):
-            return PendingTensor(lambda: y.wait().reshape(self.shape), self.shape, y)
-        return y.reshape(self.shape)
+        is_pending = isinstance(y, PendingTensor)
+        if y.shape != self.shape:
+            if is_pending:
+                return PendingTensor(lambda: y.wait().reshape(self.shape), self.shape, y)
+            y = y.reshape(self.shape)
+        if async_op and not is_pending:
+            return PendingTensor(y, self.shape, y)
+        return y
 
 
 @dataclass(frozen=True, eq=False)
@@ -190,12 +186,13 @@ class Lowering:
         """Return the executable of a plan."""
         # On all processes in this order: groups may be made.
         parts = tuple(self._part(part, plan.text, part is plan.parts[-1]) for part in plan.parts)
-        views = []
-        for i, move in enumerate(plan.moves):
-            if plan.arrays[i] != move.source:
-                views.append(OperandView(i, self._view(plan.arrays[i], move.source)))
+        views = {
+            i: self._view(plan.arrays[i], move.source)
+            for i, move in enumerate(plan.moves)
+            if plan.arrays[i] != move.source
+        }
         shape = torch.Size(plan.arrays[-1].local_shape(self.processes.device))
-        return ContractionExecutable(plan, self, parts, tuple(views), shape)
+        return ContractionExecutable(plan, self, parts, views, shape)
 
     def _view(self, array: Sharding, named: Sharding) -> View:
         """Return the view of an operand's block, as it is written, with a dim for every name."""

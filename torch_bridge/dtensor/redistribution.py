@@ -292,8 +292,8 @@ def _compare_moves(
         check_device(block.device)
         moves.check(move, tuple(x.shape), tuple(block.shape))
         equal_on_all = _facts_of(move, x, block.device.type)
-        own = {"block": str(tuple(block.shape))}  # may differ
-        return CallFacts(equal_on_all, within={}, part=ranks, own=own)
+        not_compared = {"block": str(tuple(block.shape))}
+        return CallFacts(equal_on_all, peers=ranks, not_compared=not_compared)
 
     return compare_call(None, f"{x.placements} -> {mesh_text}", facts, ranks)
 

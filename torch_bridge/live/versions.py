@@ -106,7 +106,7 @@ class Publisher(Endpoint):
             content = self._content(tree, shapes)
             prepared.append(content)
             equal_on_all = {"plan": self.plan_text(content.plan)}
-            return CallFacts(equal_on_all, within=content.facts, part=ranks, own={})
+            return CallFacts(equal_on_all, equal_on_peers=content.facts, peers=ranks)
 
         self.start_session()
         compare_ranks(ranks, "publish", facts)  # calls `facts` once

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import attrgetter
 from typing import NamedTuple
 
 from torch import Tensor
@@ -32,6 +33,43 @@ class Part(NamedTuple):
     rows: Subarray
 
 
+class Assembly(NamedTuple):
+    """How a process makes its new block of the rows that it keeps and of the messages of others.
+
+    Attributes:
+        kept: For each message of `whole` its rows in the old block, if they are this process's own;
+            None for a message of others.
+        whole: The new block: all messages, in the order in which they add, and fills.
+    """
+
+    kept: tuple[Subarray | None, ...]
+    whole: Packing
+
+    @classmethod
+    def of(
+        cls,
+        shape: tuple[int, ...],
+        outgoing: Iterable[Part],
+        incoming: Sequence[Part],
+        me: int,
+        op: str | None,
+        fills: tuple[Fill, ...] = (),
+    ) -> Assembly:
+        """Make a block of `shape` of all messages, in the order of `incoming`.
+
+        Those of this process to itself, whose rank is `me`, are in one order in both lists.
+        """
+        own_rows = iter([part.rows for part in outgoing if part.peer == me])
+        kept = tuple(next(own_rows) if part.peer == me else None for part in incoming)
+        return cls(kept, Packing(shape, tuple(part.rows for part in incoming), None, op, fills))
+
+    def place(self, block: Tensor, messages: Iterable[Tensor]) -> Tensor:
+        """Return the new block, of the old one and the messages of others, each in its shape."""
+        arrived = iter(messages)
+        parts = [next(arrived) if rows is None else rows.read(block) for rows in self.kept]
+        return self.whole.place(block, parts)
+
+
 def exchange(step: steps.Exchange, context: StepContext) -> Move:
     """Make the function that runs an exchange, in which each process sends any rows to any others.
 
@@ -44,25 +82,26 @@ def exchange(step: steps.Exchange, context: StepContext) -> Move:
     axes = _communicating_axes(step, context)
     group = context.group(axes)
     me = group.devices.index(context.device)
-    outgoing = _outgoing(step, context, group)
-    incoming = _incoming(step, context, group)
+    before = context.before
+    after = context.after
+    sent_messages = messages_from(before, after, context.device, step.node_devices)
+    received_messages = messages_to(before, after, context.device, step.node_devices)
+    outgoing = _parts(sent_messages, 0, context, group)
+    incoming = _parts(received_messages, 1, context, group)
 
-    # How the new block is put together: of all messages, in the order in which they add. Rows of
-    # this process's own block do not travel: they are read from it then.
+    # Rows of this process's own block do not travel: they are read from it at the end.
     ordered = _in_order_of_addition(incoming, axes, context, me)
-    messages = tuple(part.rows for part in ordered)
-    whole = Packing(context.shapes.after, messages, None, op, _fills(context))
-    own_rows = iter([part.rows for part in outgoing if part.peer == me])
-    kept = tuple(next(own_rows) if part.peer == me else None for part in ordered)
-    received = _packing_of_others(context.shapes.after, incoming, group, me, op)
-    assembly = _Assembly(kept, received, whole)
-
-    traffic = steps.Exchange(context.after.layout).traffic(context.before)
+    assembly = Assembly.of(context.shapes.after, outgoing, ordered, me, op, _fills(context))
+    traffic = steps.Exchange(after.layout).traffic(before)
     if not traffic.received:  # by any device of the mesh, so that all or none call the collective
-        return partial(assembly.assembled, messages=())
+        return partial(assembly.place, messages=())
     sent = _packing_of_others(context.shapes.before, outgoing, group, me, op)
+    received = _packing_of_others(context.shapes.after, incoming, group, me, op)
     collective = Collective("all_to_all", group, sent.sizes_by_rank, received.sizes_by_rank)
-    return PackedCollective(collective, sent, received.arriving, assembly.unpack, assembly.place)
+    if any(assembly.kept) or assembly.whole.fills:
+        return _ExchangeOfRows(collective, sent, received, assembly)
+    # Only messages of others: they may be the block as it lies in memory, without a copy.
+    return PackedCollective(collective, sent, received)
 
 
 def _communicating_axes(step: steps.Exchange, context: StepContext) -> Sequence[str]:
@@ -73,27 +112,22 @@ def _communicating_axes(step: steps.Exchange, context: StepContext) -> Sequence[
     return context.after.mesh.axes
 
 
-def _outgoing(step: steps.Exchange, context: StepContext, group: Group) -> list[Part]:
-    """Return the messages of this process, to itself too, by their receivers' ranks."""
-    messages = messages_from(context.before, context.after, context.device, step.node_devices)
-    parts = [
-        Part(group.devices.index(message.dst), _rows(context, message, 0)) for message in messages
-    ]
-    return sorted(parts, key=_rank)
+def _parts(messages: Iterable[Message], end: int, context: StepContext, group: Group) -> list[Part]:
+    """Return the messages that this process sends (end 0) or receives (1), by the other end's rank.
 
-
-def _incoming(step: steps.Exchange, context: StepContext, group: Group) -> list[Part]:
-    """Return the messages for this process, from itself too, by their senders' ranks."""
-    messages = messages_to(context.before, context.after, context.device, step.node_devices)
-    parts = [
-        # The receiver multiplies by the sign: some dtypes that travel cannot be negated.
-        Part(
-            group.devices.index(message.src),
-            replace(_rows(context, message, 1), sign=message.sign),
-        )
-        for message in messages
-    ]
-    return sorted(parts, key=_rank)
+    Those to itself are among them.
+    """
+    shape = context.shapes[end]
+    parts: list[Part] = []
+    for message in messages:
+        rows = context.subarray(shape, box_rows(message.box, end))
+        peer = message.dst
+        if end == 1:
+            # The receiver multiplies by the sign: some dtypes that travel cannot be negated.
+            rows = replace(rows, sign=message.sign)
+            peer = message.src
+        parts.append(Part(group.devices.index(peer), rows))
+    return sorted(parts, key=attrgetter("peer"))
 
 
 def _in_order_of_addition(
@@ -116,15 +150,6 @@ def _fills(context: StepContext) -> tuple[Fill, ...]:
     )
 
 
-def _rank(part: Part) -> int:
-    return part.peer
-
-
-def _rows(context: StepContext, message: Message, end: int) -> Subarray:
-    """Return the rows of a message in this process's block before (0) or after (1) the step."""
-    return context.subarray(context.shapes[end], box_rows(message.box, end))
-
-
 def _packing_of_others(
     shape: tuple[int, ...], parts: Iterable[Part], group: Group, me: int, op: str | None
 ) -> Packing:
@@ -137,33 +162,13 @@ def _packing_of_others(
 
 
 @dataclass(frozen=True, eq=False)
-class _Assembly:
-    """How a process makes its new block of the rows that it keeps and of the messages of others.
+class _ExchangeOfRows(PackedCollective):
+    """An exchange after which a process has rows of its own, or constant ones, beside those of others."""
 
-    Attributes:
-        kept: For each message of `whole` its rows in the old block, if they are this process's own;
-            None for a message of others.
-        received: The messages of others.
-        whole: All of them, in the order in which they add, and fills.
-    """
-
-    kept: tuple[Subarray | None, ...]
-    received: Packing
-    whole: Packing
+    assembly: Assembly
 
     def unpack(self, block: Tensor, arrived: Tensor) -> Tensor:
-        """Assemble the block of one tensor with all messages."""
-        if not any(self.kept) and not self.whole.fills:
-            # Only messages of others: they may be the block as it lies in memory, without a copy.
-            return self.received.unpack(arrived)
-        return self.assembled(block, self.received.split(arrived))
+        return self.assembly.place(block, self.received.split(arrived))
 
     def place(self, block: Tensor, parts: Sequence[Tensor]) -> Tensor:
-        """Assemble the block of one tensor per rank."""
-        return self.assembled(block, self.received.split_each(parts))
-
-    def assembled(self, block: Tensor, messages: Sequence[Tensor]) -> Tensor:
-        """Assemble the block of the messages of others, each in its shape."""
-        arrived = iter(messages)
-        parts = [next(arrived) if rows is None else rows.read(block) for rows in self.kept]
-        return self.whole.place(block, parts)
+        return self.assembly.place(block, self.received.split_each(parts))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
@@ -22,7 +22,8 @@ from xshard.plans.max_min import max_min_plans
 from xshard.plans.plan import find_plan
 from xshard.trees import group_by_bytes
 
-Move = Callable[[Tensor], Tensor]
+LocalMove = Callable[[Tensor], Tensor]  # sends nothing
+Move = PackedCollective | LocalMove  # a step, or a part of one, as this process runs it
 Moves = Move | list[Move]  # of one step
 T = TypeVar("T")
 
@@ -55,13 +56,6 @@ class Casts(NamedTuple):
     block: torch.dtype
     forward: torch.dtype
     backward: torch.dtype
-
-
-class Dtypes(NamedTuple):
-    """The dtype of a plan, and the one as which its bits travel."""
-
-    values: torch.dtype
-    carrier: torch.dtype
 
 
 class WinnerExecutables(NamedTuple):
@@ -101,14 +95,6 @@ def place_of(plan: Plan, step: int) -> str:
     """Return the text by which errors name a step of a plan."""
     text = str(plan.steps[step])
     return f"step {step + 1} of {len(plan.steps)}, '{text}', of '{plan.src} -> {plan.dst}'"
-
-
-class _LastCollective(NamedTuple):
-    """The moves of a plan, divided at its last collective."""
-
-    before: Sequence[Move]
-    collective: PackedCollective
-    after: Sequence[Move]
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,38 +142,37 @@ class Executable:
         return self.plan.target.local_shape(self.processes.device)
 
     @cached_property
-    def dtypes(self) -> Dtypes:
-        """The dtype of the plan, and the one as which its bits travel."""
-        dtype = getattr(torch, self.plan.dtype)
-        return Dtypes(dtype, CARRIERS.get(dtype, dtype))
+    def dtype(self) -> torch.dtype:
+        """The dtype of the plan."""
+        dtype: torch.dtype = getattr(torch, self.plan.dtype)
+        return dtype
+
+    @cached_property
+    def carrier(self) -> torch.dtype:
+        """The dtype as which its bits travel: backends do not know some dtypes."""
+        return CARRIERS.get(self.dtype, self.dtype)
+
+    @cached_property
+    def collectives(self) -> list[PackedCollective]:
+        """The moves that send something."""
+        return [move for move in self.moves if isinstance(move, PackedCollective)]
 
     def enter(self, block: Tensor) -> Tensor:
         """Return a block as the first move takes it. Raises ShapeError if it is not dense."""
         block = dense(block)
         if self.casts and block.dtype != self.casts.forward:
             block = block.to(self.casts.forward, memory_format=torch.contiguous_format)
-        # Backends do not know some dtypes: their bits travel as another.
-        dtype, carrier = self.dtypes
-        if carrier is dtype:
+        if self.carrier is self.dtype:
             return block
-        return block.view(carrier)
+        return block.view(self.carrier)
 
     def leave(self, out: Tensor) -> Tensor:
         """Return what the last move returns as the block, contiguous, in its dtype."""
-        dtype, carrier = self.dtypes
-        if carrier is not dtype:
-            out = out.view(dtype)
+        if self.carrier is not self.dtype:
+            out = out.view(self.dtype)
         if self.casts:
             return out.to(self.casts.block)
         return out
-
-    @cached_property
-    def _last_collective(self) -> _LastCollective | None:
-        for i in reversed(range(len(self.moves))):
-            move = self.moves[i]
-            if isinstance(move, PackedCollective):
-                return _LastCollective(self.moves[:i], move, self.moves[i + 1 :])
-        return None
 
     def begin(self, block: Tensor) -> Pending:
         """Run the plan until its last collective is under way; return a function that ends it.
@@ -199,23 +184,41 @@ class Executable:
         Earlier collectives are waited for, as the moves after each need its result. A plan without
         a collective has nothing to begin: the returned function runs all of it.
         """
-        last = self._last_collective
-        if last is None:
+        if not self.collectives:
             return partial(self, block)
         if self.is_new:
             compare_new([self], block.device)
+        last = self.collectives[-1]
+        position = self.moves.index(last)
         out = self.enter(block)
-        for move in last.before:
+        for move in self.moves[:position]:
             out = self.guarded(move, move, out)
-        arrive = self.guarded(last.collective, last.collective.begin, out)
+        arrive = self.guarded(last, last.begin, out)
 
         def end() -> Tensor:
-            result = self.guarded(last.collective, arrive)
-            for move in last.after:
+            result = self.guarded(last, arrive)
+            for move in self.moves[position + 1 :]:
                 result = self.guarded(move, move, result)
             return self.leave(result)
 
         return end
+
+    @cached_property
+    def _local_moves(self) -> list[list[LocalMove]]:
+        """The moves before the first collective, between each two, and after the last."""
+        runs: list[list[LocalMove]] = [[]]
+        for move in self.moves:
+            if isinstance(move, PackedCollective):
+                runs.append([])
+            else:
+                runs[-1].append(move)
+        return runs
+
+    def run_local(self, number: int, block: Tensor) -> Tensor:
+        """Make the moves that follow the first `number` collectives, up to the next one."""
+        for move in self._local_moves[number]:
+            block = self.guarded(move, move, block)
+        return block
 
     def guarded(self, move: Move, act: Callable[..., Any], *args: Any) -> Any:
         """Run `act(*args)`, a part of a move; an error in it names the step."""
@@ -240,14 +243,13 @@ class Executable:
         Raises:
             DtypeError: For a max or min, whose gradient travels as its values do.
         """
-        dtype = self.dtypes.values  # of the plan
-        if not self.is_linear and dtype != gradient_dtype:
+        if not self.is_linear and self.dtype != gradient_dtype:
             text = self.plan.src
             message = f"the gradient of '{text}' goes to the values that are equal to the result"
-            raise DtypeError(message, hint=f"it travels in the same dtype: comm_dtype={dtype}")
-        if block_dtype == dtype == gradient_dtype:
+            raise DtypeError(message, hint=f"it travels in the same dtype: comm_dtype={self.dtype}")
+        if block_dtype == self.dtype == gradient_dtype:
             return self
-        return replace(self, casts=Casts(block_dtype, dtype, gradient_dtype))
+        return replace(self, casts=Casts(block_dtype, self.dtype, gradient_dtype))
 
     @cached_property
     def is_linear(self) -> bool:
@@ -348,19 +350,17 @@ class BucketedExecutable:
         ]
         keys: list[Any] = []
         for i, executable in enumerate(self.executables):
-            signature = _collective_signature(executable)
-            # An executable that sends nothing has a bucket of its own.
-            keys.append((signature, executable.dtypes.carrier) if signature else i)
+            if not executable.collectives:
+                keys.append(i)  # an executable that sends nothing has a bucket of its own
+                continue
+            # Equal collectives, in one order, can run as one. Process groups, not groups: meshes
+            # with more axes have other groups of the same processes.
+            signature: list[Any] = [executable.carrier]
+            for move in executable.collectives:
+                collective = move.collective
+                signature += [collective.kind, collective.op, collective.group.process_group]
+            keys.append(tuple(signature))
         return group_by_bytes(block_bytes, self.bucket_bytes, keys)
-
-
-def _collective_signature(executable: Executable) -> tuple[tuple[Any, ...], ...]:
-    """Return the collectives of an executable, in order: equal ones of several can run as one."""
-    collectives = [
-        move.collective for move in executable.moves if isinstance(move, PackedCollective)
-    ]
-    # Process groups, not groups: meshes with more axes have other groups of the same processes.
-    return tuple((each.kind, each.op, each.group.process_group) for each in collectives)
 
 
 def _run_in_lock_step(executables: Sequence[Executable], blocks: Sequence[Tensor]) -> list[Tensor]:
@@ -375,35 +375,14 @@ def _run_in_lock_step(executables: Sequence[Executable], blocks: Sequence[Tensor
     new = [executable for executable in executables if executable.is_new]
     if new:
         compare_new(new, blocks[0].device)
-    # Local moves run up to the next collective of each; then all run that one together.
-    remaining_moves = [iter(executable.moves) for executable in executables]
-    outs = [executable.enter(block) for executable, block in zip(executables, blocks, strict=True)]
-    while True:
-        stops = [
-            _run_until_collective(executable, moves, out)
-            for executable, moves, out in zip(executables, remaining_moves, outs, strict=True)
-        ]
-        outs = [stop.block for stop in stops]
-        collectives = [stop.collective for stop in stops if stop.collective is not None]
-        if not collectives:  # all plans have equally many: if one is at its end, all are
-            break
+    outs = [
+        executable.run_local(0, executable.enter(block))
+        for executable, block in zip(executables, blocks, strict=True)
+    ]
+    collectives_of_all = [executable.collectives for executable in executables]
+    for k, collectives in enumerate(zip(*collectives_of_all, strict=True), start=1):
         outs = executables[0].guarded(collectives[0], run_together, collectives, outs)
+        outs = [
+            executable.run_local(k, out) for executable, out in zip(executables, outs, strict=True)
+        ]
     return [executable.leave(out) for executable, out in zip(executables, outs, strict=True)]
-
-
-class _Stop(NamedTuple):
-    """The block of an executable before its next collective, and that collective; None at the end."""
-
-    block: Tensor
-    collective: PackedCollective | None
-
-
-def _run_until_collective(
-    executable: Executable, remaining_moves: Iterator[Move], out: Tensor
-) -> _Stop:
-    """Make local moves up to the next collective."""
-    for move in remaining_moves:
-        if isinstance(move, PackedCollective):
-            return _Stop(out, move)
-        out = executable.guarded(move, move, out)
-    return _Stop(out, None)

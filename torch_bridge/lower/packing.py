@@ -21,7 +21,7 @@ from torch_bridge.lower.subarray import (
     take,
     write_rows,
 )
-from xshard.layout.runs import Runs, common_segments, interval
+from xshard.layout.runs import Runs, common_segments
 
 # How a message combines with rows that an earlier one has put into the block.
 _COMBINE: dict[str, Callable[..., Tensor]] = {
@@ -104,8 +104,9 @@ class Packing:
         # parts in another memory format (channels last) `cat` and `stack` make a tensor in that
         # format, which cannot be viewed as flat.
         if block.is_contiguous():
-            if self._chunk_dim is not None:
-                chunks = block.chunk(len(self.messages), self._chunk_dim)
+            if self._can_stack and self._plain_dim is not None:
+                # Equal parts, in order: one call in C is quicker than a slice for each message.
+                chunks = block.chunk(len(self.messages), self._plain_dim)
                 return torch.cat(chunks).view(-1)
             if self._can_stack:
                 return torch.stack([message.read(block) for message in self.messages]).view(-1)
@@ -186,10 +187,10 @@ class Packing:
         That writes the block once; zeros and then pieces would write it twice.
         """
         assert self._concatenation is not None
+        values = [*parts, *(fill.values for fill in self.fills)]
         pieces: list[Tensor] = []
-        for message, part in zip(self.messages, parts, strict=True):
-            pieces.extend(message.views_of_boxes(part))
-        pieces.extend(self._filling(fill) for fill in self.fills)
+        for rows, part in zip(self._subarrays, values, strict=True):
+            pieces.extend(rows.views_of_boxes(part))
         dim, order = self._concatenation
         return torch.cat([pieces[i] for i in order], dim)
 
@@ -202,20 +203,15 @@ class Packing:
         out = like.new_empty(self.shape) if self._is_covered else like.new_zeros(self.shape)
         write = scattered if is_symbolic(self.shape) else write_rows
         for fill in self.fills:
-            out = write(out, fill.box, self._filling(fill), None)
-        for message, part, shares in zip(self.messages, parts, self._shares_rows, strict=True):
-            # `shares`: an earlier message has written to some of these rows, so that this one is
-            # combined with it. Else the rows hold zeros, fills or uninitialised memory: they are
-            # overwritten.
-            combine = _COMBINE[str(self.op)] if shares else None
+            for box in fill.rows.boxes:  # one, or none
+                out = write(out, box.block, fill.values, None)
+        for i, (message, part) in enumerate(zip(self.messages, parts, strict=True)):
+            # Rows to which an earlier message has written are combined with it. Others hold zeros,
+            # fills or uninitialised memory: they are overwritten.
+            combine = _COMBINE[str(self.op)] if self._shares_rows[i] else None
             for box, piece in zip(message.boxes, message.views_of_boxes(part), strict=True):
                 out = write(out, box.block, piece, combine)
         return out
-
-    def _filling(self, fill: Fill) -> Tensor:
-        shape = list(self.shape)
-        shape[fill.dim] = fill.stop - fill.start
-        return fill.value.expand(shape)
 
     @cached_property
     def _plain_dim(self) -> int | None:
@@ -225,14 +221,21 @@ class Packing:
         # A message in several boxes never passes: boxes that touch are one, and others leave rows
         # between them, which another message brings.
         dim, order = self._concatenation
-        return dim if order == sorted(order) else None
+        if order != sorted(order):
+            return None
+        return dim
+
+    @cached_property
+    def _subarrays(self) -> list[Subarray]:
+        """The rows of all messages, then of all fills."""
+        return [*self.messages, *(fill.rows for fill in self.fills)]
 
     @cached_property
     def _boxes(self) -> list[Index]:
-        """The positions in the block of all pieces of all messages, in order."""
+        """The positions in the block of all pieces of all messages, then of all fills."""
         boxes: list[Index] = []
-        for message in self.messages:
-            boxes.extend(box.block for box in message.boxes)
+        for rows in self._subarrays:
+            boxes.extend(box.block for box in rows.boxes)
         return boxes
 
     @cached_property
@@ -252,25 +255,18 @@ class Packing:
         return self._is_uniform and all(message.is_view for message in self.messages)
 
     @cached_property
-    def _chunk_dim(self) -> int | None:
-        """The dim along which `Tensor.chunk` makes all messages; None if they are no equal parts, in order.
-
-        A block [6, 4] with messages of rows 0:2, 2:4, 4:6 -> 3 chunks along dim 0. One call in C is
-        quicker than a slice for each message.
-        """
-        return self._plain_dim if self._can_stack else None
-
-    @cached_property
     def _buffer_dim(self) -> int | None:
         """The dim along which the boxes of all messages, concatenated, are the buffer, if there is one."""
         dims: set[int] = set()
         for index in self._boxes:
             dims.update(d for d, _ in index)
-        if len(dims) != 1:
+        if len(dims) != 1 or self.fills:
             return None
         dim = dims.pop()
         # Only dims of length 1 before it: else rows of different messages would alternate in memory.
-        return dim if all(length == 1 for length in self.shape[:dim]) else None
+        if any(length != 1 for length in self.shape[:dim]):
+            return None
+        return dim
 
     @cached_property
     def _concatenation(self) -> Concatenation | None:
@@ -281,10 +277,9 @@ class Packing:
         block [6, 4] of a box with rows 2:6 and a fill of rows 0:2 -> `cat` along dim 0 in order
         [1, 0].
         """
-        pieces = [*self._boxes, *(fill.box for fill in self.fills)]
-        if not pieces or not self.shape:
+        if not self._boxes or not self.shape:
             return None
-        intervals = [_intervals(index, self.shape) for index in pieces]  # [pieces][dims]
+        intervals = [_intervals(index, self.shape) for index in self._boxes]  # [pieces][dims]
         # Along all dims but one, each piece has to be as long as the block.
         cut_dims: list[int] = []
         for d, length in enumerate(self.shape):
@@ -305,11 +300,11 @@ class Packing:
 
     @cached_property
     def _shares_rows(self) -> list[bool]:
-        """Whether each message shares rows with an earlier one, with which it is combined."""
+        """Whether each message shares rows with an earlier one, and each fill with any other rows."""
         shares: list[bool] = []
-        for i, message in enumerate(self.messages):
-            earlier = self.messages[:i]
-            shares.append(any(_have_common_rows(message.rows, other.rows) for other in earlier))
+        for i, subarray in enumerate(self._subarrays):
+            earlier = self._subarrays[:i]
+            shares.append(any(_have_common_rows(subarray.rows, other.rows) for other in earlier))
         return shares
 
     @cached_property
@@ -320,29 +315,11 @@ class Packing:
         rows 0:4 and a fill of rows 4:6 write 4 + 2. A message that shares rows with earlier ones is
         added to them, and does not count.
         """
-        written = self._count_filled()
-        for size, shares in zip(self.sizes, self._shares_rows, strict=True):
+        written = 0
+        for subarray, shares in zip(self._subarrays, self._shares_rows, strict=True):
             if not shares:
-                written += size
+                written += math.prod(subarray.shape)
         return written == math.prod(self.shape)
-
-    def _count_filled(self) -> int:
-        """Count the elements that fills alone write; 0 where some might be counted twice."""
-        dims = {fill.dim for fill in self.fills}
-        if len(dims) != 1 or self._brings_filled_rows():
-            return 0
-        (dim,) = dims
-        row_size = math.prod(self.shape[:dim] + self.shape[dim + 1 :])
-        return row_size * sum(fill.stop - fill.start for fill in self.fills)
-
-    def _brings_filled_rows(self) -> bool:
-        """Return whether a message has rows that a fill has too."""
-        for message in self.messages:
-            for fill in self.fills:
-                rows = message.rows[fill.dim]
-                if rows is None or common_segments(rows, interval(fill.start, fill.stop)):
-                    return True
-        return False
 
 
 def _is_always_equal(a: int, b: int) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torch_bridge.lower.collectives import Collective
 from torch_bridge.lower.executable import Move
-from torch_bridge.lower.packed_collective import packed, reduce_scattered
+from torch_bridge.lower.packed_collective import PackedCollective, reduce_scattered
 from torch_bridge.lower.packing import Packing
 from torch_bridge.lower.step_context import StepContext
 from torch_bridge.lower.subarray import subarray, without_base
@@ -57,7 +57,7 @@ def all_gather(
         else:
             received = _stacked_blocks(context, rank_count, block_count, block_shape)
         collective = Collective("all_gather", group, sent.sizes, received.sizes_by_rank)
-        moves.append(packed(collective, sent, received))
+        moves.append(PackedCollective(collective, sent, received))
         block_count *= rank_count
     return moves
 
@@ -127,10 +127,10 @@ def all_reduce(phases: Phases, context: StepContext, op: str) -> list[Move]:
         part = _stacked_blocks(context, 1, remaining, (piece_size,))
         reductions.append(reduce_scattered(group, pieces, part, op, context.tensor_device))
         gather = Collective("all_gather", group, part.sizes, pieces.sizes)
-        gathers.append(packed(gather, part, pieces))
+        gathers.append(PackedCollective(gather, part, pieces))
     piece = _stacked_blocks(context, 1, 1, (piece_size,))
     over_slow_link = Collective("all_reduce", slow_group, piece.sizes, piece.sizes, op)
-    reduce_piece = packed(over_slow_link, piece, piece)
+    reduce_piece = PackedCollective(over_slow_link, piece, piece)
     flatten, unflatten = _flattening(context, piece_count, piece_size)
     return [flatten, *reductions, reduce_piece, *reversed(gathers), unflatten]
 

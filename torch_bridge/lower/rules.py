@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch_bridge.lower import phased
 from torch_bridge.lower.collectives import CARRIERS, Collective
 from torch_bridge.lower.exchange import exchange
 from torch_bridge.lower.executable import Executable, Move, Moves, place_of
-from torch_bridge.lower.packed_collective import PackedCollective, packed, reduce_scattered
+from torch_bridge.lower.packed_collective import PackedCollective, reduce_scattered
 from torch_bridge.lower.packing import Packing
 from torch_bridge.lower.step_context import Lengths, StepContext
 from torch_bridge.lower.subarray import without_base
@@ -137,7 +138,9 @@ def _all_gather(step: steps.AllGather, context: StepContext) -> Moves:
     group = context.group(axes)
     sent = context.whole_block(0)
     received = context.parts_of_devices(1, step.dim, step.shards, group.devices)
-    return packed(Collective("all_gather", group, sent.sizes, received.sizes), sent, received)
+    return PackedCollective(
+        Collective("all_gather", group, sent.sizes, received.sizes), sent, received
+    )
 
 
 def _slice(step: steps.Slice, context: StepContext) -> Move:
@@ -156,7 +159,7 @@ def _all_reduce(step: steps.AllReduce, context: StepContext) -> Moves:
     received = context.whole_block(1)
     group = context.group(step.axes)
     collective = Collective("all_reduce", group, sent.sizes, received.sizes, step.op)
-    return packed(collective, sent, received)
+    return PackedCollective(collective, sent, received)
 
 
 def _reduce_scatter(step: steps.ReduceScatter, context: StepContext) -> Moves:
@@ -183,7 +186,7 @@ def _all_to_all(step: steps.AllToAll, context: StepContext) -> Move:
     sent = context.parts_of_devices(0, step.dst_dim, step.dst_shards, group.devices)
     received = context.parts_of_devices(1, step.src_dim, step.src_shards, group.devices)
     collective = Collective("all_to_all", group, sent.sizes, received.sizes, is_even=True)
-    return packed(collective, sent, received)
+    return PackedCollective(collective, sent, received)
 
 
 def _permute(step: steps.Permute, context: StepContext) -> Move:
@@ -193,10 +196,8 @@ def _permute(step: steps.Permute, context: StepContext) -> Move:
     theirs.
     """
     senders = sender_of_each_device(context.before, context.after)  # [devices]
-    me = context.device
-    keep = context.subarray(context.shapes.before, {}).copy_of
     if senders == tuple(range(len(senders))):  # no device moves: no collective
-        return keep
+        return context.subarray(context.shapes.before, {}).copy_of
     group = context.group(moving_axes(context.before, context.after))
     # gloo's all-to-all synchronises all ranks: it takes 1.0 to 1.5 times as long (4 and 8 ranks).
     # But what it sends from rank to rank must be in the host's memory.
@@ -204,26 +205,19 @@ def _permute(step: steps.Permute, context: StepContext) -> Move:
     is_direct = on_host and group.serves(context.tensor_device, "gloo") and not group.graph_name
     kind = "permute" if is_direct else "all_to_all"
 
-    sent = _whole_block_with(senders.index(me), 0, context, group)
-    received = _whole_block_with(senders[me], 1, context, group)
+    # A process that keeps its block sends it to itself: others exchange theirs, so that it calls the
+    # collective too.
+    receiver = senders.index(context.device)
+    sent = _whole_block_with(receiver, 0, context, group)
+    received = _whole_block_with(senders[context.device], 1, context, group)
     collective = Collective(kind, group, sent.sizes_by_rank, received.sizes_by_rank)
-    if senders[me] != me:
-        return packed(collective, sent, received)
-
-    # Its own block stays. Others exchange theirs, so that this process calls the collective too.
-    def stay(block: Tensor, _messages: Any) -> Tensor:
-        return keep(block)
-
-    return PackedCollective(collective, sent, received.arriving, stay, stay)
+    return PackedCollective(collective, sent, received)
 
 
 def _whole_block_with(peer: int, end: int, context: StepContext, group: Group) -> Packing:
-    """Return the block before (0) or after (1) the step as one message with a peer; none with itself."""
-    whole = context.whole_block(end)
-    if peer == context.device:
-        return Packing(whole.shape, (), (0,) * len(group.devices))
+    """Return the block before (0) or after (1) the step as one message with a device of the group."""
     counts = tuple(1 if device == peer else 0 for device in group.devices)
-    return Packing(whole.shape, whole.messages, counts)
+    return replace(context.whole_block(end), counts=counts)
 
 
 def _embed(step: steps.Embed, context: StepContext) -> Move:

@@ -13,7 +13,7 @@ from torch_bridge.lower.subarray import Fill, Subarray, subarray
 from torch_bridge.mesh.process_mesh import Group, ProcessMesh
 from xshard import Sharding
 from xshard.cost.model import Fabric
-from xshard.layout.runs import Runs
+from xshard.layout.runs import Runs, interval
 from xshard.notation.parser import Shard
 from xshard.steps.base import DimCut, axes_of, even_parts, rows_of_own_part
 from xshard.steps.traffic import Phases
@@ -112,18 +112,18 @@ class StepContext(NamedTuple):
         return Packing(shape, (self.subarray(shape, {}),))
 
     def fill(self, dim: int, start: int, stop: int, value: float) -> Fill:
-        """Return rows of this process's block that hold a constant, in the dtype of what travels."""
+        """Return rows of this process's new block that hold a constant, in the dtype that travels."""
+        rows = self.subarray(self.shapes.after, {dim: interval(start, stop)})
         dtype = getattr(torch, self.dtype)
         carrier = CARRIERS.get(dtype, dtype)
         # What travels is seen as its carrier, a dtype of the same size that backends know.
         if not value:
             # All bits are zero. Torch writes no other constant in 4 bits.
-            constant = torch.zeros((), dtype=carrier, device=self.tensor_device)
-            return Fill(dim, start, stop, constant)
-        is_inexact = dtype.is_floating_point or dtype.is_complex
-        number = value if is_inexact else int(value)  # torch writes only integers as integers
-        constant = torch.tensor(number, dtype=dtype, device=self.tensor_device)
-        return Fill(dim, start, stop, constant.view(carrier))
+            return Fill(rows, torch.zeros((), dtype=carrier, device=self.tensor_device))
+        if not (dtype.is_floating_point or dtype.is_complex):
+            value = int(value)  # torch writes only integers as integers
+        constant = torch.tensor(value, dtype=dtype, device=self.tensor_device)
+        return Fill(rows, constant.view(carrier))
 
     def rows_of_own_part(self, *cuts: DimCut) -> dict[int, Runs]:
         """Return this process's rows of the dims that a step cuts or gathers."""

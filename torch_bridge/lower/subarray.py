@@ -61,8 +61,8 @@ class Subarray:
         dims: set[int] = set()
         lengths: list[int] = []
         for box in self.boxes:
-            dims.update(d for d, _ in box.subarray_index)
-            for _, rows in box.subarray_index:
+            for d, rows in box.subarray_index:
+                dims.add(d)
                 if isinstance(rows, slice):
                     lengths.append(rows.stop - rows.start)
         return Concatenation(dims.pop(), lengths) if len(dims) == 1 else None
@@ -101,17 +101,15 @@ class Subarray:
 
 
 class Fill(NamedTuple):
-    """Rows [start, stop) of a dim of a block that hold a constant, a tensor without dims."""
+    """Rows of a block that hold a constant, a tensor without dims."""
 
-    dim: int
-    start: int
-    stop: int
+    rows: Subarray
     value: Tensor
 
     @property
-    def box(self) -> Index:
-        """Its position in a block."""
-        return ((self.dim, slice(self.start, self.stop)),)
+    def values(self) -> Tensor:
+        """The constant in the shape of the rows, without a copy."""
+        return self.value.expand(self.rows.shape)
 
 
 class Span(NamedTuple):

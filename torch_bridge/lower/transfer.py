@@ -6,8 +6,7 @@ An empty tensor stands for the block of a process that has none, so that autogra
 from __future__ import annotations
 
 import functools
-import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, NoReturn
 
@@ -16,9 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torch_bridge.lower.collectives import CARRIERS, Works
-from torch_bridge.lower.exchange import Part
+from torch_bridge.lower.exchange import Assembly, Part
 from torch_bridge.lower.executable import Executable, computed_once, dense
-from torch_bridge.lower.packing import Packing
 from torch_bridge.lower.rules import lower, no_arithmetic
 from torch_bridge.lower.subarray import box_rows, subarray
 from torch_bridge.mesh.failures import call_backend, with_place_in_errors
@@ -40,10 +38,11 @@ class TransferExecutable:
     tensor_device: torch.device
     group: dist.ProcessGroup
     on_source: Executable | None  # the steps on the source's mesh
-    sent: tuple[Part, ...]  # of its block on the source's mesh; to itself too
-    received: tuple[Part, ...]  # of its block on the destination's mesh, in the order of `whole`
-    whole: Packing | None  # that block; None if this process has none
+    sent: tuple[Part, ...]  # to other ranks: rows of its block on the source's mesh
+    received: tuple[Part, ...]  # from other ranks: rows of its block on the destination's mesh
+    assembly: Assembly | None  # makes that block of rows of both; None if this process has none
     on_target: Executable | None  # the steps on the destination's mesh
+    sends: bool  # whether any process sends; else rows stay on their ranks
 
     def __call__(self, block: Tensor) -> Tensor:
         return run_transfers_together([self], [block])[0]
@@ -51,6 +50,11 @@ class TransferExecutable:
     @property
     def is_linear(self) -> bool:
         return self.plan.src.is_linear
+
+    @property
+    def makes_new_tensor(self) -> bool:
+        """Whether its result is no view of the block: steps or messages make it."""
+        return self.sends or bool(self.on_source or self.on_target)
 
     @computed_once
     def backward(self) -> TransferExecutable:
@@ -87,15 +91,22 @@ def lower_transfer(
     after = plan.stages[number + 1 :]
     on_source = _lower_on_mesh(plan, before, plan.src_devices, tensor_device, group)
     on_target = _lower_on_mesh(plan, after, plan.dst_devices, tensor_device, group)
-    sent: list[Part] = []
-    received: list[Part] = []
-    whole = None
-    if _sends(plan):
+    rank = rank_in(group)
+    outgoing: list[Part] = []
+    incoming: list[Part] = []
+    assembly = None
+    sends = transfer is not None and not transfer.is_in_place
+    if transfer and sends:
         _prepare_to_send(plan, tensor_device, group)
-        sent, received = _parts(plan, tensor_device, rank_in(group))
-        whole = _target_block(plan, received, rank_in(group))
+        outgoing, incoming = _parts(plan, tensor_device, rank)
+        if rank in plan.dst_devices:
+            shape = transfer.target.local_shape(plan.dst_devices.index(rank))
+            assembly = Assembly.of(shape, outgoing, incoming, rank, transfer.op)
+    # Rows that stay on this rank do not travel: the assembly reads them from the block.
+    sent = tuple(part for part in outgoing if part.peer != rank)
+    received = tuple(part for part in incoming if part.peer != rank)
     return TransferExecutable(
-        plan, tensor_device, group, on_source, tuple(sent), tuple(received), whole, on_target
+        plan, tensor_device, group, on_source, sent, received, assembly, on_target, sends
     )
 
 
@@ -113,10 +124,6 @@ def _lower_on_mesh(
     return lower(part, _processes(part.mesh, ranks, group), tensor_device)
 
 
-def _sends(plan: Plan) -> bool:
-    return plan.transfer is not None and not plan.transfer.is_in_place
-
-
 def _prepare_to_send(plan: Plan, tensor_device: torch.device, group: dist.ProcessGroup) -> None:
     """Connect all processes of the group. Raises MeshError if they are threads."""
     if "threaded" in dist.get_backend_config(group):
@@ -125,10 +132,17 @@ def _prepare_to_send(plan: Plan, tensor_device: torch.device, group: dist.Proces
         raise MeshError(message, hint="run them as processes: torch_bridge.run_ranks, or torchrun")
     if tensor_device.type != "meta":
         place = functools.partial(_place, plan)
-        ranks = sorted({*plan.src_devices, *plan.dst_devices})
+        ranks = _ranks_of([plan])
         with_place_in_errors(
             place, call_backend, "an exchange", ranks, _connect, tensor_device, group
         )
+
+
+def _ranks_of(plans: Sequence[Plan]) -> list[int]:
+    ranks: set[int] = set()
+    for plan in plans:
+        ranks.update(plan.src_devices, plan.dst_devices)
+    return sorted(ranks)
 
 
 def _parts(plan: Plan, tensor_device: torch.device, rank: int) -> tuple[list[Part], list[Part]]:
@@ -157,14 +171,6 @@ def _parts(plan: Plan, tensor_device: torch.device, rank: int) -> tuple[list[Par
     return sent, received
 
 
-def _target_block(plan: Plan, received: Sequence[Part], rank: int) -> Packing | None:
-    """Return how the messages become this rank's block after the transfer; None if it has none."""
-    if plan.transfer is None or rank not in plan.dst_devices:
-        return None
-    shape = plan.transfer.target.local_shape(plan.dst_devices.index(rank))
-    return Packing(shape, tuple(part.rows for part in received), op=plan.transfer.op)
-
-
 def run_transfers_together(
     crossings: Sequence[TransferExecutable], blocks: Sequence[Tensor]
 ) -> list[Tensor]:
@@ -175,211 +181,151 @@ def run_transfers_together(
         blocks: This process's block of each, on its source's mesh; empty where it has none.
 
     Returns:
-        Its block of each on the destination's mesh.
+        Its block of each on the destination's mesh, new tensors.
     """
-    dtypes = [block.dtype for block in blocks]
-    # Some dtypes cannot be sent: their bits travel as another dtype of the same size (`CARRIERS`).
-    # The steps on each mesh see the values.
-    carriers = [CARRIERS.get(dtype, dtype) for dtype in dtypes]
-    starts = [_seen_as(dtype, dense(x)) for dtype, x in zip(carriers, blocks, strict=True)]
-    outs = [
-        _run_steps(crossing.on_source, start, dtype)
-        for crossing, start, dtype in zip(crossings, starts, dtypes, strict=True)
-    ]
-    sending = [i for i, crossing in enumerate(crossings) if _sends(crossing.plan)]
-    # In all others, rows stay on their ranks.
-    staying = [i for i in range(len(crossings)) if i not in sending]
-
-    def copy_unmoved() -> None:
-        """Copy blocks that neither move nor change: the result must be no view of what was given."""
-        for i in staying:
-            if outs[i] is starts[i] and crossings[i].on_target is None:
-                outs[i] = _copied(starts[i])
-
-    if sending:
-        results = with_place_in_errors(
-            functools.partial(_place, crossings[sending[0]].plan),
-            _exchange,
-            [crossings[i] for i in sending],
-            [outs[i] for i in sending],
-            copy_unmoved,  # while messages travel
-        )
-        for i, result in zip(sending, results, strict=True):
-            outs[i] = result
+    outs: list[Tensor] = []
+    for crossing, block in zip(crossings, blocks, strict=True):
+        out = _run_steps(crossing.on_source, dense(block))
+        # Some dtypes cannot be sent: their bits travel as another dtype of the same size. The steps
+        # on each mesh see the values.
+        outs.append(_seen_as(CARRIERS.get(block.dtype, block.dtype), out))
+    plans = [crossing.plan for crossing in crossings if crossing.sends]
+    if plans:
+        place = functools.partial(_place, plans[0])
+        outs = with_place_in_errors(place, _exchange, crossings, outs, _ranks_of(plans))
+    else:
+        outs = _exchange(crossings, outs, [])
     return [
-        _finished(crossing, start, out, dtype)
-        for crossing, start, out, dtype in zip(crossings, starts, outs, dtypes, strict=True)
+        _run_steps(crossing.on_target, _seen_as(block.dtype, out))
+        for crossing, block, out in zip(crossings, blocks, outs, strict=True)
     ]
 
 
-def _finished(
-    crossing: TransferExecutable, start: Tensor, out: Tensor, dtype: torch.dtype
-) -> Tensor:
-    """Run the steps on the target mesh. The result is the caller's to write to, even if nothing moves."""
-    # Processes outside the target mesh have an empty tensor here, and no steps.
-    out = _run_steps(crossing.on_target, out, dtype)
-    if out is start:
-        out = _copied(start)
-    return _seen_as(dtype, out)
-
-
-def _run_steps(steps: Executable | None, block: Tensor, dtype: torch.dtype) -> Tensor:
-    """Run steps on one mesh: they take and return values of `dtype`, the block is of its carrier."""
-    if steps is None:
-        return block
-    return _seen_as(block.dtype, steps(_seen_as(dtype, block)))
-
-
-def _copied(block: Tensor) -> Tensor:
-    return block.clone(memory_format=torch.contiguous_format)
+def _run_steps(steps: Executable | None, block: Tensor) -> Tensor:
+    """Run the steps on one mesh; there are none for a process outside of it."""
+    return block if steps is None else steps(block)
 
 
 def _exchange(
-    crossings: Sequence[TransferExecutable],
-    blocks: Sequence[Tensor],
-    meanwhile: Callable[[], None],
+    crossings: Sequence[TransferExecutable], blocks: Sequence[Tensor], ranks: Sequence[int]
 ) -> list[Tensor]:
     """Send and receive the messages of several moves; return each block on its new mesh.
 
     All rows for one rank, of all moves, travel in one message of bytes.
 
     Args:
-        crossings: The moves between meshes; in each of them some process sends.
+        crossings: The moves between meshes. Some may send nothing.
         blocks: This process's block of each, after the steps on the source's mesh.
-        meanwhile: Called while messages travel.
+        ranks: The processes that send or receive, for errors.
     """
-    group = crossings[0].group
-    incoming = _buffers(crossings, blocks)
-    outgoing = _messages_by_peer(crossings, blocks)
+    outgoing: dict[int, list[Tensor]] = {}  # to each rank, in the order of the crossings
+    expected: dict[int, list[Tensor]] = {}  # from each rank, likewise: tensors without data
+    for crossing, block in zip(crossings, blocks, strict=True):
+        for part in crossing.sent:
+            outgoing.setdefault(part.peer, []).append(part.rows.read(block))
+        for part in crossing.received:
+            like = block.new_empty(part.rows.shape, device="meta")
+            expected.setdefault(part.peer, []).append(like)
+    incoming = {
+        rank: _Message.like(tensors, blocks[0].device) for rank, tensors in expected.items()
+    }
+    works: list[dist.Work] = []
     # Only shapes are asked for on meta.
     if (outgoing or incoming) and not blocks[0].is_meta:
-        # Receives first: a gloo sender waits until the receiver says that it is ready, and that
-        # notice would come behind all that this rank sends.
-        operations = [
-            dist.P2POp(dist.irecv, incoming[rank].buffer, rank, group) for rank in incoming
-        ]
-        for rank, parts in outgoing.items():
-            operations.append(dist.P2POp(dist.isend, packed(parts), rank, group))
-        ranks = _ranks_of(crossings)
+        operations = _operations(outgoing, incoming, crossings[0].group)
         works = call_backend("an exchange", ranks, dist.batch_isend_irecv, operations)
-        meanwhile()
+    # While messages travel: of a move that does nothing, the result must be no view of the block.
+    outs = [
+        block if crossing.makes_new_tensor else block.clone(memory_format=torch.contiguous_format)
+        for crossing, block in zip(crossings, blocks, strict=True)
+    ]
+    if works:
         call_backend("an exchange", ranks, Works(works).wait)
+    arrived = {rank: iter(message.tensors) for rank, message in incoming.items()}
     return [
-        _assembled(i, crossing, block, incoming)
-        for i, (crossing, block) in enumerate(zip(crossings, blocks, strict=True))
+        _assembled(crossing, out, arrived) for crossing, out in zip(crossings, outs, strict=True)
     ]
 
 
-def _ranks_of(crossings: Iterable[TransferExecutable]) -> list[int]:
-    ranks: set[int] = set()
-    for crossing in crossings:
-        ranks.update(crossing.plan.src_devices, crossing.plan.dst_devices)
-    return sorted(ranks)
-
-
-def _messages_by_peer(
-    crossings: Sequence[TransferExecutable], blocks: Sequence[Tensor]
-) -> dict[int, list[Tensor]]:
-    """Return what each other rank is sent, in the order of the crossings."""
-    me = rank_in(crossings[0].group)
-    messages: dict[int, list[Tensor]] = {}
-    for crossing, block in zip(crossings, blocks, strict=True):
-        for part in crossing.sent:
-            if part.peer != me:
-                messages.setdefault(part.peer, []).append(part.rows.read(block))
-    return messages
-
-
-class _Incoming(NamedTuple):
-    """The bytes that arrive from one rank, and a view of them for each crossing, by its number."""
-
-    buffer: Tensor
-    views: dict[int, Tensor]
-
-
-def _buffers(
-    crossings: Sequence[TransferExecutable], blocks: Sequence[Tensor]
-) -> dict[int, _Incoming]:
-    """Allocate a buffer of bytes for each rank that sends to this one, with a view for each move.
-
-    Of two moves, a float32 [2, 3] and an int64 [4] may come from rank 5: its buffer then has room
-    for both, and views {0: [2, 3], 1: [4]}, by the number of the move.
-    """
-    me = rank_in(crossings[0].group)
-    parts: dict[int, dict[int, Tensor]] = {}  # rank -> crossing -> a tensor on meta
-    for i, (crossing, block) in enumerate(zip(crossings, blocks, strict=True)):
-        for part in crossing.received:
-            if part.peer != me:
-                # A tensor without data, for its shape and dtype.
-                shape_of_part = block.new_empty(part.rows.shape, device="meta")
-                parts.setdefault(part.peer, {})[i] = shape_of_part
-    # Bytes: the parts of several crossings may have several dtypes.
-    incoming = {}
-    for rank, parts_of_rank in parts.items():
-        shapes = list(parts_of_rank.values())
-        buffer = blocks[0].new_empty(_end_bytes(shapes)[-1], dtype=torch.uint8)
-        views = dict(zip(parts_of_rank, unpacked(buffer, shapes), strict=True))
-        incoming[rank] = _Incoming(buffer, views)
-    return incoming
+def _operations(
+    outgoing: Mapping[int, Sequence[Tensor]],
+    incoming: Mapping[int, _Message],
+    group: dist.ProcessGroup,
+) -> list[dist.P2POp]:
+    """List the receives and sends of this process, by the rank at the other end."""
+    # Receives first: a gloo sender waits until the receiver says that it is ready, and that notice
+    # would come behind all that this rank sends.
+    operations = [
+        dist.P2POp(dist.irecv, message.buffer, rank, group) for rank, message in incoming.items()
+    ]
+    for rank, tensors in outgoing.items():
+        operations.append(dist.P2POp(dist.isend, _bytes_of(tensors), rank, group))
+    return operations
 
 
 def _assembled(
-    number: int, crossing: TransferExecutable, block: Tensor, incoming: dict[int, _Incoming]
+    crossing: TransferExecutable, block: Tensor, arrived: Mapping[int, Iterator[Tensor]]
 ) -> Tensor:
     """Put together this rank's block on the new mesh, of what arrived and what it keeps.
 
     Args:
-        number: The number of the crossing among those that run together.
         crossing: The move between meshes.
         block: This process's block on the source's mesh, of which it keeps rows.
-        incoming: What has arrived, by rank.
+        arrived: What has arrived from each rank, from this crossing on.
     """
-    if crossing.whole is None:
+    if not crossing.sends:
+        return block
+    if crossing.assembly is None:
         # An empty tensor for a process without a block: see the top of the file.
         return block.new_empty(0)
-    # Parts go in the order of `received`: messages that share rows are added in it, and sums of
-    # floats depend on the order.
-    rows_by_peer = {part.peer: part.rows for part in crossing.sent}
-    me = rank_in(crossing.group)
-    parts = []
-    for part in crossing.received:
-        if part.peer == me:  # rows that this process keeps
-            parts.append(rows_by_peer[me].read(block))
-        else:
-            parts.append(incoming[part.peer].views[number])
-    return crossing.whole.place(block, parts)
+    # In the order of the messages: those that share rows are added in it, and sums of floats depend
+    # on the order.
+    messages = [next(arrived[part.peer]) for part in crossing.received]
+    return crossing.assembly.place(block, messages)
 
 
-def packed(parts: Sequence[Tensor]) -> Tensor:
-    """Return the bytes of tensors in one buffer: not every backend sends booleans and complex numbers.
+class _Message(NamedTuple):
+    """Tensors of any dtypes as bytes, since not every backend sends booleans and complex numbers.
 
-    A single tensor is viewed, not copied.
+    Attributes:
+        buffer: The bytes.
+        tensors: Views of them.
     """
-    if len(parts) == 1:
-        x = parts[0].contiguous()
+
+    buffer: Tensor
+    tensors: list[Tensor]
+
+    @classmethod
+    def like(cls, tensors: Sequence[Tensor], device: torch.device) -> _Message:
+        """Allocate a message for tensors like these, which may be on `meta`.
+
+        A float32 [2, 3] and an int64 [4] have 24 and 32 bytes, at 0:24 and 32:64 of the buffer.
+        """
+        places: list[slice] = []
+        end = 0
+        for tensor in tensors:
+            # A view of a dtype begins at a multiple of its size: the next multiple after the end.
+            start = -(-end // _ALIGNMENT) * _ALIGNMENT
+            end = start + tensor.nbytes
+            places.append(slice(start, end))
+        buffer = torch.empty(end, dtype=torch.uint8, device=device)
+        views = [
+            buffer[place].view(tensor.dtype).view(tensor.shape)
+            for place, tensor in zip(places, tensors, strict=True)
+        ]
+        return cls(buffer, views)
+
+
+def _bytes_of(tensors: Sequence[Tensor]) -> Tensor:
+    """Return tensors as the bytes of a message. A single one is viewed, not copied."""
+    if len(tensors) == 1:
+        x = tensors[0].contiguous()
         # The strides of a single element count for nothing, except when its bytes are viewed.
         return x.as_strided((x.numel(),), (1,)).view(torch.uint8)
-    out = parts[0].new_empty(_end_bytes(parts)[-1], dtype=torch.uint8)
-    for view, part in zip(unpacked(out, parts), parts, strict=True):
-        view.copy_(part)
-    return out
-
-
-def unpacked(buffer: Tensor, parts: Sequence[Tensor]) -> list[Tensor]:
-    """Return views of a buffer of `packed`, one like each part; parts may be on `meta`."""
-    starts = [0, *_end_bytes(parts)[:-1]]
-    return [
-        buffer[start : start + part.nbytes].view(part.dtype).view(part.shape)
-        for start, part in zip(starts, parts, strict=True)
-    ]
-
-
-def _end_bytes(parts: Sequence[Tensor]) -> list[int]:
-    """Return where each part ends in a buffer of all: sizes (3, 40) -> ends (16, 56)."""
-    sizes = [part.nbytes for part in parts]
-    # A view of a dtype begins at a multiple of its size; nothing begins after the last part.
-    padded = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes[:-1]]
-    return list(itertools.accumulate([*padded, sizes[-1]]))
+    message = _Message.like(tensors, tensors[0].device)
+    for view, tensor in zip(message.tensors, tensors, strict=True):
+        view.copy_(tensor)
+    return message.buffer
 
 
 def _place(plan: Plan) -> str:

@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -104,17 +104,21 @@ def sent_facts(plan: Any, steps: Iterable[object], **sent: object) -> dict[str, 
     return Sent(plan=steps_text, profile=profile, **sent).facts  # type: ignore[arg-type]  # by name
 
 
-class CallFacts(NamedTuple):
+@dataclass(frozen=True)
+class CallFacts:
     """A call that a rank is about to make, as facts by name.
 
-    everywhere: equal on all ranks that meet. within: equal on the ranks of `part`, with which this
-    rank communicates. own: may differ; for the error.
+    Attributes:
+        equal_on_all: Facts that are equal on all ranks that meet.
+        equal_on_peers: Facts that are equal on the ranks of `peers`.
+        peers: The ranks with which this one communicates.
+        not_compared: Facts that may differ: errors show them.
     """
 
-    everywhere: dict[str, str]
-    within: dict[str, str]
-    part: Sequence[int]
-    own: dict[str, str]
+    equal_on_all: dict[str, str] = field(default_factory=dict)
+    equal_on_peers: dict[str, str] = field(default_factory=dict)
+    peers: Sequence[int] = ()
+    not_compared: dict[str, str] = field(default_factory=dict)
 
 
 # What a rank says about its call: `CallFacts` and "asked", or "failure" and "asked".
@@ -142,7 +146,7 @@ def compare_ranks(
     assert world is not None  # there are no ranks without a world
     error: Exception | None = None
     try:
-        own_report = {"asked": asked, **prepare()._asdict()}
+        own_report = {"asked": asked, **asdict(prepare())}
     except Exception as raised:
         # The others wait for this rank: they are told, and raise too.
         error = raised
@@ -198,8 +202,7 @@ class Compared(NamedTuple):
         if len(self.ranks) == 1 or (executable is not None and not executable.sends_gradient):
             return
         facts = {"gradient": f"of call {self.number}", "part": str(part)}
-        call = CallFacts(everywhere=facts, within={}, part=self.ranks, own={})
-        compare_ranks(self.ranks, self.call_text, lambda: call)
+        compare_ranks(self.ranks, self.call_text, lambda: CallFacts(facts, peers=self.ranks))
 
 
 def graph_nodes(outputs: Iterable[Tensor], inputs: Iterable[Tensor]) -> Iterator[Any]:
@@ -234,7 +237,7 @@ def compare_call(
     report = compare_ranks(ranks, text, prepare)[rank]
     # They have just met: the number of their meetings, equal on all, is that of the call.
     number = _channel(tuple(sorted(ranks)), dist.group.WORLD).meetings
-    return Compared(text, number, tuple(report["part"]))
+    return Compared(text, number, tuple(report["peers"]))
 
 
 @dataclass
@@ -333,12 +336,12 @@ def _differing(reports: Mapping[int, Report]) -> list[str]:
 
     Facts of whether a gradient is sent hide all others, which follow from it.
     """
-    facts_by_part: dict[tuple[int, ...], list[dict[str, str]]] = {}
+    facts_by_peers: dict[tuple[int, ...], list[dict[str, str]]] = {}
     for report in reports.values():
-        facts_by_part.setdefault(tuple(report["part"]), []).append(report["within"])
-    everywhere = [report["everywhere"] for report in reports.values()]
+        facts_by_peers.setdefault(tuple(report["peers"]), []).append(report["equal_on_peers"])
+    facts_of_all = [report["equal_on_all"] for report in reports.values()]
     names: dict[str, None] = {}  # a set with an order
-    for facts_of_ranks in (everywhere, *facts_by_part.values()):
+    for facts_of_ranks in (facts_of_all, *facts_by_peers.values()):
         names |= dict.fromkeys(_differing_names(facts_of_ranks))
     return ["gradient"] if "gradient" in names else list(names)
 
@@ -357,8 +360,9 @@ def _desync(reports: Mapping[int, Report], differing: Sequence[str]) -> DesyncEr
     """Return the error of ranks that disagree, with the facts of each in which they differ."""
 
     def describe(report: Report) -> str:
-        facts = {**report["own"], **report["within"], **report["everywhere"]}
-        listed = [f"{name} {facts.get(name)}" for name in (*report["own"], *differing)]
+        shown = report["not_compared"]
+        facts = {**shown, **report["equal_on_peers"], **report["equal_on_all"]}
+        listed = [f"{name} {facts.get(name)}" for name in (*shown, *differing)]
         return ", ".join([f"'{report['asked']}'", *listed])
 
     hint = _lines(reports, describe) + "\n  all ranks of a mesh call it with equal arguments"

@@ -100,11 +100,7 @@ class StepGroup(dist.ProcessGroup):
         self.group = group
         self.ranks = dist.get_process_group_ranks(group)
         self.graph_name = f"{place}, in {group.group_name}"
-        self._register(tensor_device)
-
-    def _register(self, tensor_device: torch.device) -> None:
-        """Tell torch of the group's backend and of its name, by which a compiled graph finds it."""
-        register_backend(self, self.group, tensor_device)
+        register_backend(self, group, tensor_device)
         register_name(self.graph_name, self)  # type: ignore[arg-type]  # stubs: a C class
 
     def _call(self, method: str, *args: Any) -> _Work:

@@ -176,7 +176,7 @@ def process_mesh(mesh: MeshLike) -> ProcessMesh:
     """
     if isinstance(mesh, ProcessMesh) and not _ALONE:
         return mesh
-    return _process_mesh(mesh, world_key())
+    return _process_mesh(mesh, world_key(), mesh_of(mesh))
 
 
 def dtensor_mesh(mesh: DeviceMesh) -> ProcessMesh:
@@ -184,8 +184,6 @@ def dtensor_mesh(mesh: DeviceMesh) -> ProcessMesh:
 
     Raises as `process_mesh` does.
     """
-    if mesh.mesh_dim_names is not None:
-        return process_mesh(mesh)
     return _process_mesh(mesh, world_key(), dtensor_axes(mesh))
 
 
@@ -250,11 +248,9 @@ def mesh_of(mesh: MeshLike) -> Mesh:
 
 # Cached by the world too: its groups end with it, and threads may each have their own.
 @functools.lru_cache(maxsize=256)
-def _process_mesh(mesh: MeshLike, world: WorldKey, axes: Mesh | None = None) -> ProcessMesh:
-    """Return the processes of a mesh. axes: the names of a `DeviceMesh` without names."""
+def _process_mesh(mesh: MeshLike, world: WorldKey, axes: Mesh) -> ProcessMesh:
+    """Return the processes of a mesh. axes: its axes and sizes, as `DeviceMesh` may lack names."""
     _, is_alone = world
-    if axes is None:
-        axes = mesh_of(mesh)
     if is_alone:
         return mesh_of_ranks(Mesh(dict.fromkeys(axes.axes, 1)), [dist.get_rank()])
     size = dist.get_world_size()

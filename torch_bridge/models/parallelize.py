@@ -153,7 +153,7 @@ def parallelize(  # noqa: PLR0913  public: rules of several kinds, and how they 
         prepared.append(_prepare(model, context, rules))
         options = (context.axes, gathers, keep, bucket_bytes, comm_dtype, profile)
         flags = _facts_of(rules, prepared[0]) | {"options": str(options)}
-        return CallFacts(flags, {}, context.processes.ranks, {})
+        return CallFacts(flags, peers=context.processes.ranks)
 
     compare_ranks(context.processes.ranks, "parallelize", facts)  # calls `facts` once
     (ready,) = prepared

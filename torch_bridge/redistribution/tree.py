@@ -234,7 +234,7 @@ def _compare_tree(tree: Any, options: Options, bucket_bytes: int | None) -> list
         """Describe the tree; its leaves are kept, as they may be an error on this rank alone."""
         leaves.extend(_leaves(tree, options))
         names = ", ".join(leaf.place for leaf in leaves)
-        return CallFacts({"tensors": names}, {}, calling_ranks(mesh), {})
+        return CallFacts({"tensors": names}, peers=calling_ranks(mesh))
 
     compare_call(mesh, "redistribute of a tree", facts)
     compared = []

@@ -72,7 +72,7 @@ class RouteCall(NamedTuple):
         # Only the processes along the axes compare: others make calls of their own, with other
         # rows.
         ranks = process_mesh(self.mesh).submesh(self.axes).ranks
-        return desync.CallFacts({"mesh": mesh_with_ranks(self.mesh)}, sent, ranks, {})
+        return desync.CallFacts({"mesh": mesh_with_ranks(self.mesh)}, sent, ranks)
 
     def send(self, blocks: Sequence[Tensor], to: Tensor) -> tuple[Routed, list[Tensor]]:
         """Send rows of several tensors to the processes of the groups (experts) that they chose.
@@ -88,12 +88,12 @@ class RouteCall(NamedTuple):
         processes = process_mesh(self.mesh).submesh(self.axes)
         group = processes.group(self.axes)
         groups = Groups.of(self.groups, processes.mesh.n_devices)
-        chosen = to if to.ndim == 2 else to[:, None]  # [rows, k]
+        chosen = to.long() if to.ndim == 2 else to[:, None].long()  # [rows, k]
         if self.sizes is None:
-            selection = _select(chosen.long(), groups, self.capacity)
-            lengths = _exchange_lengths(selection, to, blocks, group, len(groups.parts))
+            selection = _select(chosen, groups, self.capacity)
+            lengths = _exchange_lengths(selection, chosen, blocks, group, len(groups.parts))
         else:
-            selection = _select(chosen.long(), groups, self.sizes)
+            selection = _select(chosen, groups, self.sizes)
             lengths = _fixed_lengths(self.sizes, groups.n_parts, chosen.shape[1])
 
         # `copies` is a linear map, which autograd calls with its adjoint: gradients return to their
@@ -102,16 +102,15 @@ class RouteCall(NamedTuple):
         moved: Any = Redistribute.apply(copies, *blocks)
         tensors = list(moved) if isinstance(moved, tuple) else [moved]
 
-        n_groups = groups.sizes[processes.device]
-        own_groups = _own_groups(copies.arrived[0], n_groups)  # [copies, k]
         # One row per choice, sorted by group; a stable sort leaves rows of a group in the order in
         # which they came. Choices of groups on other processes are last, and are cut off.
+        n_groups = groups.sizes[processes.device]
+        own_groups = _own_groups(copies.arrived[0], n_groups)  # [copies, k]
         by_group, order = own_groups.reshape(-1).sort(stable=True)
-        n_rows = lengths.n_rows
         routed = Routed(
             tensors[0],
-            by_group[:n_rows],
-            order[:n_rows],
+            by_group[: lengths.n_rows],
+            order[: lengths.n_rows],
             n_groups,
             k=chosen.shape[1],
             dropped=selection.n_dropped,
@@ -220,7 +219,7 @@ class _Report(NamedTuple):
 
 def _exchange_lengths(
     selection: _Selection,
-    to: Tensor,
+    chosen: Tensor,
     blocks: Sequence[Tensor],
     group: Group,
     n_groups: int,
@@ -232,12 +231,12 @@ def _exchange_lengths(
 
     Args:
         selection: Which rows of this process go where.
-        to: The groups that rows chose, `[rows]` or `[rows, k]`.
+        chosen: The groups that rows chose, `[rows, k]`.
         blocks: The tensors that travel, for the bytes of a row.
         group: The processes.
         n_groups: The number of groups (experts) of all processes.
     """
-    own_reports = _own_reports(selection, to, blocks)
+    own_reports = _own_reports(selection, chosen, blocks)
     sizes = [own_reports.shape[1]] * len(own_reports)
     exchange = Collective("all_to_all", group, sizes, sizes, is_even=True)
     arrived = exchange.run(own_reports.view(-1), own_reports.shape)
@@ -252,7 +251,7 @@ def _exchange_lengths(
     )
 
 
-def _own_reports(selection: _Selection, to: Tensor, blocks: Sequence[Tensor]) -> Tensor:
+def _own_reports(selection: _Selection, chosen: Tensor, blocks: Sequence[Tensor]) -> Tensor:
     """Return what this process tells each other one before rows travel: `[processes, 5]`, integers.
 
     The columns are those of `_Report`: copies of rows for that process, choices of its groups among
@@ -269,11 +268,10 @@ def _own_reports(selection: _Selection, to: Tensor, blocks: Sequence[Tensor]) ->
     n_choices.scatter_add_(0, processes.reshape(-1), travels.reshape(-1))
 
     # On the device: `.item()` would make the host wait.
-    highest = to.max().long() if to.numel() else n_copies.new_tensor(-1)
+    highest = chosen.max() if chosen.numel() else n_copies.new_tensor(-1)
     row_bytes = sum(math.prod(x.shape[1:]) * x.element_size() for x in blocks)
-    k = math.prod(to.shape[1:])
     columns = [n_copies, n_choices[:n_processes], highest.expand(n_processes)]
-    columns += [n_copies.new_full((n_processes,), number) for number in (row_bytes, k)]
+    columns += [torch.full_like(n_copies, number) for number in (row_bytes, chosen.shape[1])]
     return torch.stack(columns, 1)
 
 

@@ -114,32 +114,33 @@ class Copies:
             received: The number of rows from each process.
         """
         # Tables have several dtypes, as rows and their choices: bytes travel together.
-        byte_tables = [_bytes(x) for x in tables]
-        message = byte_tables[0] if len(byte_tables) == 1 else torch.cat(byte_tables, 1)
-        width = message.shape[1]
-        n_rows = sum(received)
+        byte_tables = [_seen_as(torch.uint8, x) for x in tables]
+        if len(tables) == 1:
+            return [_seen_as(tables[0].dtype, self._exchange_bytes(byte_tables[0], sent, received))]
+        arrived = self._exchange_bytes(torch.cat(byte_tables, 1), sent, received)
+        columns = arrived.split([x.shape[1] for x in byte_tables], 1)
+        # Cloned, because a view in the middle of the bytes may begin at an address that is not a
+        # multiple of the size of the table's elements, as its dtype needs.
+        return [
+            _seen_as(table.dtype, column.clone(memory_format=torch.contiguous_format))
+            for column, table in zip(columns, tables, strict=True)
+        ]
+
+    def _exchange_bytes(
+        self, table: Tensor, sent: Sequence[int], received: Sequence[int]
+    ) -> Tensor:
+        """Send a table of bytes, `[rows, n]`, and return the rows that arrive."""
+        width = table.shape[1]
         sent_bytes = [n * width for n in sent]
         received_bytes = [n * width for n in received]
         exchange = Collective("all_to_all", self.group, sent_bytes, received_bytes)
-        arrived = exchange.run(message.view(-1), (n_rows, width))
-        columns = [arrived]
-        if len(tables) > 1:
-            # Cloned, because a view in the middle of the bytes may begin at an address that is not
-            # a multiple of the size of the table's elements, as its dtype needs.
-            widths = [x.shape[1] for x in byte_tables]
-            parts = arrived.split(widths, 1)
-            columns = [part.clone(memory_format=torch.contiguous_format) for part in parts]
-        results = []
-        for column, table in zip(columns, tables, strict=True):
-            results.append(column.view(-1).view(table.dtype).view(n_rows, table.shape[1]))
-        return results
+        return exchange.run(table.view(-1), (sum(received), width))
 
 
-def _bytes(table: Tensor) -> Tensor:
-    """View a table as bytes: [rows, n] -> [rows, n * itemsize]."""
-    flat = table.contiguous().view(-1).view(torch.uint8)
-    n_rows, width = table.shape
-    return flat.view(n_rows, width * table.element_size())
+def _seen_as(dtype: torch.dtype, table: Tensor) -> Tensor:
+    """View a table's bits as another dtype: float32 [rows, n] -> uint8 [rows, 4 * n]."""
+    width = table.shape[1] * table.element_size() // dtype.itemsize
+    return table.contiguous().view(-1).view(dtype).view(len(table), width)
 
 
 @dataclass(eq=False)

@@ -66,20 +66,19 @@ def all_or_none(
         return [work()]
 
     def result() -> CallFacts:
-        # Ranks describe a call to each other. The part `own` may differ between them: it carries
+        # Ranks describe a call to each other. Facts that are not compared may differ: they carry
         # results.
-        return CallFacts(everywhere={}, within={}, part=(), own={"": json.dumps(work())})
+        return CallFacts(not_compared={"": json.dumps(work())})
 
     reports = compare_ranks(ranks, call, result, timeout)
-    return [json.loads(reports[r]["own"][""]) for r in ranks]
+    return [json.loads(reports[r]["not_compared"][""]) for r in ranks]
 
 
 def compare_facts(ranks: Sequence[int], call: str, work: Callable[[], dict[str, Any]]) -> None:
     """Compare facts by name, which all of these ranks find. Raises as `compare_ranks` does."""
 
     def facts() -> CallFacts:
-        texts = {name: str(fact) for name, fact in work().items()}
-        return CallFacts(everywhere=texts, within={}, part=(), own={})
+        return CallFacts({name: str(fact) for name, fact in work().items()})
 
     if len(ranks) == 1:
         facts()

@@ -108,7 +108,7 @@ def transfer(  # noqa: PLR0913  both meshes, and options of plans and of their e
             blocks.update(local)
             _, senders = tree_facts.mesh_in(facts)
         # Senders compare their descriptions with each other.
-        return CallFacts(equal_on_all, within=facts, part=senders, own={})
+        return CallFacts(equal_on_all, equal_on_peers=facts, peers=senders)
 
     reports = compare_ranks(range(dist.get_world_size()), "transfer", prepared)
     facts = _facts_of_senders(reports)
@@ -139,8 +139,8 @@ def _facts_of_senders(reports: Mapping[int, Mapping[str, Any]]) -> dict[str, str
     """
     descriptions = {}
     for rank, report in reports.items():
-        if report["within"]:
-            descriptions[rank] = report["within"]
+        if report["equal_on_peers"]:
+            descriptions[rank] = report["equal_on_peers"]
     if not descriptions:
         hint = "ranks of src_mesh pass theirs, all others None"
         raise MeshError("no rank brings a tree", hint=hint)

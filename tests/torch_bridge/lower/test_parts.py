@@ -75,11 +75,11 @@ def test_a_block_is_put_together_of_messages_fills_and_signs(
     expected = torch.zeros(4, 3)
     for start, kind in zip((first, 2 - first), where.split(", "), strict=True):
         value = start + 1.0
+        rows = subarray((4, 3), {0: (Run(start, 2),)}, CPU)
         if kind == "fill":
-            fills.append(Fill(0, start, start + 2, torch.tensor(value)))
+            fills.append(Fill(rows, torch.tensor(value)))
         else:
             factor = 1 if messages else sign
-            rows = subarray((4, 3), {0: (Run(start, 2),)}, CPU)
             messages.append((replace(rows, sign=factor), torch.full((2, 3), value)))
             value *= factor
         expected[start : start + 2] = value
