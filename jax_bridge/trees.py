@@ -34,13 +34,18 @@ def _never(x: Any) -> bool:
     return False
 
 
+def _always(x: Any) -> bool:
+    """Let every leaf take a value."""
+    return True
+
+
 def leaves_with_given_values(
     given: Any,
     tree: Any,
     is_value: Callable[[Any], bool] = is_layout,
     *,
     is_leaf: Callable[[Any], bool] = _never,
-    takes_value: Callable[[Any], bool] | None = None,
+    takes_value: Callable[[Any], bool] = _always,
 ) -> list[Leaf]:
     """List the leaves of a pytree by name, each with the layout (or other value) given for it.
 
