@@ -29,8 +29,8 @@ def is_layout(value: Any) -> bool:
     return value is None or isinstance(value, str | Layout | Plan | Sides)
 
 
-def _never(x: Any) -> bool:
-    """Stop at no inner node of a pytree."""
+def never(x: Any) -> bool:
+    """Count no inner node of a pytree as a leaf, or as a value: a test that is always false."""
     return False
 
 
@@ -44,7 +44,7 @@ def leaves_with_given_values(
     tree: Any,
     is_value: Callable[[Any], bool] = is_layout,
     *,
-    is_leaf: Callable[[Any], bool] = _never,
+    is_leaf: Callable[[Any], bool] = never,
     takes_value: Callable[[Any], bool] = _always,
 ) -> list[Leaf]:
     """List the leaves of a pytree by name, each with the layout (or other value) given for it.
