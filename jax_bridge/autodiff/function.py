@@ -172,8 +172,9 @@ def _batch_rule(
 ) -> tuple[jax.Array, int | None]:
     """Run an operation that carries a plan on a batch (the rule of `jax.vmap`).
 
-    Either the batch is the devices themselves, as in vmap(axis_name="dp") of a plan over dp: then
-    the operation is told so by `devices`. Or it is one more dim, and the plan gets it, too.
+    The batch may be the devices themselves, as in vmap(axis_name="dp") of a plan over dp, where
+    entry i is the block of device i. The operation is then run on all blocks at once, along the
+    first dim, with devices="dp". Any other batch is one more dim of a block, and of the plan.
 
     Args:
         bind: The operation.
@@ -187,12 +188,11 @@ def _batch_rule(
     Returns:
         The result, and its batch dim.
     """
-    if batch.name in plan.mesh.axes and batch.size > 1:
-        # Entry i of the batch is the block of device i along this axis of the plan.
+    if batch.name in plan.mesh.axes and batch.size > 1:  # the devices
         return bind(batch_first(x, dim, batch.size), plan=plan, devices=batch.name), 0
     if dim is None:
         return bind(x, plan=plan, devices=devices), None
-    # The first dim stays the devices', if there are any.
+    # The first dim stays that of the devices, if another `vmap` has made one.
     new_dim = 0 if devices is None else 1
     x = jnp.moveaxis(x, dim, new_dim)
     return bind(x, plan=with_batch_dim(plan, batch.size), devices=devices), new_dim

@@ -156,7 +156,8 @@ def _transpose(
 ) -> jax.Array:
     """Compute the cotangent of operand `i`: the result's cotangent times the other operand.
 
-    "ij,jk->ik": that of the first operand is "ik,jk->ij".
+    "ij,jk->ik": that of the first operand is "ik,jk->ij". "ij,ik->ik", which sums j of the first
+    operand alone: that of the first operand is "ik,ik->i", the same for all j.
 
     Args:
         i: The number of the operand.
@@ -164,13 +165,14 @@ def _transpose(
         operand_type: The operand's type.
         other: The other operand.
         names: The names of all dims of the product.
-        cuts: The Explicit axes that shard the result of the product; not needed.
+        cuts: The Explicit axes that shard the result of the product. Not used: JAX passes all
+            parameters of an operation to its rules.
         options: As for `jnp.einsum`.
     """
     operand_names = names.operands[i]
     other_names = names.operands[1 - i]
-    # A dim that neither the result nor the other operand has was summed: the cotangent is equal all
-    # along it. It is computed without the dim, and repeated at the end.
+    # A dim that neither the result nor the other operand has, as j above, was summed. The cotangent
+    # is computed without it, and repeated along it at the end.
     known_names = {*names.result, *other_names}
     computed_dims = [dim for dim, name in enumerate(operand_names) if name in known_names]
 
