@@ -279,7 +279,8 @@ def as_words(keys: jax.Array | jax.ShapeDtypeStruct, parsed: Sides) -> KeyWords:
     src = _with_words(parsed.src.resolved(keys.ndim), parsed.text)
     dst = _with_words(parsed.dst.resolved(keys.ndim), parsed.text)
     if isinstance(keys, jax.ShapeDtypeStruct):
-        # A process without the keys knows their type, of which JAX does not tell the generator.
+        # A process without the keys has their type alone. JAX tells the generator of an array only:
+        # an empty one of this dtype does.
         words = jax.eval_shape(jax.random.key_data, keys)
         keys = jnp.empty(0, keys.dtype)
     else:

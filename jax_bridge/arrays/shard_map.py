@@ -149,7 +149,7 @@ class _BorderArray(NamedTuple):
 
 
 class _Border(NamedTuple):
-    """Where arrays change between global arrays and blocks."""
+    """The border of a `shard_map`: global arrays outside, this device's blocks inside."""
 
     mesh: ArrayMesh
     has_types: bool
@@ -424,9 +424,12 @@ class _MappedFunction:
     ) -> _Program:
         """Make the jitted function of global arrays for arguments like `placed`.
 
+        The function is traced twice: once to learn the shapes of its results, from which their
+        layouts and specs follow, and once with these specs.
+
         Args:
             of_blocks: The user's function of blocks.
-            border: Plans how results leave.
+            border: Plans how blocks of results become global arrays.
             placed: Arrays, sharded as the arguments will be.
         """
         # Inside another `shard_map` its axes are manual already: this one is over the others.
@@ -512,6 +515,7 @@ def _traced_outputs(
     traced: list[_Outputs] = []
 
     def probe(*blocks: jax.Array) -> tuple[()]:
+        """Run the function while JAX traces, and note the types of its results in `traced`."""
         traced.append(of_blocks(blocks).types)
         return ()  # a result would need a spec
 

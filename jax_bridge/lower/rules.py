@@ -66,7 +66,7 @@ class StepContext(NamedTuple):
 
         Args:
             axes: The axes of the collective.
-            op: "sum" for a sum or a gather; other reductions and all-to-alls run in one phase.
+            op: "sum" for a sum or a gather; with "max", "min" or "" (an all-to-all) there is one phase.
 
         Returns:
             The phases; one if several are no faster, or JAX has no groups of devices for them.
@@ -321,7 +321,7 @@ def _all_to_all(step: steps.AllToAll, x: jax.Array, context: StepContext) -> jax
     before = context.before
     src = before.dim_index(step.src_dim)
     dst = before.dim_index(step.dst_dim)
-    phases = context.phases(axes_of(step.dst_shards), op="")
+    phases = context.phases(axes_of(step.dst_shards), op="")  # one phase
     sent_rows = _rows_of_parts(before, step.dst_dim, step.dst_shards, phases)
     x = pick_rows(x, dst, sent_rows[None], ())
     # With the parts along a dim of their own one copy puts them in place; a tiled `all_to_all`

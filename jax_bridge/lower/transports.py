@@ -195,7 +195,7 @@ def edge_colours(edges: Sequence[tuple[int, int]]) -> list[int]:
             colour = _first_free(at_sender)
             if colour in at_receiver:
                 graph.swap(receiver, colour, _first_free(at_receiver))
-        edge = len(graph.colours)
+        edge = len(graph.colours)  # the number of this edge
         graph.colours.append(colour)
         at_sender[colour] = edge
         at_receiver[colour] = edge
@@ -285,7 +285,8 @@ def _by_ragged_all_to_all(
     """Send the boxes of all rounds by one `ragged_all_to_all`, in one flat buffer.
 
     The collective takes one piece for each pair of devices. Rounds in which a pair of devices has
-    a second message go into another call.
+    a second message go into another call. Boxes [3, 2] and [2, 2] of two rounds lie in the buffer
+    one after the other, 6 elements and then 4.
 
     Args:
         boxes: This device's box in each round.
@@ -299,6 +300,7 @@ def _by_ragged_all_to_all(
     axes = long_axes(mesh)
     for members in _once_per_pair(rounds):
         shapes = [boxes[i].shape for i in members]
+        # Tables of offsets and sizes: [devices, partners].
         arguments = ragged_arguments([rounds[i] for i in members], shapes, mesh.n_devices)
         buffer = jnp.concatenate([boxes[i].reshape(-1) for i in members])
         # JAX gives the result the type of the output buffer: zeros are declared different on all

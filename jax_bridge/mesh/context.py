@@ -202,6 +202,9 @@ def _mesh_in_context(mesh: AnyMesh | None, layouts: Sequence[Layout], text: str)
         layouts: The layouts.
         text: The expression, for errors.
 
+    Returns:
+        The whole mesh, and the part of it that the layouts name.
+
     Raises:
         MeshError: An axis is not manual here, or has another size.
         NotationError: The mesh lacks an axis.

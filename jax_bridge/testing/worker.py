@@ -106,7 +106,7 @@ def _answer(question: Question) -> Answer:
         if question.results is None:
             return _answer_reference(question)
         return _answer_blocks(question)
-    except StructureError:
+    except StructureError:  # our own verdict on what the function returned
         raise
     except Exception as error:  # any error of a user's function
         where = ""
