@@ -44,6 +44,7 @@ class Copies:
 
     def home(self, y: jax.Array) -> jax.Array:
         """Send the copies back and add up the copies of each row: the transpose of `send`."""
+        # On the way back a device sends as many rows as it received, and receives what it sent.
         copies = _exchanged(y, self.axis, self.n_received, self.n_sent)
         result = jnp.zeros((self.n_rows, *y.shape[1:]), y.dtype)
         return result.at[self.row_of_copy].add(copies, mode="drop")

@@ -180,7 +180,7 @@ class ArrayMesh(NamedTuple):
         array_mesh = mesh_of(arrays, texts) if mesh is None else jax_mesh(mesh)
         context = jax.sharding.get_abstract_mesh()
         if context.empty or array_mesh.abstract_mesh == context:
-            return cls(array_mesh, array_mesh)
+            return cls(array_mesh, array_mesh)  # with the same axis types
         # Axes of the context may have other types, but not other names or sizes.
         if tuple(array_mesh.shape.items()) != tuple(context.shape.items()):
             reason = f"the array is on {xshard_mesh(array_mesh)!r}, the context has {xshard_mesh(context)!r}"

@@ -314,7 +314,7 @@ class DimTables(NamedTuple):
 def _round_tables(messages: Round, after: Sharding) -> list[DimTables]:
     """Tabulate for one round which rows each device packs into its box, and where they go.
 
-    In a round a device sends one box at most, and receives one. A box of the rows 0, 2 of the
+    In a round a device sends and receives at most one box. A box of the rows 0, 2 of the
     sender's block that become rows 3, 1 of a receiver's block of 4: the sender's line of `packing`
     is [0, 2], the receiver's line of `placing` is [-1, 1, -1, 0], where -1 (VOID) says that nothing
     of the box goes there.

@@ -106,9 +106,9 @@ def _edges(messages: Sequence[Message]) -> list[tuple[int, int]]:
 def _in_rounds(messages: Sequence[Message]) -> list[Round]:
     """Put messages into the fewest rounds, or into more rounds with boxes of one shape in each.
 
-    The boxes of a round are padded to the longest along every dim. If the busiest device so
-    receives more than `MOST_PADDING` times the elements that it needs, messages of different shapes
-    share no round.
+    The boxes of a round are padded to the longest along every dim. If the busiest device
+    would then receive more than `MOST_PADDING` times the elements that it needs, messages of
+    different shapes share no round.
     """
     # Longest first, so that long messages share rounds with long ones, which saves padding.
     longest_first = sorted(messages, key=lambda message: -message.size)

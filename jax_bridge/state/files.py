@@ -420,8 +420,8 @@ def _begin_read(
     source = load.source
     dtype = numpy_dtype(load.array.dtype)
     sharding = specs.storage_sharding(source.layout, mesh)
-    # For each block that this process reads the devices that get it, and memory for it. Devices
-    # are places in the mesh: [[0, 2], [1, 3]] if 0 and 2 hold copies, as 1 and 3 do.
+    # For each block that this process reads: the devices that hold it, as places in the mesh, and
+    # memory. [[0, 2], [1, 3]] if devices 0 and 2 hold copies of one block, 1 and 3 of another.
     holders = _holders_of_blocks(source, mesh, sharding)
     memories = _aligned_memory(len(holders), n_bytes(source.max_local_shape, load.stored))
 

@@ -215,8 +215,9 @@ class Tracer:
         over, the carry `init`, and `xs`, [length, ...], of which every round takes a slice. Results
         are the last carry, and `ys`, [length, ...], with a slice of every round.
 
-        The body's operands are recorded as operations of their own, which copy or slice those of
-        the scan: "scan.0.const.0", "scan.0.carry.0", "scan.0.xs.0".
+        What the body is given is recorded as operations that copy or slice the scan's operands:
+        "scan.0.const.0", "scan.0.carry.0", "scan.0.xs.0". A carry that no round changes is given as
+        it is.
         """
         body = eqn.params["jaxpr"].jaxpr
         length = eqn.params["length"]
@@ -259,7 +260,8 @@ class Tracer:
         if stack is None:  # a number
             return None
         slice_shape = self.trace.shapes[stack][1:]
-        # Dims get names at the first use: with names, it is an input or was used before this scan.
+        # A parameter's dims get names at its first use. Here are left those that this scan is the
+        # first and only one to use.
         if stack in self.trace.dims or stack in self.shared:
             return self._add(name, SLICE, [stack], slice_shape, times)
         self.stacked[stack] = length

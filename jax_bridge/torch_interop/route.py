@@ -297,7 +297,7 @@ def _why_jax_cannot_run(plan: Plan, meshes: MeshPair) -> str | None:
             mesh = plan_mesh(plan, meshes.torch_devices)
             move = (plan, plan.shape, jnp.dtype(plan.dtype), "")
             # Any profile will do: it is for planning, and the plan is given.
-            make_program((move,), ArrayMesh(mesh, mesh), False, "h100")
+            make_program((move,), ArrayMesh(mesh, mesh), donate=False, profile="h100")
     except XshardError as error:
         return error.reason
     return None
