@@ -45,7 +45,8 @@ def multiplied(x: jax.Array, y: jax.Array, names: ProductNames, **options: Any) 
     Args:
         x: The first operand.
         y: The second operand.
-        names: The names of all dims.
+        names: The names of all dims, numbers in place of letters: ((0, 1), (1, 2)) and (0, 2) for
+            "ij,jk->ik".
         options: `preferred_element_type` and `precision`, as for `jnp.einsum`.
     """
     # Both operands are declared different on the same mesh axes, since JAX wants one type; their
@@ -74,7 +75,7 @@ def _dim_order(left: int, names: ProductNames, lengths: dict[int, int]) -> _DimO
 
     Args:
         left: The number of the operand on the left: 0 or 1.
-        names: The names of all dims.
+        names: The names of all dims, as numbers.
         lengths: The length of each dim by name, to count what transposing would copy.
     """
     left_names = names.operands[left]
@@ -87,6 +88,7 @@ def _dim_order(left: int, names: ProductNames, lengths: dict[int, int]) -> _DimO
     ordered_left = (*batch, *rows, *summed)
     ordered_result = (*batch, *rows, *columns)
 
+    # The elements of arrays that have to be transposed.
     n_copied = 0
     if left_names != ordered_left:
         n_copied += prod(lengths[name] for name in left_names)
@@ -100,10 +102,13 @@ def _run(
 ) -> jax.Array:
     """Compute the einsum as a matrix product, with that operand on the left that copies less.
 
+    "ij,jk->ki" is computed as "kj,ij->ki", with the second operand on the left and transposed; or
+    as "ij,jk->ik", with the result transposed. The smaller of these two arrays is copied.
+
     Args:
         x: The first operand.
         y: The second operand.
-        names: The names of all dims.
+        names: The names of all dims, as numbers.
         cuts: For each dim of the result the Explicit axes that shard it; None if there are no such
             axes.
         options: As for `jnp.einsum`.

@@ -427,6 +427,7 @@ def _begin_read(
 
     def read(device: int, memory: NDArray[np.uint8]) -> NDArray[Any]:
         block = memory.view(carrier(load.stored)).reshape(source.local_shape(device))
+        # Numbers of a dtype that numpy lacks, as bfloat16, are read as integers of the same bytes.
         words = read_block(checkpoint, load, device, block)
         return words.view(numpy_dtype(load.stored)).astype(dtype, copy=False)
 

@@ -151,8 +151,8 @@ def stacked(blocks: Blocks, sharding: Sharding, mesh: JaxMesh, fill: float = 0) 
         mesh: JAX's mesh with the same axes.
         fill: The padding of blocks that are smaller than the largest.
     """
-    rows = padded(blocks, sharding, fill)  # [devices, *block]
-    by_axis = rows.reshape(*sharding.mesh.sizes, *rows.shape[1:])
+    by_device = padded(blocks, sharding, fill)  # [devices, *block]
+    by_axis = by_device.reshape(*sharding.mesh.sizes, *by_device.shape[1:])
     # Along an axis that the layout does not name all blocks are equal: the first one is enough.
     kept = [slice(None if axis in sharding.layout.axes else 1) for axis in sharding.mesh.axes]
     different = by_axis[tuple(kept)]

@@ -184,7 +184,7 @@ def _route(
         meshes: The meshes of torch and JAX.
         array: What is known of the array.
         to_jax: True from torch to JAX, False from JAX to torch.
-        profiles: The machines that torch and JAX plan for.
+        profiles: The machine that torch plans for, and the one that JAX does.
         via: "torch" or "jax" to choose the side; None for the cheaper one.
         torch_refuses: Why torch cannot run a plan now; None if it can.
 

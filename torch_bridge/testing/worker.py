@@ -323,7 +323,14 @@ def _answer(question: Question) -> RankAnswer | StructureError:
 def _with_gradients(
     answer: Answer, question: Question, inputs: Sequence[Tensor], outputs: dict[str, Tensor]
 ) -> Answer:
-    """Add the gradients of inputs to an answer, and whatever else the question asks about them."""
+    """Return an answer with the gradients of inputs, and whatever else the question asks about them.
+
+    Args:
+        answer: The answer so far, with the outputs.
+        question: Has the cotangents; for a reference, which has none, they are drawn at random.
+        inputs: The tensors that the function was given.
+        outputs: The tensors that it returned, by name.
+    """
     cotangents = _cotangents(outputs, question, dist.get_rank())
     gradients = _gradients(question, inputs, outputs, cotangents)
     blocks = _blocks_of(gradients)
