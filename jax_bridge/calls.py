@@ -210,7 +210,8 @@ def with_entry_type(
     """Check that a block's type fits the left layout, and give it the type that plans expect.
 
     JAX types a block along each axis of `shard_map`: equal on all devices (invariant), different
-    (varying), or addends of a sum (unreduced). "n/dp" lets it differ along dp alone.
+    (varying), or addends of a sum (unreduced). A block under "n/dp" may vary along dp alone: one
+    that varies along tp is an error, an invariant one is declared varying along dp.
 
     Args:
         x: The block.
@@ -228,7 +229,8 @@ def with_entry_type(
     """
     src = plan.src
     block_type = manual_type(x)
-    kind = unreduced_kind(block_type)
+    kind = unreduced_kind(block_type)  # "sum", or how else the addends are to be combined
+    # The first axis along which the type does not fit is the error.
     for axis in plan.axes if axes is None else axes:
         if kind != "sum" and axis in block_type.unreduced and axis not in src.tagged(kind):
             what = f"the block is unreduced along {axis!r}: its {kind} is pending"
@@ -236,8 +238,8 @@ def with_entry_type(
         elif axis in src.axes or not is_typed(axis) or axis not in varying_axes(x):
             continue  # the block is what the source says
         elif axis_size(axis) == 1:
-            # A block that varies along one device is still one value.
-            x = lax.psum(x, axis)  # over one device a sum changes the type only
+            # "Varying" over a single device is one value: `psum` over it changes only the type.
+            x = lax.psum(x, axis)
             continue
         else:
             what = f"the block varies along {axis!r}, where the source holds one value"
@@ -277,7 +279,8 @@ def as_words(keys: jax.Array | jax.ShapeDtypeStruct, parsed: Sides) -> KeyWords:
     src = _with_words(parsed.src.resolved(keys.ndim), parsed.text)
     dst = _with_words(parsed.dst.resolved(keys.ndim), parsed.text)
     if isinstance(keys, jax.ShapeDtypeStruct):
-        # A process without the keys knows their type, of which JAX does not tell the generator.
+        # A process without the keys has their type alone. JAX tells the generator of an array only:
+        # an empty one of this dtype does.
         words = jax.eval_shape(jax.random.key_data, keys)
         keys = jnp.empty(0, keys.dtype)
     else:

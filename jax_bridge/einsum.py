@@ -145,7 +145,8 @@ def _named_operands(
 ) -> list[jax.Array]:
     """Check the blocks of all operands, and give each one dim per name.
 
-    Composed dims such as "(h d)" are split, and diagonals of "i i" are taken.
+    Composed dims such as "(h d)" are split, and diagonals of "i i" are taken: blocks [12, 3] of
+    "(h d) n" with d=4 become [3, 4, 3].
 
     Args:
         plan: The plan.
@@ -159,7 +160,7 @@ def _named_operands(
     for x, array, move, span in zip(blocks, plan.arrays, plan.moves, spans, strict=False):
         check_block_shape(x.shape, array, text, inferred=inferred, start=span[0])
         x = with_entry_type(x, move, text, mover.mesh.axes, span)
-        named = move.source
+        named = move.source  # the operand with a dim per name
         rows_of = partial(_global_rows, named)
         operands.append(named_block(x, array.layout, named, named.max_local_shape, rows_of))
     return operands
@@ -253,7 +254,7 @@ def _contract_in_rounds(
     """
     pieces_of_operands: list[Sequence[jax.Array]] = []  # [operands][products]
     for i, (x, move) in enumerate(zip(operands, part.moves, strict=True)):
-        if i == ring.operand:
+        if i == ring.operand:  # its pieces travel
             x = mover.move(x, ring.remaining_move)
             pieces = _travelling_pieces(x, move.dst.dim_index(ring.dim), ring, mover)
         elif ring.dim in move.dst.names:

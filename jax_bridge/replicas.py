@@ -56,7 +56,7 @@ def apply_checked(plan: Plan, x: jax.Array, text: str, ad: str) -> jax.Array:
 
 
 def _watched(check: ReplicaCheck) -> ReplicaCheck:
-    """Let a watcher, if there is one, look at the blocks instead."""
+    """Let a watcher, if a test has set one, look at the blocks; then they are not compared."""
     if replicas.WATCH is None:
         return check
     return check._replace(see=replicas.WATCH(check))
@@ -73,8 +73,9 @@ def _compare(
 
     Args:
         x: The block.
-        entering: How to compare the block; None to compare nothing.
-        returning: How to compare its cotangent, in the backward pass.
+        entering: The axes along which blocks must be equal, and the text for the error; None to
+            compare nothing.
+        returning: The same for the block's cotangent; used by the transpose, in the backward pass.
         on_cpu: Whether the program is for CPUs, which raise in another way.
 
     Returns:
@@ -82,13 +83,13 @@ def _compare(
     """
     if entering is None:
         return x
-    if entering.see is not None:
+    if entering.see is not None:  # a watcher takes the block instead
         is_checked = _show(x, entering, entering.see)
     elif any(_may_differ(x, axis) for axis in entering.axes):
         is_checked = _verdict(entering, _differences(x, entering), on_cpu)
     else:
         return x
-    # The block depends on the check, so that XLA cannot leave it out.
+    # Always x. The result depends on the check, so that XLA cannot leave the check out.
     return jnp.where(is_checked, x, jnp.zeros_like(x))
 
 
@@ -202,9 +203,20 @@ def _batched(
     batch: Batch,
     **checks: ReplicaCheck | None,
 ) -> tuple[jax.Array, int | None]:
-    """Compare a batch of blocks as one block (the rule of `jax.vmap`).
+    """Compare a batch of blocks as one block with one more dim, the first (the rule of `jax.vmap`).
 
-    Raises XshardError if the batch itself is the devices along an axis to compare.
+    Raises XshardError if the batch itself is the devices along an axis to compare, as in
+    vmap(axis_name="dp"): this rule is given all of them at once.
+
+    Args:
+        bind: The operation, `_expect`.
+        x: The blocks.
+        dim: The batch dim of `x`; None if `x` is the same for the whole batch.
+        batch: The batch.
+        **checks: `entering` and `returning`, as of `_compare`.
+
+    Returns:
+        The blocks, and their batch dim: 0.
     """
     for check in checks.values():
         if check is not None and check.see is None and batch.name in check.axes:

@@ -44,6 +44,7 @@ class Copies:
 
     def home(self, y: jax.Array) -> jax.Array:
         """Send the copies back and add up the copies of each row: the transpose of `send`."""
+        # On the way back a device sends as many rows as it received, and receives what it sent.
         copies = _exchanged(y, self.axis, self.n_received, self.n_sent)
         result = jnp.zeros((self.n_rows, *y.shape[1:]), y.dtype)
         return result.at[self.row_of_copy].add(copies, mode="drop")
@@ -53,6 +54,8 @@ def _exchanged(
     x: jax.Array, axis: tuple[str, ...], n_sent: jax.Array, n_received: jax.Array
 ) -> jax.Array:
     """Send part i of a buffer to device i, all-to-all; GPUs and TPUs leave out the padding.
+
+    On 2 devices [a0, a1] of device 0 and [b0, b1] of device 1 become [a0, b0] and [a1, b1].
 
     Args:
         x: A buffer with equal parts, one for each device: [devices * capacity, ...].
@@ -71,8 +74,8 @@ def _exchanged(
     def ragged(x: jax.Array) -> jax.Array:
         """Send the rows in use only.
 
-        The rows for device i begin at place i * capacity of the buffer, and arrive at place
-        (this device) * capacity of device i's.
+        With 3 places a device, device 1 finds its rows for device 2 at places 6, 7, ... of its
+        buffer, and they arrive at places 3, 4, ... of device 2's.
         """
         n_devices = len(n_sent)
         capacity = len(x) // n_devices
@@ -81,9 +84,10 @@ def _exchanged(
         # JAX wants all arguments to be declared different on all devices along the same axes.
         varying = sorted(varying_axes(x))
         output = as_varying(jnp.zeros_like(x), varying)
-        offsets_and_sizes = []
-        for numbers in (starts, n_sent, places, n_received):
-            offsets_and_sizes.append(as_varying(numbers.astype(jnp.int32), varying))
+        offsets_and_sizes = [
+            as_varying(numbers.astype(jnp.int32), varying)
+            for numbers in (starts, n_sent, places, n_received)
+        ]
         return lax.ragged_all_to_all(x, output, *offsets_and_sizes, axis_name=axis)
 
     if any(map(is_vmapped, axis)):
@@ -112,7 +116,8 @@ class Routed:
     def back(self, y: jax.Array, weights: jax.Array | None = None) -> jax.Array:
         """Bring results home, and add up the results of each row: `[n, ...] -> [rows, ...]`.
 
-        Results of one row on one device are added up there, so that one row per device returns.
+        A row that chose several groups has a result from each. Those on one device are added up
+        there, so that one row per device returns.
 
         Args:
             y: A result for each row of `rows`, in their order.
@@ -130,6 +135,8 @@ class Routed:
         y = _with_zero_padding(y, self.sizes)  # it may hold anything
         if weights is not None:
             y = y * _per_row(self._weights_of_rows(weights), y.ndim).astype(y.dtype)
+        # Each copy of a row that arrived here has `n_choices` choices, counted copy by copy: with 2,
+        # choice 5 is of copy 2.
         copies = self._copies
         copy_of_row = self._choice_of_row // copies.n_choices
         sums_of_copies = jnp.zeros((len(copies.row_of_copy), *y.shape[1:]), y.dtype)
@@ -272,8 +279,9 @@ class _PlacedCopies(NamedTuple):
 def _placed_copies(device: jax.Array, n_devices: int, capacity: int) -> _PlacedCopies:
     """Give each row a place in the send buffer for each device that it goes to.
 
-    The buffer has `capacity` places per device. 3 rows with choices [[0, 1], [1, 1], [0, 2]]
-    on 2 devices with capacity 2 (2 is no device): places [row 0, row 2 | row 0, row 1].
+    The buffer has `capacity` places per device. Rows 0, 1, 2 that chose the devices
+    [[0, 1], [1, 1], [0, 2]], of 2 devices with 2 places each: the buffer gets the rows [0, 2] for
+    device 0 and [0, 1] for device 1. Number 2 is no device, and a row is sent to a device once.
 
     Args:
         device: The device of each choice, or `n_devices` for one that goes nowhere: [rows,
@@ -284,16 +292,16 @@ def _placed_copies(device: jax.Array, n_devices: int, capacity: int) -> _PlacedC
     n_rows = len(device)
     buffer_length = n_devices * capacity
     devices = jnp.arange(n_devices)
-    goes = (device[:, :, None] == devices).any(1)  # [rows, devices]
-    place = jnp.cumsum(goes, 0) - 1  # the number of rows before it that go to the same device
-    is_sent = goes & (place < capacity)
-    # [rows, devices] -> places in the buffer. Its length is out of bounds: JAX drops what is
-    # written there.
-    index = jnp.where(is_sent, devices * capacity + place, buffer_length)
-    rows = jnp.broadcast_to(jnp.arange(n_rows)[:, None], index.shape)
-    row_of_copy = jnp.full((buffer_length,), n_rows).at[index].set(rows, mode="drop")
+    is_wanted = (device[:, :, None] == devices).any(1)  # [rows, devices]
+    n_before = jnp.cumsum(is_wanted, 0) - 1  # earlier rows for the same device: [rows, devices]
+    is_sent = is_wanted & (n_before < capacity)
+    # The place of each copy: [rows, devices]. JAX drops what is written at `buffer_length`, which
+    # is out of bounds.
+    place = jnp.where(is_sent, devices * capacity + n_before, buffer_length)
+    rows = jnp.broadcast_to(jnp.arange(n_rows)[:, None], place.shape)
+    row_of_copy = jnp.full((buffer_length,), n_rows).at[place].set(rows, mode="drop")
     n_sent = is_sent.sum(0)
-    return _PlacedCopies(row_of_copy, n_sent, goes.sum() - n_sent.sum())
+    return _PlacedCopies(row_of_copy, n_sent, is_wanted.sum() - n_sent.sum())
 
 
 def _groups_of_copies(
@@ -301,9 +309,9 @@ def _groups_of_copies(
 ) -> jax.Array:
     """Return for each copy of a row the groups on the receiving device that the row chose.
 
-    Groups are counted from 0 on each device. A choice of a group on another device, and padding,
-    get the number `n_groups`, which no group has. With 2 groups a device, a row that chose the
-    groups 0 and 3 has two copies: for device 0 with [0, 2], for device 1 with [2, 1].
+    With 2 groups on each device, groups 2 and 3 are number 0 and 1 on device 1. A row that chose
+    the groups 0 and 3 has two copies: for device 0 with [0, 2], for device 1 with [2, 1]. The
+    number 2, `n_groups`, is no group: that choice is of another device. Padding has it, too.
 
     Args:
         choices: The device and the group of each choice: [rows, choices].

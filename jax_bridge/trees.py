@@ -29,9 +29,14 @@ def is_layout(value: Any) -> bool:
     return value is None or isinstance(value, str | Layout | Plan | Sides)
 
 
-def _never(x: Any) -> bool:
-    """Stop at no inner node of a pytree."""
+def never(x: Any) -> bool:
+    """Count no inner node of a pytree as a leaf, or as a value: a test that is always false."""
     return False
+
+
+def _always(x: Any) -> bool:
+    """Let every leaf take a value."""
+    return True
 
 
 def leaves_with_given_values(
@@ -39,8 +44,8 @@ def leaves_with_given_values(
     tree: Any,
     is_value: Callable[[Any], bool] = is_layout,
     *,
-    is_leaf: Callable[[Any], bool] = _never,
-    takes_value: Callable[[Any], bool] | None = None,
+    is_leaf: Callable[[Any], bool] = never,
+    takes_value: Callable[[Any], bool] = _always,
 ) -> list[Leaf]:
     """List the leaves of a pytree by name, each with the layout (or other value) given for it.
 

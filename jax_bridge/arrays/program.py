@@ -178,6 +178,9 @@ def _batched_plan(plan: Plan, batch: Batch) -> Plan:
     """Return the plan for a batch of arrays: a plan for [n, d] -> one for [batch, n, d].
 
     The batch dim may itself be sharded, over mesh axes that the plan's layouts do not name.
+
+    Raises:
+        MeshError: They name one. A mesh axis shards one dim of an array at most.
     """
     for axis in batch.mesh_axes:
         if axis in plan.src.axes or axis in plan.dst.axes:
@@ -187,10 +190,9 @@ def _batched_plan(plan: Plan, batch: Batch) -> Plan:
     if not set(batch.mesh_axes) & set(plan.axes):
         return with_batch_dim(plan, batch.size, batch.mesh_axes)
 
-    # Some step of the plan uses an axis that shards the batch, though the layouts do not name it.
-    # Plan anew for the batched array, whose layouts name it: other steps can do without it.
+    # Some step of the plan shards a dim over an axis of the batch for a while, as a detour. Plan
+    # anew for the batched array, whose layouts name that axis: the steps then leave it alone.
     dim = batch_dim(plan, batch.mesh_axes)
-
     layouts = (plan.source.layout, plan.target.layout)
     src, dst = (replace(layout, dims=(dim, *layout.dims)) for layout in layouts)
     shape = (batch.size, *plan.shape)

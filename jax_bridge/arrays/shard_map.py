@@ -149,7 +149,7 @@ class _BorderArray(NamedTuple):
 
 
 class _Border(NamedTuple):
-    """Where arrays change between global arrays and blocks."""
+    """The border of a `shard_map`: global arrays outside, this device's blocks inside."""
 
     mesh: ArrayMesh
     has_types: bool
@@ -179,8 +179,9 @@ class _Border(NamedTuple):
 
         Args:
             leaf: Its name, its layout or "layout -> layout", and the type of the block.
-            lengths: The global lengths that dims may have, by name. A block cannot tell: one of 3
-                rows on 4 devices may be of 12 rows, or padded from 9.
+            lengths: The global lengths of the arguments' dims, by name: a dim of a result that has
+                the name of one is as long. A block cannot tell: one of 3 rows on 4 devices may be
+                of 12 rows, or padded from 9.
         """
         path = f"result '{leaf.name}'" if leaf.name else "the result"
         with located(path):
@@ -191,7 +192,7 @@ class _Border(NamedTuple):
                 "take another name, or say sizes={{dim}: ...}"
             )
             shape = global_shape(sides.src, self.axes, block_shape, sides.text, lengths, hint)
-            # On its way out the array's dims may change their order.
+            # With "a b -> b a" the array outside has its dims in another order than the block.
             length_of = dict(zip(sides.src.names, shape, strict=True))
             shape_outside = tuple(length_of[name] for name in sides.dst.names)
             array = stored_sharding(sides.dst, self.axes, shape_outside, sides.text)
@@ -423,9 +424,12 @@ class _MappedFunction:
     ) -> _Program:
         """Make the jitted function of global arrays for arguments like `placed`.
 
+        The function is traced twice: once to learn the shapes of its results, from which their
+        layouts and specs follow, and once with these specs.
+
         Args:
             of_blocks: The user's function of blocks.
-            border: Plans how results leave.
+            border: Plans how blocks of results become global arrays.
             placed: Arrays, sharded as the arguments will be.
         """
         # Inside another `shard_map` its axes are manual already: this one is over the others.
@@ -511,6 +515,7 @@ def _traced_outputs(
     traced: list[_Outputs] = []
 
     def probe(*blocks: jax.Array) -> tuple[()]:
+        """Run the function while JAX traces, and note the types of its results in `traced`."""
         traced.append(of_blocks(blocks).types)
         return ()  # a result would need a spec
 

@@ -180,7 +180,7 @@ class ArrayMesh(NamedTuple):
         array_mesh = mesh_of(arrays, texts) if mesh is None else jax_mesh(mesh)
         context = jax.sharding.get_abstract_mesh()
         if context.empty or array_mesh.abstract_mesh == context:
-            return cls(array_mesh, array_mesh)
+            return cls(array_mesh, array_mesh)  # with the same axis types
         # Axes of the context may have other types, but not other names or sizes.
         if tuple(array_mesh.shape.items()) != tuple(context.shape.items()):
             reason = f"the array is on {xshard_mesh(array_mesh)!r}, the context has {xshard_mesh(context)!r}"
@@ -289,21 +289,21 @@ class StoredArray(NamedTuple):
 
         Most arrays have them, and are returned as they are. Others are an array that is on no
         devices yet, which a mesh of Explicit axes refuses, and an array from outside of a
-        `shard_map`, inside of which the same axes have other types.
+        `shard_map`, inside of which the same axes have other types (Manual).
         """
         is_traced = isinstance(x, Tracer)
         has_context_types = self.mesh.in_context is self.mesh.of_arrays
         if not is_traced and x.committed and has_context_types:
             return x  # most arrays, at the cost of this test alone
-        mesh = jax.typeof(x).sharding.mesh
+        mesh = jax.typeof(x).sharding.mesh  # empty if JAX knows none
         target = self.sharding.mesh
         is_on_devices = not mesh.empty if is_traced else x.committed
         if is_on_devices:
-            has_types = has_context_types or mesh.empty or mesh == target
+            is_accepted = has_context_types or mesh.empty or mesh == target
         else:
             # With Auto axes XLA places it when the program runs.
-            has_types = AxisType.Explicit not in target.axis_types
-        if has_types:
+            is_accepted = AxisType.Explicit not in target.axis_types
+        if is_accepted:
             return x
         typed = with_sharding(jax.typeof(x), self.sharding)
         spec = typed.sharding.spec  # without Auto axes, which are no part of a type

@@ -14,13 +14,11 @@ Gradients taken *outside* cross the border, where JAX has its own conventions fo
 spec omits:
 
 - `check_vma=True`: if an out_spec omits `a`, the output's cotangent arrives whole; if an in_spec
-omits `a`,
-  the input's cotangent leaves whole. Both are replicas: write `n d`.
+  omits `a`, the input's cotangent leaves whole. Both are replicas: write `n d`.
 - `check_vma=False` and `pmap`: the output's cotangent arrives divided by the size of `a`, the
-input's is
-  summed over `a`. `vmap(axis_name=)`: if the caller uses one device's output, that device has the
-  cotangent and the others zeros; `in_axes=None` sums. All of these are addends: write `n d |
-  copy(a)`.
+  input's is summed over `a`. `vmap(axis_name=)`: if the caller uses one device's output, that
+  device has the cotangent and the others zeros; `in_axes=None` sums. All of these are addends:
+  write `n d | copy(a)`.
 
 With types a replica is invariant, and JAX enforces it. Without types JAX treats every device's
 value as its own, which is the meaning of `copy`: write it, and gradients are right on both sides of
@@ -107,7 +105,8 @@ def new_name(kind: str, names: Sequence[str]) -> str:
 def with_batch_dim(plan: Plan, length: int, batch_axes: tuple[str, ...] = ()) -> Plan:
     """Return the plan for a batch of arrays: the same steps with a new first dim.
 
-    A plan for [n, d] becomes one for [length, n, d].
+    A plan for [n, d] becomes one for [length, n, d], and "n/dp d -> n d" one for
+    "batch0 n/dp d -> batch0 n d".
 
     Args:
         plan: The plan.
@@ -172,8 +171,9 @@ def _batch_rule(
 ) -> tuple[jax.Array, int | None]:
     """Run an operation that carries a plan on a batch (the rule of `jax.vmap`).
 
-    Either the batch is the devices themselves, as in vmap(axis_name="dp") of a plan over dp: then
-    the operation is told so by `devices`. Or it is one more dim, and the plan gets it, too.
+    The batch may be the devices themselves, as in vmap(axis_name="dp") of a plan over dp, where
+    entry i is the block of device i. The operation is then run on all blocks at once, along the
+    first dim, with devices="dp". Any other batch is one more dim of a block, and of the plan.
 
     Args:
         bind: The operation.
@@ -187,12 +187,11 @@ def _batch_rule(
     Returns:
         The result, and its batch dim.
     """
-    if batch.name in plan.mesh.axes and batch.size > 1:
-        # Entry i of the batch is the block of device i along this axis of the plan.
+    if batch.name in plan.mesh.axes and batch.size > 1:  # the devices
         return bind(batch_first(x, dim, batch.size), plan=plan, devices=batch.name), 0
     if dim is None:
         return bind(x, plan=plan, devices=devices), None
-    # The first dim stays the devices', if there are any.
+    # The first dim stays that of the devices, if another `vmap` has made one.
     new_dim = 0 if devices is None else 1
     x = jnp.moveaxis(x, dim, new_dim)
     return bind(x, plan=with_batch_dim(plan, batch.size), devices=devices), new_dim
@@ -252,7 +251,8 @@ def _max_or_min_tangent(
     # Padding has no winner: it would be divided by 0.
     share = tangent / jnp.maximum(n_winners, 1)
     share = jnp.where(has_won, share, jnp.zeros_like(x))
-    # Shares are added up; JAX transposes this to `plans.cotangent`, as the gradient needs it.
+    # The shares of all devices are added up; JAX transposes this to `plans.cotangent`, by which the
+    # gradient comes back to each winner.
     return y, mode.tangent(plans.cotangent.backward, share)
 
 

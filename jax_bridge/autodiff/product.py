@@ -45,7 +45,8 @@ def multiplied(x: jax.Array, y: jax.Array, names: ProductNames, **options: Any) 
     Args:
         x: The first operand.
         y: The second operand.
-        names: The names of all dims.
+        names: The names of all dims, numbers in place of letters: ((0, 1), (1, 2)) and (0, 2) for
+            "ij,jk->ik".
         options: `preferred_element_type` and `precision`, as for `jnp.einsum`.
     """
     # Both operands are declared different on the same mesh axes, since JAX wants one type; their
@@ -74,7 +75,7 @@ def _dim_order(left: int, names: ProductNames, lengths: dict[int, int]) -> _DimO
 
     Args:
         left: The number of the operand on the left: 0 or 1.
-        names: The names of all dims.
+        names: The names of all dims, as numbers.
         lengths: The length of each dim by name, to count what transposing would copy.
     """
     left_names = names.operands[left]
@@ -87,6 +88,7 @@ def _dim_order(left: int, names: ProductNames, lengths: dict[int, int]) -> _DimO
     ordered_left = (*batch, *rows, *summed)
     ordered_result = (*batch, *rows, *columns)
 
+    # The elements of arrays that have to be transposed.
     n_copied = 0
     if left_names != ordered_left:
         n_copied += prod(lengths[name] for name in left_names)
@@ -100,10 +102,13 @@ def _run(
 ) -> jax.Array:
     """Compute the einsum as a matrix product, with that operand on the left that copies less.
 
+    "ij,jk->ki" is computed as "kj,ij->ki", with the second operand on the left and transposed; or
+    as "ij,jk->ik", with the result transposed. The smaller of these two arrays is copied.
+
     Args:
         x: The first operand.
         y: The second operand.
-        names: The names of all dims.
+        names: The names of all dims, as numbers.
         cuts: For each dim of the result the Explicit axes that shard it; None if there are no such
             axes.
         options: As for `jnp.einsum`.
@@ -156,7 +161,8 @@ def _transpose(
 ) -> jax.Array:
     """Compute the cotangent of operand `i`: the result's cotangent times the other operand.
 
-    "ij,jk->ik": that of the first operand is "ik,jk->ij".
+    "ij,jk->ik": that of the first operand is "ik,jk->ij". "ij,ik->ik", which sums j of the first
+    operand alone: that of the first operand is "ik,ik->i", the same for all j.
 
     Args:
         i: The number of the operand.
@@ -164,13 +170,14 @@ def _transpose(
         operand_type: The operand's type.
         other: The other operand.
         names: The names of all dims of the product.
-        cuts: The Explicit axes that shard the result of the product; not needed.
+        cuts: The Explicit axes that shard the result of the product. Not used: JAX passes all
+            parameters of an operation to its rules.
         options: As for `jnp.einsum`.
     """
     operand_names = names.operands[i]
     other_names = names.operands[1 - i]
-    # A dim that neither the result nor the other operand has was summed: the cotangent is equal all
-    # along it. It is computed without the dim, and repeated at the end.
+    # A dim that neither the result nor the other operand has, as j above, was summed. The cotangent
+    # is computed without it, and repeated along it at the end.
     known_names = {*names.result, *other_names}
     computed_dims = [dim for dim, name in enumerate(operand_names) if name in known_names]
 

@@ -249,7 +249,10 @@ def _are_slices(messages: Round) -> bool:
 
 
 class BoxStarts(NamedTuple):
-    """The first rows, by dim, of the box that a device sends and of the one it receives."""
+    """Where the box that a device sends in a round begins, and the one that it receives: a row per dim.
+
+    Rows are counted in the device's own block, before and after the exchange.
+    """
 
     sent: list[Any]
     received: list[Any]
@@ -260,9 +263,9 @@ def _box_starts(
 ) -> list[BoxStarts]:
     """Look up where this device's boxes begin: one `BoxStarts` per round.
 
-    A start has a row number for each dim: a constant if all devices have the same, since XLA
-    compiles slices at constant places to simple loops, else a traced scalar that is looked up by
-    the device's index.
+    A start has a row number for each dim. It is a constant if all devices have the same: XLA
+    compiles slices at constant places to simple loops. Else it is a traced scalar, which the device
+    looks up in a table: [2, 0] on two devices, if the first sends rows 2-3 and the second 0-1.
 
     Args:
         all_rounds: The rounds; all boxes are slices.
@@ -270,9 +273,10 @@ def _box_starts(
         axes: The mesh axes that number them.
     """
     table = _table_of_starts(all_rounds, n_devices)
-    starts = [BoxStarts(list(sent), list(received)) for sent, received in table[0]]  # device 0's
-    differs = (table != table[0]).any(axis=0)
-    for r, end, dim in np.argwhere(differs).tolist():
+    # Device 0's, as constants; those that differ on another device are overwritten below.
+    starts = [BoxStarts(list(sent), list(received)) for sent, received in table[0]]
+    differs = (table != table[0]).any(axis=0)  # [rounds, ends, dims]
+    for r, end, dim in np.argwhere(differs).tolist():  # end: 0 is sent, 1 is received
         starts[r][end][dim] = row_of_this_device(table[:, r, end, dim], axes)
     return starts
 
@@ -310,9 +314,10 @@ class DimTables(NamedTuple):
 def _round_tables(messages: Round, after: Sharding) -> list[DimTables]:
     """Tabulate for one round which rows each device packs into its box, and where they go.
 
-    A box of the rows 0, 2 of the sender's block that become rows 3, 1 of a receiver's block of 4:
-    the sender's line of `packing` is [0, 2], the receiver's line of `placing` is [-1, 1, -1, 0],
-    where -1 (VOID) says that nothing of the box goes there.
+    In a round a device sends and receives at most one box. A box of the rows 0, 2 of the
+    sender's block that become rows 3, 1 of a receiver's block of 4: the sender's line of `packing`
+    is [0, 2], the receiver's line of `placing` is [-1, 1, -1, 0], where -1 (VOID) says that nothing
+    of the box goes there.
 
     Returns:
         The two tables of every dim, each with a line per device.
@@ -322,12 +327,12 @@ def _round_tables(messages: Round, after: Sharding) -> list[DimTables]:
     for dim, box_length in enumerate(box_shape(messages)):
         # A device that sends nothing packs the rows of the first message, and nobody reads them:
         # a table whose lines are all equal is compiled as a constant.
-        first_rows = rows_at(messages[0].box[dim], 0)
+        first_rows = rows_at(messages[0].box[dim], end=0)  # in the sender's block
         packing = padded_table([first_rows] * n_devices, box_length)
         placing = np.full((n_devices, after.max_local_shape[dim]), VOID, np.int64)
         for message in messages:
-            sent_rows = rows_at(message.box[dim], 0)
-            received_rows = rows_at(message.box[dim], 1)
+            sent_rows = rows_at(message.box[dim], end=0)
+            received_rows = rows_at(message.box[dim], end=1)  # in the receiver's block
             packing[message.src, : len(sent_rows)] = sent_rows
             placing[message.dst] = inverse(received_rows, placing.shape[1])
         tables.append(DimTables(packing, placing))
@@ -418,7 +423,10 @@ class SentPart(NamedTuple):
 
 
 class NewBlock(NamedTuple):
-    """A new block: parts of other blocks in `shape`, transposed to `order`, seen as `block`."""
+    """A new block: parts of other blocks in `shape`, transposed to `order`, reshaped to `block`.
+
+    [3, 2] transposed to (1, 0) is [2, 3]; `block` lacks the dim of length 1 that stacking adds.
+    """
 
     shape: Shape
     order: Shape

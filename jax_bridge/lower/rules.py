@@ -66,7 +66,7 @@ class StepContext(NamedTuple):
 
         Args:
             axes: The axes of the collective.
-            op: "sum" for a sum or a gather; other reductions and all-to-alls run in one phase.
+            op: "sum" for a sum or a gather; with "max", "min" or "" (an all-to-all) there is one phase.
 
         Returns:
             The phases; one if several are no faster, or JAX has no groups of devices for them.
@@ -261,26 +261,27 @@ def _all_reduce(step: steps.AllReduce, x: jax.Array, context: StepContext) -> ja
     """Reduce blocks elementwise over the devices along the step's axes; all get the result.
 
     Where links differ in speed, a sum runs in phases: reduce-scatters over the fast links, an
-    all-reduce of the small pieces over the slowest, and all-gathers back.
+    all-reduce of the small pieces over the slowest, and all-gathers back. On 2 nodes of 4 devices a
+    block of 8 numbers is scattered in pieces of 2 within nodes; these are summed between nodes.
     """
     phases = context.phases(step.axes, step.op)
     if not phases.has_several_speeds:
         return ALL_REDUCE[step.op](x, step.axes)
 
-    # The arguments of each phase's collective, the fastest links first.
-    scattered = context.group_arguments(phases)
-    summed = []
-    # JAX has `psum` over whole axes only where values have types (check_vma). In groups of devices
-    # a scatter and a gather do the same.
-    if "axis_index_groups" not in scattered[-1]:
-        summed = [scattered.pop()]
+    # Each phase has the arguments that tell a collective its devices, the fastest links first.
+    scatter_phases = context.group_arguments(phases)
+    sum_phases = []
+    # The last phase is a `psum` if its devices are all of some axes. In smaller groups JAX has no
+    # `psum` of typed values (check_vma): there a scatter and a gather do the same.
+    if "axis_index_groups" not in scatter_phases[-1]:
+        sum_phases = [scatter_phases.pop()]
     n_devices = context.before.mesh.size(*step.axes)
     pieces = jnp.pad(x.reshape(-1), (0, -x.size % n_devices))  # scattered in equal pieces
-    for devices in scattered:
+    for devices in scatter_phases:
         pieces = lax.psum_scatter(pieces, **devices, tiled=True)
-    for devices in summed:
+    for devices in sum_phases:
         pieces = as_varying(lax.psum(pieces, **devices), step.axes)
-    for devices in reversed(scattered):
+    for devices in reversed(scatter_phases):
         pieces = lax.all_gather(pieces, **devices, tiled=True)
     return pieces[: x.size].reshape(x.shape)
 
@@ -304,9 +305,11 @@ def _reduce_scatter(step: steps.ReduceScatter, x: jax.Array, context: StepContex
             pieces = lax.psum_scatter(pieces, **devices, tiled=True)
         return pieces.reshape(pieces.shape[1:])
 
-    # XLA has a reduce-scatter for sums alone. Each device sends its pieces to their owners, which
-    # reduce them; a reduce-scatter sends as many bytes.
-    arrived = as_bits(lambda bits: lax.all_to_all(bits, axes, 0, 0, tiled=True), pieces)
+    # XLA has a reduce-scatter for sums alone. For a max or min each device sends piece i to device
+    # i, which reduces what arrives, [devices, *block]. A reduce-scatter would send as many bytes.
+    arrived = as_bits(
+        lambda bits: lax.all_to_all(bits, axes, split_axis=0, concat_axis=0, tiled=True), pieces
+    )
     return REDUCE_BLOCKS[step.op](arrived, axis=0)
 
 
@@ -318,7 +321,7 @@ def _all_to_all(step: steps.AllToAll, x: jax.Array, context: StepContext) -> jax
     before = context.before
     src = before.dim_index(step.src_dim)
     dst = before.dim_index(step.dst_dim)
-    phases = context.phases(axes_of(step.dst_shards), op="")
+    phases = context.phases(axes_of(step.dst_shards), op="")  # one phase
     sent_rows = _rows_of_parts(before, step.dst_dim, step.dst_shards, phases)
     x = pick_rows(x, dst, sent_rows[None], ())
     # With the parts along a dim of their own one copy puts them in place; a tiled `all_to_all`
@@ -380,10 +383,17 @@ def _rows_of_parts(
     """Return the rows of a dim, part by part, in the order in which a collective takes the parts.
 
     Each device has a part: 8 rows in zigzag order over 2 devices -> [0, 1, 6, 7, 2, 3, 4, 5], the
-    rows of device 0, then those of device 1. A collective in phases takes first the devices that
-    fast links join, then the others.
+    rows of device 0, then those of device 1. A collective in phases, one per speed of links, takes
+    the devices in another order: those that fast links join come one after the other.
+
+    Args:
+        before: The sharding before the step.
+        dim: The name of the dim.
+        shards: How the dim is cut into the parts.
+        phases: The phases of the collective; maybe just one.
     """
     mesh = before.mesh
+    # The devices in the group of device 0. Other groups have them in the same order.
     devices: Sequence[int] = mesh.group(0, phases.axes)
     if phases.has_several_speeds:
         devices = phases.devices_reached(0)

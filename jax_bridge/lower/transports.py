@@ -72,14 +72,15 @@ def scheduled(messages: Sequence[Message], *, adds: bool) -> Schedule:
 
     Args:
         messages: The messages; local ones are from a device to itself.
-        adds: Whether boxes are added up. A sum starts with the device's own box, so local messages
-            come first, in rounds of their own.
+        adds: Whether boxes that arrive at one place are combined, as by a sum. The device's own box
+            is then the first, so local messages come first, in rounds of their own.
     """
     local = [message for message in messages if _is_local(message)]
     sent = _in_rounds([message for message in messages if not _is_local(message)])
     # Local messages join the rounds of the others if that adds no round: it costs nothing, since a
-    # device that receives nothing in a round writes a box all the same. The busiest device has a
-    # message in every round; if it has more than there are rounds now, nothing is tried.
+    # device that receives nothing in a round writes a box all the same. There are at least as many
+    # rounds as one device has messages to send or to receive: if these are too many, the joint
+    # rounds are not computed.
     if not adds and _most_at_one_vertex(_edges(messages)) <= len(sent):
         joint = _in_rounds(messages)
         if len(joint) <= len(sent):
@@ -105,8 +106,9 @@ def _edges(messages: Sequence[Message]) -> list[tuple[int, int]]:
 def _in_rounds(messages: Sequence[Message]) -> list[Round]:
     """Put messages into the fewest rounds, or into more rounds with boxes of one shape in each.
 
-    The boxes of a round are padded to the longest. If the busiest device would receive more than
-    `MOST_PADDING` times its elements by that, messages of different shapes share no round.
+    The boxes of a round are padded to the longest along every dim. If the busiest device
+    would then receive more than `MOST_PADDING` times the elements that it needs, messages of
+    different shapes share no round.
     """
     # Longest first, so that long messages share rounds with long ones, which saves padding.
     longest_first = sorted(messages, key=lambda message: -message.size)
@@ -133,7 +135,7 @@ def _by_shape(messages: Sequence[Message]) -> list[list[Message]]:
 
 
 def _coloured(messages: Sequence[Message]) -> list[Round]:
-    """Put messages into the fewest rounds, each an edge colour."""
+    """Put messages into the fewest rounds: see `edge_colours`, a colour is a round."""
     by_colour = defaultdict[int, list[Message]](list)
     for message, colour in zip(messages, edge_colours(_edges(messages)), strict=True):
         by_colour[colour].append(message)
@@ -193,7 +195,7 @@ def edge_colours(edges: Sequence[tuple[int, int]]) -> list[int]:
             colour = _first_free(at_sender)
             if colour in at_receiver:
                 graph.swap(receiver, colour, _first_free(at_receiver))
-        edge = len(graph.colours)
+        edge = len(graph.colours)  # the number of this edge
         graph.colours.append(colour)
         at_sender[colour] = edge
         at_receiver[colour] = edge
@@ -283,7 +285,8 @@ def _by_ragged_all_to_all(
     """Send the boxes of all rounds by one `ragged_all_to_all`, in one flat buffer.
 
     The collective takes one piece for each pair of devices. Rounds in which a pair of devices has
-    a second message go into another call.
+    a second message go into another call. Boxes [3, 2] and [2, 2] of two rounds lie in the buffer
+    one after the other, 6 elements and then 4.
 
     Args:
         boxes: This device's box in each round.
@@ -297,6 +300,7 @@ def _by_ragged_all_to_all(
     axes = long_axes(mesh)
     for members in _once_per_pair(rounds):
         shapes = [boxes[i].shape for i in members]
+        # Tables of offsets and sizes: [devices, partners].
         arguments = ragged_arguments([rounds[i] for i in members], shapes, mesh.n_devices)
         buffer = jnp.concatenate([boxes[i].reshape(-1) for i in members])
         # JAX gives the result the type of the output buffer: zeros are declared different on all
@@ -346,8 +350,8 @@ def ragged_arguments(
 ) -> RaggedArguments:
     """Compute offsets and sizes of the messages in a flat buffer with one box after the other.
 
-    Two rounds with boxes of 6 and 4 elements: the message of the second begins at offset 6. Sizes
-    say how many elements from there on are sent: of a message [2, 2] in a box [3, 2] 4.
+    The buffer of two rounds with boxes [3, 2] and [2, 2] has 10 elements: the boxes begin at the
+    offsets 0 and 6. A message [2, 2] in the box [3, 2] has the size 4: the last row is not sent.
 
     Args:
         rounds: The rounds, with at most one message per pair of devices in all of them.

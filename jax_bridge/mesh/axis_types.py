@@ -275,15 +275,17 @@ def subgroup_arguments(
     4 devices along x: ("x",) and ((0, 1), (2, 3)).
 
     Args:
-        mesh: The plan's mesh, which may split an axis of JAX's into sub-axes.
-        axes: The axes along which the members of a group differ.
+        mesh: The plan's mesh, which may split an axis of JAX's into sub-axes: x=4 into x_0=2 and
+            x_1=2.
+        axes: The axes of `mesh` along which the members of a group differ: ("x_1",) for the pairs.
         members: Device -> the devices of its group, in their order.
     """
+    # JAX's axes that have these as parts, ("x",), and all parts of them, ("x_0", "x_1").
     span = whole_axes(mesh, [axis for axis in mesh.axes if axis in axes])
-    # JAX names the devices of a group by their index along the whole axes.
+    # JAX numbers the devices of groups along the whole axes, x here.
     number_of = partial(mesh.index, axes=span.sub_axes)
     devices = mesh.group(0, span.sub_axes)
-    # All members of a group have the same one: `fromkeys` keeps each group once, in order.
+    # Every member of a group gives the same group: the keys of a dict keep it once, in order.
     groups = dict.fromkeys(tuple(map(number_of, members(device))) for device in devices)
 
     # JAX compiles a collective over whole axes without a list of groups.

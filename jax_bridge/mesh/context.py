@@ -152,6 +152,8 @@ def mesh_and_machine(
 ) -> MeshAndMachine:
     """Find the mesh around a call, reduced to the axes that layouts name, and its link speeds.
 
+    On a mesh (dp=2, tp=4) the layout "n/tp" needs the part (tp=4), a group of 4 devices.
+
     Args:
         mesh: The mesh; None for the one of the context.
         layouts: The layouts, whose axes must be manual here.
@@ -159,7 +161,8 @@ def mesh_and_machine(
         profile: The machine that the user asks for.
     """
     context = _mesh_in_context(mesh, layouts, text)
-    # The part numbers its devices anew: `for_axes` keeps which of them are joined by fast links.
+    # On nodes of 4 devices dp=2 of the whole mesh joins two nodes, though a mesh of dp=2 alone would
+    # fit into one: `for_axes` keeps the links that axes have in the whole mesh.
     profile_of_part = load_profile(machine_profile(profile, mesh)).for_axes(
         context.named.axes, context.whole
     )
@@ -198,6 +201,9 @@ def _mesh_in_context(mesh: AnyMesh | None, layouts: Sequence[Layout], text: str)
         mesh: The mesh; None for the one of the context, with the axes that vmap has bound.
         layouts: The layouts.
         text: The expression, for errors.
+
+    Returns:
+        The whole mesh, and the part of it that the layouts name.
 
     Raises:
         MeshError: An axis is not manual here, or has another size.

@@ -48,7 +48,8 @@ def execute(
 
     A plan has up to three phases: steps on the first mesh, the transfer between the meshes, steps
     on the second. The transfers of all arrays are one program on the devices of both meshes.
-    A new array may be made of parts of several old ones, as a fused `qkv` of q, k and v.
+    A new array may be made of parts of several old ones, as a fused `qkv` of q, k and v: there is a
+    move for each part.
 
     Args:
         arrays: This process's blocks of the source arrays, by name.
@@ -58,14 +59,16 @@ def execute(
     Returns:
         This process's blocks of each new array.
     """
+    # Steps that JAX cannot run are left out: their transfer does all of the move.
     runnable = [_runnable(array) for array in plans]
     any_plan = runnable[0].moves[0].plan  # all are between the same devices
     senders = [devices[number] for number in any_plan.src_devices]
     receivers = [devices[number] for number in any_plan.dst_devices]
-    # The program runs on the devices of both meshes, each once, in the order of their numbers.
+    # The program runs on the devices of both meshes, each once. It calls them 0, 1, ... in the
+    # order of their numbers: devices 4, 5 -> 5, 6 are its devices 0, 1 -> 1, 2.
     numbers = sorted({*any_plan.src_devices, *any_plan.dst_devices})
 
-    sources: list[LocalBlocks] = []  # of all moves; parts name them by their number
+    sources: list[LocalBlocks] = []  # one per move; a `SentPart` has its index here
     new_blocks = []
     for array in runnable:
         parts = []
@@ -231,21 +234,22 @@ def _new_block(array: ArrayPlan, parts: tuple[SentPart, ...]) -> NewBlock:
     """Describe how the program of the transfer builds a block of an array from its parts.
 
     Boxes arrive with their dims in the order of the source; then the block is transposed to the
-    order of the destination, unless later steps of the plan do that.
+    order of the destination, unless later steps of the plan do that. For "a b -> b a" and a new
+    block [2, 3] boxes are put together as [3, 2], and the dims are transposed to (1, 0).
     """
     move = array.moves[0]  # all moves bring their parts to one layout
-    names = move.plan.src.names
+    source_names = move.plan.src.names
     if _stages_of(move).after:
         # The steps after the transfer transpose: dims stay in the order of the source.
-        new_names = names
+        block_names = source_names
         block_shape = move.transfer.target.local_shape(0)
     else:
-        new_names = move.plan.dst.names
+        block_names = move.plan.dst.names
         block_shape = array.sharding.local_shape(0)
-    new_lengths = dict(zip(new_names, _with_added_dim(move.dst, block_shape), strict=True))
+    length_of = dict(zip(block_names, _with_added_dim(move.dst, block_shape), strict=True))
     return NewBlock(
-        shape=tuple(new_lengths[name] for name in names),
-        order=tuple(map(names.index, new_names)),
+        shape=tuple(length_of[name] for name in source_names),
+        order=tuple(map(source_names.index, block_names)),
         block=block_shape,
         dtypes=(move.plan.dtype, array.dtype),
         parts=parts,
@@ -253,7 +257,7 @@ def _new_block(array: ArrayPlan, parts: tuple[SentPart, ...]) -> NewBlock:
 
 
 def _with_added_dim(sharded: PartSharding, block: Shape) -> Shape:
-    """Return the shape of a block, with the dim that stacking adds."""
+    """Return the shape of a block of the part: where arrays are stacked, it has one more dim of 1."""
     return sharded.part.part_shape(block) if sharded.part.adds else block
 
 
@@ -265,10 +269,12 @@ def _messages(move: PartMove, numbers: Sequence[int]) -> Iterator[Message]:
 
     Args:
         move: The move.
-        numbers: The numbers of the program's devices; its messages are between positions in these.
+        numbers: The number in the plan of each device of the program. Yielded messages name devices
+            by their place in this list: with [4, 5, 6], 0 for device 4.
     """
     transfer_step = move.transfer
-    # A box has its dims in the order of the source.
+    # The dim of a box, if any, along which it is a part of the array. A box has its dims in the
+    # order of the source, on its way to the destination, too.
     src = move.plan.src
     src_dim = _dim_of_part(move.src, src, src)
     dst_dim = _dim_of_part(move.dst, move.plan.dst, src)
@@ -300,7 +306,8 @@ def _messages_in_place(step: Transfer) -> Iterator[Message]:
 def _dim_of_part(sharded: PartSharding, layout: Layout, box: Layout) -> int | None:
     """Return the dim of a box along which an array is moved in part; None if all of it is moved.
 
-    `layout` has the dims in the order in which the part counts them, `box` in that of the box.
+    The part has the number of that dim in `layout`; returned is its number in `box`: with `layout`
+    "a b" and `box` "b a" dim 0 is dim 1 of the box.
     """
     if not sharded.rows or sharded.part.dim is None:
         return None
@@ -310,21 +317,23 @@ def _dim_of_part(sharded: PartSharding, layout: Layout, box: Layout) -> int | No
 def _rows_of_block(
     segments: tuple[Segment, ...], sharded: PartSharding, device: int, end: int
 ) -> tuple[Segment, ...]:
-    """Renumber rows of a part as rows of a device's block.
+    """Renumber rows of a part of an array as rows of a device's block of the whole array.
 
-    A part of the rows 4-7 of a block: its row 0 is row 4.
+    If the part is rows 4-7 of the block, its rows 0, 1 become 4, 5.
 
     Args:
-        segments: The rows of a message along the dim of the part.
+        segments: The rows of a message along the dim of the part: of each segment the first row at
+            the sender and at the receiver, and the number of rows.
         sharded: The part.
         device: The sender or receiver.
         end: 0 to renumber the rows at the sender, 1 at the receiver.
     """
     assert sharded.part.dim is not None
     rows_of_part = sharded.rows[sharded.whole.dim_device(sharded.part.dim, device)]
-    ends = [rows_at(segments, 0), rows_at(segments, 1)]
-    ends[end] = row_numbers(rows_of_part)[ends[end]]
-    return merged_segments(np.stack([*ends, np.ones_like(ends[0])], axis=1))
+    rows = [rows_at(segments, 0), rows_at(segments, 1)]  # at the sender, at the receiver
+    rows[end] = row_numbers(rows_of_part)[rows[end]]
+    # Segments of one row each, merged where rows follow each other at both ends.
+    return merged_segments(np.stack([*rows, np.ones_like(rows[0])], axis=1))
 
 
 # ---- program

@@ -357,11 +357,13 @@ class _LoadPlan(NamedTuple):
 
 
 def _held_by_jax(name: str, load: Load, mesh: jax.sharding.Mesh) -> Load:
-    """Change the load of an array so that it ends as a `jax.Array`, in place of blocks of any kind.
+    """Return the load of an array with a target that a `jax.Array` can have.
 
-    A `jax.Array` has no overlaps and no uneven blocks: `h/sp:halo(1,1,zero)` becomes `h/sp`. The
-    array is then read under that layout at once. A load may also read under one layout and end
-    under another, so that devices read a part each and share it: that stays if JAX can hold both.
+    A `jax.Array` has no overlaps and no uneven blocks: a target under `h/sp:halo(1,1,zero)` is
+    replaced by one under `h/sp`, and the array is read under that layout.
+
+    A load reads blocks under the sharding `source` and brings them to `target`. Where these differ,
+    devices read a part each and send it to the others. That stays if JAX can hold both.
 
     Args:
         name: The array's name, for errors.
@@ -376,6 +378,7 @@ def _held_by_jax(name: str, load: Load, mesh: jax.sharding.Mesh) -> Load:
         specs.storage_sharding(held.layout, mesh)  # raises before anything is read
     if held == target and load.source.is_even:
         return load
+    # One sharding for both: nothing is sent after the blocks are read.
     return load._replace(source=held, target=held)
 
 
@@ -411,16 +414,20 @@ def _begin_read(
         checkpoint: The open checkpoint.
         mesh: JAX's mesh.
         threads: Where blocks are read.
-        load: The array: from which file, in which layout, in which dtype.
+        load: The array: its name, the sharding under which it is read (`source`), its dtype in the
+            checkpoint (`stored`) and the one that it is to have.
     """
     source = load.source
     dtype = numpy_dtype(load.array.dtype)
     sharding = specs.storage_sharding(source.layout, mesh)
+    # For each block that this process reads: the devices that hold it, as places in the mesh, and
+    # memory. [[0, 2], [1, 3]] if devices 0 and 2 hold copies of one block, 1 and 3 of another.
     holders = _holders_of_blocks(source, mesh, sharding)
     memories = _aligned_memory(len(holders), n_bytes(source.max_local_shape, load.stored))
 
     def read(device: int, memory: NDArray[np.uint8]) -> NDArray[Any]:
         block = memory.view(carrier(load.stored)).reshape(source.local_shape(device))
+        # Numbers of a dtype that numpy lacks, as bfloat16, are read as integers of the same bytes.
         words = read_block(checkpoint, load, device, block)
         return words.view(numpy_dtype(load.stored)).astype(dtype, copy=False)
 

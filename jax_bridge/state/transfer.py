@@ -331,9 +331,9 @@ def _run(
         progress: As of `transfer`.
     """
     # The blocks of the sources that some bucket still needs.
-    source_blocks = {}
-    for name, source in sources.items():
-        source_blocks[name] = LocalBlocks(blocks_of(source.x), source.x.dtype)
+    source_blocks = {
+        name: LocalBlocks(blocks_of(source.x), source.x.dtype) for name, source in sources.items()
+    }
     # Several buckets may read one array: how many moves of each are still to come.
     moves_left = _count_moves(plan.arrays)
     # One process shows the bar: the one with the first device that takes part.

@@ -79,7 +79,8 @@ def written(
 def _is_linear(primitive: str, shapes: Sequence[Shape | None]) -> bool:
     """Return whether an operation can run on addends of its operand before they are summed.
 
-    f(a + b) = f(a) + f(b) holds for negation, for sums of arrays and for products with a number.
+    f(a + b) = f(a) + f(b) holds for negation, for sums of arrays and for products with a literal
+    number.
 
     Args:
         primitive: Its name.
@@ -88,9 +89,8 @@ def _is_linear(primitive: str, shapes: Sequence[Shape | None]) -> bool:
     if primitive in COPIES or primitive in ("neg", "real"):
         return True
     if primitive in ("add", "add_any", "sub"):
-        # A number would be added once per addend. `all` is false for None (a literal) and for ()
-        # (an array without dims, which is a number, too).
-        return all(shapes)
+        # Added to every addend of x, a number would count several times in their sum.
+        return None not in shapes and () not in shapes
     if primitive == "mul":
         return None in shapes
     return primitive == "div" and shapes[-1] is None
@@ -141,6 +141,8 @@ def _gathered(params: Mapping[str, Any], shapes: Sequence[Shape], out: Shape) ->
     The letter c, for v, is not in the result: v may be sharded, since single rows of it are taken.
     A window that is longer than one row and shorter than the dim needs the dim whole on each
     device.
+
+    The operation lists the letters of the table, of the indices and of the result.
     """
     numbers = params["dimension_numbers"]
     window_sizes = params["slice_sizes"]
@@ -160,8 +162,8 @@ def _gathered(params: Mapping[str, Any], shapes: Sequence[Shape], out: Shape) ->
         if d in numbers.collapsed_slice_dims:  # one row at a time: the result lacks the dim
             table.append(next(new_letters))
             continue
-        letter = next(window_letters)
-        if window_sizes[d] != length:  # only a part: a dim of its own in the result
+        letter = next(window_letters)  # the result has the dim
+        if window_sizes[d] != length:  # a part of it, which is another dim than the table's
             whole.append(letter)
             letter = next(new_letters)
             whole.append(letter)
@@ -182,18 +184,22 @@ def _along(
 
     These dims cannot be sharded, or, if they are summed, leave partial sums. Other dims can.
 
+        reduce_sum with axes=(1,), of [b, s]: _along("axes") takes the dims (1,)
+        pad with padding_config=((0, 0, 0), (1, 1, 0)): _along(..., unchanged=(0, 0, 0)) takes (1,)
+
     Args:
-        key: The parameter with the dims: a number, or numbers. If `unchanged` is given, it says
-            what happens along each dim.
+        key: The name of the parameter that lists the dims, or that says for each dim what happens
+            along it; "" if only the shapes tell.
         kind: The class of the operation.
-        operands: How many operands count; the others are numbers. None: all.
-        unchanged: What the parameter has for a dim that stays as it is, as (0, 0, 0) for padding.
+        operands: The number of operands to describe, the first ones; None for all. Those after them
+            are numbers, as a padding value.
+        unchanged: If the parameter has an entry per dim, the entry of a dim that stays as it is.
         **options: As of `xshard.step.record.letters.describe_along`.
     """
 
     def row(params: Mapping[str, Any], shapes: Sequence[Shape], out: Shape) -> LetteredOp:
         dims = params.get(key, ())
-        if unchanged is not None:
+        if unchanged is not None:  # an entry per dim
             dims = [d for d, change in enumerate(dims) if change != unchanged]
         return describe_along(shapes[:operands], out, dims, kind, **options)
 

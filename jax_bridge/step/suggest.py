@@ -119,8 +119,10 @@ class JaxSuggestion(Suggestion):
 
             step = jax.jit(jax.value_and_grad(plan.constrain(loss)), in_shardings=...)
 
-        `jax.lax.with_sharding_constraint` is on parameters in use and on activations. The batch may
-        have another length. Axes are Auto; for a mesh without devices `jax.set_mesh` has them.
+        `jax.lax.with_sharding_constraint` is put on each parameter where it is used, and on the
+        activations. The batch may be longer or shorter than the one given to `suggest`. The axes of
+        JAX's mesh must be of type Auto. If `suggest` was given a mesh without devices, the mesh is
+        the one that `jax.set_mesh` sets.
 
         Args:
             f: The loss.
@@ -128,7 +130,8 @@ class JaxSuggestion(Suggestion):
         Returns:
             The function with the same results.
         """
-        gathered_once = Rules({self.once: "..."})  # per step; other parameters for each use
+        # Parameters that match this pattern are gathered once per step, others for each use.
+        gathered_once = Rules({self.once: "..."})
 
         def constrained(*args: Any) -> Any:
             loss = Loss(f, args)
@@ -162,8 +165,12 @@ class JaxSuggestion(Suggestion):
     def _constrained(self, place: str, x: jax.Array) -> jax.Array:
         """Put a sharding constraint on an array, if XLA would not find its sharding itself.
 
+        `self.layouts` has two layouts for each array's name in the step: where it is stored or
+        made, and where it is first used. The constraint is the second: with "i o/dp" where it is
+        stored and "i o" where it is used, XLA gathers a parameter.
+
         Args:
-            place: The name of an argument or of an equation's result in the jaxpr.
+            place: The name of an argument or of an equation's result in the jaxpr: "dot_general.0".
             x: The array.
         """
         name = self.names.get(place, place)
@@ -257,8 +264,9 @@ def traced(loss: Loss) -> Traced:
     (result,) = tracer.walk(closed.jaxpr, loss.names)
     # A loss that is a number whatever the arrays has no name.
     last = "" if result is None else result
-    # Equal layers become one block that repeats; `names` says what their arrays are called in it.
+    # Equal layers become one block that repeats. names: name in the trace -> name in that block.
     step, names = find_repeated(trace.step(last, moves_anywhere=True))
+    # The result of an inlined call has the name of the operation inside that makes it.
     for place, name in tracer.aliases.items():
         names[place] = names.get(name, name)
     return Traced(fuse_operations(step), tracer, names)

@@ -118,6 +118,9 @@ class Tracer:
     def walk(self, jaxpr: Jaxpr, args: Names, prefix: str = "", times: int = 1) -> list[Name]:
         """Record all equations of a jaxpr as operations, and return the names of its results.
 
+        tanh(x @ w) adds the operations "dot_general.0" and "tanh.0" to `self.trace`; the name of
+        its result is "tanh.0".
+
         Args:
             jaxpr: The jaxpr.
             args: The names of its arguments; None for a number.
@@ -125,6 +128,8 @@ class Tracer:
             times: How often it runs in a step: the length of the scan around it.
         """
         name_of = dict(zip(jaxpr.invars, args, strict=True))
+        # A parameter with one use, by a scan, becomes the parameter of one layer (see `_slice`);
+        # those with more uses are noted in `self.shared`.
         n_uses: Counter[Any] = Counter()
         for eqn in jaxpr.eqns:
             n_uses.update(v for v in eqn.invars if not is_number(v))
@@ -141,10 +146,10 @@ class Tracer:
         return _names_of(jaxpr.outvars, name_of)
 
     def _record(self, place: str, eqn: Any, operands: Names, times: int) -> list[Name]:
-        """Record one equation, and return the names of its results.
+        """Record one equation in `self.trace`, and return the names of its results.
 
         A scan becomes a repeated block; jitted and checkpointed functions are inlined; any other
-        primitive is one operation per result.
+        primitive is one operation per result: "sort.0" and "sort.0:1" for two.
 
         Args:
             place: The equation's name, as `places` gives it: "dot_general.0".
@@ -161,6 +166,8 @@ class Tracer:
         if primitive in INLINED and body is not None:
             results = self.walk(_opened(body), operands, f"{place}.", times)
             if results[0] is not None:
+                # `Evaluator` also meets the call's first result, under the name of the call. It has
+                # the layout of the operation inside that makes it.
                 self.aliases[place] = results[0]
             return results
         results = []
@@ -206,8 +213,11 @@ class Tracer:
 
         `scan(f, init, xs)` has three kinds of operands, in this order: constants that `f` closes
         over, the carry `init`, and `xs`, [length, ...], of which every round takes a slice. Results
-        are the last carry, and `ys`, [length, ...], with a slice of every round. What the body gets
-        has names such as "scan.0.const.0", "scan.0.carry.0" and "scan.0.xs.0".
+        are the last carry, and `ys`, [length, ...], with a slice of every round.
+
+        What the body is given is recorded as operations that copy or slice the scan's operands:
+        "scan.0.const.0", "scan.0.carry.0", "scan.0.xs.0". A carry that no round changes is given as
+        it is.
         """
         body = eqn.params["jaxpr"].jaxpr
         length = eqn.params["length"]
@@ -216,8 +226,8 @@ class Tracer:
         times_inside = times * length
         args = []
         for i, const in enumerate(operands[:n_consts]):
-            # All rounds use the same array. A copy that is made once says so; else it would count
-            # as an array of each round.
+            # All rounds use the same array: it is copied `times`, not `times_inside`. Without this
+            # operation it would count as another array in each round.
             shape = self._shape_of(const)
             args.append(self._add(f"{place}.const.{i}", "copy", [const], shape, times))
         for i, carry in enumerate(operands[n_consts:n_before_xs]):
@@ -243,16 +253,17 @@ class Tracer:
     def _slice(self, name: str, stack: Name, length: int, times: int) -> Name:
         """Return the name of the slice of an array [length, ...] that a round of a scan takes.
 
-        It is an operation of its own, `name`, unless the array is a parameter that nothing else
-        uses.
+        A parameter [length, ...] that nothing else uses is recorded anew under its own name as the
+        parameter of one layer, [...], and noted in `self.stacked`. A slice of any other array is
+        an operation, called `name`.
         """
-        if stack is None:
+        if stack is None:  # a number
             return None
         slice_shape = self.trace.shapes[stack][1:]
-        if stack in self.trace.dims or stack in self.shared:  # used elsewhere, too
+        # A parameter's dims get names at its first use. Here are left those that this scan is the
+        # first and only one to use.
+        if stack in self.trace.dims or stack in self.shared:
             return self._add(name, SLICE, [stack], slice_shape, times)
-        # A parameter that only this scan uses, stacked over the layers: [layers, ...]. The step has
-        # the parameter of one layer.
         self.stacked[stack] = length
         return self.trace.parameter(stack, slice_shape)
 
@@ -290,16 +301,17 @@ class Evaluator:
     def run(
         self, prefix: str, jaxpr: Jaxpr, consts: Any, names: Sequence[str], *args: Any
     ) -> list[Any]:
-        """Evaluate a jaxpr with changes, and return its results.
+        """Evaluate a jaxpr, with its arguments and all results passed through `self.change`.
 
-        Equations run one by one. Those with a jaxpr inside are rewritten first, so that the changes
-        happen there, too.
+        For tanh(x @ w) these are x, w, then the results "dot_general.0" and "tanh.0". Equations run
+        one by one. A jaxpr inside an equation is rewritten first, so that it makes the changes to
+        its own results.
 
         Args:
-            prefix: The beginning of the names of its places; "" outside of other equations.
+            prefix: The beginning of the names of its equations, as "scan.0."; "" outside of others.
             jaxpr: The jaxpr.
             consts: Its constants.
-            names: The names of its arguments, "" for those that stay as they are.
+            names: The names of its arguments; "" for those that are not to be changed.
             *args: The arguments.
         """
         name_of = dict(zip(jaxpr.invars, names, strict=True))
@@ -308,10 +320,11 @@ class Evaluator:
         for v, x in zip(jaxpr.invars, args, strict=True):
             name = name_of[v]
             arrays[v] = self.change(name, x) if name else x
-            if name in self.late:  # a `jax.checkpoint` takes it unchanged, and changes it inside
-                late_arguments[v] = x
+            if name in self.late:
+                late_arguments[v] = x  # unchanged: a `jax.checkpoint` changes it inside
 
-        # Only arguments have names that matter inside of other equations: results have been changed.
+        # Of an equation's operands only arguments keep a name, and are changed inside of it again.
+        # Results have been changed where they were made.
         for place, eqn in places(jaxpr, prefix):
             operand_names = ["" if is_number(v) else name_of.get(v, "") for v in eqn.invars]
             if eqn.primitive.name in CALLS:

@@ -151,8 +151,8 @@ def stacked(blocks: Blocks, sharding: Sharding, mesh: JaxMesh, fill: float = 0) 
         mesh: JAX's mesh with the same axes.
         fill: The padding of blocks that are smaller than the largest.
     """
-    rows = padded(blocks, sharding, fill)  # [devices, *block]
-    by_axis = rows.reshape(*sharding.mesh.sizes, *rows.shape[1:])
+    by_device = padded(blocks, sharding, fill)  # [devices, *block]
+    by_axis = by_device.reshape(*sharding.mesh.sizes, *by_device.shape[1:])
     # Along an axis that the layout does not name all blocks are equal: the first one is enough.
     kept = [slice(None if axis in sharding.layout.axes else 1) for axis in sharding.mesh.axes]
     different = by_axis[tuple(kept)]
@@ -167,18 +167,19 @@ def unstacked(
 
     Args:
         array: The result.
-        shape: The shape of its blocks in the program.
-        sharding: Its sharding.
+        shape: The shape of a block as the program returns it, padded to the largest.
+        sharding: The sharding that the result should have.
         devices: The devices, in the mesh's order.
     """
     blocks: list[Any] = [None] * len(devices)
     for shard in array.addressable_shards:
-        number = devices.index(shard.device)
+        place = devices.index(shard.device)  # in the mesh
         block = np.asarray(shard.data).reshape(shape)
-        # A block of another shape is a mistake of the user's function, and shown as it is.
+        # Of another shape it is a mistake of the user's function: it is returned with what may be
+        # padding, for the caller to complain of.
         if shape == sharding.max_local_shape:
-            block = _without_padding(block, sharding, number)
-        blocks[number] = block
+            block = _without_padding(block, sharding, place)
+        blocks[place] = block
     return blocks
 
 
@@ -264,7 +265,7 @@ def collectives(text: str, n_devices: int) -> Iterator[HloCollective]:
         Each with the bytes that every device receives.
 
     Raises:
-        ValueError: As `received_bytes` does.
+        ValueError: A collective is asynchronous, or names its devices in an unknown way.
     """
     for line in text.splitlines():
         match = _COLLECTIVE.search(line)

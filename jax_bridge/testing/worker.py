@@ -106,7 +106,7 @@ def _answer(question: Question) -> Answer:
         if question.results is None:
             return _answer_reference(question)
         return _answer_blocks(question)
-    except StructureError:
+    except StructureError:  # our own verdict on what the function returned
         raise
     except Exception as error:  # any error of a user's function
         where = ""
@@ -345,12 +345,17 @@ class _UserProgram:
         assert isinstance(question.function, bytes)
         self.question = question
         self.function: Callable[..., Any] = _unpacked(question.function)
-        # Known after the first call.
+        # How the function returns its outputs, set by `outputs`: their names, and a tree with the
+        # number of an output in place of each.
         self.names: tuple[str, ...] = ()
         self.tree: Tree = None
 
     def outputs(self, *inputs: jax.Array) -> Arrays:
-        """Return the outputs of one call; each varies as its layout says."""
+        """Call the user's function with arrays, and return the arrays that it returns.
+
+        With layouts in the question their JAX types vary along the axes of these. The call also
+        sets `self.names` and `self.tree`, which say how the function returned them.
+        """
         results = self.question.results
         arguments = mapped(inputs.__getitem__, self.question.arguments)
         returned = called(self.function, arguments, self.question.mesh)
@@ -370,18 +375,22 @@ class _UserProgram:
     ) -> tuple[_Results, Cotangents]:
         """Run the user's function, and pull the cotangents of its outputs back to its inputs.
 
+        Cotangents and gradients are dicts by number, counted from 0: of the outputs, and of the
+        inputs. Those of whole numbers are missing.
+
         Args:
             inputs: All arguments of the function.
-            cotangents_of: Its outputs -> their cotangents.
+            cotangents_of: Returns the cotangents, given the outputs.
 
         Returns:
-            Its results, and the cotangents.
+            The outputs, gradients and updated parameters; and the cotangents.
 
         Raises:
             _MisshapenError: An output does not fit its cotangent.
         """
 
         def of_differentiable(values: dict[int, jax.Array]) -> Arrays:
+            # The other inputs stay as they are.
             return self.outputs(*[values.get(i, x) for i, x in enumerate(inputs)])
 
         differentiable = {i: inputs[i] for i in self.question.differentiable}
@@ -407,7 +416,8 @@ class _UserProgram:
         question = self.question
         if question.update is None:
             return {}
-        # A tree for each updated argument, with the number of an input in place of each array.
+        # A tree for each updated argument, with the number of an input in place of each array:
+        # ({"w": 0, "b": 1},).
         parameters = tuple(question.arguments[position] for position in question.update.positions)
         values = mapped(inputs.__getitem__, parameters)
         update = _unpacked(question.update.function)
@@ -419,10 +429,9 @@ class _UserProgram:
             reason = f"the JAX update returns {', '.join(returned)}"
             hint = f"(values, gradients) -> values, of {', '.join(numbers)}"
             raise StructureError(reason, hint=hint)
-        updated = {}
-        for name, i in numbers.items():
-            updated[i] = _typed(returned[name], question.shardings[i], name)
-        return updated
+        return {
+            i: _typed(returned[name], question.shardings[i], name) for name, i in numbers.items()
+        }
 
     def answer(self, blocks: _Results) -> Answer:
         """Return the blocks of all results as an answer, in which outputs have names."""
@@ -561,6 +570,7 @@ def _loop(plan: AnyPlan, n_calls: jax.Array, *operands: jax.Array) -> jax.Array:
     """
 
     def call_again(_: jax.Array, state: tuple[Any, jax.Array]) -> tuple[Any, jax.Array]:
+        """Run the plan once more: the operands and the last result -> the next ones."""
         blocks, _ = state
         y = apply(plan, *blocks)
         # One element of the result is written into every operand, so that the next call has to wait

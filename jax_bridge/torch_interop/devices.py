@@ -273,6 +273,7 @@ def _start_jax(local_devices: int, local_device_ids: list[int] | None, timeout_s
         local_device_ids: The GPUs of this process; None on CPUs.
         timeout_s: How long processes wait for each other.
     """
+    # XLA:CPU makes its pool of threads from this variable.
     n_threads = max(LEAST_THREADS, THREADS_PER_DEVICE * local_devices)
     os.environ.setdefault("PJRT_NPROC", str(n_threads))
     # All ranks need the address of JAX's coordinator, which runs in rank 0: it finds a free port

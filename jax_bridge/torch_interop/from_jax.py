@@ -223,14 +223,19 @@ class _Apply(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         """Run the JAX function, and save its pullback (cotangents -> gradients) for the backward pass.
 
-        A group is the tensors of one array, one for each device of this process.
+        Autograd sees tensors alone, in one list. The tensors of one array, one for each device of
+        this process, are a group.
 
         Args:
-            ctx: Autograd's context.
+            ctx: Autograd's context; what the backward pass needs is saved on it.
             program: The program.
-            arrays: The arguments of the function.
-            non_tensors: See `NonTensors`.
-            tensors: The tensors of the arguments, which autograd has to see.
+            arrays: The arguments of the function, a leaf each.
+            non_tensors: For each leaf None if it is a group of tensors, else the leaf itself.
+            tensors: The tensors of all groups, whose numbers `arrays` has, too: autograd has to see
+                what the results depend on.
+
+        Returns:
+            The tensors of all results, group after group.
         """
         # Specs without a mesh need one in context, and autograd's threads have none.
         with jax.set_mesh(program.meshes.jax_mesh):
@@ -246,6 +251,7 @@ class _Apply(torch.autograd.Function):
         ctx.non_tensors = non_tensors
         ctx.pull = pull
         ctx.n_tensors = len(tensors)
+        # The backward pass may run in another thread, and needs the settings of this one.
         config: Any = jax.config
         ctx.x64 = config.jax_enable_x64
         ctx.precision = config.jax_default_matmul_precision
@@ -254,7 +260,7 @@ class _Apply(torch.autograd.Function):
             # if a saved tensor was written to meanwhile.
             shared = chain.from_iterable(groups[i] for i in program.shared_outputs(outputs, pull))
             ctx.save_for_backward(*tensors, *shared)
-        whole_numbers = []
+        whole_numbers = []  # tensors of integers and booleans
         for i, group in enumerate(groups):
             if i not in program.inexact_outputs:
                 whole_numbers += group
@@ -367,11 +373,11 @@ class VjpProgram:
 
     def as_dtensors(self, blocks: Sequence[Tensor], device_mesh: DeviceMesh) -> list[Any]:
         """Return the outputs as DTensors, given this process's block of each."""
-        dtensors = []
         outputs = zip(blocks, self.out_layouts, self.out_avals, strict=True)
-        for block, layout, aval in outputs:
-            dtensors.append(dtensor_of_block(block, layout, device_mesh, aval.shape))
-        return dtensors
+        return [
+            dtensor_of_block(block, layout, device_mesh, aval.shape)
+            for block, layout, aval in outputs
+        ]
 
     def shared_outputs(self, outputs: Arrays, pull: Any) -> list[int]:
         """Return the indices of the outputs that share memory with the pullback."""
@@ -396,12 +402,18 @@ class VjpProgram:
     ) -> list[Group]:
         """Compute gradients by a function that autograd can differentiate, for second derivatives.
 
+        The function, `self._pullback`, comes from `from_jax`, too: it takes a tensor for each
+        array, or a list of them in a process with several devices (a group).
+
         Args:
-            non_tensors: See `NonTensors`.
-            tensors: The tensors of the arguments.
-            cotangents: The tensors of the cotangents.
+            non_tensors: For each leaf of the arguments None if it is a group of tensors, else the
+                leaf itself.
+            tensors: The tensors of all these groups, one after the other.
+            cotangents: A group for each result that has a cotangent.
+
+        Returns:
+            A group for each argument that gets a gradient.
         """
-        # The function takes leaves as users pass them: tensors again, not groups of one.
         next_group = iter(self.as_user_gives(self.divided(tensors)))
         leaves = [next(next_group) if x is None else x for x in non_tensors]
         gradients = self._pullback(leaves, self.as_user_gives(cotangents))

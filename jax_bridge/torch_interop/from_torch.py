@@ -214,7 +214,7 @@ class HostCall:
 
     Attributes:
         fn: The function of this device's blocks.
-        meshes: JAX's mesh, twice.
+        meshes: JAX's mesh, which is also torch's here.
         in_plans: The way of each array to the function's block.
         out_plans: The way of each block that the function returns to an array.
     """

@@ -28,7 +28,7 @@ from jax_bridge.torch_interop.route import (
     by_jax,
     by_torch,
 )
-from jax_bridge.trees import leaves_with_given_values
+from jax_bridge.trees import leaves_with_given_values, never
 from torch_bridge.dtensor.function import dtensor_of_block
 from torch_bridge.dtensor.placements import checked_global_shape, local_block_under, to_placements
 from xshard import Layout, Rules, XshardError
@@ -161,17 +161,13 @@ def to_torch(  # noqa: PLR0913  one option for each decision of the user
     return _hand_over(array, layout, prepare, "to torch", progress)
 
 
-def _never(_: Any) -> bool:
-    return False
-
-
 def _hand_over(
     tree: Any,
     layout: Given,
     prepare: Prepare,
     what: str,
     progress: Progress,
-    is_leaf: Callable[[Any], bool] = _never,
+    is_leaf: Callable[[Any], bool] = never,
 ) -> Any:
     """Convert one array, or all leaves of a tree, after all of them have been checked.
 
@@ -193,12 +189,12 @@ def _hand_over(
         return hand_over()
     prepared = []
     leaf_bytes = []
-    for leaf in leaves_with_given_values(Rules(layout), tree, _never, is_leaf=is_leaf):
+    for leaf in leaves_with_given_values(Rules(layout), tree, never, is_leaf=is_leaf):
         with located(leaf.place):
             prepared.append(prepare(leaf.x, leaf.value))
             leaf_bytes.append(sum(block.nbytes for block in jax.tree.leaves(leaf.x)))
     results = []
-    with reporting(progress, sum(leaf_bytes), True, what) as report:
+    with reporting(progress, sum(leaf_bytes), is_seen=True, what=what) as report:
         for hand_over, n_bytes in zip(prepared, leaf_bytes, strict=True):
             results.append(hand_over())
             report(n_bytes)

@@ -184,7 +184,7 @@ def _route(
         meshes: The meshes of torch and JAX.
         array: What is known of the array.
         to_jax: True from torch to JAX, False from JAX to torch.
-        profiles: The machines that torch and JAX plan for.
+        profiles: The machine that torch plans for, and the one that JAX does.
         via: "torch" or "jax" to choose the side; None for the cheaper one.
         torch_refuses: Why torch cannot run a plan now; None if it can.
 
@@ -297,7 +297,7 @@ def _why_jax_cannot_run(plan: Plan, meshes: MeshPair) -> str | None:
             mesh = plan_mesh(plan, meshes.torch_devices)
             move = (plan, plan.shape, jnp.dtype(plan.dtype), "")
             # Any profile will do: it is for planning, and the plan is given.
-            make_program((move,), ArrayMesh(mesh, mesh), False, "h100")
+            make_program((move,), ArrayMesh(mesh, mesh), donate=False, profile="h100")
     except XshardError as error:
         return error.reason
     return None

@@ -69,11 +69,18 @@ class Meter(TorchDispatchMode):
             self.received.append(0)
 
     def _count(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Count the bytes that one recorded torch operation receives, in `self.received`.
+        """Append the bytes that one call of torch.distributed receives to `self.received`.
 
-        func: an operation of torch.distributed; its entry in `_COUNTS` computes the bytes from its
-        arguments, or is None for operations that receive nothing. The single messages of one
-        collective of ours are added up. Raises XshardError for an operation without an entry.
+        Where xshard sends the messages of one collective singly (`self.in_messages`), its entry is
+        there already, and each message received adds to it.
+
+        Args:
+            func: The operation.
+            args: Its positional arguments.
+            kwargs: Its keyword arguments.
+
+        Raises:
+            XshardError: `_COUNTS` has no entry for the operation.
         """
         name = func.overloadpacket.__name__
         counts = _COUNTS[func.namespace]
@@ -83,7 +90,7 @@ class Meter(TorchDispatchMode):
         if name not in counts:
             raise XshardError(f"a Meter does not know how many bytes {func} receives")
         count = counts[name]
-        if count is not None:
+        if count is not None:  # None: it receives nothing
             self.received.append(count(*args, **kwargs))
 
 

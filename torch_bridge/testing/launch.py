@@ -192,14 +192,20 @@ def run_node(
     folder: str,
     collective_s: float,
     program: Any,
-    _: float,
+    _timeout_s: float,
 ) -> None:
     """Start this machine's ranks of a job on several machines, as torchrun does; wait for them.
 
-    n_ranks: per machine. endpoint: "host:port", where the machines find each other. collective_s:
-    the timeout of collectives. program: a pickled function and its arguments, or else a script and
-    its arguments. folder: for a function, gets a file per rank, "3.result" or "3.error". Raises
-    ChildFailedError if a rank fails. The last argument is not used.
+    Args:
+        n_machines: The number of machines, which all call this.
+        n_ranks: The number of ranks of each machine.
+        endpoint: "host:port", where the machines find each other.
+        folder: For a function, where each rank writes a file: "3.result" or "3.error" for rank 3.
+        collective_s: The timeout of collectives.
+        program: Bytes, a pickled function and its arguments; or a list, a script and its arguments.
+
+    Raises:
+        ChildFailedError: A rank failed.
     """
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch  # slow
 

@@ -119,16 +119,23 @@ def by_rank(
 ) -> list[tuple[Any, ...]]:
     """Run test items on as many ranks as each one's mesh has; return all ranks' results by item.
 
-    items: each has a `mesh`. function: runs on each rank with the items of one mesh size and
-    `args`, and returns one result per item. Two items on meshes of 2 and 4 devices give a tuple of
-    2 and one of 4 results, in the order of `items`.
+    Two items on meshes of 2 and 4 devices give a tuple of 2 results and one of 4.
+
+    Args:
+        items: Questions or plans, each with a `mesh`.
+        function: Called on each rank with a list of items and `args`; returns a result per item.
+        *args: Its further arguments.
+        timeout_s: As of `run_ranks`.
+
+    Returns:
+        For each item, in order, the results by rank.
     """
     results: dict[int, tuple[Any, ...]] = {}
     # Items with equally many devices share processes: starting these takes longer than most items.
     for n in sorted({item.mesh.n_devices for item in items}):
         numbers = [i for i, item in enumerate(items) if item.mesh.n_devices == n]
-        items_of_world = [items[i] for i in numbers]
-        results_by_rank = on_ranks(n, function, items_of_world, *args, timeout_s=timeout_s)
+        items_of_size = [items[i] for i in numbers]
+        results_by_rank = on_ranks(n, function, items_of_size, *args, timeout_s=timeout_s)
         results_by_item = zip(*results_by_rank, strict=True)
         results.update(zip(numbers, results_by_item, strict=True))
     return [results[i] for i in range(len(items))]
@@ -152,10 +159,15 @@ def on_ranks(n: int, function: Callable[..., Any], *args: Any, timeout_s: float)
 def merge_ranks(parts: Sequence[RankAnswer | StructureError]) -> Answer:
     """Merge the test results of all ranks into one.
 
-    parts: by rank: blocks of outputs and gradients, seconds, and bytes received in each collective.
     Blocks are listed by device; seconds are those of the slowest rank; the bytes of a collective
-    are the most on any rank, which is how plans count them. Raises StructureError if a rank has
-    returned one.
+    are the most on any rank, which is how plans count them.
+
+    Args:
+        parts: For each rank its blocks of outputs and gradients, with seconds and the bytes of each
+            collective where these were measured; or an error.
+
+    Raises:
+        StructureError: The error of the first rank that has returned one.
     """
     rank_answers: list[RankAnswer] = []
     for part in parts:
@@ -224,9 +236,12 @@ def _call(packed: bytes) -> Any:
 def _answer_plan(question: Question) -> RankAnswer:
     """Run a plan forward and backward on this rank, and measure bytes and seconds.
 
-    question: the plan, the inputs of all devices, and the gradient (cotangent) to start from.
-    Returns this rank's blocks of output and gradients, the bytes that each collective receives,
-    forward and backward, and the seconds of a second run.
+    Args:
+        question: The plan, the inputs of all devices, and the gradient (cotangent) to start from.
+
+    Returns:
+        This rank's blocks of output and gradients, the bytes that each collective receives, forward
+        and backward, and the seconds of a second run.
     """
     rank = dist.get_rank()
     # Device i of the mesh is rank i.
@@ -280,10 +295,13 @@ def _forward(
 def _answer(question: Question) -> RankAnswer | StructureError:
     """Run a user's test function on this rank, with gradients and whatever else is asked for.
 
-    question: the packed function, its inputs on all devices, and what is compared: results, updated
-    parameters, numerical differences. If outputs on a rank are not as the question says, all ranks
-    return that StructureError; if their shapes do not fit the given cotangents, outputs without
-    gradients.
+    Args:
+        question: The pickled function, its inputs on all devices, and what is asked of it: results,
+            updated parameters, numerical differences.
+
+    Returns:
+        This rank's answer. On all ranks it is an error if outputs on some rank are not as the
+        question says, and lacks gradients if they do not have the shapes of their cotangents.
     """
     rank = dist.get_rank()
     # Restart the generator, so that the result does not depend on what this process ran before. If
@@ -291,11 +309,11 @@ def _answer(question: Question) -> RankAnswer | StructureError:
     torch.manual_seed(torch.initial_seed())
     rng_state = torch.get_rng_state()
     inputs, returned = _returned(question, [blocks[rank] for blocks in question.inputs])
-    draws = not torch.equal(rng_state, torch.get_rng_state())
+    draws_random = not torch.equal(rng_state, torch.get_rng_state())
     agreed = _agreed_outputs(returned, question, rank)
     if agreed.error is not None:
         return agreed.error
-    answer = Answer(_blocks_of(agreed.outputs), None, draws=draws)
+    answer = Answer(_blocks_of(agreed.outputs), None, draws=draws_random)
     if agreed.fit_cotangents:
         answer = replace(answer, tree=numbered(returned))
         answer = _with_gradients(answer, question, inputs, agreed.outputs)
@@ -305,7 +323,14 @@ def _answer(question: Question) -> RankAnswer | StructureError:
 def _with_gradients(
     answer: Answer, question: Question, inputs: Sequence[Tensor], outputs: dict[str, Tensor]
 ) -> Answer:
-    """Add the gradients of inputs to an answer, and whatever else the question asks about them."""
+    """Return an answer with the gradients of inputs, and whatever else the question asks about them.
+
+    Args:
+        answer: The answer so far, with the outputs.
+        question: Has the cotangents; for a reference, which has none, they are drawn at random.
+        inputs: The tensors that the function was given.
+        outputs: The tensors that it returned, by name.
+    """
     cotangents = _cotangents(outputs, question, dist.get_rank())
     gradients = _gradients(question, inputs, outputs, cotangents)
     blocks = _blocks_of(gradients)
@@ -351,8 +376,13 @@ def _gradients(
 ) -> dict[int, Tensor]:
     """Compute the gradient of each differentiable input by autograd, by the input's number.
 
-    cotangents: the gradient to start from, by the output's name. Inputs that no output depends on
-    get zeros, as in JAX.
+    Inputs that no output depends on get zeros, as in JAX.
+
+    Args:
+        question: Its field `differentiable` has the numbers of these inputs.
+        inputs: The tensors that the function was given.
+        outputs: The tensors that it returned, by name.
+        cotangents: The gradients of outputs to start from, by name.
     """
     varied = [inputs[i] for i in question.differentiable]
     with_gradient = [name for name in cotangents if outputs[name].requires_grad]
@@ -401,10 +431,16 @@ class _AgreedOutputs(NamedTuple):
 
 
 def _agreed_outputs(returned: Any, question: Question, rank: int) -> _AgreedOutputs:
-    """Name the function's outputs, and agree with all ranks whether they are as expected.
+    """Name the function's outputs, and find with all ranks whether they are as expected.
 
-    returned: what the function returned on this rank. Returns the outputs by name, the first error
-    on any rank or None, and whether the cotangents that were given fit all outputs on all ranks.
+    Args:
+        returned: What the function returned on this rank.
+        question: Says which outputs there should be, and their cotangents.
+        rank: This rank.
+
+    Returns:
+        This rank's outputs by name; the first error on any rank, or None; and whether cotangents
+        have the shapes of their outputs on all ranks. The last two are the same on all ranks.
     """
     outputs: dict[str, Tensor] = {}
     error: StructureError | None = None
