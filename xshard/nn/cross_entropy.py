@@ -1,43 +1,63 @@
-"""Cross entropy of logits with sharded classes: the axes to reduce over, and who holds which class."""
+"""Cross entropy of logits with sharded classes: who holds which class, and sums over devices."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from xshard.errors import ShapeError, XshardError
+from xshard.errors import DtypeError, ShapeError, XshardError
 from xshard.layout import Sharding
 from xshard.layout.runs import row_numbers
+from xshard.ops import move, tag
 
 REDUCTIONS = ("mean", "sum", "none")
 Axes = tuple[str, ...]
+
+
+class LossOptions(NamedTuple):
+    """The options of `cross_entropy`, which both bridges get by position, in this order."""
+
+    reduction: str
+    ignore_index: int
+    label_smoothing: float
+    shape: Sequence[int | None] | None
+    class_name: str
+    profile: Any  # of the machine to plan for
 
 
 class ClassDim(NamedTuple):
     """The dim of classes of some logits, the axes that shard it, and those that shard the tokens."""
 
     dim: int
+    length: int  # the classes of all devices
     axes: Axes
     token_axes: Axes
 
 
+def dtype_error(logits: object, labels: object, text: str) -> DtypeError:
+    """Return the error of logits that are no floats, or of labels that are no whole numbers."""
+    what = f"logits {logits}, labels {labels}"
+    return DtypeError(what, text=text, hint="labels are numbers of classes")
+
+
 def class_dim(
-    sharding: Sharding, name: str, block: Sequence[int], labels: Sequence[int], reduction: str
+    sharding: Sharding, options: LossOptions, block: Sequence[int], labels: Sequence[int]
 ) -> ClassDim:
     """Find the dim of classes in sharded logits, and the mesh axes that shard classes and tokens.
 
     Logits `b/dp s v/tp` with the name "v": dim 2, axes (tp,), token axes (dp,).
 
-    name: of the dim of classes. block, labels: the shapes of this device's logits, [b, s, v], and
-    labels, [b, s]. Raises XshardError for an unknown reduction, and ShapeError unless each token
-    has one label.
+    block, labels: the shapes of this device's logits, [b, s, v], and labels, [b, s]. Raises
+    XshardError for an unknown reduction, and ShapeError unless each token has one label.
     """
-    if reduction not in REDUCTIONS:
+    if options.reduction not in REDUCTIONS:
         hint = f"one of {', '.join(REDUCTIONS)}"
-        raise XshardError(f"unknown reduction={reduction!r}", hint=hint)
+        raise XshardError(f"unknown reduction={options.reduction!r}", hint=hint)
+    name = options.class_name
     layout = sharding.layout
     d = layout.dim_index(name)
     tokens = tuple(block[:d]) + tuple(block[d + 1 :])
@@ -49,7 +69,64 @@ def class_dim(
     token_axes: Axes = ()
     for dim in token_dims:
         token_axes += dim.axes
-    return ClassDim(d, class_axes, token_axes)
+    return ClassDim(d, sharding.shape[d], class_axes, token_axes)
+
+
+@dataclass(frozen=True, eq=False)
+class ShardedLoss:
+    """The sums over devices of a cross entropy, in the arrays of torch or JAX.
+
+    xp: the array functions, `torch` or `jax.numpy`. redistribute: takes a block and an expression.
+    """
+
+    xp: Any
+    redistribute: Callable[[Any, str], Any]
+    options: LossOptions
+    classes: ClassDim
+
+    def _all_reduced(self, x: Any, op: str, axes: Axes) -> Any:
+        """Reduce a block over mesh axes, by "sum" or "max"; the result is on all devices."""
+        if not axes:
+            return x
+        return self.redistribute(x, move(x.shape, tag(op, axes), ""))
+
+    def of_tokens(self, logits: Any, exponents: Any, local_top: Any, label_logits: Any) -> Any:
+        """Compute each token's loss with two all-reduces over the devices that share classes.
+
+        The first finds a maximum for stability. The second adds the sums of exponentials and the
+        logits of the labels: loss = log(sum(exp(logits))) - logits[label]. Smoothing replaces a part
+        of the label's logit by the mean logit.
+
+        logits: [*tokens, this block's classes], 0 in padding. exponents: the same, -inf in padding.
+        local_top: [*tokens], what this device subtracts so that exponentials do not overflow. It
+        cancels in the loss, so that it needs no gradient. label_logits: [*tokens], the label's
+        logit, 0 if another device has it. Returns [*tokens], equal on these devices.
+        """
+        xp = self.xp
+        smoothing = self.options.label_smoothing
+        axes = self.classes.axes
+        top = self._all_reduced(local_top, "max", axes)
+        local_sums = [xp.exp(exponents - top[..., None]).sum(-1), label_logits]
+        if smoothing:
+            local_sums.append(logits.sum(-1))
+        # One message for all sums: [2 or 3, *tokens].
+        sums = self._all_reduced(xp.stack(local_sums), "sum", axes)
+        losses = top + xp.log(sums[0])
+        losses = losses - (1 - smoothing) * sums[1]
+        if smoothing:
+            losses = losses - smoothing / self.classes.length * sums[2]
+        return losses
+
+    def of_batch(self, losses: Any, count: Any) -> Any:
+        """Return the mean, or the sum, of the tokens' losses on all devices.
+
+        losses: [*tokens], 0 for tokens that do not count. count: how many count on this device.
+        """
+        # The count travels with the sum: one message instead of two. A sum does not need it, which
+        # costs nothing.
+        sum_and_count = self.xp.stack([losses.sum(), count])
+        total, count = self._all_reduced(sum_and_count, "sum", self.classes.token_axes)
+        return total / count if self.options.reduction == "mean" else total
 
 
 def rows_of_classes(sharding: Sharding, dim: int, device: int) -> NDArray[np.int64]:
