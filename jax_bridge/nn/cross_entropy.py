@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -56,7 +55,8 @@ def _cross_entropy(
 
     losses = _token_losses(logits, labels, sharding, loss)
     is_no_class = (labels < 0) | (labels >= classes.length)
-    is_token = valid_elements(_without_dim(sharding, classes.dim))
+    token_dims = [name for name in sharding.layout.names if name != options.class_name]
+    is_token = valid_elements(sharding.in_order(token_dims))
     is_counted = is_token & (labels != options.ignore_index)
     # A label that is no class gives NaN, since a compiled program cannot raise.
     losses = jnp.where(is_no_class, jnp.nan, losses)
@@ -64,15 +64,6 @@ def _cross_entropy(
     if options.reduction == "none":
         return losses
     return loss.of_batch(losses, count=is_counted.sum().astype(losses.dtype))
-
-
-def _without_dim(sharding: Sharding, dim: int) -> Sharding:
-    """Return the sharding of an array that lacks one dim: [b, v] -> [b]."""
-    dims = sharding.layout.dims
-    shape = sharding.shape
-    other_dims = dims[:dim] + dims[dim + 1 :]
-    layout = replace(sharding.layout, dims=other_dims)
-    return Sharding(layout, sharding.mesh, shape[:dim] + shape[dim + 1 :])
 
 
 def _token_losses(
