@@ -20,10 +20,10 @@ from jax_bridge.calls import as_array, redistribute
 from jax_bridge.lower.row_tables import valid_elements, with_zero_padding
 from jax_bridge.mesh.context import AnyMesh, block_sharding, mesh_and_machine
 from jax_bridge.ops import positions
-from xshard import Layout, Sharding
+from xshard import Layout
 from xshard.contractions.attention import Verb
 from xshard.errors import api_boundary
-from xshard.nn.cross_entropy import LossOptions, ShardedLoss, class_dim, dtype_error
+from xshard.nn.cross_entropy import LossOptions, ShardedLoss, dtype_error
 
 
 def _cross_entropy(
@@ -49,14 +49,14 @@ def _cross_entropy(
     layout_of_logits = layout.resolved(logits.ndim)
     context = mesh_and_machine(mesh, (layout_of_logits,), text, options.profile)
     sharding = block_sharding(logits, layout_of_logits, context.mesh, options.shape)
-    classes = class_dim(sharding, options, logits.shape, labels.shape)
     move = partial(redistribute, mesh=context.mesh, profile=context.machine)
-    loss = ShardedLoss(jnp, move, options, classes)
+    loss = ShardedLoss(jnp, move, options, sharding)
+    loss.check(logits.shape, labels.shape)
 
-    losses = _token_losses(logits, labels, sharding, loss)
-    is_no_class = (labels < 0) | (labels >= classes.length)
-    token_dims = [name for name in sharding.layout.names if name != options.class_name]
-    is_token = valid_elements(sharding.in_order(token_dims))
+    losses = _token_losses(logits, labels, loss)
+    is_no_class = (labels < 0) | (labels >= loss.n_classes)
+    token_names = [dim.name for dim in loss.token_dims]
+    is_token = valid_elements(sharding.in_order(token_names))
     is_counted = is_token & (labels != options.ignore_index)
     # A label that is no class gives NaN, since a compiled program cannot raise.
     losses = jnp.where(is_no_class, jnp.nan, losses)
@@ -66,21 +66,19 @@ def _cross_entropy(
     return loss.of_batch(losses, count=is_counted.sum().astype(losses.dtype))
 
 
-def _token_losses(
-    logits: jax.Array, labels: jax.Array, sharding: Sharding, loss: ShardedLoss
-) -> jax.Array:
+def _token_losses(logits: jax.Array, labels: jax.Array, loss: ShardedLoss) -> jax.Array:
     """Compute the loss of each token, while each device has the logits of some classes only.
 
     Args:
         logits: This device's block.
         labels: The class of each of its tokens: [*tokens].
-        sharding: The sharding of the logits.
         loss: Reduces over the devices.
 
     Returns:
         [*tokens], equal on all devices that share classes.
     """
-    dim = loss.classes.dim
+    sharding = loss.sharding
+    dim = loss.dim
     class_numbers = positions(sharding.layout, sharding.mesh, shape=sharding.shape, dim=dim)
     x = jnp.moveaxis(with_zero_padding(logits, sharding), dim, -1)  # [*tokens, classes]
     x = x.astype(jnp.promote_types(x.dtype, jnp.float32))

@@ -23,17 +23,11 @@ from torch import Tensor
 from torch_bridge.autodiff.blocks import as_tensor
 from torch_bridge.calls.move import between_graphs
 from torch_bridge.mesh.process_mesh import MeshLike
-from torch_bridge.nn.placed import Placement, placed_as
+from torch_bridge.nn.placed import placed_as
 from torch_bridge.redistribution import redistribute
 from xshard import Layout, Sharding
 from xshard.contractions.attention import Verb
-from xshard.nn.cross_entropy import (
-    LossOptions,
-    ShardedLoss,
-    class_dim,
-    dtype_error,
-    rows_of_classes,
-)
+from xshard.nn.cross_entropy import LossOptions, ShardedLoss, dtype_error, rows_of_classes
 
 
 @between_graphs
@@ -52,16 +46,19 @@ def _cross_entropy(
     if labels.is_floating_point() or not logits.is_floating_point():
         raise dtype_error(logits.dtype, labels.dtype, str(layout))
     placement = placed_as(logits, layout, mesh, options.shape)
-    classes = class_dim(placement.sharding, options, logits.shape, labels.shape)
-    move = partial(redistribute, mesh=placement.processes, profile=options.profile)
-    loss = ShardedLoss(torch, move, options, classes)
+    processes = placement.processes
+    move = partial(redistribute, mesh=processes, profile=options.profile)
+    loss = ShardedLoss(torch, move, options, placement.sharding)
+    loss.check(logits.shape, labels.shape)
     # An ignored label, such as -100, is no class: class 0 is looked up in its place, and the loss is
     # set to 0.
     is_ignored = labels == options.ignore_index
-    row_of_label = _local_rows(labels.masked_fill(is_ignored, 0), placement, classes.dim)
+    classes = labels.masked_fill(is_ignored, 0).long()
+    rows = _rows_of_classes(placement.sharding, loss.dim, processes.device, labels.device)
+    row_of_label = F.embedding(classes, rows[:, None]).squeeze(-1)
     # Sums of many exponentials: in float32 or wider.
     dtype = torch.promote_types(logits.dtype, torch.float32)
-    logits = logits.movedim(classes.dim, -1).to(dtype)
+    logits = logits.movedim(loss.dim, -1).to(dtype)
     losses = loss.of_tokens(
         logits,
         exponents=logits,  # blocks have no padding
@@ -72,13 +69,6 @@ def _cross_entropy(
     if options.reduction == "none":
         return losses
     return loss.of_batch(losses, count=(~is_ignored).sum().to(losses))
-
-
-def _local_rows(labels: Tensor, placement: Placement, dim: int) -> Tensor:
-    """Return the row of each label's class in this process's block, along the dim of classes."""
-    device = placement.processes.device
-    rows = _rows_of_classes(placement.sharding, dim, device, labels.device)
-    return F.embedding(labels.long(), rows[:, None]).squeeze(-1)
 
 
 def _chosen(logits: Tensor, row_of_label: Tensor) -> Tensor:

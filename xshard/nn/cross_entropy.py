@@ -1,4 +1,4 @@
-"""Cross entropy of logits with sharded classes: who holds which class, and sums over devices."""
+"""Cross entropy of logits with sharded classes: its options, sums, and who holds which class."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from xshard.errors import DtypeError, ShapeError, XshardError
 from xshard.layout import Sharding
 from xshard.layout.runs import row_numbers
+from xshard.notation.parser import Dim
 from xshard.ops import move, tag
 
 REDUCTIONS = ("mean", "sum", "none")
@@ -29,47 +30,10 @@ class LossOptions(NamedTuple):
     profile: Any  # of the machine to plan for
 
 
-class ClassDim(NamedTuple):
-    """The dim of classes of some logits, the axes that shard it, and those that shard the tokens."""
-
-    dim: int
-    length: int  # the classes of all devices
-    axes: Axes
-    token_axes: Axes
-
-
 def dtype_error(logits: object, labels: object, text: str) -> DtypeError:
     """Return the error of logits that are no floats, or of labels that are no whole numbers."""
     what = f"logits {logits}, labels {labels}"
     return DtypeError(what, text=text, hint="labels are numbers of classes")
-
-
-def class_dim(
-    sharding: Sharding, options: LossOptions, block: Sequence[int], labels: Sequence[int]
-) -> ClassDim:
-    """Find the dim of classes in sharded logits, and the mesh axes that shard classes and tokens.
-
-    Logits `b/dp s v/tp` with the name "v": dim 2, axes (tp,), token axes (dp,).
-
-    block, labels: the shapes of this device's logits, [b, s, v], and labels, [b, s]. Raises
-    XshardError for an unknown reduction, and ShapeError unless each token has one label.
-    """
-    if options.reduction not in REDUCTIONS:
-        hint = f"one of {', '.join(REDUCTIONS)}"
-        raise XshardError(f"unknown reduction={options.reduction!r}", hint=hint)
-    name = options.class_name
-    layout = sharding.layout
-    d = layout.dim_index(name)
-    tokens = tuple(block[:d]) + tuple(block[d + 1 :])
-    if tuple(labels) != tokens:
-        what = f"labels of shape {tuple(labels)}, logits of shape {tuple(block)}"
-        raise ShapeError(what, text=str(layout), hint=f"labels are {tokens}, all dims but {name!r}")
-    token_dims = list(layout.dims)
-    class_axes = token_dims.pop(d).axes
-    token_axes: Axes = ()
-    for dim in token_dims:
-        token_axes += dim.axes
-    return ClassDim(d, sharding.shape[d], class_axes, token_axes)
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,12 +41,45 @@ class ShardedLoss:
     """The sums over devices of a cross entropy, in the arrays of torch or JAX.
 
     xp: the array functions, `torch` or `jax.numpy`. redistribute: takes a block and an expression.
+    sharding: of the logits, such as `b/dp s v/tp`.
     """
 
     xp: Any
     redistribute: Callable[[Any, str], Any]
     options: LossOptions
-    classes: ClassDim
+    sharding: Sharding
+
+    @property
+    def dim(self) -> int:
+        """The dim of the classes."""
+        return self.sharding.layout.dim_index(self.options.class_name)
+
+    @property
+    def n_classes(self) -> int:
+        """The classes of all devices."""
+        return self.sharding.shape[self.dim]
+
+    @property
+    def token_dims(self) -> list[Dim]:
+        """The other dims, which labels have."""
+        dims = list(self.sharding.layout.dims)
+        del dims[self.dim]
+        return dims
+
+    def check(self, block: Sequence[int], labels: Sequence[int]) -> None:
+        """Raise XshardError for an unknown reduction, ShapeError unless each token has one label.
+
+        block, labels: the shapes of this device's logits, [b, s, v], and labels, [b, s].
+        """
+        if self.options.reduction not in REDUCTIONS:
+            hint = f"one of {', '.join(REDUCTIONS)}"
+            raise XshardError(f"unknown reduction={self.options.reduction!r}", hint=hint)
+        d = self.dim
+        tokens = tuple(block[:d]) + tuple(block[d + 1 :])
+        if tuple(labels) != tokens:
+            what = f"labels of shape {tuple(labels)}, logits of shape {tuple(block)}"
+            hint = f"labels are {tokens}, all dims but {self.options.class_name!r}"
+            raise ShapeError(what, text=str(self.sharding.layout), hint=hint)
 
     def _all_reduced(self, x: Any, op: str, axes: Axes) -> Any:
         """Reduce a block over mesh axes, by "sum" or "max"; the result is on all devices."""
@@ -104,7 +101,7 @@ class ShardedLoss:
         """
         xp = self.xp
         smoothing = self.options.label_smoothing
-        axes = self.classes.axes
+        axes = self.sharding.layout.dims[self.dim].axes
         top = self._all_reduced(local_top, "max", axes)
         local_sums = [xp.exp(exponents - top[..., None]).sum(-1), label_logits]
         if smoothing:
@@ -114,7 +111,7 @@ class ShardedLoss:
         losses = top + xp.log(sums[0])
         losses = losses - (1 - smoothing) * sums[1]
         if smoothing:
-            losses = losses - smoothing / self.classes.length * sums[2]
+            losses = losses - smoothing / self.n_classes * sums[2]
         return losses
 
     def of_batch(self, losses: Any, count: Any) -> Any:
@@ -125,7 +122,10 @@ class ShardedLoss:
         # The count travels with the sum: one message instead of two. A sum does not need it, which
         # costs nothing.
         sum_and_count = self.xp.stack([losses.sum(), count])
-        total, count = self._all_reduced(sum_and_count, "sum", self.classes.token_axes)
+        token_axes: Axes = ()
+        for dim in self.token_dims:
+            token_axes += dim.axes
+        total, count = self._all_reduced(sum_and_count, "sum", token_axes)
         return total / count if self.options.reduction == "mean" else total
 
 
