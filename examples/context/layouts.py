@@ -4,7 +4,7 @@ One mesh axis, `cp`, cuts the sequence. b: batch, s: sequence, h: heads, e: widt
 """
 
 from xshard import Mesh
-from xshard.nn.windows import Frame, interval_frame
+from xshard.nn.windows import Frame, ShardedDim, interval_frame
 from xshard.notation.parser import Dim, Shard
 
 MESH = Mesh(cp=4)
@@ -50,9 +50,8 @@ def heads(n_heads: int, n_kv_heads: int, n_devices: int) -> Frame:
     """
     group = n_heads // n_kv_heads
     cut = Dim("h", (Shard(("cp",), "balanced"),))
-    return interval_frame(
-        cut, n_kv_heads, (n_devices,), n_heads, lambda a, b: (a // group, (b - 1) // group + 1)
-    )
+    kv_heads = ShardedDim(cut, n_kv_heads, (n_devices,))
+    return interval_frame(kv_heads, n_heads, lambda a, b: (a // group, (b - 1) // group + 1))
 
 
 def to_heads(cut: str, dim: Dim) -> str:

@@ -14,9 +14,9 @@ from jax_bridge.mesh.axis_types import bound_sizes, is_vmapped
 from xshard import Layout, Mesh, Profile, ProfileLike, Sharding, load_profile
 from xshard.arguments import lengths_of
 from xshard.cost.machine import AUTO, machine_of, node_processes, resolve_profile
-from xshard.errors import MeshError, ShapeError, Span
+from xshard.errors import MeshError, Span
 from xshard.layout.layout import check_axes
-from xshard.layout.lengths import global_shape
+from xshard.layout.lengths import sharding_of_block
 from xshard.notation.parser import mark_errors, text_spans
 from xshard.plans.expression import check_block
 
@@ -102,13 +102,7 @@ def block_sharding(
     text = str(layout)
     # A length of None follows from the blocks, which are then equal.
     lengths = x.ndim * (None,) if shape is None else lengths_of(shape)
-    if len(lengths) != x.ndim:
-        raise ShapeError(f"shape {lengths} of a block with {x.ndim} dims", text=text)
-
-    resolved = layout.resolved(x.ndim)
-    known_lengths = dict(zip(resolved.names, lengths, strict=True))
-    whole_shape = global_shape(layout, mesh, x.shape, text, known_lengths)
-    sharding = Sharding(resolved, mesh, whole_shape)
+    sharding = sharding_of_block(layout, mesh, x.shape, lengths, text)
     check_block_shape(x.shape, sharding, text, inferred=shape is None)
     return sharding
 

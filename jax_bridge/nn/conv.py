@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 from numpy.typing import NDArray
 
-from jax_bridge.lower.row_tables import along_dim, row_of_this_device
+from jax_bridge.lower.row_tables import VOID, along_dim, padded_table, row_of_this_device
 from jax_bridge.nn.sharded import Sharded
 from jax_bridge.nn.window import Boundaries, WindowedDim, WindowRules, apply_windows
 from xshard.errors import ShapeError, api_boundary
@@ -351,12 +351,9 @@ def _local_divisors(y: Sharded, dim: int, counts: NDArray[np.int64]) -> jax.Arra
     Padding is divided by 1.
     """
     axes = y.layout.dims[dim].axes
-    n_devices = y.sharding.mesh.size(*axes)
-    max_rows = y.block.shape[dim]
-    table = np.ones((n_devices, max_rows), np.float32)
-    for device_row, runs in zip(table, y.sharding.owned_by_position(dim), strict=True):
-        rows = row_numbers(runs)
-        device_row[: len(rows)] = counts[rows]
+    rows_of_devices = list(map(row_numbers, y.sharding.owned_by_position(dim)))
+    rows = padded_table(rows_of_devices, y.block.shape[dim])
+    table = np.where(rows == VOID, 1, counts[rows]).astype(np.float32)
     # Whole numbers are divided as floats; short floats keep their dtype.
     dtype = jnp.promote_types(y.block.dtype, np.float16)
     divisors = row_of_this_device(table, axes).astype(dtype)

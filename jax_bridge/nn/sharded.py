@@ -13,12 +13,8 @@ from jax_bridge.lower.row_tables import with_zero_padding
 from jax_bridge.mesh.context import AnyMesh, block_sharding_in_context
 from xshard import Layout, Sharding
 from xshard.errors import PlanError, api_boundary
+from xshard.nn.windows import dims_without_overlaps
 from xshard.notation.parser import Dim
-
-
-def dims_without_overlaps(layout: Layout) -> list[Dim]:
-    """Return the dims of a layout with every row at its owner only: "h/sp:halo(1,1)" -> "h/sp"."""
-    return [replace(dim, overlap=None) for dim in layout.dims]
 
 
 @jax.tree_util.register_dataclass

@@ -25,9 +25,19 @@ from jax_bridge.lower.row_tables import (
     pick_rows,
     row_of_this_device,
 )
-from jax_bridge.nn.sharded import Sharded, dims_without_overlaps
+from jax_bridge.nn.sharded import Sharded
 from xshard.errors import PlanError, ShapeError, api_boundary
-from xshard.nn.windows import Frame, OutputRun, Taps, resampled_frame, taps, window_frame
+from xshard.nn.windows import (
+    Frame,
+    OutputRun,
+    Taps,
+    along,
+    framed_arrays,
+    resampled_frame,
+    taps,
+    taps_of_part,
+    window_frame,
+)
 from xshard.notation.overlap import OUTPUT_RULES, Boundary, Window
 from xshard.notation.overlap_parser import parse_boundaries
 
@@ -97,42 +107,19 @@ def apply_windows(
     """
     windowed_dims = _plan_windows(x, windows, rules, base)
     frames = {dim: windowed.frame for dim, windowed in windowed_dims.items()}
-    axes = [dim.axes for dim in x.layout.dims]
+    arrays = framed_arrays(x.sharding, frames, features)
+    dims = x.layout.dims
     # The only communication: every device gets the rows that its outputs read.
-    block = _fetched_block(x, frames)
+    block = x.to(arrays.source).block
     for dim, windowed in windowed_dims.items():
         if windowed.rows is not None:
-            block = pick_rows(block, dim, windowed.rows, axes[dim])
+            block = pick_rows(block, dim, windowed.rows, dims[dim].axes)
     y = op(block, windowed_dims)
     for dim, windowed in windowed_dims.items():
         if windowed.outputs is not None:
-            y = pick_rows(y, order.index(dim), windowed.outputs, axes[dim])
-    return _result(x, y, frames, order, features)
-
-
-def _result(
-    x: Sharded,
-    block: jax.Array,
-    frames: Mapping[int, Frame],
-    order: Sequence[int],
-    features: Mapping[int, int],
-) -> Sharded:
-    """Wrap the block of a result, which is sharded as the frames of its dims say.
-
-    Args:
-        x: The array that it was computed from.
-        block: The block.
-        frames: The frames, by dim of `x`; other dims stay as they are.
-        order: For every dim of the result its dim in `x`.
-        features: The new lengths of dims without a frame, by dim of `x`.
-    """
-    dims = dims_without_overlaps(x.layout)
-    lengths = {**dict(enumerate(x.sharding.shape)), **features}
-    for dim, frame in frames.items():
-        dims[dim] = frame.result
-        lengths[dim] = frame.length
-    new_shape = [lengths[dim] for dim in order]
-    return x.with_block(block, [dims[dim] for dim in order], new_shape)
+            y = pick_rows(y, order.index(dim), windowed.outputs, dims[dim].axes)
+    names = [x.layout.names[dim] for dim in order]
+    return Sharded(y, arrays.result.in_order(names)).owned()
 
 
 def _plan_windows(
@@ -156,17 +143,6 @@ def _plan_windows(
         ends = ends_by_name[names[dim]]
         windowed_dims[dim] = _windowed_dim(x, dim, window, ends, rules, base[dim])
     return windowed_dims
-
-
-def _fetched_block(x: Sharded, frames: Mapping[int, Frame]) -> jax.Array:
-    """Fetch the rows that this device's outputs read, along every dim that has a frame.
-
-    The frame's source is the dim with an overlap (a halo): a move to that layout brings the rows.
-    """
-    dims = dims_without_overlaps(x.layout)
-    for dim, frame in frames.items():
-        dims[dim] = frame.source
-    return x.to(replace(x.layout, dims=tuple(dims))).block
 
 
 def _filled(fill: float) -> BoundaryPair:
@@ -219,21 +195,22 @@ def _windowed_dim(
         rules: How outputs are sharded, and the fill that the operation itself assumes.
         dilation: The dilation of its rows.
     """
-    dim = dims_without_overlaps(x.layout)[d]
+    rows = along(x.sharding, d)
     if not any(window.padding):
         # Nothing beyond the ends is read, so any rule will do: constants need no communication.
         ends = _filled(rules.fill)
     is_filled = ends.before.fill == ends.after.fill == rules.fill
     if not is_filled and (dilation > 1 or min(window.padding) < 0):
-        what = f"boundary {ends.before} of {dim.name!r} with dilated inputs or negative padding"
+        what = (
+            f"boundary {ends.before} of {rows.dim.name!r} with dilated inputs or negative padding"
+        )
         raise PlanError(what, hint="only the fill is possible there: halo_exchange first")
 
     window = replace(window, before=ends.before, after=ends.after, out=rules.outputs)
-    sizes = x.sharding.mesh.sizes_of(dim.axes)
-    frame = window_frame(dim, x.sharding.shape[d], sizes, window, dilation)
-    if is_filled and not dim.axes:
+    frame = window_frame(rows, window, dilation)
+    if is_filled and not rows.dim.axes:
         # The dim is not sharded: the operation pads it itself, as it would without devices.
-        unpadded = replace(frame, source=dim)
+        unpadded = replace(frame, source=rows.dim)
         return WindowedDim(unpadded, None, window.s, window.padding, None)
     if max(map(len, frame.runs)) > 1:
         return _over_several_runs(frame, window.s)
@@ -279,9 +256,8 @@ def _over_one_run(frame: Frame, window: Window, dilation: int) -> WindowedDim:
 
         first tap         first row of the block
         |---- lead ----|------ block_span ------|-- padding after --|
-        |------------ last_output ------------|---- window_span ----|
+        |------------ last_output ------------|---- window.span ----|
     """
-    window_span = window.d * (window.k - 1) + 1  # positions from its first tap to its last
     all_runs = list(itertools.chain.from_iterable(frame.runs))
     if not all_runs:  # no device has an output
         return WindowedDim(frame, None, window.s, (0, 0), None)
@@ -301,7 +277,7 @@ def _over_one_run(frame: Frame, window: Window, dilation: int) -> WindowedDim:
         stride = 1
         outputs = padded_table(_outputs_at_stride_1(frame, window, dilation, longest_lead))
         last_output = int(outputs.max())
-    padding_after = last_output + window_span - block_span - longest_lead
+    padding_after = last_output + window.span - block_span - longest_lead
     return WindowedDim(frame, None, stride, (longest_lead, padding_after), outputs)
 
 
@@ -429,18 +405,17 @@ def _resampled(x: Sharded, taps_by_dim: Mapping[int, Taps]) -> Sharded:
         x: The array.
         taps_by_dim: For each dim that changes, the inputs of every output and their weights.
     """
-    dims = dims_without_overlaps(x.layout)
     frames = {}
     for d, dim_taps in taps_by_dim.items():
-        sizes = x.sharding.mesh.sizes_of(dims[d].axes)
-        frames[d] = resampled_frame(dims[d], x.sharding.shape[d], sizes, dim_taps)
+        frames[d] = resampled_frame(along(x.sharding, d), dim_taps)
+    arrays = framed_arrays(x.sharding, frames, lengths={})
 
     # Interpolation along one dim does not depend on the others: the rows of all dims are fetched
     # at once, and then each dim is interpolated in turn.
-    block = _fetched_block(x, frames)
+    block = x.to(arrays.source).block
     for d, frame in frames.items():
-        block = _interpolate_dim(block, d, frame, taps_by_dim[d], dims[d].axes)
-    return _result(x, block, frames, range(block.ndim), {})
+        block = _interpolate_dim(block, d, frame, taps_by_dim[d], x.layout.dims[d].axes)
+    return Sharded(block, arrays.result).owned()
 
 
 def _interpolate_dim(
@@ -472,18 +447,15 @@ def _local_taps(frame: Frame, dim_taps: Taps) -> Taps:
 
     Both are [devices, outputs, taps].
 
-    An output that reads the global rows 9 and 10 reads 1 and 2 of a block that begins at row 8.
     Devices with fewer outputs than others have VOID (-1), a row of zeros, and weight 0 at the end.
     """
-    all_runs = itertools.chain.from_iterable(frame.runs)
-    most_outputs = max(run.outputs for run in all_runs)
-    n_taps = dim_taps.inputs.shape[1]
-    shape = (len(frame.runs), most_outputs, n_taps)
+    parts = [taps_of_part(dim_taps, runs) for runs in frame.runs]
+    most_outputs = max(len(part.inputs) for part in parts)
+    shape = (len(parts), most_outputs, dim_taps.inputs.shape[1])
     inputs = np.full(shape, VOID, np.int64)
     weights = np.zeros(shape, dim_taps.weights.dtype)
-    for device, runs in enumerate(frame.runs):
-        for run in runs:
-            outputs = slice(run.start, run.start + run.outputs)  # of the global array
-            inputs[device, : run.outputs] = dim_taps.inputs[outputs] - run.first
-            weights[device, : run.outputs] = dim_taps.weights[outputs]
+    for device, part in enumerate(parts):
+        n_outputs = len(part.inputs)
+        inputs[device, :n_outputs] = part.inputs
+        weights[device, :n_outputs] = part.weights
     return Taps(inputs, weights)

@@ -6,7 +6,15 @@ import numpy as np
 import pytest
 
 import xshard as xs
-from xshard.nn.windows import pool_window, resampled_frame, taps, transposed_frame, window_frame
+from xshard.nn.windows import (
+    ShardedDim,
+    TransposedWindow,
+    pool_window,
+    resampled_frame,
+    taps,
+    transposed_frame,
+    window_frame,
+)
 from xshard.notation.overlap import Boundary, Window
 from xshard.notation.parser import Dim, Shard
 
@@ -45,7 +53,8 @@ def test_an_unknown_mode_is_refused():
 @pytest.mark.parametrize("mode", ["nearest", "linear", "cubic"])
 def test_resampled_blocks_hold_every_tap(mode):
     found = taps(mode, 17, 24)
-    shape = resampled_frame(Dim("h", (Shard(("sp",), "balanced"),)), 17, (5,), found)
+    rows = ShardedDim(Dim("h", (Shard(("sp",), "balanced"),)), 17, (5,))
+    shape = resampled_frame(rows, found)
     for ((first, rows, start, n),) in shape.runs:
         inputs = found.inputs[start : start + n]
         assert (inputs.min(), inputs.max() + 1) == (first, first + rows)
@@ -85,7 +94,8 @@ def check_rows(frame, length, needs, outputs, fill=None):
 @pytest.mark.parametrize(("length", "shard"), SHARDS)
 def test_a_transposed_convolution_reads_what_its_outputs_need(k, s, d, p, extra, length, shard):
     n = len(shard.numbers) or 4
-    frame = transposed_frame(Dim("h", (shard,)), length, (n,), k=k, s=s, d=d, p=p, extra=extra)
+    rows = ShardedDim(Dim("h", (shard,)), length, (n,))
+    frame = transposed_frame(rows, TransposedWindow(k, s, d, p, extra))
 
     def needs(o):
         return [i for i in range(length) for j in range(k) if i * s - p + d * j == o]
@@ -112,7 +122,8 @@ def test_a_transposed_convolution_reads_what_its_outputs_need(k, s, d, p, extra,
 def test_a_window_over_dilated_rows_reads_what_it_covers(k, s, d, base, p, length, shard, out):
     fill = Boundary("constant", 77.0)
     window = Window(k, s, d, p, out, fill, fill)
-    frame = window_frame(Dim("h", (shard,)), length, (len(shard.numbers) or 4,), window, base)
+    rows = ShardedDim(Dim("h", (shard,)), length, (len(shard.numbers) or 4,))
+    frame = window_frame(rows, window, base)
 
     def needs(o):
         first, last = (o * s - p[0] + d * j for j in (0, k - 1))
@@ -124,11 +135,11 @@ def test_a_window_over_dilated_rows_reads_what_it_covers(k, s, d, base, p, lengt
 
 
 def test_parts_that_are_no_intervals_are_refused():
-    dim = Dim("h", (Shard(("sp",), "zigzag"),))
+    rows = ShardedDim(Dim("h", (Shard(("sp",), "zigzag"),)), 8, (2,))
     with pytest.raises(xs.errors.ShapeError, match="are not intervals"):
-        transposed_frame(dim, 8, (2,), k=3)
+        transposed_frame(rows, TransposedWindow(3))
     with pytest.raises(xs.errors.ShapeError, match="are not intervals"):
-        window_frame(dim, 8, (2,), Window(3, p=(1, 1)), 2)
+        window_frame(rows, Window(3, p=(1, 1)), 2)
 
 
 @pytest.mark.parametrize("ceil", [False, True])

@@ -30,7 +30,15 @@ from torch_bridge.nn.window import (
 )
 from torch_bridge.redistribution import redistribute
 from xshard.errors import ShapeError, XshardError
-from xshard.nn.windows import Frame, OutputRun, pool_counts, pool_window, transposed_frame
+from xshard.nn.windows import (
+    Frame,
+    OutputRun,
+    TransposedWindow,
+    along,
+    pool_counts,
+    pool_window,
+    transposed_frame,
+)
 from xshard.notation.overlap import Boundary, Window
 from xshard.notation.parser import Dim
 
@@ -155,16 +163,6 @@ def check_channels(placement: Placement, dim: int, channels: int) -> None:
         raise placement.shape_error(f"{placement.shape[dim]} channels, the layer has {channels}")
 
 
-class TransposedWindow(NamedTuple):
-    """One spatial dim of a transposed convolution, by torch's names."""
-
-    kernel: int
-    stride: int
-    dilation: int
-    padding: int
-    output_padding: int
-
-
 def conv_transpose(
     layer: Any, x: Tensor, placement: Placement, output_size: Ints | None = None
 ) -> Outputs:
@@ -204,23 +202,16 @@ def _transposed_windows(
     output_size: torch's argument: the spatial lengths of the global result, or None. It replaces
     the layer's output padding, as a stride of 2 makes 8 or 9 outputs from equally many inputs.
     """
-    output_padding = layer.output_padding
-    if output_size is not None:
-        output_padding = _output_padding(layer, placement, output_size)
-    options = (layer.kernel_size, layer.stride, layer.dilation, layer.padding, output_padding)
-    return tuple(map(TransposedWindow, *options))
-
-
-def _output_padding(layer: Any, placement: Placement, output_size: Ints) -> list[int]:
-    """Return what is missing in the outputs of a layer at the spatial lengths that are asked for."""
-    rank = len(layer.kernel_size)
+    options = (layer.kernel_size, layer.stride, layer.dilation, layer.padding)
+    if output_size is None:
+        return tuple(map(TransposedWindow, *options, layer.output_padding))
+    windows = list(map(TransposedWindow, *options))
+    rank = len(windows)
     lengths = zip(placement.shape[-rank:], output_size[-rank:], strict=True)
-    output_padding = []
-    for i, (rows, length) in enumerate(lengths):
-        span = layer.dilation[i] * (layer.kernel_size[i] - 1) + 1
-        outputs_of_rows = (rows - 1) * layer.stride[i] + span
-        output_padding.append(length - outputs_of_rows + 2 * layer.padding[i])
-    return output_padding
+    for i, (length, outputs) in enumerate(lengths):
+        missing = outputs - windows[i].output_length(length)
+        windows[i] = windows[i]._replace(output_padding=missing)
+    return tuple(windows)
 
 
 def _crop(runs: Runs, windows: Sequence[TransposedWindow], lengths: Sequence[int]) -> list[int]:
@@ -248,9 +239,9 @@ def _transposed_geometry(
     """Return which rows reach this process's outputs. Raises ShapeError."""
     first = placement.ndim - len(windows)
     check_channels(placement, first - 1, weight_shape[0])
-    frames = []
+    frames = {}
     for d, window in enumerate(windows, first):
-        frames.append(_transposed_frame(placement, d, window))
+        frames[d] = _transposed_frame(placement, d, window)
     return geometry_of(placement, frames, weight_shape[1] * groups)
 
 
@@ -267,13 +258,12 @@ def _transposed_frame(placement: Placement, d: int, window: TransposedWindow) ->
             f"output_padding {extra} with stride {window.stride} and dilation {window.dilation}"
         )
         raise ShapeError(message, hint="output_padding must be smaller than stride or dilation")
-    dim, length, sizes = placement.along(d)
-    kernel, stride, dilation, padding, _ = window
-    frame = transposed_frame(
-        dim, length, sizes, k=kernel, s=stride, d=dilation, p=padding, extra=extra
-    )
+    rows = along(placement.sharding, d)
+    frame = transposed_frame(rows, window)
     if frame.length < 1:
-        message = f"no output: {length} rows of dim {dim.name!r}, padding {padding}"
+        message = (
+            f"no output: {rows.length} rows of dim {rows.dim.name!r}, padding {window.padding}"
+        )
         raise placement.shape_error(message)
     return frame
 
@@ -394,8 +384,7 @@ def _pooling(placement: Placement, windows: PoolWindows, is_ceil: bool) -> Pooli
     local_padding = []
     for d, window in enumerate(windows, placement.ndim - len(windows)):
         padding = window.padding[0]
-        span = window.d * (window.k - 1) + 1
-        if not 0 <= padding <= span // 2:
+        if not 0 <= padding <= window.span // 2:
             message = f"padding {padding} of a pool with kernel {window.k}"
             raise ShapeError(message, hint="at most half the kernel")
         # `ceil_mode` may add a last window, which begins in the array and reads beyond it.

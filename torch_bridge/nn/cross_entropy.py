@@ -13,9 +13,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -23,29 +22,12 @@ from torch import Tensor
 
 from torch_bridge.autodiff.blocks import as_tensor
 from torch_bridge.calls.move import between_graphs
-from torch_bridge.mesh.process_mesh import MeshLike, ProcessMesh
-from torch_bridge.nn.placed import Lengths, Placement, placed_as
+from torch_bridge.mesh.process_mesh import MeshLike
+from torch_bridge.nn.placed import placed_as
 from torch_bridge.redistribution import redistribute
-from xshard import Layout, ProfileLike, Sharding
+from xshard import Layout, Sharding
 from xshard.contractions.attention import Verb
-from xshard.errors import DtypeError
-from xshard.nn.cross_entropy import class_dim, rows_of_classes
-from xshard.ops import move, tag
-
-Axes = tuple[str, ...]
-# A tensor, "sum" or "max" -> its sum or maximum over devices that have different classes.
-Reduce = Callable[[Tensor, str], Tensor]
-
-
-class LossOptions(NamedTuple):
-    """The options of `Verb.cross_entropy`, in its order."""
-
-    reduction: str
-    ignore_index: int
-    label_smoothing: float
-    shape: Lengths
-    classes: str
-    profile: ProfileLike
+from xshard.nn.cross_entropy import LossOptions, ShardedLoss, dtype_error, rows_of_classes
 
 
 @between_graphs
@@ -62,79 +44,31 @@ def _cross_entropy(
     logits = as_tensor(logits, "logits")
     labels = as_tensor(labels, "labels")
     if labels.is_floating_point() or not logits.is_floating_point():
-        message = f"logits {logits.dtype}, labels {labels.dtype}"
-        raise DtypeError(message, text=str(layout), hint="labels are numbers of classes")
+        raise dtype_error(logits.dtype, labels.dtype, str(layout))
     placement = placed_as(logits, layout, mesh, options.shape)
-    classes = class_dim(
-        placement.sharding, options.classes, logits.shape, labels.shape, options.reduction
-    )
-    reduce = partial(_reduced, processes=placement.processes, profile=options.profile)
+    processes = placement.processes
+    move = partial(redistribute, mesh=processes, profile=options.profile)
+    loss = ShardedLoss(torch, move, options, placement.sharding)
+    loss.check(logits.shape, labels.shape)
     # An ignored label, such as -100, is no class: class 0 is looked up in its place, and the loss is
     # set to 0.
     is_ignored = labels == options.ignore_index
-    row_of_label = _local_rows(labels.masked_fill(is_ignored, 0), placement, classes.dim)
-    losses = _losses(
-        logits.movedim(classes.dim, -1),
-        row_of_label,
-        placement.shape[classes.dim],
-        options.label_smoothing,
-        partial(reduce, axes=classes.axes),
+    classes = labels.masked_fill(is_ignored, 0).long()
+    rows = _rows_of_classes(placement.sharding, loss.dim, processes.device, labels.device)
+    row_of_label = F.embedding(classes, rows[:, None]).squeeze(-1)
+    # Sums of many exponentials: in float32 or wider.
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    logits = logits.movedim(loss.dim, -1).to(dtype)
+    losses = loss.of_tokens(
+        logits,
+        exponents=logits,  # blocks have no padding
+        local_top=logits.detach().logsumexp(-1),
+        label_logits=_chosen(logits, row_of_label),
     )
     losses = losses.masked_fill(is_ignored, 0)
     if options.reduction == "none":
         return losses
-    # The sum of losses and the number of tokens travel in one all-reduce. Reduction "sum" does not
-    # need the number, which costs it nothing.
-    count = (~is_ignored).sum().to(losses)
-    sums = torch.stack([losses.sum(), count])
-    total, count = reduce(sums, "sum", axes=classes.token_axes)
-    return total / count if options.reduction == "mean" else total
-
-
-def _local_rows(labels: Tensor, placement: Placement, dim: int) -> Tensor:
-    """Return the row of each label's class in this process's block, along the dim of classes."""
-    device = placement.processes.device
-    rows = _rows_of_classes(placement.sharding, dim, device, labels.device)
-    return F.embedding(labels.long(), rows[:, None]).squeeze(-1)
-
-
-def _reduced(
-    x: Tensor, operation: str, *, axes: Axes, processes: ProcessMesh, profile: ProfileLike
-) -> Tensor:
-    """Return the sum, or another reduction, of a tensor over mesh axes: on all devices."""
-    if not axes:
-        return x
-    expression = move(x.shape, tag(operation, axes), "")
-    return redistribute(x, expression, processes, profile=profile)
-
-
-def _losses(
-    logits: Tensor, row_of_label: Tensor, class_count: int, smoothing: float, reduce: Reduce
-) -> Tensor:
-    """Compute each token's cross entropy with two all-reduces over the devices that share classes.
-
-    The first finds a maximum for stability; the second adds the sums of exponentials and the
-    logits of the labels: loss = log(sum(exp(logits))) - logits[label].
-
-    logits: `[tokens, this block's classes]`. row_of_label: `[tokens]`, the label's position among
-    this block's classes, or their number if another process has it. class_count: of all devices
-    together.
-    """
-    # Sums of many exponentials: in float32 or wider.
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    # Subtracting the largest log-sum-exp of a block keeps exponentials from overflowing. It cancels
-    # in the loss, so that it needs no gradient.
-    top = reduce(logits.detach().logsumexp(-1), "max")
-    exponentials = (logits - top[..., None]).exp()
-    addends = [exponentials.sum(-1), _chosen(logits, row_of_label)]
-    if smoothing:
-        addends.append(logits.sum(-1))
-    sums = reduce(torch.stack(addends), "sum")
-    losses = top + sums[0].log()
-    losses = losses - (1 - smoothing) * sums[1]
-    if smoothing:
-        losses = losses - smoothing / class_count * sums[2]
-    return losses
+    return loss.of_batch(losses, count=(~is_ignored).sum().to(losses))
 
 
 def _chosen(logits: Tensor, row_of_label: Tensor) -> Tensor:

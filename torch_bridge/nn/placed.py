@@ -16,8 +16,7 @@ from torch_bridge.redistribution import redistribute
 from xshard import Layout, Sharding
 from xshard.errors import NotationError, ShapeError, api_boundary
 from xshard.layout.layout import check_axes
-from xshard.layout.lengths import global_shape
-from xshard.layout.partition import Sizes
+from xshard.layout.lengths import sharding_of_block
 from xshard.notation.parser import Dim
 from xshard.ops import tag
 
@@ -81,11 +80,6 @@ class Placement:
 
     def is_sharded(self, dim: int) -> bool:
         return bool(self.dims[dim].axes)
-
-    def along(self, dim: int) -> tuple[Dim, int, Sizes]:
-        """Return a dim, its length, and the sizes of the mesh axes that shard it."""
-        sharded = self.dims[dim]
-        return sharded, self.shape[dim], self.sharding.mesh.sizes_of(sharded.axes)
 
     def with_dims(self, dims: Sequence[Dim], shape: Sequence[int]) -> Placement:
         """Return the placement of another array on the same processes."""
@@ -267,20 +261,11 @@ def _placed_as(
     if layout.tags or any(dim.overlap for dim in layout.dims):
         message = "layers work on blocks of values that do not overlap"
         raise NotationError(message, text=text, hint="as in b c h/sp w")
-    known_lengths = {}
-    if shape is not None:
-        if len(shape) != len(local_shape):
-            raise ShapeError(f"shape {shape} of a block with {len(local_shape)} dims", text=text)
-        names = layout.resolved(len(local_shape)).names
-        known_lengths = dict(zip(names, shape, strict=True))
-    whole_shape = global_shape(layout, processes.mesh, local_shape, text, known_lengths)
-    sharding = Sharding(layout, mesh_of(processes.mesh), whole_shape)
+    sharding = sharding_of_block(layout, mesh_of(processes.mesh), local_shape, shape, text)
     placement = Placement(sharding, processes)
     # If blocks differ in size and no shape was given, some processes have inferred a wrong shape.
     if placement.local_shape != local_shape:
         message = f"the block has shape {local_shape}, not {placement.local_shape}"
-        hint = (
-            f"this process's part of a {whole_shape} array; pass shape= where blocks differ in size"
-        )
+        hint = f"this process's part of a {sharding.shape} array; pass shape= where blocks differ in size"
         raise placement.shape_error(message, hint)
     return placement

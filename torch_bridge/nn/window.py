@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -14,7 +14,17 @@ from torch import Tensor
 from torch_bridge.nn.placed import Outputs, Placement
 from xshard import Layout
 from xshard.errors import ShapeError, XshardError
-from xshard.nn.windows import Frame, OutputRun, Taps, resampled_frame, taps, window_frame
+from xshard.nn.windows import (
+    Frame,
+    OutputRun,
+    Taps,
+    along,
+    framed_arrays,
+    resampled_frame,
+    taps,
+    taps_of_part,
+    window_frame,
+)
 from xshard.notation.overlap import Window
 
 Ints = tuple[int, ...]
@@ -47,7 +57,7 @@ def per_dim(value: Any, rank: int) -> tuple[Any, ...]:
 
 
 def geometry_of(
-    placement: Placement, frames: Sequence[Frame], channels: int | None = None
+    placement: Placement, frames: Mapping[int, Frame], channels: int | None = None
 ) -> Geometry:
     """Combine the dims of a windowed op (convolution, pool, ...) into layouts of its whole arrays.
 
@@ -56,41 +66,34 @@ def geometry_of(
     Returns the layout with the needed rows (such as halos), the placement of the result, and this
     device's share of rows and outputs per dim.
     """
-    source_dims = list(placement.dims)
-    result_dims = list(placement.dims)
-    shape = list(placement.shape)
+    lengths = {}
+    if channels is not None:
+        lengths[min(frames) - 1] = channels
+    arrays = framed_arrays(placement.sharding, frames, lengths)
     runs = []
-    first = placement.ndim - len(frames)
-    for d, frame in enumerate(frames, first):
-        source_dims[d] = frame.source
-        result_dims[d] = frame.result
-        shape[d] = frame.length
+    for d, frame in frames.items():
         # This process's part of the dim: others may have the same one.
         part = placement.sharding.dim_device(d, placement.processes.device)
         runs.append(frame.runs[part])
-    if channels is not None:
-        shape[first - 1] = channels
-    source = replace(placement.layout, dims=tuple(source_dims))
-    result = placement.with_dims(result_dims, shape)
-    return Geometry(source, result, tuple(runs))
+    return Geometry(arrays.source, replace(placement, sharding=arrays.result), tuple(runs))
 
 
-def window_frames(placement: Placement, windows: Sequence[Window]) -> list[Frame]:
+def window_frames(placement: Placement, windows: Sequence[Window]) -> dict[int, Frame]:
     """Find the rows that each device needs for windows over the last dims, such as a convolution's.
 
     windows: kernel, stride and padding per dim. A kernel of 3 over 8 rows on 2 devices, padding 1:
-    each needs its 4 rows, a row of its neighbour and a row of padding. Returns one frame per dim,
+    each needs its 4 rows, a row of its neighbour and a row of padding. Returns one frame by dim,
     which has these rows, the outputs per device, and the global length of the result. Raises
     ShapeError if there would be no output.
     """
-    frames = []
+    frames = {}
     first = placement.ndim - len(windows)
     for d, window in enumerate(windows, first):
-        dim, length, sizes = placement.along(d)
-        frame = window_frame(dim, length, sizes, window)
+        rows = along(placement.sharding, d)
+        frame = window_frame(rows, window)
         # A dim that is not sharded stays as it is: the op itself pads it.
-        frames.append(frame if dim.axes else replace(frame, source=dim))
-    if any(frame.length < 1 for frame in frames):
+        frames[d] = frame if rows.dim.axes else replace(frame, source=rows.dim)
+    if any(frame.length < 1 for frame in frames.values()):
         kernel = tuple(window.k for window in windows)
         message = f"no output: kernel {kernel} over {placement.shape[first:]}"
         raise placement.shape_error(message, "a smaller kernel, or more padding")
@@ -265,12 +268,12 @@ def _resampling(
     with its tensors, which have the device and dtype of `like`.
     """
     global_taps = []  # of each spatial dim: the input rows of all its outputs
-    frames = []  # of each spatial dim: who needs which of these rows
+    frames = {}  # of each spatial dim: who needs which of these rows
     for i, factor in enumerate(factors):
-        dim, length, sizes = placement.along(2 + i)
-        dim_taps = taps(mode, length, outputs[i], align_corners=is_aligned, scale=factor)
+        rows = along(placement.sharding, 2 + i)
+        dim_taps = taps(mode, rows.length, outputs[i], align_corners=is_aligned, scale=factor)
         global_taps.append(dim_taps)
-        frames.append(resampled_frame(dim, length, sizes, dim_taps))
+        frames[2 + i] = resampled_frame(rows, dim_taps)
     geometry = geometry_of(placement, frames)
     local_taps = []
     for dim_taps, runs in zip(global_taps, geometry.runs, strict=True):
@@ -280,12 +283,7 @@ def _resampling(
 
 def _local_taps(dim_taps: Taps, runs: Runs, like: Like) -> tuple[Tap, ...]:
     """Return the taps of this process's outputs along a dim, by rows of its block."""
-    run = OutputRun(0, 0, 0, 0)
-    if runs:
-        (run,) = runs  # an interpolation has one run of outputs at most
-    outputs = slice(run.start, run.start + run.outputs)
-    local_rows = dim_taps.inputs[outputs] - run.first
-    rows = torch.from_numpy(local_rows).to(like.device)
-    local_weights = dim_taps.weights[outputs]
-    weights = torch.from_numpy(local_weights).to(like.device, like.dtype)
+    local = taps_of_part(dim_taps, runs)
+    rows = torch.from_numpy(local.inputs).to(like.device)
+    weights = torch.from_numpy(local.weights).to(like.device, like.dtype)
     return tuple(map(Tap, rows.unbind(1), weights.unbind(1)))

@@ -269,13 +269,9 @@ def _window_intervals(
     With a kernel of 3 and stride 2, outputs 1 and 2 read rows 2 to 4 and 4 to 6 -> (2, 7). Both
     ends may lie outside the array.
     """
-    rows_before, _ = window.padding
-    width = window.d * (window.k - 1) + 1  # rows that one output reads
     intervals = []
     for outputs in unrolled(window_outputs(dim, window, length, sizes, coords)):
-        first = outputs.start * window.s - rows_before
-        last = (_stop_of(outputs) - 1) * window.s - rows_before
-        intervals.append((first, last + width))
+        intervals.append(window.rows_read(outputs.start, _stop_of(outputs)))
     return intervals
 
 

@@ -198,7 +198,7 @@ class Layout(Pictured):
     # ---- the same layout, written otherwise
 
     def in_order(self, names: Sequence[str]) -> Layout:
-        """Return the layout of the array with its dims in the order of `names`."""
+        """Return the layout with the dims of these names, in their order."""
         if names == self.names:
             return self
         return replace(self, dims=tuple(map(self.dim, names)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 from xshard.errors import ShapeError
 from xshard.layout.layout import Layout
@@ -49,6 +49,31 @@ def global_shape(
         for dim, rows in zip(dims, block, strict=True):
             shape.append(_length(dim, rows, mesh, known.get(dim.name), hint))
     return tuple(shape)
+
+
+def sharding_of_block(
+    layout: Layout, mesh: Mesh, block: Ints, shape: Sequence[int | None] | None, text: str
+) -> Sharding:
+    """Find the sharding of an array from the shape of one device's block.
+
+    A block [2, 3] under "s/x c" with x=4 is of an array [8, 3].
+
+    Args:
+        layout: The layout of the array.
+        mesh: The mesh of devices.
+        block: The shape of one device's block.
+        shape: The global shape; None, also for one length, if it has to follow from the block.
+        text: The user's text, which errors show.
+
+    Raises:
+        ShapeError: The block or the shape does not fit the layout.
+    """
+    known: dict[str, int | None] = {}
+    if shape is not None:
+        if len(shape) != len(block):
+            raise ShapeError(f"shape {shape} of a block with {len(block)} dims", text=text)
+        known.update(zip(layout.resolved(len(block)).names, shape, strict=True))
+    return Sharding(layout, mesh, global_shape(layout, mesh, block, text, known))
 
 
 def _length(dim: Dim, rows: int, mesh: Mesh, known: int | Collection[int] | None, hint: str) -> int:

@@ -90,7 +90,7 @@ class Sharding(Pictured):
         return self.with_layout(self.layout.dual)
 
     def in_order(self, names: Sequence[str]) -> Sharding:
-        """Return the sharding of the array with its dims in the order of `names`."""
+        """Return the sharding of an array with the dims of these names, in their order."""
         if tuple(names) == self.layout.names:
             return self
         lengths = dict(zip(self.layout.names, self.shape, strict=True))

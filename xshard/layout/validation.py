@@ -251,9 +251,8 @@ def _most_around(window: Window, padded_length: int) -> int:
     They are a kernel's width, and up to a stride at both ends. None of these is more than the whole
     array with its padding.
     """
-    window_rows = window.d * (window.k - 1) + 1
     stride_rows = min(window.s, padded_length)
-    return min(window_rows, padded_length) + 2 * stride_rows
+    return min(window.span, padded_length) + 2 * stride_rows
 
 
 def _count_pieces(dim: Dim, overlap: Halo | Window, length: int, sizes: Sizes) -> int:

@@ -22,7 +22,7 @@ from xshard.errors import NotationError, ShapeError, XshardError
 from xshard.layout import Layout, Sharding
 from xshard.layout.partition import rotated
 from xshard.layout.runs import row_numbers
-from xshard.nn.windows import Interval, interval_frame
+from xshard.nn.windows import Interval, ShardedDim, interval_frame
 from xshard.notation.parser import Dim, Shard
 
 AUTO = "auto"
@@ -206,8 +206,8 @@ class Attention:
             return start // group, (stop - 1) // group + 1
 
         sizes = queries.mesh.sizes_of(dim.axes)
-        n_key_heads = self.kv.shape[HEADS]
-        return interval_frame(dim, n_key_heads, sizes, queries.shape[HEADS], key_heads_of).source
+        key_heads = ShardedDim(dim, self.kv.shape[HEADS], sizes)
+        return interval_frame(key_heads, queries.shape[HEADS], key_heads_of).source
 
     def heads_read(self, device: int) -> Rows:
         """Return the local head of keys that each of a device's heads of queries reads."""

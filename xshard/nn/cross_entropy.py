@@ -1,55 +1,132 @@
-"""Cross entropy of logits with sharded classes: the axes to reduce over, and who holds which class."""
+"""Cross entropy of logits with sharded classes: its options, sums, and who holds which class."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from xshard.errors import ShapeError, XshardError
+from xshard.errors import DtypeError, ShapeError, XshardError
 from xshard.layout import Sharding
 from xshard.layout.runs import row_numbers
+from xshard.notation.parser import Dim
+from xshard.ops import move, tag
 
 REDUCTIONS = ("mean", "sum", "none")
 Axes = tuple[str, ...]
 
 
-class ClassDim(NamedTuple):
-    """The dim of classes of some logits, the axes that shard it, and those that shard the tokens."""
+class LossOptions(NamedTuple):
+    """The options of `cross_entropy`, which both bridges get by position, in this order."""
 
-    dim: int
-    axes: Axes
-    token_axes: Axes
+    reduction: str
+    ignore_index: int
+    label_smoothing: float
+    shape: Sequence[int | None] | None
+    class_name: str
+    profile: Any  # of the machine to plan for
 
 
-def class_dim(
-    sharding: Sharding, name: str, block: Sequence[int], labels: Sequence[int], reduction: str
-) -> ClassDim:
-    """Find the dim of classes in sharded logits, and the mesh axes that shard classes and tokens.
+def dtype_error(logits: object, labels: object, text: str) -> DtypeError:
+    """Return the error of logits that are no floats, or of labels that are no whole numbers."""
+    what = f"logits {logits}, labels {labels}"
+    return DtypeError(what, text=text, hint="labels are numbers of classes")
 
-    Logits `b/dp s v/tp` with the name "v": dim 2, axes (tp,), token axes (dp,).
 
-    name: of the dim of classes. block, labels: the shapes of this device's logits, [b, s, v], and
-    labels, [b, s]. Raises XshardError for an unknown reduction, and ShapeError unless each token
-    has one label.
+@dataclass(frozen=True, eq=False)
+class ShardedLoss:
+    """The sums over devices of a cross entropy, in the arrays of torch or JAX.
+
+    xp: the array functions, `torch` or `jax.numpy`. redistribute: takes a block and an expression.
+    sharding: of the logits, such as `b/dp s v/tp`.
     """
-    if reduction not in REDUCTIONS:
-        hint = f"one of {', '.join(REDUCTIONS)}"
-        raise XshardError(f"unknown reduction={reduction!r}", hint=hint)
-    layout = sharding.layout
-    d = layout.dim_index(name)
-    tokens = tuple(block[:d]) + tuple(block[d + 1 :])
-    if tuple(labels) != tokens:
-        what = f"labels of shape {tuple(labels)}, logits of shape {tuple(block)}"
-        raise ShapeError(what, text=str(layout), hint=f"labels are {tokens}, all dims but {name!r}")
-    token_dims = list(layout.dims)
-    class_axes = token_dims.pop(d).axes
-    token_axes: Axes = ()
-    for dim in token_dims:
-        token_axes += dim.axes
-    return ClassDim(d, class_axes, token_axes)
+
+    xp: Any
+    redistribute: Callable[[Any, str], Any]
+    options: LossOptions
+    sharding: Sharding
+
+    @property
+    def dim(self) -> int:
+        """The dim of the classes."""
+        return self.sharding.layout.dim_index(self.options.class_name)
+
+    @property
+    def n_classes(self) -> int:
+        """The classes of all devices."""
+        return self.sharding.shape[self.dim]
+
+    @property
+    def token_dims(self) -> list[Dim]:
+        """The other dims, which labels have."""
+        dims = list(self.sharding.layout.dims)
+        del dims[self.dim]
+        return dims
+
+    def check(self, block: Sequence[int], labels: Sequence[int]) -> None:
+        """Raise XshardError for an unknown reduction, ShapeError unless each token has one label.
+
+        block, labels: the shapes of this device's logits, [b, s, v], and labels, [b, s].
+        """
+        if self.options.reduction not in REDUCTIONS:
+            hint = f"one of {', '.join(REDUCTIONS)}"
+            raise XshardError(f"unknown reduction={self.options.reduction!r}", hint=hint)
+        d = self.dim
+        tokens = tuple(block[:d]) + tuple(block[d + 1 :])
+        if tuple(labels) != tokens:
+            what = f"labels of shape {tuple(labels)}, logits of shape {tuple(block)}"
+            hint = f"labels are {tokens}, all dims but {self.options.class_name!r}"
+            raise ShapeError(what, text=str(self.sharding.layout), hint=hint)
+
+    def _all_reduced(self, x: Any, op: str, axes: Axes) -> Any:
+        """Reduce a block over mesh axes, by "sum" or "max"; the result is on all devices."""
+        if not axes:
+            return x
+        return self.redistribute(x, move(x.shape, tag(op, axes), ""))
+
+    def of_tokens(self, logits: Any, exponents: Any, local_top: Any, label_logits: Any) -> Any:
+        """Compute each token's loss with two all-reduces over the devices that share classes.
+
+        The first finds a maximum for stability. The second adds the sums of exponentials and the
+        logits of the labels: loss = log(sum(exp(logits))) - logits[label]. Smoothing replaces a part
+        of the label's logit by the mean logit.
+
+        logits: [*tokens, this block's classes], 0 in padding. exponents: the same, -inf in padding.
+        local_top: [*tokens], what this device subtracts so that exponentials do not overflow. It
+        cancels in the loss, so that it needs no gradient. label_logits: [*tokens], the label's
+        logit, 0 if another device has it. Returns [*tokens], equal on these devices.
+        """
+        xp = self.xp
+        smoothing = self.options.label_smoothing
+        axes = self.sharding.layout.dims[self.dim].axes
+        top = self._all_reduced(local_top, "max", axes)
+        local_sums = [xp.exp(exponents - top[..., None]).sum(-1), label_logits]
+        if smoothing:
+            local_sums.append(logits.sum(-1))
+        # One message for all sums: [2 or 3, *tokens].
+        sums = self._all_reduced(xp.stack(local_sums), "sum", axes)
+        losses = top + xp.log(sums[0])
+        losses = losses - (1 - smoothing) * sums[1]
+        if smoothing:
+            losses = losses - smoothing / self.n_classes * sums[2]
+        return losses
+
+    def of_batch(self, losses: Any, count: Any) -> Any:
+        """Return the mean, or the sum, of the tokens' losses on all devices.
+
+        losses: [*tokens], 0 for tokens that do not count. count: how many count on this device.
+        """
+        # The count travels with the sum: one message instead of two. A sum does not need it, which
+        # costs nothing.
+        sum_and_count = self.xp.stack([losses.sum(), count])
+        token_axes: Axes = ()
+        for dim in self.token_dims:
+            token_axes += dim.axes
+        total, count = self._all_reduced(sum_and_count, "sum", token_axes)
+        return total / count if self.options.reduction == "mean" else total
 
 
 def rows_of_classes(sharding: Sharding, dim: int, device: int) -> NDArray[np.int64]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from xshard.caches import layout_cache
 from xshard.errors import ShapeError, XshardError
+from xshard.layout import Layout, Sharding
 from xshard.layout.block_rows import output_dim, window_outputs
 from xshard.layout.partition import Sizes, all_owned_rows
 from xshard.layout.runs import Runs, count_rows, unrolled
@@ -25,6 +26,20 @@ Reads = Callable[[int, int], Interval]
 EMPTY = Boundary("none")
 MODES = ("nearest", "nearest-exact", "linear", "cubic")
 CUBIC = -0.75  # the constant of the cubic kernel (Keys 1981 has -0.5; torch, OpenCV -0.75)
+
+
+class ShardedDim(NamedTuple):
+    """A dim without an overlap, the number of its rows, and the sizes of the axes that shard it."""
+
+    dim: Dim
+    length: int
+    sizes: Sizes
+
+
+def along(sharding: Sharding, d: int) -> ShardedDim:
+    """Return dim `d` of a sharded array, with every row at its owner only."""
+    dim = replace(sharding.layout.dims[d], overlap=None)
+    return ShardedDim(dim, sharding.shape[d], sharding.mesh.sizes_of(dim.axes))
 
 
 class OutputRun(NamedTuple):
@@ -46,87 +61,112 @@ class Frame:
     runs: tuple[tuple[OutputRun, ...], ...]  # of each part
 
 
+class FramedArrays(NamedTuple):
+    """The arrays of an op over some dims of a sharded array."""
+
+    source: Layout  # of the array that the op reads: a move to it brings every device its rows
+    result: Sharding
+
+
+def framed_arrays(
+    sharding: Sharding, frames: Mapping[int, Frame], lengths: Mapping[int, int]
+) -> FramedArrays:
+    """Combine the frames of the dims of an op into layouts of its whole arrays.
+
+    frames: by dim. lengths: the new lengths of other dims, as of the channels; all else stays as it
+    is, without overlaps.
+    """
+    source_dims = dims_without_overlaps(sharding.layout)
+    result_dims = list(source_dims)
+    shape = {**dict(enumerate(sharding.shape)), **lengths}
+    for d, frame in frames.items():
+        source_dims[d] = frame.source
+        result_dims[d] = frame.result
+        shape[d] = frame.length
+    source = replace(sharding.layout, dims=tuple(source_dims))
+    result = replace(sharding.layout, dims=tuple(result_dims))
+    return FramedArrays(source, Sharding(result, sharding.mesh, tuple(shape.values())))
+
+
+def dims_without_overlaps(layout: Layout) -> list[Dim]:
+    """Return the dims of a layout with every row at its owner only: "h/sp:halo(1,1)" -> "h/sp"."""
+    return [replace(dim, overlap=None) for dim in layout.dims]
+
+
 @layout_cache(maxsize=4096)
-def window_frame(dim: Dim, length: int, sizes: Sizes, window: Window, base: int = 1) -> Frame:
+def window_frame(rows: ShardedDim, window: Window, base: int = 1) -> Frame:
     """Plan a convolution or a pool along a sharded dim: which rows each device reads and computes.
 
     3 taps with padding 1 over 8 rows on 2 devices: outputs 0-3 read rows -1 to 4, and outputs 4-7
     read rows 3 to 8, where -1 and 8 are padding.
 
-    sizes: of the mesh axes that shard the dim. base: the dilation of the input: 2 puts one place
-    between neighbouring rows, which holds the boundary's value.
+    base: the dilation of the input: 2 puts one place between neighbouring rows, which holds the
+    boundary's value.
     """
     if base > 1 or min(window.padding) < 0:
-        return _halo_frame(dim, length, sizes, window, base)
+        return _halo_frame(rows, window, base)
+    dim, length, sizes = rows
     source = replace(dim, overlap=window)
     result, outputs = output_dim(source, length, sizes)
     runs_by_part = []
     for coords in itertools.product(*map(range, sizes)):
-        output_runs = unrolled(window_outputs(source, window, length, sizes, coords))
-        runs = [
-            _rows_of_outputs(run.start, run.length, window) for run in output_runs if run.length
-        ]
+        runs = []
+        for run in unrolled(window_outputs(source, window, length, sizes, coords)):
+            if run.length:
+                first, end = window.rows_read(run.start, run.start + run.length)
+                runs.append(OutputRun(first, end - first, run.start, run.length))
         runs_by_part.append(tuple(runs))
     return Frame(source, result, outputs, tuple(runs_by_part))
 
 
-def _halo_frame(dim: Dim, length: int, sizes: Sizes, window: Window, base: int) -> Frame:
+def _halo_frame(rows: ShardedDim, window: Window, base: int) -> Frame:
     """Plan a window that the notation of layouts lacks, by a halo of the rows that outputs read.
 
     base: the dilation of the input, as in `window_frame`.
     """
-    padding_before, padding_after = window.padding
-    places = max(0, (length - 1) * base + 1)  # rows, with the places between them
-    last_start = places + padding_before + padding_after - _span(window)
-    outputs = max(0, last_start // window.s + 1)
-    reads = _tap_rows(_span(window), window.s, base, padding_before)
-    return interval_frame(dim, length, sizes, outputs, reads, rule=window.out, beyond=window.before)
+    places = max(0, (rows.length - 1) * base + 1)  # rows, with the places between them
+    outputs = window.output_length(places)
+    reads = _tap_rows(window, base)
+    return interval_frame(rows, outputs, reads, rule=window.out, beyond=window.before)
 
 
-def _rows_of_outputs(start: int, outputs: int, window: Window) -> OutputRun:
-    """Find the rows that consecutive outputs read: one interval, as their windows follow each other."""
-    first_row = start * window.s - window.padding[0]
-    rows = (outputs - 1) * window.s + _span(window)
-    return OutputRun(first_row, rows, start, outputs)
+class TransposedWindow(NamedTuple):
+    """One dim of a transposed convolution, by torch's names."""
 
+    kernel: int
+    stride: int = 1
+    dilation: int = 1
+    padding: int = 0
+    output_padding: int = 0
 
-def _span(window: Window) -> int:
-    """Return how many rows a window reaches over: 3 taps with a dilation of 2 -> 5."""
-    return window.d * (window.k - 1) + 1
+    @property
+    def span(self) -> int:
+        """The outputs from the first tap of an input to its last."""
+        return self.dilation * (self.kernel - 1) + 1
+
+    def output_length(self, length: int) -> int:
+        """Count the outputs of `length` rows; below 0 where padding is more than there is."""
+        outputs_of_rows = (length - 1) * self.stride + self.span
+        return outputs_of_rows - 2 * self.padding + self.output_padding
 
 
 @layout_cache(maxsize=4096)
-def transposed_frame(
-    dim: Dim,
-    length: int,
-    sizes: Sizes,
-    *,
-    k: int,
-    s: int = 1,
-    d: int = 1,
-    p: int = 0,
-    extra: int = 0,
-) -> Frame:
+def transposed_frame(rows: ShardedDim, window: TransposedWindow) -> Frame:
     """Plan a transposed convolution along a sharded dim: which rows each device reads and computes.
 
-    Tap j adds row i to output `i * s - p + d * j`, as in torch.
-
-    k: number of taps. s: stride. d: dilation. p: padding. extra: torch's `output_padding`.
+    Tap j adds row i to output `i * stride - padding + dilation * j`, as in torch.
     """
-    span = d * (k - 1) + 1
     outputs = 0
-    if length:
-        outputs_of_rows = (length - 1) * s + span
-        outputs = max(0, outputs_of_rows - 2 * p + extra)
-    # The same as a convolution of stride 1 over rows with s - 1 empty ones between them.
-    reads = _tap_rows(span, 1, s, span - 1 - p)
-    return interval_frame(dim, length, sizes, outputs, reads)
+    if rows.length:
+        outputs = max(0, window.output_length(rows.length))
+    # The same as a convolution of stride 1 over rows with stride - 1 empty ones between them.
+    padding = window.span - 1 - window.padding
+    taps_of_outputs = Window(window.kernel, d=window.dilation, p=padding)
+    return interval_frame(rows, outputs, _tap_rows(taps_of_outputs, base=window.stride))
 
 
 def interval_frame(
-    dim: Dim,
-    length: int,
-    sizes: Sizes,
+    rows: ShardedDim,
     outputs: int,
     reads: Reads,
     rule: str = "",
@@ -137,9 +177,7 @@ def interval_frame(
     The result has the halo of each block that brings those rows, and how the outputs are sharded.
 
     Args:
-        dim: The dim of the rows, without an overlap.
-        length: The number of rows.
-        sizes: The sizes of the axes that shard the dim.
+        rows: The dim.
         outputs: The number of outputs.
         reads: Outputs [start, stop) -> the rows [first, last) that they read.
         rule: How outputs are sharded. Empty: like the rows, or aligned if the rows have given sizes.
@@ -149,15 +187,15 @@ def interval_frame(
     Raises:
         ShapeError: The parts of the dim are not intervals.
     """
-    owned = all_owned_rows(dim, length, sizes)
+    owned = all_owned_rows(rows.dim, rows.length, rows.sizes)
     for runs in owned:
         if len(runs) > 1 or any(run.repeats > 1 for run in runs):
-            what = f"the parts of '{dim}' are not intervals"
+            what = f"the parts of '{rows.dim}' are not intervals"
             raise ShapeError(what, hint="redistribute to contiguous parts first, as in h/sp")
     row_intervals = _intervals(owned)
     # Which outputs a part has decides which rows it reads.
-    result = _result_dim(dim, length, outputs, row_intervals, rule)
-    output_intervals = _intervals(all_owned_rows(result, outputs, sizes))
+    result = _result_dim(rows, outputs, row_intervals, rule)
+    output_intervals = _intervals(all_owned_rows(result, outputs, rows.sizes))
     halo_before = []  # rows to receive; below 0: own rows that the part does not read
     halo_after = []
     runs_by_part = []
@@ -167,36 +205,30 @@ def interval_frame(
         if start < stop:
             first, last = reads(start, stop)
             if beyond == EMPTY:  # there is nothing to read beyond the ends
-                first = min(max(first, 0), length)
-                last = min(last, length)
+                first = min(max(first, 0), rows.length)
+                last = min(last, rows.length)
             last = max(first, last)  # an empty interval, where all rows are beyond an end
             output_runs = (OutputRun(first, last - first, start, stop - start),)
         halo_before.append(own_start - first)
         halo_after.append(last - own_stop)
         runs_by_part.append(output_runs)
     halo = Halo(tuple(halo_before), tuple(halo_after), beyond, beyond)
-    source = Dim(dim.name, dim.shards, halo)
+    source = replace(rows.dim, overlap=halo)
     return Frame(source, result, outputs, tuple(runs_by_part))
 
 
-def _tap_rows(span: int, stride: int, base: int, padding: int) -> Reads:
-    """Return which rows the outputs of a window read.
-
-    Output o reads the positions from `o * stride - padding`, `span` of them; row i is position `i * base`.
-    """
+def _tap_rows(window: Window, base: int) -> Reads:
+    """Return which rows the outputs of a window read, if row i stands at place `i * base`."""
 
     def reads(start: int, stop: int) -> Interval:
-        first_position = start * stride - padding
-        last_position = (stop - 1) * stride - padding + span - 1
-        first_row = -(-first_position // base)  # rounded up
-        return first_row, last_position // base + 1
+        first_place, end_place = window.rows_read(start, stop)
+        first_row = -(-first_place // base)  # rounded up
+        return first_row, (end_place - 1) // base + 1
 
     return reads
 
 
-def _result_dim(
-    dim: Dim, length: int, outputs: int, row_intervals: list[Interval], rule: str
-) -> Dim:
+def _result_dim(rows: ShardedDim, outputs: int, row_intervals: list[Interval], rule: str) -> Dim:
     """Return how the outputs of an op are sharded along a dim.
 
     rule: "balanced": in blocks that differ by one at most. "aligned": each device has the same
@@ -206,15 +238,16 @@ def _result_dim(
 
     row_intervals: the rows [start, stop) of each device.
     """
+    dim = rows.dim
     if dim.axes and rule == "balanced":
         return Dim(dim.name, (Shard(dim.axes, rule),))
     has_sizes = any(shard.order == SIZES for shard in dim.shards)
     if not dim.axes or (rule != "aligned" and not has_sizes):
-        return Dim(dim.name, dim.shards)
+        return dim
     # Scale the ends of the rows' blocks to outputs; the last end gives the number of outputs.
     edges = [0]
     for _, stop in row_intervals:
-        edges.append(math.ceil(stop * outputs / max(length, 1)))
+        edges.append(math.ceil(stop * outputs / max(rows.length, 1)))
     lengths = tuple(stop - start for start, stop in itertools.pairwise(edges))
     return Dim(dim.name, (Shard(dim.axes, SIZES, lengths),))
 
@@ -236,14 +269,13 @@ def pool_window(length: int, window: Window, *, ceil: bool) -> Window:
     if not ceil:
         return window
     padding_before, padding_after = window.padding
-    span = _span(window)
     padded = length + padding_before + padding_after
-    last_window = -(-(padded - span) // window.s)  # rounded up: it may need more padding
+    last_window = -(-(padded - window.span) // window.s)  # rounded up: it may need more padding
     last_start = last_window * window.s
     # A last window that would begin in the padding after the array does not count.
     if last_start >= length + padding_before:
         return window
-    missing = last_start + span - padded
+    missing = last_start + window.span - padded
     return replace(window, p=(padding_before, padding_after + missing))
 
 
@@ -320,7 +352,19 @@ def taps(
     return Taps(inputs, np.stack(weights, 1))
 
 
-def resampled_frame(dim: Dim, length: int, sizes: Sizes, resampling: Taps) -> Frame:
+def taps_of_part(resampling: Taps, runs: Sequence[OutputRun]) -> Taps:
+    """Return the taps of one part's outputs, with the inputs as rows of its block.
+
+    An output that reads the rows 9 and 10 reads 1 and 2 of a block that begins at row 8.
+    """
+    run = OutputRun(0, 0, 0, 0)  # of a part without outputs
+    if runs:
+        (run,) = runs  # an interpolation has one run of outputs at most
+    outputs = slice(run.start, run.start + run.outputs)
+    return Taps(resampling.inputs[outputs] - run.first, resampling.weights[outputs])
+
+
+def resampled_frame(rows: ShardedDim, resampling: Taps) -> Frame:
     """Return the frame of an interpolation, with outputs sharded like the dim.
 
     Raises ShapeError if the parts of the dim are not intervals.
@@ -330,7 +374,7 @@ def resampled_frame(dim: Dim, length: int, sizes: Sizes, resampling: Taps) -> Fr
         inputs = resampling.inputs[start:stop]
         return int(inputs.min()), int(inputs.max()) + 1
 
-    return interval_frame(dim, length, sizes, len(resampling.inputs), reads)
+    return interval_frame(rows, len(resampling.inputs), reads)
 
 
 def _cubic(x: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -120,10 +120,23 @@ class Window:
             return self.p, self.p
         return self.p[0], self.p[1]
 
+    @property
+    def span(self) -> int:
+        """Rows from the first that an output reads to the last: k=3 with a dilation of 2 -> 5."""
+        return self.d * (self.k - 1) + 1
+
     def output_length(self, length: int) -> int:
         """Count the outputs over `length` rows, as torch's convolutions do: 8 rows, k=3 -> 6."""
-        rows_of_window = self.d * (self.k - 1) + 1
-        return max(0, (length + sum(self.padding) - rows_of_window) // self.s + 1)
+        return max(0, (length + sum(self.padding) - self.span) // self.s + 1)
+
+    def rows_read(self, start: int, stop: int) -> tuple[int, int]:
+        """Return the rows [first, end) that the outputs [start, stop) read; below 0 in the padding.
+
+        k=3 with stride 2: outputs 1 and 2 read rows 2 to 4 and 4 to 6 -> (2, 7).
+        """
+        rows_before, _ = self.padding
+        last_start = (stop - 1) * self.s - rows_before
+        return start * self.s - rows_before, last_start + self.span
 
 
 @dataclass(frozen=True)
