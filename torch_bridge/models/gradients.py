@@ -142,12 +142,12 @@ class BackwardPass:
 
     Attributes:
         missing: Gradients whose share has not come; inside `no_sync` none is taken out.
-        announced: Gradients whose share autograd has computed, and not yet added to `.grad`.
+        computed: Gradients whose share autograd has computed, and not yet added to `.grad`.
         finish_sums: The functions that end the sums begun so far, one for each bucket, in order.
     """
 
     missing: set[Gradient]
-    announced: set[Gradient] = field(default_factory=set)
+    computed: set[Gradient] = field(default_factory=set)
     finish_sums: list[Callable[[], None]] = field(default_factory=list)
 
 
@@ -268,14 +268,15 @@ class Gradients:
         if self._pass is None:
             self._pass = BackwardPass(missing=set(self._gradients))
             call_after_backward(self._end)
-        self._pass.announced.add(gradient)
+        self._pass.computed.add(gradient)
         gradient.put_aside_sum()
 
     def _after_share(self, gradient: Gradient, x: Tensor) -> None:
-        """Note that `.grad` of parameter `x` is its share, and send buckets that are full now.
+        """Note that `.grad` of parameter `x` is this process's share, and send the full buckets.
 
-        A hook, after autograd has added to `.grad`. It may come twice for a parameter, as in a
-        checkpoint: if the bucket has been sent in between, `_sum_rest` sums the second share.
+        A hook, after autograd has added to `.grad`; the sum over processes is still to come. It may
+        run twice for a parameter, as with activation checkpoints. If the bucket has been sent in
+        between, `_sum_remaining` sums the second share at the end of the backward pass.
         """
         running = self._pass
         assert x.grad is not None
@@ -285,9 +286,9 @@ class Gradients:
             raise XshardError(
                 "a gradient of a parallel model is sparse, or has a gradient itself", hint=hint
             )
-        # To a share that was there autograd may have added in a new tensor.
+        # If there was a share already, autograd may have put the sum of both into a new tensor.
         gradient.share = x.grad
-        running.announced.discard(gradient)
+        running.computed.discard(gradient)
         if self.syncs:
             running.missing.discard(gradient)
             self._send_full_buckets(running)
@@ -305,39 +306,44 @@ class Gradients:
 
     @torch.no_grad()
     def _end(self) -> None:
-        """End the backward pass: all sums are in `.grad`; inside `no_sync`, shares stay there.
+        """Sum what is left at the end of a backward pass, so that each `.grad` is a whole gradient.
 
-        Autograd calls this when it has computed all gradients. After the first pass that sums,
+        Autograd calls this when it has computed all gradients. Inside `no_sync` (`syncs` is False)
+        nothing is summed: `.grad` stays this process's share. After the first pass that sums,
         `after_first` checks that replicas are equal. Raises XshardError, and undoes the pass, if a
         gradient was computed and never came to `.grad`, as in `torch.autograd.grad`.
         """
         running = self._pass
         if running is None:
-            return
-        if running.announced:
+            return  # undone by a forward pass in between
+        # All should be in `.grad` by now.
+        if running.computed:
             self._undo()
             what = "torch.autograd.grad would give each process its share of a parameter's gradient"
             raise XshardError(what, hint="call backward(), after which .grad is the whole one")
         if self.syncs:
-            self._sum_rest(running.finish_sums)
+            self._sum_remaining(running.finish_sums)
         self._pass = None
         if self.syncs and self.after_first is not None:
             check = self.after_first
             self.after_first = None  # before the call: the check is made once, even if it raises
             check()
 
-    def _sum_rest(self, finish_sums: list[Callable[[], None]]) -> None:
-        """Sum all shares that are left, so that every `.grad` is a sum.
+    def _sum_remaining(self, finish_sums: list[Callable[[], None]]) -> None:
+        """Send the buckets that have not been sent, and wait for the sums of all.
 
-        finish_sums: the functions that end the sums of the first buckets, which are under way. The
-        other buckets are sent now, also with no share: other processes may have some.
+        Afterwards every `.grad` is a sum over processes.
+
+        finish_sums: for each bucket sent so far, in order, the function that waits for its sums; it
+        grows here. A bucket is sent even if this process has no gradient in it: others may have.
         """
         while True:
+            # One function per bucket sent: its length says which bucket is next.
             for bucket in self._buckets[len(finish_sums) :]:
                 finish_sums.append(_begin_sums(bucket, self.context))
             for finish in finish_sums:
                 finish()
             if not self.unsummed:
                 return
-            # Second shares came after their buckets were sent: another round of all buckets.
+            # Shares that came after their bucket was sent: all buckets are sent once more.
             finish_sums = []

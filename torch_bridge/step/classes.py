@@ -197,14 +197,18 @@ def _embedding(call: Invocation) -> Call:
 
 @describes("index")
 def _indexing(call: Invocation) -> Call:
-    """Describe how indexing with tensors of numbers, as in x[i, :, j], may be sharded.
+    """Describe how indexing with tensors of integers, as in x[i, :, j], may be sharded.
 
     As in numpy, the dims of the index tensors, broadcast together, replace the indexed dims: in
-    place if these are neighbours, else in front. Any row of an indexed dim may be asked for, so
-    that it cannot be sharded: `x[:, i]` with x [8, 9, 5] and i [3] is "r0 u1 r2, r1 -> r0 r1 r2",
-    where no mesh axis shards u1.
+    their place if they are neighbours, else in front. With x [8, 9, 5], i [3] and j [3]:
+
+    - x[:, i] -> [8, 3, 5] is "r0 u1 r2, r1 -> r0 r1 r2".
+    - x[i, :, j] -> [3, 9] is "u0 r1 u2, r0, r0 -> r0 r1".
+
+    Letters r are dims of the result, u are dims of x that are indexed. No mesh axis may shard a u,
+    as any of its rows may be asked for.
     """
-    index_of = {}
+    index_of = {}  # by the number of the dim of x
     for d, index in enumerate(call.args["indices"]):
         if index is not None:
             index_of[d] = index
@@ -214,14 +218,14 @@ def _indexing(call: Invocation) -> Call:
         start = 0
     stop = start + max(index.ndim for index in index_of.values())
 
-    # Between `start` and `stop` are the result's dims that come from the index tensors; the others
-    # come from the array.
+    # In the result, dims `start` to `stop` come from the index tensors, and the others from x.
     result_dims = call.result_dims
     picked_dims = result_dims[start:stop]
     picked_shape = call.out.shape[start:stop]
     array_dims = [*result_dims[:start], *result_dims[stop:]]
     arrays = [array_dims]
     replaced_dims = []
+    # Inserted in ascending order, each u comes to stand at its own number d among the dims of x.
     for d, index in index_of.items():
         array_dims.insert(d, f"u{d}")
         replaced_dims.append(f"u{d}")
@@ -308,12 +312,14 @@ def _made_in_place(call: Invocation) -> Call:
 
 
 def _by_traits(call: Invocation) -> Call:
-    """Describe how an operation without a rule of its own may be sharded.
+    """Describe how an operation that has no description of its own may be sharded.
 
-    With a `dim` argument, as `sum` or `softmax` have: along all other dims. If it is elementwise,
-    or known to keep its dims in place: along all, except last dims that it needs whole. Else only
-    along leading dims. It is "linear" if it may be applied to the addends of a partial sum.
+    - With a `dim` argument, as `sum` and `softmax` have: along all other dims.
+    - Elementwise, or known to keep each dim in its place: along all dims, except the last ones that
+      it needs whole (`triu`: two).
+    - Any other: by `_complex_view_or_opaque`.
     """
+    # "linear" may be applied to each addend of a partial sum, "pointwise" may not.
     kind = "pointwise"
     # `x + 1` is not linear: where x is a sum of addends on several devices, each would add a 1.
     if call.name in LINEAR and not call.has_number:
@@ -326,7 +332,7 @@ def _by_traits(call: Invocation) -> Call:
         first_unsharded = call.out.ndim - _n_unsharded_last_dims(call)
         op = describe_aligned(call.shapes, shape, kind, call.result_dims[first_unsharded:])
     else:
-        op = _leading_dims(call)
+        op = _complex_view_or_opaque(call)
     return Call(call.tensors, op._replace(work=_work(call)))
 
 
@@ -363,19 +369,20 @@ def _n_unsharded_last_dims(call: Invocation) -> int:
     return len(call.args.get("normalized_shape", ()))
 
 
-def _leading_dims(call: Invocation) -> LetteredOp:
-    """Describe views as complex numbers or pairs; any other operation has no rule: `opaque`.
+def _complex_view_or_opaque(call: Invocation) -> LetteredOp:
+    """Describe `view_as_complex` and `view_as_real`; any other operation is "opaque", never sharded.
 
-    The first dims are the result's. The last dim of the real array has pairs of real and imaginary
-    part, and cannot be sharded.
+    The real array has one dim more, the last, for real and imaginary part: it cannot be sharded.
+    [8, 4, 2] -> [8, 4] as complex is "r0 r1 u0_2 -> r0 r1"; back it is "r0 r1 -> r0 r1 r2".
     """
     kind = "linear" if call.name in PARTS else "opaque"
     out_ndim = call.out.ndim
-    # A dim behind the result's has no place in it: real and imaginary part become one number.
+    # For each dim of an operand its number in the result. None: the real array's last dim.
     places = []
     for x in call.tensors:
         places.append([d if d < out_ndim else None for d in range(x.ndim)])
     added_dims = call.result_dims[call.first.ndim :]
+    # Of both letters the text has at most one; the other does no harm.
     pairs = [*added_dims, f"u0_{out_ndim}"]
     return describe_by_places(call.shapes, call.out.shape, places, kind, pairs)
 
