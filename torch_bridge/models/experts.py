@@ -56,16 +56,16 @@ class RoutedExperts:
     _under_way: list[_UnderWay] = field(default_factory=list)  # one for each pass that has begun
 
     def enter(self, key: Any, values: Values) -> None:
-        """Send the rows of a call to the processes of the experts that they chose.
+        """Send the rows of a call to the processes of their experts; replace the arguments in place.
 
-        `values` are then the arguments with which this process's experts are called. Rows [t, c],
-        choices [t, k] and weights [t, k] become rows [n, c], choices [n, 1] and weights [n, 1]: one
-        row for each choice of an expert of this process. `leave` ends what begins here.
+        This process's rows [t, c], each with the numbers of k experts [t, k] and their weights
+        [t, k], become the n rows for which its own experts were chosen, by any process: [n, c], with
+        one expert [n, 1] and one weight [n, 1] each. `leave` sends the results back.
 
         Args:
             key: The position or the name of the rows among the arguments.
-            values: The arguments by position or name, changed in place. Choices are whole numbers,
-                weights floats of their shape.
+            values: The arguments by position or name. Experts are integers, weights floats of the
+                same shape.
         """
         choices_key = _choices_key(key, values)
         choices = values[choices_key]
@@ -75,17 +75,17 @@ class RoutedExperts:
             if is_float and other_key != key and x.shape == choices.shape:
                 weight_keys.append(other_key)
 
-        # Weights travel as columns of the rows, in the same message.
+        # Weights travel with their rows, in the same message. `arrived` has what came of each tensor:
+        # a row, with all k weights, comes once to a process that has any of its experts.
         sent = [values[sent_key] for sent_key in (key, *weight_keys)]
-        routed, copies = self.call.send(sent, choices)
-        values[key] = routed.rows
-        # The module is called as before, with one choice per row: its experts here count from 0.
+        routed, arrived = self.call.send(sent, choices)
+        values[key] = routed.rows  # [n, c], sorted by expert
+        # The module is called as before, with one expert per row: those of this process, from 0.
         values[choices_key] = routed.groups[:, None].to(choices.dtype)
-        for weight_key, weight in zip(weight_keys, copies[1:], strict=True):
-            # A copy of a row came with the weights of all k choices of the row; `order` picks, for
-            # each row of the call, the weight of the one choice for which it is there.
-            values[weight_key] = weight.reshape(-1)[routed.order][:, None]
-        copy_bytes = sum(_row_bytes(x) for x in copies)
+        for weight_key, weights in zip(weight_keys, arrived[1:], strict=True):
+            # `order` has, for each of the n rows, the number of its choice in the flat [copies * k].
+            values[weight_key] = weights.reshape(-1)[routed.order][:, None]
+        copy_bytes = sum(_row_bytes(x) for x in arrived)
         self._under_way.append(_UnderWay(routed, copy_bytes))
 
     def leave(self, result: Any) -> Any:

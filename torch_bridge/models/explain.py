@@ -146,7 +146,7 @@ def _table_of_moves(parallel: ParallelModel, on_machine: _Machine) -> str:
     lines: list[tuple[str, ...]] = [("module", "", "moves", "forward", "backward")]
     for group in _alike((row.module, row.text) for row in rows):
         members = [rows[i] for i in group.members]
-        columns = _sum_of_received(members)
+        columns = _sum_of_received(members)  # forward and backward
         if any(row.received is None for row in members):
             columns = ("not called yet", "not called yet")
         lines.append((group.name, group.times, members[0].text, *columns))
@@ -201,21 +201,22 @@ def _activation_moves(hooks: ModuleHooks, on_machine: _Machine) -> list[_MoveRow
 
 
 def _gradient_sums(parallel: ParallelModel, on_machine: _Machine) -> list[_MoveRow]:
-    """Describe the sums of gradients over processes after the backward pass: one row per parameter.
+    """Describe the all-reduces of gradients after the backward pass, one row per parameter.
 
-    Only parameters that have such a sum: the gradients of gathered ones may be summed by the move
-    back.
+    A parameter that was gathered for use may have no such row: the way back of its gather has summed
+    its gradient already.
     """
     rows = []
     for parameter in parallel.trained:
         if not parameter.axes_summed_later:
             continue
-        # The sums really travel in buckets of many gradients; the number of bytes is the same.
+        # In a run, one message has many gradients; the number of bytes is the same. Here each is an
+        # array of one dim n, with the layouts of an all-reduce: "n | sum(dp) -> n".
         axes = [axis for axis in on_machine.axes.axes if axis in parameter.axes_summed_later]
         text = f"n | sum({','.join(axes)}) -> n"
-        x = parameter.tensor
-        facts = TensorFacts((x.numel(),), x.dtype, requires_grad=False)
-        # The move of a gradient is a part of the backward pass.
+        block = parameter.tensor
+        facts = TensorFacts((block.numel(),), block.dtype, requires_grad=False)
+        # The forward direction of this move is a part of the step's backward pass.
         of_sum = _received_bytes(rule_of(text, on_machine.axes), on_machine, facts)
         received = _Received(forward=0, backward=of_sum.forward)
         rows.append(_MoveRow("gradients, in buckets", text, received))
@@ -223,13 +224,14 @@ def _gradient_sums(parallel: ParallelModel, on_machine: _Machine) -> list[_MoveR
 
 
 def _received_bytes(rule: ActivationRule, on_machine: _Machine, tensor: TensorFacts) -> _Received:
-    """Return how many bytes the process that receives most gets in a move.
+    """Return the bytes that the busiest process receives in a move, and in that of the gradient.
 
-    The move is planned as it would be, without running it. Backward is 0 for a tensor without a
-    gradient.
+    The move is planned, and not run. Backward is 0 for a tensor without a gradient.
+
+    rule: the layouts before and after. tensor: global shape, dtype, and whether it has a gradient.
     """
     axes = on_machine.axes
-    # As `redistribute` plans it: on the sub-mesh of the axes that the rule names.
+    # A run plans on the sub-mesh of the axes that the rule names; so does this.
     named = [axis for axis in axes.axes if axis in rule.axes]
     mesh = Mesh(dict(zip(named, axes.sizes_of(named), strict=True)))
     links = on_machine.profile.for_axes(named, axes)

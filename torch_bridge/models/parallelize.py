@@ -223,13 +223,14 @@ def _attach(model: nn.Module, parallel: ParallelModel) -> None:
 
 
 def replicated(model: nn.Module, context: ParallelContext) -> ParallelModel:
-    """Describe a model without rules as a parallel model, for `verify`, `grad_norm` and others.
+    """Describe a model that has no rules as a parallel model, so that `verify` and others take it.
 
-    Its parameters are whole on every process, and its own layers sum their gradients over
-    processes, as in `nn.domain_parallel`. The model stays as it is: nothing is registered, and
-    nothing summed here.
+    Its parameters are whole on every process, and layers of the model itself sum their gradients over
+    processes, as those of `nn.domain_parallel` do. The model is only described: no hook is
+    registered, and no gradient is summed.
     """
-    # As if a rule for the whole model said that activations differ along all axes; it is only read.
+    # `parameters_by_rules` reads from hooks along which axes activations differ between processes.
+    # These hooks of the whole model ("") say: along all axes. They are never registered.
     rule_for_all = ModuleHooks(
         name="",
         arguments=[],
@@ -241,7 +242,7 @@ def replicated(model: nn.Module, context: ParallelContext) -> ParallelModel:
         gathers=False,
         parameters=ModuleParameters(context),
     )
-    whole = Rules({"**": "..."})
+    whole = Rules({"**": "..."})  # every parameter is replicated
     by_rules = parameters_by_rules(model, context, whole, hooks={"": rule_for_all})
     no_sums = Gradients(context, (), bucket_bytes=None)
     return ParallelModel(
@@ -298,21 +299,22 @@ def _module_hooks(
 
 
 def _gathering_modules(
-    gathers: Pattern | None, names: Sequence[str], inputs: Collection[str]
+    gathers: Pattern | None, names: Sequence[str], names_with_input_rule: Collection[str]
 ) -> set[str]:
     """Return the names of the modules that gather the parameters inside them for a forward pass.
 
+    "blocks.*" in a model of two blocks -> {"", "blocks.0", "blocks.1"}, where "" is the model.
+
     Args:
-        gathers: As for `parallelize`: a pattern of names, as "blocks.*"; None for all modules with
-            a rule for their input.
+        gathers: The user's pattern of names; None for all modules with a rule for their input.
         names: The names of all modules.
-        inputs: The names of those with a rule for their input.
+        names_with_input_rule: The names of modules with a rule for their input.
     """
     if gathers is None:
-        return set(inputs)
-    # Rules match patterns to names; here the layout does not count.
+        return set(names_with_input_rule)
+    # `Rules` matches patterns to names; its layout "..." is not used.
     matched = Rules({gathers: "..."}).match(names, partial=True, what="module")
-    # The model ("") gathers what no other module does.
+    # The model gathers what no other module does.
     return {"", *matched}
 
 

@@ -56,10 +56,10 @@ class ParallelContext:
         return redistribute(x, f"... | {kind}({axes}) -> ...", self.mesh)
 
     def compare(self, blocks: Iterable[tuple[str, Tensor, Sharding]]) -> None:
-        """Raise ReplicaError on all processes if blocks differ that should be equal on several.
+        """Raise ReplicaError on all processes if replicas of a block are not equal.
 
-        Under "o/tp i" on dp=2, tp=2 the two processes along dp have the same block. A block that no
-        two processes share is not compared. All processes call it.
+        Under "o/tp i" on dp=2, tp=2 the two processes along dp have replicas of one block. Arrays
+        without replicas are not compared. All processes call it.
 
         Args:
             blocks: For each a name for errors, the block, and its layout with the global shape.
@@ -75,8 +75,9 @@ class ParallelContext:
                 cotangents=False,
                 name=name,
             )
-            if check.axes:  # along which processes have replicas
-                comparison = Comparison(check, processes.ranks, processes, processes)
+            if check.axes:  # along which there are replicas
+                # Every process has a block, and every one calls it: the mesh stands for both.
+                comparison = Comparison(check, processes.ranks, processes, callers=processes)
                 pairs.append((comparison, block.detach()))
         if pairs:
             compare_all(pairs, COMPARED)
@@ -259,21 +260,22 @@ def _initial(
 
 
 def _check_equal(sums: Mapping[str, Tensor], context: ParallelContext) -> None:
-    """Raise XshardError on all processes unless each tensor has the same sum on all of them.
+    """Raise XshardError on all processes if one of them began with another model.
 
-    Processes that draw initial values from different seeds would shard different models.
+    Processes that draw initial values from different seeds would shard different models: this shows
+    in the sums of the tensors' elements.
 
     Args:
         sums: The sum of the elements of each whole tensor on this process, by name.
         context: The mesh and options.
     """
     own_sums = torch.stack(list(sums.values()))
-    # One collective finds both ends, as min(x) = -max(-x).
-    both = torch.stack([own_sums, -own_sums])
-    largest, minus_smallest = context.reduced(both, "max")
-    # Sums of equal values may differ by rounding, as processes may add in another order.
-    size = torch.maximum(largest.abs(), minus_smallest.abs())
-    is_different = (largest + minus_smallest).abs() > SAME_SEED * size
+    # One collective finds the largest and the smallest sum, as min(x) = -max(-x).
+    signed_sums = torch.stack([own_sums, -own_sums])
+    largest, minus_smallest = context.reduced(signed_sums, "max")
+    # A relative tolerance: processes may add equal values in another order, and round differently.
+    magnitude = torch.maximum(largest.abs(), minus_smallest.abs())
+    is_different = (largest + minus_smallest).abs() > SAME_SEED * magnitude
     if bool(is_different.any()):
         name = list(sums)[int(is_different.nonzero()[0])]
         hint = "torch.manual_seed(0) on all before the model is made, or load one state dict on all"

@@ -475,12 +475,17 @@ def _difference(
     tol: float,
     context: ParallelContext,
 ) -> Exception:
-    """Return the EquivalenceError about all wrong arrays. All processes call it.
+    """Make the EquivalenceError that reports all wrong arrays. All processes call it.
 
-    first: the first wrong module, if the model has rules. It explains all that follows, unless the
-    kit has found another cause for an array.
+    Args:
+        pairs: The loss and the gradients of both runs.
+        wrong_numbers: The numbers of the wrong ones among them.
+        first: The first wrong input or output of a module, or None. An array whose own values tell
+            no cause is explained by it.
+        tol: The tolerance.
+        context: The mesh and options.
     """
-    # Imported now, because they load the kit, which is slow.
+    # Imported now, because they load `xshard.testing`, which is slow.
     from torch_bridge.models.first_wrong import mismatch_of
     from xshard.testing.diagnosis.causes import Cause
     from xshard.testing.mismatch import EquivalenceError
@@ -505,21 +510,22 @@ def _first_wrong(
     tol: float,
     run: Run,
 ) -> WrongTensor:
-    """Run both models again, to find where the first wrong result is.
+    """Run both models again, to find where the parallel one goes wrong first.
 
-    It is the first wrong input or output of a module. If all of these are right, it is the loss if
-    that is wrong, else the gradient that a backward pass comes to first.
+    That is the first input or output of a module that differs. If all of these are right, it is the
+    loss, or else the wrong gradient that the backward pass computes first.
 
     Args:
         pairs: The loss and then the gradients, in the order of parameters.
-        wrong_numbers: Which of them are wrong, ascending.
+        wrong_numbers: The numbers of the wrong ones among `pairs`, ascending; 0 is the loss.
         parallel: The state of the parallel model.
         tol: The tolerance.
-        run: Makes both runs; it takes a context to watch modules in.
+        run: Runs both models, each inside the context that it is given, which watches modules.
     """
     from torch_bridge.models.first_wrong import WrongTensor, first_wrong, watching
 
-    # `watching` adds what it has seen to `runs`: first of the copy, then of the parallel model.
+    # Each run appends what its modules got and returned: first the copy on one device, then the
+    # parallel model.
     runs: list[Any] = []
     with _eager(), torch.enable_grad():
         run(partial(watching, hooks=parallel.hooks, runs=runs))
@@ -528,10 +534,10 @@ def _first_wrong(
     if found is not None:
         return found
 
-    # A backward pass comes to the parameters of the last modules first: there it went wrong first.
+    # A backward pass begins with the last modules, so that the last wrong gradient came first.
     name = pairs[wrong_numbers[-1]].wanted.name
     title = f"gradient of {name}"
-    if wrong_numbers[0] == 0:
+    if wrong_numbers[0] == 0:  # the loss: it is made before any gradient
         name = title = pairs[0].wanted.name
     place = f"the {title}, while outputs of modules with rules are right"
     around = [path for path in parallel.hooks if is_inside(name, path)]  # outer ones first

@@ -230,13 +230,14 @@ def _item(folder: Path, info: Any) -> _Item:
 
 
 def _tensor(name: str, record: Any, items: Mapping[Any, _Item]) -> _Tensor:
-    """Find the saved parts of one tensor in a checkpoint's metadata.
+    """List the saved parts of one tensor, from a checkpoint's metadata.
 
-    A part is a box of the tensor: rows 4 to 7 of [8, 3] begin at (4, 0), and have sizes (4, 3).
-    Raises FileError unless the parts cover each element once, and if the bytes of a part are too few.
+    A part is a box of the tensor: rows 4 to 7 of [8, 3] are the part that begins at (4, 0), with the
+    sizes (4, 3). Raises FileError unless the parts cover each element once, and if a part has fewer
+    bytes than its elements need.
 
     record: torch's record of the tensor. items: where the bytes of each part lie, by the name of the
-    tensor and the position of the part.
+    tensor and the beginning of the part.
     """
     dtype = dtypes.name_of(record.properties.dtype)
     shape = tuple(record.size)

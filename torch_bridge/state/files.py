@@ -241,23 +241,27 @@ class _Loading:
         names: Names | None,
         strict: bool,
     ) -> None:
-        """Plan the load of stored arrays into the tensors of a model or a tree; fills `loads`.
+        """Plan which stored array is loaded into which tensor of a model or a tree; fills `loads`.
+
+        Nothing is read from the arrays yet.
 
         like: the model or tree. rules: layouts of its tensors by patterns of names. names: how names
         in the files differ from the model's. strict: raise for tensors that only one side has.
         """
+        # The arrays in the files, by the names that the model has for them.
         stored = stored_as(self.checkpoint, names)
         shapes = {name: array.shape for name, array in stored.items()}
-        # The files have global shapes, so blocks may have any sizes.
+        # The files tell global shapes: without them, all blocks would have to have one size.
         by_name, _ = leaves.local_arrays(like, rules, mesh, shapes)
         arrays = list(by_name.values())
+        # For each tensor the name under which it is stored (a tied one has several), or None.
         stored_names = in_both(stored, [array.names for array in arrays], strict)
         for array, name in zip(arrays, stored_names, strict=True):
             # A tensor without memory must be replaced; only a parallel model has a function for it.
             if array.is_meta and array.put is None:
                 hint = "xt.parallelize or model.to_empty(device=...) first"
                 raise XshardError(f"{array.names[0]} is on the meta device", hint=hint)
-            if name is None:  # not in the files; not strict
+            if name is None:  # not in the files, which `strict=False` allows
                 continue
             with errors.located(name):
                 dtype = dtypes.name_of(array.dtype)
@@ -333,10 +337,13 @@ class _Loading:
         return None
 
     def _share(self, parts: Mapping[str, Tensor | None], tensors: Mapping[str, Tensor]) -> None:
-        """Send the rows that this process has read to its replicas, many arrays in one collective.
+        """Complete the blocks of arrays of which each replica has read some rows; fills `tensors`.
 
-        parts: what was read for replicas, by name; None for an array that each process reads whole.
-        tensors: the blocks, by name, which are filled from the parts of all replicas.
+        Replicas of a block read different rows of it, and send them to each other, many arrays in one
+        collective: with 2 replicas of a block of 8 rows, each reads 4.
+
+        parts: the rows that this process has read, by name; None for an array that it read whole.
+        tensors: the blocks to fill, by name.
         """
         by_mesh: dict[MeshLike, dict[str, Tensor]] = {}
         for name, part in parts.items():
@@ -348,7 +355,7 @@ class _Loading:
             shapes = {}
             for name in on_mesh:
                 load = self.loads[name].load
-                # From the layout of parts, which also cuts rows over replicas, to that of blocks.
+                # `load.source` is how parts are sharded, over replicas too; `load.target`, how blocks.
                 moves[name] = f"{load.source.layout} -> {load.target.layout}"
                 shapes[name] = load.array.shape
             blocks = redistribute(on_mesh, moves, mesh, shape=shapes, profile=self.profile)

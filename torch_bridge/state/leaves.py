@@ -56,18 +56,23 @@ def axes_of(mesh: MeshLike | None) -> Mesh:
 def all_or_none(
     ranks: Sequence[int], call: str, work: Callable[[], Any], *, timeout: timedelta | None = None
 ) -> list[Any]:
-    """Run `work` on several ranks, and return the result of each, in their order.
+    """Run `work` on each of several ranks, and return all results on all of them.
 
-    All of these ranks call it. If `work` fails on one, all raise, as `compare_ranks` does. call:
-    the name of the call in errors. work: JSON must be able to hold its result. timeout: how long to
-    wait for the others; None: as long as a collective.
+    All of these ranks call it; results are in the order of `ranks`. If `work` fails on one rank, all
+    raise DesyncError, so that none goes on alone.
+
+    Args:
+        ranks: The ranks.
+        call: The name of the call in errors.
+        work: A function whose result JSON can hold.
+        timeout: How long to wait for the others; None: as long as a collective.
     """
     if len(ranks) == 1:
         return [work()]
 
     def result() -> CallFacts:
-        # Ranks describe a call to each other. The part `own` may differ between them: it carries
-        # results.
+        # Ranks exchange descriptions of a call, and compare them. The field `own` is not compared: it
+        # carries the result, under the one key "".
         return CallFacts(everywhere={}, within={}, part=(), own={"": json.dumps(work())})
 
     reports = compare_ranks(ranks, call, result, timeout)
@@ -214,12 +219,12 @@ def local_array(
 ) -> LocalArray:
     """Describe one tensor as this process's block of a sharded array.
 
-    A DTensor says itself how it is sharded; a plain tensor is a block under the left side of
-    `rule`: [4, 3] under "n/dp d" on dp=2 is of an array [8, 3]. Raises XshardError for sparse and
-    quantized tensors and for a tensor without a layout, ShapeError for a block that does not fit.
+    A plain tensor is a block under the left side of `rule`: a block [4, 3] under "n/dp d" on dp=2 is
+    of an array [8, 3]. A DTensor says itself how it is sharded. Raises XshardError for sparse and
+    quantized tensors and for a plain one without a rule, ShapeError for a block that does not fit.
 
-    rule: its layouts in the source and the target, or None. mesh, ranks: of a plain tensor. shape:
-    the global shape; None: as if all blocks had one size.
+    rule: layouts of the tensor in the source and the target; None for a DTensor. mesh, ranks: of a
+    plain tensor. shape: the global shape; None: inferred, as if all blocks had one size.
     """
     if x.layout != torch.strided:
         raise XshardError(f"a tensor of {x.layout}", hint="x.to_dense() or x.dequantize()")
