@@ -87,11 +87,11 @@ class Gradient:
 
 
 def _take_message(bucket: Sequence[Gradient]) -> tuple[Tensor, list[bool]]:
-    """Take the shares of a bucket out of `.grad`, and join them to one flat tensor.
+    """Take this process's gradients of a bucket out of `.grad`, and join them to one flat message.
 
-    After the shares comes a flag for each: 1.0, or 0.0 for a parameter that this process has not
-    used. A share [[1, 2], [3, 4]] and none of a parameter of shape [3] -> 1 2 3 4, 0 0 0, 1 0. The
-    second result is the flags again.
+    After the gradients comes a flag for each: 1.0, or 0.0 for a parameter that this process has not
+    used. A gradient [[1, 2], [3, 4]], and none for a parameter of shape [3], give the message
+    1 2 3 4, 0 0 0, 1 0. Returns the message, and the flags as bools.
     """
     shares = [gradient.take_share() for gradient in bucket]
     has_share = [share is not None for share in shares]
@@ -106,10 +106,10 @@ def _take_message(bucket: Sequence[Gradient]) -> tuple[Tensor, list[bool]]:
 
 @torch.no_grad()
 def _begin_sums(bucket: Sequence[Gradient], context: ParallelContext) -> Callable[[], None]:
-    """Start the all-reduce of a bucket of gradients; return a function that waits and ends it.
+    """Start the all-reduce of a bucket of gradients; return a function that waits for its end.
 
-    The shares leave `.grad` now (SHARE -> SENT). The returned function adds their sums over
-    processes to the sums of earlier passes (SENT -> SUMMED).
+    `.grad` of these parameters is taken away now. The returned function puts the sum over processes
+    there, added to the sum of earlier backward passes.
     """
     message, has_share = _take_message(bucket)
     # `async_op`: the sum is only started, and the backward pass goes on meanwhile.
@@ -248,10 +248,7 @@ class Gradients:
         # A backward pass comes to the parameters of the last modules first.
         last_first = self._gradients[::-1]
         sizes = [gradient.parameter.nbytes for gradient in last_first]
-        kinds = []
-        for gradient in last_first:
-            x = gradient.parameter
-            kinds.append((gradient.axes, x.dtype, x.device))
+        kinds = [(g.axes, g.parameter.dtype, g.parameter.device) for g in last_first]
         groups = trees.group_by_bytes(sizes, self.bucket_bytes, kinds)  # numbers in `last_first`
         # A bucket is sent when its last gradient is there: buckets are in the order of these.
         groups.sort(key=itemgetter(-1))

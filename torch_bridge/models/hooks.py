@@ -64,9 +64,9 @@ class TensorRule:
     def move(self, x: Tensor, context: ParallelContext, outside: KnownDims, where: str) -> Moved:
         """Redistribute an input or output of a module as its rule says.
 
-        "b i/tp -> b i" on tp=4: [b, i/4] -> [b, i]. The global shape, which a block alone may not
-        tell, is found with the help of known dims: names with their global lengths, as i = 16. Both
-        are kept for the next block of this shape; the first one sets `last`.
+        "b i/tp -> b i" on tp=4: [b, i/4] -> [b, i]. A block alone may not tell the global shape: it is
+        found with the help of known dims, names with their global lengths, as i = 16. What is found
+        is kept for the next block of this shape. Sets `last`, which tells `explain` what has moved.
 
         Args:
             x: This process's block.
@@ -151,10 +151,10 @@ class ModuleHooks:
     def before_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Move the arguments by their rules, then gather the parameters; a hook of the module.
+        """Redistribute a module's arguments by their rules, then gather its parameters.
 
-        Returns the arguments with which torch then calls `forward`. Rows that a rule routes are
-        sent to the processes of their experts. `after_forward` ends what begins here.
+        A hook: torch calls `forward` with the arguments that it returns. Where a rule routes rows,
+        they are sent to the processes of their experts. `after_forward` undoes both.
         """
         # Modules around this one know the global lengths of some named dims, as s = 8192. A name
         # has one length everywhere, so that these help where a block alone does not tell.
@@ -162,7 +162,7 @@ class ModuleHooks:
         values: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
         for rule in self.inputs:
             key = self.argument(rule.key, values)
-            if key is None:  # absent in this call
+            if key is None:  # the caller has left this argument out
                 continue
             values[key], known = self._move(rule, values[key], known, "input")
             if rule.rule.routed_axes:
@@ -207,10 +207,11 @@ class ModuleHooks:
         return (*dims, *known)
 
     def argument(self, key: Key, values: Mapping[Any, Any]) -> int | str | None:
-        """Find the argument that a rule is for: its position or name, as passed in this call.
+        """Find the argument that a rule is for: the position or the name that this call uses for it.
 
-        None if it is absent in this call or no tensor. Raises ShapeError if the rule is for the
-        first tensor, and there is none.
+        A rule for position 1, or for "mask", finds 1 in `f(x, mask)`, and "mask" in `f(x, mask=mask)`.
+        Returns None if the argument is absent in this call or no tensor. Raises ShapeError if the
+        rule is for the first tensor, and there is none.
 
         Args:
             key: The argument in the rule: its position, its name, or None for the first tensor.

@@ -188,7 +188,7 @@ def shard_all(
             _initialise(parameter.places[0].module, init, device)
             x = parameter.tensor
         if not x.is_meta:
-            # By their sum processes find out whether they began with equal values.
+            # Processes compare sums at the end, to find out whether they began with equal values.
             sums[parameter.name] = x.detach().double().sum()
         parameter.set_block(parameter.block_of(x, context))
     if sums:
@@ -205,17 +205,17 @@ def _check_no_graph(x: nn.Parameter, name: str) -> None:
 
 
 def _initialise(module: nn.Module, init: Callable[[nn.Module], Any], device: Any) -> None:
-    """Give values to the tensors of a module that are on the meta device, by the user's `init`.
+    """Let the user's `init` give values to those tensors of a module that are on the meta device.
 
-    Afterwards the module has real tensors in their place, which `init` has written to. Its other
-    tensors are as before, although `init` writes to all: they may be blocks already.
+    `init` writes to all tensors of the module. But those that have values already must stay as they
+    are, as they may be blocks: while it runs, new tensors stand in for them.
 
     Args:
         module: The module; its own tensors are replaced in place, those of modules inside stay.
         init: A function of a module that writes to its tensors.
         device: The device of tensors that were on the meta device.
     """
-    earlier = {}
+    earlier = {}  # tensors by place
     for name, x in {**parameters_of(module), **buffers_of(module)}.items():
         if x is not None:
             earlier[Place(module, name)] = x
@@ -227,7 +227,7 @@ def _initialise(module: nn.Module, init: Callable[[nn.Module], Any], device: Any
         place.set_tensor(new)
     init(module)
 
-    # `init` has written to stand-ins of the tensors that had values: these come back as they were.
+    # Tensors that had values come back in place of their stand-ins.
     for place, x in earlier.items():
         if not x.is_meta:
             place.set_tensor(x)
