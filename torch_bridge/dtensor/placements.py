@@ -118,7 +118,8 @@ def from_placements(
         raise PlanError(
             f"{len(placements)} placements for {axes!r}", hint="one placement per mesh axis"
         )
-    # For each dim, the axes that cut it, with the split factors of their placements.
+    # For each dim {axis: split factor}: into how many pieces a placement divides the dim before it
+    # gives each device a share of every piece; 1 for a plain `Shard`.
     factors_by_dim: list[dict[str, int]] = [{} for _ in range(ndim)]
     tags: dict[str, tuple[str, ...]] = {}
     for axis, placement in zip(axes.axes, placements, strict=True):
@@ -158,20 +159,22 @@ def tag_of(placement: Placement) -> str | None:
 
 
 def check_placed(x: DTensor, layout: Layout, text: str, span: Span | None = None) -> None:
-    """Raise NotationError unless a DTensor's placements mean what a layout says.
+    """Raise NotationError unless a DTensor is placed as a layout says.
 
-    "n/dp d" on a mesh (dp=2, tp=4) wants (Shard(0), Replicate()), or others that give each device
-    the same rows. text: the user's expression, which the error shows. span: the start and end of
-    what it marks there; None: all before the arrow.
+    "n/dp d" on a mesh (dp=2, tp=4) asks for (Shard(0), Replicate()), or for other placements that
+    give each device the same rows.
+
+    layout: a side of the user's expression. text: the expression, which the error shows. span: start
+    and end of the part that the error marks; None: all before the arrow.
     """
     mesh = mesh_of(x.device_mesh)
     shape = tuple(x.shape)
     stated = Sharding(layout, mesh, shape)
     inferred = from_placements(x.placements, mesh, x.ndim, shape)
-    # Dim names are the expression's, for the comparison and for the error.
+    # What the placements say, with the names of dims that the user wrote.
     placed = stated.with_layout(inferred.with_names(stated.layout.names))
-    # A layout can say that gradients of replicas are to be summed ("copy"); placements cannot, so
-    # that this is left out of the comparison.
+    # "copy" says that gradients of replicas are to be summed. Placements cannot say that: it is left
+    # out of the comparison.
     uncopied = stated.with_layout(without_tags(stated.layout, stated.layout.tagged("copy")))
     if placed.means_the_same_as(uncopied) and placed.scale == stated.scale:
         return
@@ -216,10 +219,12 @@ def gradient_layout(layout: Layout) -> Layout:
 def checked_global_shape(
     x: DTensor, mesh: Any, shape: Sequence[int] | None, name: str = "the mesh"
 ) -> tuple[int, ...]:
-    """Return a DTensor's global shape, after comparing what the user passes with what it has.
+    """Return a DTensor's global shape, after checking the mesh and the shape that a user passed.
 
-    mesh, shape: the user's; None: not given. name: of the mesh's argument, for the hint. Raises
-    MeshError for another mesh, ShapeError for another shape.
+    A DTensor has both: the user may leave them out (None). Raises MeshError or ShapeError if they
+    are not the DTensor's.
+
+    name: of the argument for the mesh, for the error's hint.
     """
     if mesh not in (None, x.device_mesh):
         reason = f"the DTensor is on {x.device_mesh!r}, not on {mesh!r}"

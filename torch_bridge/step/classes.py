@@ -102,14 +102,17 @@ DESCRIPTIONS: dict[str, Description] = {}
 
 
 def call_of(name: str, args: Mapping[str, Any], out: Tensor, is_pointwise: bool = False) -> Call:
-    """Describe how one recorded torch operation may be sharded, for the search of layouts.
+    """Describe how one recorded operation of torch may be sharded, for the search of layouts.
 
-    name: of the operator, such as "mm". args: its arguments by name. out: one of its results. The
-    description gives letters to dims, as einsum does: those of "r0 k, k r1 -> r0 r1" can be sharded
-    by mesh axes. An operation that nothing is known of is `opaque`: each device computes all of it.
+    The description is as in einsum: "mm" is "a b, b c -> a c", and mesh axes can shard each of a, b
+    and c. An operation that is not known is "opaque": each device computes all of it.
+
+    name: of the operator, such as "mm". args: its arguments by name. out: one of its results.
+    is_pointwise: torch says that it works on each element alone.
     """
     tensors = [x for x in tree_leaves(args) if isinstance(x, Tensor) and x.numel()]
     invocation = Invocation(name, args, tensors, out, is_pointwise)
+    # A function for this operator comes first; it may return None, to leave a call to the rules below.
     if name in DESCRIPTIONS:
         call = DESCRIPTIONS[name](invocation)
         if call is not None:
@@ -424,9 +427,9 @@ def attention_call(
         arrays.append(_broadcast_dims(attn_mask.shape, score_dims, score_shape, "u"))
     arrays.append([*query_dims, "s", value_depth])
 
-    # Two FLOPs per multiply-add. Q K^T has b s t d of these, and P V has b s t e. The planner
-    # multiplies by the product of the lengths of all letters, so that is divided out: both are
-    # 2 (d + e) / (d e), or 2 (d + d) / d if one letter stands for both.
+    # Q K^T are 2 b s t d operations, and the product with V 2 b s t e. The planner multiplies `flops`
+    # by the lengths of all letters, b s t d e: so it is 2 (d + e) / (d e). If values are as wide as
+    # keys, the letters are b s t d: 2 (d + d) / d.
     flops = 2.0 * sum(depths) / math.prod(set(depths))
     # The softmax of a query needs all keys, and each of its scores the whole depth.
     unsharded = {"d", "t", value_depth}

@@ -302,10 +302,11 @@ def record_step(model: nn.Module, batch: Any) -> tuple[TrainingStep, tuple[str, 
     """Record the operations of a model's training step, by running its forward pass without data.
 
     The model runs on the meta device, and is left as it is. A loss of its first result is added.
+    Returns the step, and the names of parameters that it does not use.
+
     batch: examples of the arguments of `forward`: a tensor, a tuple, or a dict by name; only their
-    shapes and dtypes matter. Returns the step, and the names of parameters that it does not use.
-    Raises PlanError for a batch or a result without a tensor, and for code that reads numbers from
-    data, as `x.item()` does.
+    shapes and dtypes matter. Raises PlanError for a batch or a result without a tensor, and for code
+    that reads numbers from data, as `x.item()` does.
     """
     inputs = _inputs_by_name(model, batch)
     tensors = {name: x for name, x in inputs.items() if isinstance(x, Tensor)}
@@ -389,9 +390,9 @@ def _run(
 
 
 def _add_loss(recorder: StepRecorder, result: Any) -> str:
-    """End the trace with a loss of the first tensor of a result.
+    """End the recorded step with a loss of the first tensor of a result; return the loss's name.
 
-    Return the last operation's name.
+    A result [b, c] gets the operation "r0 r1 -> " of class "loss". A scalar is a loss already.
     """
     trace = recorder.trace
     name = recorder.names.get(first_tensor(result), "")
