@@ -116,12 +116,12 @@ class RedistributeDTensor(torch.autograd.Function):
         """
         move: DTensorMove = ctx.move
         shape = tuple(gradient.shape)
-        arrives = _end_like(move.dst, gradient.device_mesh, gradient.placements, shape)
-        target = _gradient_end(move, arrives, shape)
+        arriving = _end_like(move.dst, gradient.device_mesh, gradient.placements, shape)
+        target = _gradient_end(move, arriving, shape)
         travel_dtype = ctx.dtype if move.backward_dtype is None else move.backward_dtype
-        back = DTensorMove(arrives, target, travel_dtype, ctx.dtype, move.profile)
+        backward_move = DTensorMove(arriving, target, travel_dtype, ctx.dtype, move.profile)
         # `apply` again: the backward pass can be differentiated too.
-        moved = RedistributeDTensor.apply(gradient, back)
+        moved = RedistributeDTensor.apply(gradient, backward_move)
         if not move.gradient_is_of_blocks:
             return moved, None
         # So far it is the gradient of the whole array. `DTensor.from_local` made the input of local
@@ -268,19 +268,19 @@ def _executables(
     dst = dtensor_mesh(move.dst.mesh)
     is_same_mesh = move.src.mesh == move.dst.mesh
     steps = _steps(move.src.layout, move.dst.layout, is_same_mesh)
-    result: list[AnyExecutable] = []
+    bound_steps: list[AnyExecutable] = []
     steps_on_src = steps if is_same_mesh else steps[:-1]
     for start, stop in steps_on_src:
         call = MoveCall((start, stop), src, shape, move.profile)
-        result.append(call.executable((local_shape, move.op_dtype, device)))
+        bound_steps.append(call.executable((local_shape, move.op_dtype, device)))
         # The block with which the next step begins.
         local_shape = Sharding(stop, src.mesh, shape).local_shape(src.device)
     if not is_same_mesh:
         dtype = dtypes.name_of(move.op_dtype)
         transfer = TransferCall(steps[-1], src, dst, shape, dtype, profile=move.profile)
         group = process_group_of(tuple(sorted(src.ranks)))
-        result.append(lower_transfer(transfer.plan(), device, group))
-    return tuple(result)
+        bound_steps.append(lower_transfer(transfer.plan(), device, group))
+    return tuple(bound_steps)
 
 
 def _steps(src: Layout, dst: Layout, is_same_mesh: bool) -> list[tuple[Layout, Layout]]:
@@ -314,23 +314,23 @@ def _nonlinear_tags(layout: Layout) -> set[tuple[str, str]]:
     return tags
 
 
-def _gradient_end(move: DTensorMove, arrives: End, shape: Shape) -> End:
+def _gradient_end(move: DTensorMove, arriving: End, shape: Shape) -> End:
     """Choose the mesh and the placements of the gradient of a move's input.
 
     They are those that the user asked for, or by default those of the input, on its mesh, with
     replicas in place of partial sums: an input (Shard(0), Partial()) has a gradient
     (Shard(0), Replicate()).
 
-    arrives: mesh and placements of the gradient of the move's result.
+    arriving: mesh and placements of the gradient of the move's result.
     """
     src = move.src
     if move.gradient is not None:
         return _end_like(src, src.mesh, move.gradient, shape)
-    arriving = arrives.placements
-    if arrives.mesh != src.mesh:
+    arriving_placements = arriving.placements
+    if arriving.mesh != src.mesh:
         # Partial sums on another mesh are summed on the way: on this mesh they are replicas.
-        arriving = (Replicate(),) * len(src.placements)
-    pairs = zip(src.placements, arriving, strict=True)
+        arriving_placements = (Replicate(),) * len(src.placements)
+    pairs = zip(src.placements, arriving_placements, strict=True)
     placements = tuple(_gradient_placement(p, g, move.gradient_is_of_blocks) for p, g in pairs)
     return _end_like(src, src.mesh, placements, shape)
 

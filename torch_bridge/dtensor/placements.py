@@ -382,11 +382,11 @@ def factors_of(dim: Dim, mesh: Mesh, length: int | None) -> dict[str, int] | Non
     # Convert the factors back to cuts, as torch would make them. For a length that does not divide
     # evenly these may be other rows than the layout's: then no placements are right.
     in_mesh_order = {axis: factors[axis] for axis in mesh.axes if axis in factors}
-    made = cuts_of(in_mesh_order, mesh, length)
-    if made is None:
+    made_cuts = cuts_of(in_mesh_order, mesh, length)
+    if made_cuts is None:
         return None
-    wanted = _sharding_of_dim(dim.shards, mesh, length)
-    is_same = _sharding_of_dim(made, mesh, length).means_the_same_as(wanted)
+    wanted_rows = _sharding_of_dim(dim.shards, mesh, length)
+    is_same = _sharding_of_dim(made_cuts, mesh, length).means_the_same_as(wanted_rows)
     return factors if is_same else None
 
 

@@ -193,8 +193,8 @@ def _kept_reductions(src: Sequence[Placement], dst: Sequence[Placement]) -> froz
         if may_stay and placement == target and _has_no_layout(placement):
             kept[i] = placement
     # A sum of products is no product of sums: two kinds of reductions would depend on their order.
-    pending = {placement for placement in (*src, *dst) if isinstance(placement, Partial)}
-    if kept and len(pending.union(kept.values())) > 1:
+    all_reductions = {placement for placement in (*src, *dst) if isinstance(placement, Partial)}
+    if kept and len(all_reductions.union(kept.values())) > 1:
         hint = "the result depends on their order: reduce one of them first"
         raise PlanError(f"{src} -> {dst} keeps one reduction and has another", hint=hint)
     return frozenset(kept)
@@ -303,8 +303,8 @@ def _compare_moves(
         moves.check(move, tuple(x.shape), tuple(block.shape))
         equal_on_all = _facts_of(move, x, block.device.type)
         # Blocks may differ in shape between ranks: this is for the text of an error only.
-        own = {"block": str(tuple(block.shape))}
-        return CallFacts(equal_on_all, within={}, part=ranks, own=own)
+        own_facts = {"block": str(tuple(block.shape))}
+        return CallFacts(equal_on_all, within={}, part=ranks, own=own_facts)
 
     return compare_call(None, f"{x.placements} -> {mesh_text}", facts, ranks)
 

@@ -149,7 +149,7 @@ def watching(
 
 
 def first_wrong(
-    on_one_device: Seen, on_many: Seen, parallel: ParallelModel, tol: float
+    one_device_run: Seen, parallel_run: Seen, parallel: ParallelModel, tol: float
 ) -> WrongTensor | None:
     """Find the first input or output of a module that differs from one device's.
 
@@ -157,13 +157,13 @@ def first_wrong(
     processes call it, and get the same answer.
 
     Args:
-        on_one_device: What modules of the copy on one device got and returned, in order.
-        on_many: The same of the parallel model: blocks of this process.
+        one_device_run: What modules of the copy on one device got and returned, in order.
+        parallel_run: The same of the parallel model: blocks of this process.
         parallel: The state of the parallel model.
         tol: The tolerance: see `verify`.
     """
     context = parallel.context
-    pairs = _pairs(on_one_device, on_many, parallel)
+    pairs = _pairs(one_device_run, parallel_run, parallel)
     is_right = _compared_pairs(pairs, tol, context)
     place = _first_wrong_place(is_right)
     if place is None:
@@ -175,18 +175,18 @@ def first_wrong(
     return WrongTensor(str(place), described(title, parallel, place.module))
 
 
-def _pairs(on_one_device: Seen, on_many: Seen, parallel: ParallelModel) -> dict[Place, Pair]:
+def _pairs(one_device_run: Seen, parallel_run: Seen, parallel: ParallelModel) -> dict[Place, Pair]:
     """Pair the tensors of both runs, by their place, in the order of the forward pass.
 
     Processes may call different modules. Left out are places that some process has not come to, and
     tensors that cannot be compared; the rest comes in the same order on all.
     """
-    seen_by_process = _from_all_processes(set(on_many), parallel.context)
-    places_on_all = set(on_one_device).intersection(*seen_by_process)
+    seen_by_process = _from_all_processes(set(parallel_run), parallel.context)
+    places_on_all = set(one_device_run).intersection(*seen_by_process)
     pairs = {}
-    for place, tensor in on_many.items():
+    for place, tensor in parallel_run.items():
         if place in places_on_all:
-            pair = _pair(place, tensor, on_one_device[place].value, parallel)
+            pair = _pair(place, tensor, one_device_run[place].value, parallel)
             if pair is not None:
                 pairs[place] = pair
     return pairs
@@ -247,8 +247,8 @@ def _pair(place: Place, tensor: _SeenTensor, whole: Tensor, parallel: ParallelMo
     # Along axes that the rule does not name, a tensor is sharded as activations are around it: an
     # input as in the module outside, an output as in this module.
     hooks = parallel.hooks[place.module]
-    around = _layout_inside(hooks.parent if place.side == "input" else hooks)
-    layout = with_outer_axes(tensor.layout.resolved(x.ndim), tensor.named_axes, around)
+    outer_layout = _layout_inside(hooks.parent if place.side == "input" else hooks)
+    layout = with_outer_axes(tensor.layout.resolved(x.ndim), tensor.named_axes, outer_layout)
     without_tags = Layout(layout.dims)
     try:
         block = context.redistribute(whole, unsharded(layout), without_tags, whole.shape)

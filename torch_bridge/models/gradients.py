@@ -275,9 +275,9 @@ class Gradients:
         run twice for a parameter, as with activation checkpoints. If the bucket has been sent in
         between, `_sum_remaining` sums the second share at the end of the backward pass.
         """
-        running = self._pass
+        backward_pass = self._pass
         assert x.grad is not None
-        assert running is not None
+        assert backward_pass is not None
         if x.grad.requires_grad or x.grad.layout is not torch.strided:
             hint = "embedding(sparse=False), backward(create_graph=False)"
             raise XshardError(
@@ -285,21 +285,21 @@ class Gradients:
             )
         # If there was a share already, autograd may have put the sum of both into a new tensor.
         gradient.share = x.grad
-        running.computed.discard(gradient)
+        backward_pass.computed.discard(gradient)
         if self.syncs:
-            running.missing.discard(gradient)
-            self._send_full_buckets(running)
+            backward_pass.missing.discard(gradient)
+            self._send_full_buckets(backward_pass)
 
-    def _send_full_buckets(self, running: BackwardPass) -> None:
+    def _send_full_buckets(self, backward_pass: BackwardPass) -> None:
         """Begin the sums of the next buckets in order, up to the first one that is not full.
 
         In order, as other processes may fill buckets in another one: all have to send alike.
         """
-        for bucket in self._buckets[len(running.finish_sums) :]:
+        for bucket in self._buckets[len(backward_pass.finish_sums) :]:
             # Hot, and quick: the last gradient of a bucket is asked first, and comes last.
-            if not running.missing.isdisjoint(reversed(bucket)):
+            if not backward_pass.missing.isdisjoint(reversed(bucket)):
                 return
-            running.finish_sums.append(_begin_sums(bucket, self.context))
+            backward_pass.finish_sums.append(_begin_sums(bucket, self.context))
 
     @torch.no_grad()
     def _end(self) -> None:
@@ -310,16 +310,16 @@ class Gradients:
         `after_first` checks that replicas are equal. Raises XshardError, and undoes the pass, if a
         gradient was computed and never came to `.grad`, as in `torch.autograd.grad`.
         """
-        running = self._pass
-        if running is None:
+        backward_pass = self._pass
+        if backward_pass is None:
             return  # undone by a forward pass in between
         # All should be in `.grad` by now.
-        if running.computed:
+        if backward_pass.computed:
             self._undo()
             what = "torch.autograd.grad would give each process its share of a parameter's gradient"
             raise XshardError(what, hint="call backward(), after which .grad is the whole one")
         if self.syncs:
-            self._sum_remaining(running.finish_sums)
+            self._sum_remaining(backward_pass.finish_sums)
         self._pass = None
         if self.syncs and self.after_first is not None:
             check = self.after_first

@@ -242,8 +242,8 @@ def replicated(model: nn.Module, context: ParallelContext) -> ParallelModel:
         gathers=False,
         parameters=ModuleParameters(context),
     )
-    whole = Rules({"**": "..."})  # every parameter is replicated
-    by_rules = parameters_by_rules(model, context, whole, hooks={"": rule_for_all})
+    all_replicated = Rules({"**": "..."})  # every parameter is replicated
+    by_rules = parameters_by_rules(model, context, all_replicated, hooks={"": rule_for_all})
     no_sums = Gradients(context, (), bucket_bytes=None)
     return ParallelModel(
         context,
@@ -267,23 +267,23 @@ def _module_hooks(
     modules = _called_modules(model)
     names = list(modules)
     # `partial`: not every module needs a rule.
-    inputs = Rules(rules.inputs).match(names, partial=True, what="module")
-    outputs = Rules(rules.outputs).match(names, partial=True, what="module")
-    gathering = _gathering_modules(rules.gathers, names, inputs)
-    with_hooks = {*inputs, *outputs, *gathering}
+    input_texts = Rules(rules.inputs).match(names, partial=True, what="module")
+    output_texts = Rules(rules.outputs).match(names, partial=True, what="module")
+    gathering_names = _gathering_modules(rules.gathers, names, input_texts)
+    hooked_names = {*input_texts, *output_texts, *gathering_names}
 
     hooks: dict[str, ModuleHooks] = {}
     for name, module in modules.items():
-        if name not in with_hooks:
+        if name not in hooked_names:
             continue
         # Rows may be routed into a module, to experts; they come back without a rule.
-        input_rules = _tensor_rules(inputs.get(name), name, context, routes=True)
-        output_rules = _tensor_rules(outputs.get(name), name, context, routes=False)
+        input_rules = _tensor_rules(input_texts.get(name), name, context, routes=True)
+        output_rules = _tensor_rules(output_texts.get(name), name, context, routes=False)
         # The nearest module around this one with a rule for its input; outer modules come first.
         parent = enclosing(module_of(name), hooks, "inputs") if name else None
         # Axes along which activations differ inside: as in the parent, but for what rules name.
-        outside = parent.varying if parent is not None else frozenset[str]()
-        varying = models.varying_axes(outside, [rule.rule for rule in input_rules])
+        outer_varying = parent.varying if parent is not None else frozenset[str]()
+        varying = models.varying_axes(outer_varying, [rule.rule for rule in input_rules])
         hooks[name] = ModuleHooks(
             name,
             list(inspect.signature(module.forward).parameters),
@@ -292,7 +292,7 @@ def _module_hooks(
             input_rules,
             output_rules,
             varying,
-            gathers=name in gathering,
+            gathers=name in gathering_names,
             parameters=ModuleParameters(context),
         )
     return hooks

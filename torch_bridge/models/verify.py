@@ -464,14 +464,14 @@ def _compare(pairs: list[Pair], parallel: ParallelModel, tol: float | None, run:
     wrong_numbers = [i for i, flag in enumerate(flags) if flag != EQUAL]
     if not wrong_numbers:
         return
-    first = _first_wrong(pairs, wrong_numbers, parallel, tol, run) if parallel.hooks else None
-    raise _difference(pairs, wrong_numbers, first, tol, parallel.context)
+    first_wrong = _first_wrong(pairs, wrong_numbers, parallel, tol, run) if parallel.hooks else None
+    raise _difference(pairs, wrong_numbers, first_wrong, tol, parallel.context)
 
 
 def _difference(
     pairs: Sequence[Pair],
     wrong_numbers: Sequence[int],
-    first: WrongTensor | None,
+    first_wrong: WrongTensor | None,
     tol: float,
     context: ParallelContext,
 ) -> Exception:
@@ -480,7 +480,7 @@ def _difference(
     Args:
         pairs: The loss and the gradients of both runs.
         wrong_numbers: The numbers of the wrong ones among them.
-        first: The first wrong input or output of a module, or None. An array whose own values tell
+        first_wrong: The first wrong input or output of a module, or None. An array whose own values tell
             no cause is explained by it.
         tol: The tolerance.
         context: The mesh and options.
@@ -494,12 +494,12 @@ def _difference(
     mismatches = []
     for wanted, block in [pairs[i] for i in wrong_numbers]:
         mismatch = mismatch_of(wanted, block, largest_by_kind[wanted.kind], tol, context)
-        if first is not None and mismatch.cause is None:
-            cause = Cause("module", f"wrong already: {first.place}")
+        if first_wrong is not None and mismatch.cause is None:
+            cause = Cause("module", f"wrong already: {first_wrong.place}")
             mismatch = replace(mismatch, cause=cause)
         mismatches.append(mismatch)
-    if first is not None:  # the long text about the module goes with the first array only
-        mismatches[0] = replace(mismatches[0], first=first.text)
+    if first_wrong is not None:  # the long text about the module goes with the first array only
+        mismatches[0] = replace(mismatches[0], first=first_wrong.text)
     return EquivalenceError(mismatches, len(pairs))
 
 
@@ -529,10 +529,10 @@ def _first_wrong(
     runs: list[Any] = []
     with _eager(), torch.enable_grad():
         run(partial(watching, hooks=parallel.hooks, runs=runs))
-    on_one_device, on_many = runs
-    found = first_wrong(on_one_device, on_many, parallel, tol)
-    if found is not None:
-        return found
+    one_device_run, parallel_run = runs
+    wrong_tensor = first_wrong(one_device_run, parallel_run, parallel, tol)
+    if wrong_tensor is not None:
+        return wrong_tensor
 
     # A backward pass begins with the last modules, so that the last wrong gradient came first.
     name = pairs[wrong_numbers[-1]].wanted.name
@@ -540,6 +540,6 @@ def _first_wrong(
     if wrong_numbers[0] == 0:  # the loss: it is made before any gradient
         name = title = pairs[0].wanted.name
     place = f"the {title}, while outputs of modules with rules are right"
-    around = [path for path in parallel.hooks if is_inside(name, path)]  # outer ones first
-    text = described(place, parallel, around[-1]) if around else place
+    paths_around = [path for path in parallel.hooks if is_inside(name, path)]  # outer ones first
+    text = described(place, parallel, paths_around[-1]) if paths_around else place
     return WrongTensor(place, text)

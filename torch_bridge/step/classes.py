@@ -211,30 +211,30 @@ def _indexing(call: Invocation) -> Call:
     Letters r are dims of the result, u are dims of x that are indexed. No mesh axis may shard a u,
     as any of its rows may be asked for.
     """
-    index_of = {}  # by the number of the dim of x
+    index_by_dim = {}  # by the number of the dim of x
     for d, index in enumerate(call.args["indices"]):
         if index is not None:
-            index_of[d] = index
-    start = min(index_of)
-    are_neighbours = max(index_of) - start < len(index_of)
+            index_by_dim[d] = index
+    start = min(index_by_dim)
+    are_neighbours = max(index_by_dim) - start < len(index_by_dim)
     if not are_neighbours:
         start = 0
-    stop = start + max(index.ndim for index in index_of.values())
+    stop = start + max(index.ndim for index in index_by_dim.values())
 
     # In the result, dims `start` to `stop` come from the index tensors, and the others from x.
     result_dims = call.result_dims
-    picked_dims = result_dims[start:stop]
-    picked_shape = call.out.shape[start:stop]
+    index_dims = result_dims[start:stop]
+    index_shape = call.out.shape[start:stop]
     array_dims = [*result_dims[:start], *result_dims[stop:]]
     arrays = [array_dims]
     replaced_dims = []
     # Inserted in ascending order, each u comes to stand at its own number d among the dims of x.
-    for d, index in index_of.items():
+    for d, index in index_by_dim.items():
         array_dims.insert(d, f"u{d}")
         replaced_dims.append(f"u{d}")
-        arrays.append(_broadcast_dims(index.shape, picked_dims, picked_shape, f"v{d}_"))
+        arrays.append(_broadcast_dims(index.shape, index_dims, index_shape, f"v{d}_"))
     arrays.append(result_dims)
-    operands = [call.args["self"], *index_of.values()]
+    operands = [call.args["self"], *index_by_dim.values()]
     return Call(operands, LetteredOp(arrays, "linear", replaced_dims))
 
 

@@ -435,7 +435,7 @@ class _Join:
             leaves=self.step.module(self.second, left=True),
             # What the backward pass needs, by position among operands and result.
             keeps=tuple(
-                place for place, i in enumerate(self.visible_arrays) if i in self.saved_arrays
+                position for position, i in enumerate(self.visible_arrays) if i in self.saved_arrays
             ),
             flops=flops if flops else None,  # None: the number of the operation's class
             accesses=accesses,

@@ -155,10 +155,10 @@ class Op:
             reason = f"{n_operands} operands and {len(self.operands)} names: {names}"
             hint = "one name for each operand before the arrow"
             raise NotationError(reason, text=self.text, hint=hint)
-        known = dict.fromkeys(chain.from_iterable(self.dims))
-        unknown = [dim for dim in self.whole if dim not in known]
+        all_dims = dict.fromkeys(chain.from_iterable(self.dims))
+        unknown = [dim for dim in self.whole if dim not in all_dims]
         if unknown:
-            hint = f"dims: {' '.join(known)}"
+            hint = f"dims: {' '.join(all_dims)}"
             raise NotationError(f"no dim {unknown[0]!r}", text=self.text, hint=hint)
 
     @cached_property

@@ -103,12 +103,12 @@ class Trace:
         self.shapes[name] = tuple(shape)
         shapes = [self.shapes[array] for array in (*operands, name)]
         lengths = _lengths_of_letters(op, letter_arrays, shapes)
-        names_of = self._names_of_letters(letter_arrays, operands, lengths)
-        named_arrays = [_in_names(array, names_of) for array in letter_arrays]
+        names_of_letter = self._names_of_letters(letter_arrays, operands, lengths)
+        named_arrays = [_in_names(array, names_of_letter) for array in letter_arrays]
         # Arrays with names keep them; a parameter gets those of its first use.
         for operand, dims in zip(operands, named_arrays, strict=False):
             self.dims.setdefault(operand, dims)
-        self.ops.append(self._op(name, op, operands, named_arrays, names_of, times))
+        self.ops.append(self._op(name, op, operands, named_arrays, names_of_letter, times))
         self.dims[name] = named_arrays[-1]
         return name
 
@@ -158,15 +158,15 @@ class Trace:
                 for letter, candidate in self._named_factors(letters, names, lengths).items():
                     # Several operands may have names for one letter: the more telling ones win.
                     factors[letter] = max(factors[letter], candidate, key=_preference)
-        names_of = dict[str, list[str]]()
+        names_of_letter = dict[str, list[str]]()
         # Names that this operation has already, to which `_take` adds: the second s8 becomes s8_2.
-        taken = list[str]()
+        names_in_use = list[str]()
         for letter in dict.fromkeys(chain.from_iterable(chain(*arrays))):
-            names_of[letter] = []
+            names_of_letter[letter] = []
             for inherited_name, length in factors[letter]:
-                wanted = inherited_name if inherited_name else f"n{length}"
-                names_of[letter].append(self._take(wanted, length, taken))
-        return names_of
+                wanted_name = inherited_name if inherited_name else f"n{length}"
+                names_of_letter[letter].append(self._take(wanted_name, length, names_in_use))
+        return names_of_letter
 
     def _named_factors(
         self, letters: Sequence[str], names: Sequence[str], lengths: Mapping[str, int]
@@ -204,7 +204,7 @@ class Trace:
         lettered: LetteredOp,
         operands: Sequence[str],
         named_arrays: Sequence[Names],
-        names_of: Mapping[str, Sequence[str]],
+        names_of_letter: Mapping[str, Sequence[str]],
         times: int,
     ) -> Op:
         """Make an `Op` from an operation in letters, with names in the place of letters.
@@ -217,21 +217,21 @@ class Trace:
             lettered: The operation in letters.
             operands: The names of its operands.
             named_arrays: The names of the dims of each operand, then of the result.
-            names_of: The names of the dims that each letter stands for.
+            names_of_letter: The names of the dims that each letter stands for.
             times: How often it runs.
         """
-        whole = []  # dims that no mesh axis may shard
-        for letter, names in names_of.items():
+        unsharded_dims = []  # dims that no mesh axis may shard
+        for letter, names in names_of_letter.items():
             for dim in names:
                 if letter in lettered.whole or self.lengths[dim] == 1:
-                    whole.append(dim)
+                    unsharded_dims.append(dim)
         text = LetteredOp([list(map(grouped, dims)) for dims in named_arrays]).text
         op = Op(
             name,
             text,
             tuple(operands),
             lettered.kind,
-            tuple(whole),
+            tuple(unsharded_dims),
             times=times,
             enters="",  # no module begins or ends here: the bridge says afterwards where one does
             leaves="",
@@ -241,21 +241,21 @@ class Trace:
             return op
         # Links are the last operands, if only their lengths are read. Of a letter with several
         # names, as `(b s512)`, an axis shards the first: blocks are contiguous.
-        outermost = {names[0] for names in names_of.values()}
+        outermost = {names[0] for names in names_of_letter.values()}
         return replace(op, rules=_rules_beside_links(op, lettered.links, outermost))
 
-    def _take(self, wanted: str, length: int, taken: list[str]) -> str:
-        """Choose a name for a dim that is not in `taken`, and add it there: s512, s512_2, ...
+    def _take(self, wanted: str, length: int, names_in_use: list[str]) -> str:
+        """Choose a name for a dim that is not in `names_in_use`, and add it there: s512, s512_2, ...
 
         Its length is added to the lengths of this trace.
         """
         stem = wanted.partition("_")[0]  # s512_2 -> s512: counting begins anew
         name = wanted
         number = 2
-        while name in taken:
+        while name in names_in_use:
             name = f"{stem}_{number}"
             number += 1
-        taken.append(name)
+        names_in_use.append(name)
         self.lengths[name] = length
         return name
 
@@ -270,9 +270,9 @@ def _letters_of(dims: Sequence[str]) -> Names:
     return [dim.strip("()").split() for dim in dims]
 
 
-def _in_names(array: Names, names_of: Mapping[str, Sequence[str]]) -> Names:
+def _in_names(array: Names, names_of_letter: Mapping[str, Sequence[str]]) -> Names:
     """Replace the letters of an array by names, of which one letter may have several."""
-    return [list(chain(*map(names_of.__getitem__, letters))) for letters in array]
+    return [list(chain(*map(names_of_letter.__getitem__, letters))) for letters in array]
 
 
 def _lengths_of_letters(

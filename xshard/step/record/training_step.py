@@ -90,7 +90,7 @@ class TrainingStep:
                 shape_of(op.arrays[-1], self.lengths)  # raises for a dim without a length
                 known.append(op.name)
 
-    def _check_operand(self, name: str, array: Layout, known: Collection[str]) -> None:
+    def _check_operand(self, name: str, array: Layout, available: Collection[str]) -> None:
         """Require that an operand exists, and is used with the lengths with which it was made.
 
         An array made as `b c` with lengths (8, 4) may be used as `t d` if t is 8 and d is 4. If d
@@ -99,10 +99,10 @@ class TrainingStep:
         Args:
             name: The operand.
             array: Its dims as the operation names them.
-            known: Names of arrays that may be used there: inputs, parameters, earlier results.
+            available: Names of arrays that may be used there: inputs, parameters, earlier results.
         """
-        if name not in known:
-            hint = f"{did_you_mean(name, known)}known here are: {listed_names(list(known))}"
+        if name not in available:
+            hint = f"{did_you_mean(name, available)}known here are: {listed_names(list(available))}"
             raise PlanError(f"no array {name!r}", hint=hint)
         made = self.arrays[name]
         made_shape = shape_of(made, self.lengths)
