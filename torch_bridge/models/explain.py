@@ -114,9 +114,10 @@ def _table_of_parameters(parallel: ParallelModel) -> str:
 def _parameter_row(
     name: str, use: ParameterUse, parameter: ShardedParameter, parallel: ParallelModel
 ) -> _ParameterRow:
-    """Describe one parameter: shape, layouts, axes of its gradient's sum, and bytes.
+    """Describe one use of a parameter: shape, layouts, axes of its gradient's sum, and bytes.
 
-    A tied parameter has a row for each of its names, as each use may have another layout.
+    For [10, 6] in float32, stored as "o/tp i" on dp=2, tp=2: ("[10, 6]", "o/tp i", "as stored", "dp")
+    and 120 bytes. A tied parameter has a row for each of its names, as layouts in use may differ.
     """
     x = parameter.tensor
     if x.requires_grad:
@@ -192,7 +193,7 @@ def _activation_moves(hooks: ModuleHooks, machine: _Machine) -> list[_MoveRow]:
                 rows.append(_MoveRow(f"{hooks.title}, {side}", rule.text, received))
 
     if hooks.experts is not None:
-        texts = [hook.rule.text for hook in hooks.inputs if hook.rule.routed_axes]
+        texts = [routed.rule.text for routed in hooks.inputs if routed.rule.routed_axes]
         # What travels depends on the values: other processes may have received more.
         last_bytes = hooks.experts.last
         received = None if last_bytes is None else _Received(*last_bytes)

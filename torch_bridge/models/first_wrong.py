@@ -128,7 +128,8 @@ def watching(
     Args:
         model: A parallel model, or its copy on one device.
         hooks: The parallel model's hooks, by the name of the module.
-        runs: Gets one item more: a dict that is filled in the order of the forward pass.
+        runs: The record is appended here: a dict {place: tensor}, filled in the order of the
+            forward pass.
     """
     seen: Seen = {}
     calls: Counter[Place] = Counter()

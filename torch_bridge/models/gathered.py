@@ -169,10 +169,10 @@ class _Move:
         return [results[i] for i in range(len(tensors))]
 
     def _prepare(self, tensors: Sequence[Tensor]) -> list[SharedMove]:
-        """Plan the move of each tensor, and return the moves in groups that share collectives.
+        """Plan the move of each tensor, and join moves so that many tensors share one collective.
 
-        There are at most two groups: tensors with a gradient, and those without. An error begins
-        with the name of the parameter.
+        Returns at most two joined moves: of tensors with a gradient, and of those without. An error
+        begins with the name of the parameter.
         """
         executables = {}
         for i, x in enumerate(tensors):

@@ -179,14 +179,16 @@ class Gradients:
         ]
         self.after_first: Callable[[], None] | None = None
         self._handles: list[Any] = []
-        self._follow([parameter.tensor for parameter in self.sharded])
+        self._register_hooks_on([parameter.tensor for parameter in self.sharded])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Gradients:
         new = Gradients(self.context, (), self.bucket_bytes)
         memo[id(self)] = new
         new.sharded = copy.deepcopy(self.sharded, memo)
         # Modules of the copy may not have their parameters yet: these are the same objects as they get.
-        new._follow([copy.deepcopy(parameter.tensor, memo) for parameter in self.sharded])
+        new._register_hooks_on(
+            [copy.deepcopy(parameter.tensor, memo) for parameter in self.sharded]
+        )
         return new
 
     @property
@@ -202,7 +204,7 @@ class Gradients:
         parameters = [parameter.tensor for parameter in self.sharded]
         trained = [id(x) for x in parameters if x.requires_grad]
         if trained != [id(gradient.parameter) for gradient in self._gradients]:
-            self._follow(parameters)
+            self._register_hooks_on(parameters)
 
     def _undo(self) -> None:
         """Make all gradients the sums of earlier passes, if a backward pass has not come to its end."""
@@ -211,11 +213,11 @@ class Gradients:
                 gradient.undo()
         self._pass = None
 
-    def _follow(self, parameters: Sequence[Tensor]) -> None:
-        """Sum the gradients of these tensors from now on, and no longer those of earlier ones.
+    def _register_hooks_on(self, parameters: Sequence[Tensor]) -> None:
+        """Register autograd hooks on these parameters, which sum their gradients over processes.
 
-        Makes a `Gradient` with two autograd hooks for each tensor that is trained, and the buckets.
-        No backward pass is under way afterwards.
+        Each one that is trained gets a `Gradient` and two hooks; hooks on earlier tensors go. Makes
+        the buckets, too. No backward pass is under way afterwards.
 
         Args:
             parameters: The tensors that are the parameters now, one for each of `sharded`, in

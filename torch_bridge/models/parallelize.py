@@ -198,11 +198,11 @@ def _facts_of(rules: _ModelRules, prepared: _PreparedModel) -> dict[str, str]:
 
 
 def _attach(model: nn.Module, parallel: ParallelModel) -> None:
-    """Register the hooks of rules on a model and its modules, and the state as the model's attribute.
+    """Register the hooks that carry out the rules on a model, and set its state as an attribute.
 
-    Before, the model runs as ever; afterwards, by its rules. torch calls hooks in the order in which
-    they are registered. The model's `begin` comes before all (`prepend`), notes on errors come after
-    the other hooks of their module.
+    From now on the model runs by its rules. torch calls hooks in the order in which they are
+    registered: the model's `begin` comes before all others (`prepend`), and notes on errors come
+    after the other hooks of their module.
     """
     parallel.names = {module: name for name, module in model.named_modules()}
     for module, name in parallel.names.items():
@@ -281,7 +281,8 @@ def _module_hooks(
         output_rules = _tensor_rules(output_texts.get(name), name, context, routes=False)
         # The nearest module around this one with a rule for its input; outer modules come first.
         parent = enclosing(module_of(name), hooks, "inputs") if name else None
-        # Axes along which activations differ inside: as in the parent, but for what rules name.
+        # Axes along which activations inside differ between processes: those around the module, as
+        # its rules change them.
         outer_varying = parent.varying if parent is not None else frozenset[str]()
         varying = models.varying_axes(outer_varying, [rule.rule for rule in input_rules])
         hooks[name] = ModuleHooks(

@@ -300,10 +300,11 @@ def largest_value(x: Tensor) -> float:
 
 
 def _copied(source: Module, parallel: ParallelModel) -> tuple[Module, dict[str, Tensor]]:
-    """Copy a model as on one device: with whole tensors and counts, and no hooks of ours.
+    """Copy a parallel model as it would be on one device; return it with its tensors by name.
 
-    Returns the whole tensors by name, too. Sharded tensors are gathered, so that all processes call
-    it. Replicated parameters are not copied: they share the model's memory.
+    The copy has whole tensors, whole counts (such as a number of heads), and none of our hooks.
+    Sharded tensors are gathered, so that all processes call it. Replicated parameters are not
+    copied: they share the model's memory.
 
     Args:
         source: The parallel model itself, or the model from which it was made.
@@ -415,10 +416,10 @@ SHAPES_DIFFER = 2
 
 
 def compare_on_all(pairs: Sequence[Pair], tol: float, context: ParallelContext) -> list[int]:
-    """Compare blocks with the right ones; return one flag per array, the same on all.
+    """Compare blocks of arrays with the right blocks, on all processes.
 
-    A flag is EQUAL, VALUES_DIFFER or SHAPES_DIFFER. All processes call it, with blocks of the same
-    arrays, and get the worst flag of all processes for each array.
+    Returns one flag per array: EQUAL, VALUES_DIFFER or SHAPES_DIFFER, the worst on any process. All
+    processes call it, with blocks of the same arrays.
 
     Args:
         pairs: The right block of each array, and the block of the parallel run.

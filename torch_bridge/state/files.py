@@ -286,16 +286,17 @@ class _Loading:
         return facts
 
     def read(self, device: torch.device | str) -> dict[str, Tensor]:
-        """Read this process's blocks of all arrays from the files, and return them by name.
+        """Read this process's block of every array from the files; return blocks by name.
 
-        Replicas share the reading: each reads a part of the rows, and sends it to the others.
+        Replicas of a block share the reading: each reads a part of the rows, and sends it to the
+        others.
         """
         names = list(self.loads)
         shared_bytes = [_shared_bytes(load) for load, _ in self.loads.values()]
         tensors = {}
         with ThreadPoolExecutor(_n_threads(len(self.ranks))) as threads:
-            # Rows that are read for other processes too are in memory twice until they are sent: a
-            # group has at most BUCKET_BYTES of them, or one array.
+            # Until they are sent, rows that are read for replicas take memory beside the blocks: so
+            # arrays are read in groups with at most BUCKET_BYTES of them, or one array.
             for numbers in group_by_bytes(shared_bytes, BUCKET_BYTES):
                 group = [names[i] for i in numbers]
                 tensors.update(self._read_group(group, device, threads))
@@ -316,10 +317,10 @@ class _Loading:
         return tensors
 
     def _read_array(self, name: str, out: Tensor) -> Tensor | None:
-        """Read one array: this process's block into `out`, or the part that it reads for replicas.
+        """Read this process's block of one array into `out`, or its share of the rows if it has replicas.
 
-        Such a part is some rows of the block: it is returned, to be shared, and `out` is not written
-        to yet. Otherwise returns None.
+        Replicas of a block share the reading: each reads some rows. These are returned, to be sent to
+        the others, and `out` is filled later. Returns None if `out` is filled now.
         """
         load, array = self.loads[name]
         stored_dtype = getattr(torch, load.stored)

@@ -131,8 +131,9 @@ def local_arrays(
 ) -> tuple[dict[str, LocalArray], dict[str, Constant]]:
     """List the tensors of a model or a tree by name, each with its block and how it is sharded.
 
-    The second result has its numbers and strings, by name. A parallel model and DTensors say
-    themselves how they are sharded; other tensors are sharded by `rules`.
+    {"w": tensor, "step": 3} -> {"w": LocalArray}, {"step": 3}: the second dict has the numbers and
+    strings. A model of `parallelize`, and DTensors, say themselves how they are sharded; `rules` say
+    it for other tensors.
 
     tree: a model, or dicts and lists of tensors. rules: layouts by patterns of names; None: all are
     replicated. mesh: for tensors with rules; None: all processes. shapes: global, by name, where

@@ -35,13 +35,13 @@ def fuse_operations(step: TrainingStep) -> TrainingStep:
     result.
     """
     ops = {op.name: _with_needed_operands(op, step) for op in step.ops}
-    # An operation that has joined its neighbour may make another join possible. So passes over
-    # all operations are repeated until one joins nothing.
-    joined_any = True
-    while joined_any:
-        joined_any = False
+    # A fused operation may fit another neighbour. So passes over all operations are repeated until
+    # one fuses nothing.
+    has_fused = True
+    while has_fused:
+        has_fused = False
         for name in list(ops):
-            joined_any |= _join_makers_into(ops, name, step)
+            has_fused |= _fuse_makers_into(ops, name, step)
     first_uses = dict[str, str]()
     for op in ops.values():
         for name, array in zip(op.operands, op.arrays, strict=False):
@@ -51,7 +51,7 @@ def fuse_operations(step: TrainingStep) -> TrainingStep:
     return replace(step, ops=tuple(ops.values()), parameters=parameters)
 
 
-def _join_makers_into(ops: dict[str, Op], name: str, step: TrainingStep) -> bool:
+def _fuse_makers_into(ops: dict[str, Op], name: str, step: TrainingStep) -> bool:
     """Fuse into operation `name` the operations that make its operands; change `ops` in place.
 
     `x -> cast -> norm`, with the name "norm", becomes `x -> norm`: the fused operation replaces
@@ -60,19 +60,19 @@ def _join_makers_into(ops: dict[str, Op], name: str, step: TrainingStep) -> bool
 
     ops: by name, in the order in which they run. Returns whether anything was fused.
     """
-    has_joined = False
+    has_fused = False
     operand_index = 0
     while operand_index < len(ops[name].operands):
         maker = ops.get(ops[name].operands[operand_index])  # None: an input or a parameter
-        if maker is None or not _may_join(ops, maker, ops[name], operand_index, step):
+        if maker is None or not _may_fuse(ops, maker, ops[name], operand_index, step):
             operand_index += 1
             continue
         # The operands of the maker take the place of its result: look at the same index again.
-        ops[name] = _Join(maker, ops[name], operand_index, step).op
-        has_joined = True
+        ops[name] = _FusedPair(maker, ops[name], operand_index, step).op
+        has_fused = True
         if not _count_users(ops, maker):
             del ops[maker.name]
-    return has_joined
+    return has_fused
 
 
 def _with_needed_operands(op: Op, step: TrainingStep) -> Op:
@@ -106,7 +106,7 @@ def _is_free(op: Op) -> bool:
     return op.kind in LIGHT and op.work.accesses == 0
 
 
-def _may_join(
+def _may_fuse(
     ops: Mapping[str, Op], first: Op, second: Op, operand_index: int, step: TrainingStep
 ) -> bool:
     """Tell whether `first` may be fused into `second`, which uses its result.
@@ -125,8 +125,8 @@ def _may_join(
     if _is_free(first):
         # An operation that begins a module carries the rule for the module's input. Computed again
         # in each of several users, it would give this one rule several arrays to move.
-        may_be_repeated = step.moves_anywhere or not step.module(first, left=False)
-        return not is_movable and (has_one_user or may_be_repeated)
+        may_be_computed_again = step.moves_anywhere or not step.module(first, left=False)
+        return not is_movable and (has_one_user or may_be_computed_again)
     if not has_one_user:
         return False  # real work would be done twice
     if _is_free(second):
@@ -202,7 +202,7 @@ class Span(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class _Join:
+class _FusedPair:
     """Two operations that become one; the result of `first` is an operand of `second`.
 
     The arrays of both are numbered, as in `arrays`. For `first` = `x, w -> h` and `second` =
@@ -329,6 +329,7 @@ class _Join:
         operands gives a copy, and its gradient is linear in the partial sums: for `x, w -> h` the
         rule is (COPY, COPY, COPY), a placement for each array of the operation.
         """
+        # The second operation's arrays begin where the first one's end, so that this is their number.
         rules = [(COPY,) * self.second_start]
         if self.first.kind == "source":
             # Constants have no gradient, so that replicas of them are copies, too. Rules that leave
@@ -367,10 +368,10 @@ class _Join:
     def restrictions(self) -> list[tuple[str, tuple[int, ...]]]:
         """Merged dims that fusing hides, each with the factor of it that every rule shards.
 
-        Blocks are contiguous: of a merged dim `(g d)` axes can shard d only after g. If the fused
-        operation shows that dim as c alone, its text no longer says so. So `(g d)` is listed here,
-        as (its name, a number for each rule in `rules`): 0 if the rule shards the factor g, 1 for
-        d, REPLICAS for neither.
+        A merged dim `(g d)` is one dim of an array with two names. Its blocks are contiguous, so that
+        axes can shard d only after g. If the fused operation shows the dim as c alone, its text no
+        longer says so. So `(g d)` is listed here, as (its name, a number for each rule in `rules`):
+        0 if the rule shards g, 1 for d, REPLICAS for neither.
         """
         restrictions = dict[tuple[str, tuple[int, ...]], None]()  # a set that keeps its order
         for i, dim in self._hidden_dims():
@@ -387,11 +388,11 @@ class _Join:
         """
         # An operation that is itself a fused chain has the dims that it hides after its result, each
         # as an array of this one dim.
-        remembered = (
+        inside_arrays = (
             *range(self.first_result + 1, self.second_start),
             *range(self.second_result + 1, len(self.arrays)),
         )
-        hidden_dims = [(i, 0) for i in remembered]
+        hidden_dims = [(i, 0) for i in inside_arrays]
         # The arrays of a pair are one array under two names. Either may have a merged dim that is
         # another factoring, or none, of the dim in the other: it is lost if only that one is shown.
         reversed_pairs = [(j, i) for i, j in self.equal_pairs]

@@ -242,7 +242,7 @@ class Trace:
         # Links are the last operands, if only their lengths are read. Of a letter with several
         # names, as `(b s512)`, an axis shards the first: blocks are contiguous.
         outermost = {names[0] for names in names_of_letter.values()}
-        return replace(op, rules=_rules_beside_links(op, lettered.links, outermost))
+        return replace(op, rules=_rules_with_links(op, lettered.links, outermost))
 
     def _take(self, wanted: str, length: int, names_in_use: list[str]) -> str:
         """Choose a name for a dim that is not in `names_in_use`, and add it there: s512, s512_2, ...
@@ -287,7 +287,7 @@ def _lengths_of_letters(
     return lengths
 
 
-def _rules_beside_links(op: Op, n_links: int, outermost: set[str]) -> tuple[AxisRule, ...]:
+def _rules_with_links(op: Op, n_links: int, outermost: set[str]) -> tuple[AxisRule, ...]:
     """List the rules for one mesh axis in an operation that reads only lengths of some operands.
 
     These operands are links, the last `n_links`: `y = zeros(x.shape[0], 8)` has the link x. An axis
@@ -311,9 +311,9 @@ def _rules_beside_links(op: Op, n_links: int, outermost: set[str]) -> tuple[Axis
         if not sharded <= computing_dims & outermost:
             continue  # a block of an inner factor does not show in the length that is read
         # For each link the placements that go with this rule; then all combinations of these.
-        choices = [_choices_in_link(link, sharded, dims_of_links_alone) for link in links]
-        for in_links in product(*choices):
-            rules.append((*rule[:first_link], *in_links, rule[-1]))
+        choices_by_link = [_choices_in_link(link, sharded, dims_of_links_alone) for link in links]
+        for link_placements in product(*choices_by_link):
+            rules.append((*rule[:first_link], *link_placements, rule[-1]))
     # `Op.axis_rules` adds the idle rule, replicas everywhere: it must not be there twice.
     return tuple(rule for rule in rules if set(rule) != {REPLICAS})
 
