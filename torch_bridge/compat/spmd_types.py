@@ -199,7 +199,7 @@ def to_types(layout: Layout | str, mesh: MeshLike) -> Any:
     check_axes(layout, axes)
     # Axes that the layout does not name hold replicas.
     type_names = dict.fromkeys(axes.axes, "I")
-    entries = []  # for each dim, as in a PartitionSpec: None, one axis, or a tuple of axes
+    spec_entries = []  # for each dim, as in a PartitionSpec: None, one axis, or a tuple of axes
     for dim in layout.dims:
         if dim.overlap is not None or any(cut.order != "block" for cut in dim.shards):
             hint = "it has contiguous shards"
@@ -208,15 +208,15 @@ def to_types(layout: Layout | str, mesh: MeshLike) -> Any:
         entry: Any = dim.axes
         if len(dim.axes) <= 1:
             entry = dim.axes[0] if dim.axes else None
-        entries.append(entry)
+        spec_entries.append(entry)
     for kind, tagged_axes in layout.tags:
         if kind not in _TYPE_OF_TAG:
             hint = f"P is a sum: end it first, as in {kind}(dp) ->"
             reason = f"no type for '{kind}({','.join(tagged_axes)})'"
             raise PlanError(reason, text=str(layout), hint=hint)
         type_names |= dict.fromkeys(tagged_axes, _TYPE_OF_TAG[kind])
-    kinds: Any = {axis: getattr(types, type_names[axis]) for axis in axes.axes}
-    return types.SpmdType(kinds, types.PartitionSpec(*entries))
+    type_of_axis: Any = {axis: getattr(types, type_names[axis]) for axis in axes.axes}
+    return types.SpmdType(type_of_axis, types.PartitionSpec(*spec_entries))
 
 
 @api_boundary

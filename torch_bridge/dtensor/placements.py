@@ -253,18 +253,18 @@ def _split_factors(
     dim = layout.dims[d]
     # The same cut in its simplest form: balanced parts of 8 rows on 4 devices are 2 rows each, so
     # that for this length they are ordinary blocks.
-    normal = dim
+    simplest = dim
     if shape is not None and not _is_nesting(dim):
-        normal = Sharding(layout, mesh, tuple(shape)).normal_layout.dims[d]
+        simplest = Sharding(layout, mesh, tuple(shape)).normal_layout.dims[d]
     length = None if shape is None else shape[d]
-    factors = factors_of(normal, mesh, length)
+    factors = factors_of(simplest, mesh, length)
     if factors is not None:
         return factors
     text = str(layout)
-    spans = dict(text_spans(text).dims)
-    hint = _hint_of_unplaceable(dim, normal, has_shape=shape is not None)
+    spans_by_dim = dict(text_spans(text).dims)
+    hint = _hint_of_unplaceable(dim, simplest, has_shape=shape is not None)
     reason = f"a DTensor cannot hold '{dim}'"
-    raise PlanError(reason, text=text, span=spans.get(dim.name), hint=hint)
+    raise PlanError(reason, text=text, span=spans_by_dim.get(dim.name), hint=hint)
 
 
 def _hint_of_unplaceable(dim: Dim, normal: Dim, *, has_shape: bool) -> str:
@@ -302,22 +302,22 @@ def cuts_of(factors: Factors, mesh: Mesh, length: int | None) -> tuple[Cut, ...]
     length: of the dim; None: unknown. Returns None if a nesting is all that could be known, and
     there is none; or if both ways exist and differ for this length, as torch itself uses both.
     """
-    nested = _nested_cuts(factors, mesh)
+    nested_cuts = _nested_cuts(factors, mesh)
     # A plain `Shard` has the factor 1.
     if length is None or set(factors.values()) <= {1}:
-        return nested
-    dealt = _dealt_cuts(factors, mesh, length)
-    if dealt is not None:  # pieces have equal lengths: then both ways give the same rows
-        return dealt if nested is None else nested
+        return nested_cuts
+    dealt_cuts = _dealt_cuts(factors, mesh, length)
+    if dealt_cuts is not None:  # pieces have equal lengths: then both ways give the same rows
+        return dealt_cuts if nested_cuts is None else nested_cuts
     # Unequal pieces: compute the rows of each device as torch does, on the axes that cut the dim.
     submesh = Mesh({axis: mesh.size(axis) for axis in factors})
     devices = range(submesh.n_devices)
-    rows = [_rows_of_device(length, factors, submesh, device) for device in devices]
-    if nested is None:
-        return (Cut(submesh.axes, INTERVALS, tuple(map(_interval_ends, rows))),)
-    blocks = _sharding_of_dim(nested, submesh, length)
-    is_one_meaning = rows == [blocks.owned(0, device) for device in devices]
-    return nested if is_one_meaning else None
+    rows_by_device = [_rows_of_device(length, factors, submesh, device) for device in devices]
+    if nested_cuts is None:
+        return (Cut(submesh.axes, INTERVALS, tuple(map(_interval_ends, rows_by_device))),)
+    nested_sharding = _sharding_of_dim(nested_cuts, submesh, length)
+    is_one_meaning = rows_by_device == [nested_sharding.owned(0, device) for device in devices]
+    return nested_cuts if is_one_meaning else None
 
 
 def _nested_cuts(factors: Factors, mesh: Mesh) -> tuple[Cut, ...] | None:

@@ -143,8 +143,8 @@ class Publisher(Endpoint):
         Raises LostVersionError if no server takes the offer or the transfer fails, DesyncError for
         unequal plans.
         """
-        text = self.plan_text(content.plan)
-        version, server_session = self.broadcast(partial(self._offer, content.facts, text))
+        own_plan_text = self.plan_text(content.plan)
+        version, server_session = self.broadcast(partial(self._offer, content.facts, own_plan_text))
         if server_session is None:
             hint = "all its ranks call Subscriber.receive, on the same store and name"
             reason = f"no server took version {version} within {self.timeout_s:g} s"
@@ -154,12 +154,12 @@ class Publisher(Endpoint):
         device = tensor_device_of(first_on_device(content.blocks), None, None)
         failed = f"version {version} did not reach the server"
         try:
-            answer = self.broadcast(partial(self.recv_or_raise, "answer", version))
+            server_plan_text = self.broadcast(partial(self.recv_or_raise, "answer", version))
         except (DesyncError, LostVersionError) as error:
             raise self.lost_version(failed, error) from error
         # Both programs plan on their own. Unequal plans would send messages that nobody takes.
-        if answer != text:
-            raise _differing(text, answer)
+        if server_plan_text != own_plan_text:
+            raise _differing(own_plan_text, server_plan_text)
 
         def send() -> None:
             """Send this rank's blocks; the first rank waits for the server to have them all."""
@@ -291,10 +291,10 @@ class Subscriber(Endpoint):
         except XshardError as error:
             self._tell("answer", version, str(error))
             raise
-        text = self.plan_text(plan)
-        self._tell("answer", version, text)
-        if text != offer["plan"]:
-            raise _differing(text, offer["plan"])
+        own_plan_text = self.plan_text(plan)
+        self._tell("answer", version, own_plan_text)
+        if own_plan_text != offer["plan"]:
+            raise _differing(own_plan_text, offer["plan"])
         return plan
 
     def _tell(self, key: str, version: int, text: str) -> None:

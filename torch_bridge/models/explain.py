@@ -233,12 +233,12 @@ def _received_bytes(rule: ActivationRule, machine: _Machine, tensor: TensorFacts
     """
     axes = machine.axes
     # A run plans on the sub-mesh of the axes that the rule names; so does this.
-    named = [axis for axis in axes.axes if axis in rule.axes]
-    mesh = Mesh(dict(zip(named, axes.sizes_of(named), strict=True)))
-    links = machine.profile.for_axes(named, axes)
+    named_axes = [axis for axis in axes.axes if axis in rule.axes]
+    mesh = Mesh(dict(zip(named_axes, axes.sizes_of(named_axes), strict=True)))
+    profile_of_axes = machine.profile.for_axes(named_axes, axes)
     layouts = (rule.src, rule.dst)
     dtype = dtypes.name_of(tensor.dtype)
-    plan = planner.plan(layouts, mesh, tensor.shape, dtype, profile=links)
+    plan = planner.plan(layouts, mesh, tensor.shape, dtype, profile=profile_of_axes)
     backward = plan.backward.bytes_received if tensor.requires_grad else 0
     return _Received(plan.bytes_received, backward)
 

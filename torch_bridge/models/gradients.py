@@ -314,7 +314,7 @@ class Gradients:
         """
         backward_pass = self._pass
         if backward_pass is None:
-            return  # undone by a forward pass in between
+            return  # undone meanwhile
         # All should be in `.grad` by now.
         if backward_pass.computed:
             self._undo()

@@ -80,7 +80,7 @@ class SharedParameters:
         - Inside `no_sync`: leaves of autograd, which are kept for the next pass. Their `.grad` adds up
           the gradients of all passes.
         - Outside, after such passes: the same values as results of `_LastPass`. Its backward pass sums
-          what the leaves have added up over processes, and lets go of them.
+          over processes what the leaves have added up, and lets go of them.
         - Outside, with nothing kept: {}, as there are no earlier gradients to sum.
         """
         syncs = self._gradients.syncs  # False inside `no_sync`
@@ -97,9 +97,9 @@ class SharedParameters:
     def _gather_if_changed(self) -> None:
         """Gather the parameters, unless what is kept of an earlier pass is still up to date.
 
-        It is not after an optimiser's step, or if another tensor is the parameter now: new tensors are
-        gathered, and take over the gradients that have added up. Sets `_leaves`: gathered tensors
-        that are leaves of autograd, so that `.grad` of them adds up over passes.
+        It is outdated after an optimiser's step, or if another tensor is the parameter now: then new
+        tensors are gathered, and take over the gradients that have added up. Sets `_leaves`, gathered
+        tensors that are leaves of autograd: their `.grad` adds up over passes.
         """
         # No forward pass has begun: the modules' parameters are the blocks in storage.
         blocks = [parameter.tensor for parameter in self.parameters]

@@ -229,9 +229,9 @@ def _check_biases(uses: Uses, shardings: Mapping[str, Sharding], hooks: Hooks) -
     for path, group in itertools.groupby(sorted(uses, key=module_of), key=module_of):
         names = list(group)
         output_axes = _axes_of_addends(path, uses, hooks)
-        siblings = [(uses[name], shardings[name].shape) for name in names]
-        for name, (use, shape) in zip(names, siblings, strict=True):
-            addend_axes = output_axes | models.axes_of_larger_parameters(shape, siblings)
+        uses_and_shapes = [(uses[name], shardings[name].shape) for name in names]
+        for name, (use, shape) in zip(names, uses_and_shapes, strict=True):
+            addend_axes = output_axes | models.axes_of_larger_parameters(shape, uses_and_shapes)
             # Fine are axes that shard this parameter, too, and those with a rule "copy(tp)": there the
             # user says that each process is meant to use all of it.
             repeated_axes = addend_axes.difference(use.used.axes, use.whole_axes)

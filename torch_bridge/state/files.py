@@ -346,20 +346,20 @@ class _Loading:
         parts: the rows that this process has read, by name; None for an array that it read whole.
         tensors: the blocks to fill, by name.
         """
-        by_mesh: dict[MeshLike, dict[str, Tensor]] = {}
+        parts_by_mesh: dict[MeshLike, dict[str, Tensor]] = {}
         for name, part in parts.items():
             if part is not None:
-                on_mesh = by_mesh.setdefault(self.loads[name].array.mesh, {})
-                on_mesh[name] = part
-        for mesh, on_mesh in by_mesh.items():
+                parts_on_mesh = parts_by_mesh.setdefault(self.loads[name].array.mesh, {})
+                parts_on_mesh[name] = part
+        for mesh, parts_on_mesh in parts_by_mesh.items():
             moves = {}
             shapes = {}
-            for name in on_mesh:
+            for name in parts_on_mesh:
                 load = self.loads[name].load
                 # `load.source` is how parts are sharded, over replicas too; `load.target`, how blocks.
                 moves[name] = f"{load.source.layout} -> {load.target.layout}"
                 shapes[name] = load.array.shape
-            blocks = redistribute(on_mesh, moves, mesh, shape=shapes, profile=self.profile)
+            blocks = redistribute(parts_on_mesh, moves, mesh, shape=shapes, profile=self.profile)
             for name, block in blocks.items():
                 tensors[name].copy_(block)
 

@@ -211,10 +211,9 @@ def _indexing(call: Invocation) -> Call:
     Letters r are dims of the result, u are dims of x that are indexed. No mesh axis may shard a u,
     as any of its rows may be asked for.
     """
-    index_by_dim = {}  # by the number of the dim of x
-    for d, index in enumerate(call.args["indices"]):
-        if index is not None:
-            index_by_dim[d] = index
+    # None stands for a dim of x that is not indexed, ":".
+    indices = enumerate(call.args["indices"])
+    index_by_dim = {d: index for d, index in indices if index is not None}
     start = min(index_by_dim)
     are_neighbours = max(index_by_dim) - start < len(index_by_dim)
     if not are_neighbours:

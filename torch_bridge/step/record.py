@@ -453,21 +453,21 @@ def _merge_input(
     ops: by name. name: of the operation "input". path: of the module. module_left_by: operations
     whose result a module returns -> its path.
     """
-    (origin,) = ops[name].operands  # the operation that made the tensor
+    (maker,) = ops[name].operands  # the operation that made the tensor
     users = _users(ops, name)
-    is_begun = len(users) == 1 and users[0].operands[0] == name
-    if not is_begun:
+    is_begun_by_user = len(users) == 1 and users[0].operands[0] == name
+    if not is_begun_by_user:
         # Made by an operation that ends no module, it may be the residual sum between two layers.
-        module_before = module_left_by.get(origin)
+        module_before = module_left_by.get(maker)
         may_be_repeated = module_before is None or NUMBERED.search(module_before)
-        if may_be_repeated or NUMBERED.search(path) or len(_users(ops, origin)) > 1:
+        if may_be_repeated or NUMBERED.search(path) or len(_users(ops, maker)) > 1:
             ops[name] = replace(ops[name], enters=path)
             return
     del ops[name]
     for op in users:
-        merged = renamed(op, {name: origin})
+        merged = renamed(op, {name: maker})
         # If an inner module begins with the same operation, its path comes later and replaces this.
-        ops[op.name] = replace(merged, enters=path) if is_begun else merged
+        ops[op.name] = replace(merged, enters=path) if is_begun_by_user else merged
 
 
 def _users(ops: Mapping[str, Op], name: str) -> list[Op]:

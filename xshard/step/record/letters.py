@@ -134,7 +134,7 @@ def describe_by_places(
         whole: Letters of dims that no mesh axis may shard. A dim longer than 1 that the operation
             makes longer or shorter (slices, padding) is one of these, too, on both sides: blocks
             of both would not match.
-        work: As `LetteredOp.work`.
+        work: Fields of `Op` that say how much work it is: `flops`, `accesses`, `keeps`.
     """
     arrays = []
     whole_dims = {*whole}
@@ -185,7 +185,7 @@ def describe_along(
         dims: The numbers of the dims, which may be negative as in torch.
         kind: The class of the operation, one of `KINDS`.
         sums: The result is a sum over these dims, so that none of them needs to be whole.
-        work: As `LetteredOp.work`.
+        work: Fields of `Op` that say how much work it is: `flops`, `accesses`, `keeps`.
     """
     ndim = len(shapes[0])
     numbers = [dims] if isinstance(dims, int) else dims

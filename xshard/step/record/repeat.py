@@ -328,25 +328,26 @@ class _Run:
         return _starred([str(name) for name in names], self.names_in_use)
 
 
-def _starred(names: Sequence[str], taken: Collection[str]) -> str:
+def _starred(names: Sequence[str], names_in_use: Collection[str]) -> str:
     """Write names that differ in one number as a pattern: `a.0.b`, `a.1.b` -> `a.*.b`.
 
-    If `taken` has `a.2.b`, too, the star would fit a name that is not meant, and the result is
-    `a.{0,1}.b`. Equal names are their own pattern. Names that differ in several numbers, `a.0.b.0`
-    and `a.1.b.1`, have none: "".
+    If `names_in_use` has `a.2.b`, too, the star would fit a name that is not meant, and the result
+    is `a.{0,1}.b`. Equal names are their own pattern. Names that differ in several numbers,
+    `a.0.b.0` and `a.1.b.1`, have none: "".
     """
     pieces = [NUMBER.split(name) for name in names]  # `a.0.b` -> `a.`, `0`, `.b`
-    columns = list(zip(*pieces, strict=True))  # piece i of every name
-    differing = [i for i, column in enumerate(columns) if len(set(column)) > 1]
-    if not differing:
+    pieces_by_index = list(zip(*pieces, strict=True))  # piece i of every name
+    differing_indices = [i for i, column in enumerate(pieces_by_index) if len(set(column)) > 1]
+    if not differing_indices:
         return names[0]
-    if len(differing) > 1:
+    if len(differing_indices) > 1:
         return ""  # a pattern has one star
-    place = differing[0]  # a number: equal blocks have names that are equal but for numbers
-    head = "".join(pieces[0][:place])
-    tail = "".join(pieces[0][place + 1 :])
+    # The piece there is a number: names of equal blocks are equal but for numbers.
+    differing_index = differing_indices[0]
+    head = "".join(pieces[0][:differing_index])
+    tail = "".join(pieces[0][differing_index + 1 :])
     # A star stands for a part of a name between dots, or for a piece of one, but for no dot.
     star = re.compile(f"{re.escape(head)}[^.]+{re.escape(tail)}")
-    fits_no_other = all(name in names for name in taken if star.fullmatch(name))
-    number = "*" if fits_no_other else f"{{{','.join(columns[place])}}}"
+    fits_no_other = all(name in names for name in names_in_use if star.fullmatch(name))
+    number = "*" if fits_no_other else f"{{{','.join(pieces_by_index[differing_index])}}}"
     return f"{head}{number}{tail}"

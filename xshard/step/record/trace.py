@@ -102,8 +102,8 @@ class Trace:
         letter_arrays = [_letters_of(dims) for dims in op.arrays]
         self.shapes[name] = tuple(shape)
         shapes = [self.shapes[array] for array in (*operands, name)]
-        lengths = _lengths_of_letters(op, letter_arrays, shapes)
-        names_of_letter = self._names_of_letters(letter_arrays, operands, lengths)
+        letter_lengths = _lengths_of_letters(op, letter_arrays, shapes)
+        names_of_letter = self._names_of_letters(letter_arrays, operands, letter_lengths)
         named_arrays = [_in_names(array, names_of_letter) for array in letter_arrays]
         # Arrays with names keep them; a parameter gets those of its first use.
         for operand, dims in zip(operands, named_arrays, strict=False):
@@ -135,7 +135,14 @@ class Trace:
             if array in stored:
                 texts = inputs if array in self.inputs else parameters
                 texts[array] = _text_of(dims)
-        return TrainingStep(ops, self.lengths, inputs, parameters, "b", self.dtype, moves_anywhere)
+        return TrainingStep(
+            ops,
+            self.lengths,
+            inputs,
+            parameters,
+            dtype=self.dtype,
+            moves_anywhere=moves_anywhere,
+        )
 
     def _names_of_letters(
         self, arrays: Sequence[Names], operands: Sequence[str], lengths: Mapping[str, int]
