@@ -338,12 +338,12 @@ def _gradient_end(move: DTensorMove, arriving: End, shape: Shape) -> End:
 def _gradient_placement(
     placement: Placement, gradient: Placement, gradient_is_of_blocks: bool
 ) -> Placement:
-    """Return the default placement of an input's gradient on one mesh dim.
+    """Choose the placement of an input's gradient on one mesh dim, if the user has not said any.
 
-    That is the input's, and replicas for addends.
+    Shard(0) for an input Shard(0); Replicate() for an input Partial(). But if the gradient arrives
+    as Partial(), too, it stays so: its sum may not be needed.
 
-    gradient: as it arrives. If the input has addends, addends of its gradient stay addends: the sum
-    may not be needed.
+    placement: the input's. gradient: that of the gradient as it arrives.
     """
     if not isinstance(placement, Partial):
         return placement
@@ -354,10 +354,10 @@ def _gradient_placement(
 
 
 def _end_like(value: End, mesh: DeviceMesh, placements: Placements, shape: Shape) -> End:
-    """Return the end of a gradient's move, with the sizes of blocks that its value has.
+    """Describe mesh, placements and layout of a gradient, whose blocks may be as uneven as its value's.
 
-    Placements lack these sizes. So a gradient that is placed like its value is cut like it; any
-    other is cut as torch cuts.
+    Placements lack the sizes of blocks. A gradient that is placed like its value has blocks of the
+    same sizes; any other is cut as torch cuts. value: mesh, placements and layout of the value.
     """
     if mesh != value.mesh or not all(map(_cut_alike, placements, value.placements)):
         return _end(mesh, placements, shape)

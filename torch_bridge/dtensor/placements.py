@@ -420,7 +420,10 @@ def _sharding_of_dim(cuts: tuple[Cut, ...], mesh: Mesh, length: int) -> Sharding
 
 
 def _n_pieces(cut: Cut, mesh: Mesh, length: int | None) -> int:
-    """Return the number of pieces of which each device of a cut has a share."""
+    """Count the pieces of a dim of which each device gets a share: "cyclic(tp,2)" of 16 rows -> 2.
+
+    1 for a cut into contiguous blocks. length: of what is cut; None: unknown.
+    """
     if length is not None and cut.order == "cyclic":
         piece_rows = 1
         if cut.numbers:
@@ -442,9 +445,10 @@ def _interval_ends(runs: Runs) -> tuple[int, ...]:
 
 
 def _rows_of_device(length: int, factors: Factors, mesh: Mesh, device: int) -> Runs:
-    """Return the rows of a device as `_StridedShard` cuts: chunks of chunks.
+    """Compute the rows of a device as torch does for these split factors, one axis after the other.
 
-    Chunks are as `torch.chunk` makes them.
+    Each axis divides the rows that are left into `factor` pieces, and keeps the device's share of
+    every piece, both as `torch.chunk` does: {"tp": 2} on tp=4, 16 rows, device 0 -> rows 0-1, 8-9.
     """
     runs = interval(0, length)
     for (axis, factor), coordinate in zip(factors.items(), mesh.coords(device), strict=True):
@@ -454,7 +458,11 @@ def _rows_of_device(length: int, factors: Factors, mesh: Mesh, device: int) -> R
 
 
 def _shares(length: int, n_devices: int, n_pieces: int, coordinate: int) -> Iterator[Run]:
-    """Yield a device's share of each piece; sizes are rounded up, so the last ones may be empty."""
+    """Yield a device's share of each of `n_pieces` pieces of a dim, as runs of rows.
+
+    8 rows in 2 pieces for 4 devices, coordinate 1 -> rows 1 and 5. Sizes are rounded up, so that the
+    last pieces and shares may be empty.
+    """
     piece_rows = max(-(-length // n_pieces), 1)
     for start in range(0, length, piece_rows):
         stop = min(start + piece_rows, length)

@@ -324,9 +324,9 @@ class Subscriber(Endpoint):
 
 
 def _differing(text: str, other_text: str) -> DesyncError:
-    """Return the error of plans that differ: their first lines that do.
+    """Make the error about two plans that differ, with the first line in which they do.
 
-    Lines keep their breaks, since texts may differ in no more.
+    Lines keep their line breaks, as texts may differ in these alone.
     """
     own_lines = text.splitlines(keepends=True)
     other_lines = other_text.splitlines(keepends=True)

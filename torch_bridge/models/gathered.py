@@ -88,10 +88,10 @@ class ParameterMoves:
         return self._move_of(parameters, is_gradient=True)(gradients)
 
     def _move_of(self, parameters: Sequence[GatheredParameter], is_gradient: bool) -> _Move:
-        """Return the move of some parameters to use, or of their gradients to storage, made once.
+        """Return the move that gathers some parameters, or that reduces their gradients; cached.
 
-        A module has a few such sets: all its parameters, those that passes do not share, and those
-        that the backward pass gathers again.
+        A module asks for a few sets of parameters again and again: for all, for those that passes do
+        not share, and for those that the backward pass gathers again.
         """
         if torch.compiler.is_compiling():
             return _Move(parameters, self.context, is_gradient)  # only the graph is kept

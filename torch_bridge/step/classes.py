@@ -339,7 +339,11 @@ def _by_traits(call: Invocation) -> Call:
 
 
 def _work(call: Invocation) -> Mapping[str, Any]:
-    """Return what an operation does unlike others of its class: accesses, and operands it keeps."""
+    """Return fields of work that differ from those of the operation's class.
+
+    `accesses`: how often arrays are read and written. `keeps`: the numbers of the operands that the
+    gradient needs.
+    """
     if call.has_number:
         return {"keeps": ()}  # the gradient of x * 2 needs no array
     if call.name in GRADIENT_BY_RESULT:

@@ -146,8 +146,9 @@ def _widens(first: Op, second: Op, step: TrainingStep) -> bool:
 
 
 def _may_be_one_kernel(first: Op, second: Op, is_movable: bool, step: TrainingStep) -> bool:
-    """Tell whether functions of elements may be one, or be computed inside attention.
+    """Tell whether `first` and `second` can run as one kernel, as functions of elements can.
 
+    `second` may also be an attention, which computes such a function of its operands on the way.
     is_movable: a rule of a module can move the array between both.
     """
     takes_elements = LIGHT if is_movable else (*LIGHT, "attention")
@@ -294,9 +295,10 @@ class _FusedPair:
 
     @cached_property
     def rules(self) -> list[AxisRule]:
-        """What one mesh axis may do in both operations: a placement for every array, by number.
+        """The ways in which one mesh axis may take part in both operations.
 
-        A rule of the first is joined with a rule of the second where both do the same to the array
+        A rule has a placement for every array: the dim that the axis shards there, or a tag. It is a
+        rule of the first operation, followed by one of the second, if both do the same to the array
         in between, and to operands of one name.
         """
         # A consumer may take copies of a result whose own rules know only replicas.
@@ -309,10 +311,10 @@ class _FusedPair:
         return rules
 
     def _agreeing_placements(self, i: int, j: int) -> set[tuple[int, int]]:
-        """List the placements of arrays i and j that treat both alike, for both are one array.
+        """List pairs of placements of arrays i and j that can go together, as both are one array.
 
-        They need the same tag (replicas, sums, copies), or dims that overlap. If array i is `(g d)`
-        and array j is c, sharding g in i agrees with sharding c in j, and so does sharding d.
+        Both have the same tag (replicas, sums, copies), or shard dims that overlap. If array i is
+        `(g d)` and array j is c: (0, 0) and (1, 0), as g and d both are a part of c.
         """
         agreeing = {(tag, tag) for tag in (REPLICAS, SUM, COPY)}
         for number_in_i, span in enumerate(self.spans[i]):
@@ -343,7 +345,7 @@ class _FusedPair:
 
     @cached_property
     def saved_arrays(self) -> set[int]:
-        """The arrays that the backward pass needs; a number stands for all arrays of its name."""
+        """The numbers of the arrays that the backward pass needs, the lowest one of each name."""
         saved = {*self.first.saved_operands}
         saved.update(self.second_start + i for i in self.second.saved_operands)
         for i, j in self.equal_pairs:
@@ -445,7 +447,10 @@ class _FusedPair:
         )
 
     def _rules_of_visible(self) -> tuple[AxisRule, ...]:
-        """Restrict the rules to arrays that the joined operation has, then to `inside`."""
+        """Shorten each rule to the arrays that the fused operation has, then to hidden dims.
+
+        A placement for each of `visible_arrays`, then one for each of `restrictions`.
+        """
         rules = dict[AxisRule, None]()  # in order, each once
         for number, rule in enumerate(self.rules):
             in_visible = [rule[i] for i in self.visible_arrays]

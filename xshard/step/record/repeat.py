@@ -236,7 +236,11 @@ class _Run:
 
     @cached_property
     def new_names(self) -> dict[str, str]:
-        """A name for the operations of each column and for their parameters; "" where none fits."""
+        """For each old name in the run, of an operation or a parameter, the name in the one layer.
+
+        {"0.up": "*.up", "1.up": "*.up", "0.w": "*.w", "1.w": "*.w"}; "" for parameters whose names
+        fit no pattern.
+        """
         new_names = dict[str, str]()
         for column in self.columns:
             own_names = [op.name for op in column]
