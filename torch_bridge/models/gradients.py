@@ -260,9 +260,9 @@ class Gradients:
         return buckets
 
     def _before_share(self, gradient: Gradient, _: Tensor) -> None:
-        """Make room in `.grad` for a share; a hook, before autograd adds the share.
+        """Make room in `.grad` for what a backward pass adds; a hook, before autograd adds it.
 
-        The first one of a backward pass begins the `BackwardPass`, and asks autograd to call `_end`.
+        The first call in a backward pass begins the `BackwardPass`, and asks autograd to call `_end`.
         """
         if self._pass is None:
             self._pass = BackwardPass(missing=set(self._gradients))
@@ -271,11 +271,12 @@ class Gradients:
         gradient.put_aside_sum()
 
     def _after_share(self, gradient: Gradient, x: Tensor) -> None:
-        """Note that `.grad` of parameter `x` is this process's share, and send the full buckets.
+        """Note that this process's share of a gradient is in `.grad`, and send the full buckets.
 
-        A hook, after autograd has added to `.grad`; the sum over processes is still to come. It may
-        run twice for a parameter, as with activation checkpoints. If the bucket has been sent in
-        between, `_sum_remaining` sums the second share at the end of the backward pass.
+        A share is what this process adds to the sum over processes. A hook of parameter `x`, after
+        autograd has added to `.grad`. It may run twice for a parameter, as with activation
+        checkpoints: if the bucket has been sent in between, `_sum_remaining` sums the second share at
+        the end of the backward pass.
         """
         backward_pass = self._pass
         assert x.grad is not None
@@ -293,9 +294,9 @@ class Gradients:
             self._send_full_buckets(backward_pass)
 
     def _send_full_buckets(self, backward_pass: BackwardPass) -> None:
-        """Begin the sums of the next buckets in order, up to the first one that is not full.
+        """Send the next buckets in order, up to the first one that still misses a gradient.
 
-        In order, as other processes may fill buckets in another one: all have to send alike.
+        Processes may fill buckets in another order, but all have to send them in the same one.
         """
         for bucket in self._buckets[len(backward_pass.finish_sums) :]:
             # Hot, and quick: the last gradient of a bucket is asked first, and comes last.
@@ -308,7 +309,7 @@ class Gradients:
         """Sum what is left at the end of a backward pass, so that each `.grad` is a whole gradient.
 
         Autograd calls this when it has computed all gradients. Inside `no_sync` (`syncs` is False)
-        nothing is summed: `.grad` stays this process's share. After the first pass that sums,
+        nothing is summed over processes: `.grad` stays this process's own. After the first pass that sums,
         `after_first` checks that replicas are equal. Raises XshardError, and undoes the pass, if a
         gradient was computed and never came to `.grad`, as in `torch.autograd.grad`.
         """
@@ -344,5 +345,5 @@ class Gradients:
                 finish()
             if not self.unsummed:
                 return
-            # Shares that came after their bucket was sent: all buckets are sent once more.
+            # Some gradients came after their bucket was sent: all buckets are sent once more.
             finish_sums = []

@@ -391,4 +391,7 @@ def _tensor_rules(
     else:
         texts = {None: value}
     with located(title_of(name)):
-        return [TensorRule(key, rule_of(text, context.axes, routes)) for key, text in texts.items()]
+        return [
+            TensorRule(key, rule_of(text, context.axes, routes=routes))
+            for key, text in texts.items()
+        ]
