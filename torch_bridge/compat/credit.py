@@ -92,21 +92,22 @@ _manager: Manager = None  # of the whole program, as in CREDIT, whose functions 
 def initialize_domain_parallel(
     world_size: int, domain_parallel_size: int, shard_dim: int = -2
 ) -> DomainParallelManager:
-    """Divide all processes into domains, and make this the default of this module's functions.
+    """Divide all processes into domains, for all functions of this module.
 
-    Each domain holds one sample, cut along a dim: 8 processes in domains of 2 work on 4 samples.
-    All processes call it.
+    A domain is a group of processes that hold parts of one sample: 8 processes in domains of 2 work
+    on 4 samples. All processes call it. Functions without `manager=` use these domains.
 
     Args:
-        world_size: As for `DomainParallelManager`.
-        domain_parallel_size: As there.
-        shard_dim: As there.
+        world_size: The number of processes.
+        domain_parallel_size: The number of processes in a domain.
+        shard_dim: The dim along which samples are cut.
 
     Returns:
-        The manager.
+        The manager, which knows this process's domain, and its place in it.
 
     Raises:
-        MeshError: As for `DomainParallelManager`.
+        MeshError: A ValueError: the size of a domain does not divide `world_size`, or that is not
+            the number of all processes.
     """
     global _manager
     _manager = DomainParallelManager(world_size, domain_parallel_size, shard_dim)
@@ -180,7 +181,7 @@ def shard_tensor(
     Args:
         x: The whole tensor.
         dim: The dim to shard.
-        manager: Default: the program's.
+        manager: The domains; None: those of `initialize_domain_parallel`.
         uneven: Parts may differ in size.
 
     Returns:
@@ -194,7 +195,8 @@ def shard_tensor(
         return x
     n_parts = manager.domain_parallel_size
     length = x.shape[dim]
-    compat.shard_whole(tuple(x.shape), dim, n_parts, AXIS, uneven=uneven)  # raises
+    # For its errors only: the part is cut below, as nothing has to be sent.
+    compat.shard_whole(tuple(x.shape), dim, n_parts, AXIS, uneven=uneven)
     part_rows = -(-length // n_parts)  # rounded up: the last parts are smaller
     start = min(manager.domain_rank * part_rows, length)
     stop = min(start + part_rows, length)
@@ -213,7 +215,7 @@ def gather_tensor(
     Args:
         x: This process's part.
         dim: The dim that is sharded.
-        manager: Default: the program's.
+        manager: The domains; None: those of `initialize_domain_parallel`.
         shape: The global shape, if D does not divide H.
         grad: What gradients of the results are, as in `torch_bridge.ops.all_gather`: addends
             ("sum": each process has its own loss), or equal ("replicated").
@@ -234,19 +236,19 @@ def shard_batch(
     spatial_dims_4d: int = -2,
     manager: Manager = None,
 ) -> Mapping[str, Any]:
-    """Cut the tensors of a batch that have 4 or 5 dims to this process's part of each.
+    """Cut this process's part out of each tensor of a batch that has 4 or 5 dims.
 
-    Everything else in the batch is returned as it is. All processes of a domain pass the same
-    batch; nothing is sent.
+    [B, C, H, W] -> [B, C, H/D, W] on D processes of a domain. Other values of the batch stay as they
+    are. All processes of a domain pass the same batch; nothing is sent.
 
     Args:
         batch: Tensors, or any values, by name.
         spatial_dims_5d: The dim to shard of tensors with 5 dims.
         spatial_dims_4d: The dim to shard of tensors with 4 dims.
-        manager: Default: the program's.
+        manager: The domains; None: those of `initialize_domain_parallel`.
 
     Returns:
-        A new dict; tensors as from `shard_tensor`.
+        A new dict. Parts are contiguous copies; without domains tensors stay as they are.
     """
     shard_dims = {4: spatial_dims_4d, 5: spatial_dims_5d}
     sharded = dict(batch)
@@ -265,16 +267,16 @@ def convert_to_domain_parallel(
     *,
     shape: Sequence[int | None] | None = None,
 ) -> nn.Module:
-    """Convert a model, in place, to run on one part per process of an array that is cut.
+    """Convert a model, in place, so that each process of a domain computes its part of an array.
 
-    The outputs are the parts of what the model would give for the whole array: convolutions
-    exchange rows with neighbours, norms average over processes. Inputs that have `shard_dim`
-    besides batch and channels are sharded along it. Gradients of parameters are this process's
-    share, until `sync_domain_gradients`. The rest is as in `torch_bridge.nn.domain_parallel`.
+    Each process gives its part of the input, cut along `shard_dim`, and gets its part of the output
+    for the whole: convolutions exchange rows with neighbours, norms average over processes. Gradients
+    of parameters are this process's share, until `sync_domain_gradients`. Which layers can be
+    converted says `torch_bridge.nn.domain_parallel`.
 
     Args:
         model: Any module.
-        manager: Default: the program's.
+        manager: The domains; None: those of `initialize_domain_parallel`.
         shard_dim: The dim of inputs that is sharded.
         custom_converters: A class -> a function that converts its modules; the result is called on
             blocks.
@@ -328,7 +330,7 @@ def sync_domain_gradients(model: nn.Module, manager: Manager = None) -> None:
 
     Args:
         model: A model with gradients, which are changed in place.
-        manager: Default: the program's.
+        manager: The domains; None: those of `initialize_domain_parallel`.
     """
     manager = _sharding_manager(manager)
     if manager is None:
@@ -502,13 +504,13 @@ class DomainParallelCrossEmbedBranch(DomainParallelConv2d):
 
     @api_boundary
     def forward(self, x: Tensor) -> Tensor:
-        """Pad a block and convolve it, as one convolution with this padding on the whole array.
+        """Pad and convolve this process's block of an array `(b, c, h, w)`.
 
-        x: this process's block, `(b, c, h, w)`, cut along `shard_dim` in its domain; with no domain
-        in use, the whole array. Zeros are added only at the ends of the whole array; between blocks
-        there are rows of neighbours.
+        The result is its block of what padding and convolving the whole array would give: zeros are
+        added at the ends of the whole array only, and between blocks there are rows of neighbours.
+        Without domains x is the whole array.
         """
-        rows, columns = self.padding
+        rows, columns = self.padding  # (top, bottom), (left, right)
         placement = _placement(x, self.shard_dim)
         if placement is None:
             return self.conv(F.pad(x, (*columns, *rows)))

@@ -149,7 +149,7 @@ def all_gather_nograd_clipped(x: Values, max_length: int) -> Tensor:
     block = torch.atleast_1d(torch.as_tensor(x))
     if not dist.is_initialized():
         return block
-    sent = block.to(_served(block.device))
+    sent = block.to(_communication_device(block.device))
     # Rank r has samples r, r + P, ...: the layout deals rows out in turn.
     samples = redistribute(sent, compat.sampler_gather(sent.shape, AXIS), _world())
     return samples[:max_length].to(block.device)
@@ -194,20 +194,25 @@ def _world() -> MeshLike:
 
 
 def _gathered(x: Values, dim: int, grad: Grad, shape: Shape = None, sizes: Sizes = None) -> Tensor:
-    """Gather the blocks of all ranks along a dim, of equal or different sizes.
+    """Gather the blocks of all ranks along a dim; blocks may differ in size: [1, 3], [2, 3] -> [3, 3].
 
-    Without a process group x is returned, as a tensor. x: a tensor or numbers. grad: what gradients
-    of the results are, as in `ops.all_gather`. shape: the global shape, if the first ranks have a row
-    more. sizes: the rows of each rank. If both are None, ranks on gloo tell each other their rows;
-    on other backends blocks are equal.
+    Without a process group x is returned, as a tensor.
+
+    Args:
+        x: This rank's block: a tensor, or numbers.
+        dim: The dim along which blocks are joined.
+        grad: What gradients of the result are on each rank: "sum", addends; "replicated", equal.
+        shape: The global shape, if rows do not divide evenly: the first ranks then have one more.
+        sizes: The number of rows of each rank. If shape and sizes are None, ranks on gloo exchange
+            their numbers of rows; on other backends blocks have to be equal.
     """
     block = torch.atleast_1d(torch.as_tensor(x))
     if not dist.is_initialized():
         return block
-    sent = block.to(_served(block.device))
+    sent = block.to(_communication_device(block.device))
     mesh = _world()
     if shape is None and sizes is None:
-        sizes = _told_sizes(sent, dim, mesh)
+        sizes = _exchange_sizes(sent, dim, mesh)
     if sizes is None or len(set(sizes)) == 1:
         return all_gather(sent, dim, AXIS, mesh, grad=grad, shape=shape).to(block.device)
     # Blocks of different sizes: the layout lists the rows of each rank, as in "sizes(axis,1,2)".
@@ -216,8 +221,8 @@ def _gathered(x: Values, dim: int, grad: Grad, shape: Shape = None, sizes: Sizes
     return redistribute(sent, text, mesh, shape=shape).to(block.device)
 
 
-def _told_sizes(sent: Tensor, dim: int, mesh: MeshLike) -> Sizes:
-    """Return the rows of each rank, as ranks on gloo tell each other; None where they do not."""
+def _exchange_sizes(sent: Tensor, dim: int, mesh: MeshLike) -> Sizes:
+    """Exchange the number of rows of each rank, on gloo: 1 and 2 rows -> [1, 2]; None elsewhere."""
     # NCCL would wait for the numbers on the host; a compiler cannot record a size that depends on
     # data.
     is_on_gloo = sent.device.type == "cpu" and "cpu:gloo" in dist.get_backend_config()
@@ -237,7 +242,7 @@ def _reduced(x: Values, *, mean: bool) -> Tensor:
         return block
     # In a wider dtype: a sum of booleans counts, and bfloat16 would round at every rank.
     sum_dtype = _ADDED_AS.get(block.dtype, block.dtype)
-    sent = block.to(_served(block.device), sum_dtype)
+    sent = block.to(_communication_device(block.device), sum_dtype)
     total = all_reduce(sent, AXIS, _world(), grad="replicated")
     if mean:
         total = total / dist.get_world_size()
@@ -246,13 +251,13 @@ def _reduced(x: Values, *, mean: bool) -> Tensor:
     return total.to(block.device)
 
 
-def _served(device: torch.device) -> torch.device:
+def _communication_device(device: torch.device) -> torch.device:
     """Return the device on which a tensor travels: its own, unless no backend serves it."""
-    return _served_in(device, dist.get_backend_config())
+    return _communication_device_in(device, dist.get_backend_config())
 
 
 @lru_cache(maxsize=64)
-def _served_in(device: torch.device, config: str) -> torch.device:
+def _communication_device_in(device: torch.device, config: str) -> torch.device:
     """Return the device on which a tensor travels. config: as in "cpu:gloo,cuda:nccl"."""
     backends = dict(entry.split(":") for entry in config.split(","))
     if backends.get(device.type) == "gloo":

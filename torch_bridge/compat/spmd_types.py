@@ -102,17 +102,17 @@ def redistribute(  # noqa: PLR0913  the original's arguments, and the global sha
 
 @contextmanager
 def planned() -> Iterator[None]:
-    """Plan redistributions of the package spmd_types over several mesh axes as one move.
+    """Let the package spmd_types redistribute over several mesh axes in one move, inside a `with`.
 
-    Inside this context two functions of the package are replaced by ours, and they are restored at
-    its end. Moves over one axis remain the package's own.
+    Two functions of the package are replaced by ours, until the `with` block ends:
 
-    Inside, `spmd_types.redistribute(x, mesh, src=, dst=)` also takes types of several axes, as
-    `from_types` does, with the gradient of those types; `spmd_types.spmd_redistribute(x, src, dst)`
-    plans all axes of a DTensor together, also for dims that several axes shard.
+    - `spmd_types.redistribute(x, mesh, src=, dst=)` takes types of several axes, too, such as
+      {"dp": "S(0)", "tp": "P"}. Moves over one axis remain the package's own.
+    - `spmd_types.spmd_redistribute(x, src, dst)` plans all axes of a DTensor together, also for dims
+      that several axes shard.
 
     Raises:
-        XshardError: As for `redistribute` and `from_types`.
+        XshardError: Inside, by these functions: types without a layout, or a layout without a plan.
 
     Examples:
         >>> import spmd_types, torch, torch_bridge as xt
@@ -172,9 +172,13 @@ def _redistribute_dtensor(x: Any, src: Any, dst: Any) -> Any:
 def to_types(layout: Layout | str, mesh: MeshLike) -> Any:
     """Convert a layout to an `SpmdType` of the package spmd_types.
 
-    That has a type for each mesh axis, and the axes that shard each dim. V (varying): the axis
-    shards a dim; P (partial): blocks are addends of a sum; I (invariant) and R (replicated): all
-    have the same values, with equal gradients, or with gradients that are summed ("copy").
+    "s/cp c | sum(tp)" -> {"cp": V, "tp": P} and PartitionSpec("cp", None): a type for each mesh axis,
+    and the axes that shard each dim. The types of an axis are
+
+    - V (varying): it shards a dim.
+    - P (partial): blocks along it are addends of a sum.
+    - I (invariant): blocks along it are equal, and so are their gradients.
+    - R (replicated): blocks along it are equal, and their gradients are summed ("copy").
 
     Args:
         layout: A layout or its text.
@@ -195,7 +199,7 @@ def to_types(layout: Layout | str, mesh: MeshLike) -> Any:
     check_axes(layout, axes)
     # Axes that the layout does not name hold replicas.
     type_names = dict.fromkeys(axes.axes, "I")
-    entries = []  # of each dim: None, one axis, or several
+    spec_entries = []  # for each dim, as in a PartitionSpec: None, one axis, or a tuple of axes
     for dim in layout.dims:
         if dim.overlap is not None or any(cut.order != "block" for cut in dim.shards):
             hint = "it has contiguous shards"
@@ -204,15 +208,15 @@ def to_types(layout: Layout | str, mesh: MeshLike) -> Any:
         entry: Any = dim.axes
         if len(dim.axes) <= 1:
             entry = dim.axes[0] if dim.axes else None
-        entries.append(entry)
+        spec_entries.append(entry)
     for kind, tagged_axes in layout.tags:
         if kind not in _TYPE_OF_TAG:
             hint = f"P is a sum: end it first, as in {kind}(dp) ->"
             reason = f"no type for '{kind}({','.join(tagged_axes)})'"
             raise PlanError(reason, text=str(layout), hint=hint)
         type_names |= dict.fromkeys(tagged_axes, _TYPE_OF_TAG[kind])
-    kinds: Any = {axis: getattr(types, type_names[axis]) for axis in axes.axes}
-    return types.SpmdType(kinds, types.PartitionSpec(*entries))
+    type_of_axis: Any = {axis: getattr(types, type_names[axis]) for axis in axes.axes}
+    return types.SpmdType(type_of_axis, types.PartitionSpec(*spec_entries))
 
 
 @api_boundary
@@ -236,14 +240,14 @@ def from_types(types: Any, ndim: int, partition_spec: Sequence[Any] | None = Non
         >>> str(from_types({}, 2, [("dp", "tp")]))
         'd0/dp/tp d1'
     """
-    kinds = {}
+    type_of_axis = {}
     for axis, kind in getattr(types, "local_type", types).items():
-        kinds[_axis_name(axis)] = _type_name(kind)
+        type_of_axis[_axis_name(axis)] = _type_name(kind)
     spec = getattr(types, "partition_spec", partition_spec) or ()
     axes_of_dims = _axes_of_dims(spec, ndim)
     # Types V only say that an axis shards some dim: the spec says which one. S(0) says it itself.
     sharding_axes = {axis for axes in axes_of_dims for axis in axes}
-    for axis, kind in kinds.items():
+    for axis, kind in type_of_axis.items():
         if axis not in sharding_axes:
             _add_shard(axes_of_dims, axis, kind)
     dims = []
@@ -251,7 +255,7 @@ def from_types(types: Any, ndim: int, partition_spec: Sequence[Any] | None = Non
         dims.append(Dim(f"d{d}", tuple(Cut((axis,)) for axis in axes)))
     tags = []
     for tag, tagged_kind in _TYPE_OF_TAG.items():
-        tagged_axes = tuple(axis for axis, kind in kinds.items() if kind == tagged_kind)
+        tagged_axes = tuple(axis for axis, kind in type_of_axis.items() if kind == tagged_kind)
         if tagged_axes:
             tags.append((tag, tagged_axes))
     return Layout(tuple(dims), tuple(tags))
@@ -298,14 +302,14 @@ def _type_name(type_: Any) -> str:
 
 
 def _axis_name(axis: Any) -> str:
-    """Return the name of a mesh axis that is given as the package spmd_types allows.
+    """Return the name of a mesh axis: a name, an axis object or a process group of spmd_types.
 
-    axis: its name, which is returned, or an axis object or process group, which is looked up in the
-    package's current mesh; its names are in a private module. Raises PlanError for an axis that is
-    not in that mesh.
+    An axis object or a process group is looked up in the mesh that spmd_types is used with now,
+    `set_current_mesh`. Raises PlanError if it is not there.
     """
     if isinstance(axis, str):
         return axis
+    # The names of the current mesh are in a private module of the package.
     from spmd_types._state import current_mesh_all_names
     from spmd_types.types import normalize_axis
 

@@ -68,7 +68,8 @@ class DTensorMove:
 
     op_dtype: the dtype that travels. backward_dtype: the dtype in which the gradient travels; None:
     the input's. gradient: the placements of the input's gradient; None: by default rules.
-    by_block: the gradient is the blocks', because `DTensor.from_local` made the input.
+    gradient_is_of_blocks: the input was made by `DTensor.from_local`, so that its gradient is that of
+    the local blocks, and not of the array.
     """
 
     src: End
@@ -78,7 +79,7 @@ class DTensorMove:
     profile: ProfileLike
     backward_dtype: torch.dtype | None = None
     gradient: Placements | None = None
-    by_block: bool = False
+    gradient_is_of_blocks: bool = False
 
 
 class RedistributeDTensor(torch.autograd.Function):
@@ -93,7 +94,11 @@ class RedistributeDTensor(torch.autograd.Function):
         block = local_block(x)
         ctx.move = move
         ctx.dtype = block.dtype
-        if move.by_block and move.src.layout.tagged(*NONLINEAR) and is_in_mesh(move.src.mesh):
+        if (
+            move.gradient_is_of_blocks
+            and move.src.layout.tagged(*NONLINEAR)
+            and is_in_mesh(move.src.mesh)
+        ):
             ctx.save_for_backward(block)  # the backward pass asks which blocks were the largest
         block = block.to(move.op_dtype)
         # None outside of the mesh: there the empty block stays as it is.
@@ -103,23 +108,25 @@ class RedistributeDTensor(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: DTensor) -> tuple[DTensor, None]:
-        """Redistribute the result's gradient, as it arrives, to the placements of the input's.
+        """Redistribute the gradient of the result to the placements of the input's gradient.
 
-        Partial sums in the forward direction are replicas backwards. The second result is for
-        `move`, which has no gradient.
+        A move (Shard(0),) -> (Replicate(),) gets a gradient in any placements, and returns it as
+        (Shard(0),). An input in partial sums gets a gradient in replicas. The second value returned
+        is for the argument `move`, which has no gradient.
         """
         move: DTensorMove = ctx.move
         shape = tuple(gradient.shape)
-        arrives = _end_like(move.dst, gradient.device_mesh, gradient.placements, shape)
-        target = _gradient_end(move, arrives, shape)
+        arriving = _end_like(move.dst, gradient.device_mesh, gradient.placements, shape)
+        target = _gradient_end(move, arriving, shape)
         travel_dtype = ctx.dtype if move.backward_dtype is None else move.backward_dtype
-        back = DTensorMove(arrives, target, travel_dtype, ctx.dtype, move.profile)
+        backward_move = DTensorMove(arriving, target, travel_dtype, ctx.dtype, move.profile)
         # `apply` again: the backward pass can be differentiated too.
-        moved = RedistributeDTensor.apply(gradient, back)
-        if not move.by_block:
+        moved = RedistributeDTensor.apply(gradient, backward_move)
+        if not move.gradient_is_of_blocks:
             return moved, None
-        # The gradient is now the array's. The input was made of blocks: a mean gives each block its
-        # share, and a max gives all to the largest block.
+        # So far it is the gradient of the whole array. `DTensor.from_local` made the input of local
+        # blocks, which want their own. The array was their mean: each block gets 1/n of it. Or it
+        # was their maximum: the largest block gets all, the others zeros (`_winner_shares`).
         n_averaged = dtensor_axes(move.src.mesh).size(*move.src.layout.tagged("mean"))
         if n_averaged > 1:
             moved = moved / n_averaged
@@ -178,16 +185,18 @@ def move_of(
     backward_dtype: torch.dtype | None,
     gradient: Placements | None,
 ) -> DTensorMove:
-    """Describe a redistribution of a DTensor from one mesh and placements to others.
+    """Describe a redistribution of a DTensor, without running it.
 
-    op_dtype: in which it travels; out_dtype: of the result. backward_dtype: in which the gradient
-    travels; None: its own. gradient: placements of the input's gradient; None: they follow from
-    `src`.
+    src, dst: mesh, placements and layout of the input and of the result. op_dtype: the dtype of
+    the values that are sent. out_dtype: of the result. backward_dtype: of the gradient while it is
+    sent; None: its own. gradient: placements of the input's gradient; None: they follow from `src`.
     """
-    # Whether x was made from local blocks, as by `DTensor.from_local`: its gradient goes to blocks.
-    by_block = x.grad_fn is not None and x.grad_fn.name() in _MAKERS
+    # If local blocks were made into x, as by `DTensor.from_local`, its gradient is that of blocks.
+    gradient_is_of_blocks = x.grad_fn is not None and x.grad_fn.name() in _MAKERS
     profile = resolve_profile(profile)
-    return DTensorMove(src, dst, op_dtype, out_dtype, profile, backward_dtype, gradient, by_block)
+    return DTensorMove(
+        src, dst, op_dtype, out_dtype, profile, backward_dtype, gradient, gradient_is_of_blocks
+    )
 
 
 def local_block(x: DTensor) -> Tensor:
@@ -244,12 +253,13 @@ def executables(move: DTensorMove, x: DTensor, block: Tensor) -> tuple[AnyExecut
 def _executables(
     move: DTensorMove, shape: Shape, local_shape: Shape, device: torch.device, world: object
 ) -> tuple[AnyExecutable, ...]:
-    """Plan the one or two steps of a move, and bind them to process groups.
+    """Plan a move of a DTensor; return the executables that run it, one after the other.
 
-    A step on the source mesh is a plan of collectives. A move to another mesh ends with messages
-    from rank to rank.
+    On one mesh each of the one or two steps is a plan of collectives. A move to another mesh ends
+    with messages from rank to rank. Outside of both meshes there is nothing to run: ().
 
-    shape: global. local_shape: of this process's block. world: part of the cache's key only.
+    shape: global. local_shape: of this process's block. world: identifies the process groups to
+    which executables are bound; a key of the cache only.
     """
     if not (is_in_mesh(move.src.mesh) or is_in_mesh(move.dst.mesh)):
         return ()
@@ -258,36 +268,36 @@ def _executables(
     dst = dtensor_mesh(move.dst.mesh)
     is_same_mesh = move.src.mesh == move.dst.mesh
     steps = _steps(move.src.layout, move.dst.layout, is_same_mesh)
-    result: list[AnyExecutable] = []
+    bound_steps: list[AnyExecutable] = []
     steps_on_src = steps if is_same_mesh else steps[:-1]
     for start, stop in steps_on_src:
         call = MoveCall((start, stop), src, shape, move.profile)
-        result.append(call.executable((local_shape, move.op_dtype, device)))
-        # The next step begins with the result of this one.
+        bound_steps.append(call.executable((local_shape, move.op_dtype, device)))
+        # The block with which the next step begins.
         local_shape = Sharding(stop, src.mesh, shape).local_shape(src.device)
     if not is_same_mesh:
         dtype = dtypes.name_of(move.op_dtype)
-        transfer = TransferCall(steps[-1], src, dst, shape, dtype, False, move.profile)
+        transfer = TransferCall(steps[-1], src, dst, shape, dtype, profile=move.profile)
         group = process_group_of(tuple(sorted(src.ranks)))
-        result.append(lower_transfer(transfer.plan(), device, group))
-    return tuple(result)
+        bound_steps.append(lower_transfer(transfer.plan(), device, group))
+    return tuple(bound_steps)
 
 
 def _steps(src: Layout, dst: Layout, is_same_mesh: bool) -> list[tuple[Layout, Layout]]:
-    """Return the one or two steps of a redistribution, each from a layout to a layout.
+    """Divide a redistribution into one or two steps, each a pair (layout before, layout after).
 
-    A pending maximum or minimum (`Partial("max")`) ends before a pending sum begins, as the two do
-    not commute: "n | max(a)" -> "n | sum(a)" goes through "n". A maximum that begins needs no step,
-    and is not in the last layout: equal replicas are their own maximum.
+    "n | max(a)" is a pending maximum, `Partial("max")`: blocks along axis a are still to be reduced.
+    It is reduced before a pending sum begins, as the two do not commute: "n | max(a)" ->
+    "n | sum(a)" are the steps ("n | max(a)", "n") and ("n", "n | sum(a)").
 
-    is_same_mesh: a maximum that both ends have on the same axis stays pending; on another mesh it
-    ends and begins.
+    A maximum that only dst has needs no work, and is left out: equal replicas are their own maximum.
+    One that both have on an axis stays pending, if it is on the same mesh.
     """
-    src_tags = _nonlinear_tags(src)
+    src_tags = _nonlinear_tags(src)  # {("max", "a")}
     dst_tags = _nonlinear_tags(dst)
-    staying = src_tags & dst_tags if is_same_mesh else set()
-    ended_axes = [axis for _, axis in src_tags - staying]
-    begun_axes = [axis for _, axis in dst_tags - staying]
+    pending_tags = src_tags & dst_tags if is_same_mesh else set()
+    ended_axes = [axis for _, axis in src_tags - pending_tags]
+    begun_axes = [axis for _, axis in dst_tags - pending_tags]
     target = without_tags(dst, begun_axes)
     if not ended_axes or not target.tags:
         return [(src, target)]
@@ -304,44 +314,50 @@ def _nonlinear_tags(layout: Layout) -> set[tuple[str, str]]:
     return tags
 
 
-def _gradient_end(move: DTensorMove, arrives: End, shape: Shape) -> End:
-    """Return the mesh and placements to which a gradient goes that arrives as `arrives`.
+def _gradient_end(move: DTensorMove, arriving: End, shape: Shape) -> End:
+    """Choose the mesh and the placements of the gradient of a move's input.
 
-    They are those that the user asked for, or by default those of the move's input.
+    They are those that the user asked for, or by default those of the input, on its mesh, with
+    replicas in place of partial sums: an input (Shard(0), Partial()) has a gradient
+    (Shard(0), Replicate()).
+
+    arriving: mesh and placements of the gradient of the move's result.
     """
     src = move.src
     if move.gradient is not None:
         return _end_like(src, src.mesh, move.gradient, shape)
-    arriving = arrives.placements
-    if arrives.mesh != src.mesh:
-        # Addends on another mesh are summed before they come here.
-        arriving = (Replicate(),) * len(src.placements)
-    pairs = zip(src.placements, arriving, strict=True)
-    placements = tuple(_gradient_placement(p, g, move.by_block) for p, g in pairs)
+    arriving_placements = arriving.placements
+    if arriving.mesh != src.mesh:
+        # Partial sums on another mesh are summed on the way: on this mesh they are replicas.
+        arriving_placements = (Replicate(),) * len(src.placements)
+    pairs = zip(src.placements, arriving_placements, strict=True)
+    placements = tuple(_gradient_placement(p, g, move.gradient_is_of_blocks) for p, g in pairs)
     return _end_like(src, src.mesh, placements, shape)
 
 
-def _gradient_placement(placement: Placement, gradient: Placement, by_block: bool) -> Placement:
-    """Return the default placement of an input's gradient on one mesh dim.
+def _gradient_placement(
+    placement: Placement, gradient: Placement, gradient_is_of_blocks: bool
+) -> Placement:
+    """Choose the placement of an input's gradient on one mesh dim, if the user has not said any.
 
-    That is the input's, and replicas for addends.
+    Shard(0) for an input Shard(0); Replicate() for an input Partial(). But if the gradient arrives
+    as Partial(), too, it stays so: its sum may not be needed.
 
-    gradient: as it arrives. If the input has addends, addends of its gradient stay addends: the sum
-    may not be needed.
+    placement: the input's. gradient: that of the gradient as it arrives.
     """
     if not isinstance(placement, Partial):
         return placement
-    may_stay = placement.reduce_op in ("sum", "avg") or not by_block
+    may_stay = placement.reduce_op in ("sum", "avg") or not gradient_is_of_blocks
     if may_stay and isinstance(gradient, Partial):
         return gradient
     return Replicate()
 
 
 def _end_like(value: End, mesh: DeviceMesh, placements: Placements, shape: Shape) -> End:
-    """Return the end of a gradient's move, with the sizes of blocks that its value has.
+    """Describe mesh, placements and layout of a gradient, whose blocks may be as uneven as its value's.
 
-    Placements lack these sizes. So a gradient that is placed like its value is cut like it; any
-    other is cut as torch cuts.
+    Placements lack the sizes of blocks. A gradient that is placed like its value has blocks of the
+    same sizes; any other is cut as torch cuts. value: mesh, placements and layout of the value.
     """
     if mesh != value.mesh or not all(map(_cut_alike, placements, value.placements)):
         return _end(mesh, placements, shape)

@@ -118,7 +118,8 @@ def from_placements(
         raise PlanError(
             f"{len(placements)} placements for {axes!r}", hint="one placement per mesh axis"
         )
-    # For each dim, the axes that cut it, with the split factors of their placements.
+    # For each dim {axis: split factor}: into how many pieces a placement divides the dim before it
+    # gives each device a share of every piece; 1 for a plain `Shard`.
     factors_by_dim: list[dict[str, int]] = [{} for _ in range(ndim)]
     tags: dict[str, tuple[str, ...]] = {}
     for axis, placement in zip(axes.axes, placements, strict=True):
@@ -158,20 +159,22 @@ def tag_of(placement: Placement) -> str | None:
 
 
 def check_placed(x: DTensor, layout: Layout, text: str, span: Span | None = None) -> None:
-    """Raise NotationError unless a DTensor's placements mean what a layout says.
+    """Raise NotationError unless a DTensor is placed as a layout says.
 
-    "n/dp d" on a mesh (dp=2, tp=4) wants (Shard(0), Replicate()), or others that give each device
-    the same rows. text: the user's expression, which the error shows. span: the start and end of
-    what it marks there; None: all before the arrow.
+    "n/dp d" on a mesh (dp=2, tp=4) asks for (Shard(0), Replicate()), or for other placements that
+    give each device the same rows.
+
+    layout: a side of the user's expression. text: the expression, which the error shows. span: start
+    and end of the part that the error marks; None: all before the arrow.
     """
     mesh = mesh_of(x.device_mesh)
     shape = tuple(x.shape)
     stated = Sharding(layout, mesh, shape)
     inferred = from_placements(x.placements, mesh, x.ndim, shape)
-    # Dim names are the expression's, for the comparison and for the error.
+    # What the placements say, with the names of dims that the user wrote.
     placed = stated.with_layout(inferred.with_names(stated.layout.names))
-    # A layout can say that gradients of replicas are to be summed ("copy"); placements cannot, so
-    # that this is left out of the comparison.
+    # "copy" says that gradients of replicas are to be summed. Placements cannot say that: it is left
+    # out of the comparison.
     uncopied = stated.with_layout(without_tags(stated.layout, stated.layout.tagged("copy")))
     if placed.means_the_same_as(uncopied) and placed.scale == stated.scale:
         return
@@ -216,10 +219,12 @@ def gradient_layout(layout: Layout) -> Layout:
 def checked_global_shape(
     x: DTensor, mesh: Any, shape: Sequence[int] | None, name: str = "the mesh"
 ) -> tuple[int, ...]:
-    """Return a DTensor's global shape, after comparing what the user passes with what it has.
+    """Return a DTensor's global shape, after checking the mesh and the shape that a user passed.
 
-    mesh, shape: the user's; None: not given. name: of the mesh's argument, for the hint. Raises
-    MeshError for another mesh, ShapeError for another shape.
+    A DTensor has both: the user may leave them out (None). Raises MeshError or ShapeError if they
+    are not the DTensor's.
+
+    name: of the argument for the mesh, for the error's hint.
     """
     if mesh not in (None, x.device_mesh):
         reason = f"the DTensor is on {x.device_mesh!r}, not on {mesh!r}"
@@ -236,27 +241,30 @@ def checked_global_shape(
 def _split_factors(
     layout: Layout, d: int, mesh: Mesh, shape: Sequence[int] | None
 ) -> dict[str, int]:
-    """Return the mesh axes that cut dim number `d`, with the split factor of each DTensor placement.
+    """Return the mesh axes that cut dim number `d`, each with the split factor of its placement.
 
-    A split factor is the number of pieces that `_StridedShard` makes before it cuts each of them; 1
-    is an ordinary `Shard`. "n/tp/dp" with tp=4 -> {"tp": 1, "dp": 4}. shape: the global shape, or
-    None. Raises PlanError for cuts that no DTensor has, such as zigzag.
+    `_StridedShard` first makes as many pieces as its split factor says, and then gives each device a
+    share of every piece; the factor 1 is an ordinary `Shard`. "n/tp/dp" with tp=4 ->
+    {"tp": 1, "dp": 4}.
+
+    shape: the global shape; None: unknown. Raises PlanError for cuts that no DTensor has, such as
+    zigzag.
     """
     dim = layout.dims[d]
-    normal = dim
+    # The same cut in its simplest form: balanced parts of 8 rows on 4 devices are 2 rows each, so
+    # that for this length they are ordinary blocks.
+    simplest = dim
     if shape is not None and not _is_nesting(dim):
-        # Cuts that are no nesting of contiguous blocks may be one for this length: balanced parts
-        # of 8 rows on 4 devices are 2 rows each.
-        normal = Sharding(layout, mesh, tuple(shape)).normal_layout.dims[d]
+        simplest = Sharding(layout, mesh, tuple(shape)).normal_layout.dims[d]
     length = None if shape is None else shape[d]
-    factors = factors_of(normal, mesh, length)
+    factors = factors_of(simplest, mesh, length)
     if factors is not None:
         return factors
     text = str(layout)
-    spans = dict(text_spans(text).dims)
-    hint = _hint_of_unplaceable(dim, normal, has_shape=shape is not None)
+    spans_by_dim = dict(text_spans(text).dims)
+    hint = _hint_of_unplaceable(dim, simplest, has_shape=shape is not None)
     reason = f"a DTensor cannot hold '{dim}'"
-    raise PlanError(reason, text=text, span=spans.get(dim.name), hint=hint)
+    raise PlanError(reason, text=text, span=spans_by_dim.get(dim.name), hint=hint)
 
 
 def _hint_of_unplaceable(dim: Dim, normal: Dim, *, has_shape: bool) -> str:
@@ -281,82 +289,88 @@ def _is_nesting(dim: Dim) -> bool:
 
 
 def cuts_of(factors: Factors, mesh: Mesh, length: int | None) -> tuple[Cut, ...] | None:
-    """Return how DTensor placements cut one dim, given the split factor of each axis.
+    """Return the cuts of a layout that mean the same as DTensor placements of one dim.
 
-    `_StridedShard(split_factor=f)` gives each device of its axis a share of f pieces of the dim.
-    There are two ways to get such pieces:
+    A placement `_StridedShard(split_factor=f)` divides the dim into f pieces, and gives each device
+    of its axis a share of every piece. A layout can say that in two ways:
 
-    - Another axis makes them first: {"dp": 4, "tp": 1} with tp=4 -> "n/tp/dp".
-    - Rows are dealt out in turn: {"tp": 2} with tp=4 and 16 rows -> "n/cyclic(tp,2)". Pieces of
-      unequal length have no such name: the layout lists the rows of each device.
+    - Nested: another axis makes the pieces. {"dp": 4, "tp": 1} with tp=4 -> "n/tp/dp".
+    - Dealt out in turn: {"tp": 2} with tp=4 and 16 rows -> "n/cyclic(tp,2)", 2 rows to each device,
+      then again. If pieces differ in length, the layout lists the rows of each device.
 
-    length: of the dim; None: unknown, and only the first way is tried. Returns None if it fails
-    then, or if the two ways differ for this length, as torch itself uses both.
+    factors: the split factor of each axis that cuts the dim, 1 for a `Shard`, in mesh order.
+    length: of the dim; None: unknown. Returns None if a nesting is all that could be known, and
+    there is none; or if both ways exist and differ for this length, as torch itself uses both.
     """
-    nested = _nested_cuts(factors, mesh)
+    nested_cuts = _nested_cuts(factors, mesh)
     # A plain `Shard` has the factor 1.
     if length is None or set(factors.values()) <= {1}:
-        return nested
-    dealt = _dealt_cuts(factors, mesh, length)
-    if dealt is not None:  # pieces of equal length, which are the same in both ways
-        return dealt if nested is None else nested
-    # Unequal pieces: the rows of each device, as torch computes them. Other axes do not cut the dim.
+        return nested_cuts
+    dealt_cuts = _dealt_cuts(factors, mesh, length)
+    if dealt_cuts is not None:  # pieces have equal lengths: then both ways give the same rows
+        return dealt_cuts if nested_cuts is None else nested_cuts
+    # Unequal pieces: compute the rows of each device as torch does, on the axes that cut the dim.
     submesh = Mesh({axis: mesh.size(axis) for axis in factors})
     devices = range(submesh.n_devices)
-    rows = [_rows_of_device(length, factors, submesh, device) for device in devices]
-    if nested is None:
-        return (Cut(submesh.axes, INTERVALS, tuple(map(_interval_ends, rows))),)
-    blocks = _sharding_of_dim(nested, submesh, length)
-    is_one_meaning = rows == [blocks.owned(0, device) for device in devices]
-    return nested if is_one_meaning else None
+    rows_by_device = [_rows_of_device(length, factors, submesh, device) for device in devices]
+    if nested_cuts is None:
+        return (Cut(submesh.axes, INTERVALS, tuple(map(_interval_ends, rows_by_device))),)
+    nested_sharding = _sharding_of_dim(nested_cuts, submesh, length)
+    is_one_meaning = rows_by_device == [nested_sharding.owned(0, device) for device in devices]
+    return nested_cuts if is_one_meaning else None
 
 
 def _nested_cuts(factors: Factors, mesh: Mesh) -> tuple[Cut, ...] | None:
-    """Return cuts into contiguous blocks, one axis after the other, that have these split factors.
+    """Find an order in which axes cut a dim one after the other, so that it has these factors.
 
-    {"dp": 4, "tp": 1}, in mesh order, with tp=4 -> "n/tp/dp": the later axis of the mesh cuts the
-    dim into 4 parts before dp does. With tp=2 nothing makes 4 parts: None.
+    {"dp": 4, "tp": 1}, in mesh order, on dp=2, tp=4 -> "n/tp/dp". dp has the factor 4: it finds 4
+    pieces, so that tp, which comes later in the mesh, must cut before it. With tp=2 no axis makes 4
+    pieces, and the result is None.
     """
-    order: list[str] = []  # in which axes cut
+    # Axes in the order in which they cut. The last axis of the mesh is placed first; each earlier
+    # one goes behind just those axes that make the pieces it needs.
+    cutting_order: list[str] = []
     for axis, factor in reversed(list(factors.items())):
-        # How many parts the first axes of the order make: none of them, one, ...
-        n_parts = [1]
-        for earlier in order:
-            n_parts.append(n_parts[-1] * mesh.size(earlier))
-        if factor not in n_parts:
+        # How many pieces the first 0, 1, 2, ... axes of the order make: their positions.
+        n_pieces = [1]
+        for earlier in cutting_order:
+            n_pieces.append(n_pieces[-1] * mesh.size(earlier))
+        if factor not in n_pieces:
             return None
-        order.insert(n_parts.index(factor), axis)
-    return tuple(Cut((axis,)) for axis in order)
+        cutting_order.insert(n_pieces.index(factor), axis)
+    return tuple(Cut((axis,)) for axis in cutting_order)
 
 
 def _dealt_cuts(factors: Factors, mesh: Mesh, length: int) -> tuple[Cut, ...] | None:
-    """Return cuts in which each axis deals equal pieces out in turn; None for unequal pieces.
+    """Return cuts in which each axis deals rows out in turn; None if its shares are not equal.
 
-    {"tp": 2} with tp=4: 16 rows are 2 pieces of 8, and each device has 2 rows of both.
+    {"tp": 2} on tp=4: 16 rows are 2 pieces of 8, and each device gets 2 rows of both, "cyclic(tp,2)".
+    An axis with the factor 1 cuts into plain blocks.
     """
     cuts = []
-    n_rows = length  # of one device, after the axes so far
+    n_rows = length  # of one device, after the cuts so far
     for axis, factor in factors.items():
-        piece_rows, remainder = divmod(n_rows, factor * mesh.size(axis))
+        # How many rows of each piece a device of this axis gets.
+        share_rows, remainder = divmod(n_rows, factor * mesh.size(axis))
         if remainder:
             return None
         cut = Cut((axis,))
-        if factor > 1 and piece_rows:  # a piece without rows is a cut of nothing
-            cut = Cut((axis,), "cyclic", (piece_rows,))
+        if factor > 1 and share_rows:  # without rows any cut is the same
+            cut = Cut((axis,), "cyclic", (share_rows,))
         cuts.append(cut)
         n_rows //= mesh.size(axis)
     return tuple(cuts)
 
 
 def factors_of(dim: Dim, mesh: Mesh, length: int | None) -> dict[str, int] | None:
-    """Return the split factors of DTensor placements that cut a dim as a layout says, or None.
+    """Return the split factors of the DTensor placements that cut a dim as a layout says.
 
-    A split factor is the number of pieces that `_StridedShard` makes before it cuts each of them; 1
-    is `Shard`. "n/tp/dp" with tp=4 -> {"tp": 1, "dp": 4}.
+    `_StridedShard` first makes as many pieces as its split factor says, and then gives each device a
+    share of every piece; the factor 1 is an ordinary `Shard`. "n/tp/dp" with tp=4 ->
+    {"tp": 1, "dp": 4}. Returns None if no placements give each device these rows.
 
-    dim: axes that cut one after the other into contiguous blocks (a nesting), or else in normal
-    form. length: None: unknown; then only a nesting has factors. None also if no placements give
-    each device these rows.
+    dim: of a layout in its simplest form. length: of the dim; None: unknown, and only a nesting (one
+    axis after the other cuts into contiguous blocks) has factors.
     """
     is_nesting = _is_nesting(dim)
     if dim.overlap is not None or (length is None and not is_nesting):
@@ -365,30 +379,36 @@ def factors_of(dim: Dim, mesh: Mesh, length: int | None) -> dict[str, int] | Non
     is_plain = all(factor <= 1 for factor in factors.values())
     if length is None or (is_nesting and is_plain):
         return factors
-    # Read back what torch makes of them: for this length it may cut in another way.
+    # Convert the factors back to cuts, as torch would make them. For a length that does not divide
+    # evenly these may be other rows than the layout's: then no placements are right.
     in_mesh_order = {axis: factors[axis] for axis in mesh.axes if axis in factors}
-    made = cuts_of(in_mesh_order, mesh, length)
-    if made is None:
+    made_cuts = cuts_of(in_mesh_order, mesh, length)
+    if made_cuts is None:
         return None
-    wanted = _sharding_of_dim(dim.shards, mesh, length)
-    is_same = _sharding_of_dim(made, mesh, length).means_the_same_as(wanted)
+    wanted_rows = _sharding_of_dim(dim.shards, mesh, length)
+    is_same = _sharding_of_dim(made_cuts, mesh, length).means_the_same_as(wanted_rows)
     return factors if is_same else None
 
 
 def _wanted_factors(dim: Dim, mesh: Mesh, length: int | None) -> dict[str, int]:
-    """Return the split factors for which each axis has as many pieces as a layout says.
+    """Compute the split factors that DTensor placements need for the cuts of a dim.
 
-    Torch applies placements in mesh order. Axes that cut before an axis, and come later in the mesh,
-    are what its `_StridedShard` makes pieces for: in "n/tp/dp", tp for dp.
+    On a mesh (dp=2, tp=4), "n/tp/dp" means: tp cuts into 4 pieces, then dp halves each of them. But
+    torch applies placements in mesh order, dp first. So dp gets the factor 4: its `_StridedShard`
+    makes 4 pieces, and takes half of each; tp then takes one of the four: {"tp": 1, "dp": 4}.
+
+    length: of the dim, or None. Whether torch then gives each device the same rows is not checked.
     """
     factors: dict[str, int] = {}
     n_rows = length  # of the largest block, after the cuts so far
     for cut in dim.shards:
+        # A "cyclic" cut deals out several pieces by itself: 16 rows, 2 at a time, on 4 devices: 2.
         n_pieces = _n_pieces(cut, mesh, n_rows)
         for axis in cut.axes:
             position = mesh.position(axis)
-            later_axes = [other for other in factors if mesh.position(other) > position]
-            factors[axis] = n_pieces * mesh.size(*later_axes)
+            # Those that cut before this axis, and to which torch comes only after it.
+            later_in_mesh = [other for other in factors if mesh.position(other) > position]
+            factors[axis] = n_pieces * mesh.size(*later_in_mesh)
         if n_rows is not None:
             n_rows = -(-n_rows // mesh.size(*cut.axes))
     return factors
@@ -400,7 +420,10 @@ def _sharding_of_dim(cuts: tuple[Cut, ...], mesh: Mesh, length: int) -> Sharding
 
 
 def _n_pieces(cut: Cut, mesh: Mesh, length: int | None) -> int:
-    """Return the number of pieces of which each device of a cut has a share."""
+    """Count the pieces of a dim of which each device gets a share: "cyclic(tp,2)" of 16 rows -> 2.
+
+    1 for a cut into contiguous blocks. length: of what is cut; None: unknown.
+    """
     if length is not None and cut.order == "cyclic":
         piece_rows = 1
         if cut.numbers:
@@ -422,9 +445,10 @@ def _interval_ends(runs: Runs) -> tuple[int, ...]:
 
 
 def _rows_of_device(length: int, factors: Factors, mesh: Mesh, device: int) -> Runs:
-    """Return the rows of a device as `_StridedShard` cuts: chunks of chunks.
+    """Compute the rows of a device as torch does for these split factors, one axis after the other.
 
-    Chunks are as `torch.chunk` makes them.
+    Each axis divides the rows that are left into `factor` pieces, and keeps the device's share of
+    every piece, both as `torch.chunk` does: {"tp": 2} on tp=4, 16 rows, device 0 -> rows 0-1, 8-9.
     """
     runs = interval(0, length)
     for (axis, factor), coordinate in zip(factors.items(), mesh.coords(device), strict=True):
@@ -434,7 +458,11 @@ def _rows_of_device(length: int, factors: Factors, mesh: Mesh, device: int) -> R
 
 
 def _shares(length: int, n_devices: int, n_pieces: int, coordinate: int) -> Iterator[Run]:
-    """Yield a device's share of each piece; sizes are rounded up, so the last ones may be empty."""
+    """Yield a device's share of each of `n_pieces` pieces of a dim, as runs of rows.
+
+    8 rows in 2 pieces for 4 devices, coordinate 1 -> rows 1 and 5. Sizes are rounded up, so that the
+    last pieces and shares may be empty.
+    """
     piece_rows = max(-(-length // n_pieces), 1)
     for start in range(0, length, piece_rows):
         stop = min(start + piece_rows, length)

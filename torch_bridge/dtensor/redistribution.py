@@ -122,13 +122,18 @@ def redistribute(  # noqa: PLR0913  the arguments of `DTensor.redistribute`, and
         dtensor = _without_reductions(dtensor, kept)
 
     def prepared() -> DTensorMove:
-        """Check the arguments of the call, and return the move that they mean; nothing is sent."""
+        """Check the arguments of `redistribute`, and return the move that they mean.
+
+        Nothing is sent. It is called twice in debugging: inside the comparison of ranks, where an
+        error on one rank is raised on all, and for the move itself.
+        """
         shape = tuple(dtensor.shape)
         src = _end(dtensor.device_mesh, dtensor.placements, shape, src_layout, kept)
         dst = _end(mesh, tuple(placements), shape, dst_layout, kept)
         gradient = None
         if grad_placements is not None:
             gradient = _end(dtensor.device_mesh, tuple(grad_placements), shape).placements
+        # One dtype for what is sent and for the result, as in `DTensor.redistribute`.
         dtype = dtensor.dtype if forward_dtype is None else forward_dtype
         move = moves.move_of(
             dtensor,
@@ -171,14 +176,16 @@ def _without_reductions(dtensor: DTensor, kept: frozenset[int]) -> DTensor:
 
 
 def _kept_reductions(src: Sequence[Placement], dst: Sequence[Placement]) -> frozenset[int]:
-    """Find the mesh dims on which a reduction that no layout has stays pending, by their numbers.
+    """Find the mesh dims whose pending reduction no layout can describe, and which keep it.
 
-    Such is a product that source and target both have: (Partial("product"), Shard(0)) ->
-    (Partial("product"), Replicate()) keeps that of mesh dim 0. Raises PlanError if another
-    reduction is pending beside a kept one.
+    Layouts have sums, means, maxima and minima, but no products. A product that source and target
+    both have stays pending, and need not be described: (Partial("product"), Shard(0)) ->
+    (Partial("product"), Replicate()) gives {0}, the number of the mesh dim.
+
+    Raises PlanError if another reduction is pending beside a kept one.
     """
-    # Subclasses of `Partial` may depend on all placements: a `_MaskPartial` knows the rows of its
-    # block.
+    # A subclass of `Partial` stays only if no placement changes, as it may depend on all of them: a
+    # `_MaskPartial` knows the rows of its block.
     is_unchanged = tuple(src) == tuple(dst)
     kept = {}
     for i, (placement, target) in enumerate(zip(src, dst, strict=False)):
@@ -186,8 +193,8 @@ def _kept_reductions(src: Sequence[Placement], dst: Sequence[Placement]) -> froz
         if may_stay and placement == target and _has_no_layout(placement):
             kept[i] = placement
     # A sum of products is no product of sums: two kinds of reductions would depend on their order.
-    pending = {placement for placement in (*src, *dst) if isinstance(placement, Partial)}
-    if kept and len(pending.union(kept.values())) > 1:
+    all_reductions = {placement for placement in (*src, *dst) if isinstance(placement, Partial)}
+    if kept and len(all_reductions.union(kept.values())) > 1:
         hint = "the result depends on their order: reduce one of them first"
         raise PlanError(f"{src} -> {dst} keeps one reduction and has another", hint=hint)
     return frozenset(kept)
@@ -195,7 +202,7 @@ def _kept_reductions(src: Sequence[Placement], dst: Sequence[Placement]) -> froz
 
 def _check_gradient_of_winners(move: DTensorMove) -> None:
     """Raise PlanError for addends as the gradient of a max or min, which goes to one block."""
-    if not move.by_block or move.gradient is None:
+    if not move.gradient_is_of_blocks or move.gradient is None:
         return
     winner_axes = move.src.layout.tagged(*NONLINEAR)
     axes = dtensor_axes(move.src.mesh).axes
@@ -215,16 +222,17 @@ def _end(
     layout: Layout | str | None = None,
     kept: frozenset[int] = frozenset(),
 ) -> End:
-    """Describe the source or the target of a DTensor's move: mesh, placements and layout.
+    """Describe one end of a DTensor's move, source or target: mesh, placements and layout.
 
-    Negative dims, as in Shard(-1), become positive. Raises PlanError for placements without a
-    layout, and for a layout that contradicts them.
+    [Shard(-1)] on a mesh (dp=2), of 2 dims -> (Shard(1),) and the layout "d0 d1/dp". Raises
+    PlanError if the placements have no layout, or if the user's layout contradicts them.
 
-    layout: the user's, where placements do not determine the rows of each device, as for uneven
-    parts; None: it is inferred. kept: mesh dims on which a reduction that no layout has stays
-    pending. In the layout they hold replicas, as nothing moves there.
+    layout: the user's, as placements do not tell which rows each device has of uneven parts; None:
+    it is inferred from the placements. kept: numbers of mesh dims on which a reduction that no
+    layout can describe, such as a product, stays pending.
     """
     placements = tuple(_counted_from_0(p, len(shape)) for p in placements)
+    # The layout has replicas in place of kept reductions: their values are not touched.
     without_kept = list(placements)
     for i in kept:
         without_kept[i] = Replicate()
@@ -234,10 +242,11 @@ def _end(
     if layout is None:
         return End(mesh, placements, inferred)
     given = positional(Layout.parse(layout), len(shape))
-    given_uses = _uses_of_axes(given)
-    inferred_uses = _uses_of_axes(inferred)
+    # What each axis does, the dim that it cuts or "sum", must be the same in both.
+    given_by_axis = _uses_of_axes(given)
+    inferred_by_axis = _uses_of_axes(inferred)
     for axis, placement in zip(axes.axes, without_kept, strict=True):
-        if given_uses.get(axis) != inferred_uses.get(axis):
+        if given_by_axis.get(axis) != inferred_by_axis.get(axis):
             hint = "a layout gives sizes and orders for the cuts that the placements name"
             reason = f"'{layout}' contradicts the placement {placement} of axis '{axis}'"
             raise PlanError(reason, hint=hint)
@@ -279,14 +288,15 @@ def _compare_moves(
 ) -> Compared | None:
     """Check that all ranks of both meshes are about to make the same move of a DTensor.
 
-    prepared: checks the arguments and describes the move; its error on one rank is raised on all.
+    Ranks send each other texts that describe the call, and raise DesyncError where they differ.
+    prepared: checks the arguments and returns the move; an error in it on one rank is raised on all.
     Returns what the backward pass compares later; None where there is nothing to compare.
     """
     ranks = tuple(sorted({*calling_ranks(x.device_mesh), *calling_ranks(mesh)}))
     mesh_text = mesh.mesh_dim_names or mesh.shape
 
     def facts() -> CallFacts:
-        """Check the move, and describe it by texts, which ranks compare."""
+        """Check this rank's move, and describe it by texts that ranks compare."""
         move = prepared()
         block = moves.local_block(x)
         check_device(block.device)
@@ -299,11 +309,15 @@ def _compare_moves(
 
 
 def _facts_of(move: DTensorMove, x: DTensor, device_type: str) -> dict[str, str]:
-    """Describe the move of a DTensor by texts that must be equal on all ranks, by what they say."""
+    """Describe the move of a DTensor by texts, which must be equal on all ranks.
+
+    {"placements": "(Shard(dim=0),) -> (Replicate(),)", "meshes": ..., ...}: an error says the key
+    with which ranks differ.
+    """
     sent = Sent(
         shape=tuple(x.shape),
         dtype=x.dtype,
-        plan="",
+        plan="",  # follows from placements, meshes and layouts
         profile=move.profile,
         comm_dtype=f"{move.op_dtype}, {move.backward_dtype}",
         device=device_type,
@@ -314,7 +328,7 @@ def _facts_of(move: DTensorMove, x: DTensor, device_type: str) -> dict[str, str]
         "meshes": f"{move.src.mesh} -> {move.dst.mesh}",
         "layouts": f"{move.src.layout} -> {move.dst.layout}",
         "gradient": str(move.gradient),
-        "of blocks": str(move.by_block),
+        "of blocks": str(move.gradient_is_of_blocks),
         **sent.facts,
     }
 
@@ -370,11 +384,12 @@ class LocalPart(NamedTuple):
 
 
 def local_part(x: DTensor, call: MoveCall) -> LocalPart | None:
-    """Split a DTensor's move: its block, the executable that moves a block, and a function to finish.
+    """Prepare a DTensor's move so that a caller can run it together with those of other tensors.
 
-    Callers join the executables of many tensors in one collective; `finish` makes a DTensor of the
-    moved block. Nothing is sent here. Returns None if the move must run by itself: if autograd
-    records it, if it has several steps, or if it goes to another mesh.
+    Returns this process's block, the executable that moves the block, and a function that makes a
+    DTensor of the moved block: callers join many executables in one collective. Nothing is sent
+    here. Returns None if the move must run by itself: if autograd records it, if it has several
+    steps, or if it goes to another mesh.
     """
     move = move_by_layouts(x, call)
     block = moves.local_block(x)

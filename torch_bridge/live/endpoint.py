@@ -206,21 +206,22 @@ class Endpoint:
         return self._all_or_none(on_first_rank, wait_s)[0]
 
     def all_or_disconnect(self, work: Callable[[], T]) -> T:
-        """Run a function on all ranks of this program; if it fails on one, all raise.
+        """Run a function on all ranks of this program, and return this rank's own result.
 
-        Then they also leave the process group that they share with the other program, and this
-        program's run gets a new number. Returns this rank's own result.
+        If it fails on one rank, all raise. They also leave the process group that they share with
+        the other program, in which messages may still be under way, and start a new session next.
         """
+        # Results stay on their ranks, as they may be tensors: others only learn of success.
         results: list[T] = []
 
-        def keep_result() -> None:  # a tensor, say, does not travel between ranks
+        def keep_result() -> None:
             results.append(work())
 
         try:
             self._all_or_none(keep_result)
         except Exception:
             self.disconnect()
-            self.session = 0
+            self.session = 0  # none: `start_session` gets a new number
             raise
         return results[0]
 
@@ -232,9 +233,10 @@ class Endpoint:
     def plan(self, facts: Mapping[str, str]) -> TreePlan:
         """Plan how a tree of tensors is sent from the trainer's mesh to the server's.
 
-        facts: the trainer's description of the tree, by `describe_tree`. Both programs compute this
-        plan on their own. In the process group that joins them, the trainer's ranks come first: 4
-        trainers and 2 servers are 0 to 3 and 4 to 5.
+        Trainer and server compute this plan each on their own. One process group joins them, in which
+        the trainer's ranks come first: 4 trainers and 2 servers are ranks 0 to 3 and 4 to 5.
+
+        facts: the trainer's description of the tree, as texts by key.
         """
         n_src = self.src_mesh.n_devices
         n_all = n_src + self.dst_mesh.n_devices
@@ -325,8 +327,8 @@ class Endpoint:
         Returns the blocks that arrive on this rank, by name; empty on the trainer.
         """
         group = self.connect(sessions)
-        # `guarded` runs this in another thread, where CUDA's current stream would be the default.
-        # None sets no stream.
+        # `guarded` runs this in another thread, which would have the default stream of CUDA: it gets
+        # the stream of this thread. None, on a CPU, sets no stream.
         stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
 
         def run() -> dict[str, Tensor]:

@@ -100,9 +100,10 @@ class Publisher(Endpoint):
             XshardError: As for `transfer`.
         """
         ranks = tuple(range(dist.get_world_size()))
-        prepared: list[_Content] = []  # by `facts`, whose own result goes to other ranks
+        prepared: list[_Content] = []  # filled by `facts`
 
         def facts() -> CallFacts:
+            """Prepare the content, and describe it by texts that ranks compare."""
             content = self._content(tree, shapes)
             prepared.append(content)
             equal_on_all = {"plan": self.plan_text(content.plan)}
@@ -115,7 +116,9 @@ class Publisher(Endpoint):
             with self.heart.beating(self.session, self.silent_s):
                 self.version = self._deliver(content, progress)
         finally:
-            if dist.get_rank() == 0:  # a server that starts later finds nothing to wait for
+            # No offer stands any more: a server that starts later finds none to wait for. If the
+            # store is gone, so is the offer.
+            if dist.get_rank() == 0:
                 with suppress(LostVersionError):
                     self.store_call("set", self.key("latest"), "0")
         return self.version
@@ -130,13 +133,18 @@ class Publisher(Endpoint):
     def _deliver(self, content: _Content, progress: Progress) -> int:
         """Offer a version to the server, send it, and return its number.
 
-        The protocol, through a store: the trainer offers its description and the text of its plan;
-        the server takes the offer, and answers with the text of its own plan. If both are equal,
-        tensors are sent, and the server confirms that it has them all. Raises LostVersionError if
-        no server takes the offer or the transfer fails, DesyncError for unequal plans.
+        Both programs write texts to keys of a store:
+
+        - The trainer writes an "offer": a description of the tree, and its plan as text.
+        - The server writes "taken", and as "answer" its own plan. If both plans are equal, tensors
+          are sent.
+        - The server writes "done": "" if it has all tensors, else an error.
+
+        Raises LostVersionError if no server takes the offer or the transfer fails, DesyncError for
+        unequal plans.
         """
-        text = self.plan_text(content.plan)
-        version, server_session = self.broadcast(partial(self._offer, content.facts, text))
+        own_plan_text = self.plan_text(content.plan)
+        version, server_session = self.broadcast(partial(self._offer, content.facts, own_plan_text))
         if server_session is None:
             hint = "all its ranks call Subscriber.receive, on the same store and name"
             reason = f"no server took version {version} within {self.timeout_s:g} s"
@@ -146,14 +154,15 @@ class Publisher(Endpoint):
         device = tensor_device_of(first_on_device(content.blocks), None, None)
         failed = f"version {version} did not reach the server"
         try:
-            answer = self.broadcast(partial(self.recv_or_raise, "answer", version))
+            server_plan_text = self.broadcast(partial(self.recv_or_raise, "answer", version))
         except (DesyncError, LostVersionError) as error:
             raise self.lost_version(failed, error) from error
         # Both programs plan on their own. Unequal plans would send messages that nobody takes.
-        if answer != text:
-            raise _differing(text, answer)
+        if server_plan_text != own_plan_text:
+            raise _differing(own_plan_text, server_plan_text)
 
         def send() -> None:
+            """Send this rank's blocks; the first rank waits for the server to have them all."""
             sessions = f"{self.session}-{server_session}"
             self.execute(content.plan, content.blocks, sessions, device, progress)
             if dist.get_rank() == 0:
@@ -212,14 +221,14 @@ class Subscriber(Endpoint):
 
     @api_boundary
     def receive(self, wait_s: float = 0.0, progress: Progress = None) -> bool:
-        """Take the latest version, if there is a new one. All ranks of the server call it.
+        """Receive the latest version that the trainer has sent, if there is a new one.
 
-        `tree` and `version` change when all ranks of the server have all of it, and not before: a
-        thread may receive while others serve the old one.
+        All ranks of the server call it. `tree` and `version` change when all ranks have all of the
+        new version, and not before: a thread may receive while others serve the old one.
 
         Args:
             wait_s: How long to wait for a new version.
-            progress: As in `transfer`.
+            progress: True for a bar, or a function called with the bytes done and the total.
 
         Returns:
             True if there is a new version, False if none comes within `wait_s`.
@@ -231,10 +240,10 @@ class Subscriber(Endpoint):
                 versions, of a new trainer too, can be received.
         """
         self.start_session()
-        offer = self.broadcast(partial(self._offered, wait_s), wait_s)
+        offer = self.broadcast(partial(self._latest_offer, wait_s), wait_s)
         if not offer:
             return False
-        # Also if it gets lost: the same offer is not taken twice.
+        # Before it is received: an offer that gets lost is not taken a second time.
         self._latest = offer["version"]
         with self.heart.beating(self.session, self.silent_s):
             self.tree = self._take(offer, progress)
@@ -242,19 +251,19 @@ class Subscriber(Endpoint):
         return True
 
     def _take(self, offer: Mapping[str, Any], progress: Progress) -> Any:
-        """Take a version that the trainer offers, and return its tree.
+        """Receive a version that the trainer offers, and return its tree.
 
-        The trainer is told each step: that the offer is taken, by which plan, and whether all ranks
-        of the server have received all. Raises LostVersionError if not, DesyncError if the trainer
-        plans another transfer.
+        Texts in a store tell the trainer of each step: "taken", "answer" with this program's plan,
+        and "done" when all ranks of the server have all tensors. Raises LostVersionError if they do
+        not get them, DesyncError if the trainer plans another transfer.
 
-        offer: the trainer's message: number of the version, its run, its plan's text and its
-        description of the tree.
+        offer: the trainer's message: "version", a number; "session", of the trainer's run; "plan",
+        as text; "facts", the description of the tree.
         """
         version = offer["version"]
         self._tell("taken", version, str(self.session))
         plan = self._answered_plan(offer)
-        # Messages come next: a trainer that stops would leave this program waiting.
+        # From now on heartbeats are watched: if the trainer stops, waiting for its messages ends.
         self.heart.watch("trainer", offer["session"], self.src_mesh.n_devices, version)
         device = tensor_device_of(None, self.device, None)
         sessions = f"{offer['session']}-{self.session}"
@@ -282,10 +291,10 @@ class Subscriber(Endpoint):
         except XshardError as error:
             self._tell("answer", version, str(error))
             raise
-        text = self.plan_text(plan)
-        self._tell("answer", version, text)
-        if text != offer["plan"]:
-            raise _differing(text, offer["plan"])
+        own_plan_text = self.plan_text(plan)
+        self._tell("answer", version, own_plan_text)
+        if own_plan_text != offer["plan"]:
+            raise _differing(own_plan_text, offer["plan"])
         return plan
 
     def _tell(self, key: str, version: int, text: str) -> None:
@@ -298,8 +307,8 @@ class Subscriber(Endpoint):
         with suppress(LostVersionError):
             self._tell(key, version, text)
 
-    def _offered(self, wait_s: float) -> dict[str, Any]:
-        """Return the latest offer if it is new; nothing if none comes in time."""
+    def _latest_offer(self, wait_s: float) -> dict[str, Any]:
+        """Wait up to `wait_s` for an offer that is newer than the last one taken; {} if none comes."""
         end_s = time.monotonic() + wait_s
         latest = self.key("latest")
         while True:
@@ -315,9 +324,9 @@ class Subscriber(Endpoint):
 
 
 def _differing(text: str, other_text: str) -> DesyncError:
-    """Return the error of plans that differ: their first lines that do.
+    """Make the error about two plans that differ, with the first line in which they do.
 
-    Lines keep their breaks, since texts may differ in no more.
+    Lines keep their line breaks, as texts may differ in these alone.
     """
     own_lines = text.splitlines(keepends=True)
     other_lines = other_text.splitlines(keepends=True)

@@ -42,11 +42,12 @@ class ShardedEmbedding(nn.Embedding):
 def shard_embedding(
     module: nn.Module, path: str, used: Sharding, summed_axes: Iterable[str], process: int
 ) -> None:
-    """Make an embedding whose weight is sharded by rows a `ShardedEmbedding`, in place.
+    """Turn an embedding whose rows are sharded into a `ShardedEmbedding`, in place.
 
-    Other modules, and weights whose rows are not sharded, stay as they are. The weight itself is cut
-    later. The module's `rows` lead from ids to rows of its block: 4 ids on the second of 2 processes
-    -> [2, 2, 0, 1], where 2, the number of rows of the block, means that another process has the id.
+    It gets a table `rows` from each id to the row of this process's block. With 4 ids on 2 processes,
+    the second one has ids 2 and 3, and the table [2, 2, 0, 1]: a block has rows 0 and 1, and 2 means
+    that another process has the id. The weight itself is cut later. Other modules, and weights whose
+    rows are not sharded, stay as they are.
 
     Args:
         module: The module.
@@ -59,8 +60,8 @@ def shard_embedding(
     Raises:
         PlanError: Its lookup is one that sharded rows do not have.
     """
-    axes = used.layout.dims[0].axes if used.shape else ()
-    if not axes or not isinstance(module, nn.Embedding | nn.EmbeddingBag):
+    row_axes = used.layout.dims[0].axes if used.shape else ()
+    if not row_axes or not isinstance(module, nn.Embedding | nn.EmbeddingBag):
         return
     _check_embedding(module, path, used, summed_axes)
     if not isinstance(module, ShardedEmbedding):
@@ -69,12 +70,13 @@ def shard_embedding(
         bases = (ShardedEmbedding,) if kind is nn.Embedding else (kind, ShardedEmbedding)
         module.__class__ = type(kind.__name__, bases, {})
 
-    rows = torch.as_tensor(rows_of_classes(used, 0, process))
-    module.rows = rows[:, None]  # type: ignore[assignment]  # of ShardedEmbedding
+    row_of_id = torch.as_tensor(rows_of_classes(used, 0, process))
+    module.rows = row_of_id[:, None]  # type: ignore[assignment]  # of ShardedEmbedding
+    # The padding id gets no gradient: torch has to know its row in the block.
     padding_row = None
     if module.padding_idx is not None:
-        padding_row = int(rows[module.padding_idx])
-        if padding_row == used.local_shape(process)[0]:  # another process has it
+        padding_row = int(row_of_id[module.padding_idx])
+        if padding_row == used.local_shape(process)[0]:  # not in this block
             padding_row = None
     module.padding_row = padding_row  # type: ignore[assignment]  # of ShardedEmbedding
 

@@ -56,16 +56,16 @@ class RoutedExperts:
     _under_way: list[_UnderWay] = field(default_factory=list)  # one for each pass that has begun
 
     def enter(self, key: Any, values: Values) -> None:
-        """Send the rows of a call to the processes of the experts that they chose.
+        """Send the rows of a call to the processes of their experts; replace the arguments in place.
 
-        `values` are then the arguments with which this process's experts are called. Rows [t, c],
-        choices [t, k] and weights [t, k] become rows [n, c], choices [n, 1] and weights [n, 1]: one
-        row for each choice of an expert of this process. `leave` ends what begins here.
+        This process's rows [t, c], each with the numbers of k experts [t, k] and their weights
+        [t, k], become the n rows for which its own experts were chosen, by any process: [n, c], with
+        one expert [n, 1] and one weight [n, 1] each. `leave` sends the results back.
 
         Args:
             key: The position or the name of the rows among the arguments.
-            values: The arguments by position or name, changed in place. Choices are whole numbers,
-                weights floats of their shape.
+            values: The arguments by position or name. Experts are integers, weights floats of the
+                same shape.
         """
         choices_key = _choices_key(key, values)
         choices = values[choices_key]
@@ -75,24 +75,25 @@ class RoutedExperts:
             if is_float and other_key != key and x.shape == choices.shape:
                 weight_keys.append(other_key)
 
-        # Weights travel as columns of the rows, in the same message.
+        # Weights travel with their rows, in the same message. `arrived` has what came of each tensor:
+        # a row, with all k weights, comes once to a process that has any of its experts.
         sent = [values[sent_key] for sent_key in (key, *weight_keys)]
-        routed, copies = self.call.send(sent, choices)
-        values[key] = routed.rows
-        # The module is called as before, with one choice per row: its experts here count from 0.
+        routed, arrived = self.call.send(sent, choices)
+        values[key] = routed.rows  # [n, c], sorted by expert
+        # The module is called as before, with one expert per row: those of this process, from 0.
         values[choices_key] = routed.groups[:, None].to(choices.dtype)
-        for weight_key, weight in zip(weight_keys, copies[1:], strict=True):
-            # A copy of a row came with the weights of all k choices of the row; `order` picks, for
-            # each row of the call, the weight of the one choice for which it is there.
-            values[weight_key] = weight.reshape(-1)[routed.order][:, None]
-        copy_bytes = sum(_row_bytes(x) for x in copies)
+        for weight_key, weights in zip(weight_keys, arrived[1:], strict=True):
+            # `order` has, for each of the n rows, the number of its choice in the flat [copies * k].
+            values[weight_key] = weights.reshape(-1)[routed.order][:, None]
+        copy_bytes = sum(_row_bytes(x) for x in arrived)
         self._under_way.append(_UnderWay(routed, copy_bytes))
 
     def leave(self, result: Any) -> Any:
         """Send the results of experts back, and add up those of each row: [n, c] -> [t, c].
 
-        Called after `forward`, even of a call that failed: its result is None, and None is
-        returned. Afterwards `last` has the bytes of this pass.
+        t are the rows of this process, n the rows that came to its experts. Called after `forward`,
+        also if it failed: then the result is None, and None is returned. Sets `last`, the bytes that
+        this pass has received.
         """
         if not self._under_way:
             return None  # the call failed before its rows were sent
@@ -129,10 +130,10 @@ def _received_bytes(under_way: _UnderWay, result_bytes: int) -> tuple[int, int]:
 
 
 def _choices_key(key: Any, values: Values) -> Any:
-    """Return the position or name of the argument that says which experts each row chose.
+    """Find the argument that says which experts each row chose; return its position or name.
 
-    Beside rows [t, c] it is a table [t, k] of whole numbers. Raises ShapeError if there is none, or
-    if the first such table has not t rows.
+    Beside rows [t, c] it is the first tensor of two dims with integers: [t, k], k experts per row.
+    Raises ShapeError if there is none, or if it has not t rows.
 
     Args:
         key: The position or the name of the rows.
@@ -161,11 +162,11 @@ def route_experts(
     parameters: Sequence[ShardedParameter],
     used_shardings: Mapping[str, Sharding],
 ) -> list[Count]:
-    """Let modules of experts route rows, where a rule for their input says so.
+    """Let modules of experts route rows to the processes of their experts; sets `experts` of hooks.
 
-    Such a rule is "t/ep c -> t/to(ep) c". Sets `experts` of the hooks of these modules; the modules
-    stay as they are. Returns, for those with an attribute `num_experts`, that attribute and what it
-    has to be on this process: 8 experts over ep=4 -> 2.
+    A rule "t/ep c -> t/to(ep) c" for the input of a module asks for that. The modules stay as they
+    are. Returns the attributes `num_experts` of these modules, each with the number that it has to
+    be on this process: 8 experts over ep=4 -> 2.
 
     Args:
         hooks: The hooks of all modules with rules, by name.
@@ -233,12 +234,21 @@ def _experts_of(
 ) -> _Experts:
     """Find which experts of a module each process has, by the layouts of the module's parameters.
 
-    Experts are the first dim of each parameter: "e/ep ..." with 4 experts on ep=2 -> ((0, 1), (2, 3)).
-    Raises PlanError unless all its parameters agree, and put each expert, whole, on one process, in
-    ascending order.
+    The first dim of each parameter is that of experts: "e/ep ..." with 4 experts on ep=2 puts
+    experts 0, 1 on the first process and 2, 3 on the second: ((0, 1), (2, 3)). Raises PlanError
+    unless all parameters have the same experts on a process, in ascending order, and each expert is
+    on one process.
+
+    Args:
+        name: The module of experts.
+        axes: The mesh axes along which experts are sharded.
+        context: The mesh and options.
+        parameters: The parameters of the model.
+        used_shardings: Layout and global shape of each parameter in use, by name.
     """
+    # The numbers in the mesh of the processes along `axes`.
     devices = [context.processes.ranks.index(r) for r in context.processes.submesh(axes).ranks]
-    answers = set()  # of the parameters; more than one if they disagree
+    distinct = set()  # what parameters say; more than one if they disagree
     for parameter in parameters:
         for full_name, place in zip(parameter.names, parameter.places, strict=True):
             if module_of(full_name) != name or full_name not in used_shardings:
@@ -248,10 +258,10 @@ def _experts_of(
             for device in devices:
                 numbers = sharding.layout.positions(sharding.mesh, sharding.shape, 0, device)
                 by_process.append(tuple(numbers.tolist()))
-            answers.add(_Experts(place.module, sharding.shape[0], tuple(by_process)))
+            distinct.add(_Experts(place.module, sharding.shape[0], tuple(by_process)))
 
-    if len(answers) == 1:
-        (experts,) = answers
+    if len(distinct) == 1:
+        (experts,) = distinct
         if experts.is_partition():
             return experts
     over = ",".join(axes)

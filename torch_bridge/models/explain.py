@@ -73,10 +73,10 @@ def explain(model: nn.Module) -> str:
     """
     parallel = parallel_of(model)
     axes = parallel.context.axes
-    on_machine = _Machine(axes, load_profile(machine_profile(parallel.context.profile)))
+    machine = _Machine(axes, load_profile(machine_profile(parallel.context.profile)))
     title = f"{type(model).__name__} on {axes}"
     return "\n".join(
-        [title, "", _table_of_parameters(parallel), "", _table_of_moves(parallel, on_machine)]
+        [title, "", _table_of_parameters(parallel), "", _table_of_moves(parallel, machine)]
     )
 
 
@@ -93,7 +93,7 @@ def _table_of_parameters(parallel: ParallelModel) -> str:
     lines: list[tuple[str, ...]] = [
         ("parameter", "", "shape", "stored", "used", "gradient summed over", "block")
     ]
-    for group in _alike((row.name, row.texts) for row in rows):
+    for group in _group_similar_rows((row.name, row.texts) for row in rows):
         members = [rows[i] for i in group.members]
         block_bytes = sum(row.block_bytes for row in members)
         lines.append((group.name, group.times, *members[0].texts, format_bytes(block_bytes)))
@@ -114,9 +114,10 @@ def _table_of_parameters(parallel: ParallelModel) -> str:
 def _parameter_row(
     name: str, use: ParameterUse, parameter: ShardedParameter, parallel: ParallelModel
 ) -> _ParameterRow:
-    """Describe one parameter: shape, layouts, axes of its gradient's sum, and bytes.
+    """Describe one use of a parameter: shape, layouts, axes of its gradient's sum, and bytes.
 
-    A tied parameter has a row for each of its names, as each use may have another layout.
+    For [10, 6] in float32, stored as "o/tp i" on dp=2, tp=2: ("[10, 6]", "o/tp i", "as stored", "dp")
+    and 120 bytes. A tied parameter has a row for each of its names, as layouts in use may differ.
     """
     x = parameter.tensor
     if x.requires_grad:
@@ -132,21 +133,21 @@ def _parameter_row(
     return _ParameterRow(name, (shape, layout_text(use.stored), used, summed_over), block_bytes)
 
 
-def _table_of_moves(parallel: ParallelModel, on_machine: _Machine) -> str:
+def _table_of_moves(parallel: ParallelModel, machine: _Machine) -> str:
     """Write the table of communication in a step: each move with the bytes received, both ways.
 
     In the order of a step: parameters are gathered, activations move, gradients are summed. Moves
     of modules whose names differ only in numbers share a row. The last row is the sum of all.
     """
-    rows = _gathers(parallel, on_machine)
+    rows = _gathers(parallel, machine)
     for hooks in parallel.hooks.values():
-        rows += _activation_moves(hooks, on_machine)
-    rows += _gradient_sums(parallel, on_machine)
+        rows += _activation_moves(hooks, machine)
+    rows += _gradient_sums(parallel, machine)
 
     lines: list[tuple[str, ...]] = [("module", "", "moves", "forward", "backward")]
-    for group in _alike((row.module, row.text) for row in rows):
+    for group in _group_similar_rows((row.module, row.text) for row in rows):
         members = [rows[i] for i in group.members]
-        columns = _sum_of_received(members)
+        columns = _sum_of_received(members)  # forward and backward
         if any(row.received is None for row in members):
             columns = ("not called yet", "not called yet")
         lines.append((group.name, group.times, members[0].text, *columns))
@@ -162,22 +163,22 @@ def _sum_of_received(rows: Sequence[_MoveRow]) -> tuple[str, str]:
     return format_bytes(forward_bytes), format_bytes(backward_bytes)
 
 
-def _gathers(parallel: ParallelModel, on_machine: _Machine) -> list[_MoveRow]:
+def _gathers(parallel: ParallelModel, machine: _Machine) -> list[_MoveRow]:
     """Describe the gathers of parameters, and what their gradients send."""
     rows = []
     for hooks in parallel.hooks.values():
         for parameter in hooks.parameters.parameters:
             x = parameter.tensor
-            rule = rule_of(parameter.to_use, on_machine.axes)
+            rule = rule_of(parameter.to_use, machine.axes)
             facts = TensorFacts(parameter.shape, x.dtype, x.requires_grad)
-            received = _received_bytes(rule, on_machine, facts)
+            received = _received_bytes(rule, machine, facts)
             if not parameter.is_kept:  # the backward pass gathers it again
                 received = received._replace(backward=sum(received))
             rows.append(_MoveRow(parameter.name, layout_text(parameter.to_use), received))
     return rows
 
 
-def _activation_moves(hooks: ModuleHooks, on_machine: _Machine) -> list[_MoveRow]:
+def _activation_moves(hooks: ModuleHooks, machine: _Machine) -> list[_MoveRow]:
     """Describe the moves of a module's inputs and outputs, with the bytes of its last call.
 
     A module that sends rows to experts has a row more, with what this process sent and received.
@@ -188,11 +189,11 @@ def _activation_moves(hooks: ModuleHooks, on_machine: _Machine) -> list[_MoveRow
             rule = tensor_rule.rule
             if rule.moves:
                 last = tensor_rule.last  # the tensor of the last call
-                received = None if last is None else _received_bytes(rule, on_machine, last)
+                received = None if last is None else _received_bytes(rule, machine, last)
                 rows.append(_MoveRow(f"{hooks.title}, {side}", rule.text, received))
 
     if hooks.experts is not None:
-        texts = [hook.rule.text for hook in hooks.inputs if hook.rule.routed_axes]
+        texts = [routed.rule.text for routed in hooks.inputs if routed.rule.routed_axes]
         # What travels depends on the values: other processes may have received more.
         last_bytes = hooks.experts.last
         received = None if last_bytes is None else _Received(*last_bytes)
@@ -200,42 +201,44 @@ def _activation_moves(hooks: ModuleHooks, on_machine: _Machine) -> list[_MoveRow
     return rows
 
 
-def _gradient_sums(parallel: ParallelModel, on_machine: _Machine) -> list[_MoveRow]:
-    """Describe the sums of gradients over processes after the backward pass: one row per parameter.
+def _gradient_sums(parallel: ParallelModel, machine: _Machine) -> list[_MoveRow]:
+    """Describe the all-reduces of gradients after the backward pass, one row per parameter.
 
-    Only parameters that have such a sum: the gradients of gathered ones may be summed by the move
-    back.
+    A parameter that was gathered for use may have no such row: the way back of its gather has summed
+    its gradient already.
     """
     rows = []
     for parameter in parallel.trained:
         if not parameter.axes_summed_later:
             continue
-        # The sums really travel in buckets of many gradients; the number of bytes is the same.
-        axes = [axis for axis in on_machine.axes.axes if axis in parameter.axes_summed_later]
+        # In a run, one message has many gradients; the number of bytes is the same. Here each is an
+        # array of one dim n, with the layouts of an all-reduce: "n | sum(dp) -> n".
+        axes = [axis for axis in machine.axes.axes if axis in parameter.axes_summed_later]
         text = f"n | sum({','.join(axes)}) -> n"
-        x = parameter.tensor
-        facts = TensorFacts((x.numel(),), x.dtype, requires_grad=False)
-        # The move of a gradient is a part of the backward pass.
-        of_sum = _received_bytes(rule_of(text, on_machine.axes), on_machine, facts)
-        received = _Received(forward=0, backward=of_sum.forward)
+        block = parameter.tensor
+        facts = TensorFacts((block.numel(),), block.dtype, requires_grad=False)
+        # The forward direction of this move is a part of the step's backward pass.
+        all_reduce = _received_bytes(rule_of(text, machine.axes), machine, facts)
+        received = _Received(forward=0, backward=all_reduce.forward)
         rows.append(_MoveRow("gradients, in buckets", text, received))
     return rows
 
 
-def _received_bytes(rule: ActivationRule, on_machine: _Machine, tensor: TensorFacts) -> _Received:
-    """Return how many bytes the process that receives most gets in a move.
+def _received_bytes(rule: ActivationRule, machine: _Machine, tensor: TensorFacts) -> _Received:
+    """Return the bytes that the busiest process receives in a move, and in that of the gradient.
 
-    The move is planned as it would be, without running it. Backward is 0 for a tensor without a
-    gradient.
+    The move is planned, and not run. Backward is 0 for a tensor without a gradient.
+
+    rule: the layouts before and after. tensor: global shape, dtype, and whether it has a gradient.
     """
-    axes = on_machine.axes
-    # As `redistribute` plans it: on the sub-mesh of the axes that the rule names.
-    named = [axis for axis in axes.axes if axis in rule.axes]
-    mesh = Mesh(dict(zip(named, axes.sizes_of(named), strict=True)))
-    links = on_machine.profile.for_axes(named, axes)
+    axes = machine.axes
+    # A run plans on the sub-mesh of the axes that the rule names; so does this.
+    named_axes = [axis for axis in axes.axes if axis in rule.axes]
+    mesh = Mesh(dict(zip(named_axes, axes.sizes_of(named_axes), strict=True)))
+    profile_of_axes = machine.profile.for_axes(named_axes, axes)
     layouts = (rule.src, rule.dst)
     dtype = dtypes.name_of(tensor.dtype)
-    plan = planner.plan(layouts, mesh, tensor.shape, dtype, profile=links)
+    plan = planner.plan(layouts, mesh, tensor.shape, dtype, profile=profile_of_axes)
     backward = plan.backward.bytes_received if tensor.requires_grad else 0
     return _Received(plan.bytes_received, backward)
 
@@ -248,7 +251,7 @@ class _Group(NamedTuple):
     members: list[int]
 
 
-def _alike(rows: Iterable[tuple[str, object]]) -> list[_Group]:
+def _group_similar_rows(rows: Iterable[tuple[str, object]]) -> list[_Group]:
     """Group table rows, (name, texts), with equal texts and names that differ only in numbers.
 
     layers.0.w, layers.1.w, head.w -> layers.*.w with "x 2" and members [0, 1], and head.w with ""

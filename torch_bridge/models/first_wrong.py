@@ -128,7 +128,8 @@ def watching(
     Args:
         model: A parallel model, or its copy on one device.
         hooks: The parallel model's hooks, by the name of the module.
-        runs: Gets one item more: a dict that is filled in the order of the forward pass.
+        runs: The record is appended here: a dict {place: tensor}, filled in the order of the
+            forward pass.
     """
     seen: Seen = {}
     calls: Counter[Place] = Counter()
@@ -149,7 +150,7 @@ def watching(
 
 
 def first_wrong(
-    on_one_device: Seen, on_many: Seen, parallel: ParallelModel, tol: float
+    one_device_run: Seen, parallel_run: Seen, parallel: ParallelModel, tol: float
 ) -> WrongTensor | None:
     """Find the first input or output of a module that differs from one device's.
 
@@ -157,13 +158,13 @@ def first_wrong(
     processes call it, and get the same answer.
 
     Args:
-        on_one_device: What modules of the copy on one device got and returned, in order.
-        on_many: The same of the parallel model: blocks of this process.
+        one_device_run: What modules of the copy on one device got and returned, in order.
+        parallel_run: The same of the parallel model: blocks of this process.
         parallel: The state of the parallel model.
         tol: The tolerance: see `verify`.
     """
     context = parallel.context
-    pairs = _pairs(on_one_device, on_many, parallel)
+    pairs = _pairs(one_device_run, parallel_run, parallel)
     is_right = _compared_pairs(pairs, tol, context)
     place = _first_wrong_place(is_right)
     if place is None:
@@ -175,18 +176,18 @@ def first_wrong(
     return WrongTensor(str(place), described(title, parallel, place.module))
 
 
-def _pairs(on_one_device: Seen, on_many: Seen, parallel: ParallelModel) -> dict[Place, Pair]:
-    """Pair the tensors of both runs that all processes have seen, in the order of the forward pass.
+def _pairs(one_device_run: Seen, parallel_run: Seen, parallel: ParallelModel) -> dict[Place, Pair]:
+    """Pair the tensors of both runs, by their place, in the order of the forward pass.
 
-    Processes may call different modules. The order is the same on all, as far as it matters: of
-    what all have seen.
+    Processes may call different modules. Left out are places that some process has not come to, and
+    tensors that cannot be compared; the rest comes in the same order on all.
     """
-    seen_by_process = _from_all_processes(set(on_many), parallel.context)
-    places_on_all = set(on_one_device).intersection(*seen_by_process)
+    seen_by_process = _from_all_processes(set(parallel_run), parallel.context)
+    places_on_all = set(one_device_run).intersection(*seen_by_process)
     pairs = {}
-    for place, tensor in on_many.items():
+    for place, tensor in parallel_run.items():
         if place in places_on_all:
-            pair = _pair(place, tensor, on_one_device[place].value, parallel)
+            pair = _pair(place, tensor, one_device_run[place].value, parallel)
             if pair is not None:
                 pairs[place] = pair
     return pairs
@@ -195,10 +196,10 @@ def _pairs(on_one_device: Seen, on_many: Seen, parallel: ParallelModel) -> dict[
 def _compared_pairs(
     pairs: Mapping[Place, Pair], tol: float, context: ParallelContext
 ) -> dict[Place, bool]:
-    """Return whether each tensor is right, on all processes, by one collective for all tensors.
+    """Tell for each place whether its tensor is right on all processes, in one collective.
 
-    A tensor of another shape than wanted does not have the layout that was assumed: it proves
-    nothing, and is left out.
+    A tensor whose shape differs has another layout than was assumed for it. That proves nothing, and
+    the place is left out of the result.
     """
     if not pairs:
         return {}
@@ -227,11 +228,12 @@ def _last_right_before(place: Place, is_right: Mapping[Place, bool]) -> str:
 
 
 def _pair(place: Place, tensor: _SeenTensor, whole: Tensor, parallel: ParallelModel) -> Pair | None:
-    """Cut one device's tensor as the parallel run has it, to compare the two.
+    """Bring a tensor of both runs to one form, to compare them: the block of this process.
 
-    A whole [8, 4] under "b/dp c" on dp=2 -> rows 0-3 or 4-7, beside this process's block [4, 4]. A
-    block that is an addend, as under "b c | sum(tp)", is summed over tp first, as one device has
-    only the sum. Returns None if the layout does not fit the tensor: then it cannot be compared.
+    The tensor of one device is cut: a whole [8, 4] under "b/dp c" on dp=2 -> rows 0-3 or 4-7, beside
+    this process's block [4, 4]. The tensor of the parallel run is summed if it is an addend, as
+    under "b c | sum(tp)": one device has only the sum. Returns None if the layout does not fit the
+    tensor: then the two cannot be compared.
 
     Args:
         place: Where the tensor goes into a module, or comes out of it.
@@ -242,15 +244,16 @@ def _pair(place: Place, tensor: _SeenTensor, whole: Tensor, parallel: ParallelMo
     context = parallel.context
     x = tensor.value
     if len(tensor.layout.dims) != x.ndim and ELLIPSIS not in tensor.layout.names:
-        return None  # the default layout of an output without a rule was a guess
-    # Axes that the rule does not name are as in the module around an input, or in this one.
+        return None  # an output without a rule: its layout was a guess
+    # Along axes that the rule does not name, a tensor is sharded as activations are around it: an
+    # input as in the module outside, an output as in this module.
     hooks = parallel.hooks[place.module]
-    around = _layout_inside(hooks.parent if place.side == "input" else hooks)
-    layout = with_outer_axes(tensor.layout.resolved(x.ndim), tensor.named_axes, around)
+    outer_layout = _layout_inside(hooks.parent if place.side == "input" else hooks)
+    layout = with_outer_axes(tensor.layout.resolved(x.ndim), tensor.named_axes, outer_layout)
     without_tags = Layout(layout.dims)
     try:
         block = context.redistribute(whole, unsharded(layout), without_tags, whole.shape)
-    except XshardError:  # the layout does not fit
+    except XshardError:  # the layout does not fit: another guess that was wrong, and no mistake
         return None
     name = f"{place} as '{layout_text(layout)}'"
     sharding = Sharding(layout, context.axes, tuple(whole.shape))

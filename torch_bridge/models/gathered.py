@@ -88,10 +88,10 @@ class ParameterMoves:
         return self._move_of(parameters, is_gradient=True)(gradients)
 
     def _move_of(self, parameters: Sequence[GatheredParameter], is_gradient: bool) -> _Move:
-        """Return the move of some parameters to use, or of their gradients to storage, made once.
+        """Return the move that gathers some parameters, or that reduces their gradients; cached.
 
-        A module has a few such sets: all its parameters, those that passes do not share, and those
-        that the backward pass gathers again.
+        A module asks for a few sets of parameters again and again: for all, for those that passes do
+        not share, and for those that the backward pass gathers again.
         """
         if torch.compiler.is_compiling():
             return _Move(parameters, self.context, is_gradient)  # only the graph is kept
@@ -169,10 +169,10 @@ class _Move:
         return [results[i] for i in range(len(tensors))]
 
     def _prepare(self, tensors: Sequence[Tensor]) -> list[SharedMove]:
-        """Plan the move of each tensor, and return the moves in groups that share collectives.
+        """Plan the move of each tensor, and join moves so that many tensors share one collective.
 
-        There are at most two groups: tensors with a gradient, and those without. An error begins
-        with the name of the parameter.
+        Returns at most two joined moves: of tensors with a gradient, and of those without. An error
+        begins with the name of the parameter.
         """
         executables = {}
         for i, x in enumerate(tensors):

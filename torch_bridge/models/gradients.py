@@ -87,11 +87,11 @@ class Gradient:
 
 
 def _take_message(bucket: Sequence[Gradient]) -> tuple[Tensor, list[bool]]:
-    """Take the shares of a bucket out of `.grad`, and join them to one flat tensor.
+    """Take this process's gradients of a bucket out of `.grad`, and join them to one flat message.
 
-    After the shares comes a flag for each: 1.0, or 0.0 for a parameter that this process has not
-    used. A share [[1, 2], [3, 4]] and none of a parameter of shape [3] -> 1 2 3 4, 0 0 0, 1 0. The
-    second result is the flags again.
+    After the gradients comes a flag for each: 1.0, or 0.0 for a parameter that this process has not
+    used. A gradient [[1, 2], [3, 4]], and none for a parameter of shape [3], give the message
+    1 2 3 4, 0 0 0, 1 0. Returns the message, and the flags as bools.
     """
     shares = [gradient.take_share() for gradient in bucket]
     has_share = [share is not None for share in shares]
@@ -106,10 +106,10 @@ def _take_message(bucket: Sequence[Gradient]) -> tuple[Tensor, list[bool]]:
 
 @torch.no_grad()
 def _begin_sums(bucket: Sequence[Gradient], context: ParallelContext) -> Callable[[], None]:
-    """Start the all-reduce of a bucket of gradients; return a function that waits and ends it.
+    """Start the all-reduce of a bucket of gradients; return a function that waits for its end.
 
-    The shares leave `.grad` now (SHARE -> SENT). The returned function adds their sums over
-    processes to the sums of earlier passes (SENT -> SUMMED).
+    `.grad` of these parameters is taken away now. The returned function puts the sum over processes
+    there, added to the sum of earlier backward passes.
     """
     message, has_share = _take_message(bucket)
     # `async_op`: the sum is only started, and the backward pass goes on meanwhile.
@@ -142,12 +142,12 @@ class BackwardPass:
 
     Attributes:
         missing: Gradients whose share has not come; inside `no_sync` none is taken out.
-        announced: Gradients whose share autograd has computed, and not yet added to `.grad`.
+        computed: Gradients whose share autograd has computed, and not yet added to `.grad`.
         finish_sums: The functions that end the sums begun so far, one for each bucket, in order.
     """
 
     missing: set[Gradient]
-    announced: set[Gradient] = field(default_factory=set)
+    computed: set[Gradient] = field(default_factory=set)
     finish_sums: list[Callable[[], None]] = field(default_factory=list)
 
 
@@ -179,14 +179,16 @@ class Gradients:
         ]
         self.after_first: Callable[[], None] | None = None
         self._handles: list[Any] = []
-        self._follow([parameter.tensor for parameter in self.sharded])
+        self._register_hooks_on([parameter.tensor for parameter in self.sharded])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Gradients:
         new = Gradients(self.context, (), self.bucket_bytes)
         memo[id(self)] = new
         new.sharded = copy.deepcopy(self.sharded, memo)
         # Modules of the copy may not have their parameters yet: these are the same objects as they get.
-        new._follow([copy.deepcopy(parameter.tensor, memo) for parameter in self.sharded])
+        new._register_hooks_on(
+            [copy.deepcopy(parameter.tensor, memo) for parameter in self.sharded]
+        )
         return new
 
     @property
@@ -202,7 +204,7 @@ class Gradients:
         parameters = [parameter.tensor for parameter in self.sharded]
         trained = [id(x) for x in parameters if x.requires_grad]
         if trained != [id(gradient.parameter) for gradient in self._gradients]:
-            self._follow(parameters)
+            self._register_hooks_on(parameters)
 
     def _undo(self) -> None:
         """Make all gradients the sums of earlier passes, if a backward pass has not come to its end."""
@@ -211,11 +213,11 @@ class Gradients:
                 gradient.undo()
         self._pass = None
 
-    def _follow(self, parameters: Sequence[Tensor]) -> None:
-        """Sum the gradients of these tensors from now on, and no longer those of earlier ones.
+    def _register_hooks_on(self, parameters: Sequence[Tensor]) -> None:
+        """Register autograd hooks on these parameters, which sum their gradients over processes.
 
-        Makes a `Gradient` with two autograd hooks for each tensor that is trained, and the buckets.
-        No backward pass is under way afterwards.
+        Each one that is trained gets a `Gradient` and two hooks; hooks on earlier tensors go. Makes
+        the buckets, too. No backward pass is under way afterwards.
 
         Args:
             parameters: The tensors that are the parameters now, one for each of `sharded`, in
@@ -248,10 +250,7 @@ class Gradients:
         # A backward pass comes to the parameters of the last modules first.
         last_first = self._gradients[::-1]
         sizes = [gradient.parameter.nbytes for gradient in last_first]
-        kinds = []
-        for gradient in last_first:
-            x = gradient.parameter
-            kinds.append((gradient.axes, x.dtype, x.device))
+        kinds = [(g.axes, g.parameter.dtype, g.parameter.device) for g in last_first]
         groups = trees.group_by_bytes(sizes, self.bucket_bytes, kinds)  # numbers in `last_first`
         # A bucket is sent when its last gradient is there: buckets are in the order of these.
         groups.sort(key=itemgetter(-1))
@@ -261,83 +260,90 @@ class Gradients:
         return buckets
 
     def _before_share(self, gradient: Gradient, _: Tensor) -> None:
-        """Make room in `.grad` for a share; a hook, before autograd adds the share.
+        """Make room in `.grad` for what a backward pass adds; a hook, before autograd adds it.
 
-        The first one of a backward pass begins the `BackwardPass`, and asks autograd to call `_end`.
+        The first call in a backward pass begins the `BackwardPass`, and asks autograd to call `_end`.
         """
         if self._pass is None:
             self._pass = BackwardPass(missing=set(self._gradients))
             call_after_backward(self._end)
-        self._pass.announced.add(gradient)
+        self._pass.computed.add(gradient)
         gradient.put_aside_sum()
 
     def _after_share(self, gradient: Gradient, x: Tensor) -> None:
-        """Note that `.grad` of parameter `x` is its share, and send buckets that are full now.
+        """Note that this process's share of a gradient is in `.grad`, and send the full buckets.
 
-        A hook, after autograd has added to `.grad`. It may come twice for a parameter, as in a
-        checkpoint: if the bucket has been sent in between, `_sum_rest` sums the second share.
+        A share is what this process adds to the sum over processes. A hook of parameter `x`, after
+        autograd has added to `.grad`. It may run twice for a parameter, as with activation
+        checkpoints: if the bucket has been sent in between, `_sum_remaining` sums the second share at
+        the end of the backward pass.
         """
-        running = self._pass
+        backward_pass = self._pass
         assert x.grad is not None
-        assert running is not None
+        assert backward_pass is not None
         if x.grad.requires_grad or x.grad.layout is not torch.strided:
             hint = "embedding(sparse=False), backward(create_graph=False)"
             raise XshardError(
                 "a gradient of a parallel model is sparse, or has a gradient itself", hint=hint
             )
-        # To a share that was there autograd may have added in a new tensor.
+        # If there was a share already, autograd may have put the sum of both into a new tensor.
         gradient.share = x.grad
-        running.announced.discard(gradient)
+        backward_pass.computed.discard(gradient)
         if self.syncs:
-            running.missing.discard(gradient)
-            self._send_full_buckets(running)
+            backward_pass.missing.discard(gradient)
+            self._send_full_buckets(backward_pass)
 
-    def _send_full_buckets(self, running: BackwardPass) -> None:
-        """Begin the sums of the next buckets in order, up to the first one that is not full.
+    def _send_full_buckets(self, backward_pass: BackwardPass) -> None:
+        """Send the next buckets in order, up to the first one that still misses a gradient.
 
-        In order, as other processes may fill buckets in another one: all have to send alike.
+        Processes may fill buckets in another order, but all have to send them in the same one.
         """
-        for bucket in self._buckets[len(running.finish_sums) :]:
+        for bucket in self._buckets[len(backward_pass.finish_sums) :]:
             # Hot, and quick: the last gradient of a bucket is asked first, and comes last.
-            if not running.missing.isdisjoint(reversed(bucket)):
+            if not backward_pass.missing.isdisjoint(reversed(bucket)):
                 return
-            running.finish_sums.append(_begin_sums(bucket, self.context))
+            backward_pass.finish_sums.append(_begin_sums(bucket, self.context))
 
     @torch.no_grad()
     def _end(self) -> None:
-        """End the backward pass: all sums are in `.grad`; inside `no_sync`, shares stay there.
+        """Sum what is left at the end of a backward pass, so that each `.grad` is a whole gradient.
 
-        Autograd calls this when it has computed all gradients. After the first pass that sums,
+        Autograd calls this when it has computed all gradients. Inside `no_sync` (`syncs` is False)
+        nothing is summed over processes: `.grad` stays this process's own. After the first pass that sums,
         `after_first` checks that replicas are equal. Raises XshardError, and undoes the pass, if a
         gradient was computed and never came to `.grad`, as in `torch.autograd.grad`.
         """
-        running = self._pass
-        if running is None:
-            return
-        if running.announced:
+        backward_pass = self._pass
+        if backward_pass is None:
+            return  # undone meanwhile
+        # All should be in `.grad` by now.
+        if backward_pass.computed:
             self._undo()
             what = "torch.autograd.grad would give each process its share of a parameter's gradient"
             raise XshardError(what, hint="call backward(), after which .grad is the whole one")
         if self.syncs:
-            self._sum_rest(running.finish_sums)
+            self._sum_remaining(backward_pass.finish_sums)
         self._pass = None
         if self.syncs and self.after_first is not None:
             check = self.after_first
             self.after_first = None  # before the call: the check is made once, even if it raises
             check()
 
-    def _sum_rest(self, finish_sums: list[Callable[[], None]]) -> None:
-        """Sum all shares that are left, so that every `.grad` is a sum.
+    def _sum_remaining(self, finish_sums: list[Callable[[], None]]) -> None:
+        """Send the buckets that have not been sent, and wait for the sums of all.
 
-        finish_sums: the functions that end the sums of the first buckets, which are under way. The
-        other buckets are sent now, also with no share: other processes may have some.
+        Afterwards every `.grad` is a sum over processes.
+
+        finish_sums: for each bucket sent so far, in order, the function that waits for its sums; it
+        grows here. A bucket is sent even if this process has no gradient in it: others may have.
         """
         while True:
+            # One function per bucket sent: its length says which bucket is next.
             for bucket in self._buckets[len(finish_sums) :]:
                 finish_sums.append(_begin_sums(bucket, self.context))
             for finish in finish_sums:
                 finish()
             if not self.unsummed:
                 return
-            # Second shares came after their buckets were sent: another round of all buckets.
+            # Some gradients came after their bucket was sent: all buckets are sent once more.
             finish_sums = []

@@ -61,18 +61,20 @@ class TensorRule:
     last: TensorFacts | None = None
     _arrivals: dict[Any, _Arrival] = field(default_factory=dict)  # by block shape and known dims
 
-    def move(self, x: Tensor, context: ParallelContext, outside: KnownDims, where: str) -> Moved:
+    def move(
+        self, x: Tensor, context: ParallelContext, outer_known_dims: KnownDims, title: str
+    ) -> Moved:
         """Redistribute an input or output of a module as its rule says.
 
-        "b i/tp -> b i" on tp=4: [b, i/4] -> [b, i]. The global shape, which a block alone may not
-        tell, is found with the help of known dims: names with their global lengths, as i = 16. Both
-        are kept for the next block of this shape; the first one sets `last`.
+        "b i/tp -> b i" on tp=4: [b, i/4] -> [b, i]. A block alone may not tell the global shape: it is
+        found with the help of known dims, names with their global lengths, as i = 16. What is found
+        is kept for the next block of this shape. Sets `last`, which tells `explain` what has moved.
 
         Args:
             x: This process's block.
             context: The mesh and options.
-            outside: The dims that are known around the module.
-            where: The name of the tensor in errors.
+            outer_known_dims: The dims that are known around the module.
+            title: The name of the tensor in errors.
 
         Returns:
             The block afterwards, and the dims that are known from then on, inside the module.
@@ -82,20 +84,20 @@ class TensorRule:
             # global shape is not given but inferred, by which all blocks count as equally long.
             return Moved(self._redistributed(x, None, context), ())
 
-        key = (x.shape, outside)
+        key = (x.shape, outer_known_dims)
         arrival = self._arrivals.get(key)
         if arrival is not None:  # most passes: the rule has been checked for such a block
             return Moved(self._redistributed(x, arrival.shape, context), arrival.known_dims)
 
         device = context.processes.device
-        shape = arriving_shape(self.rule, context.axes, device, tuple(x.shape), outside)
+        shape = arriving_shape(self.rule, context.axes, device, tuple(x.shape), outer_known_dims)
         y = self._redistributed(x, shape, context)
-        known = known_inside(self.rule, shape, y.shape, outside, where)
+        inner_known_dims = known_inside(self.rule, shape, y.shape, outer_known_dims, title)
         # Only now that all has succeeded: a block that fails a check is checked again in the next
         # call.
-        self._arrivals[key] = _Arrival(shape, known)
+        self._arrivals[key] = _Arrival(shape, inner_known_dims)
         self.last = TensorFacts(shape, x.dtype, x.requires_grad)
-        return Moved(y, known)
+        return Moved(y, inner_known_dims)
 
     def _redistributed(
         self, x: Tensor, shape: tuple[int, ...] | None, context: ParallelContext
@@ -151,24 +153,24 @@ class ModuleHooks:
     def before_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Move the arguments by their rules, then gather the parameters; a hook of the module.
+        """Redistribute a module's arguments by their rules, then gather its parameters.
 
-        Returns the arguments with which torch then calls `forward`. Rows that a rule routes are
-        sent to the processes of their experts. `after_forward` ends what begins here.
+        A hook: torch calls `forward` with the arguments that it returns. Where a rule routes rows,
+        they are sent to the processes of their experts. `after_forward` undoes both.
         """
         # Modules around this one know the global lengths of some named dims, as s = 8192. A name
         # has one length everywhere, so that these help where a block alone does not tell.
-        known = self.parent.known_dims if self.parent is not None else ()
+        known_dims = self.parent.known_dims if self.parent is not None else ()
         values: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
         for rule in self.inputs:
             key = self.argument(rule.key, values)
-            if key is None:  # absent in this call
+            if key is None:  # the caller has left this argument out
                 continue
-            values[key], known = self._move(rule, values[key], known, "input")
+            values[key], known_dims = self._move(rule, values[key], known_dims, "input")
             if rule.rule.routed_axes:
                 assert self.experts is not None
                 self.experts.enter(key, values)
-        self.known_dims = known
+        self.known_dims = known_dims
         # Parameters are gathered last: after an error above, there is nothing to undo.
         self.parameters.begin_pass()
         moved_args = tuple(values[i] for i in range(len(args)))
@@ -188,29 +190,30 @@ class ModuleHooks:
             result = self._move_output(rule, result)
         return result
 
-    def _move(self, rule: TensorRule, x: Tensor, known: KnownDims, side: str) -> Moved:
+    def _move(self, rule: TensorRule, x: Tensor, known_dims: KnownDims, side: str) -> Moved:
         """Move one tensor; an error names it. side: "input" or "output"."""
-        where = f"{side} of {self.title}"
+        title = f"{side} of {self.title}"
         try:
             if side == "output" and not torch.compiler.is_compiling():
-                known = self._with_parameter_dims(rule, x, known)
-            return rule.move(x, self.context, known, where)
+                known_dims = self._with_parameter_dims(rule, x, known_dims)
+            return rule.move(x, self.context, known_dims, title)
         except XshardError as error:
             # The same error with its place in front; what caused it stays its cause.
-            raise with_path(error, where) from error.__cause__
+            raise with_path(error, title) from error.__cause__
 
-    def _with_parameter_dims(self, rule: TensorRule, x: Tensor, known: KnownDims) -> KnownDims:
+    def _with_parameter_dims(self, rule: TensorRule, x: Tensor, known_dims: KnownDims) -> KnownDims:
         """Add the dims of an output that are as long as one of the parameters: its global length counts."""
         names = rule.rule.src.resolved(x.ndim).names
         lengths = dict(zip(names, x.shape, strict=True))
         dims = [dim for dim in self.parameter_dims if lengths.get(dim.name) == dim.local_length]
-        return (*dims, *known)
+        return (*dims, *known_dims)
 
     def argument(self, key: Key, values: Mapping[Any, Any]) -> int | str | None:
-        """Find the argument that a rule is for: its position or name, as passed in this call.
+        """Find the argument that a rule is for: the position or the name that this call uses for it.
 
-        None if it is absent in this call or no tensor. Raises ShapeError if the rule is for the
-        first tensor, and there is none.
+        A rule for position 1, or for "mask", finds 1 in `f(x, mask)`, and "mask" in `f(x, mask=mask)`.
+        Returns None if the argument is absent in this call or no tensor. Raises ShapeError if the
+        rule is for the first tensor, and there is none.
 
         Args:
             key: The argument in the rule: its position, its name, or None for the first tensor.

@@ -126,20 +126,23 @@ class ModuleParameters:
         return [tensors[parameter.name] for parameter in self.parameters]
 
     def _begin_regathering(self, blocks: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
-        """From now until `end_pass`, let autograd save references to gathered tensors.
+        """Save memory: from now on, autograd does not keep gathered tensors for the backward pass.
 
-        The backward pass gathers them again. Parameters with `is_kept` are saved as usual.
+        It keeps references to them instead, and the backward pass gathers the parameters again. This
+        ends in `end_pass`, after the module's forward pass. Parameters with `is_kept` are kept as
+        usual.
 
         Args:
             blocks: The parameters in storage.
             tensors: The gathered ones, in the same order.
         """
+        # Of the parameters whose gathered tensors are dropped after the forward pass.
         numbers = [i for i, parameter in enumerate(self.parameters) if not parameter.is_kept]
         dropped_blocks = [blocks[i] for i in numbers]
         if not any(block.requires_grad for block in dropped_blocks):
             return  # no backward pass needs them
         gather = partial(self._moves.gather, [self.parameters[i] for i in numbers])
         regathering = Regathering(dropped_blocks, [tensors[i] for i in numbers], gather)
-        # Entered here and left in `end_pass`: a forward pass lies between two hooks of its module.
+        # Not a `with` block: this hook runs before the forward pass, and `end_pass` in one after it.
         self._regathering = ExitStack()
         self._regathering.enter_context(regathering.saving())

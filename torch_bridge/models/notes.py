@@ -22,7 +22,7 @@ LISTED = 8  # most parameters, and most attributes, in a note
 
 
 def described(title: str, parallel: ParallelModel, path: str) -> str:
-    """Write a few lines about a module, for errors: its rules, and its parameters' blocks.
+    """Write a few lines about a module for an error: its layout rules, and its parameters' blocks.
 
         <title>
           <the rules of its inputs and outputs>
@@ -77,14 +77,14 @@ def has_note(error: BaseException) -> bool:
 
 
 def note_on(error: BaseException, parallel: ParallelModel) -> str:
-    """Write the note that is added to an error in a module: what the rules did to it.
+    """Write the note that is added to an error in a parallel model: how its modules are sharded.
 
-    Of the modules that the error came through, it shows the rules of the innermost one with rules,
-    the blocks of the innermost one with parameters, and each attribute that is the whole length of
-    a sharded dim. `n_heads = 12`, where a process has 3 heads, is the most common mistake: a module
-    that reshapes by it gets a shape that its block does not have.
+    The error came through several modules, one inside another. The note has the rules of the
+    innermost one with rules, the blocks of the innermost one with parameters, and attributes of all
+    that are the whole length of a sharded dim. `n_heads = 12`, where a process has 3 heads, is the
+    most common mistake: a module that reshapes by it does not fit its block.
     """
-    # Never empty: the module whose hook calls this is one of them.
+    # Never empty, as a hook of one of these modules calls this. The last one is the outermost.
     modules = _modules_inner_first(error, parallel)
     paths = [parallel.names[module] for module in modules]
     innermost = paths[0] if paths[0] else "(the model)"
@@ -98,10 +98,10 @@ def note_on(error: BaseException, parallel: ParallelModel) -> str:
 
     sharded_lengths = _sharded_lengths(parallel, paths[-1])
     for path, module in zip(paths, modules, strict=True):
-        counted = ", ".join(_counted(module, sharded_lengths)[:LISTED])
-        if counted:
+        attributes = ", ".join(_attributes_of_length(module, sharded_lengths)[:LISTED])
+        if attributes:
             hint = "whole lengths of sharded dims: counts= makes them local"
-            lines.append(f"{title_of(path)} has {counted}, {hint}")
+            lines.append(f"{title_of(path)} has {attributes}, {hint}")
     return "\n  ".join(lines)
 
 
@@ -125,7 +125,7 @@ def _sharded_lengths(parallel: ParallelModel, path: str) -> set[int]:
     return lengths
 
 
-def _counted(module: nn.Module, lengths: Collection[int]) -> list[str]:
+def _attributes_of_length(module: nn.Module, lengths: Collection[int]) -> list[str]:
     """Write the attributes of a module, and products of two, that are equal to one of the lengths."""
     if isinstance(module, nn.Linear | nn.Embedding):  # which do not read theirs
         return []

@@ -184,12 +184,14 @@ def no_sync(model: nn.Module) -> Iterator[None]:
         Nothing.
     """
     gradients = parallel_of(model).gradients
-    before = gradients.syncs  # may be False already: contexts may be nested
+    # Backward passes ask this flag whether to sum over processes. It may be False already: contexts
+    # may be nested.
+    earlier_syncs = gradients.syncs
     gradients.syncs = False
     try:
         yield
     finally:
-        gradients.syncs = before
+        gradients.syncs = earlier_syncs
 
 
 @api_boundary
@@ -225,15 +227,16 @@ def grad_norm(model: nn.Module, norm_type: float = 2.0) -> Tensor:
 
 
 def _norms_to_count(parallel: ParallelModel, norm_type: float) -> Tensor:
-    """Return the norms of the gradient blocks of which this process is the first owner: `[1 + n]`.
+    """Return the norms of those gradient blocks that count on this process, so that each counts once.
 
-    Processes along the axes that do not shard a gradient have equal blocks, which count once. On
-    dp=2, tp=2 a gradient "o/tp i" counts on the two processes with dp=0, one half on each. The first
-    norm is 0, for a process that has nothing to count. The dtype is float32 or wider.
+    Replicas of a block count on the first process that has one. On dp=2, tp=2 a gradient "o/tp i"
+    counts on the two processes with dp=0, one half on each.
+
+    Returns a tensor `[1 + n]`, float32 or wider. The first norm is 0, so that it is never empty.
     """
     context = parallel.context
     position = context.axes.coords(context.processes.device)
-    # Axes along which this process is not the first.
+    # Axes along which other processes come before this one.
     later_axes = {context.axes.axes[i] for i, coordinate in enumerate(position) if coordinate}
     example = parallel.parameters[0].tensor if parallel.parameters else torch.zeros(())
     dtype = torch.promote_types(example.dtype, torch.float32)
@@ -243,7 +246,7 @@ def _norms_to_count(parallel: ParallelModel, norm_type: float) -> Tensor:
         gradient = parameter.tensor.grad
         if gradient is None or not gradient.numel():
             continue
-        # An earlier process along one of these axes has the same block, and counts it.
+        # Along an axis that does not shard this gradient, an earlier process has the same block.
         if later_axes.difference(parameter.sharding.layout.axes):
             continue
         wide = torch.promote_types(gradient.dtype, torch.float32)
@@ -259,16 +262,16 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
 
         norm_before = xt.clip_grad_norm_(model, 1.0)
 
-    This is `torch.nn.utils.clip_grad_norm_` for the whole gradient, of which processes have blocks. All
-    processes call it, after `backward()`.
+    torch's `clip_grad_norm_` would take the norm of each process's blocks; this one takes the norm of
+    the whole gradient, on all processes. All call it, after `backward()`.
 
     Args:
         model: A parallel model.
         max_norm: The largest norm afterwards.
-        norm_type: As for `grad_norm`.
+        norm_type: The p of the norm; `math.inf` is the largest element.
 
     Returns:
-        The norm before.
+        The norm before, the same on all processes.
 
     Raises:
         XshardError: Gradients are not yet summed, after passes inside `no_sync` alone.

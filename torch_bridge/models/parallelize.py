@@ -198,11 +198,11 @@ def _facts_of(rules: _ModelRules, prepared: _PreparedModel) -> dict[str, str]:
 
 
 def _attach(model: nn.Module, parallel: ParallelModel) -> None:
-    """Register the hooks of rules on a model and its modules, and the state as the model's attribute.
+    """Register the hooks that carry out the rules on a model, and set its state as an attribute.
 
-    Before, the model runs as ever; afterwards, by its rules. torch calls hooks in the order in which
-    they are registered. The model's `begin` comes before all (`prepend`), notes on errors come after
-    the other hooks of their module.
+    From now on the model runs by its rules. torch calls hooks in the order in which they are
+    registered: the model's `begin` comes before all others (`prepend`), and notes on errors come
+    after the other hooks of their module.
     """
     parallel.names = {module: name for name, module in model.named_modules()}
     for module, name in parallel.names.items():
@@ -223,13 +223,14 @@ def _attach(model: nn.Module, parallel: ParallelModel) -> None:
 
 
 def replicated(model: nn.Module, context: ParallelContext) -> ParallelModel:
-    """Describe a model without rules as a parallel model, for `verify`, `grad_norm` and others.
+    """Describe a model that has no rules as a parallel model, so that `verify` and others take it.
 
-    Its parameters are whole on every process, and its own layers sum their gradients over
-    processes, as in `nn.domain_parallel`. The model stays as it is: nothing is registered, and
-    nothing summed here.
+    Its parameters are whole on every process, and layers of the model itself sum their gradients over
+    processes, as those of `nn.domain_parallel` do. The model is only described: no hook is
+    registered, and no gradient is summed.
     """
-    # As if a rule for the whole model said that activations differ along all axes; it is only read.
+    # `parameters_by_rules` reads from hooks along which axes activations differ between processes.
+    # These hooks of the whole model ("") say: along all axes. They are never registered.
     rule_for_all = ModuleHooks(
         name="",
         arguments=[],
@@ -241,8 +242,8 @@ def replicated(model: nn.Module, context: ParallelContext) -> ParallelModel:
         gathers=False,
         parameters=ModuleParameters(context),
     )
-    whole = Rules({"**": "..."})
-    by_rules = parameters_by_rules(model, context, whole, hooks={"": rule_for_all})
+    all_replicated = Rules({"**": "..."})  # every parameter is replicated
+    by_rules = parameters_by_rules(model, context, all_replicated, hooks={"": rule_for_all})
     no_sums = Gradients(context, (), bucket_bytes=None)
     return ParallelModel(
         context,
@@ -266,23 +267,24 @@ def _module_hooks(
     modules = _called_modules(model)
     names = list(modules)
     # `partial`: not every module needs a rule.
-    inputs = Rules(rules.inputs).match(names, partial=True, what="module")
-    outputs = Rules(rules.outputs).match(names, partial=True, what="module")
-    gathering = _gathering_modules(rules.gathers, names, inputs)
-    with_hooks = {*inputs, *outputs, *gathering}
+    input_texts = Rules(rules.inputs).match(names, partial=True, what="module")
+    output_texts = Rules(rules.outputs).match(names, partial=True, what="module")
+    gathering_names = _gathering_modules(rules.gathers, names, input_texts)
+    hooked_names = {*input_texts, *output_texts, *gathering_names}
 
     hooks: dict[str, ModuleHooks] = {}
     for name, module in modules.items():
-        if name not in with_hooks:
+        if name not in hooked_names:
             continue
         # Rows may be routed into a module, to experts; they come back without a rule.
-        input_rules = _tensor_rules(inputs.get(name), name, context, routes=True)
-        output_rules = _tensor_rules(outputs.get(name), name, context, routes=False)
+        input_rules = _tensor_rules(input_texts.get(name), name, context, routes=True)
+        output_rules = _tensor_rules(output_texts.get(name), name, context, routes=False)
         # The nearest module around this one with a rule for its input; outer modules come first.
         parent = enclosing(module_of(name), hooks, "inputs") if name else None
-        # Axes along which activations differ inside: as in the parent, but for what rules name.
-        outside = parent.varying if parent is not None else frozenset[str]()
-        varying = models.varying_axes(outside, [rule.rule for rule in input_rules])
+        # Axes along which activations inside differ between processes: those around the module, as
+        # its rules change them.
+        outer_varying = parent.varying if parent is not None else frozenset[str]()
+        varying = models.varying_axes(outer_varying, [rule.rule for rule in input_rules])
         hooks[name] = ModuleHooks(
             name,
             list(inspect.signature(module.forward).parameters),
@@ -291,28 +293,29 @@ def _module_hooks(
             input_rules,
             output_rules,
             varying,
-            gathers=name in gathering,
+            gathers=name in gathering_names,
             parameters=ModuleParameters(context),
         )
     return hooks
 
 
 def _gathering_modules(
-    gathers: Pattern | None, names: Sequence[str], inputs: Collection[str]
+    gathers: Pattern | None, names: Sequence[str], names_with_input_rule: Collection[str]
 ) -> set[str]:
     """Return the names of the modules that gather the parameters inside them for a forward pass.
 
+    "blocks.*" in a model of two blocks -> {"", "blocks.0", "blocks.1"}, where "" is the model.
+
     Args:
-        gathers: As for `parallelize`: a pattern of names, as "blocks.*"; None for all modules with
-            a rule for their input.
+        gathers: The user's pattern of names; None for all modules with a rule for their input.
         names: The names of all modules.
-        inputs: The names of those with a rule for their input.
+        names_with_input_rule: The names of modules with a rule for their input.
     """
     if gathers is None:
-        return set(inputs)
-    # Rules match patterns to names; here the layout does not count.
+        return set(names_with_input_rule)
+    # `Rules` matches patterns to names; its layout "..." is not used.
     matched = Rules({gathers: "..."}).match(names, partial=True, what="module")
-    # The model ("") gathers what no other module does.
+    # The model gathers what no other module does.
     return {"", *matched}
 
 
@@ -388,4 +391,7 @@ def _tensor_rules(
     else:
         texts = {None: value}
     with located(title_of(name)):
-        return [TensorRule(key, rule_of(text, context.axes, routes)) for key, text in texts.items()]
+        return [
+            TensorRule(key, rule_of(text, context.axes, routes=routes))
+            for key, text in texts.items()
+        ]

@@ -56,10 +56,10 @@ class ParallelContext:
         return redistribute(x, f"... | {kind}({axes}) -> ...", self.mesh)
 
     def compare(self, blocks: Iterable[tuple[str, Tensor, Sharding]]) -> None:
-        """Raise ReplicaError on all processes if blocks differ that should be equal on several.
+        """Raise ReplicaError on all processes if replicas of a block are not equal.
 
-        Under "o/tp i" on dp=2, tp=2 the two processes along dp have the same block. A block that no
-        two processes share is not compared. All processes call it.
+        Under "o/tp i" on dp=2, tp=2 the two processes along dp have replicas of one block. Arrays
+        without replicas are not compared. All processes call it.
 
         Args:
             blocks: For each a name for errors, the block, and its layout with the global shape.
@@ -75,8 +75,9 @@ class ParallelContext:
                 cotangents=False,
                 name=name,
             )
-            if check.axes:  # along which processes have replicas
-                comparison = Comparison(check, processes.ranks, processes, processes)
+            if check.axes:  # along which there are replicas
+                # Every process has a block, and every one calls it: the mesh stands for both.
+                comparison = Comparison(check, processes.ranks, processes, callers=processes)
                 pairs.append((comparison, block.detach()))
         if pairs:
             compare_all(pairs, COMPARED)
@@ -187,7 +188,7 @@ def shard_all(
             _initialise(parameter.places[0].module, init, device)
             x = parameter.tensor
         if not x.is_meta:
-            # By their sum processes find out whether they began with equal values.
+            # Processes compare sums at the end, to find out whether they began with equal values.
             sums[parameter.name] = x.detach().double().sum()
         parameter.set_block(parameter.block_of(x, context))
     if sums:
@@ -204,17 +205,17 @@ def _check_no_graph(x: nn.Parameter, name: str) -> None:
 
 
 def _initialise(module: nn.Module, init: Callable[[nn.Module], Any], device: Any) -> None:
-    """Give values to the tensors of a module that are on the meta device, by the user's `init`.
+    """Let the user's `init` give values to those tensors of a module that are on the meta device.
 
-    Afterwards the module has real tensors in their place, which `init` has written to. Its other
-    tensors are as before, although `init` writes to all: they may be blocks already.
+    `init` writes to all tensors of the module. But those that have values already must stay as they
+    are, as they may be blocks: while it runs, new tensors stand in for them.
 
     Args:
         module: The module; its own tensors are replaced in place, those of modules inside stay.
         init: A function of a module that writes to its tensors.
         device: The device of tensors that were on the meta device.
     """
-    earlier = {}
+    earlier = {}  # tensors by place
     for name, x in {**parameters_of(module), **buffers_of(module)}.items():
         if x is not None:
             earlier[Place(module, name)] = x
@@ -226,7 +227,7 @@ def _initialise(module: nn.Module, init: Callable[[nn.Module], Any], device: Any
         place.set_tensor(new)
     init(module)
 
-    # `init` has written to stand-ins of the tensors that had values: these come back as they were.
+    # Tensors that had values come back in place of their stand-ins.
     for place, x in earlier.items():
         if not x.is_meta:
             place.set_tensor(x)
@@ -259,21 +260,22 @@ def _initial(
 
 
 def _check_equal(sums: Mapping[str, Tensor], context: ParallelContext) -> None:
-    """Raise XshardError on all processes unless each tensor has the same sum on all of them.
+    """Raise XshardError on all processes if one of them began with another model.
 
-    Processes that draw initial values from different seeds would shard different models.
+    Processes that draw initial values from different seeds would shard different models: this shows
+    in the sums of the tensors' elements.
 
     Args:
         sums: The sum of the elements of each whole tensor on this process, by name.
         context: The mesh and options.
     """
     own_sums = torch.stack(list(sums.values()))
-    # One collective finds both ends, as min(x) = -max(-x).
-    both = torch.stack([own_sums, -own_sums])
-    largest, minus_smallest = context.reduced(both, "max")
-    # Sums of equal values may differ by rounding, as processes may add in another order.
-    size = torch.maximum(largest.abs(), minus_smallest.abs())
-    is_different = (largest + minus_smallest).abs() > SAME_SEED * size
+    # One collective finds the largest and the smallest sum, as min(x) = -max(-x).
+    signed_sums = torch.stack([own_sums, -own_sums])
+    largest, minus_smallest = context.reduced(signed_sums, "max")
+    # A relative tolerance: processes may add equal values in another order, and round differently.
+    magnitude = torch.maximum(largest.abs(), minus_smallest.abs())
+    is_different = (largest + minus_smallest).abs() > SAME_SEED * magnitude
     if bool(is_different.any()):
         name = list(sums)[int(is_different.nonzero()[0])]
         hint = "torch.manual_seed(0) on all before the model is made, or load one state dict on all"

@@ -75,32 +75,33 @@ class SharedParameters:
         return False
 
     def take(self) -> dict[str, Tensor]:
-        """Return gathered tensors for a forward pass, by name; {} if the module gathers its own.
+        """Return the gathered parameters for a forward pass, by name; {}: the module gathers its own.
 
-        - Inside `no_sync`: the leaves, whose `.grad` adds up over passes; HELD afterwards.
-        - Outside, HELD: the same values as results of `_LastPass`, whose backward pass sums the gradients
-          of all passes over processes. It stays HELD until then.
-        - Outside, EMPTY: {}, as there are no earlier gradients to sum.
+        - Inside `no_sync`: leaves of autograd, which are kept for the next pass. Their `.grad` adds up
+          the gradients of all passes.
+        - Outside, after such passes: the same values as results of `_LastPass`. Its backward pass sums
+          over processes what the leaves have added up, and lets go of them.
+        - Outside, with nothing kept: {}, as there are no earlier gradients to sum.
         """
         syncs = self._gradients.syncs  # False inside `no_sync`
         if syncs and not self.is_held:
             return {}
         self._gather_if_changed()
         tensors = self._leaves
-        # A pass under `no_grad`, as an evaluation, is not the last: the next training pass still
-        # sums.
+        # A pass under `no_grad`, such as an evaluation, has no backward pass to sum in.
         if syncs and torch.is_grad_enabled():
             tensors = _LastPass.apply(self, *self._blocks)
         names = [parameter.name for parameter in self.parameters]
         return dict(zip(names, tensors, strict=True))
 
     def _gather_if_changed(self) -> None:
-        """Hold leaves of the parameters as they are now: EMPTY -> HELD, or HELD with newer leaves.
+        """Gather the parameters, unless what is kept of an earlier pass is still up to date.
 
-        After an optimiser's step, or with another tensor as a parameter, the leaves so far are
-        outdated. New ones take over their gradients.
+        It is outdated after an optimiser's step, or if another tensor is the parameter now: then new
+        tensors are gathered, and take over the gradients that have added up. Sets `_leaves`, gathered
+        tensors that are leaves of autograd: their `.grad` adds up over passes.
         """
-        # Modules have their blocks in storage now, as no pass has begun.
+        # No forward pass has begun: the modules' parameters are the blocks in storage.
         blocks = [parameter.tensor for parameter in self.parameters]
         block_states = [_state_of(x) for x in blocks]
         if self.is_held and block_states == self._block_states:
@@ -114,6 +115,7 @@ class SharedParameters:
             if not blocks[i].requires_grad:  # frozen
                 continue
             leaf.requires_grad_()
+            # Before each gradient, the hook notes `.grad` of the block, to see a later `zero_grad()`.
             leaf.register_hook(partial(self._before_gradient, i))
             if earlier_leaves:
                 leaf.grad = earlier_leaves[i].grad
@@ -142,10 +144,10 @@ class SharedParameters:
     def sum_gradients(
         self, leaves: Sequence[Tensor], last_gradients: Sequence[Tensor]
     ) -> list[Tensor | None]:
-        """Sum the gradients of all passes that shared the leaves, over passes and processes.
+        """Sum the gradients of all passes that shared gathered tensors, over passes and processes.
 
-        HELD -> EMPTY. A gathered [o, i] on dp=2, stored as "o/dp i": a gradient [o, i] of each pass
-        -> one block [o/2, i].
+        A parameter stored as "o/dp i" on dp=2, and gathered to [o, i]: gradients [o, i] of several
+        passes -> one block [o/2, i]. Afterwards no gathered tensors are kept.
 
         Args:
             leaves: The leaves of the last pass. Those held now may be newer.

@@ -170,13 +170,23 @@ def _check_stored_alike(name: str, stored: Sharding, parameter: ShardedParameter
 
 
 def _plan_uses(parameter: ShardedParameter, uses: Uses, hooks: Hooks, keep_rules: Rules) -> None:
-    """Let modules gather a parameter for its uses, and decide where its gradient is summed.
+    """Decide where a parameter is gathered, and where its gradient is summed over processes.
 
-    The nearest module around it that gathers does so: "o/dp i -> o i" gathers the block [o/2, i] to
-    [o, i] before a forward pass, and sums and scatters the gradient [o, i] on its way back. The axes
-    over which no use sums the gradient become `axes_summed_later`, for buckets after the backward
-    pass. A module whose input's gradient could be incomplete gets a hook that checks this.
+    Under "o/dp i -> o i" on dp=2 the nearest module around it that gathers gets the task: before its
+    forward pass the block [o/2, i] becomes [o, i], and the gradient [o, i] is summed and scattered on
+    the way back. Axes over which that does not sum become `axes_summed_later`, for an all-reduce
+    after the backward pass.
+
+    Changes the parameter, and the hooks of gathering modules. Registers a hook on a module whose
+    input's gradient could be incomplete, which checks this.
+
+    Args:
+        parameter: The parameter; if it is tied, with several names and places.
+        uses: The layouts in storage and in use, by each of its names.
+        hooks: The hooks of modules, by name.
+        keep_rules: Patterns of the parameters that the user wants kept gathered.
     """
+    # A tied parameter has one gradient: only what no use sums is left for later.
     names = parameter.names
     parameter.axes_summed_later = models.axes_summed_after_all_uses([uses[name] for name in names])
     for name, place in zip(names, parameter.places, strict=True):
@@ -208,21 +218,22 @@ def _plan_uses(parameter: ShardedParameter, uses: Uses, hooks: Hooks, keep_rules
 
 
 def _check_biases(uses: Uses, shardings: Mapping[str, Sharding], hooks: Hooks) -> None:
-    """Raise PlanError for a whole parameter, as a bias, that every process would add to its addend.
+    """Raise PlanError for a replicated bias that a sum over processes would count several times.
 
-    With a weight "o i/tp", each process's result is an addend of the sum over tp. A bias [o] that is
-    added to each of them is in the sum 4 times on tp=4.
+    With a weight "o i/tp", each process has an addend of the module's output, which is then summed
+    over tp. If each adds a whole bias [o] to its addend, the bias is in the sum 4 times on tp=4.
 
-    There are two signs of such addends: the rule for the module's output says "sum(tp)", or a
-    larger parameter of the module, to whose result this one is added, is sharded over tp.
+    Two signs show that a module has addends over tp: the rule for its output says "sum(tp)", or a
+    larger parameter of the module, such as the weight beside a bias, is sharded over tp.
     """
     for path, group in itertools.groupby(sorted(uses, key=module_of), key=module_of):
         names = list(group)
         output_axes = _axes_of_addends(path, uses, hooks)
-        siblings = [(uses[name], shardings[name].shape) for name in names]
-        for name, (use, shape) in zip(names, siblings, strict=True):
-            addend_axes = output_axes | models.axes_of_larger_parameters(shape, siblings)
-            # Along its own axes it is sharded, too; along `whole_axes` its rule says that it is meant.
+        uses_and_shapes = [(uses[name], shardings[name].shape) for name in names]
+        for name, (use, shape) in zip(names, uses_and_shapes, strict=True):
+            addend_axes = output_axes | models.axes_of_larger_parameters(shape, uses_and_shapes)
+            # Fine are axes that shard this parameter, too, and those with a rule "copy(tp)": there the
+            # user says that each process is meant to use all of it.
             repeated_axes = addend_axes.difference(use.used.axes, use.whole_axes)
             if repeated_axes:
                 _refuse_added(name, use, repeated_axes)
@@ -251,13 +262,13 @@ def _refuse_added(name: str, use: ParameterUse, axes: set[str]) -> None:
 
 
 def check_apart(name: str, use: ParameterUse, module: nn.Module, args: Any, kwargs: Any) -> None:
-    """Raise PlanError if an input's gradient would lack other processes' parts; a hook of the module.
+    """Raise PlanError if a module's input would get an incomplete gradient; a hook before `forward`.
 
-    With a weight "o/tp i", each process computes with its rows, and the input's gradient that comes
-    through them is one addend of a sum over tp. No rule says that it is to be summed. An input
-    without a gradient, as of a first layer, is fine.
+    With a weight "o/tp i", each process has some rows of it. The input's gradient that a process
+    computes from these rows is one addend of a sum over tp, and no rule asks for this sum. An input
+    without a gradient, as in a first layer, is fine.
 
-    name, use: of the weight.
+    name, use: of the weight: its name and layouts. The hook is registered with both.
     """
     if not any(isinstance(x, Tensor) and x.requires_grad for x in (*args, *kwargs.values())):
         return

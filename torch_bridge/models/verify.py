@@ -300,10 +300,11 @@ def largest_value(x: Tensor) -> float:
 
 
 def _copied(source: Module, parallel: ParallelModel) -> tuple[Module, dict[str, Tensor]]:
-    """Copy a model as on one device: with whole tensors and counts, and no hooks of ours.
+    """Copy a parallel model as it would be on one device; return it with its tensors by name.
 
-    Returns the whole tensors by name, too. Sharded tensors are gathered, so that all processes call
-    it. Replicated parameters are not copied: they share the model's memory.
+    The copy has whole tensors, whole counts (such as a number of heads), and none of our hooks.
+    Sharded tensors are gathered, so that all processes call it. Replicated parameters are not
+    copied: they share the model's memory.
 
     Args:
         source: The parallel model itself, or the model from which it was made.
@@ -415,10 +416,10 @@ SHAPES_DIFFER = 2
 
 
 def compare_on_all(pairs: Sequence[Pair], tol: float, context: ParallelContext) -> list[int]:
-    """Compare blocks with the right ones; return one flag per array, the same on all.
+    """Compare blocks of arrays with the right blocks, on all processes.
 
-    A flag is EQUAL, VALUES_DIFFER or SHAPES_DIFFER. All processes call it, with blocks of the same
-    arrays, and get the worst flag of all processes for each array.
+    Returns one flag per array: EQUAL, VALUES_DIFFER or SHAPES_DIFFER, the worst on any process. All
+    processes call it, with blocks of the same arrays.
 
     Args:
         pairs: The right block of each array, and the block of the parallel run.
@@ -464,23 +465,28 @@ def _compare(pairs: list[Pair], parallel: ParallelModel, tol: float | None, run:
     wrong_numbers = [i for i, flag in enumerate(flags) if flag != EQUAL]
     if not wrong_numbers:
         return
-    first = _first_wrong(pairs, wrong_numbers, parallel, tol, run) if parallel.hooks else None
-    raise _difference(pairs, wrong_numbers, first, tol, parallel.context)
+    first_wrong = _first_wrong(pairs, wrong_numbers, parallel, tol, run) if parallel.hooks else None
+    raise _difference(pairs, wrong_numbers, first_wrong, tol, parallel.context)
 
 
 def _difference(
     pairs: Sequence[Pair],
     wrong_numbers: Sequence[int],
-    first: WrongTensor | None,
+    first_wrong: WrongTensor | None,
     tol: float,
     context: ParallelContext,
 ) -> Exception:
-    """Return the EquivalenceError about all wrong arrays. All processes call it.
+    """Make the EquivalenceError that reports all wrong arrays. All processes call it.
 
-    first: the first wrong module, if the model has rules. It explains all that follows, unless the
-    kit has found another cause for an array.
+    Args:
+        pairs: The loss and the gradients of both runs.
+        wrong_numbers: The numbers of the wrong ones among them.
+        first_wrong: The first wrong input or output of a module, or None. An array whose own values tell
+            no cause is explained by it.
+        tol: The tolerance.
+        context: The mesh and options.
     """
-    # Imported now, because they load the kit, which is slow.
+    # Imported now, because they load `xshard.testing`, which is slow.
     from torch_bridge.models.first_wrong import mismatch_of
     from xshard.testing.diagnosis.causes import Cause
     from xshard.testing.mismatch import EquivalenceError
@@ -489,12 +495,12 @@ def _difference(
     mismatches = []
     for wanted, block in [pairs[i] for i in wrong_numbers]:
         mismatch = mismatch_of(wanted, block, largest_by_kind[wanted.kind], tol, context)
-        if first is not None and mismatch.cause is None:
-            cause = Cause("module", f"wrong already: {first.place}")
+        if first_wrong is not None and mismatch.cause is None:
+            cause = Cause("module", f"wrong already: {first_wrong.place}")
             mismatch = replace(mismatch, cause=cause)
         mismatches.append(mismatch)
-    if first is not None:  # the long text about the module goes with the first array only
-        mismatches[0] = replace(mismatches[0], first=first.text)
+    if first_wrong is not None:  # the long text about the module goes with the first array only
+        mismatches[0] = replace(mismatches[0], first=first_wrong.text)
     return EquivalenceError(mismatches, len(pairs))
 
 
@@ -505,35 +511,36 @@ def _first_wrong(
     tol: float,
     run: Run,
 ) -> WrongTensor:
-    """Run both models again, to find where the first wrong result is.
+    """Run both models again, to find where the parallel one goes wrong first.
 
-    It is the first wrong input or output of a module. If all of these are right, it is the loss if
-    that is wrong, else the gradient that a backward pass comes to first.
+    That is the first input or output of a module that differs. If all of these are right, it is the
+    loss, or else the wrong gradient that the backward pass computes first.
 
     Args:
         pairs: The loss and then the gradients, in the order of parameters.
-        wrong_numbers: Which of them are wrong, ascending.
+        wrong_numbers: The numbers of the wrong ones among `pairs`, ascending; 0 is the loss.
         parallel: The state of the parallel model.
         tol: The tolerance.
-        run: Makes both runs; it takes a context to watch modules in.
+        run: Runs both models, each inside the context that it is given, which watches modules.
     """
     from torch_bridge.models.first_wrong import WrongTensor, first_wrong, watching
 
-    # `watching` adds what it has seen to `runs`: first of the copy, then of the parallel model.
+    # Each run appends what its modules got and returned: first the copy on one device, then the
+    # parallel model.
     runs: list[Any] = []
     with _eager(), torch.enable_grad():
         run(partial(watching, hooks=parallel.hooks, runs=runs))
-    on_one_device, on_many = runs
-    found = first_wrong(on_one_device, on_many, parallel, tol)
-    if found is not None:
-        return found
+    one_device_run, parallel_run = runs
+    wrong_tensor = first_wrong(one_device_run, parallel_run, parallel, tol)
+    if wrong_tensor is not None:
+        return wrong_tensor
 
-    # A backward pass comes to the parameters of the last modules first: there it went wrong first.
+    # A backward pass begins with the last modules, so that the last wrong gradient came first.
     name = pairs[wrong_numbers[-1]].wanted.name
     title = f"gradient of {name}"
-    if wrong_numbers[0] == 0:
+    if wrong_numbers[0] == 0:  # the loss: it is made before any gradient
         name = title = pairs[0].wanted.name
     place = f"the {title}, while outputs of modules with rules are right"
-    around = [path for path in parallel.hooks if is_inside(name, path)]  # outer ones first
-    text = described(place, parallel, around[-1]) if around else place
+    paths_around = [path for path in parallel.hooks if is_inside(name, path)]  # outer ones first
+    text = described(place, parallel, paths_around[-1]) if paths_around else place
     return WrongTensor(place, text)

@@ -52,8 +52,10 @@ _RECORDS = {
 def open_dcp(path: str | Path) -> Checkpoint:
     """Open a folder that `torch.distributed.checkpoint.save` (DCP) wrote; no tensor is read yet.
 
-    Raises FileError for metadata with anything but records of DCP, and for tensors with parts
-    outside of the folder or of their files, or parts that overlap or leave a gap.
+    DCP saves a tensor in parts, such as the blocks of several processes, in any files of the folder;
+    the file ".metadata" says where they lie. Raises FileError for metadata with anything but records
+    of DCP, and for tensors with parts outside of the folder or of their files, or parts that overlap
+    or leave a gap.
     """
     folder = Path(path)
     arrays = {}
@@ -73,7 +75,7 @@ def open_dcp(path: str | Path) -> Checkpoint:
             else:
                 arrays[name] = _tensor(name, record, items)
 
-    places = {}
+    places = {}  # the files of each tensor, for errors
     for name, tensor in arrays.items():
         files = {part.item.file.name for part in tensor.parts}
         places[name] = ", ".join(sorted(files))
@@ -127,21 +129,21 @@ class _Part:
     dtype: str
 
     @cached_property
-    def numbers(self) -> Mapped:
-        """Map this part of a tensor from its file into memory, as a numpy array, unread.
+    def mapped(self) -> Mapped:
+        """This part of a tensor as a numpy array that maps the file: bytes are read when it is used.
 
-        A part is one saved block. Raises FileError if the file does not hold such a tensor: the
-        metadata may be of another save than the file.
+        Raises FileError if the file does not hold such a tensor: metadata and file may be of two
+        different saves.
         """
         shape = tuple(rows.stop - rows.start for rows in self.box)
         with _malformed(self.item.file):
-            tensor = self.item.load("meta")  # shape, dtype and strides, no numbers
+            tensor = self.item.load("meta")  # shape, dtype and strides, without elements
             self._check(tensor, shape)
             strides_bytes = tuple(stride * tensor.itemsize for stride in tensor.stride())
             start_byte = _first_byte(tensor)
             self._check_end(tensor, start_byte, strides_bytes)
             file, memory = map_file(self.item.file)
-            file_byte = self.item.offset + start_byte
+            file_byte = self.item.offset + start_byte  # where the elements begin in the file
             # numpy lacks some dtypes, such as bfloat16: integers of the same size hold their bits.
             carrier = dtypes.carrier(self.dtype)
             whole = np.ndarray(shape, carrier, memory, file_byte, strides_bytes)
@@ -190,7 +192,7 @@ class _Tensor(NamedTuple):
             if all(rows.start < rows.stop for rows in in_out):
                 # Ellipsis: a tensor without dims is read into an array, not into a number.
                 in_part = tuple(rows.in_part for rows in common)
-                part.numbers.read(in_part, out[(*in_out, ...)])
+                part.mapped.read(in_part, out[(*in_out, ...)])
 
 
 class _CommonRows(NamedTuple):
@@ -230,13 +232,14 @@ def _item(folder: Path, info: Any) -> _Item:
 
 
 def _tensor(name: str, record: Any, items: Mapping[Any, _Item]) -> _Tensor:
-    """Find the saved parts of one tensor in a checkpoint's metadata.
+    """List the saved parts of one tensor, from a checkpoint's metadata.
 
-    A part is a box of the tensor: rows 4 to 7 of [8, 3] begin at (4, 0), and have sizes (4, 3).
-    Raises FileError unless the parts cover each element once, and if the bytes of a part are too few.
+    A part is a box of the tensor: rows 4 to 7 of [8, 3] are the part that begins at (4, 0), with the
+    sizes (4, 3). Raises FileError unless the parts cover each element once, and if a part has fewer
+    bytes than its elements need.
 
     record: torch's record of the tensor. items: where the bytes of each part lie, by the name of the
-    tensor and the position of the part.
+    tensor and the beginning of the part.
     """
     dtype = dtypes.name_of(record.properties.dtype)
     shape = tuple(record.size)

@@ -62,14 +62,16 @@ class Route(NamedTuple):
 def describe_tree(
     tree: Any, rules: Any, mesh: MeshLike | None, shapes: Mapping[str, Sequence[int]] | None
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Describe a tree of tensors (a dict, list, ...) as texts that another process can plan from.
+    """Describe a tree of tensors (a dict, list, ...) by texts from which its transfer can be planned.
 
-    Returns this process's block of each tensor by name, and the texts: the mesh, the structure of
-    the tree with its numbers and strings, and each tensor's global shape, dtype and layout.
+    Returns this process's block of each tensor by name, and the texts by key: "mesh"; "tree", with
+    the structure and the numbers and strings in it; "leaf w" for a tensor w, with global shape, dtype
+    and layout. Other processes, which have no such tree, make the same plan from the texts.
 
-    rules: layouts by patterns of names. mesh: None for a tree of DTensors, which have one. shapes:
-    global, by name, where blocks differ in size. Raises MeshError for a missing mesh and for a
-    tensor on another one, and as `local_array` does.
+    rules: layouts by patterns of names: one dict with "source -> target", or a pair of dicts. mesh:
+    None for a tree of DTensors, which have one. shapes: global, by name, where blocks differ in
+    size. Raises MeshError for a missing mesh and for a tensor on another one, and as `local_array`
+    does.
     """
     tensors, constants = tensors_and_constants(tree)
     mesh = _source_mesh(tensors, mesh)
@@ -87,7 +89,7 @@ def describe_tree(
     }
     blocks = {}
     source_rules = _source_rules(rules, list(tensors))
-    has_arrows = not _is_pair(rules)
+    has_arrows = not _is_pair(rules)  # rules say "source -> target"
     for name, x in tensors.items():
         with located(trees.place_of(name)):
             rule = sides_or_one(source_rules[name]) if name in source_rules else None
@@ -144,12 +146,14 @@ def _block_on_mesh(local: LocalArray, axes: Mesh, ranks: Sequence[int]) -> Tenso
 
 
 def _layout_text(x: Tensor, rule: Sides | None, layout: Layout, *, has_arrows: bool) -> str:
-    """Return the text of a tensor's layout, or of its move "layout -> layout".
+    """Return a tensor's layout in the source as text, or its move, "source -> target".
 
-    This is the user's rule, but for a DTensor, which has a layout already. Its rule may be missing,
-    or be the target alone: with placements (Shard(0),) on dp, "n d/dp" -> "n/dp d -> n d/dp".
+    For a plain tensor that is the text of its rule. A DTensor knows its source layout, so that a rule
+    may be missing, or give the target alone: a DTensor with (Shard(0),) on dp and the rule "n d/dp"
+    -> "n/dp d -> n d/dp".
 
-    layout: how the tensor is sharded. has_arrows: rules are for moves, from source to target.
+    layout: how the tensor is sharded now. has_arrows: whether rules contain the target; otherwise
+    they are layouts of the source.
     """
     if rule is None:
         return str(layout)
@@ -157,6 +161,7 @@ def _layout_text(x: Tensor, rule: Sides | None, layout: Layout, *, has_arrows: b
         if has_arrows and ARROW not in rule.text:
             dst = rule.dst.resolved(x.ndim)
             return f"{layout.with_names(dst.names)} -> {dst}"
+        # The rule states the source layout, too: it must agree with the placements.
         check_placed(x, rule.src, rule.text)
     return rule.text
 

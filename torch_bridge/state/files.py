@@ -241,23 +241,27 @@ class _Loading:
         names: Names | None,
         strict: bool,
     ) -> None:
-        """Plan the load of stored arrays into the tensors of a model or a tree; fills `loads`.
+        """Plan which stored array is loaded into which tensor of a model or a tree; fills `loads`.
+
+        Nothing is read from the arrays yet.
 
         like: the model or tree. rules: layouts of its tensors by patterns of names. names: how names
         in the files differ from the model's. strict: raise for tensors that only one side has.
         """
+        # The arrays in the files, by the names that the model has for them.
         stored = stored_as(self.checkpoint, names)
         shapes = {name: array.shape for name, array in stored.items()}
-        # The files have global shapes, so blocks may have any sizes.
+        # The files tell global shapes: without them, all blocks would have to have one size.
         by_name, _ = leaves.local_arrays(like, rules, mesh, shapes)
         arrays = list(by_name.values())
+        # For each tensor the name under which it is stored (a tied one has several), or None.
         stored_names = in_both(stored, [array.names for array in arrays], strict)
         for array, name in zip(arrays, stored_names, strict=True):
             # A tensor without memory must be replaced; only a parallel model has a function for it.
             if array.is_meta and array.put is None:
                 hint = "xt.parallelize or model.to_empty(device=...) first"
                 raise XshardError(f"{array.names[0]} is on the meta device", hint=hint)
-            if name is None:  # not in the files; not strict
+            if name is None:  # not in the files, which `strict=False` allows
                 continue
             with errors.located(name):
                 dtype = dtypes.name_of(array.dtype)
@@ -282,16 +286,17 @@ class _Loading:
         return facts
 
     def read(self, device: torch.device | str) -> dict[str, Tensor]:
-        """Read this process's blocks of all arrays from the files, and return them by name.
+        """Read this process's block of every array from the files; return blocks by name.
 
-        Replicas share the reading: each reads a part of the rows, and sends it to the others.
+        Replicas of a block share the reading: each reads a part of the rows, and sends it to the
+        others.
         """
         names = list(self.loads)
         shared_bytes = [_shared_bytes(load) for load, _ in self.loads.values()]
         tensors = {}
         with ThreadPoolExecutor(_n_threads(len(self.ranks))) as threads:
-            # Rows that are read for other processes too are in memory twice until they are sent: a
-            # group has at most BUCKET_BYTES of them, or one array.
+            # Until they are sent, rows that are read for replicas take memory beside the blocks: so
+            # arrays are read in groups with at most BUCKET_BYTES of them, or one array.
             for numbers in group_by_bytes(shared_bytes, BUCKET_BYTES):
                 group = [names[i] for i in numbers]
                 tensors.update(self._read_group(group, device, threads))
@@ -312,10 +317,10 @@ class _Loading:
         return tensors
 
     def _read_array(self, name: str, out: Tensor) -> Tensor | None:
-        """Read one array: this process's block into `out`, or the part that it reads for replicas.
+        """Read this process's block of one array into `out`, or its share of the rows if it has replicas.
 
-        Such a part is some rows of the block: it is returned, to be shared, and `out` is not written
-        to yet. Otherwise returns None.
+        Replicas of a block share the reading: each reads some rows. These are returned, to be sent to
+        the others, and `out` is filled later. Returns None if `out` is filled now.
         """
         load, array = self.loads[name]
         stored_dtype = getattr(torch, load.stored)
@@ -333,25 +338,28 @@ class _Loading:
         return None
 
     def _share(self, parts: Mapping[str, Tensor | None], tensors: Mapping[str, Tensor]) -> None:
-        """Send the rows that this process has read to its replicas, many arrays in one collective.
+        """Complete the blocks of arrays of which each replica has read some rows; fills `tensors`.
 
-        parts: what was read for replicas, by name; None for an array that each process reads whole.
-        tensors: the blocks, by name, which are filled from the parts of all replicas.
+        Replicas of a block read different rows of it, and send them to each other, many arrays in one
+        collective: with 2 replicas of a block of 8 rows, each reads 4.
+
+        parts: the rows that this process has read, by name; None for an array that it read whole.
+        tensors: the blocks to fill, by name.
         """
-        by_mesh: dict[MeshLike, dict[str, Tensor]] = {}
+        parts_by_mesh: dict[MeshLike, dict[str, Tensor]] = {}
         for name, part in parts.items():
             if part is not None:
-                on_mesh = by_mesh.setdefault(self.loads[name].array.mesh, {})
-                on_mesh[name] = part
-        for mesh, on_mesh in by_mesh.items():
+                parts_on_mesh = parts_by_mesh.setdefault(self.loads[name].array.mesh, {})
+                parts_on_mesh[name] = part
+        for mesh, parts_on_mesh in parts_by_mesh.items():
             moves = {}
             shapes = {}
-            for name in on_mesh:
+            for name in parts_on_mesh:
                 load = self.loads[name].load
-                # From the layout of parts, which also cuts rows over replicas, to that of blocks.
+                # `load.source` is how parts are sharded, over replicas too; `load.target`, how blocks.
                 moves[name] = f"{load.source.layout} -> {load.target.layout}"
                 shapes[name] = load.array.shape
-            blocks = redistribute(on_mesh, moves, mesh, shape=shapes, profile=self.profile)
+            blocks = redistribute(parts_on_mesh, moves, mesh, shape=shapes, profile=self.profile)
             for name, block in blocks.items():
                 tensors[name].copy_(block)
 

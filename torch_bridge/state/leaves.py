@@ -56,11 +56,16 @@ def axes_of(mesh: MeshLike | None) -> Mesh:
 def all_or_none(
     ranks: Sequence[int], call: str, work: Callable[[], Any], *, timeout: timedelta | None = None
 ) -> list[Any]:
-    """Run `work` on several ranks, and return the result of each, in their order.
+    """Run `work` on each of several ranks, and return all results on all of them.
 
-    All of these ranks call it. If `work` fails on one, all raise, as `compare_ranks` does. call:
-    the name of the call in errors. work: JSON must be able to hold its result. timeout: how long to
-    wait for the others; None: as long as a collective.
+    All of these ranks call it; results are in the order of `ranks`. If `work` fails on one rank, all
+    raise DesyncError, so that none goes on alone.
+
+    Args:
+        ranks: The ranks.
+        call: The name of the call in errors.
+        work: A function whose result JSON can hold.
+        timeout: How long to wait for the others; None: as long as a collective.
     """
     if len(ranks) == 1:
         return [work()]
@@ -125,8 +130,9 @@ def local_arrays(
 ) -> tuple[dict[str, LocalArray], dict[str, Constant]]:
     """List the tensors of a model or a tree by name, each with its block and how it is sharded.
 
-    The second result has its numbers and strings, by name. A parallel model and DTensors say
-    themselves how they are sharded; other tensors are sharded by `rules`.
+    {"w": tensor, "step": 3} -> {"w": LocalArray}, {"step": 3}: the second dict has the numbers and
+    strings. A model of `parallelize`, and DTensors, say themselves how they are sharded; `rules` say
+    it for other tensors.
 
     tree: a model, or dicts and lists of tensors. rules: layouts by patterns of names; None: all are
     replicated. mesh: for tensors with rules; None: all processes. shapes: global, by name, where
@@ -213,12 +219,12 @@ def local_array(
 ) -> LocalArray:
     """Describe one tensor as this process's block of a sharded array.
 
-    A DTensor says itself how it is sharded; a plain tensor is a block under the left side of
-    `rule`: [4, 3] under "n/dp d" on dp=2 is of an array [8, 3]. Raises XshardError for sparse and
-    quantized tensors and for a tensor without a layout, ShapeError for a block that does not fit.
+    A plain tensor is a block under the left side of `rule`: a block [4, 3] under "n/dp d" on dp=2 is
+    of an array [8, 3]. A DTensor says itself how it is sharded. Raises XshardError for sparse and
+    quantized tensors and for a plain one without a rule, ShapeError for a block that does not fit.
 
-    rule: its layouts in the source and the target, or None. mesh, ranks: of a plain tensor. shape:
-    the global shape; None: as if all blocks had one size.
+    rule: layouts of the tensor in the source and the target; None for a DTensor. mesh, ranks: of a
+    plain tensor. shape: the global shape; None: inferred, as if all blocks had one size.
     """
     if x.layout != torch.strided:
         raise XshardError(f"a tensor of {x.layout}", hint="x.to_dense() or x.dequantize()")

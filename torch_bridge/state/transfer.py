@@ -92,9 +92,11 @@ def transfer(  # noqa: PLR0913  both meshes, and options of plans and of their e
     blocks: dict[str, torch.Tensor] = {}
 
     def prepared() -> CallFacts:
-        """Describe the tree and the options to other ranks, and leave this rank's `blocks`.
+        """Describe the tree and the options by texts for other ranks; fills `blocks`, too.
 
-        It runs inside the comparison of ranks: all of them raise if one cannot describe its tree.
+        `compare_ranks` calls it once on each rank: if one rank cannot describe its tree, all raise.
+        Ranks of the source mesh have a tree, and compare their descriptions of it with each other;
+        on the others it is None. The options must be equal on all.
         """
         equal_on_all = {
             "destination": f"{mesh_of(dst_mesh)!r} on {ranks_of(dst_mesh)}",
@@ -102,7 +104,7 @@ def transfer(  # noqa: PLR0913  both meshes, and options of plans and of their e
             "bucket_bytes": str(bucket_bytes),
         }
         facts: dict[str, str] = {}
-        senders: tuple[int, ...] = ()
+        senders: tuple[int, ...] = ()  # the ranks of the source mesh
         if tree is not None:
             local, facts = tree_facts.describe_tree(tree, rules, src_mesh, shapes)
             blocks.update(local)
@@ -132,10 +134,12 @@ def transfer(  # noqa: PLR0913  both meshes, and options of plans and of their e
 
 
 def _facts_of_senders(reports: Mapping[int, Mapping[str, Any]]) -> dict[str, str]:
-    """Return the description of the tree to send, out of the reports of all ranks.
+    """Pick the description of the tree to send out of the reports of all ranks.
 
-    Ranks of the source mesh report it as "within", and have compared it, so that it is equal; all
-    others report an empty one. Raises MeshError unless each rank of the source mesh has one.
+    A report has it under "within". It is equal on all ranks of the source mesh, which have compared
+    it, and empty on all others. Raises MeshError unless each rank of the source mesh has one.
+
+    reports: by rank.
     """
     descriptions = {}
     for rank, report in reports.items():

@@ -102,14 +102,17 @@ DESCRIPTIONS: dict[str, Description] = {}
 
 
 def call_of(name: str, args: Mapping[str, Any], out: Tensor, is_pointwise: bool = False) -> Call:
-    """Describe how one recorded torch operation may be sharded, for the search of layouts.
+    """Describe how one recorded operation of torch may be sharded, for the search of layouts.
 
-    name: of the operator, such as "mm". args: its arguments by name. out: one of its results. The
-    description gives letters to dims, as einsum does: those of "r0 k, k r1 -> r0 r1" can be sharded
-    by mesh axes. An operation that nothing is known of is `opaque`: each device computes all of it.
+    The description is as in einsum: "mm" is "a b, b c -> a c", and mesh axes can shard each of a, b
+    and c. An operation that is not known is "opaque": each device computes all of it.
+
+    name: of the operator, such as "mm". args: its arguments by name. out: one of its results.
+    is_pointwise: torch says that it works on each element alone.
     """
     tensors = [x for x in tree_leaves(args) if isinstance(x, Tensor) and x.numel()]
     invocation = Invocation(name, args, tensors, out, is_pointwise)
+    # A function for this operator comes first; it may return None, to leave a call to the rules below.
     if name in DESCRIPTIONS:
         call = DESCRIPTIONS[name](invocation)
         if call is not None:
@@ -197,37 +200,40 @@ def _embedding(call: Invocation) -> Call:
 
 @describes("index")
 def _indexing(call: Invocation) -> Call:
-    """Describe how indexing with tensors of numbers, as in x[i, :, j], may be sharded.
+    """Describe how indexing with tensors of integers, as in x[i, :, j], may be sharded.
 
     As in numpy, the dims of the index tensors, broadcast together, replace the indexed dims: in
-    place if these are neighbours, else in front. Any row of an indexed dim may be asked for, so
-    that it cannot be sharded: `x[:, i]` with x [8, 9, 5] and i [3] is "r0 u1 r2, r1 -> r0 r1 r2",
-    where no mesh axis shards u1.
+    their place if they are neighbours, else in front. With x [8, 9, 5], i [3] and j [3]:
+
+    - x[:, i] -> [8, 3, 5] is "r0 u1 r2, r1 -> r0 r1 r2".
+    - x[i, :, j] -> [3, 9] is "u0 r1 u2, r0, r0 -> r0 r1".
+
+    Letters r are dims of the result, u are dims of x that are indexed. No mesh axis may shard a u,
+    as any of its rows may be asked for.
     """
-    index_of = {}
-    for d, index in enumerate(call.args["indices"]):
-        if index is not None:
-            index_of[d] = index
-    start = min(index_of)
-    are_neighbours = max(index_of) - start < len(index_of)
+    # None stands for a dim of x that is not indexed, ":".
+    indices = enumerate(call.args["indices"])
+    index_by_dim = {d: index for d, index in indices if index is not None}
+    start = min(index_by_dim)
+    are_neighbours = max(index_by_dim) - start < len(index_by_dim)
     if not are_neighbours:
         start = 0
-    stop = start + max(index.ndim for index in index_of.values())
+    stop = start + max(index.ndim for index in index_by_dim.values())
 
-    # Between `start` and `stop` are the result's dims that come from the index tensors; the others
-    # come from the array.
+    # In the result, dims `start` to `stop` come from the index tensors, and the others from x.
     result_dims = call.result_dims
-    picked_dims = result_dims[start:stop]
-    picked_shape = call.out.shape[start:stop]
+    index_dims = result_dims[start:stop]
+    index_shape = call.out.shape[start:stop]
     array_dims = [*result_dims[:start], *result_dims[stop:]]
     arrays = [array_dims]
     replaced_dims = []
-    for d, index in index_of.items():
+    # Inserted in ascending order, each u comes to stand at its own number d among the dims of x.
+    for d, index in index_by_dim.items():
         array_dims.insert(d, f"u{d}")
         replaced_dims.append(f"u{d}")
-        arrays.append(_broadcast_dims(index.shape, picked_dims, picked_shape, f"v{d}_"))
+        arrays.append(_broadcast_dims(index.shape, index_dims, index_shape, f"v{d}_"))
     arrays.append(result_dims)
-    operands = [call.args["self"], *index_of.values()]
+    operands = [call.args["self"], *index_by_dim.values()]
     return Call(operands, LetteredOp(arrays, "linear", replaced_dims))
 
 
@@ -308,12 +314,14 @@ def _made_in_place(call: Invocation) -> Call:
 
 
 def _by_traits(call: Invocation) -> Call:
-    """Describe how an operation without a rule of its own may be sharded.
+    """Describe how an operation that has no description of its own may be sharded.
 
-    With a `dim` argument, as `sum` or `softmax` have: along all other dims. If it is elementwise,
-    or known to keep its dims in place: along all, except last dims that it needs whole. Else only
-    along leading dims. It is "linear" if it may be applied to the addends of a partial sum.
+    - With a `dim` argument, as `sum` and `softmax` have: along all other dims.
+    - Elementwise, or known to keep each dim in its place: along all dims, except the last ones that
+      it needs whole (`triu`: two).
+    - Any other: by `_complex_view_or_opaque`.
     """
+    # "linear" may be applied to each addend of a partial sum, "pointwise" may not.
     kind = "pointwise"
     # `x + 1` is not linear: where x is a sum of addends on several devices, each would add a 1.
     if call.name in LINEAR and not call.has_number:
@@ -326,12 +334,16 @@ def _by_traits(call: Invocation) -> Call:
         first_unsharded = call.out.ndim - _n_unsharded_last_dims(call)
         op = describe_aligned(call.shapes, shape, kind, call.result_dims[first_unsharded:])
     else:
-        op = _leading_dims(call)
+        op = _complex_view_or_opaque(call)
     return Call(call.tensors, op._replace(work=_work(call)))
 
 
 def _work(call: Invocation) -> Mapping[str, Any]:
-    """Return what an operation does unlike others of its class: accesses, and operands it keeps."""
+    """Return fields of work that differ from those of the operation's class.
+
+    `accesses`: how often arrays are read and written. `keeps`: the numbers of the operands that the
+    gradient needs.
+    """
     if call.has_number:
         return {"keeps": ()}  # the gradient of x * 2 needs no array
     if call.name in GRADIENT_BY_RESULT:
@@ -363,19 +375,20 @@ def _n_unsharded_last_dims(call: Invocation) -> int:
     return len(call.args.get("normalized_shape", ()))
 
 
-def _leading_dims(call: Invocation) -> LetteredOp:
-    """Describe views as complex numbers or pairs; any other operation has no rule: `opaque`.
+def _complex_view_or_opaque(call: Invocation) -> LetteredOp:
+    """Describe `view_as_complex` and `view_as_real`; any other operation is "opaque", never sharded.
 
-    The first dims are the result's. The last dim of the real array has pairs of real and imaginary
-    part, and cannot be sharded.
+    The real array has one dim more, the last, for real and imaginary part: it cannot be sharded.
+    [8, 4, 2] -> [8, 4] as complex is "r0 r1 u0_2 -> r0 r1"; back it is "r0 r1 -> r0 r1 r2".
     """
     kind = "linear" if call.name in PARTS else "opaque"
     out_ndim = call.out.ndim
-    # A dim behind the result's has no place in it: real and imaginary part become one number.
+    # For each dim of an operand its number in the result. None: the real array's last dim.
     places = []
     for x in call.tensors:
         places.append([d if d < out_ndim else None for d in range(x.ndim)])
     added_dims = call.result_dims[call.first.ndim :]
+    # Of both letters the text has at most one; the other does no harm.
     pairs = [*added_dims, f"u0_{out_ndim}"]
     return describe_by_places(call.shapes, call.out.shape, places, kind, pairs)
 
@@ -417,9 +430,9 @@ def attention_call(
         arrays.append(_broadcast_dims(attn_mask.shape, score_dims, score_shape, "u"))
     arrays.append([*query_dims, "s", value_depth])
 
-    # Two FLOPs per multiply-add. Q K^T has b s t d of these, and P V has b s t e. The planner
-    # multiplies by the product of the lengths of all letters, so that is divided out: both are
-    # 2 (d + e) / (d e), or 2 (d + d) / d if one letter stands for both.
+    # Q K^T are 2 b s t d operations, and the product with V 2 b s t e. The planner multiplies `flops`
+    # by the lengths of all letters, b s t d e: so it is 2 (d + e) / (d e). If values are as wide as
+    # keys, the letters are b s t d: 2 (d + d) / d.
     flops = 2.0 * sum(depths) / math.prod(set(depths))
     # The softmax of a query needs all keys, and each of its scores the whole depth.
     unsharded = {"d", "t", value_depth}

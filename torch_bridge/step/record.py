@@ -74,8 +74,9 @@ class StepRecorder(TorchDispatchMode):
     """While this mode is active, operations on tensors become operations of `trace`.
 
     names: of arrays. values: the numbers of arrays that depend on no input. stated_lengths: lengths
-    that the running function was called with. entered: operations that stand for the argument of a
-    module -> its path. left: operations whose result a module returns -> its path.
+    that the running function was called with. module_entered_by: operations that stand for the
+    argument of a module -> its path. module_left_by: operations whose result a module returns -> its
+    path.
     """
 
     def __init__(self, trace: Trace) -> None:
@@ -84,8 +85,8 @@ class StepRecorder(TorchDispatchMode):
         self.names: dict[Tensor | None, str] = {}
         self.values: dict[Tensor, Tensor] = {}
         self.stated_lengths: tuple[int, ...] = ()
-        self.entered: dict[str, str] = {}
-        self.left: dict[str, str] = {}
+        self.module_entered_by: dict[str, str] = {}
+        self.module_left_by: dict[str, str] = {}
         self._constants: set[str] = set()  # operations that depend on no input and no parameter
         self._name_counts = Counter[str]()
         self._open_modules = [_OpenModule("", None, None, 0)]
@@ -154,13 +155,16 @@ class StepRecorder(TorchDispatchMode):
     def _linked_dims(
         self, result_dims: Sequence[str], shape: torch.Size
     ) -> tuple[Links, Iterable[str]]:
-        """Find out which dims of a result have lengths that the code read from another tensor.
+        """Find which dims of a result have lengths that the model's code read from other tensors.
 
-        In `y.reshape(x.shape[0], 4, -1)` dim 0 follows x: on blocks, it is as long as x's block.
-        Dim 1 cannot be sharded, as the code says 4; the length of dim 2 follows from the others.
+        `y.reshape(x.shape[0], 4, -1)` states three lengths, `self.stated_lengths`:
 
-        result_dims: the letter of each dim; "(a b)" for a dim that two were merged into. Returns
-        {array: {its dim: letter}}, and the letters of dims that cannot be sharded.
+        - dim 0 is as long as dim 0 of x, also on blocks: a link, {"x": {0: "r0"}}.
+        - dim 1 cannot be sharded, as the code says 4 on every device: "r1".
+        - dim 2 follows from the others.
+
+        result_dims: the letter of each dim; "(a b)" for a dim that two were merged into. Returns the
+        links as {array: {its dim: letter}}, and the letters of dims that cannot be sharded.
         """
         links = Links()
         unsharded = list[str]()
@@ -168,6 +172,7 @@ class StepRecorder(TorchDispatchMode):
             return links, unsharded
         for dim, length in zip(result_dims, self.stated_lengths, strict=True):
             letters = dim.strip("()").split()
+            # The dims that this length was read from: two for a product, as of "(a b)".
             origins = length.origins if isinstance(length, Length) else ()
             if len(origins) == len(letters):
                 for letter, (array, d) in zip(letters, origins, strict=True):
@@ -179,9 +184,12 @@ class StepRecorder(TorchDispatchMode):
     def add(self, name: str, call: Call, out: Tensor, links: Links | None = None) -> None:
         """Add an operation to the recorded step, named after the module that runs.
 
-        "layers.0.mlp:mm", and "layers.0.mlp:mm_2" for the second. call: how it may be sharded. out:
-        its result. links: tensors whose lengths it reads, as {array: {its dim: letter}}; they
-        become operands, so that their dims and the result's are sharded together. None: no tensors.
+        The names are "layers.0.mlp:mm", and "layers.0.mlp:mm_2" for the second of its kind.
+
+        call: how the operation may be sharded. out: its result, which is known by this name from
+        now on. links: further arrays of which the operation only reads lengths, as
+        {"x": {0: "r0"}} for `zeros(x.shape[0], 8)`: its dim 0 of the result, r0, is as long as dim
+        0 of x. They become operands, so that both dims are sharded together.
         """
         name = f"{self._open_modules[-1].path}:{name}"
         self._name_counts[name] += 1
@@ -190,13 +198,14 @@ class StepRecorder(TorchDispatchMode):
 
         operands = [self.name_of(x) for x in call.operands]
         op = call.op
-        # A result of constants only, as of `arange`, can be made by each device: nothing is moved.
+        # Made of constants only, as `arange(8) + 1`: each device makes its own, nothing is moved. Its
+        # work is that of the class "source" (accesses None).
         if self._constants.issuperset(operands):
             op = op._replace(kind="source", work={**op.work, "accesses": None})
             self._constants.add(name)
 
         if links:
-            # An operand's dims are the result's by its own letters.
+            # An array that is an operand already has letters, which tie its dims to the result's.
             linked = [array for array in links if array not in operands]
             op = self._with_links(op, linked, links)
             operands += linked
@@ -224,33 +233,35 @@ class StepRecorder(TorchDispatchMode):
         return self.names[x]
 
     def enter(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Note that a module begins, and that its first tensor argument enters it.
+        """Note that a module begins; a hook before each module's `forward`.
 
-        Called by a hook before each module's `forward`. A plan may move the input of a module to
-        another layout. So it is recorded as the result of an operation "input", which returns the
-        tensor as it is; but not for a tensor that is passed twice, as a plan moves one argument.
-        path: "" for the whole model, whose input is moved by nothing.
+        A plan may move a module's first tensor argument to another layout. So an operation "input"
+        is recorded, which returns this tensor as it is: operations inside the module then take
+        "input". This is left out for a tensor that is passed twice, as a plan moves one argument,
+        and for the whole model (path ""), whose input no rule moves.
         """
         arguments = (*args, *kwargs.values())
         x = first_tensor(arguments)
+        # `leave` gives x its name outside back, and finds the operations inside by their number.
         opened = _OpenModule(path, x, self.names.get(x), len(self.trace.ops))
         self._open_modules.append(opened)
         if x is None or x not in self.names or not path:
             return
         if sum(y is x for y in arguments) == 1:
+            # From here on `self.names[x]` is the name of this operation.
             self.add("input", call_of("alias", {"self": x}, x), x)
-            self.entered[self.names[x]] = path
+            self.module_entered_by[self.names[x]] = path
 
     def leave(self, path: str, module: nn.Module, args: Any, result: Any) -> None:
         """End a module: the operation that made its result has the module's name."""
         opened = self._open_modules.pop()
         x = opened.first
-        if opened.outer_name is not None and self.names[x] in self.entered:
+        if opened.outer_name is not None and self.names[x] in self.module_entered_by:
             self.names[x] = opened.outer_name  # callers do not see the module's input operation
         name = self.names.get(first_tensor(result), "")
         made_inside = {op.name for op in self.trace.ops[opened.n_ops_before :]}
-        if path and name in made_inside and name not in self.entered:
-            self.left.setdefault(name, path)
+        if path and name in made_inside and name not in self.module_entered_by:
+            self.module_left_by.setdefault(name, path)
 
 
 class Functions(TorchFunctionMode):
@@ -291,10 +302,11 @@ def record_step(model: nn.Module, batch: Any) -> tuple[TrainingStep, tuple[str, 
     """Record the operations of a model's training step, by running its forward pass without data.
 
     The model runs on the meta device, and is left as it is. A loss of its first result is added.
+    Returns the step, and the names of parameters that it does not use.
+
     batch: examples of the arguments of `forward`: a tensor, a tuple, or a dict by name; only their
-    shapes and dtypes matter. Returns the step, and the names of parameters that it does not use.
-    Raises PlanError for a batch or a result without a tensor, and for code that reads numbers from
-    data, as `x.item()` does.
+    shapes and dtypes matter. Raises PlanError for a batch or a result without a tensor, and for code
+    that reads numbers from data, as `x.item()` does.
     """
     inputs = _inputs_by_name(model, batch)
     tensors = {name: x for name, x in inputs.items() if isinstance(x, Tensor)}
@@ -321,6 +333,7 @@ def record_step(model: nn.Module, batch: Any) -> tuple[TrainingStep, tuple[str, 
 
     unused = []
     for names in names_of_parameters.values():
+        # A tied parameter is recorded once, as "head.weight|embedding.weight".
         if "|".join(names) not in step.parameters:
             unused.extend(names)
     return _with_modules(step, recorder), tuple(unused)
@@ -377,9 +390,9 @@ def _run(
 
 
 def _add_loss(recorder: StepRecorder, result: Any) -> str:
-    """End the trace with a loss of the first tensor of a result.
+    """End the recorded step with a loss of the first tensor of a result; return the loss's name.
 
-    Return the last operation's name.
+    A result [b, c] gets the operation "r0 r1 -> " of class "loss". A scalar is a loss already.
     """
     trace = recorder.trace
     name = recorder.names.get(first_tensor(result), "")
@@ -407,49 +420,54 @@ def first_tensor(values: Any) -> Tensor | None:
 
 
 def _with_modules(step: TrainingStep, recorder: StepRecorder) -> TrainingStep:
-    """Mark the recorded operations that begin and end modules, and name those after the modules.
+    """Mark the operations that begin and end modules, and name the last ones after their modules.
 
-    The operation whose result is that of module "layers.0" is called "layers.0". Entering a module
-    was recorded as an operation "input"; it is merged with the operation that reads it, or
-    dropped, except where a plan may have to move its tensor.
+    An operation whose result module "layers.0" returns gets `leaves="layers.0"`, and is called
+    "layers.0". The one that begins it gets `enters="layers.0"`. The beginning was recorded as an
+    operation "input": it is merged into the operation that reads it, or dropped, except where a plan
+    may have to move its tensor.
     """
-    left = recorder.left
-    ops = {op.name: replace(op, leaves=left.get(op.name, "")) for op in step.ops}
-    for name, path in recorder.entered.items():  # outer modules first
+    module_left_by = recorder.module_left_by
+    ops = {op.name: replace(op, leaves=module_left_by.get(op.name, "")) for op in step.ops}
+    for name, path in recorder.module_entered_by.items():  # outer modules first
         if name in ops:
-            _merge_input(ops, name, path, left)
+            _merge_input(ops, name, path, module_left_by)
     # A module that is called twice gives its name to the last of its results.
-    last_results = {path: name for name, path in left.items() if name in ops}
+    last_results = {path: name for name, path in module_left_by.items() if name in ops}
     new_names = {name: path for path, name in last_results.items()}
     return replace(step, ops=[renamed(op, new_names) for op in ops.values()])
 
 
-def _merge_input(ops: dict[str, Op], name: str, path: str, left: Mapping[str, str]) -> None:
-    """Decide what becomes of the operation "input" that was recorded where a module begins.
+def _merge_input(
+    ops: dict[str, Op], name: str, path: str, module_left_by: Mapping[str, str]
+) -> None:
+    """Merge, keep or drop the operation "input" that marks where a module begins; change `ops`.
 
-    A plan may move a tensor there. If a single operation reads the input, as its first operand,
-    that one is marked as the module's beginning instead. Else "input" stays where a move may pay:
-    the tensor has users outside, or this may be one of many equal layers. Else it is dropped: the
-    module's operations read the tensor itself.
+    A plan may move a tensor where a module begins, to the operation with `enters`:
 
-    ops: by name, changed in place. name: of the operation "input". path: of the module. left: the
-    module that each operation ends.
+    - One operation alone reads the input, as its first operand: it gets `enters`, "input" goes.
+    - Otherwise "input" stays, with `enters`, if a move may pay: the tensor has users outside, too,
+      or the module may be one of many equal layers.
+    - Otherwise "input" goes, and the operations inside read the tensor itself.
+
+    ops: by name. name: of the operation "input". path: of the module. module_left_by: operations
+    whose result a module returns -> its path.
     """
-    (origin,) = ops[name].operands
+    (maker,) = ops[name].operands  # the operation that made the tensor
     users = _users(ops, name)
-    is_begun = len(users) == 1 and users[0].operands[0] == name
-    if not is_begun:
-        # A tensor that ends no module may be the sum between two layers.
-        module_before = left.get(origin)
+    is_begun_by_user = len(users) == 1 and users[0].operands[0] == name
+    if not is_begun_by_user:
+        # Made by an operation that ends no module, it may be the residual sum between two layers.
+        module_before = module_left_by.get(maker)
         may_be_repeated = module_before is None or NUMBERED.search(module_before)
-        if may_be_repeated or NUMBERED.search(path) or len(_users(ops, origin)) > 1:
+        if may_be_repeated or NUMBERED.search(path) or len(_users(ops, maker)) > 1:
             ops[name] = replace(ops[name], enters=path)
             return
     del ops[name]
     for op in users:
-        merged = renamed(op, {name: origin})
-        # If an inner module begins with it too, that one is marked later.
-        ops[op.name] = replace(merged, enters=path) if is_begun else merged
+        merged = renamed(op, {name: maker})
+        # If an inner module begins with the same operation, its path comes later and replaces this.
+        ops[op.name] = replace(merged, enters=path) if is_begun_by_user else merged
 
 
 def _users(ops: Mapping[str, Op], name: str) -> list[Op]:

@@ -69,6 +69,7 @@ def suggest(model: nn.Module, batch: Any, mesh: MeshLike, **options: Any) -> Tor
         ('o/dp/tp i', 'b s8192 -> b s8192 | copy(dp,tp)', 'b n8192/dp/tp')
     """
     step, unused = record_step(model, batch)
+    # Equal layers become one, and light operations join their neighbours: fewer of both to search.
     step, _ = find_repeated(step)
     plan = suggest_step(fuse_operations(step), mesh_of(mesh), **options)
     return TorchSuggestion(plan.search, plan.assignment, plan.bound, plan.by_hand, unused=unused)

@@ -74,21 +74,20 @@ def layout_of(placements: Sequence[int], names: Sequence[str], axes: Sequence[st
 
 
 def placements_of(layout: Layout, axes: Sequence[str]) -> list[int]:
-    """Convert a layout into one number per mesh axis, a placement: the inverse of `layout_of`.
+    """Convert a layout into a list with one placement per mesh axis.
 
-    On the axes dp, tp and pp, `b/dp c | sum(tp)` is [0, SUM, REPLICAS]: the number of the dim that
-    the axis shards, or a tag. Raises NotationError for layouts that the search does not know, such
-    as uneven blocks.
+    On the axes dp, tp and pp, `b/dp c | sum(tp)` is [0, SUM, REPLICAS]. A placement is the number of
+    the dim that the axis shards, or a negative tag. Raises NotationError for layouts that the search
+    does not know, such as uneven blocks.
     """
     placement_of = dict[str, int]()
     for number, dim in enumerate(layout.dims):
         placement_of |= dict.fromkeys(dim.axes, number)
     for kind, tagged_axes in layout.tags:
-        # Other tags than sum and copy are found below: they are lost on the way back.
+        # Tags without a placement, such as max, count as replicas here; the check below finds them.
         placement_of |= dict.fromkeys(tagged_axes, TAGS.get(kind, REPLICAS))
     placements = [placement_of.get(axis, REPLICAS) for axis in axes]
-    # Written again, the layout has lost what placements cannot say: sizes, halos, another order
-    # of axes.
+    # Convert back: sizes, halos and another order of axes, which placements cannot say, are lost.
     if str(layout_of(placements, layout.names, axes)) != str(layout):
         hint = f"contiguous blocks over axes in the order {', '.join(axes)}, sum and copy"
         raise NotationError(f"'{layout}' is not searched", hint=hint)

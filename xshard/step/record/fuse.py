@@ -35,13 +35,13 @@ def fuse_operations(step: TrainingStep) -> TrainingStep:
     result.
     """
     ops = {op.name: _with_needed_operands(op, step) for op in step.ops}
-    # An operation that has joined its neighbour may make another join possible. So passes over
-    # all operations are repeated until one joins nothing.
-    joined_any = True
-    while joined_any:
-        joined_any = False
+    # A fused operation may fit another neighbour. So passes over all operations are repeated until
+    # one fuses nothing.
+    has_fused = True
+    while has_fused:
+        has_fused = False
         for name in list(ops):
-            joined_any |= _join_makers_into(ops, name, step)
+            has_fused |= _fuse_makers_into(ops, name, step)
     first_uses = dict[str, str]()
     for op in ops.values():
         for name, array in zip(op.operands, op.arrays, strict=False):
@@ -51,42 +51,43 @@ def fuse_operations(step: TrainingStep) -> TrainingStep:
     return replace(step, ops=tuple(ops.values()), parameters=parameters)
 
 
-def _join_makers_into(ops: dict[str, Op], name: str, step: TrainingStep) -> bool:
-    """Fuse into one operation those that make its operands, as far as possible; change `ops`.
+def _fuse_makers_into(ops: dict[str, Op], name: str, step: TrainingStep) -> bool:
+    """Fuse into operation `name` the operations that make its operands; change `ops` in place.
 
-    With `x -> cast -> norm`, and the name norm, the result is `x -> norm`. `ops` has operations by
-    name, in the order in which they run. The fused operation replaces `ops[name]`. An operation
-    whose result nothing uses any more is deleted: it comes before its users, so that a walk over
-    the names in order has passed it. Returns whether anything was fused.
+    `x -> cast -> norm`, with the name "norm", becomes `x -> norm`: the fused operation replaces
+    `ops["norm"]`, and "cast" is deleted if nothing else uses it. Deleting is safe while a caller
+    walks over a list of the names: makers come before their users, so that it has passed them.
+
+    ops: by name, in the order in which they run. Returns whether anything was fused.
     """
-    has_joined = False
+    has_fused = False
     operand_index = 0
     while operand_index < len(ops[name].operands):
         maker = ops.get(ops[name].operands[operand_index])  # None: an input or a parameter
-        if maker is None or not _may_join(ops, maker, ops[name], operand_index, step):
+        if maker is None or not _may_fuse(ops, maker, ops[name], operand_index, step):
             operand_index += 1
             continue
         # The operands of the maker take the place of its result: look at the same index again.
-        ops[name] = _Join(maker, ops[name], operand_index, step).op
-        has_joined = True
-        if not _uses(ops, maker):
+        ops[name] = _FusedPair(maker, ops[name], operand_index, step).op
+        has_fused = True
+        if not _count_users(ops, maker):
             del ops[maker.name]
-    return has_joined
+    return has_fused
 
 
 def _with_needed_operands(op: Op, step: TrainingStep) -> Op:
-    """Narrow the arrays that an operation saves for its backward pass to those a gradient needs.
+    """Narrow what an operation saves for its backward pass to the arrays that a gradient needs.
 
     `x * mask`, where only x has a gradient, saves the mask and not x: the gradient of x is that of
-    the result times the mask. Returns the operation with the numbers of these operands in `keeps`;
-    the number after the last operand stands for the result.
+    the result times the mask. Returns the operation with the field `keeps` set to (1,): operand 0
+    is x, 1 the mask, and the number after the operands, 2, would be the result.
     """
     n_operands = len(op.operands)
     with_gradient = {i for i, name in enumerate(op.operands) if name in step.differentiable}
     needed = []
     for i in op.saved_operands:
         if i == n_operands and step.is_saved(op.name):
-            continue  # the result is saved by an operation that uses it
+            continue  # counted once: an operation that uses the result saves it already
         # In a product the gradient of one operand is computed from the others, so that operand i
         # is needed if another one has a gradient. A function of one operand needs that itself.
         others = with_gradient - {i} if n_operands > 1 else with_gradient
@@ -95,8 +96,8 @@ def _with_needed_operands(op: Op, step: TrainingStep) -> Op:
     return replace(op, keeps=tuple(needed))
 
 
-def _uses(ops: Mapping[str, Op], op: Op) -> int:
-    """Count the operations that use a result."""
+def _count_users(ops: Mapping[str, Op], op: Op) -> int:
+    """Count the operations that use the result of `op`."""
     return sum(op.name in (*user.operands, user.again) for user in ops.values())
 
 
@@ -105,31 +106,32 @@ def _is_free(op: Op) -> bool:
     return op.kind in LIGHT and op.work.accesses == 0
 
 
-def _may_join(
-    ops: Mapping[str, Op], first: Op, second: Op, number: int, step: TrainingStep
+def _may_fuse(
+    ops: Mapping[str, Op], first: Op, second: Op, operand_index: int, step: TrainingStep
 ) -> bool:
-    """Tell whether an operation may be fused into another that has its result as operand `number`.
+    """Tell whether `first` may be fused into `second`, which uses its result.
 
-    It may where nothing is computed twice, and no rule of a module is lost that could have moved
-    the array between both. Views, casts and constants cost nothing: they may go into any neighbour,
-    and be computed again for each use.
+    In `x -> cast -> norm` the cast is first, and the norm second. After fusing, the array between
+    them can no longer be moved to another layout: it must not be one that a module's layout rule
+    moves. And no work may be done twice. Free operations (views, casts, constants) are no work:
+    they may be fused into several users, and be computed again in each.
 
-    first: the operation that makes the array. second: the one that takes it.
+    ops: all operations by name. operand_index: which operand of `second` the array is.
     """
     if first.times != second.times or first.kind in APART or second.kind in APART:
         return False  # layers that run another number of times, and some kinds, stay apart
-    has_one_user = _uses(ops, first) == 1
-    is_movable = _is_movable_between(first, second, number, step)
+    has_one_user = _count_users(ops, first) == 1
+    is_movable = _is_movable_between(first, second, operand_index, step)
     if _is_free(first):
-        # A user's rule for a module's input moves the operand of the operation that begins it. If
-        # that one were computed again in each of several users, one rule would have several arrays
-        # to move.
-        may_be_repeated = step.moves_anywhere or not step.module(first, left=False)
-        return not is_movable and (has_one_user or may_be_repeated)
+        # An operation that begins a module carries the rule for the module's input. Computed again
+        # in each of several users, it would give this one rule several arrays to move.
+        may_be_computed_again = step.moves_anywhere or not step.module(first, left=False)
+        return not is_movable and (has_one_user or may_be_computed_again)
     if not has_one_user:
         return False  # real work would be done twice
     if _is_free(second):
         return not is_movable and not _widens(first, second, step)
+    # Both do work: functions of elements can run as one kernel.
     return _may_be_one_kernel(first, second, is_movable, step)
 
 
@@ -144,8 +146,9 @@ def _widens(first: Op, second: Op, step: TrainingStep) -> bool:
 
 
 def _may_be_one_kernel(first: Op, second: Op, is_movable: bool, step: TrainingStep) -> bool:
-    """Tell whether functions of elements may be one, or be computed inside attention.
+    """Tell whether `first` and `second` can run as one kernel, as functions of elements can.
 
+    `second` may also be an attention, which computes such a function of its operands on the way.
     is_movable: a rule of a module can move the array between both.
     """
     takes_elements = LIGHT if is_movable else (*LIGHT, "attention")
@@ -154,7 +157,7 @@ def _may_be_one_kernel(first: Op, second: Op, is_movable: bool, step: TrainingSt
     return step.moves_anywhere or not _are_apart(first, second, is_movable, step)
 
 
-def _is_movable_between(first: Op, second: Op, number: int, step: TrainingStep) -> bool:
+def _is_movable_between(first: Op, second: Op, operand_index: int, step: TrainingStep) -> bool:
     """Tell whether a rule of a module can move the array between two operations.
 
     It can if the array is the first operand of a module, which `second` begins, or the result of
@@ -164,7 +167,7 @@ def _is_movable_between(first: Op, second: Op, number: int, step: TrainingStep) 
         return False
     if step.module(first, left=True):
         return True
-    return number == 0 and bool(step.module(second, left=False))
+    return operand_index == 0 and bool(step.module(second, left=False))
 
 
 def _are_apart(first: Op, second: Op, is_movable: bool, step: TrainingStep) -> bool:
@@ -200,23 +203,24 @@ class Span(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class _Join:
-    """Two operations that become one: `second` has the result of `first` as operand `number`.
+class _FusedPair:
+    """Two operations that become one; the result of `first` is an operand of `second`.
 
-    The arrays of both are numbered. For `first` = `x, w -> h` and `second` = `h, v -> y` they are
-    0 x, 1 w, 2 h (as made: `between`), 3 h (as used: `start` + `number`), 4 v, 5 y (`result`).
-    Arrays inside an operation that is itself a chain come after its result. A rule of the joined
-    operation has a placement for each number.
+    The arrays of both are numbered, as in `arrays`. For `first` = `x, w -> h` and `second` =
+    `h, v -> y` they are 0 x, 1 w, 2 h as it is made (`first_result`), 3 h as it is used
+    (`second_start` + `operand_index`), 4 v, 5 y (`second_result`). Arrays inside an operation that
+    is itself a fused chain come after its result. A rule for an axis has a placement per number:
+    the dim that the axis shards there, or a tag such as REPLICAS.
     """
 
     first: Op
     second: Op
-    number: int
+    operand_index: int
     step: TrainingStep
 
     @cached_property
     def arrays(self) -> list[Layout]:
-        """All arrays, by number."""
+        """All arrays of both operations; other attributes name them by their position here."""
         return [*self.first.all_arrays, *self.second.all_arrays]
 
     @cached_property
@@ -225,25 +229,25 @@ class _Join:
         return [_spans(array, self.step.lengths) for array in self.arrays]
 
     @property
-    def between(self) -> int:
+    def first_result(self) -> int:
         """The number of the first operation's result."""
         return len(self.first.operands)
 
     @property
-    def start(self) -> int:
+    def second_start(self) -> int:
         """The number of the second operation's first operand."""
         return len(self.first.all_arrays)
 
     @property
-    def result(self) -> int:
+    def second_result(self) -> int:
         """The number of the result."""
-        return self.start + len(self.second.operands)
+        return self.second_start + len(self.second.operands)
 
     @cached_property
     def names(self) -> dict[int, str]:
         """The names of operands, by number."""
         names = dict(enumerate(self.first.operands))
-        return names | dict(enumerate(self.second.operands, self.start))
+        return names | dict(enumerate(self.second.operands, self.second_start))
 
     @cached_property
     def entered(self) -> tuple[str, str]:
@@ -252,48 +256,49 @@ class _Join:
         return step.module(self.first, left=False), step.module(self.second, left=False)
 
     @property
-    def place(self) -> int:
+    def insertion_index(self) -> int:
         """At which index the operands of the first operation are put among those of the second.
 
         It is where the first one's result was, or 0 if they enter a module: its rule is for operand
         0.
         """
         first_enters, second_enters = self.entered
-        return 0 if first_enters and not second_enters else self.number
+        return 0 if first_enters and not second_enters else self.operand_index
 
     @cached_property
-    def all_operands(self) -> list[int]:
-        """The operands in their order; two may have one name."""
-        operands = list(range(self.start, self.result))
-        del operands[self.number]  # the array in between
-        operands[self.place : self.place] = range(self.between)
+    def all_operand_arrays(self) -> list[int]:
+        """The numbers of the operands in their order; two may have one name."""
+        operands = list(range(self.second_start, self.second_result))
+        del operands[self.operand_index]  # the array in between
+        operands[self.insertion_index : self.insertion_index] = range(self.first_result)
         return operands
 
     @cached_property
     def equal_pairs(self) -> list[tuple[int, int]]:
         """The pairs of numbers that are one array: the one in between, and operands of one name."""
-        pairs = [(self.between, self.start + self.number)]
-        for i, j in combinations(self.all_operands, 2):
+        pairs = [(self.first_result, self.second_start + self.operand_index)]
+        for i, j in combinations(self.all_operand_arrays, 2):
             if self.names[i] == self.names[j]:
                 pairs.append((i, j))
         return pairs
 
     @cached_property
-    def operands(self) -> list[int]:
-        """The operands in their order, one for each name."""
+    def operand_arrays(self) -> list[int]:
+        """The numbers of the operands in their order, one for each name."""
         repeated = {j for _, j in self.equal_pairs}
-        return [i for i in self.all_operands if i not in repeated]
+        return [i for i in self.all_operand_arrays if i not in repeated]
 
     @cached_property
-    def visible(self) -> list[int]:
-        """The arrays that the joined operation has: its operands and its result."""
-        return [*self.operands, self.result]
+    def visible_arrays(self) -> list[int]:
+        """The numbers of the arrays that the fused operation has: its operands and its result."""
+        return [*self.operand_arrays, self.second_result]
 
     @cached_property
     def rules(self) -> list[AxisRule]:
-        """What one mesh axis may do in both operations: a placement for every array, by number.
+        """The ways in which one mesh axis may take part in both operations.
 
-        A rule of the first is joined with a rule of the second where both do the same to the array
+        A rule has a placement for every array: the dim that the axis shards there, or a tag. It is a
+        rule of the first operation, followed by one of the second, if both do the same to the array
         in between, and to operands of one name.
         """
         # A consumer may take copies of a result whose own rules know only replicas.
@@ -306,10 +311,10 @@ class _Join:
         return rules
 
     def _agreeing_placements(self, i: int, j: int) -> set[tuple[int, int]]:
-        """List the placements of arrays i and j that treat both alike, for both are one array.
+        """List pairs of placements of arrays i and j that can go together, as both are one array.
 
-        They need the same tag (replicas, sums, copies), or dims that overlap. If array i is `(g d)`
-        and array j is c, sharding g in i agrees with sharding c in j, and so does sharding d.
+        Both have the same tag (replicas, sums, copies), or shard dims that overlap. If array i is
+        `(g d)` and array j is c: (0, 0) and (1, 0), as g and d both are a part of c.
         """
         agreeing = {(tag, tag) for tag in (REPLICAS, SUM, COPY)}
         for number_in_i, span in enumerate(self.spans[i]):
@@ -319,71 +324,79 @@ class _Join:
         return agreeing
 
     def _copying_rules(self) -> list[AxisRule]:
-        """List the rules under which an axis only has copies of the first operation's result.
+        """List further rules for the first operation, under which an axis holds copies of its result.
 
-        Copies are equal blocks whose gradients are partial sums. An operation on copies of all
-        operands gives copies, and its gradient is linear in the partial sums.
+        A placement COPY means: the devices of the axis have equal blocks, and their gradients are
+        partial sums. (Under REPLICAS the gradients are equal, too.) An operation on copies of all
+        operands gives a copy, and its gradient is linear in the partial sums: for `x, w -> h` the
+        rule is (COPY, COPY, COPY), a placement for each array of the operation.
         """
-        rules = [(COPY,) * self.start]
+        # The second operation's arrays begin where the first one's end, so that this is their number.
+        rules = [(COPY,) * self.second_start]
         if self.first.kind == "source":
-            # Numbers made in place have no gradient: their replicas serve as copies, too.
+            # Constants have no gradient, so that replicas of them are copies, too. Rules that leave
+            # the result replicated get a twin with COPY in that place.
             for rule in self.first.axis_rules:
-                if rule[self.between] == REPLICAS:
+                if rule[self.first_result] == REPLICAS:
                     placements = list(rule)
-                    placements[self.between] = COPY
+                    placements[self.first_result] = COPY
                     rules.append(tuple(placements))
         return rules
 
     @cached_property
-    def saved(self) -> set[int]:
-        """The arrays that the backward pass needs; a number stands for all arrays of its name."""
+    def saved_arrays(self) -> set[int]:
+        """The numbers of the arrays that the backward pass needs, the lowest one of each name."""
         saved = {*self.first.saved_operands}
-        saved.update(self.start + i for i in self.second.saved_operands)
+        saved.update(self.second_start + i for i in self.second.saved_operands)
         for i, j in self.equal_pairs:
             if j in saved:
                 saved.add(i)  # the lower number is the visible one
-        if self.between in saved:  # it is not visible, but a view of an array is that array
+        if self.first_result in saved:  # it is not visible, but a view of an array is that array
             if _is_free(self.first):
-                saved.update(range(self.between))
+                saved.update(range(self.first_result))
             elif _is_free(self.second):
-                saved.add(self.result)
+                saved.add(self.second_result)
         return saved
 
     @property
     def inner_elements(self) -> int:
         """Elements of the array in between if the backward pass needs it, and it is no view."""
         is_view = _is_free(self.first) or _is_free(self.second)
-        if self.between not in self.saved or is_view:
+        if self.first_result not in self.saved_arrays or is_view:
             return 0
         return _elements(self.first.arrays[-1:], self.step.lengths)
 
     @cached_property
-    def inside(self) -> list[tuple[str, tuple[int, ...]]]:
-        """Dims of arrays inside the joined operation, which restrict how it can be sharded.
+    def restrictions(self) -> list[tuple[str, tuple[int, ...]]]:
+        """Merged dims that fusing hides, each with the factor of it that every rule shards.
 
-        If the array in between is `(g d)` in one operation and c in the other, and only c is
-        visible, `(g d)` has to be remembered: blocks of it are contiguous, so that axes shard g
-        before d. It is listed with its placement under each rule in `rules`: the part of the dim
-        that the rule shards (0 for g, 1 for d), or REPLICAS.
+        A merged dim `(g d)` is one dim of an array with two names. Its blocks are contiguous, so that
+        axes can shard d only after g. If the fused operation shows the dim as c alone, its text no
+        longer says so. So `(g d)` is listed here, as (its name, a number for each rule in `rules`):
+        0 if the rule shards g, 1 for d, REPLICAS for neither.
         """
-        restrictions = dict[tuple[str, tuple[int, ...]], None]()  # in order, each once
+        restrictions = dict[tuple[str, tuple[int, ...]], None]()  # a set that keeps its order
         for i, dim in self._hidden_dims():
             placements = self._placements_in(i, dim)
-            if max(placements) >= 0:  # else no rule shards it, so that it restricts nothing
+            if max(placements) >= 0:  # else no rule shards the dim: it restricts nothing
                 text = self.arrays[i].dims[dim].name
                 restrictions[text, placements] = None
         return list(restrictions)
 
     def _hidden_dims(self) -> list[tuple[int, int]]:
-        """List the dims to remember, as the number of the array and that of the dim there."""
-        # What chains remember already are arrays of one dim: after the result of the first
-        # operation, and after that of the second.
-        remembered = (
-            *range(self.between + 1, self.start),
-            *range(self.result + 1, len(self.arrays)),
+        """List the dims for `restrictions`, each as (number of its array, number of the dim there).
+
+        If `h` is made as `b (g d)`, array 2, and used as `b c`, array 3: (2, 1), the dim `(g d)`.
+        """
+        # An operation that is itself a fused chain has the dims that it hides after its result, each
+        # as an array of this one dim.
+        inside_arrays = (
+            *range(self.first_result + 1, self.second_start),
+            *range(self.second_result + 1, len(self.arrays)),
         )
-        hidden_dims = [(i, 0) for i in remembered]
-        # Arrays of a pair are one array, named by both operations: either may split a dim in two.
+        hidden_dims = [(i, 0) for i in inside_arrays]
+        # The arrays of a pair are one array under two names. Either may have a merged dim that is
+        # another factoring, or none, of the dim in the other: it is lost if only that one is shown.
         reversed_pairs = [(j, i) for i, j in self.equal_pairs]
         for i, j in (*self.equal_pairs, *reversed_pairs):
             for dim in range(len(self.arrays[i].dims)):
@@ -393,7 +406,10 @@ class _Join:
         return hidden_dims
 
     def _placements_in(self, i: int, dim: int) -> tuple[int, ...]:
-        """Say for each rule which part of one dim of an array is sharded, REPLICAS for none."""
+        """Return for each rule which factor of one dim it shards: 0 for g in `(g d)`, 1 for d.
+
+        REPLICAS if the rule shards none of them. i: the number of the array.
+        """
         dims_of_spans = [span.dim for span in self.spans[i]]
         first = dims_of_spans.index(dim)
         part_of = {first + part: part for part in range(dims_of_spans.count(dim))}
@@ -403,35 +419,42 @@ class _Join:
     def op(self) -> Op:
         """The two operations fused into one, with the name and the result of the second.
 
-        `x -> cast -> norm` is `x -> norm`: the operands are those of the first, in place of its
-        result, and the others of the second.
+        `x -> cast` and `cast, w -> norm` give `x, w -> norm`: operands of the first operation stand
+        where its result stood. The array between them disappears from the text.
         """
-        *operand_texts, result_text = [str(self.arrays[i]) for i in self.visible]
-        shown_operands = [text if text else "()" for text in operand_texts]  # (): a scalar
+        *operand_texts, result_text = [str(self.arrays[i]) for i in self.visible_arrays]
+        # A scalar has no dims: "" is written as "()".
+        shown_operands = [text if text else "()" for text in operand_texts]
         kind, accesses = self._kind_and_accesses()
         flops, inner = self._flops_and_inner()
         return Op(
             name=self.second.name,
             text=f"{', '.join(shown_operands)} {ARROW} {result_text}",
-            operands=tuple(self.names[i] for i in self.operands),
+            operands=tuple(self.names[i] for i in self.operand_arrays),
             kind=kind,
             rules=self._rules_of_visible(),
             times=self.second.times,
             enters=self._enters(),
             leaves=self.step.module(self.second, left=True),
-            keeps=tuple(place for place, i in enumerate(self.visible) if i in self.saved),
+            # What the backward pass needs, by position among operands and result.
+            keeps=tuple(
+                position for position, i in enumerate(self.visible_arrays) if i in self.saved_arrays
+            ),
             flops=flops if flops else None,  # None: the number of the operation's class
             accesses=accesses,
-            inside=tuple(text for text, _ in self.inside),
+            inside=tuple(text for text, _ in self.restrictions),
             inner=inner,
         )
 
     def _rules_of_visible(self) -> tuple[AxisRule, ...]:
-        """Restrict the rules to arrays that the joined operation has, then to `inside`."""
+        """Shorten each rule to the arrays that the fused operation has, then to hidden dims.
+
+        A placement for each of `visible_arrays`, then one for each of `restrictions`.
+        """
         rules = dict[AxisRule, None]()  # in order, each once
         for number, rule in enumerate(self.rules):
-            in_visible = [rule[i] for i in self.visible]
-            in_hidden_dims = [placements[number] for _, placements in self.inside]
+            in_visible = [rule[i] for i in self.visible_arrays]
+            in_hidden_dims = [placements[number] for _, placements in self.restrictions]
             rules[*in_visible, *in_hidden_dims] = None
         # `Op.axis_rules` adds the idle rule, replicas everywhere.
         return tuple(rule for rule in rules if set(rule) != {REPLICAS})
@@ -443,7 +466,7 @@ class _Join:
         the two may be smaller: so they are added up in absolute numbers.
         """
         lengths = self.step.lengths
-        space = _elements([self.arrays[i] for i in self.visible], lengths)
+        space = _elements([self.arrays[i] for i in self.visible_arrays], lengths)
         first_space = _elements(self.first.arrays, lengths)
         second_space = _elements(self.second.arrays, lengths)
         flops = self.first.work.flops * first_space + self.second.work.flops * second_space
@@ -458,16 +481,16 @@ class _Join:
             return base.kind, base.accesses
         if not _is_free(self.first) and not _is_free(self.second):
             return base.kind, None  # one kernel: as its class says
-        if not self.operands:
+        if not self.operand_arrays:
             return "source", 0.0
         return base.kind, base.accesses
 
     def _enters(self) -> str:
         """Name the module whose rule can move the first operand."""
         first_enters, second_enters = self.entered
-        if self.place == 0 and first_enters:
+        if self.insertion_index == 0 and first_enters:
             return first_enters
-        return "" if self.number == 0 else second_enters
+        return "" if self.operand_index == 0 else second_enters
 
 
 def _weight(op: Op) -> tuple[bool, bool, bool]:

@@ -67,19 +67,24 @@ def common_factors(before: Shape, after: Shape) -> tuple[list[list[Factor]], lis
     ends_before = list(accumulate(before, mul, initial=1))
     ends_after = list(accumulate(after, mul, initial=1))
     cuts = sorted({*ends_before, *ends_after})
-    return _cut(ends_before, cuts, "u0"), _cut(ends_after, cuts, "u1")
+    return _split_dims(ends_before, cuts, "u0"), _split_dims(ends_after, cuts, "u1")
 
 
-def _cut(ends: Sequence[int], cuts: Sequence[int], prefix: str) -> list[list[Factor]]:
-    """Cut each dim of a shape at the ends of dims of both shapes.
+def _split_dims(ends: Sequence[int], cuts: Sequence[int], prefix: str) -> list[list[Factor]]:
+    """Split each dim of a shape into factors, at the given cuts.
 
-    A factor is named after its beginning, so that it has one name in both: `r64` begins after 64. A
-    dim that cannot be cut has a name of its own, with the prefix.
+    Ends and cuts are products of the lengths of all dims before: the shape (64, 4096) has the ends
+    [1, 64, 262144]. With the cuts [1, 8, 64, 2048, 262144] its dims are 8 x 8 and 32 x 128, with
+    the names r1, r8 and r64, r2048, after the cut where each factor begins. So a factor has one
+    name in all shapes that have it.
+
+    A dim that the cuts do not divide evenly, or of length 1, is one factor: "u0_0" for prefix "u0".
     """
     factors = []
     for d, (low, high) in enumerate(pairwise(ends)):
-        # A dim of length 1 has no span between two different cuts.
+        # Empty for a dim of length 1: it begins and ends at the same cut.
         spans = list(pairwise(cut for cut in cuts if low <= cut <= high))
+        # From 64 to 2048 a factor has the length 32; from 64 to 96 there is no whole number.
         if not spans or any(end % start for start, end in spans):
             factors.append([Factor(f"{prefix}_{d}", high // low)])
         else:
@@ -129,7 +134,7 @@ def describe_by_places(
         whole: Letters of dims that no mesh axis may shard. A dim longer than 1 that the operation
             makes longer or shorter (slices, padding) is one of these, too, on both sides: blocks
             of both would not match.
-        work: As `LetteredOp.work`.
+        work: Fields of `Op` that say how much work it is: `flops`, `accesses`, `keeps`.
     """
     arrays = []
     whole_dims = {*whole}
@@ -169,9 +174,10 @@ def describe_along(
 ) -> LetteredOp:
     """Describe an operation that works along some dims, such as a softmax or a sum.
 
-    A softmax keeps these dims, but an element of its result needs all of them: along dim 1 it is
-    `r0 r1 -> r0 r1`, and no mesh axis may shard r1. A sum over dim 0 is `u0_0 r0 -> r0`: the dim is
-    gone. With `sums` an axis may shard u0_0, for partial results add up.
+    Letters r0, r1, ... are dims of the result; u0_1 is dim 1 of operand 0 that is not in the result.
+    A softmax along dim 1 is `r0 r1 -> r0 r1`: each element of its result needs a whole row, and no
+    mesh axis may shard r1. A sum over dim 0 is `u0_0 r0 -> r0`. With `sums` an axis may shard u0_0,
+    for partial results add up.
 
     Args:
         shapes: The shape of each operand.
@@ -179,16 +185,17 @@ def describe_along(
         dims: The numbers of the dims, which may be negative as in torch.
         kind: The class of the operation, one of `KINDS`.
         sums: The result is a sum over these dims, so that none of them needs to be whole.
-        work: As `LetteredOp.work`.
+        work: Fields of `Op` that say how much work it is: `flops`, `accesses`, `keeps`.
     """
     ndim = len(shapes[0])
     numbers = [dims] if isinstance(dims, int) else dims
     # torch allows dims 0 and -1 for a scalar, which has none: `max` avoids a division by 0.
     worked_along = {d % max(ndim, 1) for d in numbers}
+    # For each dim of the first operand its number in the result, or None.
     places: list[int | None] = [*range(ndim)]
     if len(out) != ndim:  # a reduction: only the other dims are in the result
-        kept = [d for d in range(ndim) if d not in worked_along]
-        places = [kept.index(d) if d in kept else None for d in range(ndim)]
+        other_dims = [d for d in range(ndim) if d not in worked_along]
+        places = [other_dims.index(d) if d in other_dims else None for d in range(ndim)]
     # Other operands with as many dims as the first have the same places; those with another number
     # of dims, such as a seed or an index, share no dim with the result.
     all_places = []
@@ -227,17 +234,18 @@ def convolution(
     """Describe a convolution as an einsum-like contraction: `b c l0, o c k0 -> b o m0`.
 
     Mesh axes may shard the batch b, the operand's channels c (results are partial sums) and the
-    result's channels o. Spatial dims (l in the operand, k in the kernel, m in the result) are
-    whole: windows reach into neighbouring blocks. With groups of several channels all channels
-    are whole, too.
+    result's channels o. They may not shard spatial dims (l in the operand, k in the kernel, m in
+    the result), where windows reach into neighbouring blocks, nor channels in groups of several.
+    A depthwise convolution is `b c l0, c one k0 -> b c m0`: "one" is a dim of length 1.
 
     Args:
         shapes: The shapes of operand and kernel.
         out: The shape of the result.
         groups: In how many groups of channels it works; as many as channels: depthwise.
-        orders: For operand, kernel and result the numbers of the dims batch, channels, and spatial
-            dims; for the kernel the result's channels, the operand's, and spatial dims. JAX lets
-            each array have its dims in an order of its own. None given: in this order.
+        orders: Which dims of each array are which, as JAX lets you choose. For operand, then kernel,
+            then result: the numbers of the dims batch, channels, spatial; for the kernel, of the
+            result's channels, the operand's channels, spatial. Operands [b, h, w, c] have
+            (0, 3, 1, 2). Empty: 0, 1, 2, ... for all.
     """
     n_spatial = len(out) - 2  # beside batch and channels
     if not orders:
@@ -265,8 +273,9 @@ def convolution(
     whole = {*operand_spatial, *kernel_spatial, *result_spatial}
     if has_wide_groups:
         whole |= {"c", "o", "i"}
-    # Work is 2 operations per element of b, o, m, k and the summed channels. `flops` are per
-    # element of the space of all dims, which has l, too, and c beside i: divide these out.
+    # A convolution does 2 b o m k c operations (i in place of c with wide groups). The planner
+    # multiplies `flops` by the lengths of all letters, so also by l, and by c beside i: divide
+    # these out.
     uncounted = operand_order[1:] if has_wide_groups else operand_order[2:]
     n_uncounted = math.prod(shapes[0][d] for d in uncounted)
     return LetteredOp(arrays, "contraction", whole, {"flops": 2.0 / n_uncounted})

@@ -155,10 +155,10 @@ class Op:
             reason = f"{n_operands} operands and {len(self.operands)} names: {names}"
             hint = "one name for each operand before the arrow"
             raise NotationError(reason, text=self.text, hint=hint)
-        known = dict.fromkeys(chain.from_iterable(self.dims))
-        unknown = [dim for dim in self.whole if dim not in known]
+        all_dims = dict.fromkeys(chain.from_iterable(self.dims))
+        unknown = [dim for dim in self.whole if dim not in all_dims]
         if unknown:
-            hint = f"dims: {' '.join(known)}"
+            hint = f"dims: {' '.join(all_dims)}"
             raise NotationError(f"no dim {unknown[0]!r}", text=self.text, hint=hint)
 
     @cached_property
@@ -196,11 +196,12 @@ class Op:
 
     @cached_property
     def axis_rules(self) -> tuple[AxisRule, ...]:
-        """What one mesh axis may do: a placement in each of `all_arrays`; the last rule is idle.
+        """The ways in which one mesh axis may take part: a placement in each of `all_arrays`.
 
-        A placement is the number of the dim that the axis shards, or a negative tag. For
+        A placement is the number of the dim that the axis shards, or a negative tag: REPLICAS
+        (equal blocks), SUM (addends), COPY (equal blocks whose gradients are addends). For
         `b c, f c -> b f` the rules are (0, COPY, 0) to shard b, (COPY, 0, 1) to shard f,
-        (1, 1, SUM) to shard c, and three times REPLICAS.
+        (1, 1, SUM) to shard c; the last one is idle, with REPLICAS everywhere.
         """
         idle = (REPLICAS,) * len(self.all_arrays)
         if self.rules is not None:
@@ -210,14 +211,15 @@ class Op:
         *operands, result = self.dims
         kind = KINDS[self.kind]
         rules = []
-        # An axis may shard a dim that is gone in the result, where partial results add up.
+        # An operation that sums, such as a matrix product, may be sharded along a dim that its
+        # result lacks: results on devices are then addends.
         candidates = chain(result, *operands) if kind.sums else result
         for dim in dict.fromkeys(candidates):  # each once, in order
             if dim not in self.whole:
                 rules.append(self._rule_that_shards(dim))
         for tag in kind.passes:
-            # A class lists the tags that pass through it. The sum of two arrays of partial sums is
-            # an array of partial sums, for example: the operands' tag is the result's.
+            # Linear operations, for example, turn addends into addends: all operands and the result
+            # have the same tag.
             rules.append((tag,) * len(self.dims))
         return (*rules, idle)
 

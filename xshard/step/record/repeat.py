@@ -86,7 +86,7 @@ def in_first_block(pattern: str) -> str:
 
 
 def _kind_of(op: Op) -> tuple[object, ...]:
-    """Return what is equal in equal operations of two blocks."""
+    """Return a key that is equal for operations that do the same in two blocks."""
     return NUMBER.sub("*", op.name), attrgetter(*EQUAL_FIELDS)(op)
 
 
@@ -145,7 +145,7 @@ class _Run:
         return [self.members[i :: self.size] for i in range(self.size)]
 
     @cached_property
-    def numbers(self) -> dict[str, int]:
+    def index_in_run(self) -> dict[str, int]:
         """The number of each operation, counted from the first one of the run."""
         return {op.name: i for i, op in enumerate(self.step.ops, -self.start)}
 
@@ -154,33 +154,38 @@ class _Run:
         """Where the operands of each operation of the run come from."""
         sources = []
         for i, op in enumerate(self.members):
-            sources.append([self._source(i, name) for name in op.operands])
+            sources.append([self._source_of_operand(i, name) for name in op.operands])
         return sources
 
-    def _source(self, i: int, name: str) -> Source:
-        """Say where operation i of a run of layers has its operand `name` from.
+    def _source_of_operand(self, i: int, name: str) -> Source:
+        """Say where operation i of this run gets its operand `name` from, alike for equal layers.
 
-        In layers of 2 operations, `1.up` takes `0.down`, the second operation of the layer before:
-        (BLOCK_BEFORE, 1). So does `2.up`, which takes `1.down`: equal layers have equal sources.
-        Other sources are the same layer, with the number of the operation there; a parameter, with
-        a star for the layer's number; and anything else, by name.
+        With layers of 2 operations, up and down, `1.up` takes `0.down`: operation 1 of the layer
+        before, Source(BLOCK_BEFORE, 1). So does `2.up`, which takes `1.down`. Other sources:
+
+        - Source(SAME_BLOCK, 0): operation 0 of its own layer.
+        - Source(PARAMETER, "*.up.weight"), with a star for the layer's number.
+        - Source(ELSEWHERE, "x"): anything else, by name.
+
+        i counts from the beginning of the run.
         """
         if name in self.step.parameters:
             return Source(PARAMETER, NUMBER.sub("*", name))
-        if name not in self.numbers:
-            return Source(ELSEWHERE, name)  # an input
+        if name not in self.index_in_run:
+            return Source(ELSEWHERE, name)  # an input of the step
         block = i // self.size
-        offset = self.numbers[name] - block * self.size
+        # Counted from the first operation of this block: negative in blocks before.
+        offset = self.index_in_run[name] - block * self.size
         if offset >= 0:
             return Source(SAME_BLOCK, offset)
-        # The first block has none before it; results of two blocks before count as elsewhere.
+        # The first block has none before it; anything from two blocks before is elsewhere.
         if block == 0 or offset < -self.size:
             return Source(ELSEWHERE, name)
         return Source(BLOCK_BEFORE, offset + self.size)
 
     @cached_property
-    def carried(self) -> dict[Source, Source]:
-        """What blocks take from the block before -> what the first block takes in its place."""
+    def first_source_of(self) -> dict[Source, Source]:
+        """Sources in the block before -> where the first block gets the same operand from."""
         first_block, second_block, *_ = self._sources_by_block()
         pairs = zip(second_block, first_block, strict=True)
         return {source: first for source, first in pairs if source.kind == BLOCK_BEFORE}
@@ -194,22 +199,23 @@ class _Run:
 
     @property
     def is_repeated(self) -> bool:
-        """Whether this run of equal blocks is a chain of layers, so that one can stand for all.
+        """Whether the blocks of this run are layers in a chain, so that one can stand for all.
 
-        Each block has to take what the block before made, and operations outside the run may use
-        only results of the last block. Otherwise they are no layers but, for example, branches side
-        by side, or layers with a residual connection over more than one.
+        Each block has to take results of the block before, and operations outside the run may use
+        results of the last block only. Branches side by side, or layers with a residual connection
+        over several of them, are not such a chain.
         """
-        # The second block is the pattern, for the first one has none before it.
+        # Lists of the sources of all operands in a block: equal for equal layers. The second block is
+        # the pattern, for the first one has no block before it.
         first_block, second_block, *others = self._sources_by_block()
         if any(block != second_block for block in others):
             return False
         # The first block differs only in what it takes in place of results of the block before.
-        if first_block != [self.carried.get(source, source) for source in second_block]:
+        if first_block != [self.first_source_of.get(source, source) for source in second_block]:
             return False
-        if {source.kind for source in self.carried.values()} != {ELSEWHERE}:
-            return False  # nothing is handed on, or the first block takes a parameter in its place
-        # Once the run is one block, only the last block's results can be named from outside.
+        if {source.kind for source in self.first_source_of.values()} != {ELSEWHERE}:
+            return False  # nothing is handed on, or the first block begins with a parameter
+        # As one block that runs often, the run has only the results of its last time.
         used_outside = set[str]()
         for op in (*self.step.ops[: self.start], *self.step.ops[self._end :]):
             used_outside.update((*op.operands, op.again))
@@ -217,7 +223,7 @@ class _Run:
         return used_outside.isdisjoint(op.name for op in all_but_last_block)
 
     @cached_property
-    def taken(self) -> set[str]:
+    def names_in_use(self) -> set[str]:
         """All names of the step and of modules, which a pattern must not fit by mistake."""
         paths = {*self.step.parameters}
         for op in self.step.ops:
@@ -230,36 +236,42 @@ class _Run:
 
     @cached_property
     def new_names(self) -> dict[str, str]:
-        """A name for the operations of each column and for their parameters; "" where none fits."""
+        """For each old name in the run, of an operation or a parameter, the name in the one layer.
+
+        {"0.up": "*.up", "1.up": "*.up", "0.w": "*.w", "1.w": "*.w"}; "" for parameters whose names
+        fit no pattern.
+        """
         new_names = dict[str, str]()
         for column in self.columns:
             own_names = [op.name for op in column]
-            pattern = _starred(own_names, self.taken)
+            pattern = _starred(own_names, self.names_in_use)
             new_names |= dict.fromkeys(own_names, pattern if pattern else own_names[0])
             for operands in zip(*[op.operands for op in column], strict=True):
                 if operands[0] in self.step.parameters:
                     # Without a pattern for its parameters a block cannot have a rule: no `or` here.
-                    new_names |= dict.fromkeys(operands, _starred(operands, self.taken))
+                    new_names |= dict.fromkeys(operands, _starred(operands, self.names_in_use))
         return new_names
 
     def as_one_block(self) -> list[Op]:
-        """Write a run of equal layers as the operations of one layer, which runs several times.
+        """Write this run of equal layers as one layer that runs several times.
 
-        A carry is an operation without work: `b d -> b d`, whose operand is what the first block
-        takes, and whose `again` is the block's own result, for all later runs of the block. The
-        carries come first, for the block's operations use them.
+        Each layer takes the result of the layer before; the first one takes something else. In the
+        one layer both are the result of a carry, an operation without work: its operand is what the
+        first layer takes, its field `again` the result for all later layers. From `x -> 0.up -> 1.up`
+        come `*.up (before)`, the carry with operand x and again="*.up", and `*.up`, which takes it.
+        Carries come first, as the layer's operations use them.
         """
-        carries = {source: self._carry(source) for source in self.carried}
+        carries = {source: self._carry(source) for source in self.first_source_of}
         members = [self._member(i, carries) for i in range(self.size)]
-        own_carries = []
+        separate_carries = []
         for carry in carries.values():
             users = [i for i, op in enumerate(members) if carry.name in op.operands]
             user = members[users[0]]
             is_copied_once = len(users) == 1 and user.text == carry.text
             if is_copied_once and user.accesses == 0:
-                # A module may begin with an operation that only copies its input (no accesses to
-                # memory). It becomes the carry itself. So the carry begins the module, and a user's
-                # rule for the module's input moves what comes from the layer before.
+                # The layer begins with a view that leaves its input as it is (no accesses to memory):
+                # this becomes the carry. So the carry belongs to the module, and a user's rule for
+                # the module's input moves what comes from the layer before.
                 members[users[0]] = replace(
                     user,
                     kind="carry",
@@ -268,8 +280,8 @@ class _Run:
                     accesses=None,  # as of all carries
                 )
             else:
-                own_carries.append(carry)
-        return [*own_carries, *members]
+                separate_carries.append(carry)
+        return [*separate_carries, *members]
 
     def _carry(self, source: Source) -> Op:
         """Make the operation that stands for what the block before made."""
@@ -279,7 +291,7 @@ class _Run:
         return Op(
             f"{name} (before)",
             f"{result} {ARROW} {result}",
-            (str(self.carried[source].place),),
+            (str(self.first_source_of[source].place),),
             kind="carry",
             times=self.times * maker.times,
             again=name,
@@ -287,23 +299,23 @@ class _Run:
         )
 
     def _member(self, i: int, carries: dict[Source, Op]) -> Op:
-        """Make operation i of the one layer that stands for a run of equal layers.
+        """Make operation i of the one layer that stands for all layers of this run.
 
-        `0.up` of 12 layers becomes `*.up` with times=12. An operand that comes from the layer
-        before is replaced by its carry, the operation that hands it on.
+        `0.up` of 12 layers becomes `*.up` with times=12. An operand from the layer before is replaced
+        by its carry, the operation that stands for what one layer hands to the next.
 
-        carries: by where the operand comes from.
+        carries: by the source of the operand, as in `sources`.
         """
         op = self.members[i]
         operands = []
-        # Sources are read off the second layer: the first one has no layer before it.
+        # Sources of the second layer's operation: the first layer has none before it.
         sources = self.sources[self.size + i]
         for source, name in zip(sources, op.operands, strict=True):
             if source in carries:
                 operands.append(carries[source].name)
             else:
                 operands.append(self.new_names.get(name, name))
-        column = self.columns[i]
+        column = self.columns[i]  # this operation in every layer
         return replace(
             op,
             name=self.new_names[op.name],
@@ -317,28 +329,29 @@ class _Run:
         """Return a pattern for the modules that the operations of a column enter or leave."""
         if not names[0]:
             return names[0]  # None and "" mean different things (`Op.enters`)
-        return _starred([str(name) for name in names], self.taken)
+        return _starred([str(name) for name in names], self.names_in_use)
 
 
-def _starred(names: Sequence[str], taken: Collection[str]) -> str:
+def _starred(names: Sequence[str], names_in_use: Collection[str]) -> str:
     """Write names that differ in one number as a pattern: `a.0.b`, `a.1.b` -> `a.*.b`.
 
-    If `taken` has `a.2.b`, too, the star would fit a name that is not meant, and the result is
-    `a.{0,1}.b`. Equal names are their own pattern. Names that differ in several numbers, `a.0.b.0`
-    and `a.1.b.1`, have none: "".
+    If `names_in_use` has `a.2.b`, too, the star would fit a name that is not meant, and the result
+    is `a.{0,1}.b`. Equal names are their own pattern. Names that differ in several numbers,
+    `a.0.b.0` and `a.1.b.1`, have none: "".
     """
     pieces = [NUMBER.split(name) for name in names]  # `a.0.b` -> `a.`, `0`, `.b`
-    columns = list(zip(*pieces, strict=True))  # piece i of every name
-    differing = [i for i, column in enumerate(columns) if len(set(column)) > 1]
-    if not differing:
+    pieces_by_index = list(zip(*pieces, strict=True))  # piece i of every name
+    differing_indices = [i for i, column in enumerate(pieces_by_index) if len(set(column)) > 1]
+    if not differing_indices:
         return names[0]
-    if len(differing) > 1:
+    if len(differing_indices) > 1:
         return ""  # a pattern has one star
-    place = differing[0]  # a number: equal blocks have names that are equal but for numbers
-    head = "".join(pieces[0][:place])
-    tail = "".join(pieces[0][place + 1 :])
+    # The piece there is a number: names of equal blocks are equal but for numbers.
+    differing_index = differing_indices[0]
+    head = "".join(pieces[0][:differing_index])
+    tail = "".join(pieces[0][differing_index + 1 :])
     # A star stands for a part of a name between dots, or for a piece of one, but for no dot.
     star = re.compile(f"{re.escape(head)}[^.]+{re.escape(tail)}")
-    fits_no_other = all(name in names for name in taken if star.fullmatch(name))
-    number = "*" if fits_no_other else f"{{{','.join(columns[place])}}}"
+    fits_no_other = all(name in names for name in names_in_use if star.fullmatch(name))
+    number = "*" if fits_no_other else f"{{{','.join(pieces_by_index[differing_index])}}}"
     return f"{head}{number}{tail}"

@@ -78,12 +78,13 @@ class Trace:
         shape: Sequence[int],
         times: int = 1,
     ) -> str:
-        """Record one operation of the step, with names for the dims of its result.
+        """Record one operation of the step, and name the dims of its result.
 
-        Names are handed on from the operands. The letters of `op` say which dims are equal. Take
-        the matrix product `a c, d c -> a d` of an array with the dims `(b s512) s128` and of a new
-        parameter with shape (256, 128): a is `b s512`, c is `s128`, and d is new, hence `n256` by
-        its length. What is recorded is `(b s512) s128, n256 s128 -> (b s512) n256`.
+        Dims of the result get the names that equal dims of operands have; the letters of `op` say
+        which are equal. Take the matrix product `a c, d c -> a d` of an array with the dims
+        `(b s512) s128` and of a parameter with shape (256, 128) that has no names yet: a is `b
+        s512`, c is `s128`, and d is new, so that it is called `n256` after its length. Recorded is
+        `(b s512) s128, n256 s128 -> (b s512) n256`.
 
         Args:
             name: The name of the operation, and of its result.
@@ -101,21 +102,22 @@ class Trace:
         letter_arrays = [_letters_of(dims) for dims in op.arrays]
         self.shapes[name] = tuple(shape)
         shapes = [self.shapes[array] for array in (*operands, name)]
-        lengths = _lengths_of_letters(op, letter_arrays, shapes)
-        names_of = self._names_of_letters(letter_arrays, operands, lengths)
-        named_arrays = [_in_names(array, names_of) for array in letter_arrays]
+        letter_lengths = _lengths_of_letters(op, letter_arrays, shapes)
+        names_of_letter = self._names_of_letters(letter_arrays, operands, letter_lengths)
+        named_arrays = [_in_names(array, names_of_letter) for array in letter_arrays]
         # Arrays with names keep them; a parameter gets those of its first use.
         for operand, dims in zip(operands, named_arrays, strict=False):
             self.dims.setdefault(operand, dims)
-        self.ops.append(self._op(name, op, operands, named_arrays, names_of, times))
+        self.ops.append(self._op(name, op, operands, named_arrays, names_of_letter, times))
         self.dims[name] = named_arrays[-1]
         return name
 
     def step(self, last: str, moves_anywhere: bool = False) -> TrainingStep:
-        """Make the training step of the recorded operations that `last`, such as a loss, needs.
+        """Make the training step of those recorded operations that the operation `last` needs.
 
-        Operations on which it does not depend are left out, and so are arrays that only these use.
-        moves_anywhere: as in `TrainingStep`.
+        Other operations are left out, and so are arrays that only these use. last: the name of the
+        final operation, such as a loss. moves_anywhere: the plan may move any array, not only
+        inputs and outputs of modules.
         """
         # Walked from the end, an operation is met only after all operations that use its result.
         needed = {last}  # names of arrays
@@ -125,7 +127,7 @@ class Trace:
                 needed.update(op.operands)
                 ops.append(op)
         ops.reverse()
-        # What no operation makes is there before the step: a parameter, or else an input.
+        # Arrays that no operation makes are there before the step: parameters and inputs.
         stored = needed.difference(op.name for op in ops)
         inputs = dict[str, str]()
         parameters = dict[str, str]()
@@ -133,54 +135,65 @@ class Trace:
             if array in stored:
                 texts = inputs if array in self.inputs else parameters
                 texts[array] = _text_of(dims)
-        return TrainingStep(ops, self.lengths, inputs, parameters, "b", self.dtype, moves_anywhere)
+        return TrainingStep(
+            ops,
+            self.lengths,
+            inputs,
+            parameters,
+            dtype=self.dtype,
+            moves_anywhere=moves_anywhere,
+        )
 
     def _names_of_letters(
         self, arrays: Sequence[Names], operands: Sequence[str], lengths: Mapping[str, int]
     ) -> dict[str, list[str]]:
-        """Find names for the dims that each letter of an operation stands for.
+        """Return the names of the dims that each letter of an operation stands for.
 
-        Operands that have been recorded before have names for their dims; other dims get new ones.
-        `a c, d c -> a d`, where the first operand has the dims `(b s512) s128` and the second one
-        has no names yet: a is [b, s512], c is [s128], and d, of length 256, is [n256].
+        Arrays recorded before have named dims, and a letter takes the names that an operand has in
+        its place. In `a c, d c -> a d`, where the first operand has the dims `(b s512) s128`, and
+        the second one has no names yet: a is [b, s512], c is [s128], and d, of length 256, gets
+        the new name [n256].
 
-        arrays: the letters of operands, then of the result. New names are added to `lengths` of
-        this trace.
+        arrays: the letters of each operand, then of the result. lengths: of each letter. The length
+        of every name is written to `self.lengths`.
         """
-        # Until an operand names it, a letter is one dim without a name ("").
+        # By letter, the named dims that multiply to its length; "" is a name still to be given.
         factors = {letter: [Factor("", length)] for letter, length in lengths.items()}
         for operand, dims in zip(operands, arrays, strict=False):
             names_of_dims = self.dims.get(operand, ())  # a parameter has none before its first use
             for letters, names in zip(dims, names_of_dims, strict=False):
                 for letter, candidate in self._named_factors(letters, names, lengths).items():
-                    # Several operands may name one dim. The best names, by `_preference`, are kept,
-                    # and are those of the result.
+                    # Several operands may have names for one letter: the more telling ones win.
                     factors[letter] = max(factors[letter], candidate, key=_preference)
-        names_of = dict[str, list[str]]()
-        # Two letters of one operation cannot have one name: the second s8 becomes s8_2.
-        taken = list[str]()
+        names_of_letter = dict[str, list[str]]()
+        # Names that this operation has already, to which `_take` adds: the second s8 becomes s8_2.
+        names_in_use = list[str]()
         for letter in dict.fromkeys(chain.from_iterable(chain(*arrays))):
-            names_of[letter] = []
+            names_of_letter[letter] = []
             for inherited_name, length in factors[letter]:
-                wanted = inherited_name if inherited_name else f"n{length}"
-                names_of[letter].append(self._take(wanted, length, taken))
-        return names_of
+                wanted_name = inherited_name if inherited_name else f"n{length}"
+                names_of_letter[letter].append(self._take(wanted_name, length, names_in_use))
+        return names_of_letter
 
     def _named_factors(
         self, letters: Sequence[str], names: Sequence[str], lengths: Mapping[str, int]
     ) -> dict[str, list[Factor]]:
-        """Find which named dims each letter stands for, where one dim of an array has both.
+        """Match the letters of one merged dim of an operand to the names that this dim has.
 
-        An operand's dim may be merged: it has the names [b, s512], of lengths 64 and 512, and the
-        letters [a, c]. If a and c are 64 and 512 long, a is b and c is s512. If they are 512 and 64
-        long, a is b and 8 rows of s512, and c the rest: pieces of a dim have no name ("").
+        Say the dim was recorded with the names [b, s512], of lengths 64 and 512. The operation calls
+        it by the letters [a, c], with `lengths`:
+
+        - a=64, c=512: {a: [b], c: [s512]}.
+        - a=512, c=64: a is b and 8 of the 512, c is the other 64. Pieces of a named dim have no
+          name: {a: [b, ""], c: [""]}, with the lengths 64 and 8, and 64.
         """
         name_lengths = [self.lengths[name] for name in names]
         if len(letters) == 1:
             return {letters[0]: list(map(Factor, names, name_lengths))}
         letter_lengths = [lengths[letter] for letter in letters]
         factors_by_name, factors_by_letter = common_factors(name_lengths, letter_lengths)
-        # These factors have names of their own; one that is all of a named dim gets the dim's name.
+        # `common_factors` invents names for the pieces. A piece that is all of a named dim gets the
+        # name of the dim.
         dim_of_factor = {}
         for dim, factors in zip(names, factors_by_name, strict=True):
             if len(factors) == 1:
@@ -195,61 +208,61 @@ class Trace:
     def _op(
         self,
         name: str,
-        written: LetteredOp,
+        lettered: LetteredOp,
         operands: Sequence[str],
-        arrays: Sequence[Names],
-        names_of: Mapping[str, Sequence[str]],
+        named_arrays: Sequence[Names],
+        names_of_letter: Mapping[str, Sequence[str]],
         times: int,
     ) -> Op:
-        """Make an `Op` from an operation in letters: `a c, d c -> a d` with names in their place.
+        """Make an `Op` from an operation in letters, with names in the place of letters.
 
-        With a as [b, s512], c as [s128] and d as [n256] its text is
+        `a c, d c -> a d` with a = [b, s512], c = [s128] and d = [n256] becomes
         `(b s512) s128, n256 s128 -> (b s512) n256`.
 
         Args:
             name: The name of the operation, and of its result.
-            written: The operation in letters.
+            lettered: The operation in letters.
             operands: The names of its operands.
-            arrays: The named dims of operands, then of the result.
-            names_of: The named dims that each letter stands for.
+            named_arrays: The names of the dims of each operand, then of the result.
+            names_of_letter: The names of the dims that each letter stands for.
             times: How often it runs.
         """
-        whole = []  # dims that no mesh axis may shard
-        for letter, names in names_of.items():
+        unsharded_dims = []  # dims that no mesh axis may shard
+        for letter, names in names_of_letter.items():
             for dim in names:
-                if letter in written.whole or self.lengths[dim] == 1:
-                    whole.append(dim)
-        text = LetteredOp([list(map(grouped, dims)) for dims in arrays]).text
+                if letter in lettered.whole or self.lengths[dim] == 1:
+                    unsharded_dims.append(dim)
+        text = LetteredOp([list(map(grouped, dims)) for dims in named_arrays]).text
         op = Op(
             name,
             text,
             tuple(operands),
-            written.kind,
-            tuple(whole),
+            lettered.kind,
+            tuple(unsharded_dims),
             times=times,
             enters="",  # no module begins or ends here: the bridge says afterwards where one does
             leaves="",
-            **written.work,
+            **lettered.work,
         )
-        if not written.links:
+        if not lettered.links:
             return op
-        # Links are operands of which only the length is read. If a letter has several names, as in
-        # `(b s512)`, an axis shards the first: blocks are contiguous.
-        outermost = {names[0] for names in names_of.values()}
-        return replace(op, rules=_rules_beside_links(op, written.links, outermost))
+        # Links are the last operands, if only their lengths are read. Of a letter with several
+        # names, as `(b s512)`, an axis shards the first: blocks are contiguous.
+        outermost = {names[0] for names in names_of_letter.values()}
+        return replace(op, rules=_rules_with_links(op, lettered.links, outermost))
 
-    def _take(self, wanted: str, length: int, taken: list[str]) -> str:
-        """Choose a name for a dim that is not in `taken`, and add it there: s512, s512_2, ...
+    def _take(self, wanted: str, length: int, names_in_use: list[str]) -> str:
+        """Choose a name for a dim that is not in `names_in_use`, and add it there: s512, s512_2, ...
 
         Its length is added to the lengths of this trace.
         """
         stem = wanted.partition("_")[0]  # s512_2 -> s512: counting begins anew
         name = wanted
         number = 2
-        while name in taken:
+        while name in names_in_use:
             name = f"{stem}_{number}"
             number += 1
-        taken.append(name)
+        names_in_use.append(name)
         self.lengths[name] = length
         return name
 
@@ -264,9 +277,9 @@ def _letters_of(dims: Sequence[str]) -> Names:
     return [dim.strip("()").split() for dim in dims]
 
 
-def _in_names(array: Names, names_of: Mapping[str, Sequence[str]]) -> Names:
+def _in_names(array: Names, names_of_letter: Mapping[str, Sequence[str]]) -> Names:
     """Replace the letters of an array by names, of which one letter may have several."""
-    return [list(chain(*map(names_of.__getitem__, letters))) for letters in array]
+    return [list(chain(*map(names_of_letter.__getitem__, letters))) for letters in array]
 
 
 def _lengths_of_letters(
@@ -281,21 +294,21 @@ def _lengths_of_letters(
     return lengths
 
 
-def _rules_beside_links(op: Op, n_links: int, outermost: set[str]) -> tuple[AxisRule, ...]:
-    """List what one mesh axis may do in an operation that reads only lengths of some operands.
+def _rules_with_links(op: Op, n_links: int, outermost: set[str]) -> tuple[AxisRule, ...]:
+    """List the rules for one mesh axis in an operation that reads only lengths of some operands.
 
-    These are its last `n_links` operands, the links: `y = zeros(x.shape[0], 8)` has the link x. An
-    axis that shards y along that dim must shard x, too: then the length read on a device is that of
-    its own block of y. Otherwise the axis may do anything in x.
+    These operands are links, the last `n_links`: `y = zeros(x.shape[0], 8)` has the link x. An axis
+    that shards dim 0 of y has to shard dim 0 of x, too: so the length that a device reads is that of
+    its own block of y. If the axis does not shard dim 0, x may be in any layout.
 
-    op: with the links among its operands. outermost: the first named dim of each letter, which an
-    axis shards before the others. Returns rules, each with one placement (the number of a dim, or
-    a negative tag) for every operand and the result.
+    op: the operation with its links. outermost: of each merged dim, the factor that axes shard
+    first: b of `(b s512)`. Returns rules as in `Op.axis_rules`, each with a placement for every
+    operand and the result: the number of the dim that the axis shards, or a negative tag.
     """
     *operands, result = op.dims
     first_link = len(operands) - n_links
     links = operands[first_link:]
-    # The other arrays: what is sharded there is the work that a device does.
+    # Dims of all arrays but the links: a device works on its blocks of these.
     computing_dims = set(chain(*operands[:first_link], result))
     dims_of_links_alone = outermost - computing_dims
     rules = []
@@ -303,10 +316,11 @@ def _rules_beside_links(op: Op, n_links: int, outermost: set[str]) -> tuple[Axis
         placed = zip(op.dims, rule, strict=True)
         sharded = {dims[placement] for dims, placement in placed if placement >= 0}
         if not sharded <= computing_dims & outermost:
-            continue  # blocks of an inner dim do not divide the length that is read
-        choices = [_choices_in_link(link, sharded, dims_of_links_alone) for link in links]
-        for in_links in product(*choices):
-            rules.append((*rule[:first_link], *in_links, rule[-1]))
+            continue  # a block of an inner factor does not show in the length that is read
+        # For each link the placements that go with this rule; then all combinations of these.
+        choices_by_link = [_choices_in_link(link, sharded, dims_of_links_alone) for link in links]
+        for link_placements in product(*choices_by_link):
+            rules.append((*rule[:first_link], *link_placements, rule[-1]))
     # `Op.axis_rules` adds the idle rule, replicas everywhere: it must not be there twice.
     return tuple(rule for rule in rules if set(rule) != {REPLICAS})
 

@@ -90,7 +90,7 @@ class TrainingStep:
                 shape_of(op.arrays[-1], self.lengths)  # raises for a dim without a length
                 known.append(op.name)
 
-    def _check_operand(self, name: str, array: Layout, known: Collection[str]) -> None:
+    def _check_operand(self, name: str, array: Layout, available: Collection[str]) -> None:
         """Require that an operand exists, and is used with the lengths with which it was made.
 
         An array made as `b c` with lengths (8, 4) may be used as `t d` if t is 8 and d is 4. If d
@@ -99,10 +99,10 @@ class TrainingStep:
         Args:
             name: The operand.
             array: Its dims as the operation names them.
-            known: Names of arrays that may be used there: inputs, parameters, earlier results.
+            available: Names of arrays that may be used there: inputs, parameters, earlier results.
         """
-        if name not in known:
-            hint = f"{did_you_mean(name, known)}known here are: {listed_names(list(known))}"
+        if name not in available:
+            hint = f"{did_you_mean(name, available)}known here are: {listed_names(list(available))}"
             raise PlanError(f"no array {name!r}", hint=hint)
         made = self.arrays[name]
         made_shape = shape_of(made, self.lengths)
@@ -170,21 +170,22 @@ class TrainingStep:
 
     @cached_property
     def with_shares(self) -> TrainingStep:
-        """This step with activations that several operations save moved to them only once.
+        """A copy of this step in which an activation that several operations save is gathered once.
 
-        A share is an operation without work that hands one array on. `norm -> q, k, v` becomes
-        `norm -> norm (shared) -> q, k, v`: the activation moves once, to the share, and not in
-        three gathers.
+        Without it, q, k and v would each gather the result of a norm. An operation without work is
+        put between: `norm -> q, k, v` becomes `norm -> norm (shared) -> q, k, v`. A plan moves the
+        activation to "norm (shared)", a share, from which the users take it without a move.
         """
         ops = []
-        # For the name of each operation: what it takes in place of which operand.
+        # By the name of a user: {operand: the share that it takes instead}.
         shares_of_user = defaultdict[str, dict[str, str]](dict)
         for op in self.ops:
-            # Makers come before users, so that the shares of all operands are there.
+            # Operations come in the order in which they run: the shares of all operands are there.
             shares = shares_of_user[op.name]
             operands = tuple(shares.get(name, name) for name in op.operands)
             ops.append(replace(op, operands=operands))
-            # Operations that save nothing take the array as it is: they would gain nothing.
+            # Users that save nothing for the backward pass take the array itself: a share would gain
+            # them nothing.
             savers = {user.name for user in self.consumers(op.name) if _saves_operands(user)}
             if len(savers) > 1:
                 share = self._share_of(op)
