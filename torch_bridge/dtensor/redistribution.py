@@ -302,6 +302,7 @@ def _compare_moves(
         check_device(block.device)
         moves.check(move, tuple(x.shape), tuple(block.shape))
         equal_on_all = _facts_of(move, x, block.device.type)
+        # Blocks may differ in shape between ranks: this is for the text of an error only.
         not_compared = {"block": str(tuple(block.shape))}
         return CallFacts(equal_on_all, peers=ranks, not_compared=not_compared)
 
