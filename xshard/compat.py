@@ -126,8 +126,7 @@ def spmd_transition(src: str, dst: str, shape: tuple[int, ...], n: int, axis: Ax
     Their types are "R" (replicated, gradients are addends), "I" (invariant: replicated, gradients
     too), "P" (partial sums), "S(0)" (dim 0 is sharded) and "V" (varying: each device has a block of
     its own). A block of type V is written as one element of a new leading dim that is sharded over
-    the devices. From V to S, or back, blocks stay as they are: then, as for equal types, the result
-    is None.
+    the devices: [4, 2] on each of 2 devices as [2, 4, 2], with d0 sharded.
 
     Args:
         src: The type before: "R", "I", "P", "V", or a cut as "S(0)".
@@ -135,6 +134,10 @@ def spmd_transition(src: str, dst: str, shape: tuple[int, ...], n: int, axis: Ax
         shape: The shape of the block.
         n: The number of devices along the axis.
         axis: The mesh axis.
+
+    Returns:
+        The text. None if blocks stay as they are: the types are equal, or one is "V" and the other
+        "S(...)".
 
     Raises:
         XshardError: There is no such type.
@@ -144,7 +147,7 @@ def spmd_transition(src: str, dst: str, shape: tuple[int, ...], n: int, axis: Ax
         >>> spmd_transition("V", "I", (4, 2), 2, "tp")
         'd0/tp d1 d2 -> d0 d1 d2'
     """
-    src_dim = spmd_cut(src)
+    src_dim = spmd_cut(src)  # the dim that is sharded, 0 for V; None for R, I and P
     dst_dim = spmd_cut(dst)
     are_both_sharded = src_dim is not None and dst_dim is not None
     if src == dst or ("V" in (src, dst) and are_both_sharded):
@@ -153,7 +156,7 @@ def spmd_transition(src: str, dst: str, shape: tuple[int, ...], n: int, axis: Ax
         reason = f"a block of shape {shape} lacks an element for each of {n} devices"
         raise ShapeError(reason, hint="V takes the leading dim apart; S(0) cuts it")
     if src == "V":
-        shape = (1, *shape)
+        shape = (1, *shape)  # a block of the array with the new leading dim
     return f"{_spmd_side(src, src_dim, shape, axis)} -> {_spmd_side(dst, dst_dim, shape, axis)}"
 
 

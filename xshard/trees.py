@@ -212,11 +212,21 @@ def group_by_bytes(
 def _split_at_limit(
     items: Sequence[int], sizes: Sequence[int | Counter[int]], limit: int | None
 ) -> list[list[int]]:
-    """Split items into groups of consecutive ones, each as long as the limit on bytes allows."""
+    """Split items into groups of consecutive ones, each with as many as the limit on bytes allows.
+
+    Items 0, 1, 2 of 3, 3, 9 bytes with a limit of 6 -> [[0, 1], [2]]: the last is alone, though it
+    is larger than the limit.
+
+    Args:
+        items: The numbers of the items.
+        sizes: The bytes of each item of all, or its bytes by device.
+        limit: The most bytes of a group on any device; None for no limit.
+    """
     groups: list[list[int]] = []
     group_bytes = Counter[int]()  # of the last group, by device
     for i in items:
         size = sizes[i]
+        # One number is for all devices alike: device 0 stands for them.
         item_bytes = Counter({0: size}) if isinstance(size, int) else size
         group_bytes = group_bytes + item_bytes
         is_too_large = limit is not None and max(group_bytes.values(), default=0) > limit

@@ -227,15 +227,18 @@ def block_fills(
 def meaning(dim: Dim, length: int, sizes: Sizes, coords: Sequence[int]) -> tuple[Runs, object]:
     """Describe what a device's block contains, so that two layouts of a dim can be compared.
 
-    Two dims mean the same on a device if both results are equal: the rows of the block, and a list
-    of (rows, boundary) for those that the boundary fills with a value or negates. Zeros and ones
-    beyond the edge, for example, are both FILL among the rows, and only differ in the list.
+    Two layouts of a dim give a device the same block if they give equal results here.
+
+    Returns:
+        The rows of the block; and a list of (rows, boundary) for the rows that a boundary fills
+        with a value, or may negate beyond a pole. Zeros and ones beyond the edge, for example, are
+        both FILL among the rows, and differ in the list only.
     """
     rows = held_rows(dim, length, sizes, coords)
     if dim.overlap is None:
         return rows, []
     overlap = unfolded(dim.overlap)
-    if isinstance(overlap, Reads):
+    if isinstance(overlap, Reads):  # a list of rows of the array: none is beyond its ends
         return rows, []
     changed_rows = []
     for span in row_spans(dim, length, sizes, coords):
@@ -390,32 +393,33 @@ def _walk_around(start: int, count: int, length: int) -> Sequence[Run]:
 def _walk_up_and_down(start: int, stop: int, length: int, first_row_down: int) -> Sequence[Run]:
     """Mirror an array at both ends, again and again, and return the rows at [start, stop).
 
-    An array of 4 rows goes on as 0 1 2 3 3 2 1 0 0 1 ... if the first row on the way down is 3, and
-    as 0 1 2 3 2 1 0 1 ... if it is 2. Position 0 is row 0; negative positions count back from
-    there: -2 and -1 are 1 0, or 2 1.
+    An array of 4 rows goes on as 0 1 2 3 3 2 1 0 0 1 ... if the end rows are repeated, and as
+    0 1 2 3 2 1 0 1 ... if not. Position 0 is row 0; negative positions count back from there: -2
+    and -1 are 1 0, or 2 1.
 
     Args:
         start: The first position.
         stop: The position after the last.
         length: The rows of the array.
-        first_row_down: The last row of the array, or the row before it.
+        first_row_down: The first row on the way down: the last row of the array if end rows are
+            repeated (3 above), else the row before it (2).
     """
-    # The walk down ends at the row as far from the first one as it began from the last one.
+    # The walk down stops as far from the first row as it began from the last one: 3 2 1 0, or 2 1.
     last_row_down = length - 1 - first_row_down
     n_down = first_row_down - last_row_down + 1
     if n_down <= 0:  # 1 or 2 rows without their end rows repeated: there is no way down
         return _walk_around(start, stop - start, length)
-    period = length + n_down
+    period = length + n_down  # up and down once
     runs = []
     position = start
     while position < stop:
-        phase = position % period
-        if phase < length:  # on the way up
-            count = min(stop - position, length - phase)
-            runs.append(Run(phase, count))
+        step = position % period  # how far along the way up and down
+        if step < length:  # on the way up
+            count = min(stop - position, length - step)
+            runs.append(Run(step, count))
         else:
-            # On the way down: a run of single rows with stride -1.
-            count = min(stop - position, period - phase)
-            runs.append(Run(first_row_down - (phase - length), 1, count, -1))
+            # On the way down: `count` single rows, each one below the last (stride -1).
+            count = min(stop - position, period - step)
+            runs.append(Run(first_row_down - (step - length), 1, count, -1))
         position += count
     return runs

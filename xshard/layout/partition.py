@@ -305,11 +305,13 @@ def block_length(dim: Dim, length: int, sizes: tuple[int, ...]) -> tuple[int, bo
     for shard, n_parts in shards_with_parts(dim, sizes):
         is_uneven_zigzag = shard.order == "zigzag" and longest % (2 * n_parts) != 0
         if shard.numbers or is_uneven_zigzag:
-            # Listed sizes, or a zigzag that does not divide the rows: no formula is simple.
-            lengths = block_lengths(dim, length, sizes)
-            return max(lengths), len(lengths) == 1
+            # Listed sizes, or a zigzag that does not divide the rows: no formula is simple. Find the
+            # set of all lengths of blocks, of all shards of the dim at once.
+            different_lengths = block_lengths(dim, length, sizes)
+            return max(different_lengths), len(different_lengths) == 1
         is_even = is_even and longest % n_parts == 0
-        longest = -(-longest // n_parts)  # the first part is never shorter than others
+        # Rounded up: if parts differ, the first is the longest.
+        longest = -(-longest // n_parts)
     return longest, is_even
 
 
@@ -333,12 +335,15 @@ def block_lengths(dim: Dim, length: int, sizes: Sizes) -> frozenset[int]:
 
 
 def find_misfit(dim: Dim, length: int, sizes: Ints) -> str | None:
-    """Check that sizes, intervals, documents and maps written in a dim fit the number of rows.
+    """Say why the sizes, intervals or maps written in a dim do not fit its rows; None if they do.
 
     They have to fit every block that the shards before them leave. `n/x/sizes(y,3,1)` with x=2
-    needs blocks of 4 rows, so 8 rows fit, and 10 do not.
+    needs blocks of 4 rows, so 8 rows fit, and 10 do not: "... adds up to 4 rows, not 5".
 
-    Returns the reason for an error; None if all fit.
+    Args:
+        dim: The dim, with its shards.
+        length: Its number of rows.
+        sizes: The size of each axis of the dim, in the order of its shards.
     """
     for i, (shard, n_parts) in enumerate(shards_with_parts(dim, sizes)):
         if not shard.numbers or shard.order == "cyclic":  # groups of rows fit any length
@@ -346,7 +351,7 @@ def find_misfit(dim: Dim, length: int, sizes: Ints) -> str | None:
         reason = _wrong_number_of_parts(shard, n_parts)
         if reason is not None:
             return reason
-        outer_dim = Dim(dim.name, dim.shards[:i])
+        outer_dim = Dim(dim.name, dim.shards[:i])  # cut by the shards before this one only
         for rows in block_lengths(outer_dim, length, tuple(sizes[: len(outer_dim.axes)])):
             reason = _wrong_rows(shard, n_parts, rows)
             if reason is not None:

@@ -346,18 +346,21 @@ def _even_block_rows(shard: Shard, block_rows: int | None, n_parts: int) -> int 
 
 
 def _is_plain(shard: Shard, length: int | None, n_parts: int) -> bool:
-    """Return whether a shard cuts `length` rows just as the plain contiguous order does.
+    """Return whether a shard cuts `length` rows just as the default order does, `n/x`.
 
-    8 rows in 2 parts: `sizes(x,4,4)` does, `sizes(x,3,5)` does not.
+    The default order, "block", gives equal contiguous parts. 8 rows in 2 parts: `n/sizes(x,4,4)` is
+    plain, `n/sizes(x,3,5)` and `n/zigzag(x)` are not.
 
-    length: None if the blocks that it cuts differ in length; then only a plain order is plain.
+    length: The rows that it cuts. None if it cuts several blocks of different lengths; then it is
+        plain if it is written in the default order.
     """
     if shard.order == SEGMENTS and len(shard.numbers) == 1:
-        return True  # one segment is all rows
+        return True  # one segment is all rows, cut in the default order
+    # Only balanced parts and listed sizes may be the same by chance: that depends on the length.
     if length is None or shard.order not in ("balanced", SIZES):
         return shard.order == "block"
     plain = Shard(shard.axes)
-    # Both orders give contiguous parts, one after the other: parts are equal if their lengths are.
+    # All these orders give contiguous parts, one after the other: to compare lengths is enough.
     for index in range(n_parts):
         rows = count_rows(cut_by_shard(length, shard, n_parts, index))
         if rows != count_rows(cut_by_shard(length, plain, n_parts, index)):

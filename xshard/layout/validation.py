@@ -217,7 +217,7 @@ def _check_block_size(dims: Sequence[Dim], shape: Sequence[int], mesh: Mesh) -> 
 
 
 def _most_held(dim: Dim, length: int, mesh: Mesh) -> int:
-    """Bound the rows that a block holds with its halo or window, without listing them.
+    """Return a bound on the rows of a dim that any block holds with its halo or window.
 
     10 rows per device and a halo of 1 on both sides -> 12. The bound is checked before rows are
     listed, since a layout that a user writes may ask for 10^12 of them.
@@ -230,18 +230,20 @@ def _most_held(dim: Dim, length: int, mesh: Mesh) -> int:
     if dim.overlap is None:
         return most_owned
     overlap = unfolded(dim.overlap)
-    if isinstance(overlap, Reads):
+    if isinstance(overlap, Reads):  # a list of the rows that each block has beyond its own
         return most_owned + int(max(overlap.rows.map.sizes))
 
     # A halo is around each contiguous piece of a block, of which cyclic shards have many.
     n_pieces = max(_count_pieces(dim, overlap, length, sizes), 1)
-    rows_beyond = 0  # the ends of the array
-    for end, width in _ends_with_rows(overlap):
-        rows = max(0, width)
-        _check_copies(dim, end, rows, length)
+    rows_beyond = 0  # rows before the first one of the array, and after the last
+    for boundary, width in _ends_with_rows(overlap):
+        rows = max(0, width)  # a negative width drops rows
+        _check_copies(dim, boundary, rows, length)
         rows_beyond += rows
     if isinstance(overlap, Halo):
+        # Its widths are the same inside the array, around each piece.
         return most_owned + n_pieces * rows_beyond
+    # A window has `rows_beyond` as padding, once, and reads rows of neighbours around each piece.
     return most_owned + rows_beyond + n_pieces * _most_around(overlap, length + rows_beyond)
 
 
@@ -324,7 +326,9 @@ def _check_poles_are_named(text: str, spans: TextSpans) -> None:
 def _check_corners(dst: Sequence[Dim], left: list[str], right: list[str], text: str) -> None:
     """Refuse different constants beyond the ends of two dims if these change their order.
 
-    In a corner both constants meet, and the later dim writes over the earlier one.
+    In a corner both constants meet, and the later dim writes over the earlier one. "h w" with
+    halos that hold 0 beyond the ends of h and 1 beyond those of w has 1 in a corner; moved to
+    "w h", the same corner would have 0. With one constant, or the same order, nothing changes.
 
     Args:
         dst: The dims of the destination.
@@ -332,7 +336,7 @@ def _check_corners(dst: Sequence[Dim], left: list[str], right: list[str], text: 
         right: The same names, in another order.
         text: The user's text, for errors.
     """
-    fills = _fills_of(dst)
+    fills = _fills_of(dst)  # by name, the constants at both ends of each dim that has some
     filled_left = [name for name in left if name in fills]
     filled_right = [name for name in right if name in fills]
     constants = set().union(*fills.values())

@@ -288,27 +288,32 @@ def save_blocks(
     Raises:
         FileError: The disk is full, or another save writes into the folder.
     """
+    # The three phases, which run below in this order. They read variables that are set there: the
+    # `stack` that holds the lock, the `token` that names the new files, and the checksums, `sums`.
 
     def begin_locked() -> str | None:
+        """Lock the folder and make the files, as the leader; return the token."""
         if not leads:
             return None
         _lock_folder(path, stack)
         return begin(saving, path)
 
     def write_blocks() -> Sums:
+        """Write this process's blocks; return their checksums."""
         return write(saving, path, token, process, block_of, progress)
 
     def commit_once() -> None:
+        """Put the new files in place, as the leader."""
         if leads:
             commit(saving, path, token, sums)
 
     with ExitStack() as stack:  # the folder is locked until its end
-        # The leader's results come first: it is the only one with a token, the name of new files.
+        # Results are in the order of processes, the leader's first: only it has a token.
         token = all_or_none(begin_locked)[0]
         try:
             sums = _merge_sums(saving, all_or_none(write_blocks))
             all_or_none(commit_once)
-        except BaseException:
+        except BaseException:  # also if a user interrupts: no new files are left behind
             if leads:
                 abort(path, token)
             raise

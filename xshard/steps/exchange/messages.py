@@ -50,7 +50,7 @@ class BlockHolders(NamedTuple):
 
 @layout_cache(maxsize=1024)
 def block_holders(sharding: Sharding, node_devices: int) -> BlockHolders:
-    """Number the distinct blocks of a sharding, and find which devices and nodes hold each.
+    """Find the distinct blocks of a sharding, number them, and list who holds each.
 
     Replicas are one block: "n/x" on x=2, y=3 has blocks 0 and 1, and devices 0 to 5 hold blocks
     0 0 0 1 1 1. Different addends of a partial sum are different blocks. A node is `node_devices`
