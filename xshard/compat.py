@@ -229,6 +229,10 @@ def styles_of_transformers(axis: str) -> dict[str, Style]:
     "colwise" on axis tp: the weight's output features (dim -2) are sharded, and inputs are used as
     copies: `... -> ... | copy(tp)`. "rowwise": its input features (dim -1) are sharded, and outputs
     are all-reduced: `... | sum(tp) -> ...`.
+
+    Returns:
+        By the name of a style: the dim of the weight that is sharded, the rule for inputs, and the
+        rule for outputs; None for no rule.
     """
     copied = _copied(axis)
     still_copied = Style(None, _still_copied(axis))
@@ -297,7 +301,7 @@ def plan_of_transformers(model: Any, axis: str) -> dict[str, dict[Any, Any]]:
     parameters = model.named_parameters(remove_duplicate=False)
     inputs = {"": "..."}
     outputs = {}
-    local_modules = _modules_with_local_parts(plan)
+    local_modules = _modules_with_local_parts(plan)  # whose weights each device uses for its heads
     # Each name once, with stars for the numbers of layers, as the model's plan has them.
     patterns = dict.fromkeys(_starred(name) for name, _ in model.named_modules() if name)
     for pattern in patterns:
@@ -334,7 +338,7 @@ def _parameter_rules(
         pattern = _starred(name)
         module_pattern, _, own_name = pattern.rpartition(".")
         # A style is declared for the parameter itself, or for its module.
-        style_name = plan.get(pattern) or plan.get(module_pattern) or "replicate"
+        style_name = plan.get(pattern, plan.get(module_pattern, "replicate"))
         style = styles[style_name]
         if style.dim is not None:  # others fall under `**` below
             rule = _parameter_rule(style, tuple(x.shape), own_name, axis)

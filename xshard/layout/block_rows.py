@@ -89,9 +89,17 @@ def all_held_rows(dim: Dim, length: int, sizes: Sizes) -> tuple[Runs, ...]:
 def _spans_of_block(
     dim: Dim, length: int, sizes: Ints, coords: Ints, owned: Runs
 ) -> tuple[RowSpan, ...]:
-    """List the rows of a device's block as `row_spans` does, given the rows that it owns.
+    """List the rows of a device's block in local order, and where it gets them from.
 
-    Owned rows 0-3 of 8 with a halo of 1 -> FILL from "before", 0-3 its "own", 4 from "near".
+    Owned rows 0-3 of 8 with a halo of 1 -> FILL from "before" the array, 0-3 its "own", 4 from
+    "near", another device.
+
+    Args:
+        dim: The dim, with its overlap.
+        length: Its number of rows.
+        sizes: The size of each axis of the dim.
+        coords: The device's coordinate along each of them.
+        owned: The rows that the device owns.
     """
     if dim.overlap is None:
         return _spans_from("own", owned)
@@ -108,7 +116,7 @@ def _spans_of_block(
     owned_intervals = sorted(unrolled(owned))  # for the search by bisection
     spans: list[RowSpan] = []
     for start, stop in intervals:
-        if start < stop:
+        if start < stop:  # a negative halo may leave no rows
             spans.extend(_spans_between(start, stop, owned_intervals, length, overlap))
     return tuple(spans)
 
@@ -150,7 +158,8 @@ def window_outputs(dim: Dim, window: Window, length: int, sizes: Ints, coords: I
     if sharded_as != "aligned":
         return cut_by_shards(n_outputs, dim.shards, sizes, coords)
 
-    # "aligned": output i is computed on the device that owns row i * stride.
+    # "aligned": output i is computed on the device that owns row i * stride. Rows 4 to 7 with a
+    # stride of 3 -> output 2 (row 6).
     runs = []
     for run in unrolled(owned_rows(dim, length, sizes, coords)):
         run_stop = _stop_of(run)
@@ -176,7 +185,7 @@ def output_dim(dim: Dim, length: int, sizes: Sizes) -> tuple[Dim, int]:
     if not isinstance(window, Window):
         raise ShapeError(f"'{dim}' is not a window", hint="as in h/sp:window(k=3,p=1)")
     n_outputs = window.output_length(length)
-    outputs = []  # of every device
+    outputs = []  # which outputs every device computes
     for coords in all_coords(sizes):
         outputs.append(window_outputs(dim, window, length, sizes, coords))
     for shards in _shards_of_outputs(dim, outputs):
@@ -275,10 +284,11 @@ def _window_intervals(
     rows_before, _ = window.padding
     width = window.d * (window.k - 1) + 1  # rows that one output reads
     intervals = []
+    # Output i reads `width` rows from row i * stride - padding on.
     for outputs in unrolled(window_outputs(dim, window, length, sizes, coords)):
-        first = outputs.start * window.s - rows_before
-        last = (_stop_of(outputs) - 1) * window.s - rows_before
-        intervals.append((first, last + width))
+        start = outputs.start * window.s - rows_before
+        last_start = (_stop_of(outputs) - 1) * window.s - rows_before
+        intervals.append((start, last_start + width))
     return intervals
 
 
@@ -287,14 +297,14 @@ def _halo_intervals(
 ) -> list[tuple[int, int]]:
     """List the row intervals (start, stop) that a device owns, each widened by its halo.
 
-    Rows 4 to 7 with a halo of 1 row before and 2 after -> (3, 10). A halo has one width on each
-    side for all devices, or a list of one per device; then each device owns one contiguous
-    interval.
+    Rows 4 to 7 with a halo of 1 row before and 2 after -> (3, 10). If the device owns several
+    intervals, as under a cyclic order, each has its halo.
     """
     part = row_major(sizes, coords)
-    if isinstance(halo.lo, int) and isinstance(halo.hi, int):
+    if isinstance(halo.lo, int) and isinstance(halo.hi, int):  # one width for all devices
         intervals = [(run.start, _stop_of(run)) for run in unrolled(owned)]
     else:
+        # A list of widths, one per device: then each device owns one interval, perhaps without rows.
         intervals = [_interval_of_part(dim, length, sizes, part)]
     rows_before, rows_after = halo.widths(part)
     return [(start - rows_before, stop + rows_after) for start, stop in intervals]

@@ -55,6 +55,7 @@ def check_fit(dims: Sequence[Dim], shape: Sequence[int], mesh: Mesh) -> None:
         mesh: The mesh.
     """
     for index, (dim, length) in enumerate(zip(dims, shape, strict=True)):
+        # First, since the checks below list rows of a dim whose numbers fit.
         _check_shards(dim, length, mesh)
         if dim.overlap is None:
             continue
@@ -88,14 +89,18 @@ def _check_shards(dim: Dim, length: int, mesh: Mesh) -> None:
 def _check_reads(dim: Dim, reads: Reads, length: int, mesh: Mesh) -> None:
     """Check a map that lists, for each part of a dim, the rows that it reads from other parts.
 
-    Raises ShapeError if the map is for another number of parts, reads rows that do not exist, or
-    lists rows for a part that owns them.
+    Part 0 owns rows 0-3 of 8 and part 1 rows 4-7: a map may list row 4 for part 0, but neither row
+    3, which it owns, nor row 8.
 
     Args:
         dim: The dim.
         reads: Its overlap, with the map.
         length: The rows of the dim.
-        mesh: The mesh, by which the dim has parts.
+        mesh: The mesh; the dim has a part for each device along its axes.
+
+    Raises:
+        ShapeError: The map is for another number of parts, reads a row that does not exist, or
+            lists a row for the part that owns it.
     """
     needs = reads.rows.map
     sizes = mesh.sizes_of(dim.axes)
@@ -109,7 +114,7 @@ def _check_reads(dim: Dim, reads: Reads, length: int, mesh: Mesh) -> None:
         reason = f"'{reads.rows}' reads row {last_row} of {length}"
         raise ShapeError(reason, text=str(dim), hint=hint)
     # Entry i of the map: part `needs.part_of_row[i]` reads row `needs.rows[i]`.
-    owner_of_row = owner_of_rows(dim, length, sizes)
+    owner_of_row = owner_of_rows(dim, length, sizes)  # [length]: the part of each row
     own_reads = np.flatnonzero(owner_of_row[needs.rows] == needs.part_of_row)
     if len(own_reads):
         part = int(needs.part_of_row[own_reads[0]])
@@ -168,11 +173,20 @@ def _ends_with_rows(overlap: Halo | Window) -> list[tuple[Boundary, int]]:
 
 
 def rolled_dim(dims: Sequence[Dim], at: int, pole: Boundary, shape: Sequence[int]) -> int | None:
-    """Find the dim of longitudes that belongs to a pole at the end of dim `at`, the latitudes.
+    """Find the dim of longitudes that belongs to a pole at the end of a dim of latitudes.
 
-    Beyond the pole of a sphere the latitudes come again, with longitudes rolled by half their
-    number. `pole(w)` names the dim w; without a name it is the dim after `at`, and None if that is
-    the last.
+    Beyond the pole of a sphere the latitudes come again, on the opposite meridian: with longitudes
+    rolled by half their number. For `h/sp:halo(1,1,pole(w))` it is the dim w, and for
+    `h/sp:halo(1,1,pole)` the dim after h.
+
+    Args:
+        dims: All dims of the layout.
+        at: The index of the dim with the pole.
+        pole: The boundary that is the pole.
+        shape: The lengths of the dims.
+
+    Returns:
+        The index of the dim. None if no dim is named and the one with the pole is the last.
 
     Raises:
         NotationError: There is no such dim, or it is the dim that has the pole.

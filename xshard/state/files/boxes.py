@@ -66,14 +66,15 @@ def box_pairs(pieces: Iterable[PartMapping], sharding: Sharding, device: int) ->
     """Find which slices of stored arrays fill which slices of one device's block.
 
     A stored array of 8 rows, of which the device holds rows 4-7: one pair, of stored rows 4-7 and
-    rows 0-3 of the block. An array that is joined from q, k and v has pairs for each of them.
+    rows 0-3 of the block. An array that is joined from stored q, k and v has pairs for each of
+    them. If a dim needs several slices, there is a pair for each combination.
 
     Args:
         pieces: The parts of stored arrays that make up the whole array. Together they leave no gap.
         sharding: The array's sharding.
         device: A position in its mesh.
     """
-    block_rows = [sharding.held(d, device) for d in range(len(sharding.shape))]
+    block_rows = [sharding.held(d, device) for d in range(len(sharding.shape))]  # for each dim
     for piece in pieces:
         for slices in itertools.product(*_slices_by_dim(piece, block_rows, sharding.shape)):
             yield _box_pair(piece, slices)
@@ -137,12 +138,13 @@ def _paired_slices(segments: Iterable[Segment], stored_rows: Runs | None) -> Ite
         stored_rows: The rows of the part in the stored array. None: they have the same numbers
             there.
     """
+    # Runs of rows that are consecutive on both sides. Single rows at even distances share a slice.
     pairs = _row_pairs(segments, stored_rows)
     first = 0
     while first < len(pairs):
-        behind = first + _evenly_apart(pairs, first)
-        yield _slice_pair(pairs[first:behind])
-        first = behind
+        stop = first + _evenly_apart(pairs, first)
+        yield _slice_pair(pairs[first:stop])
+        first = stop
 
 
 def _slice_pair(pairs: list[RowPair]) -> SlicePair:

@@ -85,7 +85,7 @@ def needed_elements(before: Sharding, after: Sharding, node_devices: int) -> Num
 
 
 def node_local_traffic(before: Sharding, after: Sharding, node_devices: int) -> Traffic:
-    """Count what the busiest device receives if replicas in its own node send first.
+    """Count what the busiest device receives if replicas in its own node send in place of others.
 
     Each device takes from others what it lacks: from its own node if any device there holds the
     block, else from another node. A node is `node_devices` consecutive devices. The result has a
@@ -97,7 +97,7 @@ def node_local_traffic(before: Sharding, after: Sharding, node_devices: int) -> 
     # Set what a device takes from its own block to 0: the rest has to be sent.
     elements[holders.block_of, np.arange(before.mesh.n_devices)] = 0
 
-    between_nodes = np.where(holders.is_on_same_node, 0, elements)
+    between_nodes = np.where(holders.is_on_same_node, 0, elements)  # [blocks, devices]
     inside_nodes = elements - between_nodes
     hops = []
     for level, level_elements in enumerate((between_nodes, inside_nodes)):
@@ -120,8 +120,8 @@ def _node_hop(axis: str, level: int, elements: Numbers, node_devices: int) -> Ho
     """
     by_device = elements.sum(axis=0)
     received = int(by_device.max())
-    messages = int((elements > 0).sum(axis=0).max())
-    # Devices of a node may share a port, which carries their average.
+    messages = int((elements > 0).sum(axis=0).max())  # one for each block that a device lacks
+    # Devices of a node may share a port, whose load is their average.
     node_of = np.arange(len(by_device)) // node_devices
     busiest_node = np.bincount(node_of, by_device).max()
     mean_of_busiest_node = int(busiest_node / node_devices)
@@ -346,6 +346,7 @@ class _Receiver:
         src_index = self.before.dim_device(d, self.device)
         dst_index = self.after.dim_device(d, self.device)
         sender = None if self.sender is None else self.before.dim_device(d, self.sender)
+        # In a new sum each row counts once: it is taken from its one provider, never from a copy.
         begins_sum = not set(src.dim.axes).isdisjoint(self.new_sums)
         # `sources` is cached by its positional arguments, so it gets no keywords.
         taken = sources(src, dst, src_index, dst_index, begins_sum, sender)
@@ -362,8 +363,8 @@ class _Receiver:
     def message(self, addend: Coords, box_sources: tuple[Source, ...], sign: int) -> Message:
         """Make one message: find the sending device, and the box of rows of all dims.
 
-        The sender has the coordinates of `addend` and `box_sources` along their axes, and those of
-        the receiver along all other axes.
+        Along the axes of sums that end, the sender has the coordinates `addend`; along the axes that
+        shard dims, those in `box_sources`; and along all other axes the receiver's own.
 
         Args:
             addend: The sender's coordinates along the axes with sums that end.
