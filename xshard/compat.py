@@ -69,11 +69,14 @@ def all_to_all_single(
     if even:
         hint = "pass shape= (the global shape): blocks may then differ in size"
         n_chunks = 2 * n if zigzag else n  # zigzag gives each device two chunks
-        d = sequence_dim % len(shape)
-        _check_divides("sequence length", sequence_length, n_chunks, text, d, hint)
+        # Dims may be counted from the end; errors mark them by their number from the front.
+        _check_divides(
+            "sequence length", sequence_length, n_chunks, text, sequence_dim % len(shape), hint
+        )
         if direction == "split_to_full":
-            d = channel_dim % len(shape)
-            _check_divides("number of channels", shape[d], n, text, d, hint)
+            _check_divides(
+                "number of channels", shape[channel_dim], n, text, channel_dim % len(shape), hint
+            )
     return text
 
 

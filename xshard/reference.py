@@ -518,6 +518,7 @@ def checked_blocks(blocks: Arrays, sharding: Sharding) -> list[Block]:
             hint += f"gives it {local_shape}"
             raise ShapeError(f"the block of device {device} has shape {array.shape}", hint=hint)
         if array.dtype != arrays[0].dtype:
-            what = f"device {device} holds {array.dtype}, device 0 holds {arrays[0].dtype}"
-            raise DtypeError(what)
+            raise DtypeError(
+                f"device {device} holds {array.dtype}, device 0 holds {arrays[0].dtype}"
+            )
     return arrays

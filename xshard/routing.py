@@ -94,9 +94,7 @@ def check_rows(rows: Sequence[int], to: Sequence[int], is_whole: bool, **limits:
     """
     fits = len(rows) > 0 and len(to) in (1, 2) and to[0] == rows[0]
     if not (is_whole and fits):
-        kind = ""
-        if not is_whole:
-            kind = ", of numbers that are not whole,"
+        kind = "" if is_whole else ", of numbers that are not whole,"
         what = f"to has shape {tuple(to)}{kind} for rows of shape {tuple(rows)}"
         hint = "to[row] is a group, or to[row, choice]; a number below 0 is none"
         raise ShapeError(what, hint=hint)

@@ -67,8 +67,8 @@ def block_holders(sharding: Sharding, node_devices: int) -> BlockHolders:
     node_of = np.arange(mesh.n_devices) // node_devices  # [devices]
     is_in_node = np.zeros((len(keys), node_of[-1] + 1), bool)  # [blocks, nodes]
     is_in_node[block_of, node_of] = True
-    is_on_same_node = is_in_node[:, node_of]  # [blocks, devices]
-    return BlockHolders(keys, block_of, addends, is_on_same_node)
+    # The last: for each block and device, whether a device of the same node holds the block.
+    return BlockHolders(keys, block_of, addends, is_in_node[:, node_of])
 
 
 def needed_elements(before: Sharding, after: Sharding, node_devices: int) -> Numbers:

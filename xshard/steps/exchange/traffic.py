@@ -389,11 +389,9 @@ def received_of_dim(
     # The receiver's coordinate in each pair, by the axes that tell receivers apart: [pairs] each.
     coords = dict(zip(dst.dim.axes, coords_of(pairs.receivers, dst.sizes), strict=True))
     for axis, sender_coord in zip(src.dim.axes, coords_of(pairs.senders, src.sizes), strict=True):
-        if axis not in fixed:
-            continue
-        if axis in coords:
+        if axis in fixed and axis in coords:
             is_taken &= sender_coord == coords[axis]
-        else:
+        elif axis in fixed:
             # The axis does not shard the dim after: receivers with all its coordinates want the
             # same rows. Each takes those of the sender at its own coordinate.
             coords[axis] = sender_coord
