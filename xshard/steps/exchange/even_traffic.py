@@ -298,6 +298,8 @@ def digit_traffic(
     digits = row_digits(src, dst)
     if digits is None:
         return None
+    # Who sends to a device: along `free` coordinates senders with all values, and in each of `pairs`
+    # those whose one coordinate equals another one of the receiver.
     rules = _sender_rules(digits, addends)
     wanted = _wanted_elements(shape, dst, addends)
     # What is still to come: from senders that have the receiver's coordinates on all slower levels.
