@@ -69,11 +69,14 @@ def all_to_all_single(
     if even:
         hint = "pass shape= (the global shape): blocks may then differ in size"
         n_chunks = 2 * n if zigzag else n  # zigzag gives each device two chunks
-        d = sequence_dim % len(shape)
-        _check_divides("sequence length", sequence_length, n_chunks, text, d, hint)
+        # Dims may be counted from the end; errors mark them by their number from the front.
+        _check_divides(
+            "sequence length", sequence_length, n_chunks, text, sequence_dim % len(shape), hint
+        )
         if direction == "split_to_full":
-            d = channel_dim % len(shape)
-            _check_divides("number of channels", shape[d], n, text, d, hint)
+            _check_divides(
+                "number of channels", shape[channel_dim], n, text, channel_dim % len(shape), hint
+            )
     return text
 
 
@@ -126,8 +129,7 @@ def spmd_transition(src: str, dst: str, shape: tuple[int, ...], n: int, axis: Ax
     Their types are "R" (replicated, gradients are addends), "I" (invariant: replicated, gradients
     too), "P" (partial sums), "S(0)" (dim 0 is sharded) and "V" (varying: each device has a block of
     its own). A block of type V is written as one element of a new leading dim that is sharded over
-    the devices. From V to S, or back, blocks stay as they are: then, as for equal types, the result
-    is None.
+    the devices: [4, 2] on each of 2 devices as [2, 4, 2], with d0 sharded.
 
     Args:
         src: The type before: "R", "I", "P", "V", or a cut as "S(0)".
@@ -135,6 +137,10 @@ def spmd_transition(src: str, dst: str, shape: tuple[int, ...], n: int, axis: Ax
         shape: The shape of the block.
         n: The number of devices along the axis.
         axis: The mesh axis.
+
+    Returns:
+        The text. None if blocks stay as they are: the types are equal, or one is "V" and the other
+        "S(...)".
 
     Raises:
         XshardError: There is no such type.
@@ -144,7 +150,7 @@ def spmd_transition(src: str, dst: str, shape: tuple[int, ...], n: int, axis: Ax
         >>> spmd_transition("V", "I", (4, 2), 2, "tp")
         'd0/tp d1 d2 -> d0 d1 d2'
     """
-    src_dim = spmd_cut(src)
+    src_dim = spmd_cut(src)  # the dim that is sharded, 0 for V; None for R, I and P
     dst_dim = spmd_cut(dst)
     are_both_sharded = src_dim is not None and dst_dim is not None
     if src == dst or ("V" in (src, dst) and are_both_sharded):
@@ -153,7 +159,7 @@ def spmd_transition(src: str, dst: str, shape: tuple[int, ...], n: int, axis: Ax
         reason = f"a block of shape {shape} lacks an element for each of {n} devices"
         raise ShapeError(reason, hint="V takes the leading dim apart; S(0) cuts it")
     if src == "V":
-        shape = (1, *shape)
+        shape = (1, *shape)  # a block of the array with the new leading dim
     return f"{_spmd_side(src, src_dim, shape, axis)} -> {_spmd_side(dst, dst_dim, shape, axis)}"
 
 
@@ -226,6 +232,10 @@ def styles_of_transformers(axis: str) -> dict[str, Style]:
     "colwise" on axis tp: the weight's output features (dim -2) are sharded, and inputs are used as
     copies: `... -> ... | copy(tp)`. "rowwise": its input features (dim -1) are sharded, and outputs
     are all-reduced: `... | sum(tp) -> ...`.
+
+    Returns:
+        By the name of a style: the dim of the weight that is sharded, the rule for inputs, and the
+        rule for outputs; None for no rule.
     """
     copied = _copied(axis)
     still_copied = Style(None, _still_copied(axis))
@@ -294,7 +304,7 @@ def plan_of_transformers(model: Any, axis: str) -> dict[str, dict[Any, Any]]:
     parameters = model.named_parameters(remove_duplicate=False)
     inputs = {"": "..."}
     outputs = {}
-    local_modules = _modules_with_local_parts(plan)
+    local_modules = _modules_with_local_parts(plan)  # whose weights each device uses for its heads
     # Each name once, with stars for the numbers of layers, as the model's plan has them.
     patterns = dict.fromkeys(_starred(name) for name, _ in model.named_modules() if name)
     for pattern in patterns:
@@ -331,7 +341,7 @@ def _parameter_rules(
         pattern = _starred(name)
         module_pattern, _, own_name = pattern.rpartition(".")
         # A style is declared for the parameter itself, or for its module.
-        style_name = plan.get(pattern) or plan.get(module_pattern) or "replicate"
+        style_name = plan.get(pattern, plan.get(module_pattern, "replicate"))
         style = styles[style_name]
         if style.dim is not None:  # others fall under `**` below
             rule = _parameter_rule(style, tuple(x.shape), own_name, axis)

@@ -75,9 +75,9 @@ def _fill(block: Block, x: Block, sharding: Sharding, device: int) -> None:
     # Rows beyond the ends of the array first, as of a zero or constant boundary; rows of the array
     # are written over them where both are.
     fill_boundaries(block, sharding, device)
-    # One view is the array itself. Others are its images beyond a pole.
+    # One view is the array itself. Others are mirrored copies of it, if it ends at poles of a sphere.
     for view in views(sharding):
-        rows = []  # for every dim, the global row of each place in the block
+        rows = []  # for every dim, the global row at each position of the block; FILL for none
         for d, end in enumerate(view_ends(sharding, view)):
             rows.append(end.wanted_rows()[sharding.dim_device(d, device)])
         index = _indices(rows)
@@ -98,7 +98,8 @@ def gather(
 ) -> NDArray[np.generic]:
     """Put the global array together from the block of every device.
 
-    Addends and contributions are reduced. Of several copies of a row one is read, its owner's if there.
+    Addends of a sum, and overlapping rows under a `fold`, are reduced. Of several copies of a row one
+    is read: the one of the device that owns the row, if it holds it.
 
     Args:
         blocks: A block for every device of the mesh, row-major.
@@ -121,9 +122,12 @@ def gather(
     arrays = checked_blocks(blocks, sharding)
     op = _reduction(sharding.layout)
     out: Block = np.zeros(sharding.shape, arrays[0].dtype)
-    is_written = np.zeros(out.shape, bool)
+    is_written = np.zeros(out.shape, bool)  # an element is reduced if it was written before
+    # Replicas hold one block: reading several would add it up several times.
     for device in _devices_with_distinct_blocks(sharding):
+        # One view (part) of a block is its rows in the array. Others are copies beyond poles.
         for view in views(sharding):
+            # Rows of each dim, by position in the block. Several, if it has a row several times.
             for rows in _offers(sharding, view, device):
                 index = _indices(rows)
                 values = arrays[device][index.block]
@@ -261,17 +265,23 @@ def _pull_back_max_min(plan: Plan, blocks: list[Block], cotangents: Arrays) -> l
     """Share the gradient of each maximum (or minimum) equally among the devices that hold it.
 
     Values 3, 5, 5 on three devices and a gradient of 1 for their maximum -> 0, 1/2, 1/2.
+
+    Args:
+        plan: A redistribution that ends a max or min over devices.
+        blocks: The input blocks, one per device.
+        cotangents: The gradient of the result, one block per device.
     """
     plans = max_min_plans(plan)
-    # Bring the maximum to where the input blocks are, to be compared with them. If the plan's
-    # result lacks rows of the array, `plans.result` starts from the input blocks instead.
-    has_all_rows = plans.result.src.is_linear
-    extremes = run(plans.result, run(plan, blocks) if has_all_rows else blocks)
-    has_won = []
+    # Bring the maxima to where the input blocks are, to be compared with them: from the plan's
+    # result, or, if that lacks rows of the array, by another reduction of the input blocks. Its
+    # source layout tells which: only the input still holds a max, which is not linear.
+    starts_from_result = plans.result.src.is_linear
+    extremes = run(plans.result, run(plan, blocks) if starts_from_result else blocks)
+    has_won = []  # 1 where a block has the maximum, else 0
     for block, extreme in zip(blocks, extremes, strict=True):
         has_won.append(np.equal(block, extreme).astype(block.dtype))
-    n_winners = run(plans.count, has_won)
-    gradients = run(plans.cotangent, cotangents)
+    n_winners = run(plans.count, has_won)  # their sum over the devices, on each device
+    gradients = run(plans.cotangent, cotangents)  # of the maxima, where the input blocks are
     shares = []
     for device, gradient in enumerate(gradients):
         # Without a winner, as with nan, there is nothing to share, and nothing to divide by.
@@ -280,33 +290,41 @@ def _pull_back_max_min(plan: Plan, blocks: list[Block], cotangents: Arrays) -> l
 
 
 class Contracted(NamedTuple):
-    """The result of a contraction, and for every part its operands as they were contracted."""
+    """The result of a contraction, and for every part of its plan the operands after their moves."""
 
     result: Operand
-    used: list[list[Operand]]
+    operands_by_part: list[list[Operand]]
 
 
 def _run_contraction(plan: ContractionPlan, operands: Sequence[Arrays]) -> Contracted:
     """Run a contraction on numpy blocks, one local contraction (part of the plan) after the other.
 
-    operands: for each operand its blocks, one per device. The result also has the operands of each
-    part as they were contracted, for gradients.
+    Values are numbered: x, y, z are values 0, 1, 2; the first part contracts x and y to value 3,
+    the second contracts z and value 3 to value 4, the result. Each part first moves its operands to
+    the layouts in which devices can contract them by themselves.
+
+    Args:
+        plan: The plan.
+        operands: For each operand its blocks, one per device.
+
+    Returns:
+        The result, and the operands of each part as they were contracted, which gradients need.
     """
     if len(operands) != len(plan.shapes):
         raise ShapeError(f"{len(operands)} operands for the {len(plan.shapes)} of '{plan.text}'")
     *arrays, target = plan.arrays
-    values = []  # the operands, then the result of each part
+    values = []  # the operands, then the result of each part; each has one block per device
     for x, array, move in zip(operands, arrays, plan.moves, strict=True):
         values.append(blocks_by_name(checked_blocks(x, array), array, move.source))
-    used_by_part = []
-    for part, numbers in zip(plan.parts, _operand_numbers(plan), strict=True):
-        used = []
-        for number, move in zip(numbers, part.moves, strict=True):
-            used.append(run(move, values[number]))
-        used_by_part.append(used)
-        result = contract(_with_names(part, used), part.result.src.names)
-        values.append(run(part.result, result))
-    return Contracted(_to_written_dims(values[-1], target, plan.result.target), used_by_part)
+    operands_by_part = []
+    for part, value_numbers in zip(plan.parts, _operand_numbers(plan), strict=True):
+        part_operands = []
+        for number, move in zip(value_numbers, part.moves, strict=True):
+            part_operands.append(run(move, values[number]))
+        operands_by_part.append(part_operands)
+        result = contract(_with_names(part, part_operands), part.result.src.names)
+        values.append(run(part.result, result))  # such as a reduction of partial sums
+    return Contracted(_to_written_dims(values[-1], target, plan.result.target), operands_by_part)
 
 
 def _operand_numbers(plan: ContractionPlan) -> list[list[int]]:
@@ -332,19 +350,22 @@ def _pull_back_contraction(
 ) -> list[Operand]:
     """Return the gradients (cotangents) of all operands, from the gradient of the result.
 
-    The forward pass runs again, for the moved operands. Then its local contractions (parts) are
-    undone, the last one first.
+    The forward pass runs again, since gradients need the operands of each local contraction (part
+    of the plan). Then the parts are differentiated, the last one first.
+
+    Values are numbered: of a contraction of x, y, z in two parts, x, y, z are values 0, 1, 2, the
+    result of the first part is value 3, and that of the second, the whole result, is value 4.
     """
-    used_by_part = _run_contraction(plan, operands).used
-    numbers_by_part = _operand_numbers(plan)
+    operands_by_part = _run_contraction(plan, operands).operands_by_part
+    value_numbers = _operand_numbers(plan)  # by part, such as [[0, 1], [2, 3]]
     n_operands = len(plan.moves)
-    last = n_operands + len(plan.parts) - 1
+    last_value = n_operands + len(plan.parts) - 1
     blocks = [np.asarray(block) for block in cotangents]
-    # The gradient of each value, by its number: operands 0, 1, ..., then the results of parts.
-    gradients = {last: blocks_by_name(blocks, plan.arrays[-1], plan.result.target)}
+    # The gradient of each value, by its number. Each value is the operand of just one part.
+    gradients = {last_value: blocks_by_name(blocks, plan.arrays[-1], plan.result.target)}
     for k in reversed(range(len(plan.parts))):
-        of_operands = _gradients(plan.parts[k], used_by_part[k], gradients[n_operands + k])
-        gradients.update(zip(numbers_by_part[k], of_operands, strict=True))
+        of_operands = _gradients(plan.parts[k], operands_by_part[k], gradients[n_operands + k])
+        gradients.update(zip(value_numbers[k], of_operands, strict=True))
     results = []
     for i, move in enumerate(plan.moves):
         results.append(_to_written_dims(gradients[i], plan.arrays[i], move.source))
@@ -392,10 +413,14 @@ def _places_by_name(array: Sharding, named: Sharding) -> Iterator[NDArray[np.int
         yield named_block(numbers, array.layout, named, named.local_shape(device), rows)
 
 
-def _gradients(part: Part, used: list[Operand], cotangent: Operand) -> Iterator[Operand]:
-    """Iterate over the cotangents of a part's operands, each contracted where the operands were."""
+def _gradients(part: Part, part_operands: list[Operand], cotangent: Operand) -> Iterator[Operand]:
+    """Yield the gradient of each operand of a local contraction, from the gradient of its result.
+
+    part_operands: the operands after their moves. Each gradient is moved back to where its operand
+        came from.
+    """
     of_result = (part.result.src.names, run(part.result.backward, cotangent))
-    operands = _with_names(part, used)
+    operands = _with_names(part, part_operands)
     for i, move in enumerate(part.moves):
         names, blocks = operands[i]
         others = [of_result, *operands[:i], *operands[i + 1 :]]
@@ -411,24 +436,25 @@ def contract_gradient(
     gradient and the second operand. Nothing moves between devices.
 
     Args:
-        operands: The dims and the blocks of the cotangent and of each other operand.
-        names: The dims of the operand whose cotangent is asked for.
+        operands: The names of dims and the blocks of the result's gradient, and of each operand but
+            the one that is asked for: here those with dims "b f" and "d f".
+        names: The dims of the operand whose gradient is asked for: "b d".
         like: The blocks of that operand, which give shapes and dtypes.
 
     Returns:
-        One block per device: the cotangent of the operand.
+        One block per device: the gradient of the operand.
     """
-    other_names = set[str]()
+    known_names = set[str]()
     for dims, _ in operands:
-        other_names.update(dims)
-    # Of `n d, d -> d`, the first operand alone has n, which is summed: all rows along n have the
-    # same gradient. A factor of ones with that dim repeats it.
-    repeated = [d for d, name in enumerate(names) if name not in other_names]
-    ones = []
+        known_names.update(dims)
+    # In `n d, d -> d`, only the first operand has n, which is summed: all rows along n have the
+    # same gradient. A factor of ones with the dim n repeats it.
+    repeated_dims = [d for d, name in enumerate(names) if name not in known_names]
+    ones = []  # one block per device
     for block in like:
-        shape = [block.shape[d] for d in repeated]
+        shape = [block.shape[d] for d in repeated_dims]
         ones.append(np.ones(shape, block.dtype))
-    repeated_names = tuple(names[d] for d in repeated)
+    repeated_names = tuple(names[d] for d in repeated_dims)
     return contract([*operands, (repeated_names, ones)], names)
 
 
@@ -492,6 +518,7 @@ def checked_blocks(blocks: Arrays, sharding: Sharding) -> list[Block]:
             hint += f"gives it {local_shape}"
             raise ShapeError(f"the block of device {device} has shape {array.shape}", hint=hint)
         if array.dtype != arrays[0].dtype:
-            what = f"device {device} holds {array.dtype}, device 0 holds {arrays[0].dtype}"
-            raise DtypeError(what)
+            raise DtypeError(
+                f"device {device} holds {array.dtype}, device 0 holds {arrays[0].dtype}"
+            )
     return arrays

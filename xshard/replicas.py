@@ -59,13 +59,13 @@ class ReplicaCheck(NamedTuple):
     ) -> ReplicaError | None:
         """Judge measured differences between replicas: return the error to raise, None if they are equal.
 
-        Devices along an axis of replicas should hold equal blocks. On 2 devices with the largest values
-        1.0 a difference of 0.5 is an error; one within the rounding of the dtype is none.
+        Devices along an axis of replicas should hold equal blocks. If the largest value is 1.0, a
+        difference of 0.5 is an error; one within the rounding of the dtype is none.
 
         Args:
             differences: `[devices, axes, 2]`: for each device and each of `self.axes` the largest
-                difference in the device's group along the axis, then the largest value there.
-            names: Of devices in errors, by default their numbers.
+                difference between the devices along the axis, then the largest value that they hold.
+            names: Of devices in errors, such as ranks; by default their numbers.
         """
         measured = np.asarray(differences, np.float64)
         difference = measured[..., 0]  # [devices, axes]
@@ -73,9 +73,9 @@ class ReplicaCheck(NamedTuple):
         is_wrong = difference > tolerances.replicas(self.dtype) * largest
         if not is_wrong.any():
             return None
-        # Only the first group along the first wrong axis is reported. All devices have the findings of
-        # all groups, so that all of them raise the same error.
-        i = int(is_wrong.any(axis=0).argmax())
+        # Only the first wrong axis is reported, and on it the first device with its group. All devices
+        # have the findings of all groups, so that all of them raise the same error.
+        i = int(is_wrong.any(axis=0).argmax())  # `argmax` of bools is the first that is True
         device = int(is_wrong[:, i].argmax())
         axis = self.axes[i]
         group = self.mesh.group(device, (axis,))

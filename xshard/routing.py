@@ -26,18 +26,18 @@ class Groups:
 
     @classmethod
     def of(cls, groups: Any, n_parts: int) -> Groups:
-        """Read in which part, such as a device, each group of rows (an expert) lies.
+        """Find the part of a mesh axis on which each group is, such as the device of each expert.
 
         Args:
-            groups: A number of groups, which lie as `g/axis` says; or the part of each; or None: one group
-                per part.
+            groups: A number of groups, which are sharded evenly, as a dim `g/axis` is; or a list with the
+                part of each group; or None: one group per part.
             n_parts: The number of parts.
 
         Returns:
             The part of each group.
 
         Raises:
-            ShapeError: It is another value, or names a part that is not there.
+            ShapeError: `groups` is none of these, or names a part that is not there.
 
         Examples:
             >>> Groups.of(3, 2).parts, Groups.of([1, 0, 1], 2).parts, Groups.of(None, 2).parts
@@ -45,9 +45,9 @@ class Groups:
         """
         number = n_parts if groups is None else as_whole_number(groups)
         if number is None:
-            parts = whole_numbers(groups)
+            parts = whole_numbers(groups)  # None if it is no list
         else:
-            parts = _parts_in_turn(number, n_parts)
+            parts = _parts_in_turn(number, n_parts)  # empty unless there is a group
         # `whole_numbers` makes ints of all numbers that are whole, so that anything else here, such as
         # a bool or 1.5, is an error.
         if not parts or not all(type(part) is int and 0 <= part < n_parts for part in parts):
@@ -94,9 +94,7 @@ def check_rows(rows: Sequence[int], to: Sequence[int], is_whole: bool, **limits:
     """
     fits = len(rows) > 0 and len(to) in (1, 2) and to[0] == rows[0]
     if not (is_whole and fits):
-        kind = ""
-        if not is_whole:
-            kind = ", of numbers that are not whole,"
+        kind = "" if is_whole else ", of numbers that are not whole,"
         what = f"to has shape {tuple(to)}{kind} for rows of shape {tuple(rows)}"
         hint = "to[row] is a group, or to[row, choice]; a number below 0 is none"
         raise ShapeError(what, hint=hint)

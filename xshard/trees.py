@@ -84,13 +84,13 @@ def leaves_with_values(
     branch with `Rules` instead, patterns over names, has the value of the pattern that fits.
 
     Args:
-        branches: The name, the value or `Rules`, and the tree of each branch: `prefix_branches`.
+        branches: (name, value or `Rules`, tree) of each branch, as `prefix_branches` yields them.
         named_leaves: A function that lists the leaves of a tree by name.
         takes_value: Whether a leaf takes a value; others get None. By default all do.
     """
     leaves = []
     for branch, value, tree in branches:
-        named = list(named_leaves(tree))
+        named = list(named_leaves(tree))  # (name, leaf)
         names = dict.fromkeys(name for name, x in named if takes_value(x))
         if isinstance(value, Rules):
             with located(place_of(branch)):
@@ -129,20 +129,24 @@ def prefix_branches(
     name: str = "",
     error: type[XshardError] = PlanError,
 ) -> Iterator[tuple[str, Any, Any]]:
-    """Find which value is given for which branch of a tree: yields (name, value, branch).
+    """Match given values with the branches of a tree that each one is for.
 
-    Of the tree {"a": {"w": x, "b": y}, "c": z}, given {"a": 1, "c": 2}: ("a", 1, {"w": x, "b": y})
-    and ("c", 2, z). Given 3: ("", 3, the tree). For a module or another object with named parts, a
-    dict that is not nested like it is taken for patterns over names: then the value is a `Rules`.
+    For the tree {"a": {"w": x, "b": y}, "c": z}, given {"a": 1, "c": 2}: yields
+    ("a", 1, {"w": x, "b": y}) and ("c", 2, z). Given 3: ("", 3, the tree).
 
     Args:
-        given: The values.
+        given: The values: one, or a tree of them that ends at branches of `tree`. For a module or
+            another object with named parts, a dict that is not nested like it is taken for patterns
+            over names: then the value is a `Rules`.
         tree: The tree.
         is_value: Whether something is one value.
-        what: What errors call the tree, and its values.
-        children: A function that returns the branches of a tree, or None for a leaf.
+        what: What errors call the tree and its values, such as ("tensors", "layouts").
+        children: A function that returns the branches of a tree by key, or None for a leaf.
         name: The name of the tree in a larger one.
         error: The class of errors.
+
+    Yields:
+        (name of a branch, the value given for it, the branch).
     """
     # Asked before `given` is looked into: a value may be a tuple itself, as a pair of layouts is.
     if isinstance(given, Rules) or is_value(given):
@@ -212,11 +216,21 @@ def group_by_bytes(
 def _split_at_limit(
     items: Sequence[int], sizes: Sequence[int | Counter[int]], limit: int | None
 ) -> list[list[int]]:
-    """Split items into groups of consecutive ones, each as long as the limit on bytes allows."""
+    """Split items into groups of consecutive ones, each with as many as the limit on bytes allows.
+
+    Items 0, 1, 2 of 3, 3, 9 bytes with a limit of 6 -> [[0, 1], [2]]: the last is alone, though it
+    is larger than the limit.
+
+    Args:
+        items: The numbers of the items.
+        sizes: The bytes of each item of all, or its bytes by device.
+        limit: The most bytes of a group on any device; None for no limit.
+    """
     groups: list[list[int]] = []
     group_bytes = Counter[int]()  # of the last group, by device
     for i in items:
         size = sizes[i]
+        # One number is for all devices alike: device 0 stands for them.
         item_bytes = Counter({0: size}) if isinstance(size, int) else size
         group_bytes = group_bytes + item_bytes
         is_too_large = limit is not None and max(group_bytes.values(), default=0) > limit

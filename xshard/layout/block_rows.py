@@ -89,9 +89,17 @@ def all_held_rows(dim: Dim, length: int, sizes: Sizes) -> tuple[Runs, ...]:
 def _spans_of_block(
     dim: Dim, length: int, sizes: Ints, coords: Ints, owned: Runs
 ) -> tuple[RowSpan, ...]:
-    """List the rows of a device's block as `row_spans` does, given the rows that it owns.
+    """List the rows of a device's block in local order, and where it gets them from.
 
-    Owned rows 0-3 of 8 with a halo of 1 -> FILL from "before", 0-3 its "own", 4 from "near".
+    Owned rows 0-3 of 8 with a halo of 1 -> FILL from "before" the array, 0-3 its "own", 4 from
+    "near", another device.
+
+    Args:
+        dim: The dim, with its overlap.
+        length: Its number of rows.
+        sizes: The size of each axis of the dim.
+        coords: The device's coordinate along each of them.
+        owned: The rows that the device owns.
     """
     if dim.overlap is None:
         return _spans_from("own", owned)
@@ -108,7 +116,7 @@ def _spans_of_block(
     owned_intervals = sorted(unrolled(owned))  # for the search by bisection
     spans: list[RowSpan] = []
     for start, stop in intervals:
-        if start < stop:
+        if start < stop:  # a negative halo may leave no rows
             spans.extend(_spans_between(start, stop, owned_intervals, length, overlap))
     return tuple(spans)
 
@@ -150,7 +158,8 @@ def window_outputs(dim: Dim, window: Window, length: int, sizes: Ints, coords: I
     if sharded_as != "aligned":
         return cut_by_shards(n_outputs, dim.shards, sizes, coords)
 
-    # "aligned": output i is computed on the device that owns row i * stride.
+    # "aligned": output i is computed on the device that owns row i * stride. Rows 4 to 7 with a
+    # stride of 3 -> output 2 (row 6).
     runs = []
     for run in unrolled(owned_rows(dim, length, sizes, coords)):
         run_stop = _stop_of(run)
@@ -176,7 +185,7 @@ def output_dim(dim: Dim, length: int, sizes: Sizes) -> tuple[Dim, int]:
     if not isinstance(window, Window):
         raise ShapeError(f"'{dim}' is not a window", hint="as in h/sp:window(k=3,p=1)")
     n_outputs = window.output_length(length)
-    outputs = []  # of every device
+    outputs = []  # which outputs every device computes
     for coords in all_coords(sizes):
         outputs.append(window_outputs(dim, window, length, sizes, coords))
     for shards in _shards_of_outputs(dim, outputs):
@@ -227,15 +236,18 @@ def block_fills(
 def meaning(dim: Dim, length: int, sizes: Sizes, coords: Sequence[int]) -> tuple[Runs, object]:
     """Describe what a device's block contains, so that two layouts of a dim can be compared.
 
-    Two dims mean the same on a device if both results are equal: the rows of the block, and a list
-    of (rows, boundary) for those that the boundary fills with a value or negates. Zeros and ones
-    beyond the edge, for example, are both FILL among the rows, and only differ in the list.
+    Two layouts of a dim give a device the same block if they give equal results here.
+
+    Returns:
+        The rows of the block; and a list of (rows, boundary) for the rows that a boundary fills
+        with a value, or may negate beyond a pole. Zeros and ones beyond the edge, for example, are
+        both FILL among the rows, and differ in the list only.
     """
     rows = held_rows(dim, length, sizes, coords)
     if dim.overlap is None:
         return rows, []
     overlap = unfolded(dim.overlap)
-    if isinstance(overlap, Reads):
+    if isinstance(overlap, Reads):  # a list of rows of the array: none is beyond its ends
         return rows, []
     changed_rows = []
     for span in row_spans(dim, length, sizes, coords):
@@ -280,14 +292,14 @@ def _halo_intervals(
 ) -> list[tuple[int, int]]:
     """List the row intervals (start, stop) that a device owns, each widened by its halo.
 
-    Rows 4 to 7 with a halo of 1 row before and 2 after -> (3, 10). A halo has one width on each
-    side for all devices, or a list of one per device; then each device owns one contiguous
-    interval.
+    Rows 4 to 7 with a halo of 1 row before and 2 after -> (3, 10). If the device owns several
+    intervals, as under a cyclic order, each has its halo.
     """
     part = row_major(sizes, coords)
-    if isinstance(halo.lo, int) and isinstance(halo.hi, int):
+    if isinstance(halo.lo, int) and isinstance(halo.hi, int):  # one width for all devices
         intervals = [(run.start, _stop_of(run)) for run in unrolled(owned)]
     else:
+        # A list of widths, one per device: then each device owns one interval, perhaps without rows.
         intervals = [_interval_of_part(dim, length, sizes, part)]
     rows_before, rows_after = halo.widths(part)
     return [(start - rows_before, stop + rows_after) for start, stop in intervals]
@@ -386,32 +398,33 @@ def _walk_around(start: int, count: int, length: int) -> Sequence[Run]:
 def _walk_up_and_down(start: int, stop: int, length: int, first_row_down: int) -> Sequence[Run]:
     """Mirror an array at both ends, again and again, and return the rows at [start, stop).
 
-    An array of 4 rows goes on as 0 1 2 3 3 2 1 0 0 1 ... if the first row on the way down is 3, and
-    as 0 1 2 3 2 1 0 1 ... if it is 2. Position 0 is row 0; negative positions count back from
-    there: -2 and -1 are 1 0, or 2 1.
+    An array of 4 rows goes on as 0 1 2 3 3 2 1 0 0 1 ... if the end rows are repeated, and as
+    0 1 2 3 2 1 0 1 ... if not. Position 0 is row 0; negative positions count back from there: -2
+    and -1 are 1 0, or 2 1.
 
     Args:
         start: The first position.
         stop: The position after the last.
         length: The rows of the array.
-        first_row_down: The last row of the array, or the row before it.
+        first_row_down: The first row on the way down: the last row of the array if end rows are
+            repeated (3 above), else the row before it (2).
     """
-    # The walk down ends at the row as far from the first one as it began from the last one.
+    # The walk down stops as far from the first row as it began from the last one: 3 2 1 0, or 2 1.
     last_row_down = length - 1 - first_row_down
     n_down = first_row_down - last_row_down + 1
     if n_down <= 0:  # 1 or 2 rows without their end rows repeated: there is no way down
         return _walk_around(start, stop - start, length)
-    period = length + n_down
+    period = length + n_down  # up and down once
     runs = []
     position = start
     while position < stop:
-        phase = position % period
-        if phase < length:  # on the way up
-            count = min(stop - position, length - phase)
-            runs.append(Run(phase, count))
+        step = position % period  # how far along the way up and down
+        if step < length:  # on the way up
+            count = min(stop - position, length - step)
+            runs.append(Run(step, count))
         else:
-            # On the way down: a run of single rows with stride -1.
-            count = min(stop - position, period - phase)
-            runs.append(Run(first_row_down - (phase - length), 1, count, -1))
+            # On the way down: `count` single rows, each one below the last (stride -1).
+            count = min(stop - position, period - step)
+            runs.append(Run(first_row_down - (step - length), 1, count, -1))
         position += count
     return runs

@@ -103,11 +103,15 @@ def _length(dim: Dim, rows: int, mesh: Mesh, known: int | Collection[int] | None
 
 
 def _fitting_length(dim: Dim, rows: int, mesh: Mesh, lengths: Collection[int], hint: str) -> int:
-    """Return the one of several lengths of a dim under which its longest block has so many rows.
+    """Choose the one of several lengths of a dim that fits the rows of a block.
 
-    "n/x" with x=4 and a block of 3 rows: of the lengths 8 and 12 it is 12.
+    "n/x" with x=4 and a block of 3 rows: of the lengths 8 and 12 it is 12, under which the longest
+    block has 3 rows.
+
+    Raises:
+        ShapeError: No length fits, or several do. `hint` is shown with it.
     """
-    block_rows = {}
+    block_rows = {}  # by length, the rows of the longest block
     for length in sorted(lengths):
         block_rows[length] = Sharding(Layout((dim,)), mesh, (length,)).max_local_size
     fitting = [length for length in block_rows if block_rows[length] == rows]

@@ -126,11 +126,16 @@ def _segmented(
 ) -> tuple[Run, ...]:
     """Return a part's rows if each segment, such as a packed document, is sharded by itself.
 
-    Segments of 4 and 2 rows over 2 parts: part 0 has rows 0 1 of the first and row 4 of the second.
-    If the shard lists no segments, all rows are one.
+    Segments of 4 and 2 rows over 2 parts, each cut in halves: part 0 has rows 0 1 of the first and
+    row 4 of the second.
 
-    cut_segment: called with the length of a segment, the number of parts, and the number of one
-        part; returns the rows of that part, counted from the beginning of the segment.
+    Args:
+        length: The rows of all segments.
+        shard: The sharding, which lists the lengths of segments; without a list all rows are one.
+        n_parts: The number of parts.
+        index: Which of the parts, from 0.
+        cut_segment: Called with the length of a segment, `n_parts` and `index`; returns the rows of
+            the part, counted from the beginning of the segment.
     """
     segment_lengths = whole_numbers_of(shard)
     if not segment_lengths:
@@ -198,26 +203,31 @@ def cut_by_shards(length: int, shards: Sequence[Shard], sizes: Ints, coords: Int
         sizes: The size of each axis of all shards, in their order.
         coords: The device's coordinate along each of these axes.
     """
-    runs: Runs = interval(0, length)
+    runs: Runs = interval(0, length)  # the rows of the block that the shards so far have left
     first_axis = 0  # where the axes of the next shard begin in `sizes` and `coords`
     for shard in shards:
         axes = slice(first_axis, first_axis + len(shard.axes))
         first_axis = axes.stop
         n_parts = math.prod(sizes[axes])
         index = row_major(sizes[axes], coords[axes])
-        runs = _inner(length, runs, cut_by_shard(count_rows(runs), shard, n_parts, index))
+        positions = cut_by_shard(count_rows(runs), shard, n_parts, index)
+        runs = _inner(length, runs, positions)
     return runs
 
 
 def _inner(length: int, runs: Runs, positions: Runs) -> Runs:
     """Translate positions in a block into rows of the array.
 
-    A block of rows 4 to 7 at positions 0 and 2 -> rows 4 and 6. `runs` are the rows of the block,
-    of an array of `length` rows; `positions` count from its first row.
+    A block of rows 4 to 7 at positions 0 and 2 -> rows 4 and 6.
+
+    Args:
+        length: The rows of the array.
+        runs: The rows of the block.
+        positions: Which rows of the block, counted from its first.
     """
     if runs == interval(0, length):
         return positions  # all rows: a position is its row
-    if isinstance(runs, Rows) or isinstance(positions, Rows):
+    if isinstance(runs, Rows) or isinstance(positions, Rows):  # listed one by one, as an array
         numbers = row_numbers(runs)
         position_numbers = row_numbers(positions)
         # A map for another length may name positions beyond the block. They are left out here, so
@@ -252,15 +262,20 @@ def owned_rows(dim: Dim, length: int, sizes: Ints, coords: Ints) -> Runs:
 def all_owned_rows(dim: Dim, length: int, sizes: Sizes) -> tuple[Runs, ...]:
     """List the rows of every block of a dim, one entry per block, row-major along its axes.
 
-    8 rows under "n/x/y" with x=2, y=2 -> rows 0-1, 2-3, 4-5, 6-7, for (x, y) = (0, 0), (0, 1), (1,
-    0), (1, 1). Found by recursion: the blocks of "n/x", 0-3 and 4-7, are each cut by y. Results are
-    cached, so that many dims share the work on their outer shards.
+    8 rows under "n/x/y" with x=2, y=2 -> rows 0-1, 2-3, 4-5, 6-7, for (x, y) = (0, 0), (0, 1),
+    (1, 0), (1, 1). Found by recursion: the blocks of "n/x", 0-3 and 4-7, are each cut by y. Results
+    are cached, so that many dims share the work on their outer shards.
+
+    Args:
+        dim: The dim, with its shards. Overlaps do not matter: no device owns rows of its halo.
+        length: Its number of rows.
+        sizes: The size of each axis of the dim, in the order of its shards.
     """
     if not dim.shards:
         return (interval(0, length),)
     shard = dim.shards[-1]
     n_inner_axes = len(shard.axes)
-    outer_dim = Dim("", dim.shards[:-1])
+    outer_dim = Dim("", dim.shards[:-1])  # without its name, so that dims of any name share it
     outer_blocks = all_owned_rows(outer_dim, length, sizes[:-n_inner_axes])
     n_parts = math.prod(sizes[-n_inner_axes:])
 
@@ -268,12 +283,12 @@ def all_owned_rows(dim: Dim, length: int, sizes: Sizes) -> tuple[Runs, ...]:
     positions_by_length: dict[int, list[Runs]] = {}
     inner_blocks = []
     for outer_rows in outer_blocks:
-        rows = count_rows(outer_rows)
-        if rows not in positions_by_length:
-            positions_by_length[rows] = [
-                cut_by_shard(rows, shard, n_parts, i) for i in range(n_parts)
+        outer_length = count_rows(outer_rows)
+        if outer_length not in positions_by_length:
+            positions_by_length[outer_length] = [
+                cut_by_shard(outer_length, shard, n_parts, i) for i in range(n_parts)
             ]
-        for positions in positions_by_length[rows]:
+        for positions in positions_by_length[outer_length]:
             inner_blocks.append(_inner(length, outer_rows, positions))
     return tuple(inner_blocks)
 
@@ -305,11 +320,13 @@ def block_length(dim: Dim, length: int, sizes: tuple[int, ...]) -> tuple[int, bo
     for shard, n_parts in shards_with_parts(dim, sizes):
         is_uneven_zigzag = shard.order == "zigzag" and longest % (2 * n_parts) != 0
         if shard.numbers or is_uneven_zigzag:
-            # Listed sizes, or a zigzag that does not divide the rows: no formula is simple.
-            lengths = block_lengths(dim, length, sizes)
-            return max(lengths), len(lengths) == 1
+            # Listed sizes, or a zigzag that does not divide the rows: no formula is simple. Find the
+            # set of all lengths of blocks, of all shards of the dim at once.
+            different_lengths = block_lengths(dim, length, sizes)
+            return max(different_lengths), len(different_lengths) == 1
         is_even = is_even and longest % n_parts == 0
-        longest = -(-longest // n_parts)  # the first part is never shorter than others
+        # Rounded up: if parts differ, the first is the longest.
+        longest = -(-longest // n_parts)
     return longest, is_even
 
 
@@ -333,12 +350,15 @@ def block_lengths(dim: Dim, length: int, sizes: Sizes) -> frozenset[int]:
 
 
 def find_misfit(dim: Dim, length: int, sizes: Ints) -> str | None:
-    """Check that sizes, intervals, documents and maps written in a dim fit the number of rows.
+    """Say why the sizes, intervals or maps written in a dim do not fit its rows; None if they do.
 
     They have to fit every block that the shards before them leave. `n/x/sizes(y,3,1)` with x=2
-    needs blocks of 4 rows, so 8 rows fit, and 10 do not.
+    needs blocks of 4 rows, so 8 rows fit, and 10 do not: "... adds up to 4 rows, not 5".
 
-    Returns the reason for an error; None if all fit.
+    Args:
+        dim: The dim, with its shards.
+        length: Its number of rows.
+        sizes: The size of each axis of the dim, in the order of its shards.
     """
     for i, (shard, n_parts) in enumerate(shards_with_parts(dim, sizes)):
         if not shard.numbers or shard.order == "cyclic":  # groups of rows fit any length
@@ -346,7 +366,7 @@ def find_misfit(dim: Dim, length: int, sizes: Ints) -> str | None:
         reason = _wrong_number_of_parts(shard, n_parts)
         if reason is not None:
             return reason
-        outer_dim = Dim(dim.name, dim.shards[:i])
+        outer_dim = Dim(dim.name, dim.shards[:i])  # cut by the shards before this one only
         for rows in block_lengths(outer_dim, length, tuple(sizes[: len(outer_dim.axes)])):
             reason = _wrong_rows(shard, n_parts, rows)
             if reason is not None:

@@ -34,16 +34,16 @@ ROWS_OF_LONG_PIECES = 128  # pieces that are longer than this on average are kep
 
 
 class CutPieces(NamedTuple):
-    """Pieces that are cut wherever one of them begins or ends.
+    """Pieces (intervals of rows) that are cut into parts wherever one of them begins or ends.
 
     Attributes:
         parts: The pieces after the cuts. Two parts share all their rows or none.
-        interval: The number of the rows of each part: equal for parts with equal rows.
+        cell: Which rows each part has, as a number: equal for parts with equal rows.
         piece: The number of the piece that each part comes from.
     """
 
     parts: IntervalTable
-    interval: Numbers
+    cell: Numbers
     piece: Numbers
 
 
@@ -68,33 +68,33 @@ class RowPairs(NamedTuple):
 def cut_at_edges(table: IntervalTable) -> CutPieces:
     """Cut row intervals at each other's ends, so that any two parts are equal or disjoint.
 
-    [0, 4) and [2, 6) begin and end at 0, 2, 4, 6 -> [0, 2), [2, 4) of the first and [2, 4), [4, 6)
-    of the second. The result holds the parts, which of the intervals between neighbouring ends each
-    one is (0 1 1 2), and which piece of the input it is from (0 0 1 1).
+    The pieces [0, 4) and [2, 6) have edges 0, 2, 4, 6, and so the cells [0, 2), [2, 4), [4, 6). The
+    first piece becomes the parts [0, 2), [2, 4), the second [2, 4), [4, 6). The result holds these
+    four parts, the number of the cell of each (0 1 1 2), and the number of its piece (0 0 1 1).
     """
     stop = table.start + table.length
     edges = unique_rows(np.concatenate([table.start, stop]))  # ascending
-    # Interval i lies between edges i and i + 1. Each piece is `n_parts` of them, one after another.
-    first_interval = np.searchsorted(edges, table.start)
-    n_parts = np.searchsorted(edges, stop) - first_interval
+    # Cell i lies between edges i and i + 1. Each piece is `n_parts` cells, one after another.
+    first_cell = np.searchsorted(edges, table.start)
+    n_parts = np.searchsorted(edges, stop) - first_cell  # [pieces]
     runs.check_pieces(int(n_parts.sum()))
-    piece = np.repeat(np.arange(len(n_parts)), n_parts)
-    interval = count_up(n_parts, first_interval)
-    whole = table.take(piece)
-    start = edges[interval]
+    piece = np.repeat(np.arange(len(n_parts)), n_parts)  # [parts], as all arrays below
+    cell = count_up(n_parts, first_cell)
+    whole = table.take(piece)  # the uncut piece of each part
+    start = edges[cell]
     local = whole.local + start - whole.start
-    lengths = np.diff(edges)[interval]
+    lengths = np.diff(edges)[cell]
     parts = whole._replace(local=local, start=start, length=lengths)
-    return CutPieces(parts, interval, piece)
+    return CutPieces(parts, cell, piece)
 
 
 def firsts(table: IntervalTable, *, per_block: bool) -> IntervalTable:
     """Keep every row where it comes first: in each block if `per_block`, else in any block."""
     cut = cut_at_edges(table)
     # `np.unique` returns the first index of each key: parts are in the order of the pieces.
-    key = cut.interval
+    key = cut.cell
     if per_block:
-        key = key + cut.parts.block * len(cut.interval)
+        key = key + cut.parts.block * len(cut.cell)
     _, first_index = np.unique(key, return_index=True)
     return cut.parts.take(np.sort(first_index))
 
@@ -104,7 +104,7 @@ def rows_outside(table: IntervalTable, others: IntervalTable) -> IntervalTable:
     # Cut together: then two parts share all their rows or none, and rows are compared by number.
     cut = cut_at_edges(concatenate_tables(others, table))
     is_of_table = cut.piece >= len(others.start)
-    is_in_others = np.isin(cut.interval, cut.interval[~is_of_table])
+    is_in_others = np.isin(cut.cell, cut.cell[~is_of_table])
     return cut.parts.take(is_of_table & ~is_in_others)
 
 
@@ -114,9 +114,9 @@ def layers(table: IntervalTable) -> list[IntervalTable]:
     The first list has every row once, the second every row that comes twice or more, and so on.
     """
     cut = cut_at_edges(table)
-    _, counts = np.unique(cut.interval, return_counts=True)
-    nth = np.empty_like(cut.interval)  # [parts]: how often these rows have come before
-    nth[np.argsort(cut.interval, kind="stable")] = count_up(counts)
+    _, counts = np.unique(cut.cell, return_counts=True)
+    nth = np.empty_like(cut.cell)  # [parts]: how often these rows have come before
+    nth[np.argsort(cut.cell, kind="stable")] = count_up(counts)
     return [cut.parts.take(nth == n) for n in range(int(counts.max(initial=0)))]
 
 
@@ -203,10 +203,11 @@ def shared_rows(src: Sequence[Runs], dst: Sequence[Runs]) -> RowPairs:
     src blocks of rows 0-3 and 4-7, dst blocks of rows 0-5 and 6-7 -> receivers 0 0 1, senders
     0 1 1, rows 4 2 2: block 0 of `dst` shares 4 rows with block 0 of `src` and 2 rows with block 1;
     block 1 of `dst` shares 2 rows with block 1 of `src`. Pairs without common rows are left out.
+    All three ways below count the same; they differ in time and memory.
     """
     if any(isinstance(block, Rows) for block in (*src, *dst)):
-        # Some rows are listed one by one: a lookup table by row is quickest, if it is not too
-        # large.
+        # Some rows are listed one by one (`Rows`), and not as intervals. A lookup table by row is
+        # quickest, but has one block for each row: None if both sides have some row twice.
         shared = _shared_by_table(list(map(row_numbers, src)), list(map(row_numbers, dst)))
         if shared is not None:
             return shared
@@ -215,16 +216,16 @@ def shared_rows(src: Sequence[Runs], dst: Sequence[Runs]) -> RowPairs:
     n_pieces = int(src_runs.repeats.sum() + dst_runs.repeats.sum())
     if n_pieces <= MOST_COUNTED:
         dst_pieces = expanded(dst_runs)
-        once = np.ones_like(dst_pieces.start)
-        return _shared_by_intervals(expanded(src_runs), dst_pieces, once, len(src))
-    # Too many pieces to list, as of a long cyclic sharding. Their pattern repeats: the pieces of
-    # one period are listed, each with the number of times that it counts.
+        times = np.ones_like(dst_pieces.start)  # each piece counts once
+        return _shared_by_intervals(expanded(src_runs), dst_pieces, times, len(src))
+    # Too many pieces to list, as of a long cyclic sharding. But their pattern repeats: list the
+    # pieces in one period (a window of rows), and count each as often as the period comes.
     src_runs = _ascending_runs(src_runs)
     dst_runs = _ascending_runs(dst_runs)
-    windows, times = _windows_of_one_period(concatenate_tables(src_runs, dst_runs))
-    src_pieces = _inside(src_runs, windows).pieces
-    inside = _inside(dst_runs, windows)
-    return _shared_by_intervals(src_pieces, inside.pieces, times[inside.window], len(src))
+    windows, window_times = _windows_of_one_period(concatenate_tables(src_runs, dst_runs))
+    src_pieces = _cut_to_windows(src_runs, windows).pieces
+    dst_cut = _cut_to_windows(dst_runs, windows)
+    return _shared_by_intervals(src_pieces, dst_cut.pieces, window_times[dst_cut.window], len(src))
 
 
 def _shared_by_intervals(
@@ -242,25 +243,26 @@ def _shared_by_intervals(
             stands for a pattern that repeats.
         n_src_blocks: The number of blocks of `src`.
     """
-    # Cut all intervals at each other's ends: two parts then share all rows or none, and share all
-    # exactly if they have the same number in `interval`.
-    parts, interval, piece = cut_at_edges(concatenate_tables(src, dst))
+    # Cut all intervals (pieces) at each other's ends: two of the parts then share all rows or none,
+    # and share all exactly if they have the same number in `cell`.
+    parts, cell, piece = cut_at_edges(concatenate_tables(src, dst))
     n_src_pieces = len(src.start)  # these come first in the joined table
-    src_parts = np.flatnonzero(piece < n_src_pieces)
+    src_parts = np.flatnonzero(piece < n_src_pieces)  # numbers of parts
     dst_parts = np.flatnonzero(piece >= n_src_pieces)
-    in_src, in_dst = _equal_pairs(interval[src_parts], interval[dst_parts])
-    of_src = src_parts[in_src]  # [pairs of equal parts]
-    of_dst = dst_parts[in_dst]
-    times = dst_times[piece[of_dst] - n_src_pieces]
-    rows = parts.length[of_dst] * times
+    in_src, in_dst = _equal_pairs(cell[src_parts], cell[dst_parts])
+    # For each pair of a source part and a destination part with the same rows, their numbers.
+    src_part = src_parts[in_src]  # [matches]
+    dst_part = dst_parts[in_dst]  # [matches]
+    times = dst_times[piece[dst_part] - n_src_pieces]
+    rows = parts.length[dst_part] * times
 
     # Add up rows by pair of blocks. A pair is one number: dst block * n_src_blocks + src block.
-    pair_of_blocks = parts.block[of_dst] * n_src_blocks + parts.block[of_src]
-    pairs, pair = np.unique(pair_of_blocks, return_inverse=True)
-    total_rows = np.zeros(len(pairs), np.int64)
-    np.add.at(total_rows, pair.reshape(-1), rows)  # exact; bincount adds floats
+    block_pair = parts.block[dst_part] * n_src_blocks + parts.block[src_part]  # [matches]
+    distinct_pairs, pair_index = np.unique(block_pair, return_inverse=True)
+    total_rows = np.zeros(len(distinct_pairs), np.int64)
+    np.add.at(total_rows, pair_index.reshape(-1), rows)  # exact; bincount adds floats
     divisor = max(n_src_blocks, 1)  # avoids 0 / 0: without blocks there are no pairs
-    return RowPairs(pairs // divisor, pairs % divisor, total_rows)
+    return RowPairs(distinct_pairs // divisor, distinct_pairs % divisor, total_rows)
 
 
 def _equal_pairs(a: Numbers, b: Numbers) -> tuple[Numbers, Numbers]:
@@ -313,52 +315,60 @@ def _count_blocks(readers: list[Numbers], block_of_row: Numbers, n_blocks: int) 
 
 
 def _windows_of_one_period(table: RunTable) -> tuple[IntervalTable, Numbers]:
-    """Find intervals of rows that show all patterns of repeated runs, and how often each counts.
+    """Choose intervals of rows (windows) that show each pattern of repeated runs one time.
 
-    A cyclic sharding of 10^9 rows has up to 10^9 intervals, but its pattern repeats. Every 2nd row
-    and every 3rd row of 100 repeat after 6 rows, the least common multiple: the window [0, 6)
-    counts 16 times, and the rows left over, [96, 100), once.
+    A cyclic sharding of 10^9 rows has up to 10^9 intervals, but its pattern repeats. "Every 2nd
+    row" and "every 3rd row" of 96 rows repeat after 6 rows, the least common multiple: the window
+    [0, 6) shows all, and counts 16 times.
+
+    Returns:
+        The windows, in ascending order, and how often each counts, `[windows]`.
     """
     strides = np.unique(table.stride[table.repeats > 1]).tolist()
     period = min(math.lcm(*strides), LONGEST_PERIOD)
-    # Where a run begins or ends, the pattern changes. Between neighbouring edges it stays the same.
+    # Where a run begins or ends, the pattern changes. Between neighbouring edges, in the stretch of
+    # rows [low, high), it stays the same.
     edges = np.unique(np.concatenate([table.start, _period_ends(table)]))
-    low = edges[:-1]
+    low = edges[:-1]  # [stretches]
     high = edges[1:]
     n_periods = np.maximum((high - low) // period, 1)
-    # Two windows for each stretch [low, high), one after the other: its first period, and the rows
-    # after its last whole period.
-    starts = np.column_stack([low, low + n_periods * period]).ravel()
+    # Each stretch has two windows, one after the other: its first period, which counts for all
+    # whole periods, and the rows after the last whole one, which count once.
+    starts = np.column_stack([low, low + n_periods * period]).ravel()  # [2 * stretches]
     stops = np.column_stack([np.minimum(low + period, high), high]).ravel()
     times = np.column_stack([n_periods, np.ones_like(n_periods)]).ravel()
-    windows = np.flatnonzero(stops > starts)  # others have no rows
-    lengths = stops[windows] - starts[windows]
-    return IntervalTable(windows, windows, starts[windows], lengths), times[windows]
+    has_rows = np.flatnonzero(stops > starts)  # numbers of windows
+    lengths = stops[has_rows] - starts[has_rows]
+    # A window is no part of a block: columns `block` and `local` have its number, and are not read.
+    return IntervalTable(has_rows, has_rows, starts[has_rows], lengths), times[has_rows]
 
 
-class _Inside(NamedTuple):
-    """Pieces inside windows, and the number of the window that each one is in."""
+class _CutToWindows(NamedTuple):
+    """Row intervals inside windows of rows, and the number of the window that each one is in."""
 
     pieces: IntervalTable
     window: Numbers
 
 
-def _inside(table: RunTable, windows: IntervalTable) -> _Inside:
+def _cut_to_windows(table: RunTable, windows: IntervalTable) -> _CutToWindows:
     """List the row intervals of repeated runs inside some windows, cut at the windows' ends.
 
-    The run of 2 rows, repeated every 4 (0 1, 4 5, 8 9, ...), in the window [1, 6) -> [1, 2) and
-    [4, 6). Repetitions outside of the windows are never listed, however many there are.
+    A run of 2 rows that is repeated every 4 (0 1, 4 5, 8 9, ...), in the window [1, 6) -> [1, 2)
+    and [4, 6). Repetitions outside of the windows are never listed, however many there are. The
+    intervals have the local position of their run, not their own: only blocks and rows are counted.
 
     Args:
-        table: Runs that go up.
+        table: Runs whose repetitions ascend: each begins after the one before it has ended.
         windows: Intervals of rows, in ascending order and disjoint.
     """
     # Each run as one interval, from its first row to the end of its last period: where it meets the
     # windows is found without listing its repetitions.
     stretch = _period_ends(table) - table.start
     stretches = IntervalTable(table.block, table.local, table.start, stretch)
-    window, met_run, low, high = runs.intersections(windows, stretches)
-    run = table.take(met_run)  # [pairs of a window and a run that meet]
+    # For each pair of a window and a run that meet: both numbers, and the rows [low, high) that the
+    # window cuts out of the run.
+    window, run_number, low, high = runs.intersections(windows, stretches)  # [pairs]
+    run = table.take(run_number)
     step = np.maximum(run.stride, 1)  # the stride of a single interval is 0
     # The repetitions [first, stop) of a run have rows in [low, high): from the first that ends
     # after `low` to the last that begins before `high`. -(-a // b) is a / b rounded up.
@@ -369,12 +379,13 @@ def _inside(table: RunTable, windows: IntervalTable) -> _Inside:
     counts = stop - first
     runs.check_pieces(int(counts.sum()))
 
+    # One entry for each of these repetitions: the number of its pair, and its rows, cut.
     pair = np.repeat(np.arange(len(counts)), counts)  # [pieces]
     start = run.start[pair] + count_up(counts, first) * step[pair]
     cut_start = np.maximum(start, low[pair])
     cut_stop = np.minimum(start + run.length[pair], high[pair])
     pieces = IntervalTable(run.block[pair], run.local[pair], cut_start, cut_stop - cut_start)
-    return _Inside(pieces, window[pair])
+    return _CutToWindows(pieces, window[pair])
 
 
 def _period_ends(table: RunTable) -> Numbers:

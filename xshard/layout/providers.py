@@ -49,15 +49,17 @@ def wanted_rows(
 ) -> AllRuns:
     """List, for each block of a dim, the rows that it must receive in a redistribution.
 
-    "n/x" with 8 rows on x=2 -> rows 0-3, rows 4-7. A halo's rows are wanted too. Under a Fold,
-    where rows in several blocks are contributions to be added up, only one block wants each row,
-    and FILL is in place of the others.
+    "n/x" with 8 rows on x=2 -> rows 0-3, rows 4-7; "n/x:halo(1,1)" -> FILL 0-4, 3-7 FILL. FILL is a
+    position that wants no row of the array, such as padding. Under a Fold the same row in several
+    blocks is an addend of one sum: only one block wants the sum, and the others have FILL.
 
     Args:
         dim: A dim of the layout of the result.
         length: Its number of rows.
         sizes: The size of each axis of the dim.
-        side: Rows from the far side of a pole ("before" or "after"), or all others (STRAIGHT).
+        side: Which rows of each block, if the dim ends at a pole of a sphere: "before" or "after"
+            for the rows beyond its first or last row, STRAIGHT for all others. A dim without poles
+            has STRAIGHT rows only.
         shift: A number that is added to each row, modulo the length.
 
     Returns:
@@ -68,7 +70,7 @@ def wanted_rows(
     elif side == STRAIGHT:
         blocks = provided_rows(dim, length, sizes)
     else:
-        blocks = _no_rows(sizes)
+        blocks = _no_rows(sizes)  # a sum is stored in the array, never beyond a pole
     return shifted(blocks, shift, length)
 
 
@@ -78,14 +80,24 @@ def offered_rows(
 ) -> tuple[AllRuns, ...]:
     """List, for each block of a dim, the rows that others may take from it.
 
-    One tuple of lists per block. "n/x:halo(1,1)" with 8 rows on x=2: block 0 offers rows 0-3, and
-    not row 4 of its halo, as each row is offered once. Under a Fold, where rows in several blocks
-    are contributions to be added up, all are offered: in several lists if a block has a row several
-    times, since the rows of a list are distinct. The arguments are those of `wanted_rows`.
+    "n/x:halo(1,1)" with 8 rows on x=2: block 0 offers rows 0-3, and not row 4 of its halo, since
+    each row is offered once. Under a Fold the same row in several blocks is an addend of one sum,
+    and all are offered.
+
+    Args:
+        dim: A dim of the layout before.
+        length: Its number of rows.
+        sizes: The size of each axis of the dim.
+        side: As in `wanted_rows`: rows beyond a pole, or all others (STRAIGHT).
+        shift: A number that is added to each row, modulo the length.
+
+    Returns:
+        For each block a tuple of lists of rows, by local position. No list has a row twice: under a
+        Fold, a block with a row n times has n lists.
     """
     if not isinstance(dim.overlap, Fold):
         if side != STRAIGHT:
-            return ((),) * math.prod(sizes)  # copies beyond a pole are never offered
+            return ((),) * math.prod(sizes)  # no lists: copies beyond a pole are never offered
         provided = shifted(provided_rows(dim, length, sizes), shift, length)
         return tuple((block,) for block in provided)
     contributed = shifted(_rows_on_side(dim, length, sizes, side), shift, length)
@@ -112,18 +124,19 @@ def distinct_held_rows(dim: Dim, length: int, sizes: Sizes, shift: int = 0) -> A
 
 @layout_cache(maxsize=4096)
 def provided_rows(dim: Dim, length: int, sizes: Sizes) -> AllRuns:
-    """Choose one block to provide each row that several blocks hold, as with a halo.
+    """List, for each block, the rows that it alone provides, though others may have copies.
 
-    "n/x:halo(1,1)" with 4 rows on x=2: blocks hold 0 1 2 and 1 2 3 (and padding); block 0 provides
-    0 1, block 1 provides 2 3, and FILL stands in place of all else. The owner of a row provides it;
-    if it does not hold it, a block that has the row as a neighbour's, then one that copies it from
-    beyond an end of the array.
+    "n/x:halo(1,1)" with 4 rows on x=2: blocks hold FILL 0 1 2 and 1 2 3 FILL, and provide
+    FILL 0 1 FILL and FILL 2 3 FILL: at each position the row, or FILL where another block provides
+    it. A row is provided by the device that owns it. If that does not hold it, as under a halo of
+    negative width, a block with the row as a neighbour's does; else one that copies it from beyond
+    an end of the array.
     """
     if dim.overlap is None:
         return all_owned_rows(dim, length, sizes)
     if not _are_distinct(dim):
         return _rows_by_rank(dim, length, sizes, per_block=False)
-    # A simple case: every owner holds its rows, and its block begins with them.
+    # What is left is a map of rows that devices read: a block is its own rows, then others' rows.
     owned = all_owned_rows(dim, length, sizes)
     held = all_held_rows(dim, length, sizes)
     blocks = []

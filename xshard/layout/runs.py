@@ -275,10 +275,11 @@ def run_table(blocks: Iterable[Iterable[Run]]) -> RunTable:
         block 1, local 0, start 4, length 2, repeats 1, stride 0
         block 1, local 2, start 8, length 2, repeats 1, stride 0
 
-    Runs of FILL (padding, which is no row of the array) are not listed, but take up positions.
+    `local` is the position of the run in its block, `start` its first row in the array. Runs of
+    FILL (padding, which is no row of the array) are not listed, but take up positions.
     """
     entries = []
-    tables = []  # of blocks whose rows are an array
+    tables = []  # of blocks whose rows are listed one by one, as an array
     for block, runs in enumerate(blocks):
         if isinstance(runs, Rows):
             tables.append(_run_table_of_rows(block, runs))
@@ -286,7 +287,7 @@ def run_table(blocks: Iterable[Iterable[Run]]) -> RunTable:
         position = 0
         for run in runs:
             if run.start != FILL and run.length > 0:
-                entries.append((block, position, *run))
+                entries.append((block, position, *run))  # in the order of columns
             position += run.length * run.repeats
     table = RunTable._make(np.array(entries, np.int64).reshape(-1, 6).T)
     return concatenate_tables(table, *tables) if tables else table
@@ -342,27 +343,30 @@ def check_pieces(count: int, most: int = MOST_PIECES) -> None:
 def intersections(a: IntervalTable, b: IntervalTable) -> Overlaps:
     """Intersect two lists of row intervals: find each pair that overlaps, and the rows they share.
 
-    Intervals [0, 4) and [4, 8) of `a`, and [2, 6) of `b` -> [2, 4), of intervals 0 of a and 0 of b,
-    and [4, 6), of intervals 1 of a and 0 of b. The result is four arrays `[pairs]`, ordered as `b`.
+    `a` = [0, 4) and [4, 8), `b` = [2, 6) -> two pairs: interval 0 of `a` and 0 of `b` share the rows
+    [2, 4), interval 1 of `a` and 0 of `b` share [4, 6).
 
     Args:
         a: Intervals in ascending order, of which no two have a row in common.
         b: Intervals in any order.
+
+    Returns:
+        Four columns `[pairs]`, in the order of `b`: here in_a 0 1, in_b 0 0, start 2 4, stop 4 6.
 
     Raises:
         ShapeError: More than MOST_PIECES pairs overlap.
     """
     a_stop = a.start + a.length
     b_stop = b.start + b.length
-    # `a` is sorted, so the intervals of `a` that overlap one interval of `b` are neighbours. They
-    # are `counts` intervals from number `first`: from the first that ends after the interval of `b`
-    # begins, to the last that begins before it ends. Bisection finds both ends for all of `b`.
+    # `a` is sorted, so the intervals of `a` that overlap one interval of `b` are neighbours, from the
+    # first that ends after the interval of `b` begins, to the last that begins before it ends.
+    # Bisection finds both for all intervals of `b`, `[b]`.
     first = np.searchsorted(a_stop, b.start, side="right")
     behind_last = np.searchsorted(a.start, b_stop, side="left")
     counts = np.maximum(behind_last - first, 0)
     check_pieces(int(counts.sum()))
-    in_b = np.repeat(np.arange(len(counts)), counts)
-    in_a = count_up(counts, first)
+    in_b = np.repeat(np.arange(len(counts)), counts)  # [pairs]
+    in_a = count_up(counts, first)  # for each interval of `b`: first, first + 1, ...
     start = np.maximum(a.start[in_a], b.start[in_b])
     stop = np.minimum(a_stop[in_a], b_stop[in_b])
     return Overlaps(in_a, in_b, start, stop)
@@ -379,7 +383,8 @@ def common_segments(src: Runs, dst: Runs) -> tuple[Segment, ...]:
     the first block are those at positions 0 and 1 of the second. Segments come in the order of
     `dst`, neighbours merged into one. The rows of `src` are distinct; `dst` may have a row twice.
     """
-    # All four ways find the same; the quickest one that the form of the rows allows is taken.
+    # All four ways find the same; the quickest one that the form of the rows allows is taken. `Rows`
+    # are listed one by one, as an array; other rows are runs, intervals that may be repeated.
     if isinstance(src, Rows) or isinstance(dst, Rows):
         return matched_rows(row_numbers(src), row_numbers(dst))
     if len(src) == len(dst) == 1 and src[0].repeats == dst[0].repeats == 1:
@@ -407,17 +412,17 @@ def _segments_of_few(src: Iterable[Run], dst: Iterable[Run]) -> tuple[Segment, .
     """Find the rows that two blocks share, by comparing each pair of their intervals.
 
     Rows 0-3 and rows 2-5 -> `(Segment(src=2, dst=0, length=2),)`: positions 2 and 3 of the first
-    block are positions 0 and 1 of the second. For each interval of `dst`, the intervals of `src`
-    are taken by ascending rows, so that segments come in the order of `dst`.
+    block are positions 0 and 1 of the second. The runs are single intervals, without repetitions.
     """
-    src_by_row = []  # first row, position, length; ascending
+    # By ascending rows, so that the segments in an interval of `dst` come in its order.
+    src_by_row = []  # (first row, position in the block, length)
     src_position = 0
     for run in src:
         src_by_row.append((run.start, src_position, run.length))
         src_position += run.length
     src_by_row.sort()
 
-    shared = []
+    shared = []  # (position in `src`, position in `dst`, length)
     dst_position = 0
     for run in dst:
         run_stop = run.start + run.length
@@ -526,8 +531,11 @@ def select(runs: Runs, positions: Run) -> tuple[Run, ...]:
     """Translate local positions in a block into the rows of the array that lie there.
 
     The block of rows 10-17, `Run(10, 8)`, at positions 1 and 2, `Run(1, 2)` -> rows 11 and 12,
-    `(Run(11, 2),)`. Positions that repeat give one repeating run where possible, so that a million
-    repetitions cost no more than 2.
+    `(Run(11, 2),)`. Positions that repeat, such as every second one, give one repeating run where
+    possible, so that a million repetitions cost no more than 2.
+
+    Raises:
+        ShapeError: There are more than MOST_LISTED repetitions that are not one run.
     """
     if positions.repeats == 1:
         return _slice(runs, positions.start, positions.start + positions.length)
@@ -547,17 +555,18 @@ def _select_repeating(block: Run, positions: Run) -> Run | None:
     """Translate positions that repeat in a block of one run; None if they are not one run again.
 
     The block 0 1, 10 11, 20 21, 30 31 is groups of 2 rows. Positions 1 and 5 are the second row of
-    every other group: rows 1 and 21, one run. Positions 0 and 3 are at different places of groups.
+    every other group: rows 1 and 21, one run. Positions 0 and 3 are the first row of a group and
+    the second of another: None.
     """
-    if block.repeats == 1:
+    if block.repeats == 1:  # consecutive rows
         return positions._replace(start=block.start + positions.start)
     group, offset = divmod(positions.start, block.length)
-    skipped_groups, rest = divmod(positions.stride, block.length)
+    groups_apart, rest = divmod(positions.stride, block.length)
     reaches_over_end = offset + positions.length > block.length
-    if rest or reaches_over_end:
+    if rest or reaches_over_end:  # not at the same place of each group, or not inside one group
         return None
     start = block.start + group * block.stride + offset
-    return positions._replace(start=start, stride=skipped_groups * block.stride)
+    return positions._replace(start=start, stride=groups_apart * block.stride)
 
 
 def _slice(runs: Runs, start: int, stop: int) -> tuple[Run, ...]:
@@ -577,11 +586,11 @@ def _slice(runs: Runs, start: int, stop: int) -> tuple[Run, ...]:
 def _slice_of_run(run: Run, start: int, stop: int) -> list[Run]:
     """Take the rows of one repeated range at local positions [start, stop), where start < stop.
 
-    The run of rows 0 1 2, 10 11 12, 20 21 22 at positions [1, 8) -> runs 1 2, then 10 11 12, then
-    20 21: the end of its first group, whole groups as one run, and the beginning of the last group.
+    The rows 0 1 2, 10 11 12, 20 21 22 are a run of 3 groups. At positions [1, 8) are 1 2, then
+    10 11 12, then 20 21: the end of one group, whole groups (as one run), the beginning of another.
     """
-    group, skipped = divmod(start, run.length)  # `skipped` rows of the first group are left out
-    last_group, taken_of_last = divmod(stop, run.length)
+    group, skipped = divmod(start, run.length)  # the first group, and its rows that are left out
+    last_group, taken_of_last = divmod(stop, run.length)  # the last group, and its rows taken
     first_row = run.start + group * run.stride
     if group == last_group:
         return [Run(first_row + skipped, taken_of_last - skipped)]

@@ -268,9 +268,11 @@ class Sharding(Pictured):
         other_dim = other.layout.dims[dim]
         if own_dim == other_dim:
             return True
+        # A fold holds rows to be added up: it is another value, even if the rows are the same.
         if isinstance(own_dim.overlap, Fold) != isinstance(other_dim.overlap, Fold):
             return False
-        # Only the axes of this dim matter: along others its blocks are equal.
+        # Compare on one device for each coordinate along the axes of this dim in either layout: along
+        # other axes its blocks are equal.
         axes = tuple(dict.fromkeys(own_dim.axes + other_dim.axes))
         for coords in all_coords(self.mesh.sizes_of(axes)):
             coord_of = dict(zip(axes, coords, strict=True))
@@ -281,7 +283,10 @@ class Sharding(Pictured):
         return True
 
     def _meaning(self, dim: Dim, index: int, coord_of: dict[str, int]) -> tuple[Runs, object]:
-        """Return the `meaning` of a dim on the device with these coordinates."""
+        """Return the rows of a dim on the device with these coordinates, and those that change.
+
+        See `meaning` in block_rows.py. `coord_of` has the device's coordinate by axis.
+        """
         coords = [coord_of[axis] for axis in dim.axes]
         return meaning(dim, self.shape[index], self.mesh.sizes_of(dim.axes), coords)
 
@@ -302,8 +307,9 @@ def _check_shape(shape: tuple[int, ...]) -> None:
 def normal_dim(dim: Dim, length: int, mesh: Mesh) -> Dim:
     """Write the sharding of one dim in the simplest way that gives every device the same block.
 
-    On a=2, b=2, c=1 and 8 rows: `n/(a,b)` -> `n/a/b`, `n/zigzag(c)` -> `n`, `n/sizes(a,4,4)` ->
-    `n/a`. Layouts that mean the same become equal, so that a plan has no steps for them.
+    On a=2, b=2, c=1 and 8 rows: `n/(a,b)` (sharded over a and b taken as one axis of 4) ->
+    `n/a/b` (over a, then over b), `n/zigzag(c)` -> `n`, `n/sizes(a,4,4)` -> `n/a`. Layouts that mean
+    the same become equal, so that a plan has no steps for them.
     """
     overlap = _normal_overlap(dim)
     long_shards = _without_short_axes(dim.shards, mesh)
@@ -346,18 +352,21 @@ def _even_block_rows(shard: Shard, block_rows: int | None, n_parts: int) -> int 
 
 
 def _is_plain(shard: Shard, length: int | None, n_parts: int) -> bool:
-    """Return whether a shard cuts `length` rows just as the plain contiguous order does.
+    """Return whether a shard cuts `length` rows just as the default order does, `n/x`.
 
-    8 rows in 2 parts: `sizes(x,4,4)` does, `sizes(x,3,5)` does not.
+    The default order, "block", gives equal contiguous parts. 8 rows in 2 parts: `n/sizes(x,4,4)` is
+    plain, `n/sizes(x,3,5)` and `n/zigzag(x)` are not.
 
-    length: None if the blocks that it cuts differ in length; then only a plain order is plain.
+    length: The rows that it cuts. None if it cuts several blocks of different lengths; then it is
+        plain if it is written in the default order.
     """
     if shard.order == SEGMENTS and len(shard.numbers) == 1:
-        return True  # one segment is all rows
+        return True  # one segment is all rows, cut in the default order
+    # Only balanced parts and listed sizes may be the same by chance: that depends on the length.
     if length is None or shard.order not in ("balanced", SIZES):
         return shard.order == "block"
     plain = Shard(shard.axes)
-    # Both orders give contiguous parts, one after the other: parts are equal if their lengths are.
+    # All these orders give contiguous parts, one after the other: to compare lengths is enough.
     for index in range(n_parts):
         rows = count_rows(cut_by_shard(length, shard, n_parts, index))
         if rows != count_rows(cut_by_shard(length, plain, n_parts, index)):

@@ -127,11 +127,15 @@ class _AxisRange(NamedTuple):
 
 
 def refine(src_mesh: Mesh, dst_mesh: Mesh) -> Refinement | None:
-    """Find one mesh in which the axes of two meshes over the same devices can both be written.
+    """Find one mesh that splits the axes of two meshes over the same devices, so that it fits both.
 
-    `dp=8` and `dp=2,tp=4` -> `dp=2,dp_tp=4`: dp of the first is (dp, dp_tp), and dp and tp of the
-    second are one axis each. It is the coarsest such mesh. An axis that is a part of two axes with
-    different names is named after both. None if there is no such mesh, as for 2 x 3 and 3 x 2.
+    `dp=8` and `dp=2,tp=4` -> `dp=2,dp_tp=4`: dp of the first mesh is the pair (dp, dp_tp), dp of
+    the second is dp, and tp is dp_tp. An axis that is a part of two axes with different names is
+    named after both. It is the mesh with the fewest such axes.
+
+    Returns:
+        The mesh, and which of its axes each axis of the two meshes is. None if there is no such
+        mesh, as for 2 x 3 and 3 x 2 devices.
     """
     if src_mesh == dst_mesh:
         same = tuple((axis, (axis,)) for axis in src_mesh.axes)
@@ -140,20 +144,20 @@ def refine(src_mesh: Mesh, dst_mesh: Mesh) -> Refinement | None:
         return None
     src_ranges = _axis_ranges(src_mesh)
     dst_ranges = _axis_ranges(dst_mesh)
-    # Device numbers are row-major, so an axis is a range of products of sizes: in `dp=2,tp=4` dp is
-    # [1, 2) and tp is [2, 8); in `dp=8` dp is [1, 8). The common mesh has an axis between each two
-    # neighbouring bounds of either: 1, 2, 8.
+    # Describe an axis by the product of the sizes up to it, without and with its own: in `dp=2,tp=4`
+    # dp is [1, 2) and tp is [2, 8); in `dp=8` dp is [1, 8). The common mesh has an axis between each
+    # two neighbouring bounds of either mesh: 1, 2, 8 -> axes of sizes 2 and 4.
     bounds = sorted({axis_range.stop for axis_range in src_ranges + dst_ranges} | {1})
     sizes: dict[str, int] = {}
     src_factors: dict[str, Axes] = dict.fromkeys(src_mesh.axes, ())
     dst_factors: dict[str, Axes] = dict.fromkeys(dst_mesh.axes, ())
     for start, stop in itertools.pairwise(bounds):
         if stop % start:
-            return None  # 2 x 3 and 3 x 2 devices: no axis splits into both
+            return None  # bounds 1, 2, 3, 6 of 2 x 3 and 3 x 2: no axis leads from 2 to 3
         src_axis = _axis_at(src_ranges, start, stop)
         dst_axis = _axis_at(dst_ranges, start, stop)
         name = src_axis if src_axis == dst_axis else f"{src_axis}_{dst_axis}"
-        while name in sizes:  # `a_b` and `c` meet `a` and `b_c`
+        while name in sizes:  # (`a_b`, `c`) and (`a`, `b_c`) both give a_b_c
             name += "_"
         sizes[name] = stop // start
         src_factors[src_axis] += (name,)

@@ -55,6 +55,7 @@ def check_fit(dims: Sequence[Dim], shape: Sequence[int], mesh: Mesh) -> None:
         mesh: The mesh.
     """
     for index, (dim, length) in enumerate(zip(dims, shape, strict=True)):
+        # First, since the checks below list rows of a dim whose numbers fit.
         _check_shards(dim, length, mesh)
         if dim.overlap is None:
             continue
@@ -88,14 +89,18 @@ def _check_shards(dim: Dim, length: int, mesh: Mesh) -> None:
 def _check_reads(dim: Dim, reads: Reads, length: int, mesh: Mesh) -> None:
     """Check a map that lists, for each part of a dim, the rows that it reads from other parts.
 
-    Raises ShapeError if the map is for another number of parts, reads rows that do not exist, or
-    lists rows for a part that owns them.
+    Part 0 owns rows 0-3 of 8 and part 1 rows 4-7: a map may list row 4 for part 0, but neither row
+    3, which it owns, nor row 8.
 
     Args:
         dim: The dim.
         reads: Its overlap, with the map.
         length: The rows of the dim.
-        mesh: The mesh, by which the dim has parts.
+        mesh: The mesh; the dim has a part for each device along its axes.
+
+    Raises:
+        ShapeError: The map is for another number of parts, reads a row that does not exist, or
+            lists a row for the part that owns it.
     """
     needs = reads.rows.map
     sizes = mesh.sizes_of(dim.axes)
@@ -109,7 +114,7 @@ def _check_reads(dim: Dim, reads: Reads, length: int, mesh: Mesh) -> None:
         reason = f"'{reads.rows}' reads row {last_row} of {length}"
         raise ShapeError(reason, text=str(dim), hint=hint)
     # Entry i of the map: part `needs.part_of_row[i]` reads row `needs.rows[i]`.
-    owner_of_row = owner_of_rows(dim, length, sizes)
+    owner_of_row = owner_of_rows(dim, length, sizes)  # [length]: the part of each row
     own_reads = np.flatnonzero(owner_of_row[needs.rows] == needs.part_of_row)
     if len(own_reads):
         part = int(needs.part_of_row[own_reads[0]])
@@ -168,11 +173,20 @@ def _ends_with_rows(overlap: Halo | Window) -> list[tuple[Boundary, int]]:
 
 
 def rolled_dim(dims: Sequence[Dim], at: int, pole: Boundary, shape: Sequence[int]) -> int | None:
-    """Find the dim of longitudes that belongs to a pole at the end of dim `at`, the latitudes.
+    """Find the dim of longitudes that belongs to a pole at the end of a dim of latitudes.
 
-    Beyond the pole of a sphere the latitudes come again, with longitudes rolled by half their
-    number. `pole(w)` names the dim w; without a name it is the dim after `at`, and None if that is
-    the last.
+    Beyond the pole of a sphere the latitudes come again, on the opposite meridian: with longitudes
+    rolled by half their number. For `h/sp:halo(1,1,pole(w))` it is the dim w, and for
+    `h/sp:halo(1,1,pole)` the dim after h.
+
+    Args:
+        dims: All dims of the layout.
+        at: The index of the dim with the pole.
+        pole: The boundary that is the pole.
+        shape: The lengths of the dims.
+
+    Returns:
+        The index of the dim. None if no dim is named and the one with the pole is the last.
 
     Raises:
         NotationError: There is no such dim, or it is the dim that has the pole.
@@ -217,7 +231,7 @@ def _check_block_size(dims: Sequence[Dim], shape: Sequence[int], mesh: Mesh) -> 
 
 
 def _most_held(dim: Dim, length: int, mesh: Mesh) -> int:
-    """Bound the rows that a block holds with its halo or window, without listing them.
+    """Return a bound on the rows of a dim that any block holds with its halo or window.
 
     10 rows per device and a halo of 1 on both sides -> 12. The bound is checked before rows are
     listed, since a layout that a user writes may ask for 10^12 of them.
@@ -230,18 +244,20 @@ def _most_held(dim: Dim, length: int, mesh: Mesh) -> int:
     if dim.overlap is None:
         return most_owned
     overlap = unfolded(dim.overlap)
-    if isinstance(overlap, Reads):
+    if isinstance(overlap, Reads):  # a list of the rows that each block has beyond its own
         return most_owned + int(max(overlap.rows.map.sizes))
 
     # A halo is around each contiguous piece of a block, of which cyclic shards have many.
     n_pieces = max(_count_pieces(dim, overlap, length, sizes), 1)
-    rows_beyond = 0  # the ends of the array
-    for end, width in _ends_with_rows(overlap):
-        rows = max(0, width)
-        _check_copies(dim, end, rows, length)
+    rows_beyond = 0  # rows before the first one of the array, and after the last
+    for boundary, width in _ends_with_rows(overlap):
+        rows = max(0, width)  # a negative width drops rows
+        _check_copies(dim, boundary, rows, length)
         rows_beyond += rows
     if isinstance(overlap, Halo):
+        # Its widths are the same inside the array, around each piece.
         return most_owned + n_pieces * rows_beyond
+    # A window has `rows_beyond` as padding, once, and reads rows of neighbours around each piece.
     return most_owned + rows_beyond + n_pieces * _most_around(overlap, length + rows_beyond)
 
 
@@ -323,7 +339,9 @@ def _check_poles_are_named(text: str, spans: TextSpans) -> None:
 def _check_corners(dst: Sequence[Dim], left: list[str], right: list[str], text: str) -> None:
     """Refuse different constants beyond the ends of two dims if these change their order.
 
-    In a corner both constants meet, and the later dim writes over the earlier one.
+    In a corner both constants meet, and the later dim writes over the earlier one. "h w" with
+    halos that hold 0 beyond the ends of h and 1 beyond those of w has 1 in a corner; moved to
+    "w h", the same corner would have 0. With one constant, or the same order, nothing changes.
 
     Args:
         dst: The dims of the destination.
@@ -331,7 +349,7 @@ def _check_corners(dst: Sequence[Dim], left: list[str], right: list[str], text: 
         right: The same names, in another order.
         text: The user's text, for errors.
     """
-    fills = _fills_of(dst)
+    fills = _fills_of(dst)  # by name, the constants at both ends of each dim that has some
     filled_left = [name for name in left if name in fills]
     filled_right = [name for name in right if name in fills]
     constants = set().union(*fills.values())

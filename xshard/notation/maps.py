@@ -234,13 +234,15 @@ class Owners(RowMap):
         _check_known("part", new_parts, self.parts)
         if len(np.unique(moving_rows)) < len(moving_rows):
             raise ShapeError("a row moves twice", hint="each row of `rows` once")
-        is_leaving = self.owner[moving_rows] != new_parts
+        # A row that is moved to the part that it has stays in its place.
+        is_leaving = self.owner[moving_rows] != new_parts  # [moved]
         leaving_rows = moving_rows[is_leaving]
-        stays = np.ones(len(self.rows), bool)  # [rows], by number
+        stays = np.ones(len(self.rows), bool)  # [rows], by the number of the row
         stays[leaving_rows] = False
-        is_staying = stays[self.rows]  # in the order of this map, part by part
+        # The same in the order of `self.rows` and `self.part_of_row`, which list part after part.
+        is_staying = stays[self.rows]
 
-        # Grouping is stable: in each part the rows that stay come first.
+        # Grouping by part is stable: in each part the rows that stay come first.
         all_rows = np.concatenate([self.rows[is_staying], leaving_rows])
         all_parts = np.concatenate([self.part_of_row[is_staying], new_parts[is_leaving]])
         groups = grouped(all_parts, self.parts)
@@ -383,20 +385,24 @@ def _read_by_part(graph: _Graph, part: int, hops: int, local_row: Numbers) -> tu
 
     A part owns rows (nodes of the graph) and needs the senders of all edges into its own rows. With
     2 hops it also needs the senders of edges into those rows, and so on. Rows 0 1 on part 0, 2 3 on
-    part 1, an edge from row 2 to row 0: part 0 reads row 2, which is row 2 of its block after its
-    own rows 0 and 1, and the edge is 2 -> 0 in these numbers. Nearest rows come first.
+    part 1, an edge from row 3 to row 0: part 0 reads row 3. Its block is rows 0 1 3, so that the
+    edge leads from 2 to 0 in local numbers. Nearest rows come first.
 
-    `local_row`, `[rows]`, is scratch space, -1 for all rows before and after the call: one array
-    serves all parts, because a new one for each would take parts x rows of time.
+    Args:
+        graph: The graph.
+        part: The part.
+        hops: How many edges away the rows are that it needs.
+        local_row: `[rows]`, scratch space, -1 for all rows before and after the call: one array
+            serves all parts, because a new one for each would take parts x rows of time.
     """
     own_rows = graph.owners.part(part)
     block_rows = own_rows  # own rows, then those found after one hop, after two, ...
-    local_row[own_rows] = np.arange(len(own_rows))
-    edges = graph.into_part.of_key(part)
+    local_row[own_rows] = np.arange(len(own_rows))  # where each row of the block is in it
+    edges = graph.into_part.of_key(part)  # numbers of edges: those of the hop at hand
     all_edges = edges
     for hop in range(hops):
         senders = graph.sender[edges]
-        new_rows = unique_rows(senders[local_row[senders] < 0])
+        new_rows = unique_rows(senders[local_row[senders] < 0])  # not in the block yet
         local_row[new_rows] = np.arange(len(block_rows), len(block_rows) + len(new_rows))
         block_rows = np.concatenate([block_rows, new_rows])
         if hop + 1 < hops and graph.into_row is not None:
@@ -407,7 +413,7 @@ def _read_by_part(graph: _Graph, part: int, hops: int, local_row: Numbers) -> tu
     # parts.
     number = np.sort(all_edges)
     local_edges = Edges(number, local_row[graph.sender[number]], local_row[graph.receiver[number]])
-    local_row[block_rows] = -1
+    local_row[block_rows] = -1  # as it was, for the next part
     return block_rows[len(own_rows) :], local_edges
 
 

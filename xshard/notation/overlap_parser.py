@@ -62,15 +62,17 @@ class Scanner:
     def advance(self) -> None:
         """Move on to the next token: read it into `kind`, `value` and `span`.
 
-        In "n/tp" after "n" comes kind "/", value "/", span (1, 2). `end` is where the token before
-        it ended. After the last token the kind is "end", with a span just behind the text, where
-        errors put their caret. A character that begins no token raises NotationError.
+        In "n/tp" after "n" comes kind "/", value "/", span (1, 2), then kind "name", value "tp",
+        span (2, 4). `end` is where the token before it ended, and `at` where the next one is looked
+        for. After the last token the kind is "end", with a span just behind the text, where errors
+        put their caret. A character that begins no token raises NotationError.
         """
         self.end = self.span[1]
         match = _TOKEN.match(self.text, self.at)
         if match is not None:
-            group = str(match.lastgroup)
+            group = str(match.lastgroup)  # the group of the pattern that fits, such as "name"
             self.value = match[group]
+            # Marks are kinds of their own: "/" and "(", and not "mark".
             self.kind = self.value if group in ("mark", "arrow", "dots") else group
             self.span = match.span(group)
             self.at = match.end()

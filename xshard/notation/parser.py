@@ -133,15 +133,16 @@ def parse_sides(text: str, kind: str) -> tuple[tuple[Parsed, ...], tuple[Parsed,
 
     "n/x d -> n d/x" (an expression) has one layout on each side, "i/x k, k j -> i/x j" (a
     contraction) several operands and one result, and a signature several on both sides. In a
-    contraction a dim may be composed, `(h d)/tp`. A name that an operand has twice, as in "i i", is
-    told apart by a suffix: the second is named `i'1`.
+    contraction a dim may be composed of several names, `(h d)/tp`, and an operand may have a name
+    twice, "i i -> i": its second dim is then named `i'1`.
 
     Args:
         text: The text.
         kind: "expression", "contraction" or "signature".
 
     Returns:
-        The dims and tags of the layouts on the left, of those on the right, and where they stand.
+        The (dims, tags) of each layout on the left, the same on the right, and where they stand in
+        the text, for errors.
 
     Raises:
         NotationError: The text is malformed.
@@ -151,7 +152,8 @@ def parse_sides(text: str, kind: str) -> tuple[tuple[Parsed, ...], tuple[Parsed,
     left = (parser.layout(),) if kind == "expression" else parser.layouts()
     parser.expect(ARROW, hint=_FORM_OF_KIND[kind])
     parser.may_repeat = False  # only operands may have a dim twice
-    right: tuple[Parsed, ...] = (((), ()),)  # a scalar: nothing may follow, as in "i, i ->"
+    # One layout without dims and tags: a scalar, if nothing follows, as in "i, i ->".
+    right: tuple[Parsed, ...] = (((), ()),)
     if kind == "signature":
         right = parser.layouts()
     elif not (is_contraction and parser.kind == "end"):
@@ -305,7 +307,7 @@ class _Parser(Scanner):
         """Parse one layout, `b/dp s | sum(tp)`: dims, then tags after a bar; `()` is a scalar.
 
         Returns the dims, and the tags as (kind, axes): here ("sum", ("tp",)). The place of the
-        layout in the text is added to `spans`.
+        layout in the text is added to `self.spans`, which errors about it need.
         """
         start = self.span[0]
         self._count_of_name = Counter()  # names are told apart within one layout
@@ -399,8 +401,11 @@ class _Parser(Scanner):
         """Parse the brackets after an order: `(cp)` of zigzag, `(x,3,1)` of `sizes(x,3,1)`.
 
         First mesh axes, then numbers, of which each order takes its own count: `sizes` one for each
-        part, `cyclic` at most one, the rows of a group. `order_span` is the place of the order in
-        the text, for errors.
+        part, `cyclic` at most one, the rows of a group.
+
+        Args:
+            order: The word before the brackets, which has been read: "zigzag", "sizes", ...
+            order_span: Its place in the text, for errors.
         """
         self.expect("(")
         axes = [self.axis()]
@@ -411,7 +416,7 @@ class _Parser(Scanner):
             else:
                 numbers.append(self.number_of(order))
         self.expect(")")
-        least, most = _NUMBER_COUNTS.get(order, (0, math.inf))
+        least, most = _NUMBER_COUNTS.get(order, (0, math.inf))  # by default any count of numbers
         deals_none = order == "cyclic" and 0 in numbers  # groups of 0 rows have no end
         if deals_none or not least <= len(numbers) <= most:
             count = len(numbers) if numbers else "no"

@@ -234,14 +234,16 @@ class Names:
             XshardError: A name has no relation, a relation no name, or a name two origins.
             ShapeError: Shapes do not fit together.
         """
+        # The sources that no relation has used yet: `_take_shapes` removes those that one uses.
         remaining = {name: tuple(shape) for name, shape in shapes.items()}
         targets = {}
         makers: dict[str, Relation] = {}  # the relation that made each target
         unused = []
         for relation in self.relations:
             uses = list(applications(relation, remaining))
-            keeps_all = replace(relation, splits=False) == _KEEP
-            if not (uses or relation.optional or keeps_all):
+            # `rename("**", "**")` keeps all other names. That nothing is left for it is no mistake.
+            keeps_others = replace(relation, splits=False) == _KEEP
+            if not (uses or relation.optional or keeps_others):
                 unused.append(relation)
             for use in uses:
                 source_shapes = _take_shapes(use.sources, relation, remaining, shapes)
@@ -255,7 +257,7 @@ class Names:
                     targets[name] = TargetArray(shape, dtype, pieces)
         if remaining or unused:
             raise _unmatched(list(remaining), unused, shapes)
-        self._remember_joined(targets)
+        self._remember_joined(targets)  # for `inverse`, which splits joined arrays as they were
         return targets
 
     def _joined_by(self, relation: Relation) -> tuple[JoinedArray, ...]:
@@ -357,14 +359,15 @@ def _unmatched(
 def names_to_json(names: Names) -> list[dict[str, Any]]:
     """Convert a mapping of names to JSON, for files and the command line.
 
-    The result is a list with a dict for each relation, with the fields that have not their default
-    value: `rename("q", "query")` -> `{"parts": ["q"], "whole": "query"}`.
+    Returns a list with a dict for each relation, of the fields that differ from their default:
+    `Names(rename("q", "query"))` -> `[{"parts": ["q"], "whole": "query"}]`.
     """
     defaults = fields_to_plain(Relation((), ""))
     data = []
     for relation in names.relations:
         if len(relation.parts) > 1 and not (relation.rows or relation.equal):
-            # Without `rows`, only arrays that were joined tell where the inverse splits.
+            # A relation that does not say how long its parts are: note the lengths of the arrays
+            # that it has joined in this process, since the inverse splits by them.
             relation = replace(relation, joined=names._joined_by(relation))
         values = fields_to_plain(relation)
         data.append({key: value for key, value in values.items() if value != defaults[key]})
@@ -398,17 +401,19 @@ def _check_patterns(relation: Relation) -> None:
     """Check that a relation's patterns of names have the same stars on both sides.
 
     `concat(["*.q", "*.k"], "*.qk")` is right: the star stands for one text on both sides.
-    ["*.q", "k"] is refused, and so are braces, as in "{q,k}", which stand for several names. A
-    relation that stacks "e.*" into "e" has one star more in its parts, for the member's number.
+    `concat(["*.q", "k"], "*.qk")` is refused, and so are braces, as in "{q,k}", which stand for
+    several names. A relation that stacks "e.*" into "e" has one star more in its parts, for the
+    member's number.
     """
     for pattern in (*relation.parts, relation.whole):
         if spellings(pattern) != (pattern,):
             hint = "braces and bars are for rename; write a relation for each name"
             raise XshardError(f"'{pattern}' in '{relation}' stands for several names", hint=hint)
         match_stars(pattern, "")  # refuses a malformed pattern
+    # The stars of each pattern, from left to right: those of "a.*.**" are ["*", "**"].
     stars_of_parts = [stars_in(part) for part in relation.parts]
     stars_of_whole = stars_in(relation.whole)
-    if relation.stacks:
+    if relation.stacks:  # has one pattern of parts, whose last star is the member's number
         if "*" not in stars_of_parts[0][-1:]:
             raise XshardError(f"'{relation}' needs a star for a number", hint="stack('e.*', 'e')")
         stars_of_parts = [stars_of_parts[0][:-1]]  # the whole has no star for the number

@@ -148,13 +148,18 @@ class Relation:
 def applications(relation: Relation, shapes: Mapping[str, Shape]) -> Iterator[Use]:
     """Match a relation's patterns against names, and yield each match's source and target names.
 
-    For arrays a.q, a.k, b.q and b.k, `concat(["*.q", "*.k"], "*.qk")` yields (a.q, a.k -> a.qk) and
-    (b.q, b.k -> b.qk). `shapes` has all source arrays by name; a split into members of a stack
-    reads there how many members there are.
+    For arrays a.q, a.k, b.q and b.k, `concat(["*.q", "*.k"], "*.qk")` yields
+    `Use(["a.q", "a.k"], ["a.qk"])` and `Use(["b.q", "b.k"], ["b.qk"])`.
+
+    Args:
+        relation: Patterns of names, and how arrays with such names become one, or one becomes many.
+        shapes: The shapes of all source arrays by name. They say how many members a stack has that
+            is split.
     """
     src_patterns, dst_patterns = relation.sides
     first_pattern = src_patterns[0]
-    # The text of each star, by the names that fit the first pattern.
+    # By each name that fits the first pattern, the texts of its stars: "a.q" -> ["a"]. The names
+    # that fit the other patterns follow from these texts.
     stars_of = {}
     for name in shapes:
         star_texts = match_stars(first_pattern, name)
@@ -165,11 +170,12 @@ def applications(relation: Relation, shapes: Mapping[str, Shape]) -> Iterator[Us
     if not relation.stacks:
         for stars in stars_of.values():
             yield Use(_filled(src_patterns, stars), _filled(dst_patterns, stars))
-    elif relation.splits:  # a stack "e" of 3 members -> e.0, e.1, e.2
+    elif relation.splits:  # a stacked array "e" of 3 members -> e.0, e.1, e.2
         for name, stars in stars_of.items():
             yield Use([name], _numbered(dst_patterns[0], stars, shapes[name][relation.dim]))
     else:
-        # The last star is a member's number: a.e.0 and a.e.1 are stacked into a.e, b.e.0 into b.e.
+        # Members are stacked, and their last star is a number: a.e.0 and a.e.1 become a.e, and b.e.0
+        # becomes b.e.
         n_members = Counter(tuple(stars[:-1]) for stars in stars_of.values())
         for outer_stars, n in n_members.items():
             members = _numbered(first_pattern, outer_stars, n)
@@ -233,12 +239,13 @@ def _split(
 ) -> list[MadeArray]:
     """Return the arrays into which one array of `shape` is split: name, shape, and origin.
 
-    [8, 2] into two equal parts along dim 0 -> two arrays [4, 2]. `order` permutes their dims. If
-    the relation does not say how long the parts are, they are as long as when they were joined
-    before: `joined` has the rows of each part, by the name and shape of the whole.
+    [8, 2] into two equal parts along dim 0 -> two arrays [4, 2]. The relation's `order` permutes
+    the dims of the parts before they are joined; here it is undone. If the relation does not say
+    how long the parts are, they are as long as when they were joined before: `joined` has the rows
+    of each part, by the name and shape of the whole.
     """
     [whole] = use.sources
-    lengths: tuple[int, ...] = ()  # the relation says them
+    lengths: tuple[int, ...] = ()  # empty if the relation itself says how long the parts are
     if not (relation.stacks or relation.rows or relation.equal or len(use.targets) == 1):
         lengths = joined.get((whole, shape), ())
         if not lengths:
@@ -250,11 +257,11 @@ def _split(
     parts = _parts_of_whole(relation, whole, shape, len(use.targets), lengths)
     made = []
     for name, part in zip(use.targets, parts, strict=True):
-        piece = _mapping(name, part, order, relation).inverse
-        shape_in_whole = part.part_shape(shape)
+        piece = _mapping(name, part, order, relation).inverse  # from the whole to the part
+        shape_in_whole = part.part_shape(shape)  # with the dims in the order of the whole
         part_shape = [shape_in_whole[i] for i in piece.order]
         if relation.stacks:
-            del part_shape[relation.dim]
+            del part_shape[relation.dim]  # length 1: a member lacks the dim of the stack
         made.append(MadeArray(name, tuple(part_shape), (piece,)))
     return made
 
@@ -298,16 +305,18 @@ def _parts_of_whole(
 ) -> list[ArrayPart]:
     """Find which rows of a joined array belong to each of its parts.
 
-    12 rows of two parts with rows=(2, 1) come in turn, in groups of 3: the first part has rows 0-1,
-    3-4, 6-7 and 9-10, the second rows 2, 5, 8 and 11. Without `rows`, there is one group. Of a
-    stack, part i is row i.
+    12 rows of two parts with rows=(2, 1) are 4 groups of 2 rows of the first part and 1 of the
+    second: the first part has rows 0-1, 3-4, 6-7 and 9-10, the second rows 2, 5, 8 and 11. Without
+    `rows` there is one group: all rows of the first part, then all of the second. In a stack, part
+    i is row i.
 
     Args:
-        relation: The relation, which may say the rows of each part in a group.
+        relation: The relation, whose `rows` may say how many rows of each part a group has.
         name: The joined array.
         shape: Its shape.
         n_parts: The number of parts.
-        lengths: The number of rows of each part in all; () if the relation says them.
+        lengths: How many rows each part has in all groups together. Empty if that is not known: then
+            the relation says it, by `rows` or `equal`.
     """
     d = relation.dim
     if relation.stacks:

@@ -129,6 +129,9 @@ def _find_layouts(
 ) -> Layouts:
     """Find each array's layout at the source and at the destination of a move between two programs.
 
+    Rules are ({"w": "o/dp i"}, {"kernel": "i o/tp"}) for two programs with names of their own, or
+    {"w": "o/dp i -> o i/tp"} for arrays that keep their names.
+
     Args:
         rules: A pair of dicts from patterns of names to layouts, for the source's and the target's
             names. Or one dict to "layout -> layout", for arrays that keep their names.
@@ -158,7 +161,7 @@ def _layouts_of_arrows(
     {"**": "o i/tp -> i o"} -> for a source w [4, 2] the layouts "o i/tp" and "i o", and a target w
     [2, 4] that is the source with its dims exchanged.
     """
-    layouts = Layouts({}, {}, {})
+    layouts = Layouts({}, {}, {})  # filled below, by name
     for name, rule in rules.match(list(shapes)).items():
         shape = shapes[name]
         with located(trees.place_of(name)):
@@ -169,7 +172,7 @@ def _layouts_of_arrows(
             dst = dst.resolved(len(shape))
         layouts.src[name] = src
         layouts.dst[name] = dst
-        order = tuple(map(src.names.index, dst.names))
+        order = tuple(map(src.names.index, dst.names))  # the source's dim of each target dim
         target_shape = tuple(shape[i] for i in order)
         whole = PartMapping(ArrayPart(name), ArrayPart(name), order)
         layouts.targets[name] = TargetArray(target_shape, dtypes[name], (whole,))
@@ -191,8 +194,8 @@ def _plan_move(
 ) -> PartMove:
     """Plan how a part of a source array travels to its place in a target array on another mesh.
 
-    Such as q, which becomes the first rows of a fused qkv. It is cast before it travels if the
-    target's dtype is the smaller one, else afterwards.
+    For example, q [4, 2] becomes rows 0-3 of a fused qkv [12, 2]. It is cast before it travels if
+    the target's dtype is the smaller one, else afterwards.
 
     Args:
         piece: Which part of which source becomes which part of the target.
@@ -203,7 +206,8 @@ def _plan_move(
         profile: The machine, by whose speeds plans are compared.
     """
     source, src_dtype = sources[piece.src.name]
-    # Without names, so that equal parts of other arrays are found in the cache.
+    # The shardings of both parts, as arrays of their own. Without the arrays' names, so that equal
+    # parts of other arrays are found in the cache.
     src = part_of(source, piece.src._replace(name=""))
     dst = part_of(target, piece.dst._replace(name=""))
     src_names = src.sharding.layout.names
@@ -213,6 +217,7 @@ def _plan_move(
     casts_first = itemsize(dtype) < itemsize(src_dtype) and not has_addends
     request = Request(
         src=src.sharding.layout,
+        # A plan needs the same names on both sides: those of the source, in the target's order.
         dst=dst.sharding.layout.with_names([src_names[i] for i in piece.order]),
         src_mesh=source.mesh,
         dst_mesh=target.mesh,
@@ -239,7 +244,8 @@ def _check_same_dims(
     are right: each of the two programs may have names of its own.
     """
     for i, name in enumerate(dst_names):
-        src_name = src_names[piece.order[i]]
+        src_name = src_names[piece.order[i]]  # the dim that becomes dim i of the target
+        # Names with "_" are ours, of dims that the user left unnamed ("...").
         if name in src_names and src_name != name and not name.startswith("_"):
             place = f"dim {src_name!r} of {piece.src.name}"
             hint = f"'{source.layout}' has another dim {name!r}: write the target's dims in the target's "

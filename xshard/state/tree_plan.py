@@ -59,8 +59,12 @@ def part_of(whole: Sharding, part: ArrayPart) -> PartSharding:
     """Find how some rows of a sharded array are sharded themselves, as an array of their own.
 
     Under n/dp, 8 rows on 2 devices are rows 0-3 and 4-7. So the part with rows 2-7 is an array of 6
-    rows, of which device 0 holds 2 and device 1 holds 4. The result also says where those rows are
-    within each device's block.
+    rows: device 0 has the part's rows 0-1, at positions 2-3 of its block, and device 1 has the
+    part's rows 2-5, at positions 0-3.
+
+    Args:
+        whole: The sharding of the array.
+        part: All of the array, some rows of one dim, or the array with a new dim of length 1.
 
     Raises:
         PlanError: The rows are of a dim with blocks that overlap.
@@ -69,7 +73,7 @@ def part_of(whole: Sharding, part: ArrayPart) -> PartSharding:
     if d is None:  # the part is the whole array
         return PartSharding(whole, part, whole)
     dims = list(whole.layout.dims)
-    rows_of_block = []  # the rows of the part that each block holds, counted in the block
+    block_positions = []  # of the part's rows, for each block; empty if all rows are in the part
     if part.adds:  # the whole array, seen as one row of a new dim, as a member of a stack is
         dims.insert(d, Dim(ADDED))
     elif dims[d].overlap is not None:
@@ -78,16 +82,17 @@ def part_of(whole: Sharding, part: ArrayPart) -> PartSharding:
             hint="trim before, widen after",
         )
     else:
-        rows_of_part = []  # the same rows, counted in the part
-        for owned in whole.owned_by_position(d):
+        part_positions = []  # the same rows, counted within the part
+        for owned in whole.owned_by_position(d):  # the rows of each block
+            # A segment is rows of both: where they are in the part, where in the block, how many.
             segments = common_segments(part.rows, owned)
-            rows_of_part.append(merge_adjacent(Run(s.src, s.length) for s in segments))
-            rows_of_block.append(_as_one_run([Run(s.dst, s.length) for s in segments]))
+            part_positions.append(merge_adjacent(Run(s.src, s.length) for s in segments))
+            block_positions.append(_as_one_run([Run(s.dst, s.length) for s in segments]))
         sizes = whole.mesh.sizes_of(dims[d].axes)
-        dims[d] = _sharded_as(dims[d], tuple(rows_of_part), sizes, count_rows(part.rows))
+        dims[d] = _sharded_as(dims[d], tuple(part_positions), sizes, count_rows(part.rows))
     layout = replace(whole.layout, dims=tuple(dims))
     sharding = Sharding(layout, whole.mesh, part.part_shape(whole.shape))
-    return PartSharding(whole, part, sharding, tuple(rows_of_block))
+    return PartSharding(whole, part, sharding, tuple(block_positions))
 
 
 def _sharded_as(
@@ -229,19 +234,19 @@ class ArrayPlan:
 def _messages_of(plan: Plan) -> Iterator[Ints]:
     """Yield for each step of a plan an array [3, messages]: sender, receiver and bytes of each.
 
-    Messages of a device to itself are left out. Steps name devices by their position on a mesh: on
-    the source's before the transfer, on the destination's after it. Here they are the devices'
-    numbers.
+    Messages of a device to itself are left out. Devices have the numbers that both meshes share.
     """
-    devices = np.array(plan.src_devices)
+    # A step names devices by their positions on one mesh: here the number at each position. It is
+    # the source's mesh up to the transfer, which has the numbers itself, and the destination's then.
+    device_numbers = np.array(plan.src_devices)
     for stage in plan.stages:
         if stage.step is plan.transfer:
             senders, receivers, elements = plan.transfer.pairs
-            devices = np.array(plan.dst_devices)
+            device_numbers = np.array(plan.dst_devices)
         else:
             src_positions, dst_positions, elements = _pairs_of(stage.step, stage.before)
-            senders = devices[src_positions]
-            receivers = devices[dst_positions]
+            senders = device_numbers[src_positions]
+            receivers = device_numbers[dst_positions]
         travels = senders != receivers
         message_bytes = elements[travels] * plan.itemsize
         yield np.stack([senders[travels], receivers[travels], message_bytes])

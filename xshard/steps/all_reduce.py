@@ -65,9 +65,9 @@ def all_reduce_traffic(block: int, group: LinkSpans) -> Traffic:
     """Count what one device receives in an all-reduce, in one hop for each speed of links.
 
     It is a reduce-scatter, fastest links first, and an all-gather back, so that the slowest links
-    carry the smallest shares. 8 elements on 2 nodes of 4: 2 x 6 elements inside a node, then 2 x 1
-    of the 2 that are left to each device between nodes. Messages are those of trees, 2 log2(n)
-    among n.
+    carry the smallest shares. 8 elements on 2 nodes of 4: inside a node a device receives 6 in the
+    reduce-scatter and 6 in the all-gather, and has a share of 2 in between. Of that share it
+    receives 1 and 1 between nodes. Messages are counted as in trees: 2 log2(n) among n devices.
 
     Args:
         block: Elements of each device's block.
@@ -75,9 +75,10 @@ def all_reduce_traffic(block: int, group: LinkSpans) -> Traffic:
             first.
     """
     hops = []
-    n_shares = 1  # parts of the block over which faster links have spread the reduction
+    n_shares = 1  # among how many devices the block is shared by the faster links so far
     for span in reversed(group):
-        received = -(-2 * (span.size - 1) * block // (span.size * n_shares))  # rounded up
+        # (size - 1) / size of a share, twice; -(-a // b) is a / b rounded up.
+        received = -(-2 * (span.size - 1) * block // (span.size * n_shares))
         messages = 2 * math.ceil(math.log2(span.size))
         hops.append(Hop(span.axis, received, messages, span.level))
         n_shares *= span.size

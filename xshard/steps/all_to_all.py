@@ -93,13 +93,14 @@ def all_to_all_traffic(block: int, group: LinkSpans) -> Traffic:
     on 2 nodes of 4: pieces of 2 elements from 4 devices of the other node, and from 3 in its own.
     `group` has the spans (parts of mesh axes over links of one speed), the slowest first.
     """
-    n_devices = math.prod(span.size for span in group)  # with equal places on slower spans
+    n_devices = math.prod(span.size for span in group)
     piece = block // n_devices
     hops = []
+    n_sharing = n_devices  # devices at the same position on all slower spans: 8, 4, 1 above
     for span in group:
-        n_nearer = n_devices // span.size  # with the same place on this span too
-        n_peers = n_devices - n_nearer
+        n_nearer = n_sharing // span.size  # those at the same position on this span too
+        n_peers = n_sharing - n_nearer
         hops.append(Hop(span.axis, n_peers * piece, n_peers, span.level))
-        n_devices = n_nearer
+        n_sharing = n_nearer
     # Pieces are packed before they are sent, and unpacked from where they arrive.
     return Traffic(block - piece, 2 * block, tuple(hops))

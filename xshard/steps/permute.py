@@ -78,7 +78,9 @@ def _no_permutation(before: Sharding, after: Sharding) -> PlanError:
 def permute_traffic(block: int, moved: LinkSpans) -> Traffic:
     """Count what one device receives if devices swap whole blocks of `block` elements.
 
-    It is one message with one block, priced over the slowest link that any device may use.
+    It is one message with one block, priced over the slowest link that any device may use. Blocks
+    of 8 elements among 2 nodes of 4 devices: the hop has 8 elements, for the busiest device, and a
+    mean shortfall of 4, since half of the devices of a node get their block from the same node.
 
     Args:
         block: Elements of each block.
@@ -90,8 +92,9 @@ def permute_traffic(block: int, moved: LinkSpans) -> Traffic:
     slowest = moved[0]
     n_nodes = math.prod(span.size for span in moved if span.level == slowest.level)
     n_inside = math.prod(span.size for span in moved if span.level != slowest.level)
-    # If sizes divide, one device in `n_nodes` gets its block from its own node: the average over
-    # the devices of a node, which may share the slowest links, is lower by that.
+    # If the devices inside a node divide evenly among the nodes, one in `n_nodes` gets its block
+    # from its own node. The devices of a node may share the slowest links, which so carry less on
+    # average. Otherwise some node may get all its blocks from others: nothing is saved for sure.
     shortfall = 0 if n_inside % n_nodes else block // n_nodes
     hop = Hop(slowest.axis, block, 1, slowest.level, shortfall)
     return Traffic(block, 0, (hop,))

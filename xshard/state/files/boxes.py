@@ -66,14 +66,15 @@ def box_pairs(pieces: Iterable[PartMapping], sharding: Sharding, device: int) ->
     """Find which slices of stored arrays fill which slices of one device's block.
 
     A stored array of 8 rows, of which the device holds rows 4-7: one pair, of stored rows 4-7 and
-    rows 0-3 of the block. An array that is joined from q, k and v has pairs for each of them.
+    rows 0-3 of the block. An array that is joined from stored q, k and v has pairs for each of
+    them. If a dim needs several slices, there is a pair for each combination.
 
     Args:
         pieces: The parts of stored arrays that make up the whole array. Together they leave no gap.
         sharding: The array's sharding.
         device: A position in its mesh.
     """
-    block_rows = [sharding.held(d, device) for d in range(len(sharding.shape))]
+    block_rows = [sharding.held(d, device) for d in range(len(sharding.shape))]  # for each dim
     for piece in pieces:
         for slices in itertools.product(*_slices_by_dim(piece, block_rows, sharding.shape)):
             yield _box_pair(piece, slices)
@@ -95,13 +96,14 @@ def _box_pair(piece: PartMapping, slice_pairs: tuple[SlicePair, ...]) -> BoxPair
 def _slices_by_dim(
     piece: PartMapping, block_rows: list[Runs], shape: tuple[int, ...]
 ) -> list[list[SlicePair]]:
-    """List, for each dim of a piece, the slices of a stored array and of the block that they fill.
+    """List, for each dim of a piece, which slices of the stored array fill which of the block.
 
-    The block holds rows 4-7 of a dim, and the piece is rows 0-5 of it: stored rows 4-5 go to rows
-    0-1 of the block.
+    A device's block holds rows 4-7 of an array. The piece is a stored array that makes up rows 0-5
+    of it: stored rows 4-5 go to rows 0-1 of the block.
 
     Args:
-        piece: A part of a stored array that is a part of the array.
+        piece: A part of a stored array (`src`) and the part of the array that it makes up (`dst`),
+            each rows of one dim, or everything. Dim i of the array is dim `order[i]` of the stored.
         block_rows: By dim of the array, the rows that the block holds.
         shape: The shape of the array.
     """
@@ -109,16 +111,18 @@ def _slices_by_dim(
     lengths = list(shape)
     held_rows = list(block_rows)
     if dst.adds and dst.dim is not None:
-        # A row of a stack [experts, n] becomes an array [n]: the piece has a dim more, of length 1.
+        # The array [n] is one row of a stored stack [experts, n], and lacks that dim. The piece has
+        # both: give the array, and its block, the dim with length 1.
         lengths.insert(dst.dim, 1)
         held_rows.insert(dst.dim, interval(0, 1))
     slices_by_dim = []
-    for i, stored_dim in enumerate(order):
-        is_part = i == dst.dim and not dst.adds
-        piece_rows = dst.rows if is_part else interval(0, lengths[i])
-        segments = common_segments(piece_rows, held_rows[i])
-        is_part_of_stored = stored_dim == src.dim and not src.adds
-        stored_rows = src.rows if is_part_of_stored else None
+    for dim, stored_dim in enumerate(order):
+        # The piece is some rows of at most one dim of each side, and all rows of the others.
+        is_cut = dim == dst.dim and not dst.adds
+        piece_rows = dst.rows if is_cut else interval(0, lengths[dim])
+        segments = common_segments(piece_rows, held_rows[dim])
+        is_cut_in_stored = stored_dim == src.dim and not src.adds
+        stored_rows = src.rows if is_cut_in_stored else None  # None: all, in their order
         slices_by_dim.append(list(_paired_slices(segments, stored_rows)))
     return slices_by_dim
 
@@ -134,12 +138,13 @@ def _paired_slices(segments: Iterable[Segment], stored_rows: Runs | None) -> Ite
         stored_rows: The rows of the part in the stored array. None: they have the same numbers
             there.
     """
+    # Runs of rows that are consecutive on both sides. Single rows at even distances share a slice.
     pairs = _row_pairs(segments, stored_rows)
     first = 0
     while first < len(pairs):
-        behind = first + _evenly_apart(pairs, first)
-        yield _slice_pair(pairs[first:behind])
-        first = behind
+        stop = first + _evenly_apart(pairs, first)
+        yield _slice_pair(pairs[first:stop])
+        first = stop
 
 
 def _slice_pair(pairs: list[RowPair]) -> SlicePair:

@@ -326,8 +326,9 @@ def map_file(path: Path) -> tuple[int, mmap.mmap]:
 def _checkpoint_of(contents: Contents) -> Checkpoint:
     """Make a checkpoint of the arrays of files, with what xshard noted in the files' metadata.
 
-    Notes are the layouts and checksums by name, constants (values that are no arrays), and the mesh
-    and the renaming of the program that saved. Files of other programs have none.
+    Each file has a note, and the index one: a dict, empty if another program wrote the file. Notes
+    have the layouts and checksums ("sums") of arrays by name, constants (values that are no
+    arrays), and the mesh and the renaming ("names") of the program that saved.
     """
     layouts = {}
     mesh = None
@@ -335,7 +336,9 @@ def _checkpoint_of(contents: Contents) -> Checkpoint:
     constants = {}
     sums = {}
     for note in contents.notes:
-        _maps = maps_in(note)  # while it lives, layouts that name maps can be parsed
+        # `Layout.parse` finds maps of rows, as in "n/by(x,cells@0123456789abcdef)", among those that
+        # are alive in this process. This variable keeps them alive until their layouts do.
+        _maps = maps_in(note)
         for name, text in note.get("layouts", {}).items():
             layouts[name] = Layout.parse(text)
         if note.get("mesh") is not None:

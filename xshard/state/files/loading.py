@@ -82,9 +82,9 @@ def plan_load(
     rules = Rules({"**": "..."} if rules is None else rules)
     machine = load_profile(profile)
     float_dtype = None if dtype is None else dtypes.name_of(dtype)
-    arrays = stored_as(checkpoint, names)
+    arrays = stored_as(checkpoint, names)  # by their names in this program
     chosen = list(arrays)
-    if like is not None:
+    if like is not None:  # only the arrays that are in `like` and stored
         stored_names = in_both(arrays, [(name,) for name in like], strict)
         chosen = [name for name in stored_names if name is not None]
     loads = {}
@@ -125,7 +125,8 @@ def load_of(
         ShapeError: The array in the checkpoint has another shape.
         PlanError: The blocks of `target` are not parts of the array.
     """
-    # Kinds are in the order whole numbers, floats, complex numbers: no cast may go back.
+    # Kinds are in the order whole numbers, floats, complex numbers: a cast to an earlier one loses
+    # values, and is refused.
     if _kind(array.dtype) > _kind(dtype):
         reason = f"{array.dtype} in the checkpoint, {dtype} here"
         raise DtypeError(reason, hint="names= may cast it")
@@ -144,9 +145,17 @@ def load_of(
 def source_sharding(target: Sharding, dtype: str, profile: Profile) -> Sharding:
     """Choose what each device reads from disk: its whole block, or a part that replicas exchange.
 
-    For an array [8, c] that is replicated on 4 devices, every device reads 8 rows, or each reads 2
-    rows and an all-gather brings the others. The cheaper of both is returned, as a sharding.
-    Sharing is tried among replicas on one node, and among all replicas.
+    For an array [8, c] that is replicated on 4 devices, every device reads 8 rows (`target` itself),
+    or each reads 2 rows, and an all-gather brings the others. Sharing is tried among the replicas
+    on one node, and among all replicas.
+
+    Args:
+        target: The sharding that the array is to have.
+        dtype: Its dtype.
+        profile: The machine: the speeds of its disk and of its links.
+
+    Returns:
+        The sharding of what devices read that takes the least time, with the all-gather.
     """
     mesh = target.mesh
     replica_axes = [axis for axis in mesh.long_axes if axis not in target.layout.sharding_axes]
@@ -155,12 +164,13 @@ def source_sharding(target: Sharding, dtype: str, profile: Profile) -> Sharding:
         return target
     # Axes whose link is the default one lead to devices of the same node.
     in_node = tuple(axis for axis in replica_axes if profile.link(axis, mesh) == profile.default)
-    best = target
+    best = target  # every device reads its whole block
     best_s = _reading_s(target, dtype, profile.disk, profile)
     for axes in dict.fromkeys((in_node, tuple(replica_axes))):
         if not axes:
             continue
         source = _sharded_further(target, axes)
+        # Without tags: what is read is the values themselves, not addends or copies of them.
         whole = Layout(target.layout.dims)
         gather = Request.on_mesh(mesh, source.layout, whole, target.shape, dtype, profile)
         seconds = find_plan(gather).cost + _reading_s(source, dtype, profile.disk, profile)

@@ -218,13 +218,14 @@ def _plan_file(name: str, arrays: Mapping[str, TargetArray], note: Mapping[str, 
 def _assign_blocks(sources: Mapping[str, Source]) -> dict[int, list[tuple[str, int]]]:
     """Decide which process writes each block, so that all write about as many bytes.
 
-    Devices along axes that shard nothing hold the same block. Of them, the process with the fewest
-    bytes so far writes it.
+    Devices along axes that shard nothing hold the same block. Of their processes, the one with the
+    fewest bytes so far writes it. Arrays a and b, whole on two processes -> {0: [("a", 0)],
+    1: [("b", 1)]}.
 
     Returns:
-        By process: the names of sources, each with the device that holds the block.
+        By process: the names of sources, each with the device whose block it writes.
     """
-    owned: dict[int, list[tuple[str, int]]] = {}
+    assigned: dict[int, list[tuple[str, int]]] = {}
     written_bytes = Counter[int]()
     for name, (sharding, dtype, processes) in sources.items():
         mesh = sharding.mesh
@@ -232,9 +233,9 @@ def _assign_blocks(sources: Mapping[str, Source]) -> dict[int, list[tuple[str, i
         for holders in mesh.groups(replica_axes):
             device = min(holders, key=lambda d: written_bytes[processes[d]])
             process = processes[device]
-            owned.setdefault(process, []).append((name, device))
+            assigned.setdefault(process, []).append((name, device))
             written_bytes[process] += dtypes.n_bytes(sharding.local_shape(device), dtype)
-    return owned
+    return assigned
 
 
 def _layouts(arrays: Mapping[str, TargetArray], sources: Mapping[str, Source]) -> dict[str, str]:
@@ -288,27 +289,32 @@ def save_blocks(
     Raises:
         FileError: The disk is full, or another save writes into the folder.
     """
+    # The three phases, which run below in this order. They read variables that are set there: the
+    # `stack` that holds the lock, the `token` that names the new files, and the checksums, `sums`.
 
     def begin_locked() -> str | None:
+        """Lock the folder and make the files, as the leader; return the token."""
         if not leads:
             return None
         _lock_folder(path, stack)
         return begin(saving, path)
 
     def write_blocks() -> Sums:
+        """Write this process's blocks; return their checksums."""
         return write(saving, path, token, process, block_of, progress)
 
     def commit_once() -> None:
+        """Put the new files in place, as the leader."""
         if leads:
             commit(saving, path, token, sums)
 
     with ExitStack() as stack:  # the folder is locked until its end
-        # The leader's results come first: it is the only one with a token, the name of new files.
+        # Results are in the order of processes, the leader's first: only it has a token.
         token = all_or_none(begin_locked)[0]
         try:
             sums = _merge_sums(saving, all_or_none(write_blocks))
             all_or_none(commit_once)
-        except BaseException:
+        except BaseException:  # also if a user interrupts: no new files are left behind
             if leads:
                 abort(path, token)
             raise
@@ -363,8 +369,8 @@ def write(
 ) -> Sums:
     """Write all blocks of one process into the files that `begin` has made.
 
-    A block may belong to several stored arrays, as a fused qkv weight does: each such part is a
-    box, a range of rows in every dim, of a stored array.
+    A block of a fused qkv weight may belong to three stored arrays, q, k and v. Each part of it is
+    a box of one stored array: rows 0-3 and all columns, say.
 
     Args:
         saving: The plan.
@@ -382,7 +388,7 @@ def write(
     block_of = functools.lru_cache(1)(block_of)
     shard_of = {name: shard for shard in saving.shards for name in shard.starts}
     with _disk_errors(path), ExitStack() as stack:
-
+        # A file is opened once, when its first box comes: a process may write to few of many files.
         @functools.cache
         def open_shard(name: str) -> int:
             """Open a file, which is synced and closed when all blocks are written -> its descriptor."""
@@ -396,7 +402,7 @@ def write(
                 stored = saving.arrays[pair.name]
                 shard = shard_of[pair.name]
                 block = block_of(name, device, stored.dtype)
-                values = np.ascontiguousarray(pair.view(block))
+                values = np.ascontiguousarray(pair.view(block))  # in the order of the stored dims
                 file = open_shard(shard.name)
                 _write_box(file, shard.starts[pair.name], values, pair.box, stored.shape)
                 dims = zip(pair.box, stored.shape, strict=True)
@@ -464,6 +470,8 @@ def _write_box(
 ) -> None:
     """Write a region of an array to its place in a file, one contiguous range of bytes at a time.
 
+    Rows 1-2 of an array [4, 6] are one range; columns 0-2 of it are four, one in each row.
+
     Args:
         file: The file's descriptor.
         start: Where the whole array's bytes begin in the file.
@@ -471,9 +479,9 @@ def _write_box(
         box: The region, as a slice of each dim.
         shape: The shape of the whole array.
     """
-    offsets = start + array.itemsize * _range_starts(box, shape)
+    offsets = start + array.itemsize * _range_starts(box, shape)  # of each range in the file
     data = array.reshape(-1).view(np.uint8).data
-    range_bytes = len(data) // max(offsets.size, 1)
+    range_bytes = len(data) // max(offsets.size, 1)  # all ranges are equally long
     for i, offset in enumerate(offsets.tolist()):
         remaining = data[i * range_bytes : (i + 1) * range_bytes]
         while remaining:
@@ -493,7 +501,7 @@ def _range_starts(box: Box, shape: tuple[int, ...]) -> NDArray[np.int64]:
     last_cut = len(shape) - 1
     while last_cut >= 0 and bounds[last_cut] == (0, shape[last_cut], 1):
         last_cut -= 1
-    starts = np.zeros((), np.int64)
+    starts = np.zeros((), np.int64)  # of the dims so far: one entry for each of their rows
     for d, (first, stop, step) in enumerate(bounds[: last_cut + 1]):
         rows = np.arange(first, stop, step)
         if d == last_cut and step == 1:

@@ -59,21 +59,22 @@ class Digit(NamedTuple):
 
 
 def row_digits(src: LinkCuts, dst: LinkCuts) -> tuple[Digit, ...] | None:
-    """Write row numbers in digits (mixed radix) that are coordinates of devices before and after.
+    """Write row numbers in digits (mixed radix) that say which device has a row, before and after.
 
-    Under even contiguous shards each digit of a row number is a coordinate of the device that has
-    the row. "n/x" -> "n/y" with x=2, y=4: a digit of 2 values is the x of the device before, and
-    the leading half of its y after; another digit of 2 is no coordinate before, and the rest of y
-    after. Of two digits that come from one axis, either both are the same, or they do not overlap.
+    "n/x" -> "n/y" with 8 rows on x=2, y=4: row 4a + 2b + c, each digit 0 or 1, is on the device
+    x = a before, and on y = 2a + b after. So digit a is the whole x before and the leading half of
+    y after; digit b is nothing before, and the rest of y after. Digit c, the position in a block of
+    2 rows, is the same on all devices and is left out.
 
     Args:
         src: For each dim, the spans that shard it before, outermost first. A span is a part of a
-            mesh axis over links of one speed.
+            mesh axis over links of one speed. All shards are even and contiguous.
         dst: The spans that shard it after.
 
     Returns:
-        The digits, dim by dim, outermost first; None if the shards of the two sides do not divide
-        each other.
+        The digits, dim by dim, outermost first. The parts of one span that they are, before and
+        after, are equal or do not overlap. None if the shards of the two sides do not divide each
+        other, as 2 and 3 parts.
     """
     digits: list[Digit] = []
     for src_cut, dst_cut in zip(src, dst, strict=True):
@@ -81,13 +82,13 @@ def row_digits(src: LinkCuts, dst: LinkCuts) -> tuple[Digit, ...] | None:
         if digits_of_dim is None:
             return None
         digits += digits_of_dim
-    # Digits overlap in part only if their span shards on both sides, and one side splits it.
+    # Parts of one span may overlap only if it shards on both sides, and one side splits it.
     src_coordinates = [digit.src for digit in digits if digit.src is not None]
     dst_coordinates = [digit.dst for digit in digits if digit.dst is not None]
     coordinates = src_coordinates + dst_coordinates
-    split_spans = {link.span for link in coordinates if link.size < link.span.size}
-    split_spans.intersection_update(link.span for link in src_coordinates)
-    split_spans.intersection_update(link.span for link in dst_coordinates)
+    split_spans = {part.span for part in coordinates if part.size < part.span.size}
+    split_spans.intersection_update(part.span for part in src_coordinates)
+    split_spans.intersection_update(part.span for part in dst_coordinates)
     if not split_spans:
         return tuple(digits)
     return _equal_or_disjoint(digits, split_spans)
@@ -95,23 +96,25 @@ def row_digits(src: LinkCuts, dst: LinkCuts) -> tuple[Digit, ...] | None:
 
 @lru_cache(maxsize=16384)
 def _dim_digits(src: LinkSpans, dst: LinkSpans) -> tuple[Digit, ...] | None:
-    """Find common digits of the row numbers of one dim, which is sharded before and after.
+    """Split the shards of one dim, before and after, into digits of row numbers that both share.
 
-    Shards of sizes (2, 4) before and (8,) after -> digits of 2 and 4: both sides are read from the
-    outermost shard on; the smaller size at hand becomes a digit, and what is left of the larger one
-    is compared with the next. None if neither size divides the other, as for 2 and 3.
+    Shards over axes of sizes (2, 4) before and (8,) after -> digits of 2 and of 4 values. The
+    outermost shards are compared first: the smaller size, 2 of 2 and 8, becomes a digit. What is
+    left of the larger one, 4, is compared with the next shard. None if sizes do not divide each
+    other, as 2 and 3.
     """
     digits = []
-    # What is left of each side, as stacks: the outermost digits are last, where they are taken.
+    # The shards still to compare, as stacks: the outermost are last, where they are taken.
     src_left = [LinkDigit(span, 1, span.size) for span in reversed(src)]
     dst_left = [LinkDigit(span, 1, span.size) for span in reversed(dst)]
     while src_left and dst_left:
         size = min(src_left[-1].size, dst_left[-1].size)
-        # Sizes 2 and 3 have no digit in common. The caller then counts device by device.
+        # Sizes 2 and 3 have no common digit: there is no formula, and the caller lists devices.
         if src_left[-1].size % size or dst_left[-1].size % size:
             return None
         digits.append(Digit(size, _take_leading(src_left, size), _take_leading(dst_left, size)))
-    # At most one side has shards left. Each block of the other side has all values of these digits.
+    # At most one side has shards left. They cut blocks of the other side: each such block has rows
+    # with all values of these digits, so that they are no coordinate (None) there.
     digits += [Digit(link.size, link, None) for link in reversed(src_left)]
     digits += [Digit(link.size, None, link) for link in reversed(dst_left)]
     return tuple(digits)
@@ -144,16 +147,19 @@ def _equal_or_disjoint(digits: Sequence[Digit], spans: set[LinkSpan]) -> tuple[D
 
 
 def _split_at_edges(digits: Sequence[Digit], edges: dict[LinkSpan, set[int]]) -> list[Digit] | None:
-    """Split each digit at the first edge of another digit that lies inside; None if it cannot be.
+    """Split each digit in two where another digit of the same span begins or ends inside of it.
 
-    A digit of 4 values on coordinate x, of which another digit takes the leading 2 -> 2 and 2.
+    A digit of 4 values on span x, and another that ends after the leading 2 of them -> 2 and 2. One
+    call splits each digit once, at the first such edge. `edges` has, for each span, how many values
+    lie outside of each edge. None if an edge does not divide a digit evenly.
     """
     finer: list[Digit] = []
     for digit in digits:
         size = digit.size
-        for link in (digit.src, digit.dst):
-            if link is not None and link.span in edges:
-                size = min(size, _size_to_first_edge(link, edges[link.span]))
+        for part in (digit.src, digit.dst):
+            if part is not None and part.span in edges:
+                # 0 if the edge does not divide the part.
+                size = min(size, _size_to_first_edge(part, edges[part.span]))
         if size == 0 or digit.size % size:
             return None
         if size < digit.size:
@@ -167,9 +173,9 @@ def _edges(digits: Sequence[Digit], spans: set[LinkSpan]) -> dict[LinkSpan, set[
     """Collect, for each span, where its digits begin and end, as numbers of values outside."""
     edges: dict[LinkSpan, set[int]] = {span: set() for span in spans}
     for digit in digits:
-        for link in (digit.src, digit.dst):
-            if link is not None and link.span in spans:
-                edges[link.span].update((link.outer, link.outer * link.size))
+        for part in (digit.src, digit.dst):
+            if part is not None and part.span in spans:
+                edges[part.span].update((part.outer, part.outer * part.size))
     return edges
 
 
@@ -214,33 +220,37 @@ class DigitPair(NamedTuple):
 
 
 class SenderRules(NamedTuple):
-    """Which devices are the senders of a receiver.
+    """Which devices are the senders of a receiver, by their coordinates.
 
-    spans: along which they may differ from the receiver.
-    choices: the coordinates of which the receiver takes from senders with all values.
-    pairs: the sender's coordinates that are given by other coordinates of the receiver.
+    spans: the parts of mesh axes along which they may differ from the receiver.
+    free: the coordinates that are free: the receiver takes from senders with all their values.
+    pairs: the sender's coordinates that must equal other coordinates of the receiver.
+
+    All other coordinates of a sender are those of the receiver.
     """
 
     spans: set[LinkSpan]
-    choices: list[LinkDigit]
+    free: list[LinkDigit]
     pairs: list[DigitPair]
 
 
 def _sender_rules(digits: Sequence[Digit], addends: Sequence[LinkSpan]) -> SenderRules:
-    """Find from which devices a device takes rows.
+    """Find from which devices a device takes rows, given the digits of row numbers.
 
-    Each digit of a row number is a coordinate of the device that has the row before (`src`), of the
-    one that has it after (`dst`), or of both. There are four cases:
+    A digit is a coordinate of the device that has the row before (`src`, the sender), of the one
+    that has it after (`dst`, the receiver), or of both:
 
-    - the same coordinate on both sides: sender and receiver agree, and nothing moves along it;
-    - different coordinates: the sender's one must equal the receiver's other one, a pair;
-    - only a coordinate before: the receiver wants all values, each from another sender;
-    - only a coordinate after: every sender has all values, which asks for nothing.
+    - the same coordinate of both: nothing moves along it;
+    - different coordinates, x of the sender and y of the receiver: senders have x equal to the
+      receiver's y, a pair;
+    - a coordinate before only: the receiver wants all its values, each from another sender;
+    - a coordinate after only: each sender has rows with all its values, so that it says nothing
+      about senders.
 
     `addends` are the parts of axes along which a sum ends: each addend comes from another sender.
     """
     spans = set(addends)
-    choices = [LinkDigit(span, 1, span.size) for span in addends]
+    free = [LinkDigit(span, 1, span.size) for span in addends]
     pairs = []
     for digit in digits:
         if digit.src == digit.dst:
@@ -251,10 +261,10 @@ def _sender_rules(digits: Sequence[Digit], addends: Sequence[LinkSpan]) -> Sende
             continue
         spans.add(digit.src.span)
         if digit.dst is None:
-            choices.append(digit.src)
+            free.append(digit.src)
         else:
             pairs.append(DigitPair(digit.src, digit.dst))
-    return SenderRules(spans, choices, pairs)
+    return SenderRules(spans, free, pairs)
 
 
 class Taken(NamedTuple):
@@ -269,9 +279,11 @@ def digit_traffic(
 ) -> Traffic | None:
     """Count what the busiest device receives in an exchange between even shards, by a formula.
 
-    In an exchange each device takes from any others what it lacks. "n/x" -> "n", 8 rows on x=4: 8
-    rows are wanted, 2 are its own, and 6 come from 3 senders. Hot: a search asks for each pair of
-    layouts that it tries. The result has one hop for each speed (level) of links.
+    In an exchange each device takes from any others what it lacks. "n/x" -> "n" with 8 rows on 2
+    nodes of 4: a device wants 8 rows, 1 from each of 8 devices. 4 of these have its own place
+    between nodes, so 4 rows come from 4 senders over the slow links; 1 of the 4 is the device
+    itself, so 3 rows come over the links in the node. The result has one hop for each speed (level)
+    of links. Hot: a search asks for each pair of layouts that it tries.
 
     Args:
         shape: The lengths of the dims.
@@ -286,41 +298,48 @@ def digit_traffic(
     digits = row_digits(src, dst)
     if digits is None:
         return None
+    # Who sends to a device: along `free` coordinates senders with all values, and in each of `pairs`
+    # those whose one coordinate equals another one of the receiver.
     rules = _sender_rules(digits, addends)
     wanted = _wanted_elements(shape, dst, addends)
-    # What comes from senders that have the receiver's coordinates on all slower levels: at first,
-    # before any level is counted, from all senders.
-    taken = Taken(wanted, math.prod(choice.size for choice in rules.choices))
-    equations = Equations()
+    # What is still to come: from senders that have the receiver's coordinates on all slower levels.
+    # Before any level is counted, these are all senders.
+    remaining = Taken(wanted, math.prod(digit.size for digit in rules.free))
+    equations = Equations()  # between coordinates; `_new_paired_digits` adds those of a level
     has_own_rows = True
     hops = []
     for level in sorted({span.level for span in rules.spans}):  # the slowest links first
-        # One sender in `n_choices` has the receiver's coordinates on this level too: what it sends
-        # comes over faster links.
-        on_level = [choice.size for choice in rules.choices if choice.span.level == level]
-        n_choices = math.prod(on_level)
-        nearer = Taken(taken.elements // n_choices, taken.senders // n_choices)
-        paired = _new_pairs(rules.pairs, level, equations)
-        if paired:
-            # The busiest device is one whose sender differs on this level: all comes over it.
+        # One sender in `n_values` has the receiver's coordinates on this level too: what it sends
+        # comes over faster links, or is the receiver's own.
+        n_values = math.prod(digit.size for digit in rules.free if digit.span.level == level)
+        nearer = Taken(remaining.elements // n_values, remaining.senders // n_values)
+        paired_digits = _new_paired_digits(rules.pairs, level, equations)
+        if paired_digits:
+            # The busiest device is one whose sender must be elsewhere on this level: it has no
+            # rows of its own, and all that is still to come is received over these links.
             has_own_rows = False
-            received = taken
+            received = remaining
         else:
-            received = Taken(taken.elements - nearer.elements, taken.senders - nearer.senders)
+            received = Taken(
+                remaining.elements - nearer.elements, remaining.senders - nearer.senders
+            )
         if received.elements:
             axis = _longest_axis(rules.spans, level)
-            shortfall = _mean_shortfall(level, paired, nearer.elements)
+            shortfall = _mean_shortfall(level, paired_digits, nearer.elements)
             hops.append(Hop(axis, received.elements, received.senders, level, shortfall))
-        taken = nearer
-    own = taken.elements if has_own_rows else 0
+        remaining = nearer
+    own = remaining.elements if has_own_rows else 0
     # Each element is packed by its sender and unpacked by its receiver: two copies.
     return Traffic(wanted - own, 2 * wanted, tuple(hops), own)
 
 
-def _new_pairs(pairs: Sequence[DigitPair], level: int, equations: Equations) -> list[LinkDigit]:
-    """List the receiver's digits that must equal a sender's digit on this level.
+def _new_paired_digits(
+    pairs: Sequence[DigitPair], level: int, equations: Equations
+) -> list[LinkDigit]:
+    """List the receiver's digits that must equal a sender's digit on this level of links.
 
-    Pairs that follow from earlier ones are left out. The others are added to `equations`.
+    Pairs that follow from earlier ones are left out. The others are added to `equations`, which is
+    changed.
     """
     receiver_digits = []
     for pair in pairs:
@@ -342,25 +361,25 @@ def _longest_axis(spans: set[LinkSpan], level: int) -> str:
     return axis
 
 
-def _mean_shortfall(level: int, paired: Sequence[LinkDigit], nearer_elements: int) -> int:
+def _mean_shortfall(level: int, paired_digits: Sequence[LinkDigit], nearer_elements: int) -> int:
     """Return how many elements fewer than the busiest device the mean device of its node receives.
 
-    `paired` are the receiver's digits that a sender's digits must equal. If they are all
+    `paired_digits` are the receiver's digits that a sender's digits must equal. If they are all
     coordinates along faster links, devices with any values of them are in each node, and some take
     less over this level. Else all devices of the busiest node take the same.
     """
-    if not paired or any(digit.span.level <= level for digit in paired):
+    if not paired_digits or any(digit.span.level <= level for digit in paired_digits):
         return 0
-    return nearer_elements // math.prod(digit.size for digit in paired)
+    return nearer_elements // math.prod(digit.size for digit in paired_digits)
 
 
 def node_lack(shape: Ints, src: LinkCuts, dst: LinkCuts) -> int:
     """Bound from below the elements that must enter the node that lacks most; 0 if unknown.
 
-    A node needs the blocks of all its devices, and has what these held before. 16 rows from
-    "n/node/x" to "n/x/node" on 2 nodes of 2: some node needs rows 0 to 3 and 8 to 11, has 0 to 7,
-    and lacks 4 rows. `src` and `dst` list, for each dim, the spans that shard it: parts of mesh
-    axes, of level 0 if they connect nodes.
+    A node needs the blocks that its devices have after, and had those before. 16 rows from
+    "n/node/x" to "n/x/node" on 2 nodes of 2: node 0 needs rows 0 to 3 and 8 to 11, had 0 to 7, and
+    lacks 4 rows. `src` and `dst` list, for each dim before and after, the spans (parts of mesh
+    axes) that shard it; those of level 0 connect nodes.
     """
     digits = row_digits(src, dst)
     if digits is None:
@@ -368,14 +387,15 @@ def node_lack(shape: Ints, src: LinkCuts, dst: LinkCuts) -> int:
     n_nodes = math.prod(span.size for span in chain.from_iterable(dst) if span.level == 0)
     needed = math.prod(shape) // n_nodes  # by each node
     already_there = needed
-    # A digit of row numbers says in which node a row is, if it is a coordinate along such a span.
+    # A digit of row numbers that is a coordinate between nodes says in which node a row is.
     for digit in digits:
         says_node_before = digit.src is not None and digit.src.span.level == 0
         if not says_node_before or digit.src == digit.dst:
-            continue  # a node had every value of the digit that it needs
+            continue  # a node had rows with every value of the digit that it needs
+        # Otherwise a node had rows with only one value of the digit.
         if digit.dst is not None and digit.dst.span.level == 0:
-            return needed  # some nodes had only other values than they need
-        already_there //= digit.size  # a node had one value, and needs all
+            return needed  # each needs one value after, and for some node it is another one
+        already_there //= digit.size  # each node needs all values, and had one
     return needed - already_there
 
 
@@ -396,9 +416,10 @@ def met_elements(shape: Ints, src: LinkCuts, dst: LinkCuts) -> int | None:
     digits = row_digits(src, dst)
     if digits is None:
         return None
-    # An element stays if one device has its row before and after. A coordinate of that device which
-    # is digit i of the row number before and digit j after makes both digits equal: true for one
-    # row in `size`, unless it follows from earlier equations.
+    # An element stays if one device has its row before and after. In the example row abc (digits of
+    # 2 values each) is on x = a, y = bc before, and on y = ab, x = c after. They are one device if
+    # b = a, c = b and a = c. Each equation holds for one row in 2, but the third follows from the
+    # others: 8 / 2 / 2 rows stay.
     index_before = {digit.src: i for i, digit in enumerate(digits) if digit.src is not None}
     staying = math.prod(shape)
     equations = Equations()

@@ -50,21 +50,24 @@ class BlockHolders(NamedTuple):
 
 @layout_cache(maxsize=1024)
 def block_holders(sharding: Sharding, node_devices: int) -> BlockHolders:
-    """Find the distinct blocks of a sharding, numbered, and which devices and nodes hold them.
+    """Find the distinct blocks of a sharding, number them, and list who holds each.
 
-    Replicas are one block: "n/x" on x=2, y=3 has 2 blocks, each on 3 devices. Different addends of
-    a partial sum are different blocks. A node is `node_devices` consecutive devices.
+    Replicas are one block: "n/x" on x=2, y=3 has blocks 0 and 1, and devices 0 to 5 hold blocks
+    0 0 0 1 1 1. Different addends of a partial sum are different blocks. A node is `node_devices`
+    consecutive devices.
     """
     mesh = sharding.mesh
+    # For each device: its index along the axes of each dim, and along the axes of partial sums.
+    dim_indices = [mesh.indices(dim.axes) for dim in sharding.layout.dims]
     addends = mesh.indices(sharding.layout.tagged("sum", "max", "min"))
-    columns = [mesh.indices(dim.axes) for dim in sharding.layout.dims]
-    # Devices with equal rows in this table hold the same block.
-    device_keys = np.stack([*columns, addends], axis=1)  # [devices, dims + 1]
+    # Devices with equal lines in this table hold the same block.
+    device_keys = np.stack([*dim_indices, addends], axis=1)  # [devices, dims + 1]
     keys, block_of = np.unique(device_keys, axis=0, return_inverse=True)
     block_of = block_of.reshape(-1)  # numpy 2.0 returns a column
     node_of = np.arange(mesh.n_devices) // node_devices  # [devices]
     is_in_node = np.zeros((len(keys), node_of[-1] + 1), bool)  # [blocks, nodes]
     is_in_node[block_of, node_of] = True
+    # The last: for each block and device, whether a device of the same node holds the block.
     return BlockHolders(keys, block_of, addends, is_in_node[:, node_of])
 
 
@@ -82,7 +85,7 @@ def needed_elements(before: Sharding, after: Sharding, node_devices: int) -> Num
 
 
 def node_local_traffic(before: Sharding, after: Sharding, node_devices: int) -> Traffic:
-    """Count what the busiest device receives if replicas in its own node send first.
+    """Count what the busiest device receives if replicas in its own node send in place of others.
 
     Each device takes from others what it lacks: from its own node if any device there holds the
     block, else from another node. A node is `node_devices` consecutive devices. The result has a
@@ -94,7 +97,7 @@ def node_local_traffic(before: Sharding, after: Sharding, node_devices: int) -> 
     # Set what a device takes from its own block to 0: the rest has to be sent.
     elements[holders.block_of, np.arange(before.mesh.n_devices)] = 0
 
-    between_nodes = np.where(holders.is_on_same_node, 0, elements)
+    between_nodes = np.where(holders.is_on_same_node, 0, elements)  # [blocks, devices]
     inside_nodes = elements - between_nodes
     hops = []
     for level, level_elements in enumerate((between_nodes, inside_nodes)):
@@ -117,8 +120,8 @@ def _node_hop(axis: str, level: int, elements: Numbers, node_devices: int) -> Ho
     """
     by_device = elements.sum(axis=0)
     received = int(by_device.max())
-    messages = int((elements > 0).sum(axis=0).max())
-    # Devices of a node may share a port, which carries their average.
+    messages = int((elements > 0).sum(axis=0).max())  # one for each block that a device lacks
+    # Devices of a node may share a port, whose load is their average.
     node_of = np.arange(len(by_device)) // node_devices
     busiest_node = np.bincount(node_of, by_device).max()
     mean_of_busiest_node = int(busiest_node / node_devices)
@@ -266,9 +269,10 @@ def _messages_to(before: Sharding, after: Sharding, device: int, sender: int | N
     """List the boxes that a device receives in an exchange, in the order of senders.
 
     Who has the wanted rows is found dim by dim; a box takes one answer for each dim, and all
-    combinations are listed. Rows 0-3 from 2 devices and columns 0-3 from 2 -> 4 boxes. They are
-    repeated for each addend of a partial sum that ends, and for each part (view) of blocks that
-    reach beyond a pole of a sphere, where rows are mirrored.
+    combinations are listed. From "n/x d/y" to "n d" on x=2, y=2: rows from 2 places, columns from
+    2 -> 4 boxes. They are repeated for each addend of a partial sum that ends. If the array ends at
+    a pole of a sphere, rows beyond it are mirrored copies of others: then they are repeated for
+    each part (view) of the two blocks, inside the array or beyond a pole.
 
     sender: list only the messages of this device, and perhaps of others with the same coordinates
         along the axes that shard dims (replicas, other addends); None: of all devices.
@@ -283,7 +287,8 @@ def _messages_to(before: Sharding, after: Sharding, device: int, sender: int | N
         sources_by_dim = []
         for d, (src, dst) in enumerate(dim_ends(before, after, dst_view, src_view)):
             sources_by_dim.append(receiver.dim_sources(d, src, dst))
-        sign = dst_view.sign * src_view.sign
+        sign = dst_view.sign * src_view.sign  # -1 if values change their sign beyond a pole
+        # No combination, and no message, if some dim has no source.
         for addend in all_coords(before.mesh.sizes_of(receiver.ended_sums)):
             for box_sources in itertools.product(*sources_by_dim):
                 messages.append(receiver.message(addend, box_sources, sign))
@@ -341,6 +346,7 @@ class _Receiver:
         src_index = self.before.dim_device(d, self.device)
         dst_index = self.after.dim_device(d, self.device)
         sender = None if self.sender is None else self.before.dim_device(d, self.sender)
+        # In a new sum each row counts once: it is taken from its one provider, never from a copy.
         begins_sum = not set(src.dim.axes).isdisjoint(self.new_sums)
         # `sources` is cached by its positional arguments, so it gets no keywords.
         taken = sources(src, dst, src_index, dst_index, begins_sum, sender)
@@ -357,8 +363,8 @@ class _Receiver:
     def message(self, addend: Coords, box_sources: tuple[Source, ...], sign: int) -> Message:
         """Make one message: find the sending device, and the box of rows of all dims.
 
-        The sender has the coordinates of `addend` and `box_sources` along their axes, and those of
-        the receiver along all other axes.
+        Along the axes of sums that end, the sender has the coordinates `addend`; along the axes that
+        shard dims, those in `box_sources`; and along all other axes the receiver's own.
 
         Args:
             addend: The sender's coordinates along the axes with sums that end.

@@ -122,10 +122,13 @@ def carried_dims(before: Sharding, after: Sharding) -> tuple[int, ...]:
 
 
 class DimEnd(NamedTuple):
-    """A dim before or after a move, and one part of its blocks.
+    """One end of a move for one dim: how the dim is sharded before it, or after it.
+
+    If the dim, or another one, ends at a pole of a sphere, it is about one part of the blocks.
 
     sizes: the sizes of the axes that shard it.
-    side: STRAIGHT, beyond one of its poles, or CARRIED.
+    side: STRAIGHT for rows inside the array, "before" or "after" for rows beyond a pole at its
+        first or last row, or CARRIED if all rows stay on their device.
     shift: what another dim's pole adds to its rows.
     """
 
@@ -181,19 +184,21 @@ def dim_ends(
 ) -> Iterator[tuple[DimEnd, DimEnd]]:
     """Yield, for each dim, how it is sharded before and after, as a pair of `DimEnd`.
 
-    "b n/x" -> "b/x n": ("b", "b/x"), then ("n/x", "n"). A dim whose rows all stay on their devices
-    is marked: its side is CARRIED on both ends.
+    "b n/x" -> "b/x n": ("b", "b/x"), then ("n/x", "n"). A dim with a halo or window that is the
+    same on both sides is marked: its `side` is CARRIED, since all its rows stay on their devices.
 
     Args:
         before: The sharding before.
         after: The sharding after.
-        dst_view: Which part of the receiver's block is filled, if poles of a sphere divide it.
+        dst_view: Which part of the receiver's block is filled: all of it, unless the array ends at
+            a pole of a sphere. Then rows inside the array, and beyond each pole, are parts.
         src_view: Which part of the sender's block fills it.
     """
     carried = carried_dims(before, after)
     ends = zip(view_ends(before, src_view), view_ends(after, dst_view), strict=True)
     for d, (src, dst) in enumerate(ends):
-        # If a pole of another dim rolls this one, its rows do travel, even if its shards stay.
+        # A shift means that a pole of another dim rolls this one by half its length: then its rows
+        # do travel, even if its shards stay.
         if d in carried and src.shift == 0 and dst.shift == 0:
             yield src._replace(side=CARRIED), dst._replace(side=CARRIED)
         else:
@@ -230,18 +235,21 @@ def _request(
         dst: The dim after.
         src_index: The receiver's index along the axes of `src`.
         dst_index: The receiver's index along the axes of `dst`.
-        from_providers: Each row is taken from the one device that provides it, even if the receiver
-            has a copy. A new partial sum requires it, so that each row counts once.
+        from_providers: Each row is taken from the one device that provides it (its owner, as a
+            rule), even if the receiver has a copy. A new partial sum requires it, so that each row
+            counts once.
 
     Returns:
-        The rows. Those from others keep their positions: FILL is in place of rows that it has.
+        Own rows, as segments (position before, position after, length), and the rows to ask all
+        senders for, by position: FILL is in place of own rows.
     """
     is_fold = isinstance(src.dim.overlap, Fold)
     if src.side != STRAIGHT and not is_fold:
         return RowRequest((), ())  # rows beyond a pole are copies: nothing is taken from them
     wanted = dst.wanted_rows()[dst_index]
-    # Rows that the receiver owns come in a message to itself, as rows of others do. Only copies in
-    # a halo are its own beyond that. Under a Fold they are no copies: blocks are to be added up.
+    # No own rows: the receiver is asked as a sender like any other, for its own shard too. Without
+    # a halo it has nothing else. Under a Fold (whose overlapping rows are addends) what it has
+    # beyond its shard are no copies that could be used.
     if src.is_plain or is_fold or from_providers:
         return RowRequest((), wanted)
     held = src.distinct_held_rows()[src_index]
@@ -267,35 +275,36 @@ def sources(
     """Find which rows of one dim a receiver takes from which senders.
 
     From "n/x" to "n" with 4 rows on x=2, device 0 takes rows 0 and 1 from itself, 2 and 3 from
-    device 1. Each entry has the sender and its segments: from which local position to which, and
-    how many rows. Senders are numbered along the axes that shard the dim before.
+    device 1: `Source((0,), (Segment(0, 0, 2),))`, `Source((1,), (Segment(0, 2, 2),))`. A segment
+    is (position in the sender's block, position in the receiver's, number of rows).
 
     Args:
         src: The dim before.
         dst: The dim after.
         src_index: The receiver's index along the axes of `src`.
         dst_index: The receiver's index along the axes of `dst`.
-        from_providers: As in `_request`.
-        sender: The index of the only sender of interest; None for all.
+        from_providers: Each row is taken from the one device that provides it, even if the receiver
+            has a copy.
+        sender: The only sender of interest, as an index along the axes of `src`; None for all.
 
     Returns:
-        The receiver's own rows first, then those of others in the order of senders. A sender that
-        offers several lists (the layers of a fold) comes once for each.
+        The receiver's own copies first, then the rows of senders in their order. A sender comes
+        twice if it has a row twice, each an addend of a sum, as blocks under a Fold may.
     """
     senders = np.arange(src.n_shards) if sender is None else np.array([sender])
-    coords = all_coords(src.sizes)
-    is_sender = src_index in senders
+    coords = all_coords(src.sizes)  # of each sender
+    takes_own = src_index in senders  # the receiver is of interest as a sender too
     taken = []
     if dst.side == CARRIED:
         # The dim stays as it is: all rows of the block, with its halo, stay on their device.
         n_rows = count_rows(src.held_rows()[src_index])
-        if is_sender and n_rows:
+        if takes_own and n_rows:
             taken.append(Source(coords[src_index], (Segment(0, 0, n_rows),)))
         return tuple(taken)
     request = _request(src, dst, src_index, dst_index, from_providers)
-    if is_sender:
+    if takes_own:
         taken.append(Source(coords[src_index], request.own_segments))
-    offered = src.offered_rows()
+    offered = src.offered_rows()  # for each sender, lists without a row twice: mostly one
     for i in _senders_in_reach(src, senders, request.from_others):
         for rows in offered[i]:
             taken.append(Source(coords[i], common_segments(rows, request.from_others)))
@@ -340,10 +349,10 @@ class Received(NamedTuple):
 def count_sources(
     src: DimEnd, dst: DimEnd, fixed: Axes, mesh: Mesh, from_providers: bool
 ) -> Received:
-    """Count how many rows of a dim each device takes, and from how many senders.
+    """Count how many rows of a dim each device takes, and from how many senders, by listing them.
 
-    Works for halos and folds too, by listing who sends what.
-    "n/x" -> "n" with 8 rows on x=2, y=3: 8 rows from 2 senders, as arrays of shape [2, 1].
+    "n/x" -> "n" with 8 rows on x=2, y=3: 8 rows from 2 senders, as arrays of shape [2, 1]. This is
+    right for every overlap (halo, window, fold), and slower than the formulas for plain shards.
 
     Args:
         src: The dim before.
@@ -353,9 +362,9 @@ def count_sources(
         from_providers: Each row comes from the one device that provides it, as a new sum requires,
             even if the receiver has a copy.
     """
-    # Devices that differ along other axes take the same rows: one group stands for all.
     sharding_axes = {*src.dim.axes, *dst.dim.axes}
     axes = [axis for axis in mesh.axes if axis in sharding_axes]
+    # Only the devices at coordinate 0 of all other axes: along these, all take the same rows.
     receivers = mesh.group(0, axes)
     src_indices = [mesh.index(device, src.dim.axes) for device in receivers]
     dst_indices = [mesh.index(device, dst.dim.axes) for device in receivers]
@@ -398,35 +407,37 @@ def _row_pairs(
 
     "n/x" -> "n" with 4 rows on x=2: receivers 0 0 1 1 take 2 rows each from senders 0 1 0 1. Before
     these comes a pair of each receiver with itself, for the copies that its halo has already: here
-    0 rows. Senders are numbered along the axes that shard the dim before.
+    0 rows. Receivers are numbered 0, 1, ... as listed, senders along the axes of `src`.
 
     Args:
         src: The dim before.
         dst: The dim after.
         src_indices: The index of each receiver along the axes of `src`.
         dst_indices: The index of each receiver along the axes of `dst`.
-        from_providers: As in `_request`.
+        from_providers: Each row is taken from the one device that provides it, even if the receiver
+            has a copy.
     """
     receivers = np.arange(len(src_indices))
-    if dst.side == CARRIED:  # all rows come from the receiver itself
+    if dst.side == CARRIED:  # the dim stays as it is: all rows come from the receiver itself
         held = src.held_rows()
         held_rows = [count_rows(held[i]) for i in src_indices]
         return RowPairs(receivers, np.array(src_indices), np.array(held_rows))
 
-    own_rows = []
-    requested = []
+    own_rows = []  # how many copies each receiver has itself
+    requested = []  # which rows each receiver takes from senders
     for src_index, dst_index in zip(src_indices, dst_indices, strict=True):
         request = _request(src, dst, src_index, dst_index, from_providers)
         own_rows.append(n_segment_rows(request.own_segments))
         requested.append(request.from_others)
+    # A sender that has a row twice (addends of a sum, under a Fold) offers several lists.
     offered: list[Runs] = []
-    sender_of_offer = []  # in a fold a sender has several
+    sender_of_list = []
     for sender, lists in enumerate(src.offered_rows()):
         offered += lists
-        sender_of_offer += [sender] * len(lists)
-    shared = shared_rows(offered, requested)
-    other_senders = np.array(sender_of_offer, np.int64)[shared.senders]
-    senders = np.concatenate([src_indices, other_senders])
+        sender_of_list += [sender] * len(lists)
+    shared = shared_rows(offered, requested)  # its senders are numbers of lists
+    list_senders = np.array(sender_of_list, np.int64)[shared.senders]
+    senders = np.concatenate([src_indices, list_senders])
     receivers = np.concatenate([receivers, shared.receivers])
     return RowPairs(receivers, senders, np.concatenate([own_rows, shared.rows]))
 
@@ -434,7 +445,9 @@ def _row_pairs(
 def _with_fixed_coordinates(
     pairs: RowPairs, src: DimEnd, src_indices: Sequence[int], fixed: Axes
 ) -> RowPairs:
-    """Keep the pairs of receiver and sender that agree along the `fixed` axes and share rows.
+    """Keep the pairs with rows, of senders at the receiver's coordinates along the `fixed` axes.
+
+    On x=2 with x fixed, receiver x=0 keeps what it takes from sender x=0, not from x=1.
 
     Args:
         pairs: Receivers as places in `src_indices`, senders as indices along the axes of `src`.
@@ -442,14 +455,15 @@ def _with_fixed_coordinates(
         src_indices: The index of each receiver along the axes of `src`.
         fixed: Axes along which sender and receiver must have the same coordinate.
     """
-    is_kept = pairs.rows > 0
+    is_kept = pairs.rows > 0  # [pairs]
+    # Coordinates along each axis of `src.dim`, in its order: one [pairs] per axis.
     receiver_coords = coords_of(np.array(src_indices)[pairs.receivers], src.sizes)
     sender_coords = coords_of(pairs.senders, src.sizes)
     for axis, receiver_coord, sender_coord in zip(
         src.dim.axes, receiver_coords, sender_coords, strict=True
     ):
         if axis in fixed:
-            is_kept &= receiver_coord == sender_coord  # [pairs]
+            is_kept &= receiver_coord == sender_coord
     return pairs.take(is_kept)
 
 

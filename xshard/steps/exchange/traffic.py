@@ -85,28 +85,34 @@ def traffic_by_level(
     The result has one hop for each level that is used, with the numbers of the busiest device.
 
     Args:
-        received_from: A function that counts what devices take from senders at their own
-            coordinates along the given axes: () for all senders.
+        received_from: A function of some axes that counts what each device takes from the senders
+            at its own coordinates along them. `received_from(())` counts all senders; with the axes
+            between nodes, those in the device's own node.
         mesh: A mesh each of whose axes runs over links of one speed.
         may_differ: The axes along which a sender and its receiver may differ.
         levels: The axes by the speed of their links, the slowest first.
     """
     wanted = received_from(())
-    taken = wanted  # from senders at the receiver's coordinates along all axes of slower links
+    # What is still to come: all from senders at the receiver's coordinates along the axes of slower
+    # links, as 70, 30, 10 in the example.
+    remaining = wanted
     shared_axes: Axes = ()
     total = np.zeros_like(wanted.elements)  # over the links of all levels so far
     hops = []
     for level in levels:
         shared_axes = (*shared_axes, *level.axes)
         nearer = received_from(shared_axes)  # over faster links, or the device's own
-        received = Received(taken.elements - nearer.elements, taken.senders - nearer.senders)
+        received = Received(
+            remaining.elements - nearer.elements, remaining.senders - nearer.senders
+        )
         total = total + received.elements
         if received.elements.any():
             # The hop is named after the longest axis, by the alphabet if two are as long.
             _, longest = max((mesh.size(a), a) for a in may_differ if a in level.axes)
+            # All other axes are of faster links: along them are the devices of one node, say.
             nearer_dims = tuple(i for i, a in enumerate(mesh.axes) if a not in shared_axes)
             hops.append(_level_hop(received, level.level, level.axes[longest], nearer_dims))
-        taken = nearer
+        remaining = nearer
     return busiest_traffic(wanted.elements, total, hops)
 
 
@@ -125,19 +131,20 @@ def busiest_traffic(wanted: Numbers, received: Numbers, hops: Sequence[Hop]) -> 
 def _level_hop(received: Received, level: int, axis: str, nearer_dims: tuple[int, ...]) -> Hop:
     """Sum up what devices receive over links of one speed, as a `Hop`.
 
-    It has the elements and messages of the busiest device, and how far the average over the devices
-    of its group (those that faster links connect, as in a node) is below it.
+    The hop has the elements and messages of the busiest device, and `mean_shortfall`: by how much
+    the average device of a group receives less. A group is the devices that faster links connect,
+    such as a node. Groups (6, 2) and (4, 4) -> 6 elements, and a shortfall of 2.
 
     Args:
         received: The elements and senders of every device, as arrays over the mesh.
         level: The speed of the links, 0 for the slowest.
         axis: The longest axis along them, which names the hop.
-        nearer_dims: The dims of the arrays along which faster links connect devices.
+        nearer_dims: The dims of the arrays along which the devices of a group differ.
     """
     elements = received.elements
     busiest = elements.max()
     group_size = math.prod(elements.shape[i] for i in nearer_dims)
-    # The devices of a group may share a port, which carries their average: take the busiest group.
+    # The devices of a group may share a port, whose load is their average: take the busiest group.
     busiest_mean = elements.sum(axis=nearer_dims).max() / group_size
     messages = int(received.senders.max())
     return Hop(axis, int(busiest), messages, level, mean_shortfall=int(busiest - busiest_mean))
@@ -159,12 +166,20 @@ class SpanAxes(NamedTuple):
 def span_axes(mesh: Mesh, spans: LinkSpans) -> SpanAxes:
     """Split the axes of a mesh so that each new axis runs over links of one speed.
 
-    Axis x of 8 devices over 2 nodes of 4 has two spans: 2 positions between nodes, and 4 inside. So
-    the new mesh has axes x_0=2 and x_1=4. An axis with one span stays as it is.
+    Axis x of 8 devices over 2 nodes of 4 has two spans (parts over links of one speed): 2 positions
+    between nodes, and 4 inside. So the new mesh has axes x_0=2 and x_1=4. An axis with one span
+    stays as it is.
+
+    Args:
+        mesh: The mesh.
+        spans: The spans of its axes.
+
+    Returns:
+        The new mesh, the new axes of each old one, and the new axes by the speed of their links.
     """
     spans = slowest_first(mesh, mesh.axes, spans)
     spans_of_axis = spans_by_axis(mesh, spans)
-    split = []  # axes, and the sizes of their sub-axes
+    split = []  # (axis, sizes of its sub-axes)
     for axis, axis_spans in spans_of_axis.items():
         if len(axis_spans) > 1:
             split.append((axis, tuple(span.size for span in axis_spans)))
@@ -175,6 +190,7 @@ def span_axes(mesh: Mesh, spans: LinkSpans) -> SpanAxes:
     for axis, axis_spans in spans_of_axis.items():
         sub_axis_of.update(zip(axis_spans, fine_mesh.sub_axes[axis], strict=True))
     levels = []
+    # `spans` is sorted by level, as `groupby` needs.
     for level, level_spans in groupby(spans, key=lambda span: span.level):
         levels.append(SpanLevel(level, {sub_axis_of[span]: span.axis for span in level_spans}))
     return SpanAxes(fine_mesh if split else mesh, fine_mesh.sub_axes, tuple(levels))
@@ -248,7 +264,7 @@ def link_cuts(sharding: Sharding, spans: LinkSpans) -> LinkCuts | None:
 
 @layout_cache(maxsize=4096)
 def received_from(before: Sharding, after: Sharding, shared_axes: Axes) -> Received:
-    """Count what each device takes in an exchange from senders at its coordinates along some axes.
+    """Count what each device takes in an exchange, from all senders or from the nearer ones.
 
     "n/x" -> "n" with 8 rows on x=2: 8 elements from 2 senders; with `shared_axes` ("x",) 4 elements
     from 1 sender, the device itself. For each device the count is a product: of the rows in each
@@ -270,9 +286,10 @@ def received_from(before: Sharding, after: Sharding, shared_axes: Axes) -> Recei
     largest_block = max(before.max_local_size, after.max_local_size)
     fits = largest_block * mesh.n_devices * n_addends < MOST_COUNTED
     dtype: Any = np.int64 if fits else object
-    addends = np.full((1,) * len(mesh.axes), n_addends, dtype)  # broadcasts over the mesh
+    # One number, the same for all devices, as an array that broadcasts over the mesh.
+    addends = np.full((1,) * len(mesh.axes), n_addends, dtype)
 
-    # If poles divide blocks into parts, the counts of parts add up.
+    # Blocks are one part, or several if the array ends at poles of a sphere: then counts add up.
     elements = np.zeros_like(addends)
     senders = np.zeros_like(addends)
     for ends in _all_dim_ends(before, after):
@@ -296,24 +313,28 @@ def _received_in_view(
     new_sum_axes: Axes,
     shared_axes: Axes,
 ) -> Received:
-    """Count what devices take in an exchange, as a product of the rows of each dim and of addends.
+    """Count what devices take in an exchange: multiply the rows of all dims, and the addends.
 
     4 rows from 2 senders in one dim, 3 rows from 1 sender in the other, and 2 addends -> 24
     elements from 4 senders. If poles of a sphere divide blocks, it is for one part of them.
 
     Args:
         ends: Each dim before and after.
-        addends: From how many devices each element comes, an array of one number over the mesh.
-        mesh: The mesh; the result has its axes.
+        addends: How many addends each element of a partial sum that ends has, each from another
+            device; 1 without such a sum. An array with one number, of as many dims as the mesh.
+        mesh: The mesh; the result is an array over its axes.
         new_sum_axes: Axes along which a sum begins.
         shared_axes: Axes along which only senders with the receiver's coordinate count.
     """
     elements = addends
     senders = addends
     for src, dst in ends:
-        # Where a partial sum begins out of shards, each device takes only its own shard.
+        # Where a partial sum begins along an axis that sharded the dim, each device takes only its
+        # own shard as its addend: sender and receiver have the same coordinate there. A copy of a
+        # row would count twice in the sum, so rows come from their one provider.
         begins_sum = not set(src.dim.axes).isdisjoint(new_sum_axes)
         fixed = tuple(a for a in src.dim.axes if a in new_sum_axes or a in shared_axes)
+        # Positional: a call with keywords would be another entry of the cache.
         of_dim = received_of_dim(src, dst, fixed, mesh, begins_sum)
         elements = elements * of_dim.elements
         senders = senders * of_dim.senders
@@ -362,15 +383,18 @@ def received_of_dim(
     """
     if not (src.is_plain and dst.is_plain):
         return count_sources(src, dst, fixed, mesh, from_providers)
-    # Each row is on one device before: the shards of both sides say who takes it from whom.
-    pairs = shared_rows_of(src, dst)
-    is_taken = pairs.rows > 0
-    # The coordinates of the receiver of each pair, along all axes that tell receivers apart.
+    # Without overlaps each row is in one shard before: a shard after takes it from there.
+    pairs = shared_rows_of(src, dst)  # receivers are shards after, senders shards before
+    is_taken = pairs.rows > 0  # [pairs]
+    # The receiver's coordinate in each pair, by the axes that tell receivers apart: [pairs] each.
     coords = dict(zip(dst.dim.axes, coords_of(pairs.receivers, dst.sizes), strict=True))
     for axis, sender_coord in zip(src.dim.axes, coords_of(pairs.senders, src.sizes), strict=True):
-        if axis in fixed:
-            # Along an axis that does not shard the dim afterwards, each sender has a receiver.
-            is_taken &= sender_coord == coords.setdefault(axis, sender_coord)
+        if axis in fixed and axis in coords:
+            is_taken &= sender_coord == coords[axis]
+        elif axis in fixed:
+            # The axis does not shard the dim after: receivers with all its coordinates want the
+            # same rows. Each takes those of the sender at its own coordinate.
+            coords[axis] = sender_coord
     receivers = np.zeros_like(pairs.rows)  # numbered row-major along these axes
     for axis, size in zip(mesh.axes, mesh.sizes, strict=True):
         if axis in coords:
