@@ -190,13 +190,12 @@ def _lane(lane: Lane, side: Side, place: float, *, is_down: bool) -> Iterator[Sh
     sizes = [max(group.rows * side.unit, NARROWEST) for group in lane.groups]
     edges = itertools.pairwise(itertools.accumulate(sizes, initial=_lane_top(lane, side, sizes)))
     # A halo receives rows from their owner; a fold adds its rows to the owner's.
-    arrow, pattern = "←", "halo"
-    if isinstance(side.strip.dim.overlap, Fold):
-        arrow, pattern = "→", "fold"
-    holder = f"d{devices_text(lane.devices)}"
+    is_fold = isinstance(side.strip.dim.overlap, Fold)
+    arrow = "→" if is_fold else "←"
+    pattern = "fold" if is_fold else "halo"
     for group, (first, last) in zip(lane.groups, edges, strict=True):
         box = (place, first, place + LANE, last) if is_down else (first, place, last, place + LANE)
-        yield from _row_group(group, box, holder, arrow, pattern)
+        yield from _row_group(group, box, f"d{devices_text(lane.devices)}", arrow, pattern)
 
 
 def _row_group(

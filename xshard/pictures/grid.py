@@ -242,13 +242,12 @@ def _strip(sharding: Sharding, d: int, numbers: Ints) -> Strip:
     # The rows at which a range begins or ends.
     edges = np.unique(np.concatenate([owned.start, stops, [0, length]]))[: MAX_BLOCKS + 1]
     # The owner of a range has the last interval that begins at or before the range does.
-    interval = np.searchsorted(owned.start, edges[:-1], side="right") - 1
-    owners = owned.block[interval]
+    interval_of_range = np.searchsorted(owned.start, edges[:-1], side="right") - 1
     return Strip(
         dim=sharding.layout.dims[d],
         length=length,
         blocks=tuple(itertools.pairwise(edges.tolist())),
-        owners=tuple(owners.tolist()),
+        owners=tuple(owned.block[interval_of_range].tolist()),
         lanes=tuple(lanes_of(sharding, d, numbers)),
     )
 

@@ -141,19 +141,18 @@ def _first_wrong_redistribution(subject: Subject, runs: Runs, truth: Truth) -> F
     except XshardError:  # the place is only an addition to the report, which is made anyway
         return FirstWrong("")
 
-    arguments = runs.problem.arrays
-    on_one = calls_in_order(seen_on_one, 1, is_backward)
-    on_mesh = calls_in_order(seen_on_mesh, mesh.n_devices, is_backward)
+    calls_on_one = calls_in_order(seen_on_one, 1, is_backward)
+    calls_on_mesh = calls_in_order(seen_on_mesh, mesh.n_devices, is_backward)
     right_input = ""  # of the last call that was compared, in words
     # Not strict: a function may redistribute more often on one of them.
-    for one, many in zip(on_one, on_mesh, strict=False):
+    for on_one, on_mesh in zip(calls_on_one, calls_on_mesh, strict=False):
         # The calls are no longer the same ones, so they cannot be compared.
-        if one.check.text != many.check.text:
+        if on_one.check.text != on_mesh.check.text:
             break
-        given = (
-            f"the gradient that comes back to {many}" if is_backward else f"what {many} is given"
-        )
-        mismatch = find_wrong_input(one, many, mesh, runtime, arguments)
+        given = f"what {on_mesh} is given"
+        if is_backward:
+            given = f"the gradient that comes back to {on_mesh}"
+        mismatch = find_wrong_input(on_one, on_mesh, mesh, runtime, runs.problem.arrays)
         if mismatch is not None:
             text = f"{given}; right is {right_input}" if right_input else given
             return FirstWrong(text, mismatch.cause)

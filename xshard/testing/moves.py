@@ -135,12 +135,12 @@ def find_wrong_input(
         # A case has the blocks beside those that are right under a layout, or is None if the shapes
         # of the blocks do not fit the layout.
         case_under = partial(_case, on_mesh, right, mesh, arguments)
-        read_cases = list(map(case_under, _readings(layout, _hidden_axes(on_mesh, mesh))))
+        tried = map(case_under, _readings(layout, _hidden_axes(on_mesh, mesh)))
+        cases = [case for case in tried if case is not None]
     # The function may use a mesh of its own, or be mapped over a batch by vmap. Then the calls cannot
     # be compared, which is no mistake of the user.
     except XshardError:
         return None
-    cases = [case for case in read_cases if case is not None]
     if any(case.agrees for case in cases):
         return None
 

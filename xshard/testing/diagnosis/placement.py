@@ -196,7 +196,7 @@ def _side_of_seams(case: Case, dim: int) -> str:
     wrong = np.flatnonzero(wrong_rows(case.whole_wrong, dim))
     seams = np.array(_block_starts(case, dim))
     # A seam lies between two rows: half a row before the one that follows it.
-    distances = np.abs((seams - 0.5)[None, :] - wrong[:, None])  # [wrong rows, seams]
+    distances = np.abs(seams - 0.5 - wrong[:, None])  # [wrong rows, seams]
     nearest = seams[distances.argmin(axis=1)]
     if (wrong >= nearest).all():
         return ", at the beginning of blocks (rows of the previous one)"
