@@ -245,7 +245,7 @@ def _cells(question: Question, row: RuntimeRow) -> tuple[Text, ...]:
     name = Text(row.runtime)
     answer = row.answer
     if answer is None or row.verdict is None:
-        dashes = [Text("-", style="dim")] * len(_HEAD[2:])
+        dashes = [Text("-", style="dim")] * len(_HEAD[2:])  # all but the name and the result
         return name, *dashes, Text("failed", style="bold red")
     result = Text("equal", style="green") if row.agrees else Text("DIFFERENT", style="bold red")
     return (

@@ -102,7 +102,9 @@ def convert(
             block = read_block(checkpoint, load, device)
             return dtypes.recast(block, load.stored, target_dtype)
 
-        with reporting(True, total_bytes, err.is_terminal, "written", err) as report:
+        with reporting(
+            True, total_bytes, is_seen=err.is_terminal, what="written", console=err
+        ) as report:
             save_blocks(saving, output, block_of, progress=report)
     console().print(
         f"{len(loads)} arrays, {format_bytes(total_bytes)}, in {output}", soft_wrap=True

@@ -63,6 +63,7 @@ def rows(plan: Plan) -> tuple[Row, ...]:
     peak. A collective that runs in phases, inside nodes and between them, has a row for each phase
     below.
     """
+    # The layout at the start, which has no step and no price.
     table = [Row("", str(plan.src), _shape_text(plan.source), "", "", "")]
     last = len(plan.stages) - 1
     for i, (stage, price) in enumerate(zip(plan.stages, plan.prices, strict=True)):

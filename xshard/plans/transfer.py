@@ -155,8 +155,10 @@ class Transfer(Step):
         # Nothing moves: every device has the block that it needs.
         if self.is_in_place:
             return [blocks[self.src_devices.index(device)] for device in self.dst_devices]
-        devices = range(self.target.mesh.n_devices)
-        results = [np.zeros(self.target.local_shape(d), blocks[0].dtype) for d in devices]
+        results = [
+            np.zeros(self.target.local_shape(device), blocks[0].dtype)
+            for device in range(self.target.mesh.n_devices)
+        ]
         is_written = [np.zeros(result.shape, bool) for result in results]  # by an earlier message
         for message in self.messages:
             box = blocks[message.src][message.src_index()]

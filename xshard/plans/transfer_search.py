@@ -283,10 +283,9 @@ def cheapest(
         return None
     plans = [plan for plan in plans if plan.cost <= best_s * SAME_TIME]
     if request.profile.across is not None:  # the machine has several nodes
-        elements_between_nodes = [_elements_between_nodes(plan) for plan in plans]
-        fewest = min(elements_between_nodes)
-        pairs = zip(plans, elements_between_nodes, strict=True)
-        plans = [plan for plan, elements in pairs if elements == fewest]
+        between_nodes = [_elements_between_nodes(plan) for plan in plans]
+        fewest = min(between_nodes)
+        plans = [plan for plan, n in zip(plans, between_nodes, strict=True) if n == fewest]
     best_s = min(plan.cost for plan in plans)
     # Of plans that are equal but for rounding, the first one: paths with fewer steps come first.
     best = next(plan for plan in plans if plan.cost <= best_s * ROUNDING)

@@ -187,12 +187,13 @@ def _solve(A: NDArray[np.float64], seconds: NDArray[np.float64]) -> NDArray[np.f
     except ImportError:
         hint = "pip install scipy, or xshard with its extra 'calibrate'"
         raise CalibrationError("a calibration needs scipy", hint=hint) from None
-    weights = 1 / seconds
+    weights = 1 / seconds  # least squares of the relative errors: the first guess
     for _ in range(_MAX_REWEIGHTINGS):
         weighted = A * weights[:, None]
         scale = np.linalg.norm(weighted, axis=0)  # constants differ by 12 orders of magnitude
         scale[scale == 0] = 1
         x: NDArray[np.float64] = nnls(weighted / scale, seconds * weights)[0] / scale
+        # How far off the times are with these constants decides the weights of the next round.
         ratio = np.maximum(A @ x / seconds, 1e-2)  # a prediction of 0 would have an infinite log
         weights = np.sqrt(_squared_weights(ratio)) / seconds
     return x

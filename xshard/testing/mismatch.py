@@ -121,8 +121,8 @@ def find_mismatch(
         agree.
     """
     # First, since blocks of other shapes have no elements to compare.
-    for device, (a, b) in enumerate(zip(got, want, strict=True)):
-        problem = _difference_of_form(a, b, sharding)
+    for device, (got_block, want_block) in enumerate(zip(got, want, strict=True)):
+        problem = _difference_of_form(got_block, want_block, sharding)
         if problem:
             return Mismatch(subject, device, problem=problem)
     case = Case.of(got, want, sharding, tolerance, largest, arguments)

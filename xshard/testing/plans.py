@@ -71,6 +71,7 @@ def plan_question(plan: AnyPlan, seed: int = 0) -> Question:
     _check_size(arrays, plan)
 
     *sources, target = arrays
+    # A scale other than 1 is a mean: values are then multiples of `unit`.
     unit = plan.mesh.n_devices if any(array.scale != 1 for array in arrays) else 1
     # The gradient of a result has the dual layout: the tags sum and copy change places. A
     # result that keeps a max has none, and its own layout is used.

@@ -268,6 +268,7 @@ class Suggestion(Pictured):
         vector = self.search.problem.vectors(self.assignment)[0]
         plans = {"suggested": StepPlan(self.search, vector)}
         # Plans that fit the memory first, the fastest first: the order of rows, and of remarks.
+        # (`|=` takes pairs, and keeps their order.)
         plans |= sorted(self.by_hand.items(), key=_fitting_first)
         overlaps = sorted({0.0, self.search.problem.overlap, 1.0})
         rows = [("overlap", *[f"{overlap:g}" for overlap in overlaps], "bytes", "")]
