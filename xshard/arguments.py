@@ -136,7 +136,10 @@ def explained(**others: str) -> Callable[[_F], _F]:
     """
 
     def decorated(function: _F) -> _F:
-        """Wrap a function so that its arguments are checked before it is called."""
+        """Wrap a function so that wrong names of arguments raise XshardError before it is called.
+
+        `others`, of the function around this one, has names in other systems, which the hint translates.
+        """
         signature = inspect.signature(function)
         parameters = signature.parameters
         name = function.__name__
@@ -153,7 +156,7 @@ def explained(**others: str) -> Callable[[_F], _F]:
                             f"{name}: unexpected argument {word!r}",
                             hint=did_you_mean(word, parameters, others) + hint,
                         ) from None
-                # Of a missing argument, or one too many, in Python's words.
+                # An argument is missing, or one too many: Python's own words say so well enough.
                 raise XshardError(f"{name}: {error}", hint=hint) from None
             return function(*args, **kwargs)
 

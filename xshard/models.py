@@ -42,9 +42,9 @@ class ActivationRule(NamedTuple):
 
 
 def rule_of(text: Any, mesh: Mesh, routes: bool = False) -> ActivationRule:
-    """Parse `"layout -> layout"`, or one layout for both: then nothing moves.
+    """Parse a rule: `"layout -> layout"`, or one layout for both sides, so that nothing moves.
 
-    routes: allow `"t/ep c -> t/to(ep) c"`, which has the same layout on both sides beside `routed_axes`.
+    routes: allow `"t/ep c -> t/to(ep) c"`, by which rows go to the devices that their values name.
     Raises NotationError.
     """
     if not isinstance(text, str):
@@ -66,9 +66,9 @@ def rule_of(text: Any, mesh: Mesh, routes: bool = False) -> ActivationRule:
 def _rule_of(text: str, mesh: Mesh) -> ActivationRule:
     """Parse the text of a rule for an activation: "layout -> layout", or one layout for both sides.
 
-    `b s -> b s/tp` shards s over tp. `t/ep c -> t/to(ep) c` says that rows of t go to other devices of
-    ep, to experts that their values name. Its layout is the same on both sides, `t/ep c`, and ep is in
-    `routed_axes` of the result.
+    `b s -> b s/tp` shards s over tp. `t/ep c -> t/to(ep) c` is a route: rows of t go to other devices of
+    ep, to experts that their values name. In the result its layout is the same on both sides, `t/ep c`,
+    and ep is in `routed_axes`, which is () for all other rules.
     """
     if ARROW in text:
         src, dst = parse_expression(text)
@@ -80,6 +80,7 @@ def _rule_of(text: str, mesh: Mesh) -> ActivationRule:
     # `to` is allowed only on the right, in the first dim, and once.
     routed = _routed_shards(dst.dims[:1])
     routed_elsewhere = _routed_shards((*src.dims, *dst.dims[1:]))
+    # The right side without its route, which has to be the left side: `t/to(ep) c` -> `t/ep c`.
     plain = replace(dst, dims=tuple(map(_without_routes, dst.dims)))
     if routed_elsewhere or len(routed) > 1 or (routed and src != plain):
         raise NotationError(
@@ -119,15 +120,16 @@ def varying_axes(outside: Iterable[str], rules: Sequence[ActivationRule]) -> fro
 
 
 def with_outer_axes(layout: Layout, named: Collection[str], outside: Layout) -> Layout:
-    """Add to a rule's layout what the axes that it does not name do around the module.
+    """Add to a rule's layout the shards and tags of mesh axes that the rule does not name.
 
-    A rule is about some mesh axes only. With the layout `b s/tp` of a rule that names tp, and `b/dp s`
-    outside, the array is `b/dp s/tp` in full. Dims are matched by name.
+    A rule is about some mesh axes only; all others stay as they are around the module. With the layout
+    `b s/tp` of a rule that names tp, and `b/dp s` outside, the array is `b/dp s/tp` in full. Dims are
+    matched by name.
 
     named: the axes that the rule names. outside: the full layout around the module.
     """
-    # `outside` without the named axes: `factored` replaces each axis by those that it is made of,
-    # here by itself or by none.
+    # `outside` without the named axes. `factored` is for meshes whose axes are divided: it replaces each
+    # axis by its parts. Here a named axis has no parts, and so goes; others are their own part.
     factors = {axis: () if axis in named else (axis,) for axis in outside.axes}
     others = factored(outside, factors)
     shards_outside = {dim.name: dim.shards for dim in others.dims}
@@ -170,7 +172,8 @@ def arriving_shape(
     """Infer the global shape of an activation from one device's block, as far as its rule's axes go.
 
     A block (2, 8) that arrives as `b/dp c`, with 4 devices along dp, is of an array (8, 8). Axes that the
-    rule does not name are ignored: along them the block counts as the whole.
+    rule does not name are ignored: along them the block counts as the whole. If tp shards c further
+    around the module, c has the length 8 here all the same.
 
     Args:
         rule: The rule; its left side is the layout on arrival.
@@ -185,12 +188,13 @@ def arriving_shape(
     """
     layout = rule.src.resolved(len(local_shape))
     named = set(rule.axes)
-    lengths: dict[str, int] = {}
+    lengths: dict[str, int] = {}  # by name of the dim, as far as the rule's axes go
     for dim in known:
         if dim.axes.isdisjoint(named):  # to the rule, the block is the whole
             lengths[dim.name] = dim.local_length
         elif dim.axes <= named:
             lengths[dim.name] = dim.length
+        # Else only some of its axes are named, and neither length is the one that the rule means.
     # A check in reverse: this device's block of an array of that shape has to be as long.
     shape = global_shape(layout, mesh, local_shape, rule.text, lengths)
     expected = Sharding(layout, mesh, shape).local_shape(device)
@@ -217,6 +221,7 @@ def _misfit_hint(
 
     layout: of the array on arrival. shape: of the whole array. known: dims that other rules have fixed.
     """
+    # The first wrong dim. There is one: the caller has compared the shapes.
     d = next(d for d, rows in enumerate(local_shape) if rows != expected[d])
     dim = layout.dims[d]
     hint = f"{local_shape[d]} rows of '{dim}', not {expected[d]} of {shape[d]}"
@@ -224,40 +229,40 @@ def _misfit_hint(
         if known_dim.name == dim.name and known_dim.source:
             hint += f" as by {known_dim.source}: it arrives under another layout, or {dim.name!r} "
             hint += "names another dim there, and this one needs a name of its own"
-            return hint
+            break
     return hint
 
 
 def known_inside(
     rule: ActivationRule,
     shape: Sequence[int],
-    rows: Sequence[int],
+    local_shape: Sequence[int],
     outside: Iterable[KnownDim],
     where: str,
 ) -> tuple[KnownDim, ...]:
     """Collect what is known about dims by name once a rule has moved a module's input.
 
-    Rules inside the module may use the same names: for each the mesh axes that shard it, its global length
-    and the length of this device's block. After `b s -> b s/tp` on 2 devices, with shape (8, 16), s is
-    sharded over tp, with length 16 and a block of 8. Dims of `...` have no names.
+    Rules inside the module may use the same names. Of each dim, the mesh axes that shard it are known, its
+    global length, and the length of this device's block. After `b s -> b s/tp` on 2 devices, with shape
+    (8, 16), s is sharded over tp, with length 16 and a block of 8. Dims of `...` have no names.
 
     Args:
         rule: The rule.
         shape: The global shape on arrival.
-        rows: The shape of this device's block after the rule.
+        local_shape: The shape of this device's block after the rule.
         outside: What is known outside the module; the rule's dims replace those of the same name.
         where: The tensor that the rule is for, in words, for errors.
     """
     known = {dim.name: dim for dim in outside}
     lengths = dict(zip(rule.src.resolved(len(shape)).names, shape, strict=True))
-    for dim, local_length in zip(rule.dst.resolved(len(shape)).dims, rows, strict=True):
+    for dim, local_length in zip(rule.dst.resolved(len(shape)).dims, local_shape, strict=True):
         if dim.name not in rule.dst.names:
             continue  # a dim of `...`
         axes = frozenset(dim.axes)
         length = lengths[dim.name]
         if dim.name in known:
-            # To the rule, a block is the whole along axes that it does not name: outside, the dim
-            # is longer, and sharded over these axes too.
+            # Axes that the rule does not name may shard the dim too, and to the rule a block along
+            # them is the whole. So these axes and the global length are those known outside.
             axes |= known[dim.name].axes.difference(rule.axes)
             length = known[dim.name].length
         source = f"'{rule.text}' of the {where}"
@@ -315,8 +320,8 @@ def use_of(text: str, ndim: int, mesh: Mesh, varying_axes: frozenset[str]) -> Pa
 
     `o/tp/dp i -> o/tp i` is stored in shards over tp and dp, and gathered over dp to be used (FSDP). Its
     gradient is summed over `varying_axes`, along which devices have different activations. Tags on the
-    right correct that: with `| mean(dp)` activations are the same along dp, and nothing is summed there;
-    `| copy(dp)` only says that activations do differ along dp, which is checked.
+    right say more about an axis: with `| mean(dp)` activations are the same along dp, and nothing is
+    summed there; `| copy(dp)` only says that they do differ along dp, which is checked.
 
     Args:
         text: The rule.
@@ -334,11 +339,11 @@ def use_of(text: str, ndim: int, mesh: Mesh, varying_axes: frozenset[str]) -> Pa
     _check_values(rule.dst, ("sum", "copy", "mean"), text)
     # `copy` moves nothing here: with it a user states that the parameter is whole on each process, and
     # used with different activations.
-    whole = frozenset(rule.dst.tagged("copy"))
-    equal = whole - varying_axes
-    if equal:
+    whole_axes = frozenset(rule.dst.tagged("copy"))
+    equal_axes = whole_axes - varying_axes  # along these, activations are equal
+    if equal_axes:
         raise NotationError(
-            f"activations do not differ along '{min(equal)}', where the rule says that copies do",
+            f"activations do not differ along '{min(equal_axes)}', where the rule says that copies do",
             text=text,
             hint="leave copy out: it says that a parameter is meant to be whole",
         )
@@ -348,13 +353,15 @@ def use_of(text: str, ndim: int, mesh: Mesh, varying_axes: frozenset[str]) -> Pa
             text=text,
             hint="'...' is any number of dims",
         )
+    # In the layout in use only sums are left, in which devices hold addends of the parameter: `copy`
+    # and `mean` speak of gradients, and have become `whole_axes` and `varying_axes`.
     sums = tuple(tag for tag in rule.dst.tags if tag[0] == "sum")
     used = replace(rule.dst, tags=sums)
     return ParameterUse(
         stored=rule.src.resolved(ndim),
         used=used.resolved(ndim),
         varying_axes=varying_axes.difference(rule.dst.tagged("mean")),
-        whole_axes=whole,
+        whole_axes=whole_axes,
     )
 
 

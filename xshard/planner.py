@@ -295,8 +295,8 @@ def _plan_between(
     """Find the plan of a redistribution from one mesh to another, or on one mesh that is both.
 
     move: "layout -> layout", or a pair of layouts. src, dst: the mesh on each side, with the
-    numbers of its devices. relabel: whether the devices may change places in `dst.mesh`, so that
-    less moves.
+    numbers of its devices. shape: the global one. options: the arguments of `plan` that are passed on
+    as they are. relabel: whether the devices may change places in `dst.mesh`, so that less moves.
     """
     src_layout, dst_layout, text = sides(move)
     check_axes(src_layout, src.mesh, text)
@@ -327,7 +327,8 @@ def _plan_between(
         memory_limit=options.memory_limit,
         relabel=relabel,
     )
-    # Both raise for a shape that does not fit its layout: here, where the user's text is known.
+    # These properties make the shardings, and raise for a shape that does not fit its layout. Read
+    # here, they raise where the user's text is known, and the error marks the place in it.
     with mark_errors(text):
         _ = request.source
         _ = request.target

@@ -332,9 +332,9 @@ def _unused_alternatives(pattern: Pattern, names: Sequence[str]) -> list[Pattern
 def nearest_hint(spelling: Pattern, names: Collection[str]) -> str:
     """Suggest a correction for a pattern that fits no name, by a name that is nearly fitted; or "".
 
-    Each part between dots is replaced by a star in turn: if names fit then, what they have in its place
-    is compared with the part. `**.upp.w` with `**.*.w` fits `layers.0.up.w`, which has `up` in place of
-    `upp`.
+    Each part between dots is replaced by a star in turn. If names fit then, what they have in its place
+    is compared with the part: `**.upp.w` becomes `**.*.w`, which fits `layers.0.up.w`, and this has `up`
+    in place of `upp`. A regular expression has no such parts, and gets no suggestion.
 
     >>> nearest_hint("**.upp_proj.weight", ["layers.0.up_proj.weight"])
     "'**.upp_proj.weight': did you mean 'up_proj'?"
@@ -345,13 +345,13 @@ def nearest_hint(spelling: Pattern, names: Collection[str]) -> str:
     for i, part in enumerate(parts):
         if part == ALL:
             continue
-        before = ".".join(parts[:i])
+        n_stars_before = len(stars_in(".".join(parts[:i])))
         with_star = ".".join((*parts[:i], "*", *parts[i + 1 :]))
         candidates = set[str]()
         for name in names:
             texts = match_stars(with_star, name)  # what each star stands for, from left to right
             if texts:
-                candidates.add(texts[len(stars_in(before))])
+                candidates.add(texts[n_stars_before])  # for the star in place of the part
         meant = did_you_mean(part, candidates)
         if meant:
             return f"'{spelling}': {meant.strip()}"
@@ -509,14 +509,19 @@ def _regex(spelling: str, pattern: str) -> str:
 def _all_before(section: str, dot: str, *, is_last: bool) -> str:
     """Return the regular expression of a `**` with the section behind it, up to the next `**`.
 
+    `a.**.b` fits `a.b`, `a.x.b` and `a.x.y.b`: `**` is any number of parts, none among them. The group of
+    the expression, for the text of the `**`, is "x" or "x.y", without the dots at its ends.
+
     Args:
         section: The section's expression; "" if the pattern ends, or another `**` follows at once.
         dot: The dot between what is before the `**` and the next part; "" at the beginning.
         is_last: Whether no other `**` follows.
     """
+    # `_PARTS` with a star is one part or more. Only the last `**` may be tried in several places;
+    # others are atomic groups, `(?>...)`, which are not tried again: names are matched in short time.
     if section and is_last:
         return rf"{dot}(?:({_PARTS}*)\.)?{section}"
-    if section:  # `**` takes as few parts as possible: up to the first place where the section fits
+    if section:  # `*?`, as few parts as possible: up to the first place where the section fits
         return rf"{dot}(?>(?:({_PARTS}*?)\.)??{section}(?![^.]))"
     if not is_last:  # `**.**`: the second takes all
         return "()"

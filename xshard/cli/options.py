@@ -43,9 +43,13 @@ Dtype = Annotated[
 
 @contextmanager
 def counting(what: str) -> Iterator[Callable[..., None]]:
-    """Show a bar on stderr, if that is a terminal.
+    """Show a progress bar on stderr while a `with` block runs, if that is a terminal.
 
-    Yields a function that takes `completed` or `advance`, and `total`.
+        with counting("plans") as count:
+            count(total=8)
+            count(advance=1)    # or completed=1: plans ... 1/8
+
+    Yields the function that moves the bar.
     """
     out = console(stderr=True)
     with Progress(

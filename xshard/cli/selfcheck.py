@@ -127,14 +127,16 @@ def selfcheck(
         examples = (Example(expression, "", mesh, shape, sizes),)
     elif expression or mesh is not None or shape is not None or sizes is not None:
         raise typer.BadParameter("--all has expressions, meshes and shapes of its own")
+    # For each example the argument of `make_plan` with the lengths: {"shape": (2, 64)}, or for a
+    # contraction {"sizes": {"b": 2, "s": 64}}.
     lengths = [options.lengths_of_arrays(e.expression, e.shape, e.sizes) for e in examples]
     meshes = [Mesh.parse(example.mesh) for example in examples]
     runtimes = choose(options.listed(runtime), meshes)
     sections = []
     for example, on_mesh, sizes_or_shape in zip(examples, meshes, lengths, strict=True):
         plan = make_plan(example.expression, on_mesh, dtype=dtype, **sizes_or_shape)
-        sections.append(Section(plan_question(plan), example.elsewhere, []))
-    failures = _run(runtimes, sections, timeout)
+        sections.append(Section(plan_question(plan), example.elsewhere, []))  # no rows so far
+    failures = _run(runtimes, sections, timeout)  # adds the rows
     print_sections(sections, console())
     for failure in failures:
         print_error(failure)
@@ -148,29 +150,32 @@ def _run(
 ) -> list[FunctionError]:
     """Run all plans on each runtime, and compare its results with those of numpy.
 
-    A section of the report is about one plan. Each runtime that can run on its mesh adds a row to
-    it, in place: its results and errors, or no answer if it failed.
+    A section of the report is about one plan, with a row for each runtime that can run on its mesh.
+    The rows are added here, to `rows` of each section: an answer and how far it is from numpy's, or
+    no answer if the runtime failed.
 
     Returns:
         The errors of runtimes that failed; [] if all ran, even where results differ.
     """
     expected = [in_numpy(section.question) for section in sections]
-    taken = {}  # by runtime: the numbers of the sections whose mesh it can run on
+    sections_of = {}  # by runtime: numbers of the sections whose mesh it can run on
     for runtime in runtimes:
-        takes = [runtime.takes(section.question.mesh) for section in sections]
-        taken[runtime.name] = [i for i, is_taken in enumerate(takes) if is_taken]
-    total = sum(map(len, taken.values()))
+        can_run = [runtime.takes(section.question.mesh) for section in sections]
+        sections_of[runtime.name] = [i for i, is_possible in enumerate(can_run) if is_possible]
+    total = sum(map(len, sections_of.values()))
     failures: list[FunctionError] = []
     with options.counting("") as count:
         # One after the other: their times are measured, and should not disturb each other.
         for runtime in runtimes:
-            numbers = taken[runtime.name]
+            numbers = sections_of[runtime.name]
             questions = [sections[i].question for i in numbers]
             count(description=runtime.name, total=total)
-            rows = [RuntimeRow(runtime.name)] * len(numbers)
+            rows = [RuntimeRow(runtime.name)] * len(numbers)  # without answers, as for a failure
             try:
                 answers = runtime.answers(questions, timeout_s)
-                for k, i in enumerate(numbers):
+                for k, i in enumerate(
+                    numbers
+                ):  # k-th question of this runtime, i-th section of all
                     verdict = runtime.judge(questions[k], answers[k], expected[i])
                     rows[k] = RuntimeRow(runtime.name, answers[k], verdict)
             except FunctionError as failure:
@@ -240,7 +245,7 @@ def _cells(question: Question, row: RuntimeRow) -> tuple[Text, ...]:
     name = Text(row.runtime)
     answer = row.answer
     if answer is None or row.verdict is None:
-        dashes = [Text("-", style="dim")] * len(_HEAD[2:])
+        dashes = [Text("-", style="dim")] * len(_HEAD[2:])  # all but the name and the result
         return name, *dashes, Text("failed", style="bold red")
     result = Text("equal", style="green") if row.agrees else Text("DIFFERENT", style="bold red")
     return (

@@ -89,19 +89,22 @@ def convert(
     err = console(stderr=True)
     with open_checkpoint(path) as checkpoint:
         loads = plan_load(checkpoint, layouts, device_mesh, _names_of(names), dtype=dtype or None)
-        processes = [0] * device_mesh.n_devices  # this one has all devices
+        processes = [0] * device_mesh.n_devices  # of each device: this process, 0, has all of them
         sources = {
             name: Source(load.target, load.array.dtype, processes) for name, load in loads.items()
         }
         saving = plan_save(sources, shard_bytes=shard_bytes, constants=checkpoint.constants)
         total_bytes = sum(shard.n_bytes - len(shard.header) for shard in saving.shards)
 
+        # `save_blocks` asks for one block after another, so that a single array is in memory.
         def block_of(name: str, device: int, target_dtype: str) -> NDArray[Any]:
             load = loads[name]
             block = read_block(checkpoint, load, device)
             return dtypes.recast(block, load.stored, target_dtype)
 
-        with reporting(True, total_bytes, err.is_terminal, "written", err) as report:
+        with reporting(
+            True, total_bytes, is_seen=err.is_terminal, what="written", console=err
+        ) as report:
             save_blocks(saving, output, block_of, progress=report)
     console().print(
         f"{len(loads)} arrays, {format_bytes(total_bytes)}, in {output}", soft_wrap=True

@@ -118,7 +118,11 @@ def _model_of(path: Path, batch: int, sequence: int, dtype: str) -> tuple[Any, d
 
 
 def _read_config(transformers: Any, path: Path) -> tuple[Any, Any]:
-    """Read a model's config, and find the class of models that it names."""
+    """Read a model's config, and find the class of models that it names.
+
+    `transformers` is the module. Returns the config and the class, such as `LlamaForCausalLM`; the model
+    itself is not built.
+    """
     if not path.exists():  # transformers would ask the network
         raise PlanError(
             f"there is no {str(path)!r}", hint="`hf download NAME config.json` fetches a config"

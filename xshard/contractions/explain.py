@@ -44,12 +44,14 @@ def rows(plan: ContractionPlan) -> tuple[Row, ...]:
 def _result_rows(part: Part, itemsize: int) -> list[Row]:
     """Return the table rows of one local contraction, and of the steps that move its result.
 
+    The first row is the contraction itself, "contract b d, d f -> b f" or so, which receives nothing.
+
     itemsize: bytes of an element, for the column of peak memory.
     """
-    # The first row of a move is where it starts, which is the layout that the contraction gives.
+    # The first row of a move is the layout at its start, which the contraction gives.
     start, *steps = move_rows(part.result)
     step = f"contract {part.dims}"
-    if part.ring:  # moves run in rounds, at the same time as products
+    if part.ring:  # a text: blocks move round a ring, while those that have come are multiplied
         step += f", {part.ring}"
     # While it runs, a device holds its operands and its result.
     elements = sum(
@@ -98,8 +100,8 @@ def explain(plan: ContractionPlan) -> str:
 def alternatives(plan: ContractionPlan) -> list[tuple[str, ContractionPlan]]:
     """List the plan and some plans to compare it with, each with a name for the table.
 
-    A placement is how operands are sharded while they are contracted. The others are: all arrays
-    whole on every device, and each of the given layouts imposed on all arrays: for
+    They differ in the placement, how operands are sharded while they are contracted. The others are:
+    all arrays whole on every device, and each of the given layouts imposed on all arrays: for
     `b d, d f/tp -> b f/tp` the operands as they are sharded in `b d`, in `d f/tp`, in `b f/tp`.
     Equal plans are listed once. With three or more operands there is only the plan itself.
     """
@@ -112,7 +114,9 @@ def alternatives(plan: ContractionPlan) -> list[tuple[str, ContractionPlan]]:
     search = CandidateSearch(shardings, prices, plan.objective)
     layouts = [f"where '{array.layout}' is" for array in shardings.arrays]
     names = ["all of it on every device", *layouts]
+    # The seeds of a search are these placements, in this order.
     for name, placement in zip(names, shardings.seeds(), strict=True):
+        # Plans that move each operand to the placement, and the result from there to its layout.
         *operand_moves, result = [prices.plan(move) for move in search.candidate(placement).moves]
         moves = tuple(operand_moves)
         # Equal moves of operands are the same placement: the result follows from them.
@@ -173,8 +177,10 @@ def _kept_scheme(part: Part, axis: str, sharded: str) -> str:
     It depends on which operands have the dim, and on which of them are moved along the axis first:
     a dim of operand 0 alone (activations), with the weight gathered, is ZeRO-3.
 
-    sharded: the name of the dim.
+    sharded: the name of the dim, which is not summed, so that the result has it too.
     """
+    # Numbers of the operands that have the dim, and of those for which the axis does something else
+    # in the given layout than while they are contracted.
     owners = [
         i for i, operand in enumerate(part.contracted_shardings) if sharded in operand.layout.names
     ]

@@ -63,7 +63,7 @@ def grid_drawing(drawn: Picture) -> Shape:
     down, across = sides
     n_cards = min(len(drawn.cards), MAX_CARDS)
     shapes: list[Shape] = []
-    # From the last to the first: what is drawn later covers what was drawn before.
+    # The front card, 0, comes last: what is drawn later covers what was drawn before.
     for card in reversed(range(n_cards)):
         shapes += _card(drawn, card, down, across)
     shapes += _side_texts(down, across)
@@ -110,9 +110,9 @@ def _sides(drawn: Picture) -> tuple[Side, Side]:
 def _card(drawn: Picture, card: int, down: Side, across: Side) -> Iterator[Shape]:
     """Yield the blocks of one card: a rectangle with the device's number for each block.
 
-    A card is the array as the devices at one place along the axes that are not drawn hold it. Card
-    1 is moved up and to the right of card 0, which covers it but for its first rows and last
-    columns, so numbers are written there.
+    Where devices hold replicas, or other dims are sharded, several devices have one place in the
+    drawing. So it is a stack of cards, each with one of them. Card 1 is moved up and to the right of
+    card 0, which covers it but for its first rows and last columns: numbers are written there.
 
     Args:
         drawn: The picture, with the device of each block.
@@ -131,12 +131,16 @@ def _card(drawn: Picture, card: int, down: Side, across: Side) -> Iterator[Shape
             yield el.rectangle(box, fill, f"d{device}", data)
             for name in _block_patterns(drawn, device):
                 yield el.rectangle(box, f"url(#xs-{name})")
-            places = [box]  # where the number may be written
-            if card:
+            places = [box]  # where the number may be written, the best place first
+            if card:  # cards in front cover a part of this block
                 is_last = right == across.pixels
                 places = _visible_parts(box, is_first_row=i == 0, is_last_column=is_last)
-            labels = (el.label_in(place, str(device), fill) for place in places)
-            yield from next(filter(None, labels), [])
+            # `label_in` returns no shapes for a place that is too small.
+            for place in places:
+                label = el.label_in(place, str(device), fill)
+                if label:
+                    yield from label
+                    break
 
 
 def _block_patterns(drawn: Picture, device: int) -> Iterator[str]:
@@ -180,29 +184,34 @@ def _lane(lane: Lane, side: Side, place: float, *, is_down: bool) -> Iterator[Sh
     Args:
         lane: The block's groups of rows, and the devices that hold it.
         side: The dim, with its scale in pixels per row.
-        place: Where the strip stands, across the dim, in pixels.
+        place: Where the strip stands, in pixels: its left edge if the dim goes down, else its top.
         is_down: Whether the dim goes down, and not across.
     """
     sizes = [max(group.rows * side.unit, NARROWEST) for group in lane.groups]
     edges = itertools.pairwise(itertools.accumulate(sizes, initial=_lane_top(lane, side, sizes)))
     # A halo receives rows from their owner; a fold adds its rows to the owner's.
-    marks = ("→", "fold") if isinstance(side.strip.dim.overlap, Fold) else ("←", "halo")
+    is_fold = isinstance(side.strip.dim.overlap, Fold)
+    arrow = "→" if is_fold else "←"
+    pattern = "fold" if is_fold else "halo"
     for group, (first, last) in zip(lane.groups, edges, strict=True):
         box = (place, first, place + LANE, last) if is_down else (first, place, last, place + LANE)
-        yield from _row_group(group, box, f"d{devices_text(lane.devices)}", *marks)
+        yield from _row_group(group, box, f"d{devices_text(lane.devices)}", arrow, pattern)
 
 
 def _row_group(
     group: RowGroup, box: el.Box, holder: str, arrow: str, pattern: str
 ) -> Iterator[Shape]:
-    """Yield a rectangle for rows of one owner in a lane, with a label that names the owner.
+    """Yield a rectangle for rows that one device owns, with its number, within another one's block.
+
+    A group of rows in the block of device 0 that device 1 owns has the colour of device 1, a pattern
+    over it, and the label "←1": device 0 receives these rows.
 
     Args:
-        group: The rows.
+        group: The rows. `origin` is "own", "near" (of a neighbour), or "before" or "after" the array.
         box: Their place.
-        holder: The devices that hold the lane, as text.
-        arrow: Says which way rows of another owner move.
-        pattern: Lies over rows of another owner.
+        holder: The devices that hold the block, as text.
+        arrow: Says which way rows of another owner move: "←" to the holder, "→" to the owner.
+        pattern: The name of the pattern over rows of another owner.
     """
     fill = el.colour(group.owner) if group.owner else "none"
     is_of_another = bool(group.owner) and group.origin != "own"
@@ -217,6 +226,7 @@ def _row_group(
     if is_of_another:
         yield el.rectangle(box, f"url(#xs-{pattern})")
     label = el.label_in(box, text, fill)
+    # `label_in` returns no shapes if the text is too long for the box: the owner alone is shorter.
     yield from label if label else el.label_in(box, f"{arrow}{owner}", fill)
 
 

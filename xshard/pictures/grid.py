@@ -119,25 +119,27 @@ def picture(sharding: Sharding, dims: Sequence[str] = (), devices: Sequence[int]
     """Find out all that a drawing of a sharding shows: which device holds which block of the array.
 
     The result has no colours and no pixels: it is drawn as SVG or printed as text. Its `cards`,
-    [cards, blocks down, blocks across], has the device of each block, with one card for each place
-    along the mesh axes that do not shard the two drawn dims.
+    [cards, blocks down, blocks across], has the device of each block. There is one card for each
+    place along the mesh axes that do not shard the two drawn dims: "n/dp c" on dp=2, tp=2 has two
+    cards of two blocks, ((0), (2)) for tp=0 and ((1), (3)) for tp=1.
 
     Args:
         sharding: The sharding.
         dims: The dims to draw. Default: the first two, sharded ones before others.
-        devices: The number of every device of the mesh, in its order. Default: 0, 1, 2, ...
+        devices: The device's number at each position of the mesh. Default: 0, 1, 2, ...
     """
     drawn = _drawn_dims(sharding, dims)
     mesh = sharding.mesh
     numbers = np.array(devices or range(mesh.n_devices))
     strips = [_strip(sharding, d, numbers) for d in drawn]
-    down, across = [NO_DIM] * (2 - len(strips)) + strips
+    down, across = [NO_DIM] * (2 - len(strips)) + strips  # a single dim goes across
+    # What the axes that shard no drawn dim do, such as ("replicas", ("tp",)): these make the cards.
     roles = _roles(sharding, {*down.dim.axes, *across.dim.axes})
     card_axes: list[str] = []
     for _, axes in roles:
         card_axes += axes
-    # The device at each place on the mesh, [cards, down, across]: by its index along the axes that
-    # make cards, along those that shard the dim down, and along those that shard the dim across.
+    # The device's number by card and by the indices of its blocks, [cards, down, across]. Along each
+    # of these directions lies one group of mesh axes.
     directions = (card_axes, down.dim.axes, across.dim.axes)
     device_at = np.zeros([mesh.size(*axes) for axes in directions], np.int64)
     device_at[tuple(map(mesh.indices, directions))] = numbers
@@ -147,7 +149,9 @@ def picture(sharding: Sharding, dims: Sequence[str] = (), devices: Sequence[int]
     return Picture(
         sharding,
         sides=(down, across),
-        cards=device_at[:, rows[:, None], columns],  # by blocks, in the order of their rows
+        # From one entry for each owner to one for each drawn block, in the order of the rows. An owner
+        # may have several blocks, as under zigzag.
+        cards=device_at[:, rows[:, None], columns],
         roles=roles,
         empty=tuple(numbers[is_empty].tolist()),
         notes=_notes(sharding, drawn),
@@ -225,24 +229,25 @@ def _drawn_dims(sharding: Sharding, dims: Sequence[str]) -> tuple[int, ...]:
 
 
 def _strip(sharding: Sharding, d: int, numbers: Ints) -> Strip:
-    """Divide a dim into runs of rows that one block owns.
+    """Divide a dim, for drawing, into ranges of rows that each lie in one device's block.
 
     8 rows under zigzag on 2 devices -> rows 0-1 of block 0, 2-3 of 1, 4-5 of 1, 6-7 of 0. With many
-    blocks, only the first are kept. `numbers` has the number of each device of the mesh, in order.
+    blocks, only the first are kept.
+
+    d: the number of the dim. numbers: the device's number at each position of the mesh.
     """
     length = sharding.shape[d]
-    owned = rows_in_order(sharding, d)
+    owned = rows_in_order(sharding, d)  # the rows of all blocks as intervals, sorted by first row
     stops = owned.start + owned.length
-    # The rows at which a run begins or ends.
+    # The rows at which a range begins or ends.
     edges = np.unique(np.concatenate([owned.start, stops, [0, length]]))[: MAX_BLOCKS + 1]
-    # For the row at which each run begins, find the last interval that begins at or before it.
-    interval = np.searchsorted(owned.start, edges[:-1], side="right") - 1
-    owners = owned.block[interval]
+    # The owner of a range has the last interval that begins at or before the range does.
+    interval_of_range = np.searchsorted(owned.start, edges[:-1], side="right") - 1
     return Strip(
         dim=sharding.layout.dims[d],
         length=length,
         blocks=tuple(itertools.pairwise(edges.tolist())),
-        owners=tuple(owners.tolist()),
+        owners=tuple(owned.block[interval_of_range].tolist()),
         lanes=tuple(lanes_of(sharding, d, numbers)),
     )
 

@@ -37,7 +37,7 @@ def html(value: object) -> str:
 
 
 @html.register
-def _(value: Sharding | Picture) -> str:
+def _html_of_sharding(value: Sharding | Picture) -> str:
     drawn = picture(value) if isinstance(value, Sharding) else value
     notes = ""
     if drawn.notes:
@@ -47,7 +47,7 @@ def _(value: Sharding | Picture) -> str:
 
 
 @html.register
-def _(layout: Layout) -> str:
+def _html_of_layout(layout: Layout) -> str:
     # A layout has no mesh and no shape: it is shown on the smallest that do something, if they fit.
     mesh = Mesh(dict.fromkeys(layout.axes, 2))
     shape = tuple(4 * 2 ** len(dim.axes) for dim in layout.dims)
@@ -60,12 +60,12 @@ def _(layout: Layout) -> str:
 
 
 @html.register
-def _(mesh: Mesh) -> str:
+def _html_of_mesh(mesh: Mesh) -> str:
     return _block(f"{mesh!r}, {mesh.n_devices} devices", mesh_svg(mesh))
 
 
 @html.register
-def _(plan: Plan) -> str:
+def _html_of_plan(plan: Plan) -> str:
     alternatives = ""
     if plan.stages and not plan.transfer:
         alternatives = _folded("alternatives", preformatted(plan.explain()))
@@ -74,15 +74,19 @@ def _(plan: Plan) -> str:
 
 
 @html.register
-def _(plan: ContractionPlan) -> str:
-    # Pictures of all arrays side by side, the table of steps, and behind clicks the moves step by
-    # step and other placements.
+def _html_of_contraction(plan: ContractionPlan) -> str:
+    """Show a contraction: all arrays side by side, the table of steps, and more behind clicks.
+
+    A contraction of many operands has several parts, one or two operands each. In each part the
+    operands move first, and at the end the result. Behind clicks are these moves, step by step, and
+    other placements with their costs.
+    """
     grids = ""
     for array in (*(move.source for move in plan.moves), plan.result.target):
         grids += _block(title(array), sharding_svg(picture(array)))
     moves = ""
     for part in plan.parts:
-        for move in (*part.moves, part.result):
+        for move in (*part.moves, part.result):  # `result` is the plan that moves the result
             if move.steps:
                 moves += plan_svg(move)
     return _block(
@@ -95,7 +99,7 @@ def _(plan: ContractionPlan) -> str:
 
 
 @html.register
-def _(suggestion: Suggestion) -> str:
+def _html_of_suggestion(suggestion: Suggestion) -> str:
     head, *lines = str(suggestion).splitlines()
     seconds = f"seconds of a step: {format_seconds(suggestion.seconds)}"
     return _block(

@@ -107,22 +107,26 @@ def lanes_of(sharding: Sharding, d: int, numbers: Ints) -> Iterator[Lane]:
     Args:
         sharding: The sharding.
         d: The number of the dim.
-        numbers: The number of each device of the mesh, in order.
+        numbers: The device's number at each position of the mesh, [positions]: (4, 5) if a mesh of
+            two devices is made of devices 4 and 5.
     """
     dim = sharding.layout.dims[d]
     if dim.overlap is None:
         return
-    block_of_device = sharding.mesh.indices(dim.axes)
+    block_of_device = sharding.mesh.indices(dim.axes)  # [positions]
 
     def devices_of(block: int) -> tuple[int, ...]:
+        # () for NO_OWNER, which is no block's number.
         return tuple(numbers[block_of_device == block].tolist())
 
+    # For each block its rows in local order, as spans: rows with their origin, "own", "near" (of a
+    # neighbour), or "before" and "after" the array.
     spans_of_blocks = all_row_spans(dim, sharding.shape[d], sharding.mesh.sizes_of(dim.axes))
     owners = rows_in_order(sharding, d)
     for block, spans in enumerate(spans_of_blocks[:MAX_LANES]):
         owned_runs = list(itertools.islice(_owned_runs(spans, owners), MAX_BLOCKS))
         groups = []
-        # Neighbouring runs that came into the block in one way, from one owner, are one group.
+        # A run is a range of rows. Neighbouring runs with one origin and one owner are one group.
         for (origin, owner), same in itertools.groupby(owned_runs, attrgetter("origin", "owner")):
             runs = tuple(owned.run for owned in same)
             is_beyond = origin in ("before", "after")
@@ -158,20 +162,23 @@ def _owned_runs(spans: Iterable[RowSpan], owners: IntervalTable) -> Iterator[Own
 
 
 def _divide_by_owner(run: Run, origin: str, owners: IntervalTable) -> Iterator[OwnedRun]:
-    """Divide consecutive rows into runs that one block owns each.
+    """Divide consecutive rows into ranges that one block owns each.
 
     Rows 2-5, where block 0 owns rows 0-3 and block 1 rows 4-7 -> rows 2-3 of 0, and 4-5 of 1.
-    `origin` says how these rows came into the block (its own, a halo, beyond an end), and is handed
-    on.
+
+    `origin` says how these rows came into the block that holds them ("own", "near", ...); each result
+    has it too. `owners` has the rows of each block, [intervals], sorted by their first row. It ends
+    with the last row that is drawn: rows after that get NO_OWNER.
     """
     stops_of_owned = owners.start + owners.length
     start = run.start
     stop = run.start + run.length
     while start < stop:
+        # The first interval that ends after `start` has this row.
         i = int(np.searchsorted(stops_of_owned, start, side="right"))
         owner = NO_OWNER
         end = stop
-        if i < len(stops_of_owned):  # `owners` has only the rows that are drawn
+        if i < len(stops_of_owned):
             owner = int(owners.block[i])
             end = min(stop, int(stops_of_owned[i]))
         yield OwnedRun(origin, owner, Run(start, end - start))
@@ -194,7 +201,8 @@ def _run_texts(run: Run, most: int) -> list[str]:
     """Write the row numbers of one run as texts, such as ["0-3", "8-11"].
 
     A run is `length` consecutive rows, repeated every `stride` rows. Single rows 0, 2, 4 are
-    ["0-4 step 2"], row 0 three times is ["0 x3"]. At most `most` + 1 texts are returned, so that
+    ["0-4 step 2"], row 0 three times is ["0 x3"]. A run that starts at FILL, a negative number, is of
+    rows that a boundary fills, such as ["2 fill"]. At most `most` + 1 texts are returned, so that
     the caller sees whether there are too many.
     """
     if run.start == FILL:

@@ -42,6 +42,7 @@ def plan_svg(plan: Plan) -> str:
     devices = plan.src_devices
     parts = [_captioned(plan.source, dims, devices)]
     for number, (stage, price) in enumerate(zip(plan.stages, plan.prices, strict=True), start=1):
+        # A transfer, if there is one, is the step after which the array lies on other devices.
         senders = devices
         if stage.step is plan.transfer:
             devices = plan.dst_devices
@@ -90,8 +91,8 @@ def _messages(
 ) -> Shape:
     """Draw the messages of a step: senders above, receivers below, a line from each to each.
 
-    The line is thicker for more elements. With too many devices for a drawing, it is a line of
-    text.
+    A line is thicker for more elements, and says "d0 to d1: 8 B" under the mouse. With too many
+    devices for a drawing, the result is a line of text.
 
     Args:
         stage: The step with the sharding before it.

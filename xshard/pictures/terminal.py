@@ -150,7 +150,8 @@ def _grid_text(drawn: Picture, width: int) -> Iterator[RenderableType]:
 def _grids(drawn: Picture, width: int) -> Iterator[Table]:
     """Yield tables that show which device holds which block of an array: rows down, columns across.
 
-    One table if it fits the `width` of the terminal, else several, each with some of the columns.
+    One table if it fits the `width` of the terminal, else several, each with some of the columns. A
+    cell has the devices that hold the block, such as "d0" or "sum d0-3".
     """
     down, across = drawn.sides
     corner = " / ".join(strip.head for strip in drawn.strips) or "scalar"
@@ -159,7 +160,7 @@ def _grids(drawn: Picture, width: int) -> Iterator[Table]:
         columns.append([head, *(cell_text(drawn, i, j) for i in range(len(down.texts)))])
     widths = [max(map(len, column)) + 2 for column in columns]
     side_width = max(map(len, (corner, *down.texts))) + 1
-    for band in _bands(widths, width - side_width):
+    for band in _bands(widths, width - side_width):  # the numbers of the columns of one table
         grid = Table(box=None, padding=0)
         grid.add_column(Text(f"{corner} ", style="bold"), justify="right", no_wrap=True)
         for j in band:
@@ -167,6 +168,7 @@ def _grids(drawn: Picture, width: int) -> Iterator[Table]:
         for i, side in enumerate(down.texts):
             row = [Text(f"{side} ")]
             for j in band:
+                # Several devices have the block if there are several cards, [cards, rows, columns].
                 style = _SHARED if len(drawn.cards) > 1 else _style(drawn.cards[0, i, j])
                 row.append(Text(columns[j][i + 1].center(widths[j]), style))
             grid.add_row(*row)

@@ -45,8 +45,8 @@ def alternatives(plan: Plan) -> tuple[Alternative, ...]:
     """List a plan and the other ways between its layouts, all priced for the same machine.
 
     Returns:
-        The plan itself first, then one entry per way, such as "collectives alone". A way that is
-        not possible has None for its plan, and the reason.
+        The plan itself first, as "the plan", then one entry per way, such as "collectives alone" or
+        "all-gather and slice". A way that is not possible has None for its plan, and the reason.
 
     Raises:
         PlanError: The plan leads from one mesh to another.
@@ -56,8 +56,9 @@ def alternatives(plan: Plan) -> tuple[Alternative, ...]:
             f"no alternatives from {plan.mesh!r} to {plan.dst_mesh!r}",
             hint="they are ways on one mesh",
         )
-    # As in the search of the plan: a way is found for layouts in normal form and without copies,
-    # with the dims in the source's order. Then copies, scale and order of dims are added to it.
+    # As in the search of the plan, a way is found for a simpler move. Layouts are in normal form, with
+    # the dims of both in the source's order, and `copy` tags, which are about gradients only, are
+    # left out. Then tags, the scale of a mean, and the transposition of dims are added to the steps.
     start, goal = plan._normal_ends
     has_transposition = plan.source.layout.names != plan.target.layout.names
     transposition = plan.steps[-1:] if has_transposition else ()
@@ -69,6 +70,7 @@ def alternatives(plan: Plan) -> tuple[Alternative, ...]:
         try:
             steps = with_copies(find_steps(), start, goal)
             scaled = with_scale(steps, plan.scale, start, goal)
+            # split=(): these steps divide no mesh axis into sub-axes, as those of the plan may.
             other = replace(plan, steps=(*scaled, *transposition), split=())
         except PlanError as error:
             options.append(Alternative(name, None, error.reason))
@@ -124,7 +126,7 @@ def _gather_and_slice(start: Sharding, goal: Sharding) -> tuple[Step, ...]:
     """
     src = start.layout
     dst = goal.layout
-    ended = ended_axes(src, dst)
+    ended = ended_axes(src, dst)  # along these src holds addends, and dst does not
     steps: list[Step] = []
     for kind, axes in src.tags:
         reduced = tuple(axis for axis in axes if axis in ended)
@@ -132,7 +134,7 @@ def _gather_and_slice(start: Sharding, goal: Sharding) -> tuple[Step, ...]:
             steps.append(AllReduce(reduced, kind))
     slices: list[DimCut] = []
     for src_dim, dst_dim in zip(src.dims, dst.dims, strict=True):
-        n_common = _common_prefix(src_dim.shards, dst_dim.shards)
+        n_common = _common_prefix(src_dim.shards, dst_dim.shards)  # outer shards that may stay
         gathered = src_dim.shards[n_common:]
         sliced = dst_dim.shards[n_common:]
         if gathered:
@@ -141,7 +143,7 @@ def _gather_and_slice(start: Sharding, goal: Sharding) -> tuple[Step, ...]:
             slices.append((dst_dim.name, sliced))
     if slices:
         steps.append(Slice(tuple(slices)))
-    begun = begun_axes(src, dst)
+    begun = begun_axes(src, dst)  # along these dst holds addends, and src does not
     if begun:
         steps.append(Mask(begun))
     return tuple(steps)

@@ -31,11 +31,12 @@ class MaxMinPlans:
 
 @layout_cache(maxsize=1024)
 def max_min_plans(plan: Plan) -> MaxMinPlans:
-    """Plan what the gradient of a redistribution with a max or min over devices needs.
+    """Plan the moves that the gradient of a max or min over devices needs.
 
-    With y = max over the devices of x, the gradient goes to the devices where x equals y, divided
-    by their number where several are equal. So y is brought to every device that has an x, the
-    equal ones are counted by a sum, and the gradients move as those of a sum do.
+    With y = max(x) over devices, the gradient of y goes to the devices where x equals y, the
+    winners, in equal shares: x = 1, 3, 3 and a gradient of 6 give 0, 3, 3. So y is brought back to
+    every device that has an x, an all-reduce counts the winners, and the gradient moves as that of
+    a sum does.
 
     Raises:
         LinearityError: The destination holds a max or min too, so the gradient is not defined.
@@ -47,23 +48,28 @@ def max_min_plans(plan: Plan) -> MaxMinPlans:
         )
 
     def find(src: Layout, dst: Layout) -> Plan:
+        # The layouts of x and of y may have other dims: each goes with the shape of its own array.
         shape = plan.shape if src.names == plan.src.names else plan.target.shape
-        # The scale follows from the layouts; the limit is for the move that the user asked for.
+        # scale=None: it follows from the layouts. The memory limit is left out, since it is the
+        # user's for the forward move alone.
         request = replace(
             plan.request, src=src, dst=dst, shape=shape, scale=None, memory_limit=None
         )
         return find_plan(request)
 
-    candidates = plan.src.tangent  # what the max is taken over
-    addends = with_kind(candidates, "sum")
-    copies = with_kind(candidates, "copy")
+    # The layout of x, one candidate for the max on each device: "n | max(tp)". (In a tangent, rows
+    # that a boundary fills with a constant are zeros.)
+    candidates = plan.src.tangent
+    addends = with_kind(candidates, "sum")  # "n | sum(tp)"
+    copies = with_kind(candidates, "copy")  # "n | copy(tp)": one value on all of them
     try:
         result = find(plan.dst, copies)
     except PlanError:
         # The output lacks rows of x, so y cannot be made from it: it is reduced again from x.
         result = find(candidates, copies)
+    # `dual` is the layout of a gradient: that of addends is copies, and the reverse.
     return MaxMinPlans(
-        result=result,
+        result=result,  # y beside every x
         count=find(addends, copies),
         cotangent=find(plan.dst.dual, addends.dual),
         tangent=find(addends, plan.dst.tangent),

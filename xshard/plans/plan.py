@@ -128,14 +128,14 @@ class Plan(Pictured):
     def _check_sums_on_whole_axes(self) -> None:
         """Raise PlanError if an axis that is split into sub-axes holds addends.
 
-        A reduction over one sub-axis would leave partial sums over the other, for which the
-        user's mesh has no name.
+        The steps may divide dp=8 into sub-axes of 2 and 4 devices. A reduction over the first alone
+        would leave partial sums over the second, for which the user's mesh has no name.
         """
         for stage in self.stages:
             for sharding in (stage.before, stage.after):
-                for sub_axis in sharding.layout.tagged(*REDUCERS):
+                for sub_axis in sharding.layout.tagged(*REDUCERS):  # axes with addends
                     axis = sharding.mesh.origin(sub_axis)
-                    if axis != sub_axis:
+                    if axis != sub_axis:  # a whole axis is its own origin
                         raise PlanError(
                             f"axis {axis!r} is divided and holds addends",
                             hint="reduce along whole axes",
@@ -451,15 +451,18 @@ def find_plan(request: Request, objective: str = FORWARD, *, by_transfer: bool =
 def search_plan(request: Request, objective: str = FORWARD, *, by_transfer: bool = False) -> Plan:
     """Search the cheapest plan from one layout to another, without reading plans of earlier runs.
 
-    Devices keep their places on the destination's mesh, unless `request.relabel` allows others:
-    then the plan with devices in other places is returned if it is faster and receives no more
-    bytes. `by_transfer` plans a move between two meshes as such, even if they are one mesh.
+    Devices keep their places on the destination's mesh. If `request.relabel` allows others, the
+    cheapest plan with devices in other places is searched too, and returned in two cases: it is
+    faster and receives no more bytes, or it alone fits the memory limit.
+
+    `by_transfer` plans a move between two meshes as such, even if they are one mesh.
     """
     if request.dst.names != request.src.names:
         # No price depends on the order of dims: move in the source's order, and transpose at the end.
         inner = search_plan(request.in_order, objective, by_transfer=by_transfer)
         steps = (*inner.steps, Transpose(request.target.layout.names))
         return replace(inner, dst=inner.dst.in_order(request.dst.names), steps=steps)
+    # A max or min in the destination cannot be sent to other devices, see `Transfer`.
     may_relabel = request.relabel and not request.dst.tagged(*NONLINEAR)
     try:
         plan = _with_objective(_cheapest_in_place(request, by_transfer), objective)
@@ -467,17 +470,16 @@ def search_plan(request: Request, objective: str = FORWARD, *, by_transfer: bool
         # Devices in other places may fit a memory limit that devices in their own places do not.
         if not may_relabel or request.memory_limit is None:
             raise
-        relabelled = _cheapest_relabelled(request, objective)
-        if relabelled is None:
+        other_places = _cheapest_relabelled(request, objective)
+        if other_places is None:
             raise
-        return relabelled
-    if may_relabel and plan.bytes_received:
-        relabelled = _cheapest_relabelled(request, objective)
-        if relabelled is None or relabelled.bytes_received > plan.bytes_received:
-            return plan
-        if relabelled.cost < plan.cost:
-            return relabelled
-    return plan
+        return other_places
+    if not may_relabel or not plan.bytes_received:  # nothing to save
+        return plan
+    other_places = _cheapest_relabelled(request, objective)
+    if other_places is None or other_places.bytes_received > plan.bytes_received:
+        return plan
+    return other_places if other_places.cost < plan.cost else plan
 
 
 def _cheapest_relabelled(request: Request, objective: str) -> Plan | None:
@@ -500,16 +502,20 @@ def _cheapest_in_place(request: Request, by_transfer: bool) -> Plan:
     Raises:
         PlanError: No plan fits the memory limit; it names the smallest peak.
     """
-    # Two meshes over the same devices may have a common refinement: then collectives are enough.
+    # Two meshes over the same devices, such as dp=8 and dp=2,tp=4, may be written as one mesh whose
+    # axes are parts of theirs: then collectives are enough.
     one_mesh = None if by_transfer else request.on_one_mesh
     plan: Plan | None
     if one_mesh is None:
         plan = cheapest(request, _make_plan, relabel=False)
     else:
         plan = _make_plan(one_mesh, *solve(one_mesh))
-    if request.factor != 1:  # also for a mean that begins: scaling needs the same dtypes
+    # A mean is a sum and a factor of 1/n. Multiplying by it needs a dtype that a sum needs, also for
+    # a mean that only begins here, which reduces nothing.
+    if request.factor != 1:
         check_reduction(request.dtype, "sum")
-    # Only a transfer returns None for a limit that is too small: the search on one mesh raises.
+    # None: the limit is too small for every plan with a transfer. (`solve`, on one mesh, raises for
+    # that itself.) The plans are made without the limit, for the smallest peak in the message.
     if plan is None:
         unlimited = replace(request, memory_limit=None)
         peaks = [_make_plan(unlimited, *path).peak_bytes for path in transfer_paths(unlimited)]

@@ -180,7 +180,7 @@ def plan_to_plain(plan: Plan) -> dict[str, Any]:
 
     "after" has the layout after each step, which a reader compares with what the steps give.
     """
-    # Devices 0, 1, 2, ... are written as an empty list, so that 10,000 of them take no space.
+    # Devices 0, 1, 2, ... are a range, and are written as an empty list: 10,000 take no space.
     src_devices = [] if isinstance(plan.devices, range) else list(plan.devices)
     data = {
         "src": str(plan.src),
@@ -209,14 +209,16 @@ class ReadPlan(NamedTuple):
 def plan_from_plain(data: dict[str, Any], profile: Profile | str | None) -> ReadPlan:
     """Parse a plan's JSON into the arguments that make the plan, and the layouts after its steps.
 
-    The inverse of `plan_to_plain`. The caller makes the plan, which checks itself.
+    The inverse of `plan_to_plain`. The caller makes the plan, which checks itself, and compares the
+    layouts, texts such as ["n"], with those that the steps give.
 
     Args:
         data: The parsed JSON, which may hold anything.
         profile: The machine to price the plan for. None: the one that the JSON names.
     """
     machine = load_profile(data["profile"] if profile is None else profile)
-    # Layouts name maps by their digests: while this value lives, the texts below can be parsed.
+    # Layouts name maps of rows by their digests, and the parser looks these up in a table of weak
+    # references. This local is used nowhere, but keeps the maps alive while the texts are parsed.
     _maps = maps_in(data)
     arguments = {
         "src": Layout.parse(data["src"]),

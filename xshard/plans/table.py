@@ -63,6 +63,7 @@ def rows(plan: Plan) -> tuple[Row, ...]:
     peak. A collective that runs in phases, inside nodes and between them, has a row for each phase
     below.
     """
+    # The layout at the start, which has no step and no price.
     table = [Row("", str(plan.src), _shape_text(plan.source), "", "", "")]
     last = len(plan.stages) - 1
     for i, (stage, price) in enumerate(zip(plan.stages, plan.prices, strict=True)):
@@ -85,8 +86,9 @@ def rows(plan: Plan) -> tuple[Row, ...]:
 def _phase_rows(plan: Plan, stage: Stage) -> list[Row]:
     """Return a table row for each phase of a collective that runs over links of several speeds.
 
-    An all-reduce over axes inside a node and between nodes has a row "  over tp=8" and a row
-    "  over dp=2", each with its bytes and time. A step over links of one kind has no such rows: [].
+    A phase is the part over links of one speed: an all-reduce over tp=8, inside nodes, and dp=2,
+    between nodes, has a row "  over tp=8" and a row "  over dp=2", each with its bytes and time. A
+    step over links of one speed has no such rows: [].
     """
     step = stage.step
     if not isinstance(step, AllGather | AllReduce | ReduceScatter):
@@ -95,8 +97,11 @@ def _phase_rows(plan: Plan, stage: Stage) -> list[Row]:
     fabric = plan.profile.fabric(stage.before.mesh)
     if not fabric.has_phases(axes):
         return []
+    # A hop is the traffic over one mesh axis; its level is the kind of link, as that of a
+    # span, a mesh axis with its size.
     hops = step.traffic(stage.before, fabric.spans).hops
     table = []
+    # The axes of each phase, the fastest links first.
     for spans in Phases.of_axes(stage.before.mesh, axes, fabric.spans, ()).levels:
         phase_hops = [hop for hop in hops if hop.level == spans[0].level]
         received_bytes = sum(hop.received for hop in phase_hops) * plan.itemsize
@@ -113,7 +118,7 @@ def _phase_rows(plan: Plan, stage: Stage) -> list[Row]:
             )
         )
     if isinstance(step, AllGather):
-        table.reverse()  # it begins with the slowest links, where blocks are still small
+        table.reverse()  # it runs over the slowest links first, where blocks are still small
     return table
 
 

@@ -149,14 +149,17 @@ class Transfer(Step):
 
         One block per device of the source -> one block per device of the destination. Each message
         copies a box (a range of rows in every dim) of one block to a place in another. Where
-        several messages reach the same place, they hold addends, and are reduced.
+        several messages reach the same place, they hold addends, and `op` ("sum", "max" or "min";
+        None without addends) combines them.
         """
         # Nothing moves: every device has the block that it needs.
         if self.is_in_place:
             return [blocks[self.src_devices.index(device)] for device in self.dst_devices]
-        devices = range(self.target.mesh.n_devices)
-        results = [np.zeros(self.target.local_shape(d), blocks[0].dtype) for d in devices]
-        is_written = [np.zeros(result.shape, bool) for result in results]
+        results = [
+            np.zeros(self.target.local_shape(device), blocks[0].dtype)
+            for device in range(self.target.mesh.n_devices)
+        ]
+        is_written = [np.zeros(result.shape, bool) for result in results]  # by an earlier message
         for message in self.messages:
             box = blocks[message.src][message.src_index()]
             index = message.dst_index()
@@ -224,9 +227,12 @@ class Transfer(Step):
     def flows(self) -> dict[Link, Flow]:
         """What each device sends and receives, by link: inside nodes, and between nodes.
 
-        A link's array is [2, devices, 2]: sent and received; per device; elements and messages.
+        A link's array is [2, devices, 2]: sent or received; the device, by its place in `_devices`;
+        elements or messages. If device 0 sends 8 elements to device 1, [SENT, 0] and [RECEIVED, 1]
+        are both (8, 1).
         """
-        # Pairs of a device with itself are copies in its memory, and take no link.
+        # `pairs` has three rows: sender, receiver and elements of each message. Messages of a device
+        # to itself are copies in its memory, and take no link.
         senders, receivers, elements = self.pairs[:, self.pairs[0] != self.pairs[1]]
         across = are_on_two_nodes(self.profile, senders, receivers)
         flows: dict[Link, Flow] = {}
@@ -237,6 +243,7 @@ class Transfer(Step):
             flow = flows.setdefault(link, np.zeros((2, len(self._devices), 2), np.int64))
             for end, devices in ((SENT, senders), (RECEIVED, receivers)):
                 places = self._places(devices[is_chosen])
+                # `+=` would count a device that occurs several times only once.
                 np.add.at(flow[end, :, ELEMENTS], places, elements[is_chosen])
                 np.add.at(flow[end, :, MESSAGES], places, 1)
         return flows
@@ -280,10 +287,12 @@ class Transfer(Step):
     def _rearranged(self) -> Ints:
         """Count the elements that each device copies from its old block to its new one: [devices].
 
-        0 where the old block is the whole new block, since it is then used without a copy.
+        These are the messages of a device to itself. 0 where the old block is the whole new block,
+        since it is then used without a copy.
         """
         copied = np.zeros(len(self._devices), np.int64)
-        # A look at the pairs first: making messages takes much longer.
+        # Rows 0 and 1 of `pairs` are senders and receivers. They are looked at first, since making
+        # messages takes much longer.
         if not (self.pairs[0] == self.pairs[1]).any():
             return copied
         for message in filter(self.is_kept, self.messages):

@@ -61,19 +61,21 @@ def find_pieces(source: Sharding, target: Sharding, sends: bool) -> SentPieces:
     block of the target. 8 rows from 2 devices to 4: each of the 4 receives one piece of 2 rows. If
     the source holds addends of a sum, each receiver has one such piece for each addend.
 
-    Pieces are in the order of receivers, then addends, then boxes. Without `sends`, there are none.
+    All columns of the result are [pieces], in the order of receivers, then addends, then boxes.
+    `sends` is False if every device has its block already: then there are no pieces.
     """
     n_addends = source.mesh.size(*source.layout.tagged(*REDUCERS))
     # If the target is a sum over devices, the first one along its axes receives the values, and the
     # others keep zeros, so they receive nothing.
     is_receiver = target.mesh.indices(target.layout.tagged("sum")) == 0
     receivers = np.flatnonzero(sends & is_receiver)
-    # Begin with one piece for each receiver and addend: of the whole array, which has one part.
-    # Then each dim cuts every piece so far into its parts, which replace it.
+    # Begin with one piece for each receiver and addend: the whole array. Then each dim cuts every
+    # piece into as many as there are blocks of the source along it, and these replace the piece.
     dst = np.repeat(receivers, n_addends)
     size = np.ones_like(dst)
-    # The addend and the source's block of a piece in each dim as digits of one number, as in
-    # `Holders.keys`: it tells which devices hold the piece.
+    # Which devices of the source hold a piece is told by its addend and by the source's block that
+    # it lies in, dim by dim. These are the digits of one number: addend 1, and block 2 of 4 of the
+    # only dim, make 1 * 4 + 2 = 6. `Holders.keys` are made in the same way.
     key = np.tile(np.arange(n_addends), len(receivers))
     part_numbers = list[Ints]()  # of each dim so far, [pieces]
     boxes = list[Any]()
@@ -82,6 +84,7 @@ def find_pieces(source: Sharding, target: Sharding, sends: bool) -> SentPieces:
     ):
         overlap = _overlaps(source.owned_by_position(d), target.held_by_position(d))
         dst_block = target.mesh.indices(dst_dim.axes)[dst]
+        # For each new piece: the old piece that it is a part of, and its entry in `overlap`.
         piece, part = _cut_pieces(dst_block, overlap.starts)
         dst = dst[piece]
         size = size[piece] * overlap.length[part]
@@ -89,7 +92,7 @@ def find_pieces(source: Sharding, target: Sharding, sends: bool) -> SentPieces:
         part_numbers = [numbers[piece] for numbers in part_numbers]
         part_numbers.append(part)
         boxes.append(overlap.boxes)
-    holders = _group_holders(source)
+    holders = _group_holders(source)  # devices with the same block are one group
     return SentPieces(
         dst=dst,
         size=size,
@@ -142,6 +145,7 @@ def _overlaps(owned: tuple[Runs, ...], wanted: tuple[Runs, ...]) -> Overlaps:
     boxes = list[Any]()
     for wanted_rows in wanted:
         for src_block, owned_rows in enumerate(owned):
+            # The rows that both have, as segments: (start in one block, start in the other, length).
             box = common_segments(owned_rows, wanted_rows)
             if box:
                 src_blocks.append(src_block)

@@ -187,12 +187,13 @@ def _solve(A: NDArray[np.float64], seconds: NDArray[np.float64]) -> NDArray[np.f
     except ImportError:
         hint = "pip install scipy, or xshard with its extra 'calibrate'"
         raise CalibrationError("a calibration needs scipy", hint=hint) from None
-    weights = 1 / seconds
+    weights = 1 / seconds  # least squares of the relative errors: the first guess
     for _ in range(_MAX_REWEIGHTINGS):
         weighted = A * weights[:, None]
         scale = np.linalg.norm(weighted, axis=0)  # constants differ by 12 orders of magnitude
         scale[scale == 0] = 1
         x: NDArray[np.float64] = nnls(weighted / scale, seconds * weights)[0] / scale
+        # How far off the times are with these constants decides the weights of the next round.
         ratio = np.maximum(A @ x / seconds, 1e-2)  # a prediction of 0 would have an infinite log
         weights = np.sqrt(_squared_weights(ratio)) / seconds
     return x
@@ -213,12 +214,15 @@ def _squared_weights(ratio: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _profile(constants: Mapping[Column, float], start: Profile) -> Profile:
-    """Make a profile of fitted constants.
+    """Make a profile of a machine from fitted constants.
 
-    `constants` maps what was fitted to seconds, such as ("latency", "dp"), ("byte", "dp"),
-    ("launch", "all_gather"), ("round", "all_gather") and ("copy", ""). Seconds per byte become
-    bytes per second. `start` gives the fields that were not fitted.
+    `constants` maps (kind, name) to seconds: ("latency", "dp") and ("byte", "dp") are of the link of
+    the mesh axis dp, ("launch", "all_gather") and ("round", "all_gather") of a kind of step, and
+    ("copy", "") of a byte that is copied. Seconds per byte become bytes per second. `start` gives the
+    fields that were not fitted.
     """
+    # A link's name is a mesh axis, `_ACROSS` for the link between nodes, or `_SHARED` for the one link
+    # of all axes.
     s_per_byte = _of_kind(constants, "byte")
     links = {}
     for name, latency_s in _of_kind(constants, "latency").items():
@@ -229,7 +233,8 @@ def _profile(constants: Mapping[Column, float], start: Profile) -> Profile:
     axes = [(name, link) for name, link in sorted(links.items()) if name != _SHARED]
     launch_s = {kind: rounded(s) for kind, s in _of_kind(constants, "launch").items()}
     round_s = {kind: rounded(s) for kind, s in _of_kind(constants, "round").items() if s > _NO_TIME}
-    # For axes and kinds of steps that were not measured, take the slowest that was measured.
+    # For axes and kinds of steps that were not measured, take the slowest that was measured. `links`
+    # has no link between nodes any more.
     slowest = min(links.values(), key=lambda link: (link.bytes_per_s, -link.latency_s))
     launch_s["other"] = max(launch_s.values())
     copy_s_per_byte = constants.get(("copy", ""), 0.0)

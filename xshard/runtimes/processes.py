@@ -202,7 +202,9 @@ class Watch:
 
         Such as "it stood still for 60 s": they used hardly any processor time for that long. Using
         very much of it in all is a reason, too. Where processor time is not known, elapsed time
-        counts.
+        counts. Each look that finds progress is noted, and the time without progress begins anew.
+
+        `_limit_s` is `_stated_s`, the limit that the texts name, and some grace for slow machines.
         """
         now_s = time.monotonic()
         spent_s = self._spent_s()
@@ -215,8 +217,8 @@ class Watch:
         if spent_s - self._start_s > self._limit_s * _CORES:
             return f"it took more than {self._stated_s * _CORES:g} s of processor time"
         since_progress_s = spent_s - self._progress_spent_s
-        # A negative number means that one of the processes has ended, with its time, which is
-        # progress too.
+        # A negative number means that one of the processes has ended, and its time no longer counts:
+        # that is progress, too.
         is_idle = 0 <= since_progress_s < _PROGRESS * self._limit_s
         if not is_idle:
             self._progress_spent_s = spent_s

@@ -114,17 +114,23 @@ def held_out_plans(
 def _random_plan(
     mesh: Mesh, sizes: Sequence[int], rng: random.Random, profile: ProfileLike
 ) -> Plan:
-    """Draw layouts, and the shape of an array of three dims whose larger block has a random size."""
+    """Draw two layouts and a shape of three dims (a, b, c), and plan the move between the layouts.
+
+    sizes: a device's block before or after the move, whichever is larger, has between the least and
+    the most of these bytes, drawn evenly by their logarithms.
+    """
+    # A letter is what a mesh axis may do: shard the dim a, b or c, hold replicas (-) or addends (+).
+    # A plan sums addends up and makes none, so the destination has no "+".
     src = _random_layout(mesh.long_axes, "abc-+", rng)
-    dst = _random_layout(mesh.long_axes, "abc-", rng)  # addends are summed up by a plan, never made
-    least = min(sizes)
-    block_bytes = least * (max(sizes) / least) ** rng.random()  # even in logarithms
+    dst = _random_layout(mesh.long_axes, "abc-", rng)
+    least_bytes = min(sizes)
+    block_bytes = least_bytes * (max(sizes) / least_bytes) ** rng.random()
     elements = block_bytes / ITEMSIZE * _n_larger_blocks(mesh, src, dst)
-    # Multiples of the number of devices, which divide however axes cut them.
-    n = mesh.n_devices
-    a = n * rng.choice((1, 2, 4, 6))
-    b = n * rng.choice((1, 2, 4, 6))
-    c = n * max(1, round(elements / (a * b * n)))
+    # Lengths are multiples of the number of devices, which divide evenly however axes cut them.
+    n_devices = mesh.n_devices
+    a = n_devices * rng.choice((1, 2, 4, 6))
+    b = n_devices * rng.choice((1, 2, 4, 6))
+    c = n_devices * max(1, round(elements / (a * b * n_devices)))  # makes up the size
     return make_plan((src, dst), mesh, (a, b, c), DTYPE, profile=profile)
 
 

@@ -33,7 +33,7 @@ def blocks_of(x: Block, sharding: Sharding, seed: int) -> Devices:
         return tuple(reference.scatter(x, layout, mesh))
 
     noise = _draw_contributions(x, layout, mesh, seed)
-    # One contribution takes what the others lack, so that they add up to the array.
+    # The noise adds up to an array of its own. Add the array that is missing to one addend of each sum.
     missing = x - reference.gather(noise, layout, mesh, x.shape)
     pairs = zip(reference.scatter(missing, layout, mesh), noise, strict=True)
     return tuple((part + noise_block).astype(x.dtype) for part, noise_block in pairs)

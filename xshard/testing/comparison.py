@@ -133,11 +133,15 @@ class _Comparison:
         """Compare the gradients of the run on one device with finite differences of its loss.
 
         They are compared along random directions d: the inner product of gradient and d, and
-        (loss(x + h d) - loss(x - h d)) / 2h. `runtime` is the framework whose run is checked.
+        (loss(x + h d) - loss(x - h d)) / 2h. `truth.derivatives` has both numbers for each direction,
+        by number of the argument x. Mismatches are added to `mismatches`.
+
+        `runtime` is the framework whose run is checked.
         """
         derivatives = self.truth.derivatives
         self.n_compared += len(derivatives)
         largest_size = max((slope.size for slope in derivatives.values()), default=0.0)
+        # To `find_mismatch` the slopes are an array of one dim, on a mesh of one device.
         directions = Layout.parse("direction")
         for i, slope in derivatives.items():
             subject = Subject(
@@ -150,9 +154,9 @@ class _Comparison:
                 slope.by_differences,
                 Sharding(directions, self.truth.mesh, slope.of_gradient[0].shape),
                 tolerance=max(DERIVATIVE, rounding([dtype])),
-                # `find_mismatch` allows for rounding relative to a hundredth of `largest`: here
-                # that is the slope's own size, or a hundredth of the largest slope, if that is
-                # more.
+                # `find_mismatch` allows errors relative to a hundredth of this, or to the wanted
+                # values if these are larger. A slope may be near 0 by chance, so the error should
+                # be relative to `size`, the size of its terms.
                 largest=max(100 * slope.size, largest_size),
                 arguments={},
             )
@@ -197,7 +201,7 @@ class _Comparison:
             against: What the right blocks come from, for the report.
 
         Returns:
-            The mismatch, or None if all blocks agree.
+            The mismatch, which has been added to `mismatches`; None if all blocks agree.
         """
         self.n_compared += 1
         subject = Subject(array.kind, array.name, runtime, array.sharding.mesh, against)
@@ -206,9 +210,9 @@ class _Comparison:
             array.got,
             want,
             array.block_sharding,
-            self.tol,
-            self._largest_values[array.kind],
-            self.problem.arrays,
+            tolerance=self.tol,
+            largest=self._largest_values[array.kind],
+            arguments=self.problem.arrays,
         )
         if mismatch is not None:
             self.mismatches.append(

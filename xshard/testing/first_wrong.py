@@ -50,8 +50,9 @@ def locate_first_wrong(found: Sequence[Mismatch], runs: Runs, truth: Truth) -> l
     Functions call `redistribute` in several places. What each call is given on a mesh is compared
     with what it is given on one device, and the first call whose input is wrong is named.
 
-    A mismatch without a certain cause takes that call's. Else it takes the cause of the same array
-    on an earlier mesh, or one that follows from how the error grows with the number of devices.
+    A mismatch that nothing explains, or statistics alone, takes the first of these causes that there
+    is: that call's; the one of the same array on an earlier mesh; one that follows from how the error
+    grows with the number of devices; its own; the one of another array of the same run.
 
     Args:
         found: The mismatches, outputs before gradients.
@@ -69,11 +70,13 @@ def locate_first_wrong(found: Sequence[Mismatch], runs: Runs, truth: Truth) -> l
     # The first mismatch is the one nearest to the function's own mistake: outputs come first.
     subject = sharded[0].subject
     first_wrong = _first_wrong_redistribution(subject, runs, truth)
-    causes: dict[tuple[str, str], Cause] = {}  # by kind and name of the array, on earlier meshes
+    # On earlier meshes, by kind ("output", "gradient" or "parameter") and name of the array.
+    causes: dict[tuple[str, str], Cause] = {}
     located = []
     for mismatch in found:
         array = (mismatch.subject.kind, mismatch.subject.name)
-        # The redistributions were recorded on one mesh, in one direction.
+        # Calls were recorded on one mesh only, and their cause is known for one direction, forward or
+        # backward: it explains arrays of the same kind.
         is_recorded = mismatch in sharded and mismatch.subject.mesh == subject.mesh
         cause = None
         if _may_have_better_cause(mismatch):
@@ -126,7 +129,8 @@ def _first_wrong_redistribution(subject: Subject, runs: Runs, truth: Truth) -> F
 
     If only gradients are wrong, the gradients that come back to each call are compared instead, in
     the order of the backward. Returns a text such as "what <call 2> is given; right is what <call
-    1> is given", and the cause where it is known; "" if nothing could be compared.
+    1> is given", and the cause where it is known. If all calls are right, the text says after which
+    call the mistake is; "" if nothing could be compared.
     """
     runtime = subject.runtime
     mesh = subject.mesh
@@ -134,22 +138,21 @@ def _first_wrong_redistribution(subject: Subject, runs: Runs, truth: Truth) -> F
     try:
         seen_on_one = runs.seen(runtime, truth.mesh, truth)
         seen_on_mesh = runs.seen(runtime, mesh, truth)
-    except XshardError:
+    except XshardError:  # the place is only an addition to the report, which is made anyway
         return FirstWrong("")
 
-    arguments = runs.problem.arrays
-    on_one = calls_in_order(seen_on_one, 1, is_backward)
-    on_mesh = calls_in_order(seen_on_mesh, mesh.n_devices, is_backward)
+    calls_on_one = calls_in_order(seen_on_one, 1, is_backward)
+    calls_on_mesh = calls_in_order(seen_on_mesh, mesh.n_devices, is_backward)
     right_input = ""  # of the last call that was compared, in words
     # Not strict: a function may redistribute more often on one of them.
-    for one, many in zip(on_one, on_mesh, strict=False):
+    for on_one, on_mesh in zip(calls_on_one, calls_on_mesh, strict=False):
         # The calls are no longer the same ones, so they cannot be compared.
-        if one.check.text != many.check.text:
+        if on_one.check.text != on_mesh.check.text:
             break
-        given = (
-            f"the gradient that comes back to {many}" if is_backward else f"what {many} is given"
-        )
-        mismatch = find_wrong_input(one, many, mesh, runtime, arguments)
+        given = f"what {on_mesh} is given"
+        if is_backward:
+            given = f"the gradient that comes back to {on_mesh}"
+        mismatch = find_wrong_input(on_one, on_mesh, mesh, runtime, runs.problem.arrays)
         if mismatch is not None:
             text = f"{given}; right is {right_input}" if right_input else given
             return FirstWrong(text, mismatch.cause)
@@ -160,25 +163,27 @@ def _first_wrong_redistribution(subject: Subject, runs: Runs, truth: Truth) -> F
 def _law_of_growth(subject: Subject, runs: Runs, truth: Truth) -> Cause | None:
     """Guess a cause from how the error grows along one mesh axis, by runs on 2 and on 3 devices.
 
-    A part that is counted on each of n devices makes the error (n - 1) times that part: twice as
-    large on 3 devices as on 2. A part that is divided by n makes it (1 - 1/n) times the part: 4/3
-    times as large. Returns None if neither holds along any axis.
+    A part of the result, such as a bias, that is counted on each of n devices makes the error
+    (n - 1) times that part: twice as large on 3 devices as on 2. A part that is divided by n makes
+    it (1 - 1/n) times the part: 4/3 times as large. Returns None if neither holds along any axis.
     """
     for axis in subject.mesh.long_axes:
         try:
+            # The whole array as it is on 2 and on 3 devices, and as it should be.
             on_two, right = _whole_along(axis, 2, subject, runs, truth)
             on_three, _ = _whole_along(axis, 3, subject, runs, truth)
         except XshardError:  # the shapes do not divide so, or the function fails there
             continue
-        # A norm is a root: its square is the sum that has a part for each device.
+        # The law may hold for the value, or for its square: a norm is a root, and its square is the
+        # sum that has a part for each device.
         for power, part in ((1, "a part"), (2, "of a sum of squares a part")):
             error_on_two = on_two**power - right**power
             error_on_three = on_three**power - right**power
-            slack = _LAW_TOLERANCE * np.abs(error_on_three).max(initial=0)
-            if not slack:  # no error on three devices
+            tolerance = _LAW_TOLERANCE * np.abs(error_on_three).max(initial=0)
+            if not tolerance:  # no error on three devices
                 continue
             for growth, name, mistake in _LAWS:
-                if np.allclose(error_on_three, growth * error_on_two, 0, slack):
+                if np.allclose(error_on_three, growth * error_on_two, rtol=0, atol=tolerance):
                     return Cause(name, f"{part} is {mistake.format(axis)}")
     return None
 

@@ -37,10 +37,10 @@ def leaves(tree: Tree, name: str = "") -> dict[str, Any]:
     branches = _sorted_children(tree)
     if branches is None:
         return {name: tree}
-    by_place: dict[str, Any] = {}
+    arrays: dict[str, Any] = {}
     for key, branch in branches.items():
-        by_place.update(leaves(branch, f"{name}[{key!r}]"))
-    return by_place
+        arrays.update(leaves(branch, f"{name}[{key!r}]"))
+    return arrays
 
 
 def mapped(function: Callable[[Any], Any], tree: Tree) -> Tree:
@@ -80,11 +80,12 @@ def broadcast_prefix(prefix: Tree, tree: Tree, name: str = "") -> list[Any]:
     >>> broadcast_prefix(("a", "b"), (1, {"w": 2, "v": 3}))
     ['a', 'b', 'b']
     """
+    # (name, value, branch) for each value of the prefix: ("[1]", "b", {"w": 2, "v": 3}) and so on.
     branches = prefix_branches(
         prefix,
         tree,
         _is_leaf,
-        (name, "layouts"),
+        (name, "layouts"),  # what messages call the tree, and the values of the prefix
         children=_sorted_children,
         error=StructureError,
     )

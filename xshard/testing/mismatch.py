@@ -121,8 +121,8 @@ def find_mismatch(
         agree.
     """
     # First, since blocks of other shapes have no elements to compare.
-    for device, (a, b) in enumerate(zip(got, want, strict=True)):
-        problem = _difference_of_form(a, b, sharding)
+    for device, (got_block, want_block) in enumerate(zip(got, want, strict=True)):
+        problem = _difference_of_form(got_block, want_block, sharding)
         if problem:
             return Mismatch(subject, device, problem=problem)
     case = Case.of(got, want, sharding, tolerance, largest, arguments)
@@ -163,7 +163,7 @@ def located(subject: Subject, case: Case) -> Mismatch:
 
     The result names the largest error with its device, its index in the block and in the global
     array, and both values; how many elements are wrong, on which devices; which rows of each dim
-    are right; and the likely cause.
+    are right, such as "n 0-3; c none"; and the likely cause.
     """
     largest = _find_largest_error(case)
     device = largest.device
@@ -176,8 +176,8 @@ def located(subject: Subject, case: Case) -> Mismatch:
     return Mismatch(
         subject,
         device,
-        index,
-        tuple(global_index),
+        index=index,
+        global_index=tuple(global_index),
         got=in_double(case.got[device])[index].item(),
         want=in_double(case.want[device])[index].item(),
         error=largest.error,

@@ -110,17 +110,18 @@ def calls_in_order(seen: Iterable[Seen], n_devices: int, cotangents: bool) -> li
 
 
 def find_wrong_input(
-    one: Seen, many: Seen, mesh: Mesh, runtime: Side, arguments: Arrays
+    on_one: Seen, on_mesh: Seen, mesh: Mesh, runtime: Side, arguments: Arrays
 ) -> Mismatch | None:
     """Compare what a call of `redistribute` is given on a mesh with its input on one device.
 
-    Its source layout says how the blocks make up an array. The array should be the one that the
-    same call is given on one device. Where the layout does not mention an axis of the mesh, blocks
-    may be replicas, addends or shards along it: all of these are tried.
+    Its source layout says how the blocks make up an array, which should be the one that the same
+    call is given on one device. Where the layout does not mention an axis of the mesh, blocks may be
+    replicas, addends or shards along it: "n" on an axis a may stand for "n | copy(a)",
+    "n | sum(a)" or "n/a". All of these are tried, and one that fits is enough.
 
     Args:
-        one: The call on one device.
-        many: The same call on the mesh.
+        on_one: The call on one device.
+        on_mesh: The same call on the mesh.
         mesh: The mesh.
         runtime: The framework, for the report.
         arguments: Whole arguments of the function by name: some causes are found by them.
@@ -128,27 +129,30 @@ def find_wrong_input(
     Returns:
         The mismatch; None if the arrays are equal, or if it cannot be told.
     """
-    layout = many.check.sharding.layout
+    layout = on_mesh.check.sharding.layout
     try:
-        right = _meant_on_one_device(one, many, mesh)
-        case_under = partial(_case, many, right, mesh, arguments)  # the blocks, read under a layout
-        read_cases = list(map(case_under, _readings(layout, _hidden_axes(many, mesh))))
-    # The function may use a mesh of its own, or be mapped over a batch by vmap: not comparable.
+        right = _meant_on_one_device(on_one, on_mesh, mesh)
+        # A case has the blocks beside those that are right under a layout, or is None if the shapes
+        # of the blocks do not fit the layout.
+        case_under = partial(_case, on_mesh, right, mesh, arguments)
+        tried = map(case_under, _readings(layout, _hidden_axes(on_mesh, mesh)))
+        cases = [case for case in tried if case is not None]
+    # The function may use a mesh of its own, or be mapped over a batch by vmap. Then the calls cannot
+    # be compared, which is no mistake of the user.
     except XshardError:
         return None
-    cases = [case for case in read_cases if case is not None]
-    # The layout is silent about some axes: one reading that agrees is enough.
     if any(case.agrees for case in cases):
         return None
 
-    subject = Subject("block", str(many), runtime, mesh, f"{runtime} on one device")
+    subject = Subject("block", str(on_mesh), runtime, mesh, f"{runtime} on one device")
     mismatches = [located(subject, case) for case in cases]
-    # Of many readings, one with a known cause is the likeliest.
+    # Each layout that was tried gives another mismatch: one with a known cause is the likeliest.
     for mismatch in mismatches:
         if mismatch.cause is not None:
             return mismatch
     cause = _other_layout(layout, mesh.long_axes, case_under)
-    # Without any case, the shapes of blocks fit no reading.
+    # Without any case, the blocks have shapes that fit no layout, and there is no wrong element to
+    # name: 0 is the device.
     first = mismatches[0] if mismatches else Mismatch(subject, 0)
     return replace(first, cause=cause)
 
@@ -222,16 +226,17 @@ def _readings(layout: Layout, axes: Sequence[str]) -> Iterator[Layout]:
     "n" with axis "a" -> "n | copy(a)", "n | sum(a)", "n/a", "n/zigzag(a)".
     """
     cuts = itertools.product(_HIDDEN_ORDERS, range(len(layout.dims)))
-    meanings = [("copy", None), ("sum", None), *cuts]  # tags, and orders of cuts with their dim
+    # What an axis may mean: (tag, None), or (shard order, number of the dim that it shards).
+    meanings = [("copy", None), ("sum", None), *cuts]
     for choice in itertools.product(meanings, repeat=len(axes)):
         dims = list(layout.dims)
         tags = layout.tags
-        for axis, (meaning, d) in zip(axes, choice, strict=True):
+        for axis, (tag_or_order, d) in zip(axes, choice, strict=True):
             if d is None:
-                tags = (*tags, (meaning, (axis,)))
+                tags = (*tags, (tag_or_order, (axis,)))
             else:
                 # Outermost, as if the function had cut the array along it before.
-                shards = (Shard((axis,), meaning), *dims[d].shards)
+                shards = (Shard((axis,), tag_or_order), *dims[d].shards)
                 dims[d] = replace(dims[d], shards=shards)
         yield Layout(tuple(dims), tags)
 

@@ -38,7 +38,7 @@ def packed(function: Callable[..., Any], *arguments: Any) -> bytes:
         try:
             file = io.BytesIO()
             _pickler_class(cloudpickle)(file).dump((function, arguments))
-        except Exception as error:
+        except Exception as error:  # pickling runs code of any object, which may raise anything
             name = getattr(function, "__name__", function)
             raise FunctionError(
                 f"{name} cannot be sent to another process: {error}",

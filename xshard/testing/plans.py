@@ -71,6 +71,7 @@ def plan_question(plan: AnyPlan, seed: int = 0) -> Question:
     _check_size(arrays, plan)
 
     *sources, target = arrays
+    # A scale other than 1 is a mean: values are then multiples of `unit`.
     unit = plan.mesh.n_devices if any(array.scale != 1 for array in arrays) else 1
     # The gradient of a result has the dual layout: the tags sum and copy change places. A
     # result that keeps a max has none, and its own layout is used.
@@ -164,34 +165,38 @@ class _NamedArray(NamedTuple):
 def audit(question: Question, answer: Answer) -> Verdict:
     """Compare what a runtime computed for a plan with numpy's einsum of the whole arrays.
 
-    The steps of the plan are not used, so that mistakes in them are found. Returns the largest
-    error of the results and that of the gradients, or None for gradients of a max, which go to the
-    elements that are largest and which an einsum does not give.
+    A plan that only moves an array is an einsum too, of one operand: "n/dp -> n" is "n -> n". The
+    steps of the plan are not used, so that mistakes in them are found. Returns the largest error of
+    the results and that of the gradients, or None for gradients of a max, which go to the elements
+    that are largest and which an einsum does not give.
     """
     plan = question.plan
-    *as_written, output = arrays_of(plan)
-    sources = as_written
-    target = output
+    # Each array has two shardings: with the dims that the user wrote, under which the blocks come,
+    # and with one dim for each name of the einsum, under which they are compared. They differ where
+    # an expression repeats a name, or groups several in one dim, as (h w).
+    *written_sources, written_target = arrays_of(plan)
+    sources = written_sources
+    target = written_target
     if isinstance(plan, ContractionPlan):
-        # The text may repeat a name, or group several in one dim: here each name is one dim.
         sources = [move.source for move in plan.moves]
         target = plan.result.target
     operands: list[_NamedArray] = []
-    for blocks, written, source in zip(question.inputs, as_written, sources, strict=True):
+    for blocks, written, source in zip(question.inputs, written_sources, sources, strict=True):
         by_name = reference.blocks_by_name(blocks, written, source)
         operands.append(_NamedArray(source.layout.names, [whole(by_name, source)]))
 
     [result] = reference.contract(operands, target.layout.names)
-    got = reference.blocks_by_name(answer.outputs[OUTPUT], output, target)
+    got = reference.blocks_by_name(answer.outputs[OUTPUT], written_target, target)
     forward = _error_in_array(got, result, target)
     if not is_linear(plan):
         return Verdict(forward, None)
 
-    cotangents = reference.blocks_by_name(question.cotangents, output, target)
+    # Gradients have the dual sharding, in which sum and copy change places.
+    cotangents = reference.blocks_by_name(question.cotangents, written_target, target)
     cotangent = _NamedArray(target.layout.names, [whole(cotangents, target.dual)])
     backward = 0.0
     for i, source in enumerate(sources):
-        got = reference.blocks_by_name(answer.gradients_if_any[i], as_written[i], source)
+        got = reference.blocks_by_name(answer.gradients_if_any[i], written_sources[i], source)
         gradient = _gradient_by_definition(operands, i, cotangent)
         scale = source.scale / target.scale  # a mean is a sum times 1/n
         if scale != 1:
@@ -238,12 +243,13 @@ def random_blocks(
         return reference.run(plan, random_blocks(rng, plain, mesh, shape, dtype, unit))
 
     sharding = Sharding(layout, mesh, shape)
+    # Along these axes blocks are equal: the layout does not name them, or calls them copies.
     equal_axes = [a for a in mesh.axes if a not in layout.axes or a in layout.tagged("copy")]
     lowest, end = _range_of_values(dtype)
     blocks: list[Block] = []
     for device in range(mesh.n_devices):
         first_device = mesh.group(device, equal_axes)[0]
-        # The first device of a group of replicas draws; the others copy.
+        # The first device of a group of replicas draws; the others, which come later, copy.
         if first_device < device:
             blocks.append(blocks[first_device].copy())
         else:

@@ -69,7 +69,8 @@ def check_problem(
 ) -> Problem:
     """Check the arguments of `assert_equivalent`, and list all arrays with their names and layouts.
 
-    All is checked on every mesh before any process is started, so that errors come at once.
+    An argument x that is {"w": array, "b": array} gives the arrays "x['b']" and "x['w']". All is checked
+    on every mesh before any process is started, so that errors come at once.
 
     Args:
         function: The names of its parameters become names of arrays.
@@ -86,6 +87,7 @@ def check_problem(
     arrays: list[_Argument] = []
     titles = _argument_names(function, len(args))
     for title, argument, prefix in zip(titles, args, input_layouts, strict=True):
+        # One layout in the place of a whole tree is for all its arrays.
         leaf_layouts = broadcast_prefix(prefix, argument, title)
         values = leaves(argument, title)
         for name, layout in zip(values, leaf_layouts, strict=True):

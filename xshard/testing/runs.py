@@ -90,6 +90,8 @@ class Runs:
     def truth(self, runtime: Side, function: bytes, mesh: Mesh) -> Truth:
         """Run a function on one device, to get the right values for all other runs.
 
+        All results are whole arrays, by name of output or by number of argument.
+
         Args:
             runtime: The framework that runs it.
             function: The function, pickled.
@@ -108,6 +110,7 @@ class Runs:
         declared = dict(zip(answer.outputs, output_layouts, strict=True))
         outputs = _output_shardings(answer, declared, mesh)
         inputs = dict(enumerate(shardings))
+        # On one device a block is the array, but for halos. Gradients have the dual shardings.
         return Truth(
             outputs=_whole_arrays(answer.outputs, outputs),
             layouts=declared,

@@ -28,9 +28,10 @@ def explain_by_trials(
 ) -> list[Mismatch]:
     """Find causes of mismatches by experiments: run the function again with something changed.
 
-    Where outputs are wrong, square arguments are transposed: if that makes outputs right, it is the
-    cause. Where only gradients are wrong, replicas that devices use in different ways are looked
-    for.
+    Each run, by framework and mesh, gets one cause at most. Where outputs are wrong, square
+    arguments are transposed: if that makes outputs right, it is the cause. If not, the wrong output
+    explains the wrong gradients. Where only gradients are wrong, replicas that devices use in
+    different ways are looked for.
 
     Args:
         found: The mismatches of all runs.
@@ -46,7 +47,9 @@ def explain_by_trials(
         mismatches_of_run.setdefault(_run_of(mismatch), []).append(mismatch)
 
     causes: dict[tuple[Side, Mesh], Cause | None] = {}
-    transpositions: dict[Side, Cause | None] = {}  # tried on the first mesh that is wrong
+    # By framework: a transposed argument is wrong on every mesh, so only the first wrong one is tried.
+    # None: no transposition helps.
+    transpositions: dict[Side, Cause | None] = {}
     for (runtime, mesh), mismatches in mismatches_of_run.items():
         outputs = [m for m in mismatches if m.subject.kind == "output"]
         if outputs:
@@ -90,7 +93,8 @@ def _find_transposition(
     """Run the function with square arguments transposed, and see whether its outputs are right.
 
     A weight of shape [in, out] in one framework is [out, in] in another. If in = out, no shape
-    tells. Returns the cause with the names of these arguments, or None.
+    tells. Sets of square arguments are tried, small ones first. Returns the cause with the names of
+    the first set that helps, or None.
     """
     problem = runs.problem
     for transposed in _transposable(problem):
@@ -126,14 +130,14 @@ def _is_square(x: Block) -> bool:
 
 
 def _find_replica_fault(runs: Runs, truth: Truth, runtime: Side, mesh: Mesh) -> Cause | None:
-    """Find a call of `redistribute` whose replicas are not equal, as its layout says that they are.
+    """Find a call of `redistribute` whose replicas differ, though its layout says they are equal.
 
     All inputs are looked at first, then all gradients that come back. Returns a cause with the
     error that `check_replicated=True` would raise for that call, or None.
     """
     try:
-        seen = runs.seen(runtime, mesh, truth)
-    except XshardError:
+        seen = runs.seen(runtime, mesh, truth)  # runs the function again, and records its calls
+    except XshardError:  # the cause is only an addition to the report, which is made anyway
         return None
     inputs = calls_in_order(seen, mesh.n_devices, cotangents=False)
     cotangents = calls_in_order(seen, mesh.n_devices, cotangents=True)

@@ -109,7 +109,7 @@ def _answer(fields: dict[str, str], free: PriorityQueue[int]) -> dict[str, str]:
             planner = running(f"planner {number}", {})
             view = "xshard.cli.explore.views.limited_view"
             return dict(planner.ask(view, fields, timeout_s=LIMIT_S, quiet=True))
-    except FunctionError:
+    except FunctionError:  # the worker took too long and was ended: the text below says so
         pass
     finally:
         free.put(number)

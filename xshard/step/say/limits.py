@@ -41,8 +41,8 @@ def read_limits(problem: StepProblem, rules: StepRules, unused: Sequence[str]) -
         unused: Parameters that no operation takes, which may have rules, too.
 
     Returns:
-        The numbers of the options that each node may take, and for each edge the moves
-        [rows, columns] to leave out.
+        The numbers of the options that each node may take, and for each edge the moves to leave
+        out, [layouts where it is made, layouts where it is used].
     """
     limits = _Limits(problem, rules, unused)
     excluded = list[Flags]()
@@ -78,9 +78,9 @@ class _Limits:
 
         The rule `o/tp/dp i -> o/tp i` leaves options of the parameter that store `o/tp/dp i`, and
         options of the operation that use `o/tp i`. It is gathered before each use, or once per step
-        if its name is in `StepRules.once`.
+        if its name is in `StepRules.once`. Clears flags in `allowed`, for both of these nodes.
 
-        edge: the parameter on its way to the operation that uses it.
+        edge: the parameter (`edge.source`) on its way to the operation that uses it (`edge.user`).
         """
         source = self.problem.nodes[edge.source]
         axes = self.problem.mesh.axes
@@ -95,6 +95,8 @@ class _Limits:
         gathering = Gathering.PER_STEP
         if stored != used and self.once.find(name) is None:
             gathering = Gathering.PER_USE
+        # `placements` are [options, arrays, axes], a node's own array last; `used_placements` are
+        # [options, axes], of this parameter in the options of the operation.
         is_stored_so = (source.placements[:, -1] == stored).all(-1)
         is_used_so = (without_copies(edge.used_placements) == used).all(-1)
         self.allowed[edge.source] &= is_stored_so & source.is_gathered(gathering)
@@ -117,14 +119,17 @@ class _Limits:
         A rule `b/dp s -> b/dp s/tp` names dp and tp: along these, only its own move is left. Along
         all other axes, and along all axes without a rule, the layout has to stay as it is.
 
-        Returns booleans [rows, columns], True to leave out: rows are layouts in which the array is
-        made, columns those in which it is used.
+        edge: the activation on its way from the operation that makes it to one that uses it.
+
+        Returns booleans [made, used], True to leave out: an entry is the move from one of the layouts
+        in which the array may be made, `made_layouts` [made, axes], to one in which it may be used,
+        `used_layouts` [used, axes].
         """
         source = self.problem.nodes[edge.source].name
         # A copy is a replica whose gradients are partial sums: inputs have no gradient.
         is_input = source in self.problem.step.inputs
         used_layouts = without_copies(edge.used_layouts) if is_input else edge.used_layouts
-        is_allowed = edge.made_layouts[:, None] == used_layouts  # [rows, columns, axes]: it stays
+        is_allowed = edge.made_layouts[:, None] == used_layouts  # [made, used, axes]: it stays
         rules = self.rules.inputs if edge.enters else self.rules.outputs
         # Without a place, no rule could move the array: "" would find the rule of the whole model.
         text = rules.find(edge.place) if edge.place else None
@@ -133,6 +138,7 @@ class _Limits:
             if is_input:
                 src = without_copies(src)
                 dst = without_copies(dst)
+            # Along an axis that the rule names, the rule decides, and along others that it stays.
             is_stated = (edge.made_layouts == src)[:, None] & (used_layouts == dst)
             is_allowed = np.where(is_named, is_stated, is_allowed)
         # A move is excluded if a single axis does something else than it may.

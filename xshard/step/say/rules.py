@@ -95,15 +95,20 @@ class _ActivationRules:
         of `up` is `b s -> b s/tp`; on the way out of a module it is a rule of outputs. An array
         that does not move may still need a rule that says what a module gets.
 
+        The rules are added to `inputs` and `outputs`, by module. The layout inside a module that has
+        a rule is added to `inside`, which the rules of later modules are written against.
+
         Args:
-            edge: The array, with the module at which it may move.
+            edge: The array, with the module at which it may move, `edge.place`, on the way into it
+                (`edge.enters`) or out of it.
             src: The layout in which it is made.
             dst: The layout in which it is used.
         """
         source = self.problem.nodes[edge.source].name
         user = self.step.by_name[self.problem.nodes[edge.user].name]
         if source in self.step.inputs:
-            # The first use decides how an input arrives: its tags are the use's if nothing moves.
+            # An input of the model, which has one arriving layout for all its uses: the first use
+            # decides. If only tags differ there, nothing moves, and the use's tags are taken.
             first_use = dst if dst.dims == src.dims else src
             src = self.arriving.setdefault(source, first_use)
             self.inside[""] = _inside(src, src, self.inside[""])
@@ -126,17 +131,18 @@ class _ActivationRules:
     def _with_free_names(self, place: str, src: Layout, dst: Layout) -> tuple[Layout, Layout]:
         """Rename dims of a rule that are whole in it, but sharded around the module.
 
-        A rule leaves axes that it does not name as they are around the module, by names of dims. If
-        s is sharded over tp there, a rule `b s -> b/dp s` would leave s sharded. In this plan s is
-        whole, so it gets another name than the sharded dim: `b s_ -> b/dp s_`.
+        A rule leaves mesh axes that it does not name as they are around the module, by the names of
+        dims: if s is sharded over tp there, a rule `b s -> b/dp s` would leave s sharded. In this
+        plan s is whole, so its dim gets a name that no dim around has: `b s_ -> b/dp s_`.
 
         Args:
-            place: The module or array whose rule it is.
+            place: The module or array whose rule it is. `_around` finds the layouts of activations
+                around it, by the rules written so far.
             src: The layout before the move.
             dst: The layout after it.
         """
         named_axes = {*src.axes, *dst.axes}
-        sharded_around = set[str]()  # names of dims that axes without a name in the rule shard
+        sharded_around = set[str]()  # dims that are sharded over axes that the rule does not name
         for layout in self._around(place):
             for dim in layout.dims:
                 if not named_axes.issuperset(dim.axes):
@@ -189,18 +195,19 @@ class _ActivationRules:
         return self.inside[""]
 
     def input_rules(self) -> Rules:
-        """Write the rules for inputs of the model and of modules, special ones first.
+        """Write the rules for inputs of the model and of modules, those of first layers before others.
 
         Repeated layers have one rule, for the pattern `layers.*.up`. The first layer gets its input
-        from elsewhere, so that it has a rule of its own, for `layers.0.up`. If both are the same,
-        that of the pattern is enough. Else the first layer's stands before it: the first pattern
-        that fits decides.
+        from elsewhere, so that it has a rule of its own, for `layers.0.up`. If both say the same, the
+        pattern is enough. Else the first layer's rule stands before it, since the first pattern that
+        fits a name decides. The rule of the model itself has the name "".
         """
         patterns = [name for name in self.inputs if "*" in name or "{" in name]
+        # "layers.0.up" -> "layers.*.up"
         pattern_of_first = {in_first_block(pattern): pattern for pattern in patterns}
         of_first_blocks = Texts()
         others = Texts()
-        # Rules that change something are in `inside`; others are left out.
+        # Only modules whose rule changes something are in `inside`; other rules are left out.
         for name, text in self.inputs.items():
             pattern = pattern_of_first.get(name)
             if pattern in self.inside:
@@ -224,11 +231,13 @@ class _ActivationRules:
     def parameter_rule(self, name: str, stored: Layout, used: Layout) -> str:
         """Write the rule of a parameter: how it is stored, and how its operation uses it.
 
-        Stored as `o/tp/dp i` and used as `o/tp i | copy(dp)` it is `o/tp/dp i -> o/tp i`: by
-        default, `parallelize` adds up gradients along axes over which activations around the
-        module vary (are sharded or sums), here dp. If the operation does the same work on all
-        devices of such an axis, all of them have the whole gradient. The sum would be too large,
-        hence `| mean(dp)`.
+        Stored as `o/tp/dp i` and used as `o/tp i | copy(dp)`, the rule is `o/tp/dp i -> o/tp i`. The
+        copy tag says that gradients are to be added up over dp. It is not written: `parallelize`
+        does so by default, along all axes over which activations around the module vary (are
+        sharded or sums).
+
+        If the operation does the same work on all devices of such an axis, each of them has the
+        whole gradient already, and a sum would be too large. Then the rule ends with `| mean(dp)`.
 
         Args:
             name: The parameter; tied ones have several names between bars.
@@ -239,9 +248,9 @@ class _ActivationRules:
         for tied_name in name.split("|"):
             for layout in self._around(tied_name):
                 varying_axes.update(layout.axes)
-        # Along these the parameter is a plain replica: not sharded, no sum, no copy.
+        # Along these axes `used` has a plain replica, not a shard, sum or copy: all devices do the
+        # same work.
         same_work_axes = varying_axes - {*used.axes}
-        # Copies are not written: `parallelize` derives them from where activations vary.
         tags = [("sum", used.tagged("sum")), ("mean", tuple(sorted(same_work_axes)))]
         written_tags = tuple((kind, axes) for kind, axes in tags if axes)
         return _text(stored, Layout(used.dims, written_tags))

@@ -27,7 +27,7 @@ class Change(NamedTuple):
 
 
 def simplified(search: StepSearch, most: float) -> list[int]:
-    """Simplify the best plan of a search: trade a few seconds for fewer rules.
+    """Simplify the best plan of a search: trade a little time per step for fewer rules.
 
     It takes fewer rules to store all weights as `o/dp i` than to say something else about one of
     them, which may save only 0.1 %. The plan is an assignment: the number of an option, a way to
@@ -37,7 +37,10 @@ def simplified(search: StepSearch, most: float) -> list[int]:
     it. Changes that save rules are applied until there are no more, those that save most for their
     seconds first.
 
-    most: seconds that the result may take.
+    most: seconds per step that the result may take.
+
+    Returns the assignment of the simpler plan, or of the best one if no plan is simpler; [] if the
+    search has found none.
     """
     best = list(search.best) if search.best else []
     simple = best
@@ -46,8 +49,8 @@ def simplified(search: StepSearch, most: float) -> list[int]:
         if simpler == simple:
             break
         simple = simpler
-    # Changes were chosen by an estimate of the rules (`_variety`). Where the patterns that are
-    # written in the end are no fewer, the simpler plan has gained nothing.
+    # Changes were chosen by an estimate (`_variety`), in which a rule for many names counts more. What
+    # a user reads are the rules themselves: if these are no fewer, nothing has been gained.
     if len(_patterns(search.problem, best)) <= len(_patterns(search.problem, simple)):
         return best
     return simple
@@ -56,20 +59,23 @@ def simplified(search: StepSearch, most: float) -> list[int]:
 def _with_changes(search: StepSearch, assignment: list[int], most: float) -> list[int]:
     """Apply all single changes to a plan that save rules, as far as they do so together.
 
-    A plan is the number of an option for each node, and a change is another option for some. The
-    changes were found for `assignment`, each by itself, and may get in each other's way. So they
-    are tried one after another, and one is kept if with those kept before it there are still fewer
-    rules, in at most `most` seconds.
+    A plan is the number of an option for each node: (0, 2, 1). A change is another option for some of
+    them: (0, 2, 4). The changes were found for `assignment`, each by itself, and may get in each
+    other's way. So they are tried one after another, on top of those kept so far, and one is kept if
+    there are still fewer rules, in at most `most` seconds.
+
+    Returns the changed plan, or `assignment` itself if no change is kept.
     """
     problem = search.problem
-    variety = _variety(problem, assignment)
+    variety = _variety(problem, assignment)  # an estimate of the number of rules
     simple = assignment
     for changed in _best_first(search, assignment, variety, most):
         trial = list(simple)
         for node, option in enumerate(changed):
             if option != assignment[node]:
                 trial[node] = option
-        # Prices the moves of the trial in place, which may have had lower bounds of seconds so far.
+        # Only for its effect: moves that the trial makes may have had lower bounds as prices so far,
+        # and `problem` replaces these by exact seconds, which `vectors` below reads.
         problem.plan(trial)
         trial_variety = _variety(problem, trial)
         is_simpler = trial_variety < variety - LEAST
@@ -96,10 +102,10 @@ def _best_first(
     seconds = float(search.cost.rank(problem.vectors(assignment)[0]))
     changes = _other_options(search, assignment)
     changes += _like_another_parameter(search, assignment)
-    gains = list[tuple[float, list[int]]]()  # saved for each second, changed assignment
+    gains = list[tuple[float, list[int]]]()  # rules saved for each second, changed assignment
     for change in changes:
         if change.rank > most:
-            continue  # too slow: counting its rules, which takes longest, is spared
+            continue  # too slow (or too large): counting its rules, which takes longest, is spared
         saved = variety - _variety(problem, change.assignment)
         if saved > LEAST:
             # A change may cost no seconds, or save some. All these count the same tiny cost, so
@@ -134,20 +140,23 @@ class Use(NamedTuple):
 def _like_another_parameter(search: StepSearch, assignment: list[int]) -> list[Change]:
     """List changed plans in which one parameter is stored and used like another one.
 
-    Then both have one rule. The operation that uses it changes with it, and the neighbours of this
-    operation take the options that are best for that; all other nodes stay as they are.
+    Then both have one rule. A plan is the number of an option, a way to shard it, for each node. The
+    operation that uses the parameter changes its option too, and the nodes next to this operation
+    take those that are best with that. All others keep theirs.
     """
     first_uses = _first_uses(search.problem, assignment)
     distinct_uses = dict.fromkeys(use for _, use in first_uses.values())  # in order
     changes = list[Change]()
     for parameter, (edge, use) in first_uses.items():
-        flags = _neighbours_free(search.problem, assignment, edge.user)  # options, by node
+        # For each node, which options a changed plan may take, [options].
+        flags = _neighbours_free(search.problem, assignment, edge.user)
         for other_use in distinct_uses:
             if other_use.ndim != use.ndim or other_use == use:
                 continue  # rules are alike only for equally many dims
-            # `flags` serves all other uses in turn: only these two entries depend on the use.
+            # Only these two entries depend on the use: each turn of the loop overwrites both.
             flags[parameter] = _is_stored_so(search.problem.nodes[parameter], other_use)
             flags[edge.user] = (edge.used_placements == other_use.used).all(-1)
+            # A few good plans within the flags, each with its vector of seconds and bytes.
             for changed, vector in search.start_within(flags).vectors.items():
                 changes.append(Change(float(search.cost.rank(vector)), list(changed)))
     return changes
@@ -156,8 +165,9 @@ def _like_another_parameter(search: StepSearch, assignment: list[int]) -> list[C
 def _first_uses(problem: StepProblem, assignment: Sequence[int]) -> dict[int, tuple[Edge, Use]]:
     """Describe how each parameter is stored, and how the first operation that takes it uses it.
 
-    Returns by number of the parameter's node the edge to that operation, and the layouts at both
-    ends of the edge.
+    Returns by number of the parameter's node: the edge, its way to that operation, and its use, the
+    placement at both ends of the edge. A placement says for each mesh axis, by a number, what the
+    axis does with the array.
     """
     first_uses = dict[int, tuple[Edge, Use]]()
     # Edges are in the order of operations: in reverse, the first use replaces all later ones.

@@ -135,17 +135,18 @@ class Suggestion(Pictured):
     def _search_for_another_layout(self, node: int) -> StepSearch | None:
         """Search for the best plan in which one array has another layout than now.
 
-        Returns None if the array has no other layout. Otherwise the search has ended, and its
-        `best` is the plan: None if none fits the memory, and not always proved to be the best,
-        where the bound can be raised no more.
+        Returns None if the array has no other layout. Otherwise returns the search, at its end, with
+        the plan in `best`: None if no such plan fits the memory. It is not always proved to be the
+        best, since the lower bound may stop rising before it reaches the plan's seconds.
 
         node: the number of a parameter, an input or an operation, for its result.
         """
         problem = self.search.problem
-        placements = problem.nodes[node].placements[:, -1]  # the last array is the node's own
+        # [options, axes]: of the node's own array, which is the last one.
+        placements = problem.nodes[node].placements[:, -1]
         differs = (placements != placements[self.assignment[node]]).any(-1)  # [options]
         options = list(self.search.options)
-        options[node] = options[node][differs[options[node]]]
+        options[node] = options[node][differs[options[node]]]  # numbers of those that differ
         if not len(options[node]):
             return None
         search = StepSearch(problem, self.search.limit, options)
@@ -157,6 +158,7 @@ class Suggestion(Pictured):
             search.offer(changed)
         search.improve()
         # As long as the lower bound is below the best plan's seconds, another may be better.
+        # `advance` raises the bound a little, and returns False if it can do so no more.
         while search.advance():
             if search.bound >= search.seconds:
                 break
@@ -266,6 +268,7 @@ class Suggestion(Pictured):
         vector = self.search.problem.vectors(self.assignment)[0]
         plans = {"suggested": StepPlan(self.search, vector)}
         # Plans that fit the memory first, the fastest first: the order of rows, and of remarks.
+        # (`|=` takes pairs, and keeps their order.)
         plans |= sorted(self.by_hand.items(), key=_fitting_first)
         overlaps = sorted({0.0, self.search.problem.overlap, 1.0})
         rows = [("overlap", *[f"{overlap:g}" for overlap in overlaps], "bytes", "")]

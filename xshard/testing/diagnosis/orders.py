@@ -32,13 +32,14 @@ def moved_rows(case: Case) -> str | None:
     """Recognise an array that has the right rows in the wrong order, and say in which order.
 
     Such as rows that were stored in zigzag order and read as consecutive ones, blocks with swapped
-    halves, or all rows off by one. Returns a sentence for the report, or None if no dim has its
-    rows in another order.
+    halves, or all rows off by one. Returns a sentence for the report on the first such dim, or None
+    if no dim has its rows in another order.
     """
     if case.whole_got is None:  # replicas differ: the blocks are not one array
         return None
     for d, dim in enumerate(case.dims):
         got_rows = rows_of_dim(case.whole_got, d)
+        # Which right row each row equals, [rows]: (1, 0, -1) if row 0 holds row 1, and row 1 row 0.
         origins = _find_origins(got_rows, rows_of_dim(case.whole_want, d), case)
         if np.array_equal(origins, np.arange(len(origins))):
             continue
@@ -81,18 +82,19 @@ def _assumptions_that_explain(wrong: Mask, dim: Dim, mesh: Mesh) -> list[str]:
     """Find which wrong positions (row numbers) a function may have used, by the wrong rows.
 
     A device that takes the index in its own block for the global position is right on the first
-    block only. `wrong` says of each row whether it is wrong, [rows]. Returns the names of
-    assumptions that explain the wrong rows exactly; if there are none, of those that explain most
-    of them.
+    block only: with 4 rows on 2 devices, rows 2 and 3 are wrong. `wrong` says of each row whether it
+    is wrong, [rows]. Returns the names of assumptions that explain the wrong rows exactly; if there
+    are none, of those that explain most of them.
     """
     exact: list[str] = []
     partial: list[str] = []
-    for name, same in _assumed_positions(dim, len(wrong), mesh):
-        # Under causal attention a row is right only if all rows before it have their positions.
-        same_so_far = np.logical_and.accumulate(same)
-        for right in (same, same_so_far):
-            if _explains(right, wrong):
-                names = exact if (wrong == ~right).all() else partial
+    for name, has_right_position in _assumed_positions(dim, len(wrong), mesh):
+        # Which rows would be right? Those with the right position; under causal attention, only if
+        # all rows before them have theirs, too.
+        so_far = np.logical_and.accumulate(has_right_position)
+        for expected_right in (has_right_position, so_far):
+            if _explains(expected_right, wrong):
+                names = exact if (wrong == ~expected_right).all() else partial
                 names.append(name)
                 break
     return exact if exact else partial
@@ -106,14 +108,15 @@ def _explains(right: Mask, wrong: Mask) -> bool:
 
 
 def _assumed_positions(dim: Dim, n_rows: int, mesh: Mesh) -> Iterator[tuple[str, Mask]]:
-    """Yield ways in which code may number the rows of a sharded dim, with the rows that are right.
+    """Yield wrong ways to number the rows of a sharded dim, and which rows they number rightly.
 
     Such as ("the index in the block", mask): for 4 rows on 2 devices, that numbers them 0, 1, 0, 1,
     so the mask is (True, True, False, False). The mask, [rows], is in the order of the whole array.
-    Ways that get all rows right are left out.
+    The other ways are the numbers of another shard order: "those of 's/zigzag(cp)'".
     """
-    rows_of_blocks = list(_blocks(dim, n_rows, mesh))
+    rows_of_blocks = list(_blocks(dim, n_rows, mesh))  # the right numbers: [rows] for each block
     lengths = list(map(len, rows_of_blocks))
+    # By name of the way: the numbers that it gives the rows of each block.
     assumed = {"the index in the block": list(map(np.arange, lengths))}
     for order in _ORDERS:
         other = Dim(dim.name, (Shard(dim.axes, order),))
@@ -124,9 +127,10 @@ def _assumed_positions(dim: Dim, n_rows: int, mesh: Mesh) -> Iterator[tuple[str,
         # Positions for blocks of other lengths cannot have been used for these blocks.
         if list(map(len, positions_in_blocks)) != lengths:
             continue
+        # From the order of blocks to the order of the array.
         is_right = np.zeros(n_rows, bool)
         is_right[rows] = np.concatenate(positions_in_blocks) == rows
-        if not is_right.all():
+        if not is_right.all():  # else it is not wrong here
             yield name, is_right
 
 
@@ -150,7 +154,8 @@ def _find_origins(got_rows: Block, want_rows: Block, case: Case) -> Order:
     Rows a, b, c that arrive as b, a, x -> (1, 0, -1): -1 stands for a row that equals none. A row
     that equals several takes the one in its own place. Both arrays are [rows, elements].
     """
-    # Equal rows have equal products with one random vector: n numbers to compare, not n rows.
+    # To find the candidate for each row, compare numbers and not rows: equal rows have equal products
+    # with one random vector. Only the nearest candidate is then compared in full.
     probe = np.random.default_rng(0).normal(size=got_rows.shape[1])
     differences = (got_rows @ probe)[:, None] - want_rows @ probe
     nearest = np.abs(differences).argmin(axis=1)
@@ -193,6 +198,7 @@ def _named_order(origins: Order, dim: Dim, mesh: Mesh) -> str | None:
     if np.array_equal(origins[::-1], np.arange(n_rows)):
         return f"rows of {dim.name!r} are in reverse order"
 
+    # A cut is a way to shard the dim: `s/cp`, `s/zigzag(cp)`, ... The layout's own comes first.
     declared = replace(dim, overlap=None)
     cuts = list(dict.fromkeys([declared, *_cuts(declared, mesh)]))
     # The layout of an unsharded dim does not say in which order the function itself sharded it, so
@@ -204,7 +210,7 @@ def _named_order(origins: Order, dim: Dim, mesh: Mesh) -> str | None:
                 f"the first and the second half of every block of '{cut}' have changed places: "
                 "head and tail swapped"
             )
-    orders = {cut: stored_rows(cut, n_rows, mesh) for cut in cuts}
+    orders = {cut: stored_rows(cut, n_rows, mesh) for cut in cuts}  # the rows, block after block
     for meant, stored in _pairs_of_cuts(cuts):
         if np.array_equal(orders[meant], orders[stored]):
             continue  # two notations of one order

@@ -131,9 +131,10 @@ def seam(case: Case) -> str | None:
 def _seam_text(case: Case, dims: list[int], places: tuple[str, ...], reach: int) -> str:
     """Write a sentence on errors that are within `reach` rows of the borders of blocks.
 
-    `places` says of which borders: the seams between blocks, the ends of the array, or both. `dims`
-    are numbers of dims. Such as "wrong only within 1 row of the seams between blocks along 's':
-    ..."
+    Such as "wrong only within 1 row of the seams between blocks along 's': a halo is missing, ...".
+
+    `places` says which borders: `_SEAMS`, between blocks, `_ENDS`, of the array, or both as one
+    tuple. `dims` are the numbers of the dims whose borders these are.
     """
     names = " or ".join(repr(case.sharding.layout.names[d]) for d in dims)
     rows = "row" if reach == 1 else "rows"
@@ -195,7 +196,7 @@ def _side_of_seams(case: Case, dim: int) -> str:
     wrong = np.flatnonzero(wrong_rows(case.whole_wrong, dim))
     seams = np.array(_block_starts(case, dim))
     # A seam lies between two rows: half a row before the one that follows it.
-    distances = np.abs((seams - 0.5)[None, :] - wrong[:, None])  # [wrong rows, seams]
+    distances = np.abs(seams - 0.5 - wrong[:, None])  # [wrong rows, seams]
     nearest = seams[distances.argmin(axis=1)]
     if (wrong >= nearest).all():
         return ", at the beginning of blocks (rows of the previous one)"
@@ -225,14 +226,15 @@ def _found_in_halo(case: Case, dim: int, device: int) -> str:
     wrong_indices = np.flatnonzero(wrong_rows(case.wrong[device], dim))
     if not got_rows[wrong_indices].any():
         return "zeros: nothing was exchanged"
-    # The halo's first wrong row is of the previous block, its last one of the next.
+    # A halo is at both ends of the block: its first wrong row should be one of the previous block, its
+    # last one of the next. Is each of them in the place of the other?
     ends = wrong_indices[[0, -1]]
     if ends[0] != ends[1] and case.near(got_rows[ends], want_rows[ends[::-1]]):
         return "rows of the previous and of the next block have changed places"
 
     # A row of another place in the array means an exchange with a wrong offset.
     array_rows = _rows_beside_block(case, dim, device)
-    meant_rows = case.rows(dim, device)
+    meant_rows = case.rows(dim, device)  # the global row number of each row of the block
     for i in wrong_indices:
         meant = int(meant_rows[i])
         row = _row_equal_to(case, got_rows[i], array_rows, meant)

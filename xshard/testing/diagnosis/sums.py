@@ -91,16 +91,18 @@ def not_summed(case: Case) -> str | None:
 def other_axes(case: Case) -> str | None:
     """Recognise an all-reduce over the wrong mesh axes, such as over dp where tp was right.
 
-    Such a sum adds blocks that belong to different devices, and may leave the right sum undone.
-    Returns a sentence for the report, or None.
+    Such a sum adds blocks that belong to different devices, and may leave the right sum undone. With
+    the right blocks 1 and 2 along dp, all devices hold 3; or, where they should have been summed
+    over tp, addends of 3. Returns a sentence for the report, or None.
     """
     if len({block.shape for block in case.want}) > 1:  # uneven blocks cannot be added up
         return None
     for summed_axes in subsets(case.mesh.long_axes):
+        # What the devices would hold: the right blocks, summed over these axes.
         wrong_sums = _reduced(case, summed_axes, np.sum, case.want)
+        # The right sum may be left out. It is over axes along which right blocks are equal, and if it
+        # is made up for now, the devices hold `wrong_sums`. (): none was left out.
         other_axes = [axis for axis in case.free_axes if axis not in summed_axes]
-        # A sum over other axes may have been right, and left out. If that sum is made up for now,
-        # the blocks should be the right ones, summed over the wrong axes.
         for left_out in ((), *subsets(other_axes)):
             if case.all_near(_reduced(case, left_out, np.sum), wrong_sums):
                 instead = f" in place of {names_of(left_out)}" if left_out else ""
@@ -112,7 +114,11 @@ def other_axes(case: Case) -> str | None:
 
 
 def own_factors(case: Case) -> str | None:
-    """Find parts that are right but for a positive factor, another one on each device."""
+    """Recognise blocks that are right but for a positive factor, another one on each device.
+
+    Such as gradients of a loss that each device divides by its own 3 or 5 rows, and not by all 8:
+    factors 8/3 and 8/5. Returns a sentence for the report, or None.
+    """
     if min(block.size for block in case.want) < 2:  # of one number there always is a factor
         return None
     factors = []
@@ -122,7 +128,7 @@ def own_factors(case: Case) -> str | None:
             return None
         factors.append(factor)
     if min(factors) <= 0 or np.ptp(factors) <= _CONSTANT:
-        return None
+        return None  # one factor for all devices is for other finders: `scaled`, `summed`
 
     shown_factors = ", ".join(f"{factor:.4g}" for factor in factors)
     return f"right but for factors {shown_factors} of the devices: {_meaning_of(factors, case)}"
@@ -210,6 +216,7 @@ def counted_argument(case: Case) -> str | None:
             continue
         # Fit error = excess * argument: an argument that counts twice has an excess of 1.
         excess = _ratio(error.mean(axis=row_dims), argument)
+        # -1 if it is left out.
         is_multiple = case.near(error, np.broadcast_to(excess * argument, error.shape))
         if is_multiple and abs(excess) >= _CONSTANT:
             return _counted_text(case, name, excess + 1)
@@ -233,19 +240,23 @@ def own_statistics(case: Case) -> str | None:
     """Recognise statistics that each device took over its part of the array, not over all of it.
 
     Batch normalisation over the rows of one device gives values that are right but for a factor and
-    a shift, which differ between devices and channels. Returns a sentence for the report, or None.
+    a shift, which differ between devices and channels: got = factor * want + shift. Returns a
+    sentence for the report, or None.
     """
-    if len(case.wrong_devices) < case.mesh.n_devices:
+    if len(case.wrong_devices) < case.mesh.n_devices:  # the statistics would be wrong everywhere
         return None
     for d, dim in enumerate(case.dims):
-        # Axes that shard other dims: along them, each device has some of the elements of a channel.
+        # Take this dim as the channels. Along axes that shard other dims, each device has only some
+        # of the elements of a channel.
         axes = [axis for axis in case.cut_axes if axis not in dim.axes]
         if not axes:
             continue
+        # Of each device: factor and shift of every channel, [2, channels, 1]. None if some values are
+        # no such multiple.
         fits = _fits_of_devices(case, d)
         if fits is None:
             continue
-        # If all devices had the same factor and shift, these would be of the whole array.
+        # If all devices along the axes had one factor and shift, these would be of the whole array.
         if not all(case.near(fits[0], fits[device]) for device in case.mesh.group(0, axes)):
             return (
                 f"right but for a factor and a shift per device and index of {dim.name!r}: statistics of its "
@@ -302,7 +313,7 @@ def one_addend(case: Case) -> str | None:
 
     The other addends are not known, so this is a guess. Of n independent addends of equal size, one
     has slope 1 against their sum, when the sum is regressed on it, and explains 1/n of the sum's
-    variance. Returns a sentence for the report, or None.
+    variance. Every subset of the mesh axes gives an n. Returns a sentence for the report, or None.
     """
     got = _all_numbers(case.got)
     want = _all_numbers(case.want)

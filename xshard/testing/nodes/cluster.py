@@ -299,9 +299,9 @@ def _wait_until_over(
 ) -> None:
     """Wait until all nodes have answered, and do not hang if some of them fail.
 
-    Once a node or a rank has failed, the others may wait for it for ever. So its process is ended,
-    which closes its connections, and the wait is over when every rank of the other nodes has
-    reported its result or its error.
+    Once a node or a rank has failed, the others may wait for it for ever. So the process of a failed
+    node is ended, which closes its connections. The wait is then over when every rank of the other
+    nodes has reported its result or its error. It looks every `_LOOK_S` seconds.
 
     Args:
         calls: The call that runs on each node.
