@@ -95,7 +95,7 @@ def _before_gathers(grid: Grid, state: State, goal: State) -> Iterator[Leg]:
     for axes in filter(None, dict.fromkeys((free, sharding_at_start))):  # once if both are the same
         d = _first_even_dim(grid, range(len(goal.cuts)), goal, axes)
         if d is not None:
-            sharded = goal.with_cut(d, goal.cuts[d] + axes)
+            sharded = goal.with_inner(d, axes)
             in_place = d == 0  # pieces of dim 0 lie one after the other in the result
             block = grid.block(sharded)
             yield Leg(sharded, grid.collective_seconds("all_gather", block, axes, in_place))
@@ -125,11 +125,10 @@ def _reduced_first(grid: Grid, state: State, goal: State) -> Iterator[Leg]:
     dims = list(range(len(state.cuts)))  # in the order of trying
     role = grid.roles(goal).get(ended[0])
     if role is not None:
-        dims.remove(role.dim)
         dims.insert(0, role.dim)
     d = _first_even_dim(grid, dims, state, ended)
     if d is not None:
-        after = state.without_sums(ended).with_cut(d, state.cuts[d] + ended)
+        after = state.without_sums(ended).with_inner(d, ended)
         move = Move("reduce_scatter", (d, ended), after)
         yield Leg(after, move_cost(grid, move, state).seconds)
 

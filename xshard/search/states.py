@@ -45,6 +45,18 @@ class State(NamedTuple):
         """Return the state with other shards of one dim."""
         return State(replaced(self.cuts, d, cut), self.sums)
 
+    def with_inner(self, d: int, shards: Cut) -> State:
+        """Return the state with more shards of one dim, inside of those that it has."""
+        return self.with_cut(d, self.cuts[d] + shards)
+
+    def without_inner(self, d: int, shards: Cut) -> State:
+        """Return the state without some innermost shards of one dim."""
+        return self.with_cut(d, self.cuts[d][: -len(shards)])
+
+    def with_inner_cuts(self, inner_cuts: Cuts) -> State:
+        """Return the state with more shards of every dim, inside of those that it has."""
+        return State(add_inner_cuts(self.cuts, inner_cuts), self.sums)
+
     def with_sums(self, axes: Iterable[int]) -> State:
         """Return the state with addends along more axes."""
         return State(self.cuts, tuple(sorted((*self.sums, *axes))))

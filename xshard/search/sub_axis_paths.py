@@ -8,7 +8,7 @@ axes.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, combinations, islice, pairwise, permutations
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ from xshard.cost.model import LOCAL
 from xshard.layout.sub_axes import Split, SubAxisMesh
 from xshard.search.a_star import Path
 from xshard.search.moves import Move, Moves, NamedRoute, SearchRoute, move_cost, normal_form
-from xshard.search.states import Cut, Cuts, State, add_inner_cuts
+from xshard.search.states import Cut, Cuts, State
 
 # How many ways to shard dims further are tried from either side; they differ in the links they use.
 MAX_WAYS = 16
@@ -217,7 +217,7 @@ def _cheapest(route: SearchRoute, option: Option, limit: float, below: float) ->
     best: SubAxisPath | None = None
     # start -> slice -> permutation -> `arrival`, the goal with extra shards -> gathers -> goal.
     for gathered in _new_cuts_of(route, goal, option.factors.goal, option.axes):
-        arrival = State(add_inner_cuts(goal.cuts, gathered), goal.sums)
+        arrival = goal.with_inner_cuts(gathered)
         gathers = _best_gathers(route, arrival, gathered, limit)
         for sliced in slices:
             first_moves = _slice_and_permute(route, sliced, arrival)
@@ -274,7 +274,7 @@ def _new_cuts(route: SearchRoute, free: Sequence[int], factors: Sequence[int]) -
 def _slice_and_permute(route: SearchRoute, sliced: Cuts, arrival: State) -> Moves | None:
     """Make the moves from the start to `arrival`; None if a slice alone leads there."""
     start = route.start
-    ready = State(add_inner_cuts(start.cuts, sliced), start.sums)
+    ready = start.with_inner_cuts(sliced)
     if ready == arrival:
         return None
     permuting = (ready, Move("permute", (), arrival))
@@ -304,9 +304,8 @@ def _gathers_in_order(state: State, gathered: Cuts, order: Sequence[int]) -> Mov
     """Make the moves that gather innermost shards, one dim after the other."""
     moves: list[tuple[State, Move]] = []
     for d in order:
-        n_shards = len(gathered[d])
-        after = state.with_cut(d, state.cuts[d][:-n_shards])
-        moves.append((state, Move("all_gather", (d, n_shards), after)))
+        after = state.without_inner(d, gathered[d])
+        moves.append((state, Move("all_gather", (d, gathered[d]), after)))
         state = after
     return tuple(moves)
 
@@ -387,14 +386,13 @@ def _merged_move(state: State, move: Move, number_of: dict[int, int]) -> tuple[S
     data: tuple[Any, ...] = move.data  # () for a permutation
     if move.kind == "slice":
         data = _merged(move.data, number_of)
-    elif move.kind == "all_gather":  # how many innermost shards leave dim `d`
-        d, _ = move.data
-        n_shards = len(before.cuts[d]) - len(after.cuts[d])
-        data = (d, n_shards)
+    elif move.kind == "all_gather":
+        d, *leaving = move.data
+        data = (d, *_merged(leaving, number_of))
     return before, Move(move.kind, data, after)
 
 
-def _merged(cuts: Cuts, number_of: dict[int, int]) -> Cuts:
+def _merged(cuts: Iterable[Cut], number_of: dict[int, int]) -> Cuts:
     """Replace each group of merged sub-axes by one number."""
     merged: list[Cut] = []
     for cut in cuts:

@@ -5,7 +5,7 @@ The order of the moves is fixed. Of paths that cost the same, a search keeps the
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import (
     chain,
     combinations,
@@ -63,10 +63,8 @@ class Successors:
     def _gathers(self, state: State) -> Iterator[Move]:
         """Yield gathers of innermost shards, one dim at a time."""
         for d, cut in enumerate(state.cuts):
-            for n in range(1, self._n_movable(d, cut) + 1):
-                outer = cut[:-n]
-                if self._is_evenly_cut(d, outer, cut[-n:]):
-                    yield Move("all_gather", (d, n), state.with_cut(d, outer))
+            for leaving in self._movable(d, cut):
+                yield Move("all_gather", (d, leaving), state.without_inner(d, leaving))
 
     def _slices(self, state: State) -> Iterator[Move]:
         """Yield the local steps in which each device keeps a part of its block: "b s" -> "b s/cp".
@@ -86,9 +84,7 @@ class Successors:
             if not axes or len(set(axes)) < len(axes) or not set(axes) <= set(free):
                 continue
             if self._may_cut(state, new_cuts):
-                yield Move(
-                    "slice", new_cuts, State(add_inner_cuts(state.cuts, new_cuts), state.sums)
-                )
+                yield Move("slice", new_cuts, state.with_inner_cuts(new_cuts))
 
     def _usable_replicas(self, state: State) -> tuple[int, ...]:
         """List the usable axes that hold replicas."""
@@ -141,24 +137,20 @@ class Successors:
     def _all_to_alls(self, state: State) -> Iterator[Move]:
         """Yield all-to-alls: shards move from the inside of one dim to the inside of another.
 
-        "b s/cp c" -> "b s c/cp". The data of a move are (1, 1, 2, (cp,)): from dim 1 its 1
-        innermost shard leaves, and dim 2 gets these new shards (axes and shards have numbers, here
-        cp's).
+        "b s/cp c" -> "b s c/cp". The data of a move are (1, (cp,), 2, (cp,)): these shards leave
+        dim 1, and dim 2 gets them (axes and shards have numbers, here cp's).
         """
         for src, cut in enumerate(state.cuts):
-            for n in range(1, self._n_movable(src, cut) + 1):
-                moving = cut[-n:]
-                # An all-to-all sends pieces of one size.
-                if not self._is_evenly_cut(src, cut[:-n], moving):
-                    continue
-                without_moving = state.with_cut(src, cut[:-n])
+            for moving in self._movable(src, cut):
+                without_moving = state.without_inner(src, moving)
                 for dst, dst_cut in enumerate(state.cuts):
                     if dst == src:
                         continue
-                    for new_cut in dict.fromkeys(self._arrivals(src, dst, dst_cut, moving)):
-                        if self._is_evenly_cut(dst, dst_cut, new_cut):
-                            after = without_moving.with_cut(dst, dst_cut + new_cut)
-                            yield Move("all_to_all", (src, n, dst, new_cut), after)
+                    for new_cut in self._even(
+                        dst, dst_cut, self._arrivals(src, dst, dst_cut, moving)
+                    ):
+                        after = without_moving.with_inner(dst, new_cut)
+                        yield Move("all_to_all", (src, moving, dst, new_cut), after)
 
     def _arrivals(self, src: int, dst: int, dst_cut: Cut, moving: Cut) -> Iterator[Cut]:
         """Yield the new shards that an all-to-all may give to dim `dst` for those taken from `src`.
@@ -193,10 +185,8 @@ class Successors:
             after = state.without_sums(axes)
             yield Move("all_reduce", (axes,), after)
             for d, cut in enumerate(state.cuts):
-                for new_cut in dict.fromkeys(self._scatters(d, cut, axes)):
-                    if self._is_evenly_cut(d, cut, new_cut):
-                        scattered = after.with_cut(d, cut + new_cut)
-                        yield Move("reduce_scatter", (d, new_cut), scattered)
+                for new_cut in self._even(d, cut, self._scatters(d, cut, axes)):
+                    yield Move("reduce_scatter", (d, new_cut), after.with_inner(d, new_cut))
 
     def _scatters(self, d: int, cut: Cut, axes: tuple[int, ...]) -> Iterator[Cut]:
         """Yield shards that a scatter may give a dim: the goal's, then the axes in any order."""
@@ -224,9 +214,11 @@ class Successors:
         begun = self.grid.ended(self.goal, state)
         for d, cut in enumerate(state.cuts):
             for n in range(1, len(cut) + 1):
-                axes = self.grid.axes_in(cut[-n:])
+                leaving = cut[-n:]
+                axes = self.grid.axes_in(leaving)
                 if set(axes) <= set(begun):
-                    yield Move("embed", (d, n), state.with_sums(axes).with_cut(d, cut[:-n]))
+                    after = state.with_sums(axes).without_inner(d, leaving)
+                    yield Move("embed", (d, leaving), after)
         free = self._usable_replicas(state)
         for axes in self._subsets(tuple(a for a in begun if a in free)):
             yield Move("mask", (axes,), state.with_sums(axes))
@@ -262,7 +254,7 @@ class Successors:
         for axes in self._subsets(self._usable_replicas(self.goal)):
             for d, cut in enumerate(self.goal.cuts):
                 if self._is_evenly_cut(d, cut, axes):
-                    yield Move("exchange", (), self.goal.with_cut(d, cut + axes))
+                    yield Move("exchange", (), self.goal.with_inner(d, axes))
 
     def _all_exchanges(self, state: State) -> Iterator[Move]:
         """Yield exchanges to every even state that has some of the sums that end, or begin."""
@@ -350,10 +342,22 @@ class Successors:
         goal_cut = self.goal.cuts[d]
         return goal_cut[len(cut) :] if starts_with(goal_cut, cut) else ()
 
-    def _n_movable(self, d: int, cut: Cut) -> int:
-        """Count the innermost shards that may leave a dim; on large spaces, the goal's stay."""
+    def _movable(self, d: int, cut: Cut) -> Iterator[Cut]:
+        """Yield the innermost shards that may leave a dim together, if they cut it evenly.
+
+        On large spaces, the goal's stay. (0, 1) -> (1,), then (0, 1).
+        """
         staying = self.pinned[d] if self.complete else _shared(cut, self.goal.cuts[d])
-        return len(cut) - len(staying)
+        for n in range(1, len(cut) - len(staying) + 1):
+            # Pieces of a message have one size.
+            if self._is_evenly_cut(d, cut[:-n], cut[-n:]):
+                yield cut[-n:]
+
+    def _even(self, d: int, cut: Cut, new_cuts: Iterable[Cut]) -> Iterator[Cut]:
+        """Yield those of some new shards of a dim that cut it evenly, each once."""
+        for new_cut in dict.fromkeys(new_cuts):
+            if self._is_evenly_cut(d, cut, new_cut):
+                yield new_cut
 
     def _is_evenly_cut(self, d: int, outer: Cut, inner: Cut) -> bool:
         """Check that `inner` shards each block of a dim under `outer` into equal parts."""
