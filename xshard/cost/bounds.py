@@ -54,7 +54,7 @@ def received_elements(src: Sharding, dst: Sharding) -> int:
     """
     mesh = dst.mesh
     if ended_axes(src.layout, dst.layout):
-        return _mean_rounded_up(total_elements(src, dst), mesh.n_devices)
+        return mean_rounded_up(total_elements(src, dst), mesh.n_devices)
     if src.layout.has_overlap or dst.layout.has_overlap:
         return _received_with_overlaps(src, dst)
     begun = begun_axes(src.layout, dst.layout)
@@ -63,10 +63,10 @@ def received_elements(src: Sharding, dst: Sharding) -> int:
     # `_lacking_elements` has a dim for each mesh axis. Add up the devices that hold
     # addends of one sum.
     total = _lacking_elements(src, dst).sum(axis=tuple(mesh.position(axis) for axis in begun))
-    return _mean_rounded_up(int(total.max()), mesh.size(*begun))
+    return mean_rounded_up(int(total.max()), mesh.size(*begun))
 
 
-def _mean_rounded_up(elements: int, n: int) -> int:
+def mean_rounded_up(elements: int, n: int) -> int:
     """Divide among n devices, rounded up: the busiest has at least the mean."""
     return -(-elements // n)
 
@@ -114,21 +114,6 @@ def reduction_messages(elements: Count, addends: Count, copies: Count) -> Count:
     of numbers give an array.
     """
     return elements * (addends + copies - 2)
-
-
-def least_received(
-    elements: int, n_devices: int, addends: int, copies: int, staying_sums: int = 1
-) -> int:
-    """Return the mean number of elements that a device receives in a reduction: a lower bound.
-
-    100 elements on 4 devices, 4 addends to 1 copy each (a reduce-scatter): 300 / 4 = 75.
-
-    elements: of the whole array. addends: how many devices hold an addend of an element. copies:
-    how many devices get the sum. staying_sums: how many such reductions run side by side, if
-    partial sums along other mesh axes stay unreduced.
-    """
-    # Hot: in searches, called for each pair of states.
-    return -(-reduction_messages(elements, addends, copies) * staying_sums // n_devices)
 
 
 def _lacking_elements(src: Sharding, dst: Sharding) -> NDArray[np.int64]:
@@ -317,7 +302,7 @@ def received_elements_between(
         # Partial sums on both sides: an addend may stay where it is, as one of the new sum.
         return 0
     lacking = lacking_elements(source, target, src_devices, dst_devices)
-    fewest = _mean_rounded_up(int(lacking.max()), target.mesh.size(*sums))
+    fewest = mean_rounded_up(int(lacking.max()), target.mesh.size(*sums))
     if addends == 1:
         return fewest
     copies = target.mesh.n_devices // target.mesh.size(*target.layout.sharding_axes, *sums)
@@ -327,7 +312,7 @@ def received_elements_between(
     if are_disjoint:
         messages += elements
     n_devices = len({*src_devices, *dst_devices})
-    return max(fewest, _mean_rounded_up(messages, n_devices))
+    return max(fewest, mean_rounded_up(messages, n_devices))
 
 
 @layout_cache(maxsize=4096)

@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from xshard.caches import layout_cache
-from xshard.cost.bounds import least_received
+from xshard.cost.bounds import mean_rounded_up, reduction_messages
 from xshard.cost.model import Profile
 from xshard.layout import Mesh
 from xshard.search.links import LinkedStates
@@ -98,8 +98,8 @@ class Grid(LinkedStates):
         n_copies = self._span_product(self.replica_axes(goal), level)
         # Partial sums along other axes may stay: each addend of these is an array to be reduced.
         n_kept = self.count_parts([a for a in goal.sums if a in state.sums])
-        n_elements = math.prod(self.shape)
-        return least_received(n_elements, self.mesh.n_devices, n_addends, n_copies, n_kept)
+        messages = reduction_messages(math.prod(self.shape), n_addends, n_copies) * n_kept
+        return mean_rounded_up(messages, self.mesh.n_devices)
 
     def _span_product(self, axes: tuple[int, ...], level: int | None) -> int:
         """Count the devices along some axes, or those of their links of one level."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import NamedTuple
 
 from xshard.cost.model import Profile, price, too_large
@@ -29,13 +30,12 @@ Steps = tuple[Step, ...]
 
 
 class Candidate(NamedTuple):
-    """A path with its price; candidates are compared field by field, the lowest is best."""
+    """A path with its price."""
 
-    has_larger_blocks: bool  # than both ends
-    seconds: float
-    number: int
-    peak_bytes: int
     steps: Steps
+    has_larger_blocks: bool  # than both ends: taken only if there is no other
+    seconds: float
+    peak_bytes: int
 
 
 def best_path(
@@ -52,23 +52,19 @@ def best_path(
     # same. A step is still needed then, since the layouts after it name other axes.
     if start.means_the_same_as(goal) and set(start.layout.axes) == set(goal.layout.axes):
         return ()
-    candidates: list[Candidate] = []
-    for number, steps in enumerate(paths_by_name(start, goal, dtype, profile).values()):
-        candidates.append(_candidate(number, steps, start, goal, dtype, profile))
+    paths = paths_by_name(start, goal, dtype, profile).values()
+    candidates = [_candidate(steps, start, goal, dtype, profile) for steps in paths]
     fitting = [c for c in candidates if limit is None or c.peak_bytes <= limit]
     if not fitting:
         raise too_large(limit, min(c.peak_bytes for c in candidates), "any plan needs")
-    return min(fitting).steps
+    # Of those that cost the same, the first.
+    return min(fitting, key=attrgetter("has_larger_blocks", "seconds")).steps
 
 
 def _candidate(
-    number: int, steps: Steps, start: Sharding, goal: Sharding, dtype: str, profile: Profile
+    steps: Steps, start: Sharding, goal: Sharding, dtype: str, profile: Profile
 ) -> Candidate:
-    """Price a path of steps: its seconds, the peak of memory, and the largest block on the way.
-
-    number: the place of the path among all that are compared. Of those that cost the same, the one
-        with the lowest number is taken.
-    """
+    """Price a path of steps: its seconds, the peak of memory, and the largest block on the way."""
     before = start
     seconds = 0.0
     peak_bytes = 0
@@ -80,10 +76,8 @@ def _candidate(
         peak_bytes = max(peak_bytes, cost.peak_bytes)
         largest = max(largest, after.max_local_size)
         before = after
-    # Candidates are compared field by field, this one first: a path through blocks larger than
-    # those of both ends is taken only if there is no other.
     is_larger = largest > max(start.max_local_size, goal.max_local_size)
-    return Candidate(is_larger, seconds, number, peak_bytes, steps)
+    return Candidate(steps, is_larger, seconds, peak_bytes)
 
 
 def paths_by_name(
@@ -308,16 +302,11 @@ class _Disguise:
 
     def taken_off(self, step: Step) -> Step:
         """Return a step of the search as it is between the real layouts."""
-        if isinstance(step, Exchange):
-            return Exchange(self._real(step.to))  # node-local senders are not for overlaps
-        if isinstance(step, Permute):
-            return Permute(self._real(step.to))
-        return step
-
-    def _real(self, layout: Layout) -> Layout:
-        """Put the fixed dims back into a layout."""
-        dims = [self.fixed.get(d, dim) for d, dim in enumerate(layout.dims)]
-        return replace(layout, dims=tuple(dims))
+        if not isinstance(step, Exchange | Permute):
+            return step
+        dims = [self.fixed.get(d, dim) for d, dim in enumerate(step.to.dims)]
+        layout = replace(step.to, dims=tuple(dims))
+        return type(step)(layout)  # of an exchange without node-local senders: no overlap has them
 
     def is_sharded(self, sharding: Sharding) -> bool:
         """Check whether the search shards a dim that only looks unsharded."""

@@ -81,11 +81,14 @@ def best_sub_axis_path(
     limit = math.inf if memory_limit is None else memory_limit / grid.itemsize  # elements
     best: SubAxisPath | None = None
     below = path.seconds  # what the next path has to beat
-    for option in _options(fine_route, factors):
-        found = _cheapest(fine_route, option, limit, below)
-        if found is not None:
-            best = found
-            below = found.seconds
+    for first_moves, gathers in _paths(fine_route, factors, limit):
+        if gathers.seconds >= below:
+            continue
+        # The price is infinite if any move holds more than the limit: such a path never wins.
+        seconds = _priced(fine_route, first_moves, limit) + gathers.seconds
+        if seconds < below * (1 - LEAST_GAIN):
+            best = SubAxisPath(seconds, fine_route, (*first_moves, *gathers.moves))
+            below = seconds
     return None if best is None else _in_few_parts(route, best)
 
 
@@ -167,25 +170,19 @@ def _divided(route: SearchRoute, split: Split) -> SearchRoute:
     return NamedRoute(start, goal, grid.itemsize, grid.profile).route
 
 
-class Option(NamedTuple):
-    """Factors by which to shard both sides further, and the axes that may do so."""
-
-    factors: Factors
-    axes: Sequence[int]
-
-
-def _options(route: SearchRoute, factors: Factors) -> Iterator[Option]:
+def _options(route: SearchRoute, factors: Factors) -> Iterator[tuple[Factors, Sequence[int]]]:
     """Yield the least factors for which blocks match, and then, dim by dim, factors that share work.
 
     The latter include spare axes, along which there are replicas on both sides: each device then
-    moves only a share of its block between nodes, and the shares are gathered afterwards.
+    moves only a share of its block between nodes, and the shares are gathered afterwards. Each
+    comes with the axes that may shard further by them.
 
     Factors (3, 1) and (2, 1) for two dims, and 4 spare replicas -> the same; then (12, 1) and
     (8, 1); then (3, 4) and (2, 4).
     """
     grid = route.grid
     if factors.are_any:
-        yield Option(factors, route.changing)
+        yield factors, route.changing
     # Only axes with links of one speed: others would gather the shares over slow links again.
     near_axes = [a for a in route.spare if len(grid.levels(a)) == 1]
     n_shares = grid.count_parts(near_axes)
@@ -197,38 +194,30 @@ def _options(route: SearchRoute, factors: Factors) -> Iterator[Option]:
             goal = [*factors.goal]
             start[d] *= n_shares
             goal[d] *= n_shares
-            yield Option(Factors(start, goal), [*route.changing, *near_axes])
+            yield Factors(start, goal), [*route.changing, *near_axes]
 
 
-def _cheapest(route: SearchRoute, option: Option, limit: float, below: float) -> SubAxisPath | None:
-    """Find the cheapest path of one slice, one permutation of blocks, and gathers, over some axes.
+def _paths(route: SearchRoute, factors: Factors, limit: float) -> Iterator[tuple[Moves, Gathers]]:
+    """Yield paths of one slice, one permutation of blocks, and gathers, the first two as moves.
 
     Every way to choose the axes of the slice is combined with every way to choose those of the
-    gathers, up to MAX_WAYS of each. Returns None if no path takes less than `below` seconds.
+    gathers, up to MAX_WAYS of each.
 
     Args:
         route: The start and the goal, on a mesh with axes split into sub-axes.
-        option: By how much, and over which axes, the start and the goal are sharded further.
+        factors: The least by which the start and the goal are sharded further.
         limit: The most elements that a device may hold.
-        below: The seconds that the path has to beat.
     """
-    goal = route.goal
-    slices = _new_cuts_of(route, route.start, option.factors.start, option.axes)
-    best: SubAxisPath | None = None
     # start -> slice -> permutation -> `arrival`, the goal with extra shards -> gathers -> goal.
-    for gathered in _new_cuts_of(route, goal, option.factors.goal, option.axes):
-        arrival = goal.with_inner_cuts(gathered)
-        gathers = _best_gathers(route, arrival, gathered, limit)
-        for sliced in slices:
-            first_moves = _slice_and_permute(route, sliced, arrival)
-            if first_moves is None or gathers.seconds >= below:
-                continue
-            # The price is infinite if any move holds more than the limit: such a path never wins.
-            seconds = _priced(route, first_moves, limit) + gathers.seconds
-            if seconds < below * (1 - LEAST_GAIN):
-                best = SubAxisPath(seconds, route, (*first_moves, *gathers.moves))
-                below = seconds
-    return best
+    for more, axes in _options(route, factors):
+        slices = _new_cuts_of(route, route.start, more.start, axes)
+        for gathered in _new_cuts_of(route, route.goal, more.goal, axes):
+            arrival = route.goal.with_inner_cuts(gathered)
+            gathers = _best_gathers(route, arrival, gathered, limit)
+            for sliced in slices:
+                first_moves = _slice_and_permute(route, sliced, arrival)
+                if first_moves is not None:
+                    yield first_moves, gathers
 
 
 def _new_cuts_of(
