@@ -226,8 +226,7 @@ def _cut_over(sharding: Sharding, axes: tuple[str, ...]) -> Iterator[Sharding]:
         if longest < n_parts:
             continue
         # Equal blocks that divide evenly are cut axis by axis; others into parts whose lengths
-        # differ by one row at most. Equal blocks that divide evenly are cut axis by axis; others
-        # into parts whose lengths differ by one row at most.
+        # differ by one row at most.
         if len(lengths) == 1 and longest % n_parts == 0:
             shards = tuple(Shard((axis,)) for axis in axes)
         else:

@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from xshard.errors import PlanError
-from xshard.step.price.cost import EXCESS, Cost
+from xshard.step.price.cost import EXCESS, CostFunction
 from xshard.step.price.options import Flags, Floats, Ints
 
 INFEASIBLE = 2  # scipy's status
 
 
-def best_mixture(cost: Cost, vectors: Floats) -> tuple[float, Floats]:
+def best_mixture(cost: CostFunction, vectors: Floats) -> tuple[float, Floats]:
     """Find the cheapest mixture of some plans' costs, by a linear program.
 
     An assignment, one choice for each array and operation, has a vector of parts: seconds and bytes
@@ -30,7 +30,7 @@ def best_mixture(cost: Cost, vectors: Floats) -> tuple[float, Floats]:
         vectors: The parts of the cost of some assignments: [vectors, parts].
 
     Returns:
-        The cost of the mixture, and multipliers as `Cost.weights` takes them.
+        The cost of the mixture, and multipliers as `CostFunction.weights` takes them.
     """
     n_vectors = len(vectors)
     n_maxima = len(cost.times)
@@ -82,7 +82,7 @@ class Pairs(NamedTuple):
 def solve_program(
     values: Sequence[Floats],
     pairs: Iterable[Pairs],
-    cost: Cost,
+    cost: CostFunction,
     scale: float,
     most_nodes: int,
     gap: float,

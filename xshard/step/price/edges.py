@@ -92,15 +92,15 @@ class Edge:
         seconds = (self.runs[:, :, rows] * seconds_once).sum(1)
         return np.concatenate([self._bytes[:, rows, columns], seconds])
 
-    def plan(self, source_option: int, user_option: int) -> float:
-        """Price the move between two options by the planner, in place of a lower bound.
+    def raise_to_price(self, source_option: int, user_option: int) -> float:
+        """Replace the lower bound of the move between two options by the planner's price.
 
         Returns the seconds by which the bound was too low; 0 if the move was planned before, or is
         not possible.
         """
         row = int(self.rows[source_option])
         column = int(self.columns[user_option])
-        return 0.0 if self.banned[row, column] else self.moves.plan(row, column)
+        return 0.0 if self.banned[row, column] else self.moves.raise_to_price(row, column)
 
     def weighted(self, weights: Floats, source_options: Ints, user_options: Ints) -> Floats:
         """Compute the weighted cost of moving an array, for all pairs of options of both ends.

@@ -1,7 +1,8 @@
 """Seconds of moves between layouts: bounds for all pairs at once, the planner's price for few.
 
-A search compares thousands of pairs of layouts, and a plan takes milliseconds. So every pair begins
-with a lower bound, bytes over bandwidth, and a pair is planned as soon as an assignment has it.
+A search compares thousands of pairs of layouts, and a plan takes milliseconds. So an `Edge` begins
+with the table's lower bounds, bytes over bandwidth; planning overwrites an entry with the planner's
+price (`raise_to_price`); and `StepSearch.offer` asks for that as soon as an assignment has the move.
 Equal moves of arrays of another size share a plan: seconds are a line in elements.
 """
 
@@ -90,7 +91,7 @@ class MovePrices:
     profile: Profile
     _tables: dict[tuple[object, ...], MoveTable] = field(default_factory=dict)
 
-    def price(
+    def planned_seconds(
         self, src: Iterable[int], dst: Iterable[int], lengths: Sequence[int], share: float = 1.0
     ) -> float:
         """Price moving an array between two layouts: seconds of the plan that the planner finds.
@@ -235,8 +236,8 @@ class MoveTable:
         launch_s, element_s = self.prices.bounds(src, dst)
         return self.share * launch_s + element_s * math.prod(self.shape)
 
-    def plan(self, row: int, column: int) -> float:
-        """Price the move between two layouts by the planner, in place of a lower bound.
+    def raise_to_price(self, row: int, column: int) -> float:
+        """Replace the lower bound of the move between two layouts by the planner's price.
 
         Returns the seconds by which the bound was too low, of both passes together; 0 if the move
         was planned before.
@@ -245,10 +246,10 @@ class MoveTable:
             return 0.0
         src = self.src[row]
         dst = self.dst[column]
-        forward = self.prices.price(src, dst, self.shape, self.share)
+        forward = self.prices.planned_seconds(src, dst, self.shape, self.share)
         backward = 0.0
         if self.is_linear:
-            backward = self.prices.price(dual(dst), dual(src), self.shape, self.share)
+            backward = self.prices.planned_seconds(dual(dst), dual(src), self.shape, self.share)
         bounds = self.seconds[:, row, column].copy()
         self.seconds[:, row, column] = (forward, backward)
         self._is_planned[row, column] = True

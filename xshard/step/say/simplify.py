@@ -68,7 +68,7 @@ def _with_changes(search: StepSearch, assignment: list[int], most: float) -> lis
         for node, option in enumerate(changed):
             if option != assignment[node]:
                 combined[node] = option
-        problem.plan(combined)  # so that its seconds are prices, not lower bounds
+        problem.raise_to_prices(combined)  # so that its seconds are prices, not lower bounds
         new_variety = _variety(problem, combined)
         is_simpler = new_variety < variety - LEAST
         if is_simpler and search.cost.rank(problem.vectors(combined)[0]) <= most:
