@@ -90,21 +90,26 @@ def total_elements(src: Sharding, dst: Sharding) -> int:
     if not ended:
         return int(_lacking_elements(src, dst).sum())
     begun = begun_axes(src.layout, dst.layout)
-    sums = dst.layout.tagged("sum", "max", "min")
-    # How many devices own each element of the result.
-    copies = mesh.n_devices // mesh.size(*dst.layout.sharding_axes, *sums)
     # With halos of negative width, some elements of the array may be in no block.
     if src.layout.has_overlap or dst.layout.has_overlap:
         elements = _reached_elements(src, dst)
     else:
         elements = math.prod(dst.shape)
-    messages = reduction_messages(elements, mesh.size(*ended), copies)
+    messages = reduction_messages(elements, mesh.size(*ended), _n_owners(dst))
     # `_met_elements`: those of which an owner holds an addend. If a value also becomes partial sums
     # along other axes, any device may hold the addend, and nothing more is certain.
     if not begun:
         messages += max(0, elements - _met_elements(src, dst))
+    sums = dst.layout.tagged(*REDUCERS)
     staying = [axis for axis in sums if axis not in begun]  # partial sums before and after
     return messages * mesh.size(*staying)
+
+
+def _n_owners(sharding: Sharding) -> int:
+    """Count the devices that have each element, or each addend of it."""
+    mesh = sharding.mesh
+    busy = (*sharding.layout.sharding_axes, *sharding.layout.tagged(*REDUCERS))
+    return mesh.n_devices // mesh.size(*busy)
 
 
 def reduction_messages(elements: Count, addends: Count, copies: Count) -> Count:
@@ -305,9 +310,8 @@ def received_elements_between(
     fewest = mean_rounded_up(int(lacking.max()), target.mesh.size(*sums))
     if addends == 1:
         return fewest
-    copies = target.mesh.n_devices // target.mesh.size(*target.layout.sharding_axes, *sums)
     elements = math.prod(source.shape)
-    messages = reduction_messages(elements, addends, copies)
+    messages = reduction_messages(elements, addends, _n_owners(target))
     # No device of the target holds an addend, so that each element is received once more.
     if are_disjoint:
         messages += elements

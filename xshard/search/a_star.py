@@ -100,10 +100,10 @@ class Search:
 
     def _search(self) -> Path | None:
         """Find the cheapest path; None if none fits."""
-        if self.successors.complete:
-            return self._explored(None, nearest=False)
-        # A path that comes nearer to the goal with every step is found soon, and bounds the others.
-        best = self._explored(None, nearest=True)
+        best = None
+        if not self.successors.complete:
+            # A path that comes nearer to the goal with every step is found soon, and bounds others.
+            best = self._explored(None, nearest=True)
         return self._explored(best, nearest=False)
 
     def _explored(self, best: Path | None, *, nearest: bool) -> Path | None:

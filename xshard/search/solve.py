@@ -34,23 +34,13 @@ from xshard.steps import (
 )
 from xshard.steps.base import axes_of, with_tag, without_tags
 
+Steps = tuple[Step, ...]
+
 
 class Solution(NamedTuple):
     """The steps between two shardings on one mesh, and the axes that they split."""
 
-    steps: tuple[Step, ...]
-    split: Split
-
-
-class _FoundPath(NamedTuple):
-    """Steps between normal forms without copies, and the ends that they are for.
-
-    The ends are on the mesh of the steps, which may split some axes (`split`).
-    """
-
-    steps: Sequence[Step]
-    start: Sharding
-    goal: Sharding
+    steps: Steps
     split: Split
 
 
@@ -58,24 +48,12 @@ class _FoundPath(NamedTuple):
 def solve(request: Request) -> Solution:
     """Find the cheapest steps on one mesh, with copies and the scale. Raises PlanError, DtypeError.
 
-    The search works on normal forms without copy tags. The steps that it finds are marked for
-    copies afterwards, and a step that multiplies by the factor is added where blocks are smaller.
-    """
-    check_moves(request.source, request.target, request.dtype)
-    path = _cheapest_path(request)
-    steps = with_copies(path.steps, path.start, path.goal)
-    return Solution(with_scale(steps, request.factor, path.start, path.goal), path.split)
-
-
-def _cheapest_path(request: Request) -> _FoundPath:
-    """Find the cheapest steps between the two layouts of a request, before copies are tagged.
-
     The search sees simplified layouts: each in its normal form, the plainest with the same blocks,
     and `copy` tags (replicas whose gradients differ) left out. There are three cases: with overlaps
     such as halos, a few fixed paths are compared; else A* searches, on the mesh itself, or on the
-    finer mesh that splits some axes, if that is cheaper. The result also holds both normal
-    shardings, and how axes were split: () if none was.
+    finer mesh that splits some axes, if that is cheaper.
     """
+    check_moves(request.source, request.target, request.dtype)
     profile = request.machine
     start = normal_form(request.source)
     goal = normal_form(request.target)
@@ -87,7 +65,7 @@ def _cheapest_path(request: Request) -> _FoundPath:
         steps = overlap_paths.best_path(
             bare_start, bare_goal, request.dtype, profile, request.memory_limit
         )
-        return _FoundPath(steps, start, goal, ())
+        return Solution(_completed(steps, request, start, goal), ())
 
     space = NamedRoute(bare_start, bare_goal, itemsize(request.dtype), profile)
     best = best_path(space.route, request.memory_limit, _scaled_elements(request, start, goal))
@@ -98,7 +76,17 @@ def _cheapest_path(request: Request) -> _FoundPath:
         start = normal_form(fine.factored(request.source))
         goal = normal_form(fine.factored(request.target))
         space = NamedRoute(without_copies(start), without_copies(goal), space.itemsize, profile)
-    return _FoundPath(space.steps(best.moves), start, goal, split)
+    return Solution(_completed(space.steps(best.moves), request, start, goal), split)
+
+
+def _completed(steps: Steps, request: Request, start: Sharding, goal: Sharding) -> Steps:
+    """Add to the steps of a search what it does not see: copies, and the scale.
+
+    A step that multiplies by the factor is added where blocks are smaller.
+
+    start, goal: the normal forms, with copies, on the mesh of the steps.
+    """
+    return with_scale(with_copies(steps, start, goal), request.factor, start, goal)
 
 
 def _scaled_elements(request: Request, start: Sharding, goal: Sharding) -> int:
@@ -149,17 +137,14 @@ def check_moves(source: Sharding, target: Sharding, dtype: str) -> None:
         new = [a for a in dst.tagged(kind) if a not in src.tagged(kind)]
         if new:
             hint = f"a {kind} can be kept or reduced, not begun: write copy({','.join(new)})"
-            raise PlanError(
-                f"'{dst}' holds a {kind} over {', '.join(new)} that '{src}' does not", hint=hint
-            )
+            what = f"'{dst}' holds a {kind} over {', '.join(new)} that '{src}' does not"
+            raise PlanError(what, hint=hint)
     if not src.is_linear and dst.tagged("sum", "mean"):
         reason = f"between '{src}' and '{dst}' a max ends and a sum begins"
         raise PlanError(reason, hint="reduce first, then redistribute")
 
 
-def with_scale(
-    steps: tuple[Step, ...], factor: Fraction, start: Sharding, goal: Sharding
-) -> tuple[Step, ...]:
+def with_scale(steps: Steps, factor: Fraction, start: Sharding, goal: Sharding) -> Steps:
     """Add a `Scale` to the steps where blocks are smaller: first or last."""
     if factor == 1:
         return steps
@@ -173,7 +158,7 @@ def without_copies(sharding: Sharding) -> Sharding:
     return sharding.with_layout(without_tags(sharding.layout, sharding.layout.tagged("copy")))
 
 
-def with_copies(steps: Sequence[Step], start: Sharding, goal: Sharding) -> tuple[Step, ...]:
+def with_copies(steps: Sequence[Step], start: Sharding, goal: Sharding) -> Steps:
     """Add `copy` tags to steps that were planned without them.
 
     Copies are replicas whose gradients differ and are added up; their values are those of replicas,

@@ -117,17 +117,12 @@ def _matching_factors(route: SearchRoute) -> Factors | None:
             return None  # uneven blocks have several lengths, and cannot take each other's places
         start_factors.append(common // start_parts)
         goal_factors.append(common // goal_parts)
-    if not _can_shard_by(route, start, start_factors):
-        return None
-    if not _can_shard_by(route, goal, goal_factors):
-        return None
+    for state, factors in ((start, start_factors), (goal, goal_factors)):
+        # The free axes that change have to be enough to shard the dims by these factors.
+        usable = [a for a in grid.replica_axes(state) if a in route.changing]
+        if math.prod(factors) > grid.count_parts(usable):
+            return None
     return Factors(start_factors, goal_factors)
-
-
-def _can_shard_by(route: SearchRoute, state: State, factors: Sequence[int]) -> bool:
-    """Check that the free axes that change are enough to shard the dims by these factors."""
-    usable = [a for a in route.grid.replica_axes(state) if a in route.changing]
-    return math.prod(factors) <= route.grid.count_parts(usable)
 
 
 def _finest_split(route: SearchRoute) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -282,21 +277,18 @@ class Gathers(NamedTuple):
 def _best_gathers(route: SearchRoute, state: State, gathered: Cuts, limit: float) -> Gathers:
     """Find the cheapest order in which the dims may gather these innermost shards."""
     dims = [d for d, cut in enumerate(gathered) if cut]
-    options: list[Gathers] = []
+    best: Gathers | None = None
     for order in permutations(dims):
-        moves = _gathers_in_order(state, gathered, order)
-        options.append(Gathers(_priced(route, moves, limit), moves))
-    return min(options, key=lambda option: option.seconds)
-
-
-def _gathers_in_order(state: State, gathered: Cuts, order: Sequence[int]) -> Moves:
-    """Make the moves that gather innermost shards, one dim after the other."""
-    moves: list[tuple[State, Move]] = []
-    for d in order:
-        after = state.without_inner(d, gathered[d])
-        moves.append((state, Move("all_gather", (d, gathered[d]), after)))
-        state = after
-    return tuple(moves)
+        moves: Moves = ()
+        before = state
+        for d in order:
+            after = before.without_inner(d, gathered[d])
+            moves += ((before, Move("all_gather", (d, gathered[d]), after)),)
+            before = after
+        seconds = _priced(route, moves, limit)
+        if best is None or seconds < best.seconds:
+            best = Gathers(seconds, moves)
+    return best
 
 
 def _priced(route: SearchRoute, moves: Moves, limit: float) -> float:

@@ -93,9 +93,8 @@ class Successors:
     def _may_cut(self, state: State, new_cuts: Cuts) -> bool:
         """Check that new shards are the goal's, or even; other shards are a detour."""
         for d, (cut, new_cut) in enumerate(zip(state.cuts, new_cuts, strict=True)):
-            if new_cut == self._wanted(d, cut)[: len(new_cut)]:
-                continue
-            if not self._is_evenly_cut(d, cut, new_cut):
+            is_wanted = starts_with(self._wanted(d, cut), new_cut)
+            if not is_wanted and not self._is_evenly_cut(d, cut, new_cut):
                 return False
         return True
 
@@ -171,10 +170,9 @@ class Successors:
         elif self.grid.is_plain(moving):
             # Either the goal shards `dst` over these axes. Or it shards `src` over them, and they
             # leave it for a while, so that shards inside of which they were can be gathered.
-            for goal_cut in (self.goal.cuts[dst], self.goal.cuts[src]):
-                if set(axes) <= set(self.grid.axes_in(goal_cut)):
-                    yield moving
-                    return
+            goal_cuts = (self.goal.cuts[dst], self.goal.cuts[src])
+            if any(set(axes) <= set(self.grid.axes_in(cut)) for cut in goal_cuts):
+                yield moving
 
     def _reductions(self, state: State) -> Iterator[Move]:
         """Yield reductions of sums that end: to replicas, or to new shards of a dim.

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -153,7 +153,9 @@ class MovePrices:
             self._tables[key] = MoveTable(self, src, dst, shape, is_linear, share)
         return self._tables[key]
 
-    def bounds(self, src: Placements, dst: Placements) -> tuple[Floats, Floats]:
+    def bounds(
+        self, src: Placements, dst: Placements, shape: Sequence[int], share: float = 1.0
+    ) -> Floats:
         """Bound the seconds of moves between all pairs of layouts from below, without planning.
 
         No plan takes less than one launch of a collective, and the bytes that a device has to
@@ -164,10 +166,11 @@ class MovePrices:
         Args:
             src: Layouts before: [src layouts, axes].
             dst: Layouts after: [dst layouts, axes].
+            shape: The global shape of the array.
+            share: The array's part of the elements that move in one collective, 0 to 1.
 
         Returns:
-            Seconds of a launch, 0 where nothing is received, and seconds for each element of the
-            global array: [src layouts, dst layouts] each.
+            Seconds: [src layouts, dst layouts].
         """
         axes, sizes, is_far, far_bytes_per_s = self._spans
         # An axis with two spans has its placement twice: [layouts, spans].
@@ -179,7 +182,7 @@ class MovePrices:
         fabric = self.profile.fabric(self.mesh)
         byte_s = from_other_nodes / far_bytes_per_s + from_own_node / fabric.fastest_bytes_per_s
         launch_s = np.where(received > 0, fabric.least_step_s, 0.0)
-        return launch_s, byte_s * itemsize(self.dtype)
+        return share * launch_s + byte_s * itemsize(self.dtype) * math.prod(shape)
 
     @cached_property
     def slow_axes(self) -> Flags:
@@ -225,16 +228,12 @@ class MoveTable:
     seconds: Floats = field(init=False)
 
     def __post_init__(self) -> None:
-        forward = self._bounds(self.src, self.dst)
+        bounds = partial(self.prices.bounds, shape=self.shape, share=self.share)
+        forward = bounds(self.src, self.dst)
         # Cotangents move from the dual of the destination to the dual of the source.
-        backward = self._bounds(dual(self.dst), dual(self.src)).T
+        backward = bounds(dual(self.dst), dual(self.src)).T
         self.seconds = np.stack([forward, backward * self.is_linear])
         self._is_planned = np.zeros(forward.shape, bool)
-
-    def _bounds(self, src: Placements, dst: Placements) -> Floats:
-        """Bound the seconds of one pass: [src layouts, dst layouts]."""
-        launch_s, element_s = self.prices.bounds(src, dst)
-        return self.share * launch_s + element_s * math.prod(self.shape)
 
     def raise_to_price(self, row: int, column: int) -> float:
         """Replace the lower bound of the move between two layouts by the planner's price.
