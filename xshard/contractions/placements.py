@@ -58,11 +58,8 @@ class Placement(NamedTuple):
     @classmethod
     def of(cls, dims: Dims, sums: Sums = (), copies: tuple[str, ...] = ()) -> Placement:
         """Build a placement with its busy axes."""
-        busy = set(copies)
-        busy.update(axis for axis, _ in sums)
-        for dim in dims:
-            busy |= dim.axes
-        return cls(dims, sums, copies, Axes(busy))
+        busy = Axes(copies).union([axis for axis, _ in sums], *[dim.axes for dim in dims])
+        return cls(dims, sums, copies, busy)
 
 
 class ArrayPlace(NamedTuple):

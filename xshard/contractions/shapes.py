@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 from xshard.arguments import as_whole_number, lengths_of, short_repr
@@ -103,9 +104,7 @@ def _lengths_by_name(call: Contraction, lengths: Mapping[str, int]) -> Shapes:
 def _not_one_of_both(call: Contraction, *, has_sizes: bool) -> ShapeError:
     """Return the error for a contraction with sizes and shapes, or with neither."""
     what = "sizes and shapes" if has_sizes else "no shapes"
-    names: list[str] = []
-    for layout in call.operands:
-        names += layout.names
+    names = [*chain.from_iterable(layout.names for layout in call.operands)]
     example = names[0] if names else "b"
     hint = f'sizes={{"{example}": 8, ...}}, or shape=[(8, ...), ...] with one shape per operand'
     return ShapeError(what, text=call.text, hint=hint)

@@ -62,10 +62,10 @@ class ContractionRequest:
         layouts = self.contraction.operands
         result = self.contraction.result
         lengths = dim_lengths(layouts, self.shapes)
+        arrays = zip(layouts, self.shapes, strict=True)
+        operands = tuple(Sharding(layout, self.mesh, shape) for layout, shape in arrays)
         result_shape = tuple(lengths[name] for name in result.names)
-        arrays = zip((*layouts, result), (*self.shapes, result_shape), strict=True)
-        *operands, wanted = [Sharding(layout, self.mesh, shape) for layout, shape in arrays]
-        return EinsumShardings(tuple(operands), wanted)
+        return EinsumShardings(operands, Sharding(result, self.mesh, result_shape))
 
 
 @layout_cache(maxsize=4096)
@@ -83,17 +83,16 @@ def _search(request: ContractionRequest) -> ContractionPlan:
     Raises PlanError, with the least memory that any plan takes, if there is none.
     """
     limit = request.memory_limit
-    least_bytes = None
+    peaks_bytes: list[int] = []
     for plan in _Solver(request).plans():
         if limit is None or plan.peak_bytes <= limit:
             return replace(plan, memory_limit=limit)
-        # The error says how much memory the user would have to allow.
-        if least_bytes is None or plan.peak_bytes < least_bytes:
-            least_bytes = plan.peak_bytes
-    if least_bytes is None:  # no plan at all: `flops_limit` ruled all of them out
+        peaks_bytes.append(plan.peak_bytes)
+    if not peaks_bytes:  # no plan at all: `flops_limit` ruled all of them out
         what = f"every way takes more than {request.flops_limit} operations"
         raise PlanError(what, hint="raise flops_limit=")
-    raise too_large(limit, least_bytes)
+    # The error says how much memory the user would have to allow.
+    raise too_large(limit, min(peaks_bytes))
 
 
 class PathStep(NamedTuple):
@@ -311,9 +310,9 @@ class _Solver:
         pair = replace(self.shardings, operands=operands)
         if not others:
             return pair
-        needed_names = set[str]()
-        for other in (*others, self.shardings.result):
-            needed_names.update(other.layout.names)
+        needed_names = set[str]().union(
+            *[array.layout.names for array in (*others, self.shardings.result)]
+        )
         dims = {name: length for name, length in pair.lengths.items() if name in needed_names}
         # Unsharded and without tags: it is not moved, so that its layout does not matter.
         layout = Layout(tuple(map(Dim, dims)))
@@ -395,9 +394,7 @@ def _orders(shardings: EinsumShardings) -> Iterator[Order]:
     if n_operands > ALL_ORDERS:
         yield _greedy_order(shardings)
         return
-    pairs = []
-    for n_left in range(n_operands, 1, -1):
-        pairs.append(list(itertools.combinations(range(n_left), 2)))
+    pairs = [itertools.combinations(range(n_left), 2) for n_left in range(n_operands, 1, -1)]
     yield from itertools.product(*pairs)
 
 

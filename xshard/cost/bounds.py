@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import chain
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -15,7 +16,6 @@ from xshard.layout.pieces import concatenate_tables, cut_at_edges, distinct_rows
 from xshard.layout.providers import distinct_held_rows, wanted_rows
 from xshard.layout.runs import (
     Rows,
-    Run,
     Runs,
     as_runs,
     common_segments,
@@ -161,10 +161,8 @@ def _reached_elements(src: Sharding, dst: Sharding) -> int:
 
 def _all_held(sharding: Sharding, d: int) -> Runs:
     """Return the rows of a dim that some device holds, each once."""
-    runs: list[Run] = []
-    for held in sharding.held_by_position(d):
-        runs += held
-    [rows] = distinct_rows([tuple(runs)])
+    runs = tuple(chain.from_iterable(sharding.held_by_position(d)))
+    [rows] = distinct_rows([runs])
     return rows
 
 
@@ -247,12 +245,11 @@ def _met_elements(src: Sharding, dst: Sharding) -> int:
     """Return the elements that some device holds on both sides; all if that has no closed form."""
     src_cuts = link_cuts(src, ())
     dst_cuts = link_cuts(dst, ())
-    met = None
     if src_cuts is not None and dst_cuts is not None:
         met = met_elements(src.shape, src_cuts, dst_cuts)
-    if met is None:  # too many: the bound that follows is lower, and still right
-        return math.prod(src.shape)
-    return met
+        if met is not None:
+            return met
+    return math.prod(src.shape)  # too many: the bound that follows is lower, and still right
 
 
 def shared_elements(source: Sharding, target: Sharding) -> NDArray[np.int64]:

@@ -302,7 +302,7 @@ class Exploration:
         # left out if a sum begins, since it may begin locally after the exchange.
         launch_s = search.grid.profile.launch("exchange")
         least = path.seconds + launch_s + search.grid.fabric.least_latency_s
-        if not set(goal.sums) - set(state.sums):
+        if not search.grid.ended(goal, state):
             least += search.remaining(state)
         if best is None or least < best.seconds:
             yield from search.successors.exchanges(state)

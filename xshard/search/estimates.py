@@ -42,7 +42,7 @@ def estimate(grid: Grid, state: State, goal: State) -> float:
     if spare:
         least = min(least, _collectives_in_turn(grid, state, goal, spare))
     # An exchange that begins a sum is not tried: its traffic would have to be counted per device.
-    if not set(goal.sums) - set(state.sums):
+    if not grid.ended(goal, state):
         for reduced in _reduced_first(grid, state, goal):
             least = _with_exchange(grid, reduced, goal, least)
     if state.sums == goal.sums and grid.lengths(state) == grid.lengths(goal):

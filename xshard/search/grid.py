@@ -165,9 +165,7 @@ class Grid(LinkedStates):
         for span in self.group(self.ended(state, goal)):
             turns = min(span.size - 1, 2 * (span.size - 1).bit_length())
             waits_s += turns * links[span.level].latency_s
-        crossing = 0
-        if self.nodes is None:
-            crossing = self._least_reduced(state, goal, level=0)
+        crossing = 0 if self.nodes else self._least_reduced(state, goal, level=0)
         far_s = crossing / links[0].bytes_per_s  # if elements had one byte
         near_s = 0.0
         if not self._has_ports:
@@ -227,7 +225,7 @@ class Grid(LinkedStates):
         sum over 2 devices -> 2 * 4 * 3 elements.
         """
         ended = self.ended(state, after)
-        begins = set(after.sums) - set(state.sums)
+        begins = self.ended(after, state)
         is_regular = self.is_regular(after)
         # If the goal holds partial sums that the start does not, one device has the values, and the
         # others have zeros. Some devices then receive nothing, so 0 is the only bound.

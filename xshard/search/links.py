@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 
 import numpy as np
 
@@ -36,7 +37,7 @@ from xshard.steps.exchange.traffic import (
 )
 from xshard.steps.permute import permute_traffic
 from xshard.steps.reduce_scatter import reduce_scatter_traffic
-from xshard.steps.traffic import LinkSpan, LinkSpans
+from xshard.steps.traffic import LinkSpans
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,7 +141,7 @@ class LinkedStates(States):
         # Tables by dim know of no new sums, and hold 64-bit integers. All devices together take at
         # most the whole array for each pair of a device and an addend, of which there are at most
         # as many as devices.
-        begins = set(after.sums) - set(state.sums)
+        begins = self.ended(after, state)
         most_elements = math.prod(self.shape) * self.mesh.n_devices**2
         if begins or most_elements >= MOST_COUNTED:
             spans = self.fabric.spans
@@ -161,7 +162,7 @@ class LinkedStates(States):
         """
         if not (self.is_regular(state) and self.is_regular(after)):
             return None
-        if set(after.sums) - set(state.sums):
+        if self.ended(after, state):
             return None
         addends = self._outermost_first(self.ended(state, after))
         return digit_traffic(self.shape, self.link_cuts(state), self.link_cuts(after), addends)
@@ -173,10 +174,7 @@ class LinkedStates(States):
     @cached_method
     def _outermost_first(self, axes: tuple[int, ...]) -> LinkSpans:
         """Return the spans of some axes, axis by axis, each from the outermost to the innermost."""
-        spans: list[LinkSpan] = []
-        for axis in axes:
-            spans += self._spans[axis]
-        return tuple(spans)
+        return tuple(chain.from_iterable(self._spans[axis] for axis in axes))
 
     def _counted(self, state: State, after: State) -> Traffic:
         """Count the traffic of an exchange as a product of cached tables, one table for each dim.
@@ -209,10 +207,8 @@ class LinkedStates(States):
 
     def _sub_axes(self, axes: Iterable[int]) -> list[str]:
         """List the sub-axes of some axes, on the mesh that has the spans of links as axes."""
-        sub_axes: list[str] = []
-        for axis in self.names(axes):
-            sub_axes += self._span_axes.factors[axis]
-        return sub_axes
+        factors = self._span_axes.factors
+        return [*chain.from_iterable(factors[axis] for axis in self.names(axes))]
 
     @cached_method
     def _received_of_dim(

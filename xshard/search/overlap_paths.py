@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -138,7 +139,7 @@ def _check_rows_exist(source: Sharding, target: Sharding, d: int) -> None:
         if src.dim != dst.dim or view.shifts[d]:
             part = dim_end(target, d, view.sides[d], view.shifts[d])
             wanted += part.wanted_rows()
-    row = _first_common(_missing_rows(src), wanted)
+    row = _first_missing(src, wanted)
     if row is not None:
         reason = f"no block under '{source.layout}' holds row {row} of dim {src.dim.name!r}, which "
         hint = "a window holds the rows that its outputs read, and no others"
@@ -159,25 +160,20 @@ def _check_contributions_fit(source: Sharding, target: Sharding, d: int) -> None
     offered: list[Runs] = []
     for view in views(source):
         part = dim_end(source, d, view.sides[d], view.shifts[d])
-        for lists in part.offered_rows():
-            offered += lists
-    row = _first_common(_missing_rows(dst), offered)
+        offered += chain.from_iterable(part.offered_rows())
+    row = _first_missing(dst, offered)
     if row is not None:
         reason = f"row {row} of dim {src.dim.name!r} is in no block under '{target.layout}'"
         raise PlanError(reason, hint="contributions to it would be lost")
 
 
-def _missing_rows(end: DimEnd) -> Runs:
-    """Return the rows that no block holds."""
-    return missing_rows(end.dim, end.length, end.sizes)
-
-
-def _first_common(rows: Runs, blocks: Iterable[Runs]) -> int | None:
-    """Return the first of some ascending rows that is also in a block; None if none is."""
-    if not rows:
+def _first_missing(end: DimEnd, blocks: Iterable[Runs]) -> int | None:
+    """Return the first row of some blocks that no block of a dim holds; None if all are held."""
+    missing = missing_rows(end.dim, end.length, end.sizes)  # ascending
+    if not missing:
         return None
-    first_rows = intersections(interval_table((rows,)), interval_table(blocks))[2]
-    return int(min(first_rows)) if len(first_rows) else None
+    common = intersections(interval_table((missing,)), interval_table(blocks))
+    return int(min(common.start)) if len(common.start) else None
 
 
 def _one_by_one(start: Sharding, goal: Sharding, dtype: str, profile: Profile) -> Steps:
@@ -295,9 +291,9 @@ class _Disguise:
 
     def put_on(self, sharding: Sharding) -> Sharding:
         """Return the sharding as the search sees it."""
-        dims: list[Dim] = []
-        for d, dim in enumerate(sharding.layout.dims):
-            dims.append(Dim(dim.name) if d in self.fixed else dim)
+        dims = list(sharding.layout.dims)
+        for d in self.fixed:
+            dims[d] = Dim(dims[d].name)
         return Sharding(replace(sharding.layout, dims=tuple(dims)), self.mesh, self.shape)
 
     def taken_off(self, step: Step) -> Step:

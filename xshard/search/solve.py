@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
+from itertools import chain
 from typing import NamedTuple
 
 from xshard.caches import layout_cache
@@ -206,10 +207,7 @@ def _with_copies_after(step: Step, copies: tuple[str, ...]) -> Step:
 def _consumed(step: Step) -> tuple[str, ...]:
     """List the axes that a step takes out of replicas or copies."""
     if isinstance(step, Slice):
-        axes: list[str] = []
-        for _, shards in step.cuts:
-            axes += axes_of(shards)
-        return tuple(axes)
+        return tuple(chain.from_iterable(axes_of(shards) for _, shards in step.cuts))
     if isinstance(step, Embed):
         return axes_of(step.shards)
     if isinstance(step, Mask):

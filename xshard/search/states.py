@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
+from itertools import chain
 from threading import Lock
 from typing import Any, Concatenate, Generic, NamedTuple, ParamSpec, TypeVar
 
@@ -161,10 +162,7 @@ class States:
 
     def axes_in(self, cut: Iterable[int]) -> tuple[int, ...]:
         """Return the axes of some shards, outermost first."""
-        axes: list[int] = []
-        for shard in cut:
-            axes += self.shard_axes[shard]
-        return tuple(axes)
+        return tuple(chain.from_iterable([self.shard_axes[shard] for shard in cut]))
 
     def count_parts(self, cut: Iterable[int]) -> int:
         """Return the number of parts into which shards, or axes, cut together."""
@@ -234,7 +232,7 @@ class States:
         return [a for a in {**old_roles, **new_roles} if old_roles.get(a) != new_roles.get(a)]
 
     def ended(self, state: State, after: State) -> tuple[int, ...]:
-        """List the axes along which a sum ends."""
+        """List the axes along which a sum ends; with both states exchanged, those where one begins."""
         return tuple([a for a in state.sums if a not in after.sums])
 
     @cached_method

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, combinations, islice, pairwise, permutations
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from xshard.cost.model import LOCAL
@@ -277,7 +278,7 @@ class Gathers(NamedTuple):
 def _best_gathers(route: SearchRoute, state: State, gathered: Cuts, limit: float) -> Gathers:
     """Find the cheapest order in which the dims may gather these innermost shards."""
     dims = [d for d, cut in enumerate(gathered) if cut]
-    best: Gathers | None = None
+    options: list[Gathers] = []
     for order in permutations(dims):
         moves: Moves = ()
         before = state
@@ -285,10 +286,8 @@ def _best_gathers(route: SearchRoute, state: State, gathered: Cuts, limit: float
             after = before.without_inner(d, gathered[d])
             moves += ((before, Move("all_gather", (d, gathered[d]), after)),)
             before = after
-        seconds = _priced(route, moves, limit)
-        if best is None or seconds < best.seconds:
-            best = Gathers(seconds, moves)
-    return best
+        options.append(Gathers(_priced(route, moves, limit), moves))
+    return min(options, key=attrgetter("seconds"))
 
 
 def _priced(route: SearchRoute, moves: Moves, limit: float) -> float:

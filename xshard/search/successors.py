@@ -17,7 +17,15 @@ from itertools import (
 )
 
 from xshard.search.moves import Move, SearchRoute
-from xshard.search.states import Cut, Cuts, State, add_inner_cuts, cached_method, starts_with
+from xshard.search.states import (
+    Cut,
+    Cuts,
+    State,
+    add_inner_cuts,
+    cached_method,
+    replaced,
+    starts_with,
+)
 
 # Up to so many axes, dims and devices all moves are tried: the proof of optimality covers them.
 COMPLETE_AXES = 3
@@ -118,11 +126,11 @@ class Successors:
 
     def _some_new_cuts(self, state: State, free: tuple[int, ...]) -> Iterator[Cuts]:
         """Yield all shards of the goal at once; then those of one dim at a time."""
-        n_dims = len(state.cuts)
+        nothing: Cuts = ((),) * len(state.cuts)
         yield tuple(self._wanted(d, cut) for d, cut in enumerate(state.cuts))
         for d, cut in enumerate(state.cuts):
             for new_cut in self._new_cuts(d, cut, free):
-                yield ((),) * d + (new_cut,) + ((),) * (n_dims - d - 1)
+                yield replaced(nothing, d, new_cut)
 
     def _new_cuts(self, d: int, cut: Cut, free: tuple[int, ...]) -> Iterator[Cut]:
         """Yield shards that a slice may add to one dim of a large space."""
@@ -259,11 +267,12 @@ class Successors:
         kept = tuple(a for a in state.sums if a in self.goal.sums)
         ending = self.grid.ended(state, self.goal)
         beginning = self.grid.ended(self.goal, state)
-        for still_there in ((), *self._subsets(ending)):
-            for already_there in ((), *self._subsets(beginning)):
-                sums = tuple(sorted((*kept, *still_there, *already_there)))
-                for cuts in self._all_cuts(sums):
-                    yield Move("exchange", (), State(cuts, sums))
+        some_ending = ((), *self._subsets(ending))
+        some_beginning = ((), *self._subsets(beginning))
+        for still_there, already_there in product(some_ending, some_beginning):
+            sums = tuple(sorted((*kept, *still_there, *already_there)))
+            for cuts in self._all_cuts(sums):
+                yield Move("exchange", (), State(cuts, sums))
 
     @cached_method
     def _all_cuts(self, sums: tuple[int, ...]) -> list[Cuts]:

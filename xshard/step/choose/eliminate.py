@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -84,18 +84,11 @@ class Bucket(NamedTuple):
         values: one for each variable of the whole problem; only those in `scope`, but not the
         bucket's own, are read.
         """
-        total: Floats = np.zeros(())
-        for table in self.tables:
-            index = list[int | slice]()
-            for variable, length in zip(self.scope, table.entries.shape, strict=True):
-                if variable == self.variable:
-                    index.append(slice(None))
-                else:
-                    # A table that does not depend on this variable has length 1 there, and its
-                    # only index is 0: `%` makes 0 of any value.
-                    index.append(values[variable] % length)
-            total = total + table.entries[tuple(index)]
-        return int(total.argmin())
+        index: list[Any] = [values[variable] for variable in self.scope]
+        index[self.axis] = slice(None)
+        tables = np.broadcast_arrays(*[table.entries for table in self.tables])
+        total = sum(entries[tuple(index)] for entries in tables)
+        return int(np.argmin(total))
 
 
 class Minimum(NamedTuple):
@@ -149,8 +142,8 @@ def _eliminate(tables: Sequence[Table], sizes: Sequence[int], buckets: list[Buck
     changed: Iterable[int] = range(len(sizes))
     for _ in sizes:
         for variable in changed:
-            scope = _joint_scope([table for table in left if variable in table.scope])
-            n_entries[variable] = _n_entries(scope, sizes)
+            with_variable = [table for table in left if variable in table.scope]
+            n_entries[variable] = _n_entries_of_sum(with_variable, sizes)
         # The variable with the smallest sum first, so that tables stay small.
         eliminated = min(n_entries, key=n_entries.__getitem__)
         del n_entries[eliminated]
@@ -159,13 +152,12 @@ def _eliminate(tables: Sequence[Table], sizes: Sequence[int], buckets: list[Buck
         changed = [v for v in _joint_scope(with_variable) if v != eliminated]
         # One group with all tables, unless their sum would be too large (mini-buckets).
         for group in _groups_that_fit(with_variable, sizes):
-            joint_scope = _joint_scope(group)
+            scope = _joint_scope(group)
             # The smallest tables are added up first, so that few sums are over the whole scope.
-            smallest_first = [table.over(joint_scope) for table in reversed(group)]
-            bucket = Bucket(eliminated, joint_scope, smallest_first)
-            scope = [v for v in bucket.scope if v != eliminated]
+            bucket = Bucket(eliminated, scope, [table.over(scope) for table in reversed(group)])
+            other_variables = [v for v in scope if v != eliminated]
             # The bucket's number tells `excess` which bucket's minimum this table is.
-            left.append(Table(scope, bucket.minimize(), len(buckets)))
+            left.append(Table(other_variables, bucket.minimize(), len(buckets)))
             buckets.append(bucket)
     return [float(table.entries) for table in left]
 
@@ -248,8 +240,8 @@ def _joint_scope(tables: Sequence[Table]) -> list[int]:
     return sorted(scope)
 
 
-def _n_entries(scope: Sequence[int], sizes: Sequence[int]) -> int:
-    return math.prod(sizes[variable] for variable in scope)
+def _n_entries_of_sum(tables: Sequence[Table], sizes: Sequence[int]) -> int:
+    return math.prod(sizes[variable] for variable in _joint_scope(tables))
 
 
 def _groups_that_fit(tables: Sequence[Table], sizes: Sequence[int]) -> Iterator[list[Table]]:
@@ -266,7 +258,7 @@ def _groups_that_fit(tables: Sequence[Table], sizes: Sequence[int]) -> Iterator[
         group = left[:1]
         too_large = list[Table]()  # together with this group
         for table in left[1:]:
-            if _n_entries(_joint_scope([*group, table]), sizes) <= MOST_ENTRIES:
+            if _n_entries_of_sum([*group, table], sizes) <= MOST_ENTRIES:
                 group.append(table)
             else:
                 too_large.append(table)

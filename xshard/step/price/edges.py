@@ -230,17 +230,14 @@ def _runs(setup: StepSetup, source: Node, op: Op, n_rows: int) -> Floats:
 
     Returns [2 passes, move or adjoint, n_rows]; rows are layouts of the source.
     """
-    once = np.ones(n_rows)
-    never = np.zeros(n_rows)
     if source.gathering is None:
-        moves = once
-        repeated_moves = once if setup.is_recomputed(op) else never
+        is_repeated = np.full(n_rows, setup.is_recomputed(op))
+        moves = np.ones(n_rows)
     else:
-        is_per_use = source.is_gathered(Gathering.PER_USE)
-        moves = np.where(is_per_use, 1.0, 1 / setup.micro_batches)
-        repeated_moves = np.where(is_per_use, once, never)
+        is_repeated = source.is_gathered(Gathering.PER_USE)
+        moves = np.where(is_repeated, 1.0, 1 / setup.micro_batches)
     adjoints = moves
-    return np.array([[moves, never], [repeated_moves, adjoints]])
+    return np.array([[moves, np.zeros(n_rows)], [is_repeated, adjoints]])
 
 
 class Place(NamedTuple):

@@ -56,7 +56,7 @@ class StepProblem(StepSetup):
         # These edges are this problem's own; only tables of seconds are shared with others.
         if self.excluded:
             for edge, excluded in zip(edges, self.excluded, strict=True):
-                edge.banned = edge.banned | excluded
+                edge.banned |= excluded
         return edges
 
     def forget_edges(self) -> None:
@@ -84,8 +84,7 @@ class StepProblem(StepSetup):
         if node is not None:
             chosen[node] = np.arange(len(self.nodes[node].placements))
         pairs = zip(self.nodes, chosen, strict=True)
-        costs = [priced.costs[options] for priced, options in pairs]
-        total: Floats = sum(costs)
+        total: Floats = sum(priced.costs[options] for priced, options in pairs)
         is_banned = np.zeros(len(total), bool)
         for edge in self.edges:
             rows = edge.rows[chosen[edge.source]]
