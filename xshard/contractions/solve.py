@@ -32,6 +32,7 @@ from xshard.layout import Layout, Mesh, Sharding
 from xshard.notation.parser import Dim
 from xshard.plans.disk_cache import read_or_make
 from xshard.search.request import BOTH, FORWARD
+from xshard.search.states import without
 
 ALL_ORDERS = 4  # most operands for which every order of pairs is weighed: 18 orders
 RING_SHARE = 0.9  # most of its seconds in turn that a part in rounds may take: predictions err
@@ -384,7 +385,7 @@ def restrict_to_pair(
             is_kept = number == RESULT or (axis, number) in placement.sums
             if axis in others and is_kept:
                 operand_of_sum[axis] = i
-    copies = tuple(axis for axis in others if axis not in operand_of_sum)
+    copies = without(others, operand_of_sum)
     return Placement.of(dims, tuple(operand_of_sum.items()), copies)
 
 

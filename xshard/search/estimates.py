@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from xshard.search.grid import Grid
 from xshard.search.moves import Move, move_cost
-from xshard.search.states import Cut, State, starts_with
+from xshard.search.states import Cut, State, common, starts_with, without
 from xshard.steps import Traffic
 
 
@@ -91,7 +91,7 @@ def _before_gathers(grid: Grid, state: State, goal: State) -> Iterator[Leg]:
     then "b/1 c". The first dim that the axes divide evenly is sharded.
     """
     free = grid.replica_axes(goal)
-    sharding_at_start = tuple(a for a in free if a in grid.roles(state))
+    sharding_at_start = common(free, grid.roles(state))
     for axes in filter(None, dict.fromkeys((free, sharding_at_start))):  # once if both are the same
         d = _first_even_dim(grid, range(len(goal.cuts)), goal, axes)
         if d is not None:
@@ -231,7 +231,7 @@ def _reduction(grid: Grid, block: int, ended: Cut, goal: State, *, has_gather: b
     # Pieces of dim 0 lie one after the other: they need no packing. An axis that shards no dim at
     # the goal may scatter dim 0.
     seconds = grid.collective_seconds("reduce_scatter", block, ended, not any(dims))
-    scattered = tuple(a for a in ended if a not in new_roles)
+    scattered = without(ended, new_roles)
     return Reduction(seconds, max(1, block // grid.count_parts(ended)), scattered)
 
 
@@ -281,5 +281,5 @@ def _can_match_by_slices(grid: Grid, state: State, goal: State, slices: int, gat
     """
     parts = [grid.count_parts(cut) for cut in state.cuts]
     goal_parts = [grid.count_parts(cut) for cut in goal.cuts]
-    common = math.prod(map(math.lcm, parts, goal_parts))
-    return common <= math.prod(parts) * slices and common <= math.prod(goal_parts) * gathers
+    multiple = math.prod(map(math.lcm, parts, goal_parts))
+    return multiple <= math.prod(parts) * slices and multiple <= math.prod(goal_parts) * gathers

@@ -16,7 +16,7 @@ from xshard.cost.bounds import mean_rounded_up, reduction_messages
 from xshard.cost.model import Profile
 from xshard.layout import Mesh
 from xshard.search.links import LinkedStates
-from xshard.search.states import Cut, State, cached_method
+from xshard.search.states import Cut, State, cached_method, common
 from xshard.steps.exchange.even_traffic import node_lack
 
 # Shards that a grid numbers, before a new one takes its place: documents have other lengths at
@@ -97,7 +97,7 @@ class Grid(LinkedStates):
         # On how many devices each element of the result has to be.
         n_copies = self._span_product(self.replica_axes(goal), level)
         # Partial sums along other axes may stay: each addend of these is an array to be reduced.
-        n_kept = self.count_parts([a for a in goal.sums if a in state.sums])
+        n_kept = self.count_parts(common(goal.sums, state.sums))
         messages = reduction_messages(math.prod(self.shape), n_addends, n_copies) * n_kept
         return mean_rounded_up(messages, self.mesh.n_devices)
 

@@ -18,7 +18,7 @@ from xshard.cost.model import Fabric, Profile
 from xshard.layout import Layout
 from xshard.layout.layout import factored
 from xshard.notation.parser import Dim
-from xshard.search.states import Cut, State, States, cached_method
+from xshard.search.states import Cut, State, States, cached_method, common, without
 from xshard.steps import Traffic
 from xshard.steps.all_gather import gather_traffic
 from xshard.steps.all_reduce import all_reduce_traffic
@@ -193,13 +193,13 @@ class LinkedStates(States):
             `agree` are these axes: () counts all senders, the axis of nodes only those in its node.
             """
             # From each addend of a sum, so many times what the tables count.
-            n_addends = mesh.size(*[axis for axis in ended if axis not in agree])
+            n_addends = mesh.size(*without(ended, agree))
             received = np.full(
                 (2, *[1] * len(mesh.axes)), n_addends
             )  # [elements or senders, *mesh]
             for d, (cut, cut_after) in enumerate(zip(state.cuts, after.cuts, strict=True)):
                 axes = self._dim_end(d, cut).dim.axes
-                agreeing = tuple([axis for axis in axes if axis in agree])
+                agreeing = common(axes, agree)
                 received = received * self._received_of_dim(d, cut, cut_after, agreeing)
             return Received(received[0], received[1])
 

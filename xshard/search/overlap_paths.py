@@ -23,6 +23,7 @@ from xshard.notation.overlap import Fold, Halo, Overlap, Reads, Window, ends_of
 from xshard.notation.parser import Dim
 from xshard.search.a_star import Search
 from xshard.search.moves import NamedRoute
+from xshard.search.states import without
 from xshard.steps import Exchange, Permute, Step
 from xshard.steps.exchange.exchange import negates_addends
 from xshard.steps.exchange.sources import DimEnd, carried_dims, dim_end, views
@@ -217,7 +218,7 @@ def _layouts(
     dims = list(start.layout.dims)  # as in the layout listed last
     changed = [d for d, dim in enumerate(dims) if dim != goal_dims[d]]
     alone = [d for d in changed if isinstance(goal_dims[d].overlap, one_by_one)]
-    at_once = [d for d in changed if d not in alone]
+    at_once = without(changed, alone)
     layouts = [start.layout]
     for group in (*_in_turn(goal, alone), at_once):
         for d in group:
@@ -227,7 +228,7 @@ def _layouts(
     return layouts
 
 
-def _in_turn(goal: Sharding, dims: list[int]) -> Iterator[list[int]]:
+def _in_turn(goal: Sharding, dims: Sequence[int]) -> Iterator[Sequence[int]]:
     """Yield the dims in an order in which their overlaps can be added, in groups.
 
     Some dims have to wait for others. Beyond the pole of a sphere the rows of a latitude come
@@ -239,12 +240,12 @@ def _in_turn(goal: Sharding, dims: list[int]) -> Iterator[list[int]]:
         waiting: set[int | None] = set()
         for d in left:
             waiting.update(other for other in _waiting(goal, d) if other != d)
-        ready = [d for d in left if d not in waiting]
+        ready = without(left, waiting)
         # One at a time, since fewer dims may be waiting after it. If all wait in a circle, none is
         # ready, and all change together.
         group = ready[:1] if ready else left
         yield group
-        left = [d for d in left if d not in group]
+        left = without(left, group)
 
 
 def _waiting(goal: Sharding, d: int) -> Iterator[int | None]:

@@ -20,6 +20,7 @@ from xshard.search import overlap_paths
 from xshard.search.a_star import Path, Search
 from xshard.search.moves import NamedRoute, SearchRoute, normal_form
 from xshard.search.request import Request
+from xshard.search.states import common, without
 from xshard.search.sub_axis_paths import SubAxisPath, best_sub_axis_path
 from xshard.steps import (
     AllGather,
@@ -135,7 +136,7 @@ def check_moves(source: Sharding, target: Sharding, dtype: str) -> None:
             check_reduction(dtype, kind)
     for kind in ("max", "min"):
         # A sum begins locally, with zeros on all devices but one. There is no such step for a max.
-        new = [a for a in dst.tagged(kind) if a not in src.tagged(kind)]
+        new = without(dst.tagged(kind), src.tagged(kind))
         if new:
             hint = f"a {kind} can be kept or reduced, not begun: write copy({','.join(new)})"
             what = f"'{dst}' holds a {kind} over {', '.join(new)} that '{src}' does not"
@@ -178,15 +179,15 @@ def with_copies(steps: Sequence[Step], start: Sharding, goal: Sharding) -> Steps
     consumed_later: set[str] = set()
     result: list[Step] = []
     for step in reversed(steps):
-        copies = tuple(axis for axis in wanted if axis not in consumed_later)
+        copies = without(wanted, consumed_later)
         result.insert(0, _with_copies_after(step, copies))
         consumed_later.update(_consumed(step))
     sharding = start
     for step in result:
         sharding = step.after(sharding)
     present = sharding.layout.tagged("copy")
-    copies = tuple(axis for axis in wanted if axis not in present)
-    replicas = tuple(axis for axis in present if axis not in wanted)  # no copies any more
+    copies = without(wanted, present)
+    replicas = without(present, wanted)  # no copies any more
     if copies or replicas:
         result.append(Retag(copies, replicas))
     return tuple(result)
@@ -195,11 +196,11 @@ def with_copies(steps: Sequence[Step], start: Sharding, goal: Sharding) -> Steps
 def _with_copies_after(step: Step, copies: tuple[str, ...]) -> Step:
     """Return the step with those of its replicas marked as copies that are among `copies`."""
     if isinstance(step, AllGather):
-        return replace(step, copies=tuple(a for a in axes_of(step.shards) if a in copies))
+        return replace(step, copies=common(axes_of(step.shards), copies))
     if isinstance(step, AllReduce):
-        return replace(step, copies=tuple(a for a in step.axes if a in copies))
+        return replace(step, copies=common(step.axes, copies))
     if isinstance(step, Exchange | Permute):  # they name the whole layout afterwards
-        free = [a for a in copies if a not in step.to.axes]
+        free = without(copies, step.to.axes)
         return replace(step, to=with_tag(step.to, "copy", free))
     return step
 

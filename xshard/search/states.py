@@ -8,7 +8,7 @@ many rows and elements blocks have. It knows nothing of links or of seconds.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
 from itertools import chain
@@ -64,12 +64,22 @@ class State(NamedTuple):
 
     def without_sums(self, axes: Iterable[int]) -> State:
         """Return the state without addends along some axes."""
-        return State(self.cuts, tuple([a for a in self.sums if a not in axes]))
+        return State(self.cuts, without(self.sums, axes))
 
 
 def replaced(items: tuple[T, ...], index: int, item: T) -> tuple[T, ...]:
     """Replace one item of a tuple: (4, 5, 6), 1, 9 -> (4, 9, 6)."""
     return (*items[:index], item, *items[index + 1 :])
+
+
+def common(items: Iterable[T], others: Container[T]) -> tuple[T, ...]:
+    """List the items that are among others, in their order: (2, 1, 0) and {0, 2} -> (2, 0)."""
+    return tuple([item for item in items if item in others])
+
+
+def without(items: Iterable[T], others: Container[T]) -> tuple[T, ...]:
+    """List the items that are not among others, in their order: (2, 1, 0) and {0, 2} -> (1,)."""
+    return tuple([item for item in items if item not in others])
 
 
 def add_inner_cuts(cuts: Cuts, inner_cuts: Cuts) -> Cuts:
@@ -178,7 +188,7 @@ class States:
         busy = set(state.sums)
         for cut in state.cuts:
             busy.update(self.axes_in(cut))
-        return tuple(a for a in range(len(self.axes)) if a not in busy)
+        return without(range(len(self.axes)), busy)
 
     @cached_method
     def length(self, d: int, cut: Cut) -> BlockLength:
@@ -233,7 +243,7 @@ class States:
 
     def ended(self, state: State, after: State) -> tuple[int, ...]:
         """List the axes along which a sum ends; with both states exchanged, those where one begins."""
-        return tuple([a for a in state.sums if a not in after.sums])
+        return without(state.sums, after.sums)
 
     @cached_method
     def sharding(self, state: State) -> Sharding:

@@ -18,7 +18,7 @@ from xshard.cost.model import LOCAL
 from xshard.layout.sub_axes import Split, SubAxisMesh
 from xshard.search.a_star import Path
 from xshard.search.moves import Move, Moves, NamedRoute, SearchRoute, move_cost, normal_form
-from xshard.search.states import Cut, Cuts, State
+from xshard.search.states import Cut, Cuts, State, common, without
 
 # How many ways to shard dims further are tried from either side; they differ in the links they use.
 MAX_WAYS = 16
@@ -113,14 +113,14 @@ def _matching_factors(route: SearchRoute) -> Factors | None:
     for length, start_cut, goal_cut in zip(grid.shape, start.cuts, goal.cuts, strict=True):
         start_parts = grid.count_parts(start_cut)
         goal_parts = grid.count_parts(goal_cut)
-        common = math.lcm(start_parts, goal_parts)
-        if length % common:
+        multiple = math.lcm(start_parts, goal_parts)
+        if length % multiple:
             return None  # uneven blocks have several lengths, and cannot take each other's places
-        start_factors.append(common // start_parts)
-        goal_factors.append(common // goal_parts)
+        start_factors.append(multiple // start_parts)
+        goal_factors.append(multiple // goal_parts)
     for state, factors in ((start, start_factors), (goal, goal_factors)):
         # The free axes that change have to be enough to shard the dims by these factors.
-        usable = [a for a in grid.replica_axes(state) if a in route.changing]
+        usable = common(grid.replica_axes(state), route.changing)
         if math.prod(factors) > grid.count_parts(usable):
             return None
     return Factors(start_factors, goal_factors)
@@ -220,7 +220,7 @@ def _new_cuts_of(
     route: SearchRoute, state: State, factors: Sequence[int], axes: Sequence[int]
 ) -> list[Cuts]:
     """List ways to shard the dims of a state further, over axes of `axes` with replicas."""
-    free = [a for a in route.grid.replica_axes(state) if a in axes]
+    free = common(route.grid.replica_axes(state), axes)
     return list(islice(_new_cuts(route, free, factors), MAX_WAYS))
 
 
@@ -251,7 +251,7 @@ def _new_cuts(route: SearchRoute, free: Sequence[int], factors: Sequence[int]) -
             if kind in tried:
                 continue
             tried.add(kind)
-            left = [a for a in free if a not in cut]
+            left = without(free, cut)
             for other_cuts in _new_cuts(route, left, factors[1:]):
                 yield (cut, *other_cuts)
 

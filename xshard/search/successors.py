@@ -23,8 +23,10 @@ from xshard.search.states import (
     State,
     add_inner_cuts,
     cached_method,
+    common,
     replaced,
     starts_with,
+    without,
 )
 
 # Up to so many axes, dims and devices all moves are tried: the proof of optimality covers them.
@@ -96,7 +98,7 @@ class Successors:
 
     def _usable_replicas(self, state: State) -> tuple[int, ...]:
         """List the usable axes that hold replicas."""
-        return tuple(a for a in self.grid.replica_axes(state) if a in self.usable)
+        return common(self.grid.replica_axes(state), self.usable)
 
     def _may_cut(self, state: State, new_cuts: Cuts) -> bool:
         """Check that new shards are the goal's, or even; other shards are a detour."""
@@ -226,7 +228,7 @@ class Successors:
                     after = state.with_sums(axes).without_inner(d, leaving)
                     yield Move("embed", (d, leaving), after)
         free = self._usable_replicas(state)
-        for axes in self._subsets(tuple(a for a in begun if a in free)):
+        for axes in self._subsets(common(begun, free)):
             yield Move("mask", (axes,), state.with_sums(axes))
 
     def _permutes(self, state: State) -> Iterator[Move]:
@@ -240,7 +242,7 @@ class Successors:
             yield Move("permute", (), self.goal)
         if not self.grid.is_regular(state):
             return
-        usable = tuple(a for a in self.usable if a not in state.sums)
+        usable = without(self.usable, state.sums)
         # Into how many parts the shards of each dim cut that may change: those inside of the pinned.
         parts: list[int] = []
         for cut, pinned in zip(state.cuts, self.pinned, strict=True):
@@ -264,7 +266,7 @@ class Successors:
 
     def _all_exchanges(self, state: State) -> Iterator[Move]:
         """Yield exchanges to every even state that has some of the sums that end, or begin."""
-        kept = tuple(a for a in state.sums if a in self.goal.sums)
+        kept = common(state.sums, self.goal.sums)
         ending = self.grid.ended(state, self.goal)
         beginning = self.grid.ended(self.goal, state)
         some_ending = ((), *self._subsets(ending))
@@ -283,7 +285,7 @@ class Successors:
         none, so there are at least (dims + 1)^axes ways: for small meshes only.
         """
         all_cuts: list[Cuts] = []
-        usable = [a for a in self.usable if a not in sums]
+        usable = without(self.usable, sums)
         # Each axis shards one of the dims, or none (-1).
         for dim_of_axis in product((-1, *self.dims), repeat=len(usable)):
             axes_of_dim: list[list[int]] = [[] for _ in self.dims]
@@ -303,7 +305,7 @@ class Successors:
             yield ()
             return
         for cut in dict.fromkeys(self._rearranged(d, usable, parts[d])):
-            left = tuple(a for a in usable if a not in cut)
+            left = without(usable, cut)
             for inner_cuts in self._arrangements(d + 1, left, parts):
                 yield (self.pinned[d] + cut, *inner_cuts)
 
@@ -332,7 +334,7 @@ class Successors:
             if parts % self.grid.count_parts(beginning):
                 continue  # whatever axes follow, the number of parts is a multiple of these
             # What follows need not be in any order, as the goal has other axes there.
-            others = [a for a in usable if a not in beginning]
+            others = without(usable, beginning)
             for n in range(len(others) + 1):
                 for axes in combinations(others, n):
                     if self.grid.count_parts(beginning + axes) == parts:
