@@ -17,7 +17,7 @@ from xshard.layout import Layout, Sharding
 from xshard.layout.partition import block_length, find_misfit
 from xshard.layout.sharding import normal_dim
 from xshard.notation.parser import Dim, Shard
-from xshard.search.states import cached_method, replaced
+from xshard.search.states import cached_method, replaced, without
 from xshard.steps.base import axes_of
 
 # With more placements, searches climb from the arrays' own placements, one change at a time.
@@ -160,7 +160,7 @@ class EinsumShardings:
                 others = tuple([shard for shard in dim.shards if axis not in shard.axes])
                 dims.append(self._dim(d, others))
             sums = tuple([pair for pair in placement.sums if pair[0] != axis])
-            copies = tuple([copied for copied in placement.copies if copied != axis])
+            copies = without(placement.copies, (axis,))
             without_axis = Placement.of(tuple(dims), sums, copies)
             free = Axes(self.axes) - without_axis.busy
             for neighbor in self._with_role(without_axis, axis, free):

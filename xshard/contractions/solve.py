@@ -32,7 +32,7 @@ from xshard.layout import Layout, Mesh, Sharding
 from xshard.notation.parser import Dim
 from xshard.plans.disk_cache import read_or_make
 from xshard.search.request import BOTH, FORWARD
-from xshard.search.states import without
+from xshard.search.states import common, without
 
 ALL_ORDERS = 4  # most operands for which every order of pairs is weighed: 18 orders
 RING_SHARE = 0.9  # most of its seconds in turn that a part in rounds may take: predictions err
@@ -377,7 +377,7 @@ def restrict_to_pair(
     sharding_axes = Axes().union(*[dim.axes for dim in dims])
     # Axes that shard no dim of the pair, but do something in the whole contraction: they hold
     # partial sums or copies here. In mesh order, so that results do not depend on a set's order.
-    others = [axis for axis in shardings.axes if axis in placement.busy - sharding_axes]
+    others = common(shardings.axes, placement.busy - sharding_axes)
     operand_of_sum: dict[str, int] = {}  # by axis, the index in the pair
     for i, (number, operand) in enumerate(zip(numbers, pair.operands, strict=True)):
         for axis in operand.layout.tagged("sum", "mean"):

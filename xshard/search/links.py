@@ -7,7 +7,7 @@ first, then tables by dim. Only a few kinds of shards are counted message by mes
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -75,7 +75,7 @@ class LinkedStates(States):
         """Rank the links along an axis, the slowest first; 0 is the slowest link of the mesh."""
         return tuple(span.level for span in self.group((axis,)))
 
-    def spare(self, state: State, goal: State, changing: Iterable[int]) -> list[int]:
+    def spare(self, state: State, goal: State, changing: Iterable[int]) -> Sequence[int]:
         """List the mesh axes whose replicas can divide the work of a redistribution among them.
 
         Along such an axis devices hold equal blocks before and after. Each may move a share of its
@@ -85,8 +85,7 @@ class LinkedStates(States):
         # Levels number the links by speed, 0 for the slowest, which is also taken if no axis
         # changes.
         slowest = min([min(self.levels(a)) for a in changing], default=0)
-        free_at_goal = self.replica_axes(goal)
-        spare = [a for a in self.replica_axes(state) if a in free_at_goal]
+        spare = common(self.replica_axes(state), self.replica_axes(goal))
         if self.ended(state, goal):
             return spare
         return [a for a in spare if max(self.levels(a)) > slowest]
@@ -141,9 +140,8 @@ class LinkedStates(States):
         # Tables by dim know of no new sums, and hold 64-bit integers. All devices together take at
         # most the whole array for each pair of a device and an addend, of which there are at most
         # as many as devices.
-        begins = self.ended(after, state)
         most_elements = math.prod(self.shape) * self.mesh.n_devices**2
-        if begins or most_elements >= MOST_COUNTED:
+        if self.ended(after, state) or most_elements >= MOST_COUNTED:
             spans = self.fabric.spans
             return counted_traffic(self.sharding(state), self.sharding(after), spans)
         return self._counted(state, after)

@@ -6,7 +6,7 @@ only those of the cheapest path become steps.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -58,7 +58,7 @@ class SearchRoute:
         return sorted(sums.union(shards))
 
     @cached_property
-    def spare(self) -> list[int]:
+    def spare(self) -> Sequence[int]:
         """The axes with replicas on both sides that can take shares for those that change."""
         return self.grid.spare(self.start, self.goal, self.changing)
 

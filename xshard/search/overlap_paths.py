@@ -199,9 +199,9 @@ def _one_by_one(start: Sharding, goal: Sharding, dtype: str, profile: Profile) -
 
 def _without_overlaps(sharding: Sharding, kept_dims: Sequence[int]) -> Sharding:
     """Return the sharding without overlaps, except of some dims."""
-    dims: list[Dim] = []
-    for d, dim in enumerate(sharding.layout.dims):
-        dims.append(dim if d in kept_dims else replace(dim, overlap=None))
+    dims = list(sharding.layout.dims)
+    for d in without(range(len(dims)), kept_dims):
+        dims[d] = replace(dims[d], overlap=None)
     return sharding.with_layout(replace(sharding.layout, dims=tuple(dims)))
 
 
@@ -287,7 +287,7 @@ class _Disguise:
                 busy.update(dim.axes)
                 shape[d] = sharding.max_local_shape[d]
         mesh = sharding.mesh
-        left = {axis: mesh.size(axis) for axis in mesh.axes if axis not in busy}
+        left = {axis: mesh.size(axis) for axis in without(mesh.axes, busy)}
         return cls(fixed, Mesh(left), tuple(shape))
 
     def put_on(self, sharding: Sharding) -> Sharding:

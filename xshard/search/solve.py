@@ -70,7 +70,10 @@ def solve(request: Request) -> Solution:
         return Solution(_completed(steps, request, start, goal), ())
 
     space = NamedRoute(bare_start, bare_goal, itemsize(request.dtype), profile)
-    best = best_path(space.route, request.memory_limit, _scaled_elements(request, start, goal))
+    scaled_elements = 0
+    if request.factor != 1:  # the step that multiplies holds the smaller block, and its result
+        scaled_elements = 2 * min(start.max_local_size, goal.max_local_size)
+    best = best_path(space.route, request.memory_limit, scaled_elements)
     split = best.split if isinstance(best, SubAxisPath) else ()
     if split:
         # The best path splits axes of the mesh: layouts and steps are written on the finer mesh.
@@ -89,13 +92,6 @@ def _completed(steps: Steps, request: Request, start: Sharding, goal: Sharding) 
     start, goal: the normal forms, with copies, on the mesh of the steps.
     """
     return with_scale(with_copies(steps, start, goal), request.factor, start, goal)
-
-
-def _scaled_elements(request: Request, start: Sharding, goal: Sharding) -> int:
-    """Count the elements that the step that multiplies holds: the smaller block, and its result."""
-    if request.factor == 1:
-        return 0
-    return 2 * min(start.max_local_size, goal.max_local_size)
 
 
 @layout_cache(maxsize=4096)

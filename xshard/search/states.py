@@ -87,6 +87,16 @@ def add_inner_cuts(cuts: Cuts, inner_cuts: Cuts) -> Cuts:
     return tuple(map(tuple.__add__, cuts, inner_cuts))
 
 
+def shared(cut: Cut, other: Cut) -> Cut:
+    """Return the leading shards that both have: (0, 2, 1) and (0, 1) -> (0,)."""
+    n_shared = 0
+    for shard, other_shard in zip(cut, other, strict=False):
+        if shard != other_shard:
+            break
+        n_shared += 1
+    return cut[:n_shared]
+
+
 def starts_with(cut: Cut, beginning: Cut) -> bool:
     """Check that the outermost shards of a dim are these: (0, 2, 1) starts with (0, 2)."""
     return cut[: len(beginning)] == beginning
@@ -185,9 +195,7 @@ class States:
     @cached_method
     def replica_axes(self, state: State) -> tuple[int, ...]:
         """List the axes that hold replicas."""
-        busy = set(state.sums)
-        for cut in state.cuts:
-            busy.update(self.axes_in(cut))
+        busy = (*state.sums, *self.axes_in(chain.from_iterable(state.cuts)))
         return without(range(len(self.axes)), busy)
 
     @cached_method

@@ -25,6 +25,7 @@ from xshard.search.states import (
     cached_method,
     common,
     replaced,
+    shared,
     starts_with,
     without,
 )
@@ -48,7 +49,7 @@ class Successors:
         self.grid = route.grid
         self.goal = route.goal
         self.dims = range(len(route.start.cuts))
-        self.pinned = tuple(map(_shared, route.start.cuts, route.goal.cuts))
+        self.pinned = tuple(map(shared, route.start.cuts, route.goal.cuts))
         self.usable = tuple(sorted({*route.changing, *route.spare}))
         is_small = (
             len(self.usable) <= COMPLETE_AXES
@@ -356,7 +357,7 @@ class Successors:
 
         On large spaces, the goal's stay. (0, 1) -> (1,), then (0, 1).
         """
-        staying = self.pinned[d] if self.complete else _shared(cut, self.goal.cuts[d])
+        staying = self.pinned[d] if self.complete else shared(cut, self.goal.cuts[d])
         for n in range(1, len(cut) - len(staying) + 1):
             # Pieces of a message have one size.
             if self._is_evenly_cut(d, cut[:-n], cut[-n:]):
@@ -371,16 +372,6 @@ class Successors:
     def _is_evenly_cut(self, d: int, outer: Cut, inner: Cut) -> bool:
         """Check that `inner` shards each block of a dim under `outer` into equal parts."""
         return self.grid.is_even(d, outer) and self.grid.is_even(d, outer + inner)
-
-
-def _shared(cut: Cut, other: Cut) -> Cut:
-    """Return the leading shards that both have: (0, 2, 1) and (0, 1) -> (0,)."""
-    n_shared = 0
-    for shard, other_shard in zip(cut, other, strict=False):
-        if shard != other_shard:
-            break
-        n_shared += 1
-    return cut[:n_shared]
 
 
 def _prefixes(cut: Cut) -> list[Cut]:

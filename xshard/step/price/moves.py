@@ -249,10 +249,10 @@ class MoveTable:
         backward = 0.0
         if self.is_linear:
             backward = self.prices.planned_seconds(dual(dst), dual(src), self.shape, self.share)
-        bounds = self.seconds[:, row, column].copy()
+        added_s = forward + backward - self.seconds[:, row, column].sum()
         self.seconds[:, row, column] = (forward, backward)
         self._is_planned[row, column] = True
-        return float(forward + backward - bounds.sum())
+        return float(added_s)
 
 
 def _received_from_other_nodes(
