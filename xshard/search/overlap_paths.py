@@ -235,7 +235,7 @@ def _in_turn(goal: Sharding, dims: Sequence[int]) -> Iterator[Sequence[int]]:
     again, rolled by half the longitudes: latitude first, then longitude, [[lat], [lon]]. Groups are
     single dims, but for dims that wait for each other, which come as one group.
     """
-    left = dims
+    left: Sequence[int] = dims
     while left:
         waiting: set[int | None] = set()
         for d in left:

@@ -62,7 +62,7 @@ class State(NamedTuple):
         """Return the state with addends along more axes."""
         return State(self.cuts, tuple(sorted((*self.sums, *axes))))
 
-    def without_sums(self, axes: Iterable[int]) -> State:
+    def without_sums(self, axes: Container[int]) -> State:
         """Return the state without addends along some axes."""
         return State(self.cuts, without(self.sums, axes))
 
@@ -72,12 +72,12 @@ def replaced(items: tuple[T, ...], index: int, item: T) -> tuple[T, ...]:
     return (*items[:index], item, *items[index + 1 :])
 
 
-def common(items: Iterable[T], others: Container[T]) -> tuple[T, ...]:
+def common(items: Iterable[T], others: Container[object]) -> tuple[T, ...]:
     """List the items that are among others, in their order: (2, 1, 0) and {0, 2} -> (2, 0)."""
     return tuple([item for item in items if item in others])
 
 
-def without(items: Iterable[T], others: Container[T]) -> tuple[T, ...]:
+def without(items: Iterable[T], others: Container[object]) -> tuple[T, ...]:
     """List the items that are not among others, in their order: (2, 1, 0) and {0, 2} -> (1,)."""
     return tuple([item for item in items if item not in others])
 
