@@ -24,7 +24,7 @@ from benchmarks import record
 from benchmarks.claim import Claim, finish, worst
 from benchmarks.suggest.pool import pool
 from xshard.step.choose.programs import Pairs, solve_program
-from xshard.step.price.cost import Cost
+from xshard.step.price.cost import CostFunction
 
 NEVER = 1e15  # a cost that stands for a forbidden pair
 MOST_PAIRS = 200_000  # of options, in one integer program
@@ -253,7 +253,7 @@ def solve_among(
             Pairs((v, w), (i.reshape(-1), j.reshape(-1)), [0], rows[None], rows > NEVER / 2)
         )
     unit = np.eye(1 + shares[0].shape[1])
-    cost = Cost(unit[0], np.zeros(0), np.zeros((0, 1, len(unit))), unit[1:])
+    cost = CostFunction(unit[0], np.zeros(0), np.zeros((0, 1, len(unit))), unit[1:])
     about = sum(float(each.min()) for each in (*graph.costs, *graph.tables.values()))
     chosen, bound = solve_program(values, pairs, cost, max(about, 1.0), most_nodes, gap)
     if chosen is None:

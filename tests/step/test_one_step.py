@@ -57,7 +57,7 @@ def problem():
     for edge in problem.edges:
         for i in range(len(problem.nodes[edge.source].placements)):
             for j in range(len(problem.nodes[edge.user].placements)):
-                edge.plan(i, j)
+                edge.raise_to_price(i, j)
     return problem
 
 

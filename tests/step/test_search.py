@@ -21,7 +21,7 @@ def all_vectors(problem):
     chosen = np.indices(sizes).reshape(len(sizes), -1)
     for edge in problem.edges:
         for i, j in itertools.product(*(range(sizes[n]) for n in edge.nodes)):
-            edge.plan(i, j)
+            edge.raise_to_price(i, j)
     total = sum(node.costs[i] for node, i in zip(problem.nodes, chosen, strict=True))
     for edge in problem.edges:
         rows = edge.rows[chosen[edge.source]]
@@ -110,11 +110,10 @@ def test_bounds_of_moves_are_below_prices(mesh, machine):
     moves = MovePrices(mesh, "bfloat16", load_profile(machine))
     draw = np.random.default_rng(2)
     ways = np.array(list(itertools.product((SUM, COPY, REPLICAS, 0, 1, 2), repeat=len(mesh.axes))))
-    start, each = moves.bounds(ways, ways)
     for i, j in draw.integers(len(ways), size=(30, 2)):
         lengths = draw.choice((96, 384, 4608), 3)
-        bound = start[i, j] + each[i, j] * lengths.prod()
-        assert bound <= moves.price(ways[i], ways[j], lengths) * (1 + 1e-9)
+        [[bound]] = moves.bounds(ways[[i]], ways[[j]], lengths)
+        assert bound <= moves.planned_seconds(ways[i], ways[j], lengths) * (1 + 1e-9)
 
 
 def test_prices_of_moves_are_the_planner_s():
@@ -132,4 +131,4 @@ def test_prices_of_moves_are_the_planner_s():
     for src, dst in (*gathers, sums, *others):
         layouts = (layout_of(ways, "xyz", mesh.axes) for ways in (src, dst))
         cost = plan(tuple(layouts), mesh, shape, "bfloat16").cost
-        assert moves.price(src, dst, shape) == pytest.approx(cost, rel=0.02)
+        assert moves.planned_seconds(src, dst, shape) == pytest.approx(cost, rel=0.02)

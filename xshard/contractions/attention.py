@@ -250,13 +250,11 @@ class AttentionCall:
 
     def _documents_fit(self, attn: Attention) -> bool:
         """Return whether documents are given for both sequences, or for the one that there is."""
-        for_queries, for_keys = self.documents
-        of_queries = for_queries is not None
-        of_keys = for_keys is not None
-        if of_queries == of_keys:
-            return True
+        of_queries, of_keys = self.documents
+        if of_queries is None:
+            return of_keys is None
         is_one_sequence = attn.q.layout.names == attn.kv.layout.names
-        return of_queries and is_one_sequence
+        return of_keys is not None or is_one_sequence
 
     def visible(self, rows: Any, keys: Any) -> Any:
         """Return which keys each query sees, `[batch or 1, 1, rows, keys]`."""

@@ -7,17 +7,17 @@ idle: then the devices along it are replicas, which repeat the work.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import groupby, islice
+from itertools import chain, groupby, islice
 from typing import NamedTuple
 
 from xshard.layout import Layout, Sharding
 from xshard.layout.partition import block_length, find_misfit
 from xshard.layout.sharding import normal_dim
 from xshard.notation.parser import Dim, Shard
-from xshard.search.states import cached_method, replaced
+from xshard.search.states import cached_method, replaced, without
 from xshard.steps.base import axes_of
 
 # With more placements, searches climb from the arrays' own placements, one change at a time.
@@ -58,11 +58,8 @@ class Placement(NamedTuple):
     @classmethod
     def of(cls, dims: Dims, sums: Sums = (), copies: tuple[str, ...] = ()) -> Placement:
         """Build a placement with its busy axes."""
-        busy = set(copies)
-        busy.update(axis for axis, _ in sums)
-        for dim in dims:
-            busy |= dim.axes
-        return cls(dims, sums, copies, Axes(busy))
+        busy = Axes(copies).union([axis for axis, _ in sums], *[dim.axes for dim in dims])
+        return cls(dims, sums, copies, busy)
 
 
 class ArrayPlace(NamedTuple):
@@ -134,7 +131,11 @@ class EinsumShardings:
     @cached_property
     def idle(self) -> Placement:
         """The placement in which every device contracts the whole arrays."""
-        dims = [self._dim(d, ()) for d in range(len(self.lengths))]
+        return self._sharded_by({})
+
+    def _sharded_by(self, shards: Mapping[str, Shards]) -> Placement:
+        """Return the placement in which dims have these shards by name, and all others have none."""
+        dims = [self._dim(d, shards.get(name, ())) for d, name in enumerate(self.lengths)]
         return Placement.of(tuple(dims))
 
     @cached_property
@@ -159,7 +160,7 @@ class EinsumShardings:
                 others = tuple([shard for shard in dim.shards if axis not in shard.axes])
                 dims.append(self._dim(d, others))
             sums = tuple([pair for pair in placement.sums if pair[0] != axis])
-            copies = tuple([copied for copied in placement.copies if copied != axis])
+            copies = without(placement.copies, (axis,))
             without_axis = Placement.of(tuple(dims), sums, copies)
             free = Axes(self.axes) - without_axis.busy
             for neighbor in self._with_role(without_axis, axis, free):
@@ -170,10 +171,7 @@ class EinsumShardings:
         """Iterate over the idle placement, then those that each operand, and the result, already has."""
         yield self.idle
         for array in self.arrays:
-            # Dims that the array lacks are unsharded.
-            shards = {dim.name: dim.shards for dim in array.normal_layout.dims}
-            dims = [self._dim(d, shards.get(name, ())) for d, name in enumerate(self.lengths)]
-            yield Placement.of(tuple(dims))
+            yield self._sharded_by({dim.name: dim.shards for dim in array.normal_layout.dims})
 
     def _extensions(self, placement: Placement, free: Axes) -> Iterator[Placement]:
         """Give each free axis a role, one after the other, in all ways that fit."""
@@ -270,10 +268,9 @@ class EinsumShardings:
         For the operand `b/zigzag(cp) d` on axes cp and tp: zigzag(cp) and tp for b, cp and tp for d.
         """
         given: dict[Shard, None] = {}  # an ordered set
-        for array in self.arrays:
-            for dim in array.normal_layout.dims:
-                if dim.name == name:
-                    given |= dict.fromkeys(dim.shards)
+        for dim in self._given_dims:
+            if dim.name == name:
+                given |= dict.fromkeys(dim.shards)
         # If an array shards this dim over an axis in another order than blocks (zigzag, cyclic), or
         # over several axes in one shard, then the axis is tried in just that way, and not in
         # contiguous blocks as well. That keeps placements few.
@@ -287,10 +284,12 @@ class EinsumShardings:
     @cached_property
     def _given_shards(self) -> set[Shards]:
         """All shards of a dim in an array: they are possible, however short the dim is."""
-        shards = set[Shards]()
-        for array in self.arrays:
-            shards.update(dim.shards for dim in array.normal_layout.dims)
-        return shards
+        return {dim.shards for dim in self._given_dims}
+
+    @cached_property
+    def _given_dims(self) -> list[Dim]:
+        """The dims of all arrays, as they are given or wanted."""
+        return [*chain.from_iterable(array.normal_layout.dims for array in self.arrays)]
 
     @cached_property
     def _all_lengths(self) -> tuple[int, ...]:
@@ -344,13 +343,12 @@ class EinsumShardings:
         for axis, operand in place.placement.sums:
             if axis in self.operands[operand].layout.tagged("mean"):
                 means.add(axis)
-        tags = [("copy", tuple(local.copies))]
-        for axis in local.sums:  # in any order: a layout sorts its tags
-            kind = "mean" if axis in means else "sum"
-            tags.append((kind, (axis,)))
+        # In any order: a layout sorts its tags.
+        tags = [("copy", local.copies), ("mean", local.sums & means), ("sum", local.sums - means)]
         array = self.arrays[place.number]
         named = zip(array.layout.names, local.dims, strict=True)
-        layout = Layout(tuple(Dim(name, dim.shards) for name, dim in named), tuple(tags))
+        dims = tuple(Dim(name, dim.shards) for name, dim in named)
+        layout = Layout(dims, tuple((kind, tuple(axes)) for kind, axes in tags))
         if place.number != RESULT:
             return ArrayMove(array.layout, layout, array.shape)
         if self.stays:
@@ -365,11 +363,10 @@ class EinsumShardings:
     def _positions(self) -> list[tuple[int, list[int]]]:
         """The number of each array, and the positions of its dims among all dims."""
         names = list(self.lengths)
-        numbers = (*range(len(self.operands)), RESULT)
         positions = []
-        for number in numbers:
-            own_names = self.arrays[number].layout.names
-            positions.append((number, [names.index(name) for name in own_names]))
+        for number in (*range(len(self.operands)), RESULT):
+            layout = self.arrays[number].layout
+            positions.append((number, [names.index(name) for name in layout.names]))
         return positions
 
     @cached_property
@@ -395,11 +392,7 @@ def operations(lengths: Iterable[int], n_operands: int, *, has_sum: bool) -> int
     A product of several operands is one for each element, and an addition to a sum is another:
     2 * m * n * k for a product of matrices.
     """
-    operations_each = 0
-    if n_operands > 1:
-        operations_each += 1
-    if has_sum:
-        operations_each += 1
+    operations_each = int(n_operands > 1) + int(has_sum)
     return operations_each * math.prod(lengths)
 
 

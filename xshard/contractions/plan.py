@@ -186,16 +186,13 @@ class ContractionPlan(Pictured):
     @property
     def _all_moves(self) -> list[Plan]:
         """The moves of the forward pass, of all parts in their order."""
-        moves: list[Plan] = []
-        for part in self.parts:
-            moves += [*part.moves, part.result]
-        return moves
+        return [*chain.from_iterable((*part.moves, part.result) for part in self.parts)]
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The mesh axes of all moves."""
+        """The mesh axes of all moves, each once."""
         axes = chain.from_iterable(move.axes for move in self._all_moves)
-        return tuple(dict.fromkeys(axes))  # each once, in order
+        return tuple(dict.fromkeys(axes))
 
     @property
     def result(self) -> Plan:
@@ -229,10 +226,8 @@ class ContractionPlan(Pictured):
     @property
     def backward_bytes_received(self) -> int:
         """Bytes that it receives for all gradients, with the operands kept where they were contracted."""
-        total = 0
-        for part in self.parts:
-            total += sum(move.bytes_received for move in part.backward_moves)
-        return total
+        moves = chain.from_iterable(part.backward_moves for part in self.parts)
+        return sum(move.bytes_received for move in moves)
 
     @property
     def cost(self) -> float:

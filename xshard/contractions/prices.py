@@ -90,6 +90,7 @@ class Prices:
         key = (src, dst, shape, scaling)  # hot: most calls find the move here
         move = self._moves.get(key)
         if move is None:
+            # The same grid as long as states have its numbers.
             grid = self._grid(shape)
             start = self._state(shape, src)
             goal = self._state(shape, dst)
@@ -118,7 +119,7 @@ class Prices:
         move.level = PRICE
 
     @cached_method
-    def _grid(self, shape: Shape) -> Grid:  # the same as long as states have its numbers
+    def _grid(self, shape: Shape) -> Grid:
         return grid(self.mesh, shape, itemsize(self.dtype), self.profile)
 
     @cached_method
@@ -205,19 +206,13 @@ def _operations(attn: Attention) -> float:
     for device in attn.devices:
         query_row = attn.query_rows(device) + attn.offset  # [queries], as a row of the keys
         # Each query sees the keys from `first` up to `stop`; None: all keys on that side.
-        first = np.zeros_like(query_row)
-        if attn.left is not None:
-            first = query_row - attn.left
-        stop = np.full_like(query_row, n_keys)
-        if attn.right is not None:
-            stop = query_row + attn.right + 1
-        keys_seen = stop.clip(max=n_keys) - first.clip(min=0)
+        first = 0 if attn.left is None else (query_row - attn.left).clip(min=0)
+        stop = n_keys if attn.right is None else (query_row + attn.right + 1).clip(max=n_keys)
+        keys_seen = np.broadcast_to(stop - first, query_row.shape)
         most_scores = max(most_scores, int(keys_seen.clip(min=0).sum()))
     # In "reduce" every device computes all queries with its part of the keys: of the scores counted
     # above, over all keys, it has one n-th.
-    n_shares = 1
-    if attn.method == REDUCE:
-        n_shares = len(attn.devices)
+    n_shares = len(attn.devices) if attn.method == REDUCE else 1
     # 2: a multiplication and an addition. The width of `attn.kv` is that of keys plus that of
     # values, and so covers both products.
     return 2.0 * batch * heads * most_scores * attn.kv.shape[WIDTH] / n_shares

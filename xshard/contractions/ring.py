@@ -114,21 +114,20 @@ class TravellingDim(NamedTuple):
 
 def rings(part: Part) -> Iterator[ContractionRing]:
     """Iterate over the rings that a part may run in: for moves of one step, between even blocks."""
-    for i, move in enumerate(part.moves):
-        gathered = _gathered_dim(part, i, move)
-        if gathered is not None:
-            yield from _rings(gathered, move)
-    scattered = _scattered_dim(part.result)
-    if scattered is not None:
-        yield from _rings(scattered, part.result)
+    travelling = [_gathered_dim(part, i) for i in range(len(part.moves))]
+    travelling.append(_scattered_dim(part.result))
+    for dim, move in zip(travelling, (*part.moves, part.result), strict=True):
+        if dim is not None:
+            yield from _rings(dim, move)
 
 
-def _gathered_dim(part: Part, i: int, move: Plan) -> TravellingDim | None:
+def _gathered_dim(part: Part, i: int) -> TravellingDim | None:
     """Return what a ring would pass on instead of an operand's all-gather; None if it cannot.
 
     It can if the move of operand `i` is one all-gather of a dim over one mesh axis, from contiguous
     blocks to copies: as in `s/tp d -> s d | copy(tp)`.
     """
+    move = part.moves[i]
     gather = _only_step(move)
     # The gathered array has to be copies, whose gradients are summed. With replicas each device
     # would have the whole gradient, and a ring does not compute that.

@@ -10,11 +10,11 @@ import heapq
 import itertools
 import math
 from bisect import insort
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter, itemgetter
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from xshard.contractions.placements import (
     MAX_PLACEMENTS,
@@ -30,6 +30,9 @@ from xshard.search.request import BOTH
 FINALISTS = 8  # candidates that are priced, the best by estimates first
 SLACK = 1.04  # how much too high an estimate may be: a finalist beyond it is not priced to the end
 WAIT = 0.02  # of the work: at every move devices wait for the last of them
+
+
+T = TypeVar("T")
 
 
 class Candidate(NamedTuple):
@@ -86,9 +89,27 @@ class Ranked(NamedTuple):
     candidate: Candidate
 
     @classmethod
-    def of(cls, candidate: Candidate, seconds: float, number: int) -> Ranked:
+    def of(cls, candidate: Candidate, number: int) -> Ranked:
         """Rank a candidate by its seconds as they are known now."""
-        return cls(seconds, candidate.flops, candidate.touched_elements, number, candidate)
+        flops = candidate.flops
+        return cls(candidate.seconds, flops, candidate.touched_elements, number, candidate)
+
+
+def by_prices(finalists: Iterable[T], rank: Callable[[T, float], tuple[float, ...]]) -> list[T]:
+    """Sort finalists by the planner's prices of their moves, which begin as estimates.
+
+    rank: prices all moves of one, but stops once its seconds are not below a limit. Returns the
+    seconds, and numbers that decide between equals. The limit is the best so far, and SLACK more,
+    for estimates may be too high.
+    """
+    ranked: list[tuple[tuple[float, ...], T]] = []
+    limit = math.inf
+    for finalist in finalists:
+        # Equal ones keep their order: the new one goes behind them.
+        insort(ranked, (rank(finalist, limit), finalist), key=itemgetter(0))
+        best_rank, _ = ranked[0]
+        limit = SLACK * best_rank[0]
+    return [finalist for _, finalist in ranked]
 
 
 @dataclass(frozen=True)
@@ -116,7 +137,8 @@ class CandidateSearch:
             placements = [p for p in placements if self.shardings.flops(p) <= flops_limit]
         candidates = self.by_estimates(placements)
         if level == PRICE:
-            candidates = self.by_prices(candidates)
+            # The finalists in the order of their prices, then the others as they come.
+            yield from by_prices(itertools.islice(candidates, FINALISTS), self._priced_rank)
         yield from candidates
 
     def by_estimates(self, placements: Iterable[Placement]) -> Iterator[Candidate]:
@@ -132,19 +154,18 @@ class CandidateSearch:
         """
         queue: list[Ranked] = []
         for number, placement in enumerate(placements):
-            candidate = self.candidate(placement)
-            seconds = candidate.seconds
-            if seconds < self.below:
-                queue.append(Ranked.of(candidate, seconds, number))
+            ranked = Ranked.of(self.candidate(placement), number)
+            if ranked.seconds < self.below:
+                queue.append(ranked)
         heapq.heapify(queue)
         while queue and queue[0].seconds < self.below:
             best = queue[0]
             candidate = best.candidate
-            seconds = candidate.seconds
-            if seconds > best.seconds:
+            ranked = Ranked.of(candidate, best.number)
+            if ranked.seconds > best.seconds:
                 # Its seconds have risen since it was sorted in: here, or with a
                 # move that it shares.
-                heapq.heapreplace(queue, Ranked.of(candidate, seconds, best.number))
+                heapq.heapreplace(queue, ranked)
                 continue
             bounds = [move for move in candidate.estimates if move.level < ESTIMATE]
             if bounds:
@@ -155,17 +176,9 @@ class CandidateSearch:
                 heapq.heappop(queue)
                 yield candidate
 
-    def by_prices(self, candidates: Iterator[Candidate]) -> Iterator[Candidate]:
-        """Iterate over the finalists in the order of their prices, then the others as they come."""
-        finalists: list[Ranked] = []
-        for number, candidate in enumerate(itertools.islice(candidates, FINALISTS)):
-            least = finalists[0].seconds if finalists else math.inf
-            # Estimates may be too high by SLACK, so a candidate that is beyond it has lost.
-            seconds = candidate.priced(self.prices, SLACK * least)
-            insort(finalists, Ranked.of(candidate, seconds, number))
-        for finalist in finalists:
-            yield finalist.candidate
-        yield from candidates
+    def _priced_rank(self, candidate: Candidate, below: float) -> tuple[float, int, int]:
+        seconds = candidate.priced(self.prices, below)
+        return seconds, candidate.flops, candidate.touched_elements
 
     def hill_climb(self) -> list[Placement]:
         """Return the placements reached from the seeds by changes of one axis, while bounds fall."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 from xshard.arguments import as_whole_number, lengths_of, short_repr
@@ -27,9 +28,8 @@ def checked_lengths(sizes: Any, shape: Any) -> tuple[Sizes | None, Shapes | None
     """
     if sizes is not None:
         if not isinstance(sizes, Mapping):
-            raise ShapeError(
-                f"sizes {short_repr(sizes)}", hint='lengths by name, as in sizes={"b": 8}'
-            )
+            hint = 'lengths by name, as in sizes={"b": 8}'
+            raise ShapeError(f"sizes {short_repr(sizes)}", hint=hint)
         items = sizes.items()
         sizes = tuple((name, _length(f"dim {name!r} in sizes", length)) for name, length in items)
     if shape is not None:
@@ -67,10 +67,6 @@ class GivenDim(NamedTuple):
     length: int
 
 
-def _number_of_names(given: GivenDim) -> int:
-    return len(given.names)
-
-
 @layout_cache(maxsize=4096)
 def shapes_of(
     call: Contraction, sizes: Sizes | None, shapes: Shapes | None
@@ -89,9 +85,13 @@ def shapes_of(
     if shapes is None:
         return call, _shapes_from_sizes(call, dict(sizes or ()))
     call = for_operands(call, shapes)
+    dims = list[GivenDim]()
+    for i, (array, shape) in enumerate(zip(call.arrays, shapes, strict=False)):
+        for dim, length in zip(array.dims, shape, strict=True):
+            dims.append(GivenDim(i, dim, names_of_dim(dim), length))
     lengths: dict[str, int] = {}
     # Dims of one name first: with the length of b known, `(b d)` gives that of d.
-    for given in sorted(_given_dims(call, shapes), key=_number_of_names):
+    for given in sorted(dims, key=lambda given: len(given.names)):
         _learn_length(given, lengths, call)
     return call, _lengths_by_name(call, lengths)
 
@@ -104,21 +104,10 @@ def _lengths_by_name(call: Contraction, lengths: Mapping[str, int]) -> Shapes:
 def _not_one_of_both(call: Contraction, *, has_sizes: bool) -> ShapeError:
     """Return the error for a contraction with sizes and shapes, or with neither."""
     what = "sizes and shapes" if has_sizes else "no shapes"
-    names: list[str] = []
-    for layout in call.operands:
-        names += layout.names
+    names = [*chain.from_iterable(layout.names for layout in call.operands)]
     example = names[0] if names else "b"
     hint = f'sizes={{"{example}": 8, ...}}, or shape=[(8, ...), ...] with one shape per operand'
     return ShapeError(what, text=call.text, hint=hint)
-
-
-def _given_dims(call: Contraction, shapes: Shapes) -> list[GivenDim]:
-    """Return all dims of the operands as the text writes them, with their lengths."""
-    dims = []
-    for i, (array, shape) in enumerate(zip(call.arrays, shapes, strict=False)):
-        for dim, length in zip(array.dims, shape, strict=True):
-            dims.append(GivenDim(i, dim, names_of_dim(dim), length))
-    return dims
 
 
 def _learn_length(given: GivenDim, lengths: dict[str, int], call: Contraction) -> None:
@@ -321,7 +310,9 @@ def named_block(
             second = names.index(name, first + 1)
             x = x.diagonal(0, first, second)
             # The diagonal comes last.
-            names = [*names[:first], *names[first + 1 : second], *names[second + 1 :], name]
+            names.remove(name)
+            names.remove(name)
+            names.append(name)
     return x
 
 

@@ -25,13 +25,14 @@ from xshard.contractions.placements import (
 from xshard.contractions.plan import ContractionPlan, Part, remaining
 from xshard.contractions.prices import ESTIMATE, Prices
 from xshard.contractions.ring import ALWAYS, NEVER, rings
-from xshard.contractions.search import SLACK, Candidate, CandidateSearch
+from xshard.contractions.search import Candidate, CandidateSearch, by_prices
 from xshard.cost.model import Profile, too_large
 from xshard.errors import PlanError
 from xshard.layout import Layout, Mesh, Sharding
 from xshard.notation.parser import Dim
 from xshard.plans.disk_cache import read_or_make
 from xshard.search.request import BOTH, FORWARD
+from xshard.search.states import common, without
 
 ALL_ORDERS = 4  # most operands for which every order of pairs is weighed: 18 orders
 RING_SHARE = 0.9  # most of its seconds in turn that a part in rounds may take: predictions err
@@ -62,10 +63,10 @@ class ContractionRequest:
         layouts = self.contraction.operands
         result = self.contraction.result
         lengths = dim_lengths(layouts, self.shapes)
+        arrays = zip(layouts, self.shapes, strict=True)
+        operands = tuple(Sharding(layout, self.mesh, shape) for layout, shape in arrays)
         result_shape = tuple(lengths[name] for name in result.names)
-        arrays = zip((*layouts, result), (*self.shapes, result_shape), strict=True)
-        *operands, wanted = [Sharding(layout, self.mesh, shape) for layout, shape in arrays]
-        return EinsumShardings(tuple(operands), wanted)
+        return EinsumShardings(operands, Sharding(result, self.mesh, result_shape))
 
 
 @layout_cache(maxsize=4096)
@@ -83,17 +84,16 @@ def _search(request: ContractionRequest) -> ContractionPlan:
     Raises PlanError, with the least memory that any plan takes, if there is none.
     """
     limit = request.memory_limit
-    least_bytes = None
+    peaks_bytes: list[int] = []
     for plan in _Solver(request).plans():
         if limit is None or plan.peak_bytes <= limit:
             return replace(plan, memory_limit=limit)
-        # The error says how much memory the user would have to allow.
-        if least_bytes is None or plan.peak_bytes < least_bytes:
-            least_bytes = plan.peak_bytes
-    if least_bytes is None:  # no plan at all: `flops_limit` ruled all of them out
+        peaks_bytes.append(plan.peak_bytes)
+    if not peaks_bytes:  # no plan at all: `flops_limit` ruled all of them out
         what = f"every way takes more than {request.flops_limit} operations"
         raise PlanError(what, hint="raise flops_limit=")
-    raise too_large(limit, least_bytes)
+    # The error says how much memory the user would have to allow.
+    raise too_large(limit, min(peaks_bytes))
 
 
 class PathStep(NamedTuple):
@@ -133,14 +133,6 @@ class ContractionPath(NamedTuple):
             others = sum(other.seconds for other in candidates if other is not candidate)
             candidate.priced(prices, below - others)
         return sum(candidate.seconds for candidate in candidates)
-
-
-class PricedPath(NamedTuple):
-    """A path as finalists are sorted; `number` decides between equals, the first one."""
-
-    seconds: float
-    number: int
-    path: ContractionPath
 
 
 class _Solver:
@@ -211,23 +203,20 @@ class _Solver:
                 if limit is None or path.flops <= limit:
                     paths.append(path)
         paths.sort(key=attrgetter("seconds"))
-        finalists: list[PricedPath] = []
-        for number, path in enumerate(paths[:WIDTH]):
-            least = finalists[0].seconds if finalists else math.inf
-            # Pricing stops once a path is clearly slower than the best one so far. Estimates of
-            # moves without a price yet may be too high by the factor SLACK.
-            seconds = path.priced(self.prices, SLACK * least)
-            insort(finalists, PricedPath(seconds, number, path))
-        return [finalist.path for finalist in finalists]
+        return by_prices(paths[:WIDTH], self._priced_rank)
+
+    def _priced_rank(self, path: ContractionPath, below: float) -> tuple[float]:
+        return (path.priced(self.prices, below),)
 
     def _paths_in(self, order: Order) -> list[ContractionPath]:
         """Return the best paths in one order: a beam search, `WIDTH` paths wide."""
         paths = [self.start]
-        for takes in order:
+        least_flops = self._least_flops(order)
+        for number, takes in enumerate(order):
+            flops_to_follow = sum(least_flops[number + 1 :])
             longer: list[ContractionPath] = []
             for path in paths:
-                limit = self._flops_left(path, order)
-                longer += self._extended(path, takes, limit)
+                longer += self._extended(path, takes, flops_to_follow)
             paths = sorted(longer, key=attrgetter("seconds"))[:WIDTH]
         return paths
 
@@ -256,15 +245,19 @@ class _Solver:
         return path
 
     def _extended(
-        self, path: ContractionPath, takes: Takes, flops_limit: int | None
+        self, path: ContractionPath, takes: Takes, flops_to_follow: int
     ) -> list[ContractionPath]:
         """Return the path with one more pair contracted, in each of the best ways to shard the pair.
 
         If no pair follows, the seconds of the result are added to `self.best`, so that later calls
         can leave out what takes longer.
 
-        takes: the indices of the pair among the operands that are left.
+        takes: the indices of the pair among the operands that are left. flops_to_follow: what the
+        pairs after it take at least, which is left for them.
         """
+        flops_limit = self.request.flops_limit
+        if flops_limit is not None:
+            flops_limit -= path.flops + flops_to_follow
         below = math.inf
         # Only the `WIDTH` fastest complete paths are priced in the end: what is slower than all of
         # `WIDTH` known ones is not looked at.
@@ -282,14 +275,6 @@ class _Solver:
         complete = path.with_step(takes, best_end)
         insort(self.best, complete.seconds)
         return [complete]
-
-    def _flops_left(self, path: ContractionPath, order: Order) -> int | None:
-        """Return the operations that the next pair may take, so that all that follow can be done."""
-        limit = self.request.flops_limit
-        if limit is None:
-            return None
-        next_pair = len(path.steps)
-        return limit - path.flops - sum(self._least_flops(order)[next_pair + 1 :])
 
     def _least_flops(self, order: Order) -> list[int]:
         """Return a lower bound of the operations on each device, for each pair of an order.
@@ -322,19 +307,18 @@ class _Solver:
         takes: the indices of the pair among the operands left.
         """
         operands = tuple(path.remaining[i] for i in takes)
-        dim_shardings = self.shardings.dim_shardings
         others = remaining(path.remaining, takes)
+        pair = replace(self.shardings, operands=operands)
         if not others:
-            return EinsumShardings(operands, self.shardings.result, dim_shardings)
-        needed_names = set[str]()
-        for other in (*others, self.shardings.result):
-            needed_names.update(other.layout.names)
-        lengths = dim_lengths([x.layout for x in operands], [x.shape for x in operands])
-        dims = {name: length for name, length in lengths.items() if name in needed_names}
+            return pair
+        needed_names = set[str]().union(
+            *[array.layout.names for array in (*others, self.shardings.result)]
+        )
+        dims = {name: length for name, length in pair.lengths.items() if name in needed_names}
         # Unsharded and without tags: it is not moved, so that its layout does not matter.
         layout = Layout(tuple(map(Dim, dims)))
         result = Sharding(layout, self.request.mesh, tuple(dims.values()))
-        return EinsumShardings(operands, result, dim_shardings, stays=True)
+        return replace(pair, result=result, stays=True)
 
     def _plan(self, path: ContractionPath) -> ContractionPlan:
         """Return the plan of a path, not checked against the memory limit."""
@@ -393,7 +377,7 @@ def restrict_to_pair(
     sharding_axes = Axes().union(*[dim.axes for dim in dims])
     # Axes that shard no dim of the pair, but do something in the whole contraction: they hold
     # partial sums or copies here. In mesh order, so that results do not depend on a set's order.
-    others = [axis for axis in shardings.axes if axis in placement.busy - sharding_axes]
+    others = common(shardings.axes, placement.busy - sharding_axes)
     operand_of_sum: dict[str, int] = {}  # by axis, the index in the pair
     for i, (number, operand) in enumerate(zip(numbers, pair.operands, strict=True)):
         for axis in operand.layout.tagged("sum", "mean"):
@@ -401,7 +385,7 @@ def restrict_to_pair(
             is_kept = number == RESULT or (axis, number) in placement.sums
             if axis in others and is_kept:
                 operand_of_sum[axis] = i
-    copies = tuple(axis for axis in others if axis not in operand_of_sum)
+    copies = without(others, operand_of_sum)
     return Placement.of(dims, tuple(operand_of_sum.items()), copies)
 
 
@@ -411,9 +395,7 @@ def _orders(shardings: EinsumShardings) -> Iterator[Order]:
     if n_operands > ALL_ORDERS:
         yield _greedy_order(shardings)
         return
-    pairs = []
-    for n_left in range(n_operands, 1, -1):
-        pairs.append(list(itertools.combinations(range(n_left), 2)))
+    pairs = [itertools.combinations(range(n_left), 2) for n_left in range(n_operands, 1, -1)]
     yield from itertools.product(*pairs)
 
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import NamedTuple
 
 from xshard.contractions.expression import contraction
@@ -25,6 +26,7 @@ from xshard.layout import Layout, Mesh
 from xshard.layout.layout import check_axes
 from xshard.layout.mesh import check_mesh
 from xshard.notation.parser import Dim, text_spans
+from xshard.steps.base import with_tag, without_tags
 
 CUT = "cut"  # what an axis does that shards a dim; other roles are the kinds of tags
 
@@ -75,12 +77,9 @@ def local_type(operands: Sequence[Layout], names: Sequence[str], text: str) -> L
     PlanError if blocks do not fit together, as `b s` and `s/tp f` do not.
     """
     dims = _common_dims(operands, text)
-    # In the order in which the text names them, so that errors are about the first.
-    axes: dict[str, None] = {}
-    for layout in operands:
-        axes |= dict.fromkeys(layout.axes)
     tags: list[tuple[str, tuple[str, ...]]] = []
-    for axis in axes:
+    # In the order in which the text names them, so that errors are about the first.
+    for axis in dict.fromkeys(chain.from_iterable(layout.axes for layout in operands)):
         role = _axis_role(axis, operands, dims, names)
         if role.misfits:
             what = f"mesh axis {axis!r} {role.reason}"
@@ -174,12 +173,12 @@ def _illegal(
     for dim in layout.dims:
         shards = tuple(shard for shard in dim.shards if set(shard.axes).isdisjoint(moved_axes))
         dims.append(replace(dim, shards=shards))
-    tags = []
-    for kind, axes in layout.tags:
-        tags.append((kind, tuple(axis for axis in axes if axis not in moved_axes)))
+    copies: tuple[str, ...] = ()
     if isinstance(wanted, Dim):
         dims[layout.names.index(wanted.name)] = wanted
     else:
-        tags.append(("copy", moved_axes))
-    hint = f"move it first: {layout} -> {Layout(tuple(dims), tuple(tags))}"
+        copies = moved_axes
+    moved = replace(without_tags(layout, moved_axes), dims=tuple(dims))
+    moved = with_tag(moved, "copy", copies)
+    hint = f"move it first: {layout} -> {moved}"
     return PlanError(what, text=text, span=text_spans(text).layouts[index], hint=hint)

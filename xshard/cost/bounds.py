@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import chain
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -15,7 +16,6 @@ from xshard.layout.pieces import concatenate_tables, cut_at_edges, distinct_rows
 from xshard.layout.providers import distinct_held_rows, wanted_rows
 from xshard.layout.runs import (
     Rows,
-    Run,
     Runs,
     as_runs,
     common_segments,
@@ -54,7 +54,7 @@ def received_elements(src: Sharding, dst: Sharding) -> int:
     """
     mesh = dst.mesh
     if ended_axes(src.layout, dst.layout):
-        return _mean_rounded_up(total_elements(src, dst), mesh.n_devices)
+        return mean_rounded_up(total_elements(src, dst), mesh.n_devices)
     if src.layout.has_overlap or dst.layout.has_overlap:
         return _received_with_overlaps(src, dst)
     begun = begun_axes(src.layout, dst.layout)
@@ -63,10 +63,10 @@ def received_elements(src: Sharding, dst: Sharding) -> int:
     # `_lacking_elements` has a dim for each mesh axis. Add up the devices that hold
     # addends of one sum.
     total = _lacking_elements(src, dst).sum(axis=tuple(mesh.position(axis) for axis in begun))
-    return _mean_rounded_up(int(total.max()), mesh.size(*begun))
+    return mean_rounded_up(int(total.max()), mesh.size(*begun))
 
 
-def _mean_rounded_up(elements: int, n: int) -> int:
+def mean_rounded_up(elements: int, n: int) -> int:
     """Divide among n devices, rounded up: the busiest has at least the mean."""
     return -(-elements // n)
 
@@ -90,21 +90,26 @@ def total_elements(src: Sharding, dst: Sharding) -> int:
     if not ended:
         return int(_lacking_elements(src, dst).sum())
     begun = begun_axes(src.layout, dst.layout)
-    sums = dst.layout.tagged("sum", "max", "min")
-    # How many devices own each element of the result.
-    copies = mesh.n_devices // mesh.size(*dst.layout.sharding_axes, *sums)
     # With halos of negative width, some elements of the array may be in no block.
     if src.layout.has_overlap or dst.layout.has_overlap:
         elements = _reached_elements(src, dst)
     else:
         elements = math.prod(dst.shape)
-    messages = reduction_messages(elements, mesh.size(*ended), copies)
+    messages = reduction_messages(elements, mesh.size(*ended), _n_owners(dst))
     # `_met_elements`: those of which an owner holds an addend. If a value also becomes partial sums
     # along other axes, any device may hold the addend, and nothing more is certain.
     if not begun:
         messages += max(0, elements - _met_elements(src, dst))
+    sums = dst.layout.tagged(*REDUCERS)
     staying = [axis for axis in sums if axis not in begun]  # partial sums before and after
     return messages * mesh.size(*staying)
+
+
+def _n_owners(sharding: Sharding) -> int:
+    """Count the devices that have each element, or each addend of it."""
+    mesh = sharding.mesh
+    busy = (*sharding.layout.sharding_axes, *sharding.layout.tagged(*REDUCERS))
+    return mesh.n_devices // mesh.size(*busy)
 
 
 def reduction_messages(elements: Count, addends: Count, copies: Count) -> Count:
@@ -114,21 +119,6 @@ def reduction_messages(elements: Count, addends: Count, copies: Count) -> Count:
     of numbers give an array.
     """
     return elements * (addends + copies - 2)
-
-
-def least_received(
-    elements: int, n_devices: int, addends: int, copies: int, staying_sums: int = 1
-) -> int:
-    """Return the mean number of elements that a device receives in a reduction: a lower bound.
-
-    100 elements on 4 devices, 4 addends to 1 copy each (a reduce-scatter): 300 / 4 = 75.
-
-    elements: of the whole array. addends: how many devices hold an addend of an element. copies:
-    how many devices get the sum. staying_sums: how many such reductions run side by side, if
-    partial sums along other mesh axes stay unreduced.
-    """
-    # Hot: in searches, called for each pair of states.
-    return -(-reduction_messages(elements, addends, copies) * staying_sums // n_devices)
 
 
 def _lacking_elements(src: Sharding, dst: Sharding) -> NDArray[np.int64]:
@@ -171,10 +161,8 @@ def _reached_elements(src: Sharding, dst: Sharding) -> int:
 
 def _all_held(sharding: Sharding, d: int) -> Runs:
     """Return the rows of a dim that some device holds, each once."""
-    runs: list[Run] = []
-    for held in sharding.held_by_position(d):
-        runs += held
-    [rows] = distinct_rows([tuple(runs)])
+    runs = tuple(chain.from_iterable(sharding.held_by_position(d)))
+    [rows] = distinct_rows([runs])
     return rows
 
 
@@ -257,12 +245,11 @@ def _met_elements(src: Sharding, dst: Sharding) -> int:
     """Return the elements that some device holds on both sides; all if that has no closed form."""
     src_cuts = link_cuts(src, ())
     dst_cuts = link_cuts(dst, ())
-    met = None
     if src_cuts is not None and dst_cuts is not None:
         met = met_elements(src.shape, src_cuts, dst_cuts)
-    if met is None:  # too many: the bound that follows is lower, and still right
-        return math.prod(src.shape)
-    return met
+        if met is not None:
+            return met
+    return math.prod(src.shape)  # too many: the bound that follows is lower, and still right
 
 
 def shared_elements(source: Sharding, target: Sharding) -> NDArray[np.int64]:
@@ -317,17 +304,16 @@ def received_elements_between(
         # Partial sums on both sides: an addend may stay where it is, as one of the new sum.
         return 0
     lacking = lacking_elements(source, target, src_devices, dst_devices)
-    fewest = _mean_rounded_up(int(lacking.max()), target.mesh.size(*sums))
+    fewest = mean_rounded_up(int(lacking.max()), target.mesh.size(*sums))
     if addends == 1:
         return fewest
-    copies = target.mesh.n_devices // target.mesh.size(*target.layout.sharding_axes, *sums)
     elements = math.prod(source.shape)
-    messages = reduction_messages(elements, addends, copies)
+    messages = reduction_messages(elements, addends, _n_owners(target))
     # No device of the target holds an addend, so that each element is received once more.
     if are_disjoint:
         messages += elements
     n_devices = len({*src_devices, *dst_devices})
-    return max(fewest, _mean_rounded_up(messages, n_devices))
+    return max(fewest, mean_rounded_up(messages, n_devices))
 
 
 @layout_cache(maxsize=4096)

@@ -31,21 +31,21 @@ VARIABLE = "XSHARD_PROFILE"
 
 # A part of the name of a kind of device -> its profile. The first match counts: GB200 comes before B200.
 # "gloo" and "host" are CPUs, with processes of torch and with devices of JAX.
-KINDS = (
-    ("GB200", "gb200"),
-    ("B200", "b200"),
-    ("H200", "h200"),
-    ("H100", "h100"),
-    ("A100", "a100"),
-    ("MI300X", "mi300x"),
-    ("TPU v5 lite", "tpu_v5e"),
-    ("TPU v5e", "tpu_v5e"),
-    ("TPU v5", "tpu_v5p"),
-    ("TPU v6 lite", "tpu_v6e"),
-    ("TPU v6e", "tpu_v6e"),
-    ("gloo", "gloo"),
-    ("host", "host"),
-)
+KINDS = {
+    "GB200": "gb200",
+    "B200": "b200",
+    "H200": "h200",
+    "H100": "h100",
+    "A100": "a100",
+    "MI300X": "mi300x",
+    "TPU v5 lite": "tpu_v5e",
+    "TPU v5e": "tpu_v5e",
+    "TPU v5": "tpu_v5p",
+    "TPU v6 lite": "tpu_v6e",
+    "TPU v6e": "tpu_v6e",
+    "gloo": "gloo",
+    "host": "host",
+}
 
 # Variables with the number of processes on a node, by launcher.
 LAUNCHERS = (
@@ -136,9 +136,7 @@ def _with_nodes_of(base: str, nodes: str) -> Profile:
     name = f"{base}:{nodes}"
     machine = _load(base, 0)
     if machine.across is None or not parse_number(nodes):
-        has = "one node"
-        if machine.node_devices:
-            has = f"nodes of {machine.node_devices}"
+        has = f"nodes of {machine.node_devices}" if machine.node_devices else "one node"
         hint = f"'h100:4' has nodes of 4; {base} has {has}"
         raise ProfileError(f"no profile {name!r}", hint=hint)
     return replace(machine, name=name, node_devices=int(nodes))
@@ -310,7 +308,7 @@ def machine_of(kind: str, node_devices: int | None) -> Profile:
 
 def _profile_name(kind: str) -> str | None:
     """Return the name of the profile for a kind of devices, or None."""
-    for part, name in KINDS:
+    for part, name in KINDS.items():
         if part.lower() in kind.lower():
             return name
     return None

@@ -183,17 +183,17 @@ class Profile:
         size = mesh.size(axis)
         origin = mesh.origin(axis)  # the axis that this one is a part of, or itself
         further_in = mesh.axes[mesh.position(axis) + 1 :]
-        positions_of_origin = dict(self.inside).get(origin)
-        if positions_of_origin is not None:
+        together = dict(self.inside).get(origin)
+        if together is not None:
             # The profile says it of the original axis. One step along a sub-axis of that passes
             # over all of its sub-axes that are further in.
             further_in = tuple(a for a in further_in if mesh.origin(a) == origin)
-            return _together(positions_of_origin, math.prod(mesh.sizes_of(further_in)), size)
-        if self.across is None or self.node_devices is None or origin in dict(self.axes):
-            return size  # no nodes, or one link for the whole axis: as if in one node
-        if mesh.n_devices <= self.node_devices:
-            return size
-        return _together(self.node_devices, math.prod(mesh.sizes_of(further_in)), size)
+        else:
+            together = self.node_devices
+            is_one_link = self.across is None or origin in dict(self.axes)
+            if is_one_link or together is None or mesh.n_devices <= together:
+                return size  # no nodes, or one link for the whole axis: as if in one node
+        return _together(together, math.prod(mesh.sizes_of(further_in)), size)
 
     def splits_groups(self, mesh: Mesh) -> bool:
         """Return whether nodes end within groups of devices, so that axes do not show which are near."""
@@ -324,12 +324,12 @@ class Fabric:
             total += profile.rings.get(kind, 0.0) * traffic.ring_rounds
         for hop in traffic.hops:  # a hop: all messages over one level of links
             link = self.link(hop)
-            way = 1.0
+            n_links = 1.0
             # On a ring, a message between any two devices passes over several links: on average a
             # quarter of the ring, as it takes the shorter way round.
             if link.topology == "ring" and kind in DIRECT:
-                way = max(1.0, self.mesh.size(hop.axis) / 4)
-            total += link.seconds(hop, itemsize, way)
+                n_links = max(1.0, self.mesh.size(hop.axis) / 4)
+            total += link.seconds(hop, itemsize, n_links)
         return total
 
     def link(self, hop: Hop) -> Link:

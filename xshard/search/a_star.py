@@ -4,8 +4,8 @@ On a mesh dp=2, cp=4 the plan of "b s/cp c" -> "b s c/cp" is a path from the sta
 ((), (1,), ()) to the state with the cuts ((), (), (1,)): axis cp, number 1, leaves dim 1 for dim 2.
 Three of the paths, as (kind, data, cuts afterwards); see `State` and `Move`:
 
-    ("all_to_all", (1, 1, 2, (1,)), ((), (), (1,)))        one message of a quarter to each other
-    ("all_gather", (1, 1), ((), (), ()))                   all of the array to every device,
+    ("all_to_all", (1, (1,), 2, (1,)), ((), (), (1,)))     one message of a quarter to each other
+    ("all_gather", (1, (1,)), ((), (), ()))                all of the array to every device,
     ("slice", ((), (), (1,)), ((), (), (1,)))              which then keeps a quarter
     ("exchange", (), ((), (), (1,)))                       the general step, which costs no less
 
@@ -58,11 +58,7 @@ class Path(NamedTuple):
     def rank(self, seconds: float = 0.0, plainness: int = 0) -> Rank:
         """Return the rank of the path, with a bound for the seconds and moves that still follow."""
         total = round(self.seconds + seconds, DIGITS)
-        held = (
-            self.held_elements
-            if self.held_elements > self.held_elements_floor
-            else self.held_elements_floor
-        )
+        held = max(self.held_elements, self.held_elements_floor)
         return Rank(total, held, self.plainness + plainness)
 
 
@@ -104,10 +100,10 @@ class Search:
 
     def _search(self) -> Path | None:
         """Find the cheapest path; None if none fits."""
-        if self.successors.complete:
-            return self._explored(None, nearest=False)
-        # A path that comes nearer to the goal with every step is found soon, and bounds the others.
-        best = self._explored(None, nearest=True)
+        best = None
+        if not self.successors.complete:
+            # A path that comes nearer to the goal with every step is found soon, and bounds others.
+            best = self._explored(None, nearest=True)
         return self._explored(best, nearest=False)
 
     def _explored(self, best: Path | None, *, nearest: bool) -> Path | None:
@@ -145,33 +141,6 @@ class Search:
     def exceeds_limit(self, elements: int) -> bool:
         """Check whether a device may not hold so many elements."""
         return self.memory_limit is not None and elements * self.grid.itemsize > self.memory_limit
-
-    def moves_from(
-        self, state: State, path: Path, best: Path | None, nearest: bool
-    ) -> Iterator[Move]:
-        """Yield the steps that a search tries next, after the layout `state` is reached by `path`.
-
-        An exchange is a general step: each device takes from any others what it lacks. The exchange
-        straight to the goal comes first, since its price bounds all that follow. Then come the
-        collectives, then exchanges to other layouts. These last are many: they come only if they
-        may lead to a path that is cheaper than `best` (None: no path is known yet), and never if
-        `nearest`, where the search only wants some path soon.
-        """
-        if self.exchanges:
-            yield Move("exchange", (), self.route.goal)
-        yield from self.successors.collectives(state)
-        if nearest or not self.exchanges:
-            return
-        # After an exchange to another layout at least one more step must communicate: were all that
-        # follow local, the exchange straight to the goal would have included them. So the path
-        # takes at least one launch and one message, and the bound for what remains. That bound is
-        # left out if a sum begins, since it may begin locally after the exchange.
-        launch_s = self.grid.profile.launch("exchange")
-        least = path.seconds + launch_s + self.grid.fabric.least_latency_s
-        if not set(self.route.goal.sums) - set(state.sums):
-            least += self.remaining(state)
-        if best is None or least < best.seconds:
-            yield from self.successors.exchanges(state)
 
     def least_seconds_of(self, state: State, move: Move) -> float:
         """Bound the seconds of a move from below, without its traffic."""
@@ -300,16 +269,43 @@ class Exploration:
             self.settled.add(state)
             if len(self.settled) > MAX_SETTLED and self._may_stop():
                 return
-            if self.nearest:
-                # `best` may have become better since this state was queued.
-                seconds = path.seconds + search.remaining(state)
-                if round(seconds, DIGITS) > self.best_rank.seconds:
-                    continue
+            # `best` may have become better since this state was queued. Where the order is a bound,
+            # that was looked at above.
+            if self.nearest and self._is_too_late(path.seconds, state):
+                continue
             # Hot: most moves lead to states that are settled. A state is skipped if its blocks are
             # larger than `largest`, that of the two ends: no path is worth them.
-            for move in search.moves_from(state, path, self.best, self.nearest):
+            for move in self._moves_from(state, path):
                 if move.after not in self.settled and block(move.after) <= self.largest:
                     self._try(path, state, move)
+
+    def _moves_from(self, state: State, path: Path) -> Iterator[Move]:
+        """Yield the steps to try next, after the layout `state` is reached by `path`.
+
+        An exchange is a general step: each device takes from any others what it lacks. The exchange
+        straight to the goal comes first, since its price bounds all that follow. Then come the
+        collectives, then exchanges to other layouts. These last are many: they come only if they
+        may lead to a path that is cheaper than the best so far, and never if `nearest`, where the
+        search only wants some path soon.
+        """
+        search = self.search
+        goal = search.route.goal
+        best = self.best  # when the state is settled: the moves that follow may find a better one
+        if search.exchanges:
+            yield Move("exchange", (), goal)
+        yield from search.successors.collectives(state)
+        if self.nearest or not search.exchanges:
+            return
+        # After an exchange to another layout at least one more step must communicate: were all that
+        # follow local, the exchange straight to the goal would have included them. So the path
+        # takes at least one launch and one message, and the bound for what remains. That bound is
+        # left out if a sum begins, since it may begin locally after the exchange.
+        launch_s = search.grid.profile.launch("exchange")
+        least = path.seconds + launch_s + search.grid.fabric.least_latency_s
+        if not search.grid.ended(goal, state):
+            least += search.remaining(state)
+        if best is None or least < best.seconds:
+            yield from search.successors.exchanges(state)
 
     def _may_stop(self) -> bool:
         """Check that a directed space has been searched enough: for a path, or to improve one."""
@@ -353,6 +349,4 @@ class Exploration:
 
     def _is_too_late(self, seconds: float, state: State) -> bool:
         """Check that a path that is at a state after so many seconds is slower than the best."""
-        if self.best is None:
-            return False
         return round(seconds + self.search.remaining(state), DIGITS) > self.best_rank.seconds

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from xshard.search.grid import Grid
 from xshard.search.moves import Move, move_cost
-from xshard.search.states import Cut, State, starts_with
+from xshard.search.states import Cut, State, common, starts_with, without
 from xshard.steps import Traffic
 
 
@@ -42,7 +42,7 @@ def estimate(grid: Grid, state: State, goal: State) -> float:
     if spare:
         least = min(least, _collectives_in_turn(grid, state, goal, spare))
     # An exchange that begins a sum is not tried: its traffic would have to be counted per device.
-    if not set(goal.sums) - set(state.sums):
+    if not grid.ended(goal, state):
         for reduced in _reduced_first(grid, state, goal):
             least = _with_exchange(grid, reduced, goal, least)
     if state.sums == goal.sums and grid.lengths(state) == grid.lengths(goal):
@@ -91,11 +91,11 @@ def _before_gathers(grid: Grid, state: State, goal: State) -> Iterator[Leg]:
     then "b/1 c". The first dim that the axes divide evenly is sharded.
     """
     free = grid.replica_axes(goal)
-    sharding_at_start = tuple(a for a in free if a in grid.roles(state))
+    sharding_at_start = common(free, grid.roles(state))
     for axes in filter(None, dict.fromkeys((free, sharding_at_start))):  # once if both are the same
         d = _first_even_dim(grid, range(len(goal.cuts)), goal, axes)
         if d is not None:
-            sharded = goal.with_cut(d, goal.cuts[d] + axes)
+            sharded = goal.with_inner(d, axes)
             in_place = d == 0  # pieces of dim 0 lie one after the other in the result
             block = grid.block(sharded)
             yield Leg(sharded, grid.collective_seconds("all_gather", block, axes, in_place))
@@ -125,11 +125,10 @@ def _reduced_first(grid: Grid, state: State, goal: State) -> Iterator[Leg]:
     dims = list(range(len(state.cuts)))  # in the order of trying
     role = grid.roles(goal).get(ended[0])
     if role is not None:
-        dims.remove(role.dim)
         dims.insert(0, role.dim)
     d = _first_even_dim(grid, dims, state, ended)
     if d is not None:
-        after = state.without_sums(ended).with_cut(d, state.cuts[d] + ended)
+        after = state.without_sums(ended).with_inner(d, ended)
         move = Move("reduce_scatter", (d, ended), after)
         yield Leg(after, move_cost(grid, move, state).seconds)
 
@@ -232,7 +231,7 @@ def _reduction(grid: Grid, block: int, ended: Cut, goal: State, *, has_gather: b
     # Pieces of dim 0 lie one after the other: they need no packing. An axis that shards no dim at
     # the goal may scatter dim 0.
     seconds = grid.collective_seconds("reduce_scatter", block, ended, not any(dims))
-    scattered = tuple(a for a in ended if a not in new_roles)
+    scattered = without(ended, new_roles)
     return Reduction(seconds, max(1, block // grid.count_parts(ended)), scattered)
 
 
@@ -282,5 +281,5 @@ def _can_match_by_slices(grid: Grid, state: State, goal: State, slices: int, gat
     """
     parts = [grid.count_parts(cut) for cut in state.cuts]
     goal_parts = [grid.count_parts(cut) for cut in goal.cuts]
-    common = math.prod(map(math.lcm, parts, goal_parts))
-    return common <= math.prod(parts) * slices and common <= math.prod(goal_parts) * gathers
+    multiple = math.prod(map(math.lcm, parts, goal_parts))
+    return multiple <= math.prod(parts) * slices and multiple <= math.prod(goal_parts) * gathers

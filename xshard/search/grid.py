@@ -12,11 +12,11 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from xshard.caches import layout_cache
-from xshard.cost.bounds import least_received
+from xshard.cost.bounds import mean_rounded_up, reduction_messages
 from xshard.cost.model import Profile
 from xshard.layout import Mesh
 from xshard.search.links import LinkedStates
-from xshard.search.states import Cut, State, cached_method
+from xshard.search.states import Cut, State, cached_method, common, shared
 from xshard.steps.exchange.even_traffic import node_lack
 
 # Shards that a grid numbers, before a new one takes its place: documents have other lengths at
@@ -97,9 +97,9 @@ class Grid(LinkedStates):
         # On how many devices each element of the result has to be.
         n_copies = self._span_product(self.replica_axes(goal), level)
         # Partial sums along other axes may stay: each addend of these is an array to be reduced.
-        n_kept = self.count_parts([a for a in goal.sums if a in state.sums])
-        n_elements = math.prod(self.shape)
-        return least_received(n_elements, self.mesh.n_devices, n_addends, n_copies, n_kept)
+        n_kept = self.count_parts(common(goal.sums, state.sums))
+        messages = reduction_messages(math.prod(self.shape), n_addends, n_copies) * n_kept
+        return mean_rounded_up(messages, self.mesh.n_devices)
 
     def _span_product(self, axes: tuple[int, ...], level: int | None) -> int:
         """Count the devices along some axes, or those of their links of one level."""
@@ -165,9 +165,7 @@ class Grid(LinkedStates):
         for span in self.group(self.ended(state, goal)):
             turns = min(span.size - 1, 2 * (span.size - 1).bit_length())
             waits_s += turns * links[span.level].latency_s
-        crossing = 0
-        if self.nodes is None:
-            crossing = self._least_reduced(state, goal, level=0)
+        crossing = 0 if self.nodes else self._least_reduced(state, goal, level=0)
         far_s = crossing / links[0].bytes_per_s  # if elements had one byte
         near_s = 0.0
         if not self._has_ports:
@@ -227,11 +225,10 @@ class Grid(LinkedStates):
         sum over 2 devices -> 2 * 4 * 3 elements.
         """
         ended = self.ended(state, after)
-        begins = set(after.sums) - set(state.sums)
         is_regular = self.is_regular(after)
         # If the goal holds partial sums that the start does not, one device has the values, and the
         # others have zeros. Some devices then receive nothing, so 0 is the only bound.
-        n_addends = 0 if begins else self.count_parts(ended)
+        n_addends = 0 if self.ended(after, state) else self.count_parts(ended)
         demands = [ExchangeDemand(n_addends, n_addends, 1, 1, self._parts_near(ended))]
         for d, (cut, cut_after) in enumerate(zip(state.cuts, after.cuts, strict=True)):
             demands.append(self._dim_demand(d, cut, cut_after, is_regular))
@@ -257,32 +254,22 @@ class Grid(LinkedStates):
         # A node holds at most as many different blocks as it has devices along the axes of the dim.
         in_node = min(rows, rows_before * self._parts_near(self.axes_in(cut)))
         already_local = max_per_sender
-        if is_regular and self.is_plain(cut):
-            changed = _first_difference(cut, cut_after)
-            if changed is not None:
-                # The device that is last along the old shard and first along the new one has no
-                # common rows before and after: in "n/x" -> "n/y" with 8 rows on x=2, y=2 device
-                # (1, 0) has rows 4 to 7 and wants 0 to 3.
-                already_local = 0
-                if self._spans[changed][0].level == 0:  # the old shard is over nodes
-                    in_node = 0
+        n_shared = len(shared(cut, cut_after))
+        has_other_shard = n_shared < min(len(cut), len(cut_after))  # outermost, in place of one
+        if is_regular and self.is_plain(cut) and has_other_shard:
+            # The device that is last along the old shard and first along the new one has no common
+            # rows before and after: in "n/x" -> "n/y" with 8 rows on x=2, y=2 device (1, 0) has
+            # rows 4 to 7 and wants 0 to 3.
+            already_local = 0
+            outermost_span = self._spans[cut[n_shared]][0]
+            if outermost_span.level == 0:  # the old shard is over nodes
+                in_node = 0
         return ExchangeDemand(rows, min_senders, max_per_sender, already_local, in_node)
 
     @cached_method
     def _parts_near(self, axes: tuple[int, ...]) -> int:
         """Count the devices along some axes that all but the slowest links connect."""
         return math.prod([span.size for span in self.group(axes) if span.level])
-
-
-def _first_difference(cut: Cut, other: Cut) -> int | None:
-    """Return the outermost shard of `cut` in place of which `other` has another one.
-
-    (0, 2, 1) and (0, 1) -> 2; None if one cut only goes on where the other ends.
-    """
-    for shard, other_shard in zip(cut, other, strict=False):
-        if shard != other_shard:
-            return shard
-    return None
 
 
 def grid(mesh: Mesh, shape: tuple[int, ...], itemsize: int, profile: Profile) -> Grid:

@@ -7,9 +7,10 @@ first, then tables by dim. Only a few kinds of shards are counted message by mes
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 
 import numpy as np
 
@@ -17,7 +18,7 @@ from xshard.cost.model import Fabric, Profile
 from xshard.layout import Layout
 from xshard.layout.layout import factored
 from xshard.notation.parser import Dim
-from xshard.search.states import Cut, State, States, cached_method
+from xshard.search.states import Cut, State, States, cached_method, common, without
 from xshard.steps import Traffic
 from xshard.steps.all_gather import gather_traffic
 from xshard.steps.all_reduce import all_reduce_traffic
@@ -36,7 +37,7 @@ from xshard.steps.exchange.traffic import (
 )
 from xshard.steps.permute import permute_traffic
 from xshard.steps.reduce_scatter import reduce_scatter_traffic
-from xshard.steps.traffic import LinkSpan, LinkSpans
+from xshard.steps.traffic import LinkSpans
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,7 +75,7 @@ class LinkedStates(States):
         """Rank the links along an axis, the slowest first; 0 is the slowest link of the mesh."""
         return tuple(span.level for span in self.group((axis,)))
 
-    def spare(self, state: State, goal: State, changing: Iterable[int]) -> list[int]:
+    def spare(self, state: State, goal: State, changing: Iterable[int]) -> Sequence[int]:
         """List the mesh axes whose replicas can divide the work of a redistribution among them.
 
         Along such an axis devices hold equal blocks before and after. Each may move a share of its
@@ -84,8 +85,7 @@ class LinkedStates(States):
         # Levels number the links by speed, 0 for the slowest, which is also taken if no axis
         # changes.
         slowest = min([min(self.levels(a)) for a in changing], default=0)
-        free_at_goal = self.replica_axes(goal)
-        spare = [a for a in self.replica_axes(state) if a in free_at_goal]
+        spare = common(self.replica_axes(state), self.replica_axes(goal))
         if self.ended(state, goal):
             return spare
         return [a for a in spare if max(self.levels(a)) > slowest]
@@ -140,9 +140,8 @@ class LinkedStates(States):
         # Tables by dim know of no new sums, and hold 64-bit integers. All devices together take at
         # most the whole array for each pair of a device and an addend, of which there are at most
         # as many as devices.
-        begins = set(after.sums) - set(state.sums)
         most_elements = math.prod(self.shape) * self.mesh.n_devices**2
-        if begins or most_elements >= MOST_COUNTED:
+        if self.ended(after, state) or most_elements >= MOST_COUNTED:
             spans = self.fabric.spans
             return counted_traffic(self.sharding(state), self.sharding(after), spans)
         return self._counted(state, after)
@@ -161,7 +160,7 @@ class LinkedStates(States):
         """
         if not (self.is_regular(state) and self.is_regular(after)):
             return None
-        if set(after.sums) - set(state.sums):
+        if self.ended(after, state):
             return None
         addends = self._outermost_first(self.ended(state, after))
         return digit_traffic(self.shape, self.link_cuts(state), self.link_cuts(after), addends)
@@ -173,10 +172,7 @@ class LinkedStates(States):
     @cached_method
     def _outermost_first(self, axes: tuple[int, ...]) -> LinkSpans:
         """Return the spans of some axes, axis by axis, each from the outermost to the innermost."""
-        spans: list[LinkSpan] = []
-        for axis in axes:
-            spans += self._spans[axis]
-        return tuple(spans)
+        return tuple(chain.from_iterable(self._spans[axis] for axis in axes))
 
     def _counted(self, state: State, after: State) -> Traffic:
         """Count the traffic of an exchange as a product of cached tables, one table for each dim.
@@ -195,13 +191,13 @@ class LinkedStates(States):
             `agree` are these axes: () counts all senders, the axis of nodes only those in its node.
             """
             # From each addend of a sum, so many times what the tables count.
-            n_addends = mesh.size(*[axis for axis in ended if axis not in agree])
+            n_addends = mesh.size(*without(ended, agree))
             received = np.full(
                 (2, *[1] * len(mesh.axes)), n_addends
             )  # [elements or senders, *mesh]
             for d, (cut, cut_after) in enumerate(zip(state.cuts, after.cuts, strict=True)):
                 axes = self._dim_end(d, cut).dim.axes
-                agreeing = tuple([axis for axis in axes if axis in agree])
+                agreeing = common(axes, agree)
                 received = received * self._received_of_dim(d, cut, cut_after, agreeing)
             return Received(received[0], received[1])
 
@@ -209,10 +205,8 @@ class LinkedStates(States):
 
     def _sub_axes(self, axes: Iterable[int]) -> list[str]:
         """List the sub-axes of some axes, on the mesh that has the spans of links as axes."""
-        sub_axes: list[str] = []
-        for axis in self.names(axes):
-            sub_axes += self._span_axes.factors[axis]
-        return sub_axes
+        factors = self._span_axes.factors
+        return [*chain.from_iterable(factors[axis] for axis in self.names(axes))]
 
     @cached_method
     def _received_of_dim(

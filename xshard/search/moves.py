@@ -6,7 +6,7 @@ only those of the cheapest path become steps.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -23,13 +23,13 @@ from xshard.steps.base import DimCut
 class Move(NamedTuple):
     """A step not yet built: its kind, the data of the kind, and the state that results.
 
-    The data are plain tuples, since a search makes them by the thousand. Shards are numbers,
-    innermost shards are counted, and dims are indices:
+    The data are plain tuples, since a search makes them by the thousand. Shards, all innermost
+    ones, are numbers, and dims are indices:
 
-        all_gather, embed       (dim, number of innermost shards that leave it)
+        all_gather, embed       (dim, shards that leave it)
         reduce_scatter          (dim, new shards)
         slice                   for each dim, its new shards
-        all_to_all              (dim, number of innermost shards that leave it, dim, new shards)
+        all_to_all              (dim, shards that leave it, dim, new shards)
         all_reduce, mask        (axes,)
         permute, exchange       ()
     """
@@ -58,7 +58,7 @@ class SearchRoute:
         return sorted(sums.union(shards))
 
     @cached_property
-    def spare(self) -> list[int]:
+    def spare(self) -> Sequence[int]:
         """The axes with replicas on both sides that can take shares for those that change."""
         return self.grid.spare(self.start, self.goal, self.changing)
 
@@ -160,7 +160,7 @@ def _traffic(grid: Grid, move: Move, state: State) -> Traffic:
     if move.kind == "exchange":
         return grid.exchange_traffic(state, move.after)
     axes = _group_axes(grid, move, state)
-    in_place = _lands_in_place(grid, move, state)
+    in_place = _lands_in_place(grid, move)
     return grid.collective_traffic(move.kind, grid.block(state), axes, in_place)
 
 
@@ -168,38 +168,23 @@ def _group_axes(grid: Grid, move: Move, state: State) -> tuple[int, ...]:
     """Return the axes over which a collective runs."""
     if move.kind == "permute":
         return tuple(grid.changing(state, move.after))
-    if move.kind == "all_reduce":
-        axes: tuple[int, ...] = move.data[0]
-        return axes
-    if move.kind == "all_gather":
-        return grid.axes_in(_leaving_cut(move, state))
-    new_cut = move.data[-1]  # of a reduce_scatter or all_to_all
-    return grid.axes_in(new_cut)
+    # Shards, or of an all-reduce axes, which have the numbers of contiguous shards over them.
+    return grid.axes_in(move.data[-1])
 
 
-def _lands_in_place(grid: Grid, move: Move, state: State) -> bool:
+def _lands_in_place(grid: Grid, move: Move) -> bool:
     """Check that the pieces of a gather or scatter lie one after the other in the larger block."""
-    if move.kind == "all_gather":
-        cut = _leaving_cut(move, state)
-    elif move.kind == "reduce_scatter":
-        cut = move.data[-1]
-    else:
+    if move.kind not in ("all_gather", "reduce_scatter"):
         return False
-    dim = move.data[0]
-    return dim == 0 and all(grid.shards[s].order == "block" for s in cut)
-
-
-def _leaving_cut(move: Move, state: State) -> Cut:
-    """Return the innermost shards that a gather, all-to-all or embed takes from a dim."""
-    dim, n_shards = move.data[:2]
-    return state.cuts[dim][-n_shards:]
+    d, cut = move.data
+    return d == 0 and all(grid.shards[s].order == "block" for s in cut)
 
 
 def _step(space: NamedRoute, move: Move, state: State) -> steps.Step:
     """Turn a move of the search into the step that a plan executes.
 
     Moves name axes and shards by number, steps by name: on a mesh dp=2, cp=4 the move
-    ("all_gather", (1, 1), ...) from "b s/cp" gathers the one innermost shard of dim 1,
+    ("all_gather", (1, (1,)), ...) from "b s/cp" gathers the innermost shard of dim 1,
     `AllGather("s", cp)`. The data of each kind of move are listed in `Move`.
     """
     match move.kind:
@@ -211,22 +196,20 @@ def _step(space: NamedRoute, move: Move, state: State) -> steps.Step:
             cuts = [space.dim_cut(d, new_cut) for d, new_cut in enumerate(move.data) if new_cut]
             return steps.Slice(tuple(cuts))
         case "mask":
-            [axes] = move.data
-            return steps.Mask(space.grid.names(axes))
+            return steps.Mask(space.grid.names(move.data[0]))
         case "all_reduce":
-            [axes] = move.data
-            return steps.AllReduce(space.grid.names(axes), space.op)
-        case "reduce_scatter":
-            d, new_cut = move.data
-            dim, shards = space.dim_cut(d, new_cut)
-            return steps.ReduceScatter(dim, shards, space.op)
+            return steps.AllReduce(space.grid.names(move.data[0]), space.op)
 
-    # The other three kinds take innermost shards away from a dim, which is the first of the data.
-    dim, shards = space.dim_cut(move.data[0], _leaving_cut(move, state))
-    if move.kind == "all_gather":
-        return steps.AllGather(dim, shards)
-    if move.kind == "embed":
-        return steps.Embed(dim, shards)
-    _, _, dst, new_cut = move.data
+    # The data of all other kinds are a dim and shards, of an all-to-all twice.
+    d, cut, *arriving = move.data
+    dim, shards = space.dim_cut(d, cut)
+    match move.kind:
+        case "all_gather":
+            return steps.AllGather(dim, shards)
+        case "embed":
+            return steps.Embed(dim, shards)
+        case "reduce_scatter":
+            return steps.ReduceScatter(dim, shards, space.op)
+    dst, new_cut = arriving
     dst_dim, dst_shards = space.dim_cut(dst, new_cut)
     return steps.AllToAll(dim, shards, dst_dim, dst_shards)

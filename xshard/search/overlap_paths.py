@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
+from operator import attrgetter
 from typing import NamedTuple
 
 from xshard.cost.model import Profile, price, too_large
@@ -21,6 +23,7 @@ from xshard.notation.overlap import Fold, Halo, Overlap, Reads, Window, ends_of
 from xshard.notation.parser import Dim
 from xshard.search.a_star import Search
 from xshard.search.moves import NamedRoute
+from xshard.search.states import without
 from xshard.steps import Exchange, Permute, Step
 from xshard.steps.exchange.exchange import negates_addends
 from xshard.steps.exchange.sources import DimEnd, carried_dims, dim_end, views
@@ -29,13 +32,12 @@ Steps = tuple[Step, ...]
 
 
 class Candidate(NamedTuple):
-    """A path with its price; candidates are compared field by field, the lowest is best."""
+    """A path with its price."""
 
-    has_larger_blocks: bool  # than both ends
-    seconds: float
-    number: int
-    peak_bytes: int
     steps: Steps
+    has_larger_blocks: bool  # than both ends: taken only if there is no other
+    seconds: float
+    peak_bytes: int
 
 
 def best_path(
@@ -52,23 +54,19 @@ def best_path(
     # same. A step is still needed then, since the layouts after it name other axes.
     if start.means_the_same_as(goal) and set(start.layout.axes) == set(goal.layout.axes):
         return ()
-    candidates: list[Candidate] = []
-    for number, steps in enumerate(paths_by_name(start, goal, dtype, profile).values()):
-        candidates.append(_candidate(number, steps, start, goal, dtype, profile))
+    paths = paths_by_name(start, goal, dtype, profile).values()
+    candidates = [_candidate(steps, start, goal, dtype, profile) for steps in paths]
     fitting = [c for c in candidates if limit is None or c.peak_bytes <= limit]
     if not fitting:
         raise too_large(limit, min(c.peak_bytes for c in candidates), "any plan needs")
-    return min(fitting).steps
+    # Of those that cost the same, the first.
+    return min(fitting, key=attrgetter("has_larger_blocks", "seconds")).steps
 
 
 def _candidate(
-    number: int, steps: Steps, start: Sharding, goal: Sharding, dtype: str, profile: Profile
+    steps: Steps, start: Sharding, goal: Sharding, dtype: str, profile: Profile
 ) -> Candidate:
-    """Price a path of steps: its seconds, the peak of memory, and the largest block on the way.
-
-    number: the place of the path among all that are compared. Of those that cost the same, the one
-        with the lowest number is taken.
-    """
+    """Price a path of steps: its seconds, the peak of memory, and the largest block on the way."""
     before = start
     seconds = 0.0
     peak_bytes = 0
@@ -80,10 +78,8 @@ def _candidate(
         peak_bytes = max(peak_bytes, cost.peak_bytes)
         largest = max(largest, after.max_local_size)
         before = after
-    # Candidates are compared field by field, this one first: a path through blocks larger than
-    # those of both ends is taken only if there is no other.
     is_larger = largest > max(start.max_local_size, goal.max_local_size)
-    return Candidate(is_larger, seconds, number, peak_bytes, steps)
+    return Candidate(steps, is_larger, seconds, peak_bytes)
 
 
 def paths_by_name(
@@ -144,7 +140,7 @@ def _check_rows_exist(source: Sharding, target: Sharding, d: int) -> None:
         if src.dim != dst.dim or view.shifts[d]:
             part = dim_end(target, d, view.sides[d], view.shifts[d])
             wanted += part.wanted_rows()
-    row = _first_common(_missing_rows(src), wanted)
+    row = _first_missing(src, wanted)
     if row is not None:
         reason = f"no block under '{source.layout}' holds row {row} of dim {src.dim.name!r}, which "
         hint = "a window holds the rows that its outputs read, and no others"
@@ -165,25 +161,20 @@ def _check_contributions_fit(source: Sharding, target: Sharding, d: int) -> None
     offered: list[Runs] = []
     for view in views(source):
         part = dim_end(source, d, view.sides[d], view.shifts[d])
-        for lists in part.offered_rows():
-            offered += lists
-    row = _first_common(_missing_rows(dst), offered)
+        offered += chain.from_iterable(part.offered_rows())
+    row = _first_missing(dst, offered)
     if row is not None:
         reason = f"row {row} of dim {src.dim.name!r} is in no block under '{target.layout}'"
         raise PlanError(reason, hint="contributions to it would be lost")
 
 
-def _missing_rows(end: DimEnd) -> Runs:
-    """Return the rows that no block holds."""
-    return missing_rows(end.dim, end.length, end.sizes)
-
-
-def _first_common(rows: Runs, blocks: Iterable[Runs]) -> int | None:
-    """Return the first of some ascending rows that is also in a block; None if none is."""
-    if not rows:
+def _first_missing(end: DimEnd, blocks: Iterable[Runs]) -> int | None:
+    """Return the first row of some blocks that no block of a dim holds; None if all are held."""
+    missing = missing_rows(end.dim, end.length, end.sizes)  # ascending
+    if not missing:
         return None
-    first_rows = intersections(interval_table((rows,)), interval_table(blocks))[2]
-    return int(min(first_rows)) if len(first_rows) else None
+    common = intersections(interval_table((missing,)), interval_table(blocks))
+    return int(min(common.start)) if len(common.start) else None
 
 
 def _one_by_one(start: Sharding, goal: Sharding, dtype: str, profile: Profile) -> Steps:
@@ -208,9 +199,9 @@ def _one_by_one(start: Sharding, goal: Sharding, dtype: str, profile: Profile) -
 
 def _without_overlaps(sharding: Sharding, kept_dims: Sequence[int]) -> Sharding:
     """Return the sharding without overlaps, except of some dims."""
-    dims: list[Dim] = []
-    for d, dim in enumerate(sharding.layout.dims):
-        dims.append(dim if d in kept_dims else replace(dim, overlap=None))
+    dims = list(sharding.layout.dims)
+    for d in without(range(len(dims)), kept_dims):
+        dims[d] = replace(dims[d], overlap=None)
     return sharding.with_layout(replace(sharding.layout, dims=tuple(dims)))
 
 
@@ -227,7 +218,7 @@ def _layouts(
     dims = list(start.layout.dims)  # as in the layout listed last
     changed = [d for d, dim in enumerate(dims) if dim != goal_dims[d]]
     alone = [d for d in changed if isinstance(goal_dims[d].overlap, one_by_one)]
-    at_once = [d for d in changed if d not in alone]
+    at_once = without(changed, alone)
     layouts = [start.layout]
     for group in (*_in_turn(goal, alone), at_once):
         for d in group:
@@ -237,24 +228,24 @@ def _layouts(
     return layouts
 
 
-def _in_turn(goal: Sharding, dims: list[int]) -> Iterator[list[int]]:
+def _in_turn(goal: Sharding, dims: Sequence[int]) -> Iterator[Sequence[int]]:
     """Yield the dims in an order in which their overlaps can be added, in groups.
 
     Some dims have to wait for others. Beyond the pole of a sphere the rows of a latitude come
     again, rolled by half the longitudes: latitude first, then longitude, [[lat], [lon]]. Groups are
     single dims, but for dims that wait for each other, which come as one group.
     """
-    left = dims
+    left: Sequence[int] = dims
     while left:
         waiting: set[int | None] = set()
         for d in left:
             waiting.update(other for other in _waiting(goal, d) if other != d)
-        ready = [d for d in left if d not in waiting]
+        ready = without(left, waiting)
         # One at a time, since fewer dims may be waiting after it. If all wait in a circle, none is
         # ready, and all change together.
         group = ready[:1] if ready else left
         yield group
-        left = [d for d in left if d not in group]
+        left = without(left, group)
 
 
 def _waiting(goal: Sharding, d: int) -> Iterator[int | None]:
@@ -296,28 +287,23 @@ class _Disguise:
                 busy.update(dim.axes)
                 shape[d] = sharding.max_local_shape[d]
         mesh = sharding.mesh
-        left = {axis: mesh.size(axis) for axis in mesh.axes if axis not in busy}
+        left = {axis: mesh.size(axis) for axis in without(mesh.axes, busy)}
         return cls(fixed, Mesh(left), tuple(shape))
 
     def put_on(self, sharding: Sharding) -> Sharding:
         """Return the sharding as the search sees it."""
-        dims: list[Dim] = []
-        for d, dim in enumerate(sharding.layout.dims):
-            dims.append(Dim(dim.name) if d in self.fixed else dim)
+        dims = list(sharding.layout.dims)
+        for d in self.fixed:
+            dims[d] = Dim(dims[d].name)
         return Sharding(replace(sharding.layout, dims=tuple(dims)), self.mesh, self.shape)
 
     def taken_off(self, step: Step) -> Step:
         """Return a step of the search as it is between the real layouts."""
-        if isinstance(step, Exchange):
-            return Exchange(self._real(step.to))  # node-local senders are not for overlaps
-        if isinstance(step, Permute):
-            return Permute(self._real(step.to))
-        return step
-
-    def _real(self, layout: Layout) -> Layout:
-        """Put the fixed dims back into a layout."""
-        dims = [self.fixed.get(d, dim) for d, dim in enumerate(layout.dims)]
-        return replace(layout, dims=tuple(dims))
+        if not isinstance(step, Exchange | Permute):
+            return step
+        dims = [self.fixed.get(d, dim) for d, dim in enumerate(step.to.dims)]
+        layout = replace(step.to, dims=tuple(dims))
+        return type(step)(layout)  # of an exchange without node-local senders: no overlap has them
 
     def is_sharded(self, sharding: Sharding) -> bool:
         """Check whether the search shards a dim that only looks unsharded."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
+from itertools import chain
 from typing import NamedTuple
 
 from xshard.caches import layout_cache
@@ -19,6 +20,7 @@ from xshard.search import overlap_paths
 from xshard.search.a_star import Path, Search
 from xshard.search.moves import NamedRoute, SearchRoute, normal_form
 from xshard.search.request import Request
+from xshard.search.states import common, without
 from xshard.search.sub_axis_paths import SubAxisPath, best_sub_axis_path
 from xshard.steps import (
     AllGather,
@@ -34,23 +36,13 @@ from xshard.steps import (
 )
 from xshard.steps.base import axes_of, with_tag, without_tags
 
+Steps = tuple[Step, ...]
+
 
 class Solution(NamedTuple):
     """The steps between two shardings on one mesh, and the axes that they split."""
 
-    steps: tuple[Step, ...]
-    split: Split
-
-
-class _FoundPath(NamedTuple):
-    """Steps between normal forms without copies, and the ends that they are for.
-
-    The ends are on the mesh of the steps, which may split some axes (`split`).
-    """
-
-    steps: Sequence[Step]
-    start: Sharding
-    goal: Sharding
+    steps: Steps
     split: Split
 
 
@@ -58,24 +50,12 @@ class _FoundPath(NamedTuple):
 def solve(request: Request) -> Solution:
     """Find the cheapest steps on one mesh, with copies and the scale. Raises PlanError, DtypeError.
 
-    The search works on normal forms without copy tags. The steps that it finds are marked for
-    copies afterwards, and a step that multiplies by the factor is added where blocks are smaller.
-    """
-    check_moves(request.source, request.target, request.dtype)
-    path = _cheapest_path(request)
-    steps = with_copies(path.steps, path.start, path.goal)
-    return Solution(with_scale(steps, request.factor, path.start, path.goal), path.split)
-
-
-def _cheapest_path(request: Request) -> _FoundPath:
-    """Find the cheapest steps between the two layouts of a request, before copies are tagged.
-
     The search sees simplified layouts: each in its normal form, the plainest with the same blocks,
     and `copy` tags (replicas whose gradients differ) left out. There are three cases: with overlaps
     such as halos, a few fixed paths are compared; else A* searches, on the mesh itself, or on the
-    finer mesh that splits some axes, if that is cheaper. The result also holds both normal
-    shardings, and how axes were split: () if none was.
+    finer mesh that splits some axes, if that is cheaper.
     """
+    check_moves(request.source, request.target, request.dtype)
     profile = request.machine
     start = normal_form(request.source)
     goal = normal_form(request.target)
@@ -87,10 +67,13 @@ def _cheapest_path(request: Request) -> _FoundPath:
         steps = overlap_paths.best_path(
             bare_start, bare_goal, request.dtype, profile, request.memory_limit
         )
-        return _FoundPath(steps, start, goal, ())
+        return Solution(_completed(steps, request, start, goal), ())
 
     space = NamedRoute(bare_start, bare_goal, itemsize(request.dtype), profile)
-    best = best_path(space.route, request.memory_limit, _scaled_elements(request, start, goal))
+    scaled_elements = 0
+    if request.factor != 1:  # the step that multiplies holds the smaller block, and its result
+        scaled_elements = 2 * min(start.max_local_size, goal.max_local_size)
+    best = best_path(space.route, request.memory_limit, scaled_elements)
     split = best.split if isinstance(best, SubAxisPath) else ()
     if split:
         # The best path splits axes of the mesh: layouts and steps are written on the finer mesh.
@@ -98,14 +81,17 @@ def _cheapest_path(request: Request) -> _FoundPath:
         start = normal_form(fine.factored(request.source))
         goal = normal_form(fine.factored(request.target))
         space = NamedRoute(without_copies(start), without_copies(goal), space.itemsize, profile)
-    return _FoundPath(space.steps(best.moves), start, goal, split)
+    return Solution(_completed(space.steps(best.moves), request, start, goal), split)
 
 
-def _scaled_elements(request: Request, start: Sharding, goal: Sharding) -> int:
-    """Count the elements that the step that multiplies holds: the smaller block, and its result."""
-    if request.factor == 1:
-        return 0
-    return 2 * min(start.max_local_size, goal.max_local_size)
+def _completed(steps: Steps, request: Request, start: Sharding, goal: Sharding) -> Steps:
+    """Add to the steps of a search what it does not see: copies, and the scale.
+
+    A step that multiplies by the factor is added where blocks are smaller.
+
+    start, goal: the normal forms, with copies, on the mesh of the steps.
+    """
+    return with_scale(with_copies(steps, start, goal), request.factor, start, goal)
 
 
 @layout_cache(maxsize=4096)
@@ -146,20 +132,17 @@ def check_moves(source: Sharding, target: Sharding, dtype: str) -> None:
             check_reduction(dtype, kind)
     for kind in ("max", "min"):
         # A sum begins locally, with zeros on all devices but one. There is no such step for a max.
-        new = [a for a in dst.tagged(kind) if a not in src.tagged(kind)]
+        new = without(dst.tagged(kind), src.tagged(kind))
         if new:
             hint = f"a {kind} can be kept or reduced, not begun: write copy({','.join(new)})"
-            raise PlanError(
-                f"'{dst}' holds a {kind} over {', '.join(new)} that '{src}' does not", hint=hint
-            )
+            what = f"'{dst}' holds a {kind} over {', '.join(new)} that '{src}' does not"
+            raise PlanError(what, hint=hint)
     if not src.is_linear and dst.tagged("sum", "mean"):
         reason = f"between '{src}' and '{dst}' a max ends and a sum begins"
         raise PlanError(reason, hint="reduce first, then redistribute")
 
 
-def with_scale(
-    steps: tuple[Step, ...], factor: Fraction, start: Sharding, goal: Sharding
-) -> tuple[Step, ...]:
+def with_scale(steps: Steps, factor: Fraction, start: Sharding, goal: Sharding) -> Steps:
     """Add a `Scale` to the steps where blocks are smaller: first or last."""
     if factor == 1:
         return steps
@@ -173,7 +156,7 @@ def without_copies(sharding: Sharding) -> Sharding:
     return sharding.with_layout(without_tags(sharding.layout, sharding.layout.tagged("copy")))
 
 
-def with_copies(steps: Sequence[Step], start: Sharding, goal: Sharding) -> tuple[Step, ...]:
+def with_copies(steps: Sequence[Step], start: Sharding, goal: Sharding) -> Steps:
     """Add `copy` tags to steps that were planned without them.
 
     Copies are replicas whose gradients differ and are added up; their values are those of replicas,
@@ -192,15 +175,15 @@ def with_copies(steps: Sequence[Step], start: Sharding, goal: Sharding) -> tuple
     consumed_later: set[str] = set()
     result: list[Step] = []
     for step in reversed(steps):
-        copies = tuple(axis for axis in wanted if axis not in consumed_later)
+        copies = without(wanted, consumed_later)
         result.insert(0, _with_copies_after(step, copies))
         consumed_later.update(_consumed(step))
     sharding = start
     for step in result:
         sharding = step.after(sharding)
     present = sharding.layout.tagged("copy")
-    copies = tuple(axis for axis in wanted if axis not in present)
-    replicas = tuple(axis for axis in present if axis not in wanted)  # no copies any more
+    copies = without(wanted, present)
+    replicas = without(present, wanted)  # no copies any more
     if copies or replicas:
         result.append(Retag(copies, replicas))
     return tuple(result)
@@ -209,11 +192,11 @@ def with_copies(steps: Sequence[Step], start: Sharding, goal: Sharding) -> tuple
 def _with_copies_after(step: Step, copies: tuple[str, ...]) -> Step:
     """Return the step with those of its replicas marked as copies that are among `copies`."""
     if isinstance(step, AllGather):
-        return replace(step, copies=tuple(a for a in axes_of(step.shards) if a in copies))
+        return replace(step, copies=common(axes_of(step.shards), copies))
     if isinstance(step, AllReduce):
-        return replace(step, copies=tuple(a for a in step.axes if a in copies))
+        return replace(step, copies=common(step.axes, copies))
     if isinstance(step, Exchange | Permute):  # they name the whole layout afterwards
-        free = [a for a in copies if a not in step.to.axes]
+        free = without(copies, step.to.axes)
         return replace(step, to=with_tag(step.to, "copy", free))
     return step
 
@@ -221,10 +204,7 @@ def _with_copies_after(step: Step, copies: tuple[str, ...]) -> Step:
 def _consumed(step: Step) -> tuple[str, ...]:
     """List the axes that a step takes out of replicas or copies."""
     if isinstance(step, Slice):
-        axes: list[str] = []
-        for _, shards in step.cuts:
-            axes += axes_of(shards)
-        return tuple(axes)
+        return tuple(chain.from_iterable(axes_of(shards) for _, shards in step.cuts))
     if isinstance(step, Embed):
         return axes_of(step.shards)
     if isinstance(step, Mask):

@@ -8,9 +8,10 @@ many rows and elements blocks have. It knows nothing of links or of seconds.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
+from itertools import chain
 from threading import Lock
 from typing import Any, Concatenate, Generic, NamedTuple, ParamSpec, TypeVar
 
@@ -45,13 +46,25 @@ class State(NamedTuple):
         """Return the state with other shards of one dim."""
         return State(replaced(self.cuts, d, cut), self.sums)
 
+    def with_inner(self, d: int, shards: Cut) -> State:
+        """Return the state with more shards of one dim, inside of those that it has."""
+        return self.with_cut(d, self.cuts[d] + shards)
+
+    def without_inner(self, d: int, shards: Cut) -> State:
+        """Return the state without some innermost shards of one dim."""
+        return self.with_cut(d, self.cuts[d][: -len(shards)])
+
+    def with_inner_cuts(self, inner_cuts: Cuts) -> State:
+        """Return the state with more shards of every dim, inside of those that it has."""
+        return State(add_inner_cuts(self.cuts, inner_cuts), self.sums)
+
     def with_sums(self, axes: Iterable[int]) -> State:
         """Return the state with addends along more axes."""
         return State(self.cuts, tuple(sorted((*self.sums, *axes))))
 
-    def without_sums(self, axes: Iterable[int]) -> State:
+    def without_sums(self, axes: Container[int]) -> State:
         """Return the state without addends along some axes."""
-        return State(self.cuts, tuple([a for a in self.sums if a not in axes]))
+        return State(self.cuts, without(self.sums, axes))
 
 
 def replaced(items: tuple[T, ...], index: int, item: T) -> tuple[T, ...]:
@@ -59,9 +72,29 @@ def replaced(items: tuple[T, ...], index: int, item: T) -> tuple[T, ...]:
     return (*items[:index], item, *items[index + 1 :])
 
 
+def common(items: Iterable[T], others: Container[object]) -> tuple[T, ...]:
+    """List the items that are among others, in their order: (2, 1, 0) and {0, 2} -> (2, 0)."""
+    return tuple([item for item in items if item in others])
+
+
+def without(items: Iterable[T], others: Container[object]) -> tuple[T, ...]:
+    """List the items that are not among others, in their order: (2, 1, 0) and {0, 2} -> (1,)."""
+    return tuple([item for item in items if item not in others])
+
+
 def add_inner_cuts(cuts: Cuts, inner_cuts: Cuts) -> Cuts:
     """Add innermost shards to each dim: ((0,), ()) and ((), (1,)) -> ((0,), (1,))."""
     return tuple(map(tuple.__add__, cuts, inner_cuts))
+
+
+def shared(cut: Cut, other: Cut) -> Cut:
+    """Return the leading shards that both have: (0, 2, 1) and (0, 1) -> (0,)."""
+    n_shared = 0
+    for shard, other_shard in zip(cut, other, strict=False):
+        if shard != other_shard:
+            break
+        n_shared += 1
+    return cut[:n_shared]
 
 
 def starts_with(cut: Cut, beginning: Cut) -> bool:
@@ -149,10 +182,7 @@ class States:
 
     def axes_in(self, cut: Iterable[int]) -> tuple[int, ...]:
         """Return the axes of some shards, outermost first."""
-        axes: list[int] = []
-        for shard in cut:
-            axes += self.shard_axes[shard]
-        return tuple(axes)
+        return tuple(chain.from_iterable([self.shard_axes[shard] for shard in cut]))
 
     def count_parts(self, cut: Iterable[int]) -> int:
         """Return the number of parts into which shards, or axes, cut together."""
@@ -165,10 +195,8 @@ class States:
     @cached_method
     def replica_axes(self, state: State) -> tuple[int, ...]:
         """List the axes that hold replicas."""
-        busy = set(state.sums)
-        for cut in state.cuts:
-            busy.update(self.axes_in(cut))
-        return tuple(a for a in range(len(self.axes)) if a not in busy)
+        busy = (*state.sums, *self.axes_in(chain.from_iterable(state.cuts)))
+        return without(range(len(self.axes)), busy)
 
     @cached_method
     def length(self, d: int, cut: Cut) -> BlockLength:
@@ -222,8 +250,8 @@ class States:
         return [a for a in {**old_roles, **new_roles} if old_roles.get(a) != new_roles.get(a)]
 
     def ended(self, state: State, after: State) -> tuple[int, ...]:
-        """List the axes along which a sum ends."""
-        return tuple([a for a in state.sums if a not in after.sums])
+        """List the axes along which a sum ends; with both states exchanged, those where one begins."""
+        return without(state.sums, after.sums)
 
     @cached_method
     def sharding(self, state: State) -> Sharding:

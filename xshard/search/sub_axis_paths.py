@@ -8,16 +8,17 @@ axes.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, combinations, islice, pairwise, permutations
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from xshard.cost.model import LOCAL
 from xshard.layout.sub_axes import Split, SubAxisMesh
 from xshard.search.a_star import Path
 from xshard.search.moves import Move, Moves, NamedRoute, SearchRoute, move_cost, normal_form
-from xshard.search.states import Cut, Cuts, State, add_inner_cuts
+from xshard.search.states import Cut, Cuts, State, common, without
 
 # How many ways to shard dims further are tried from either side; they differ in the links they use.
 MAX_WAYS = 16
@@ -81,11 +82,14 @@ def best_sub_axis_path(
     limit = math.inf if memory_limit is None else memory_limit / grid.itemsize  # elements
     best: SubAxisPath | None = None
     below = path.seconds  # what the next path has to beat
-    for option in _options(fine_route, factors):
-        found = _cheapest(fine_route, option, limit, below)
-        if found is not None:
-            best = found
-            below = found.seconds
+    for first_moves, gathers in _paths(fine_route, factors, limit):
+        if gathers.seconds >= below:
+            continue
+        # The price is infinite if any move holds more than the limit: such a path never wins.
+        seconds = _priced(fine_route, first_moves, limit) + gathers.seconds
+        if seconds < below * (1 - LEAST_GAIN):
+            best = SubAxisPath(seconds, fine_route, (*first_moves, *gathers.moves))
+            below = seconds
     return None if best is None else _in_few_parts(route, best)
 
 
@@ -109,22 +113,17 @@ def _matching_factors(route: SearchRoute) -> Factors | None:
     for length, start_cut, goal_cut in zip(grid.shape, start.cuts, goal.cuts, strict=True):
         start_parts = grid.count_parts(start_cut)
         goal_parts = grid.count_parts(goal_cut)
-        common = math.lcm(start_parts, goal_parts)
-        if length % common:
+        multiple = math.lcm(start_parts, goal_parts)
+        if length % multiple:
             return None  # uneven blocks have several lengths, and cannot take each other's places
-        start_factors.append(common // start_parts)
-        goal_factors.append(common // goal_parts)
-    if not _can_shard_by(route, start, start_factors):
-        return None
-    if not _can_shard_by(route, goal, goal_factors):
-        return None
+        start_factors.append(multiple // start_parts)
+        goal_factors.append(multiple // goal_parts)
+    for state, factors in ((start, start_factors), (goal, goal_factors)):
+        # The free axes that change have to be enough to shard the dims by these factors.
+        usable = common(grid.replica_axes(state), route.changing)
+        if math.prod(factors) > grid.count_parts(usable):
+            return None
     return Factors(start_factors, goal_factors)
-
-
-def _can_shard_by(route: SearchRoute, state: State, factors: Sequence[int]) -> bool:
-    """Check that the free axes that change are enough to shard the dims by these factors."""
-    usable = [a for a in route.grid.replica_axes(state) if a in route.changing]
-    return math.prod(factors) <= route.grid.count_parts(usable)
 
 
 def _finest_split(route: SearchRoute) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -167,25 +166,19 @@ def _divided(route: SearchRoute, split: Split) -> SearchRoute:
     return NamedRoute(start, goal, grid.itemsize, grid.profile).route
 
 
-class Option(NamedTuple):
-    """Factors by which to shard both sides further, and the axes that may do so."""
-
-    factors: Factors
-    axes: Sequence[int]
-
-
-def _options(route: SearchRoute, factors: Factors) -> Iterator[Option]:
+def _options(route: SearchRoute, factors: Factors) -> Iterator[tuple[Factors, Sequence[int]]]:
     """Yield the least factors for which blocks match, and then, dim by dim, factors that share work.
 
     The latter include spare axes, along which there are replicas on both sides: each device then
-    moves only a share of its block between nodes, and the shares are gathered afterwards.
+    moves only a share of its block between nodes, and the shares are gathered afterwards. Each
+    comes with the axes that may shard further by them.
 
     Factors (3, 1) and (2, 1) for two dims, and 4 spare replicas -> the same; then (12, 1) and
     (8, 1); then (3, 4) and (2, 4).
     """
     grid = route.grid
     if factors.are_any:
-        yield Option(factors, route.changing)
+        yield factors, route.changing
     # Only axes with links of one speed: others would gather the shares over slow links again.
     near_axes = [a for a in route.spare if len(grid.levels(a)) == 1]
     n_shares = grid.count_parts(near_axes)
@@ -197,45 +190,37 @@ def _options(route: SearchRoute, factors: Factors) -> Iterator[Option]:
             goal = [*factors.goal]
             start[d] *= n_shares
             goal[d] *= n_shares
-            yield Option(Factors(start, goal), [*route.changing, *near_axes])
+            yield Factors(start, goal), [*route.changing, *near_axes]
 
 
-def _cheapest(route: SearchRoute, option: Option, limit: float, below: float) -> SubAxisPath | None:
-    """Find the cheapest path of one slice, one permutation of blocks, and gathers, over some axes.
+def _paths(route: SearchRoute, factors: Factors, limit: float) -> Iterator[tuple[Moves, Gathers]]:
+    """Yield paths of one slice, one permutation of blocks, and gathers, the first two as moves.
 
     Every way to choose the axes of the slice is combined with every way to choose those of the
-    gathers, up to MAX_WAYS of each. Returns None if no path takes less than `below` seconds.
+    gathers, up to MAX_WAYS of each.
 
     Args:
         route: The start and the goal, on a mesh with axes split into sub-axes.
-        option: By how much, and over which axes, the start and the goal are sharded further.
+        factors: The least by which the start and the goal are sharded further.
         limit: The most elements that a device may hold.
-        below: The seconds that the path has to beat.
     """
-    goal = route.goal
-    slices = _new_cuts_of(route, route.start, option.factors.start, option.axes)
-    best: SubAxisPath | None = None
     # start -> slice -> permutation -> `arrival`, the goal with extra shards -> gathers -> goal.
-    for gathered in _new_cuts_of(route, goal, option.factors.goal, option.axes):
-        arrival = State(add_inner_cuts(goal.cuts, gathered), goal.sums)
-        gathers = _best_gathers(route, arrival, gathered, limit)
-        for sliced in slices:
-            first_moves = _slice_and_permute(route, sliced, arrival)
-            if first_moves is None or gathers.seconds >= below:
-                continue
-            # The price is infinite if any move holds more than the limit: such a path never wins.
-            seconds = _priced(route, first_moves, limit) + gathers.seconds
-            if seconds < below * (1 - LEAST_GAIN):
-                best = SubAxisPath(seconds, route, (*first_moves, *gathers.moves))
-                below = seconds
-    return best
+    for more, axes in _options(route, factors):
+        slices = _new_cuts_of(route, route.start, more.start, axes)
+        for gathered in _new_cuts_of(route, route.goal, more.goal, axes):
+            arrival = route.goal.with_inner_cuts(gathered)
+            gathers = _best_gathers(route, arrival, gathered, limit)
+            for sliced in slices:
+                first_moves = _slice_and_permute(route, sliced, arrival)
+                if first_moves is not None:
+                    yield first_moves, gathers
 
 
 def _new_cuts_of(
     route: SearchRoute, state: State, factors: Sequence[int], axes: Sequence[int]
 ) -> list[Cuts]:
     """List ways to shard the dims of a state further, over axes of `axes` with replicas."""
-    free = [a for a in route.grid.replica_axes(state) if a in axes]
+    free = common(route.grid.replica_axes(state), axes)
     return list(islice(_new_cuts(route, free, factors), MAX_WAYS))
 
 
@@ -266,7 +251,7 @@ def _new_cuts(route: SearchRoute, free: Sequence[int], factors: Sequence[int]) -
             if kind in tried:
                 continue
             tried.add(kind)
-            left = [a for a in free if a not in cut]
+            left = without(free, cut)
             for other_cuts in _new_cuts(route, left, factors[1:]):
                 yield (cut, *other_cuts)
 
@@ -274,7 +259,7 @@ def _new_cuts(route: SearchRoute, free: Sequence[int], factors: Sequence[int]) -
 def _slice_and_permute(route: SearchRoute, sliced: Cuts, arrival: State) -> Moves | None:
     """Make the moves from the start to `arrival`; None if a slice alone leads there."""
     start = route.start
-    ready = State(add_inner_cuts(start.cuts, sliced), start.sums)
+    ready = start.with_inner_cuts(sliced)
     if ready == arrival:
         return None
     permuting = (ready, Move("permute", (), arrival))
@@ -295,20 +280,14 @@ def _best_gathers(route: SearchRoute, state: State, gathered: Cuts, limit: float
     dims = [d for d, cut in enumerate(gathered) if cut]
     options: list[Gathers] = []
     for order in permutations(dims):
-        moves = _gathers_in_order(state, gathered, order)
+        moves: Moves = ()
+        before = state
+        for d in order:
+            after = before.without_inner(d, gathered[d])
+            moves += ((before, Move("all_gather", (d, gathered[d]), after)),)
+            before = after
         options.append(Gathers(_priced(route, moves, limit), moves))
-    return min(options, key=lambda option: option.seconds)
-
-
-def _gathers_in_order(state: State, gathered: Cuts, order: Sequence[int]) -> Moves:
-    """Make the moves that gather innermost shards, one dim after the other."""
-    moves: list[tuple[State, Move]] = []
-    for d in order:
-        n_shards = len(gathered[d])
-        after = state.with_cut(d, state.cuts[d][:-n_shards])
-        moves.append((state, Move("all_gather", (d, n_shards), after)))
-        state = after
-    return tuple(moves)
+    return min(options, key=attrgetter("seconds"))
 
 
 def _priced(route: SearchRoute, moves: Moves, limit: float) -> float:
@@ -387,14 +366,13 @@ def _merged_move(state: State, move: Move, number_of: dict[int, int]) -> tuple[S
     data: tuple[Any, ...] = move.data  # () for a permutation
     if move.kind == "slice":
         data = _merged(move.data, number_of)
-    elif move.kind == "all_gather":  # how many innermost shards leave dim `d`
-        d, _ = move.data
-        n_shards = len(before.cuts[d]) - len(after.cuts[d])
-        data = (d, n_shards)
+    elif move.kind == "all_gather":
+        d, *leaving = move.data
+        data = (d, *_merged(leaving, number_of))
     return before, Move(move.kind, data, after)
 
 
-def _merged(cuts: Cuts, number_of: dict[int, int]) -> Cuts:
+def _merged(cuts: Iterable[Cut], number_of: dict[int, int]) -> Cuts:
     """Replace each group of merged sub-axes by one number."""
     merged: list[Cut] = []
     for cut in cuts:

@@ -5,7 +5,7 @@ The order of the moves is fixed. Of paths that cost the same, a search keeps the
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import (
     chain,
     combinations,
@@ -17,7 +17,18 @@ from itertools import (
 )
 
 from xshard.search.moves import Move, SearchRoute
-from xshard.search.states import Cut, Cuts, State, add_inner_cuts, cached_method, starts_with
+from xshard.search.states import (
+    Cut,
+    Cuts,
+    State,
+    add_inner_cuts,
+    cached_method,
+    common,
+    replaced,
+    shared,
+    starts_with,
+    without,
+)
 
 # Up to so many axes, dims and devices all moves are tried: the proof of optimality covers them.
 COMPLETE_AXES = 3
@@ -38,7 +49,7 @@ class Successors:
         self.grid = route.grid
         self.goal = route.goal
         self.dims = range(len(route.start.cuts))
-        self.pinned = tuple(map(_shared, route.start.cuts, route.goal.cuts))
+        self.pinned = tuple(map(shared, route.start.cuts, route.goal.cuts))
         self.usable = tuple(sorted({*route.changing, *route.spare}))
         is_small = (
             len(self.usable) <= COMPLETE_AXES
@@ -63,10 +74,8 @@ class Successors:
     def _gathers(self, state: State) -> Iterator[Move]:
         """Yield gathers of innermost shards, one dim at a time."""
         for d, cut in enumerate(state.cuts):
-            for n in range(1, self._n_movable(d, cut) + 1):
-                outer = cut[:-n]
-                if self._is_evenly_cut(d, outer, cut[-n:]):
-                    yield Move("all_gather", (d, n), state.with_cut(d, outer))
+            for leaving in self._movable(d, cut):
+                yield Move("all_gather", (d, leaving), state.without_inner(d, leaving))
 
     def _slices(self, state: State) -> Iterator[Move]:
         """Yield the local steps in which each device keeps a part of its block: "b s" -> "b s/cp".
@@ -86,20 +95,17 @@ class Successors:
             if not axes or len(set(axes)) < len(axes) or not set(axes) <= set(free):
                 continue
             if self._may_cut(state, new_cuts):
-                yield Move(
-                    "slice", new_cuts, State(add_inner_cuts(state.cuts, new_cuts), state.sums)
-                )
+                yield Move("slice", new_cuts, state.with_inner_cuts(new_cuts))
 
     def _usable_replicas(self, state: State) -> tuple[int, ...]:
         """List the usable axes that hold replicas."""
-        return tuple(a for a in self.grid.replica_axes(state) if a in self.usable)
+        return common(self.grid.replica_axes(state), self.usable)
 
     def _may_cut(self, state: State, new_cuts: Cuts) -> bool:
         """Check that new shards are the goal's, or even; other shards are a detour."""
         for d, (cut, new_cut) in enumerate(zip(state.cuts, new_cuts, strict=True)):
-            if new_cut == self._wanted(d, cut)[: len(new_cut)]:
-                continue
-            if not self._is_evenly_cut(d, cut, new_cut):
+            is_wanted = starts_with(self._wanted(d, cut), new_cut)
+            if not is_wanted and not self._is_evenly_cut(d, cut, new_cut):
                 return False
         return True
 
@@ -123,11 +129,11 @@ class Successors:
 
     def _some_new_cuts(self, state: State, free: tuple[int, ...]) -> Iterator[Cuts]:
         """Yield all shards of the goal at once; then those of one dim at a time."""
-        n_dims = len(state.cuts)
+        nothing: Cuts = ((),) * len(state.cuts)
         yield tuple(self._wanted(d, cut) for d, cut in enumerate(state.cuts))
         for d, cut in enumerate(state.cuts):
             for new_cut in self._new_cuts(d, cut, free):
-                yield ((),) * d + (new_cut,) + ((),) * (n_dims - d - 1)
+                yield replaced(nothing, d, new_cut)
 
     def _new_cuts(self, d: int, cut: Cut, free: tuple[int, ...]) -> Iterator[Cut]:
         """Yield shards that a slice may add to one dim of a large space."""
@@ -141,24 +147,20 @@ class Successors:
     def _all_to_alls(self, state: State) -> Iterator[Move]:
         """Yield all-to-alls: shards move from the inside of one dim to the inside of another.
 
-        "b s/cp c" -> "b s c/cp". The data of a move are (1, 1, 2, (cp,)): from dim 1 its 1
-        innermost shard leaves, and dim 2 gets these new shards (axes and shards have numbers, here
-        cp's).
+        "b s/cp c" -> "b s c/cp". The data of a move are (1, (cp,), 2, (cp,)): these shards leave
+        dim 1, and dim 2 gets them (axes and shards have numbers, here cp's).
         """
         for src, cut in enumerate(state.cuts):
-            for n in range(1, self._n_movable(src, cut) + 1):
-                moving = cut[-n:]
-                # An all-to-all sends pieces of one size.
-                if not self._is_evenly_cut(src, cut[:-n], moving):
-                    continue
-                without_moving = state.with_cut(src, cut[:-n])
+            for moving in self._movable(src, cut):
+                without_moving = state.without_inner(src, moving)
                 for dst, dst_cut in enumerate(state.cuts):
                     if dst == src:
                         continue
-                    for new_cut in dict.fromkeys(self._arrivals(src, dst, dst_cut, moving)):
-                        if self._is_evenly_cut(dst, dst_cut, new_cut):
-                            after = without_moving.with_cut(dst, dst_cut + new_cut)
-                            yield Move("all_to_all", (src, n, dst, new_cut), after)
+                    for new_cut in self._even(
+                        dst, dst_cut, self._arrivals(src, dst, dst_cut, moving)
+                    ):
+                        after = without_moving.with_inner(dst, new_cut)
+                        yield Move("all_to_all", (src, moving, dst, new_cut), after)
 
     def _arrivals(self, src: int, dst: int, dst_cut: Cut, moving: Cut) -> Iterator[Cut]:
         """Yield the new shards that an all-to-all may give to dim `dst` for those taken from `src`.
@@ -179,10 +181,9 @@ class Successors:
         elif self.grid.is_plain(moving):
             # Either the goal shards `dst` over these axes. Or it shards `src` over them, and they
             # leave it for a while, so that shards inside of which they were can be gathered.
-            for goal_cut in (self.goal.cuts[dst], self.goal.cuts[src]):
-                if set(axes) <= set(self.grid.axes_in(goal_cut)):
-                    yield moving
-                    return
+            goal_cuts = (self.goal.cuts[dst], self.goal.cuts[src])
+            if any(set(axes) <= set(self.grid.axes_in(cut)) for cut in goal_cuts):
+                yield moving
 
     def _reductions(self, state: State) -> Iterator[Move]:
         """Yield reductions of sums that end: to replicas, or to new shards of a dim.
@@ -193,10 +194,8 @@ class Successors:
             after = state.without_sums(axes)
             yield Move("all_reduce", (axes,), after)
             for d, cut in enumerate(state.cuts):
-                for new_cut in dict.fromkeys(self._scatters(d, cut, axes)):
-                    if self._is_evenly_cut(d, cut, new_cut):
-                        scattered = after.with_cut(d, cut + new_cut)
-                        yield Move("reduce_scatter", (d, new_cut), scattered)
+                for new_cut in self._even(d, cut, self._scatters(d, cut, axes)):
+                    yield Move("reduce_scatter", (d, new_cut), after.with_inner(d, new_cut))
 
     def _scatters(self, d: int, cut: Cut, axes: tuple[int, ...]) -> Iterator[Cut]:
         """Yield shards that a scatter may give a dim: the goal's, then the axes in any order."""
@@ -224,11 +223,13 @@ class Successors:
         begun = self.grid.ended(self.goal, state)
         for d, cut in enumerate(state.cuts):
             for n in range(1, len(cut) + 1):
-                axes = self.grid.axes_in(cut[-n:])
+                leaving = cut[-n:]
+                axes = self.grid.axes_in(leaving)
                 if set(axes) <= set(begun):
-                    yield Move("embed", (d, n), state.with_sums(axes).with_cut(d, cut[:-n]))
+                    after = state.with_sums(axes).without_inner(d, leaving)
+                    yield Move("embed", (d, leaving), after)
         free = self._usable_replicas(state)
-        for axes in self._subsets(tuple(a for a in begun if a in free)):
+        for axes in self._subsets(common(begun, free)):
             yield Move("mask", (axes,), state.with_sums(axes))
 
     def _permutes(self, state: State) -> Iterator[Move]:
@@ -242,7 +243,7 @@ class Successors:
             yield Move("permute", (), self.goal)
         if not self.grid.is_regular(state):
             return
-        usable = tuple(a for a in self.usable if a not in state.sums)
+        usable = without(self.usable, state.sums)
         # Into how many parts the shards of each dim cut that may change: those inside of the pinned.
         parts: list[int] = []
         for cut, pinned in zip(state.cuts, self.pinned, strict=True):
@@ -262,18 +263,19 @@ class Successors:
         for axes in self._subsets(self._usable_replicas(self.goal)):
             for d, cut in enumerate(self.goal.cuts):
                 if self._is_evenly_cut(d, cut, axes):
-                    yield Move("exchange", (), self.goal.with_cut(d, cut + axes))
+                    yield Move("exchange", (), self.goal.with_inner(d, axes))
 
     def _all_exchanges(self, state: State) -> Iterator[Move]:
         """Yield exchanges to every even state that has some of the sums that end, or begin."""
-        kept = tuple(a for a in state.sums if a in self.goal.sums)
+        kept = common(state.sums, self.goal.sums)
         ending = self.grid.ended(state, self.goal)
         beginning = self.grid.ended(self.goal, state)
-        for still_there in ((), *self._subsets(ending)):
-            for already_there in ((), *self._subsets(beginning)):
-                sums = tuple(sorted((*kept, *still_there, *already_there)))
-                for cuts in self._all_cuts(sums):
-                    yield Move("exchange", (), State(cuts, sums))
+        some_ending = ((), *self._subsets(ending))
+        some_beginning = ((), *self._subsets(beginning))
+        for still_there, already_there in product(some_ending, some_beginning):
+            sums = tuple(sorted((*kept, *still_there, *already_there)))
+            for cuts in self._all_cuts(sums):
+                yield Move("exchange", (), State(cuts, sums))
 
     @cached_method
     def _all_cuts(self, sums: tuple[int, ...]) -> list[Cuts]:
@@ -284,7 +286,7 @@ class Successors:
         none, so there are at least (dims + 1)^axes ways: for small meshes only.
         """
         all_cuts: list[Cuts] = []
-        usable = [a for a in self.usable if a not in sums]
+        usable = without(self.usable, sums)
         # Each axis shards one of the dims, or none (-1).
         for dim_of_axis in product((-1, *self.dims), repeat=len(usable)):
             axes_of_dim: list[list[int]] = [[] for _ in self.dims]
@@ -304,7 +306,7 @@ class Successors:
             yield ()
             return
         for cut in dict.fromkeys(self._rearranged(d, usable, parts[d])):
-            left = tuple(a for a in usable if a not in cut)
+            left = without(usable, cut)
             for inner_cuts in self._arrangements(d + 1, left, parts):
                 yield (self.pinned[d] + cut, *inner_cuts)
 
@@ -333,7 +335,7 @@ class Successors:
             if parts % self.grid.count_parts(beginning):
                 continue  # whatever axes follow, the number of parts is a multiple of these
             # What follows need not be in any order, as the goal has other axes there.
-            others = [a for a in usable if a not in beginning]
+            others = without(usable, beginning)
             for n in range(len(others) + 1):
                 for axes in combinations(others, n):
                     if self.grid.count_parts(beginning + axes) == parts:
@@ -350,24 +352,26 @@ class Successors:
         goal_cut = self.goal.cuts[d]
         return goal_cut[len(cut) :] if starts_with(goal_cut, cut) else ()
 
-    def _n_movable(self, d: int, cut: Cut) -> int:
-        """Count the innermost shards that may leave a dim; on large spaces, the goal's stay."""
-        staying = self.pinned[d] if self.complete else _shared(cut, self.goal.cuts[d])
-        return len(cut) - len(staying)
+    def _movable(self, d: int, cut: Cut) -> Iterator[Cut]:
+        """Yield the innermost shards that may leave a dim together, if they cut it evenly.
+
+        On large spaces, the goal's stay. (0, 1) -> (1,), then (0, 1).
+        """
+        staying = self.pinned[d] if self.complete else shared(cut, self.goal.cuts[d])
+        for n in range(1, len(cut) - len(staying) + 1):
+            # Pieces of a message have one size.
+            if self._is_evenly_cut(d, cut[:-n], cut[-n:]):
+                yield cut[-n:]
+
+    def _even(self, d: int, cut: Cut, new_cuts: Iterable[Cut]) -> Iterator[Cut]:
+        """Yield those of some new shards of a dim that cut it evenly, each once."""
+        for new_cut in dict.fromkeys(new_cuts):
+            if self._is_evenly_cut(d, cut, new_cut):
+                yield new_cut
 
     def _is_evenly_cut(self, d: int, outer: Cut, inner: Cut) -> bool:
         """Check that `inner` shards each block of a dim under `outer` into equal parts."""
         return self.grid.is_even(d, outer) and self.grid.is_even(d, outer + inner)
-
-
-def _shared(cut: Cut, other: Cut) -> Cut:
-    """Return the leading shards that both have: (0, 2, 1) and (0, 1) -> (0,)."""
-    n_shared = 0
-    for shard, other_shard in zip(cut, other, strict=False):
-        if shard != other_shard:
-            break
-        n_shared += 1
-    return cut[:n_shared]
 
 
 def _prefixes(cut: Cut) -> list[Cut]:

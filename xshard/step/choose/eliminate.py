@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -30,6 +30,12 @@ class Table(NamedTuple):
     entries: Floats
     bucket: int = GIVEN
 
+    def over(self, scope: Sequence[int]) -> Table:
+        """Return the table with an axis for all of `scope`, of length 1 for other variables."""
+        lengths = dict(zip(self.scope, self.entries.shape, strict=True))
+        shape = [lengths.get(variable, 1) for variable in scope]
+        return self._replace(entries=self.entries.reshape(shape))
+
 
 class Bucket(NamedTuple):
     """Tables whose sum is minimized over a variable; the sum is made only when it is needed.
@@ -37,15 +43,12 @@ class Bucket(NamedTuple):
     Args:
         variable: The variable.
         scope: All variables of the tables, in order.
-        tables: Each with an axis for all of `scope`, of length 1 for variables on which it does not
-            depend.
-        buckets: For each table the bucket whose minimum it is, or GIVEN.
+        tables: With an axis for all of `scope` (`Table.over`), so that they broadcast.
     """
 
     variable: int
     scope: list[int]
-    tables: list[Floats]
-    buckets: list[int]
+    tables: list[Table]
 
     @property
     def axis(self) -> int:
@@ -59,7 +62,8 @@ class Bucket(NamedTuple):
         value of b the least sum over all values of a. In general it has an axis for each variable
         in `scope` but this one, in order.
         """
-        shape = np.broadcast_shapes(*[table.shape for table in self.tables])
+        entries = [table.entries for table in self.tables]
+        shape = np.broadcast_shapes(*[table.shape for table in entries])
         axis = self.axis
         # The sum of large tables would not fit into the processor's caches. So it is made for a
         # few values of the variable at a time, and the running minimum is kept.
@@ -67,7 +71,7 @@ class Bucket(NamedTuple):
         least = np.array(np.inf)
         for start in range(0, shape[axis], n_values):
             rows = (*[slice(None)] * axis, slice(start, start + n_values))
-            total = np.asarray(sum(table[rows] for table in self.tables))
+            total = np.asarray(sum(table[rows] for table in entries))
             least = np.minimum(least, total.min(axis))
         return least
 
@@ -80,18 +84,11 @@ class Bucket(NamedTuple):
         values: one for each variable of the whole problem; only those in `scope`, but not the
         bucket's own, are read.
         """
-        total: Floats = np.zeros(())
-        for table in self.tables:
-            index = list[int | slice]()
-            for variable, length in zip(self.scope, table.shape, strict=True):
-                if variable == self.variable:
-                    index.append(slice(None))
-                else:
-                    # A table that does not depend on this variable has length 1 there, and its
-                    # only index is 0: `%` makes 0 of any value.
-                    index.append(values[variable] % length)
-            total = total + table[tuple(index)]
-        return int(total.argmin())
+        index: list[Any] = [values[variable] for variable in self.scope]
+        index[self.axis] = slice(None)
+        tables = np.broadcast_arrays(*[table.entries for table in self.tables])
+        total = sum(entries[tuple(index)] for entries in tables)
+        return int(np.argmin(total))
 
 
 class Minimum(NamedTuple):
@@ -145,8 +142,8 @@ def _eliminate(tables: Sequence[Table], sizes: Sequence[int], buckets: list[Buck
     changed: Iterable[int] = range(len(sizes))
     for _ in sizes:
         for variable in changed:
-            scope = _joint_scope([table for table in left if variable in table.scope])
-            n_entries[variable] = _n_entries(scope, sizes)
+            with_variable = [table for table in left if variable in table.scope]
+            n_entries[variable] = _n_entries_of_sum(with_variable, sizes)
         # The variable with the smallest sum first, so that tables stay small.
         eliminated = min(n_entries, key=n_entries.__getitem__)
         del n_entries[eliminated]
@@ -155,10 +152,12 @@ def _eliminate(tables: Sequence[Table], sizes: Sequence[int], buckets: list[Buck
         changed = [v for v in _joint_scope(with_variable) if v != eliminated]
         # One group with all tables, unless their sum would be too large (mini-buckets).
         for group in _groups_that_fit(with_variable, sizes):
-            bucket = _bucket_of(eliminated, group, sizes)
-            scope = [v for v in bucket.scope if v != eliminated]
+            scope = _joint_scope(group)
+            # The smallest tables are added up first, so that few sums are over the whole scope.
+            bucket = Bucket(eliminated, scope, [table.over(scope) for table in reversed(group)])
+            other_variables = [v for v in scope if v != eliminated]
             # The bucket's number tells `excess` which bucket's minimum this table is.
-            left.append(Table(scope, bucket.minimize(), len(buckets)))
+            left.append(Table(other_variables, bucket.minimize(), len(buckets)))
             buckets.append(bucket)
     return [float(table.entries) for table in left]
 
@@ -186,11 +185,12 @@ def excess(buckets: Sequence[Bucket]) -> dict[int, Floats]:
     added_elsewhere = dict[int, Floats]()
     for number, bucket in reversed(list(enumerate(buckets))):
         # The least total of the whole problem, for given values of the variables in its scope.
-        total = np.asarray(sum(bucket.tables) + added_elsewhere.pop(number, 0.0))
-        for origin, least in zip(bucket.buckets, bucket.tables, strict=True):
-            if origin != GIVEN:
-                added = _added_beside(least, total, bucket.scope, buckets[origin])
-                added_elsewhere[origin] = added
+        of_tables = sum(table.entries for table in bucket.tables)
+        total = np.asarray(of_tables + added_elsewhere.pop(number, 0.0))
+        for table in bucket.tables:
+            if table.bucket != GIVEN:
+                origin = buckets[table.bucket]
+                added_elsewhere[table.bucket] = _added_beside(table, total, bucket.scope, origin)
         other_axes = tuple(axis for axis in range(len(bucket.scope)) if axis != bucket.axis)
         above = total.min(other_axes) - total.min()
         # A variable in several buckets has a bound from each of them: the highest counts.
@@ -198,7 +198,7 @@ def excess(buckets: Sequence[Bucket]) -> dict[int, Floats]:
     return excess_of
 
 
-def _added_beside(least: Floats, total: Floats, scope: Sequence[int], origin: Bucket) -> Floats:
+def _added_beside(least: Table, total: Floats, scope: Sequence[int], origin: Bucket) -> Floats:
     """Compute what all other tables add to the minimum of an earlier bucket, for its variables.
 
     Total 9 where the minimum is 4: the others add 5.
@@ -215,9 +215,9 @@ def _added_beside(least: Floats, total: Floats, scope: Sequence[int], origin: Bu
     # The earlier bucket does not have these variables: they take their best values.
     unknown = tuple(axis for axis, v in enumerate(scope) if v not in origin.scope)
     with np.errstate(invalid="ignore"):  # inf - inf
-        others = total.min(unknown, keepdims=True) - least
+        others = total.min(unknown, keepdims=True) - least.entries
     # Where the minimum is infinite, so is the earlier bucket's own sum: nothing need be added.
-    others = np.where(np.isfinite(least), others, 0)
+    others = np.where(np.isfinite(least.entries), others, 0)
     return np.expand_dims(others.squeeze(unknown), origin.axis)
 
 
@@ -240,8 +240,8 @@ def _joint_scope(tables: Sequence[Table]) -> list[int]:
     return sorted(scope)
 
 
-def _n_entries(scope: Sequence[int], sizes: Sequence[int]) -> int:
-    return math.prod(sizes[variable] for variable in scope)
+def _n_entries_of_sum(tables: Sequence[Table], sizes: Sequence[int]) -> int:
+    return math.prod(sizes[variable] for variable in _joint_scope(tables))
 
 
 def _groups_that_fit(tables: Sequence[Table], sizes: Sequence[int]) -> Iterator[list[Table]]:
@@ -258,24 +258,9 @@ def _groups_that_fit(tables: Sequence[Table], sizes: Sequence[int]) -> Iterator[
         group = left[:1]
         too_large = list[Table]()  # together with this group
         for table in left[1:]:
-            if _n_entries(_joint_scope([*group, table]), sizes) <= MOST_ENTRIES:
+            if _n_entries_of_sum([*group, table], sizes) <= MOST_ENTRIES:
                 group.append(table)
             else:
                 too_large.append(table)
         yield group
         left = too_large
-
-
-def _bucket_of(variable: int, tables: Sequence[Table], sizes: Sequence[int]) -> Bucket:
-    """Make a bucket of tables: shaped so that they broadcast over all variables of any of them.
-
-    tables: the largest first.
-    """
-    scope = _joint_scope(tables)
-    shaped = list[Floats]()
-    # The smallest tables are added up first, so that few sums are over the whole scope.
-    smallest_first = tables[::-1]
-    for table in smallest_first:
-        shape = [sizes[v] if v in table.scope else 1 for v in scope]
-        shaped.append(table.entries.reshape(shape))
-    return Bucket(variable, scope, shaped, [table.bucket for table in smallest_first])

@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from xshard.errors import PlanError
-from xshard.step.price.cost import EXCESS, Cost
+from xshard.step.price.cost import EXCESS, CostFunction
 from xshard.step.price.options import Flags, Floats, Ints
 
 INFEASIBLE = 2  # scipy's status
 
 
-def best_mixture(cost: Cost, vectors: Floats) -> tuple[float, Floats]:
+def best_mixture(cost: CostFunction, vectors: Floats) -> tuple[float, Floats]:
     """Find the cheapest mixture of some plans' costs, by a linear program.
 
     An assignment, one choice for each array and operation, has a vector of parts: seconds and bytes
@@ -30,7 +30,7 @@ def best_mixture(cost: Cost, vectors: Floats) -> tuple[float, Floats]:
         vectors: The parts of the cost of some assignments: [vectors, parts].
 
     Returns:
-        The cost of the mixture, and multipliers as `Cost.weights` takes them.
+        The cost of the mixture, and multipliers as `CostFunction.weights` takes them.
     """
     n_vectors = len(vectors)
     n_maxima = len(cost.times)
@@ -82,7 +82,7 @@ class Pairs(NamedTuple):
 def solve_program(
     values: Sequence[Floats],
     pairs: Iterable[Pairs],
-    cost: Cost,
+    cost: CostFunction,
     scale: float,
     most_nodes: int,
     gap: float,
@@ -119,8 +119,8 @@ def solve_program(
     below_maxima = list[Any]()  # rows @ parts - maxima <= 0, so that a maximum is no less than any
     for rows in cost.scaled_maxima(scale):
         below_maxima.append(sparse.hstack([rows @ parts, -sparse.eye_array(n_maxima)]))
-    no_maxima = sparse.csr_array((len(cost.limit_shares), n_maxima))
-    within_limits = sparse.hstack([cost.limit_shares @ parts, no_maxima])
+    no_maxima = np.zeros((len(cost.limit_shares), n_maxima))
+    within_limits = np.hstack([cost.limit_shares @ parts, no_maxima])
     equalities = variables.equalities(n_variables)
     # The first ones say that the shares of each node are 1 in all. All others are flows minus
     # shares, which are 0.
@@ -136,15 +136,11 @@ def solve_program(
         ],
         options={"node_limit": most_nodes, "mip_rel_gap": gap},
     )
-    bound = np.inf  # no assignment is within the limits
-    if solved.status != INFEASIBLE:
-        # None if the solver ended before it had a bound.
-        bound = scale * (solved.mip_dual_bound if solved.mip_dual_bound is not None else 0.0)
-    if solved.x is None:
-        return None, bound
-    # The largest share, for 1 may be 0.999999.
-    ends = pairwise(variables.starts)
-    return [int(np.argmax(solved.x[start:end])) for start, end in ends], bound
+    if solved.status == INFEASIBLE:
+        return None, np.inf  # no assignment is within the limits
+    # None if the solver ended before it had a bound.
+    bound = 0.0 if solved.mip_dual_bound is None else scale * solved.mip_dual_bound
+    return variables.assignment(solved.x), bound
 
 
 class _Variables:
@@ -171,11 +167,11 @@ class _Variables:
     def add_flows(self, pair: Pairs, n_parts: int) -> None:
         """Add the variables that charge moves between two nodes, flows, and their equalities.
 
-        A flow is a variable for a row and a column of the tables of costs. It is 1 if both nodes
-        have chosen options there, for then the move costs what the tables have there, and else 0.
-        That takes two kinds of equalities: the flows of a row add up to the shares of the first
-        node's options in that row, and the flows of a column to the second node's. Banned pairs
-        have no flow, so that they cannot be chosen together.
+        A flow is 1 where both nodes have their chosen options: for node 0 in row 2 and node 1 in
+        column 0, the flow of (2, 0) is 1 and all others are 0. Then the move costs what the tables
+        have there. Two kinds of equalities say so: the flows of a row add up to the shares of the
+        first node's options in that row, and the flows of a column to the second node's. Banned
+        pairs have no flow, so that they cannot be chosen together.
 
         Args:
             pair: Two nodes, rows and columns of their options, and the tables of costs.
@@ -186,9 +182,9 @@ class _Variables:
         n_rows, n_columns = pair.banned.shape
         row_of_option, column_of_option = pair.indices
         # Layouts of options that are left out need no flow.
-        has_row = np.isin(np.arange(n_rows), row_of_option)
-        has_column = np.isin(np.arange(n_columns), column_of_option)
-        row_of_flow, column_of_flow = np.nonzero(~pair.banned & has_row[:, None] & has_column)
+        has_option = np.zeros((n_rows, n_columns), bool)
+        has_option[np.ix_(row_of_option, column_of_option)] = True
+        row_of_flow, column_of_flow = np.nonzero(has_option & ~pair.banned)
         parts = np.zeros((n_parts, len(row_of_flow)))  # what each flow costs
         parts[pair.parts] = pair.tables[:, row_of_flow, column_of_flow]
         self.parts.append(sparse.csc_array(parts))
@@ -219,6 +215,14 @@ class _Variables:
 
         rows, columns, signs = map(np.concatenate, zip(*self.entries, strict=True))
         return sparse.csr_array((signs, (rows, columns)), shape=(self.n_equalities, n_variables))
+
+    def assignment(self, solution: Floats | None) -> list[int] | None:
+        """Return the option of every node that the values of all variables say; None for None."""
+        if solution is None:
+            return None
+        # The largest share, for 1 may be 0.999999.
+        ends = pairwise(self.starts)
+        return [int(np.argmax(solution[start:end])) for start, end in ends]
 
 
 def optimizer() -> Any:

@@ -77,7 +77,7 @@ class StepSearch:
         # is worth nothing.
         row_shares = np.full(n_maxima * n_rows, 1 / n_rows)
         limit_worths = np.zeros(len(self.cost.limit_shares))
-        # The shares and worths that gave the best bound so far, in the order of `Cost.weights`.
+        # The shares and worths that gave the best bound so far, in the order of `CostFunction.weights`.
         self.multipliers = np.append(row_shares, limit_worths)
         if not self.options:
             self.options = [np.arange(len(node.placements)) for node in self.problem.nodes]
@@ -98,7 +98,7 @@ class StepSearch:
 
         Returns the seconds that planning added to the bounds of its moves.
         """
-        added = self.problem.plan(assignment)
+        added = self.problem.raise_to_prices(assignment)
         vector = self.problem.vectors(assignment)[0]
         if np.isfinite(vector).all():
             self.vectors[tuple(assignment)] = vector
@@ -211,7 +211,7 @@ class StepSearch:
         return [own[excess_of[node] <= seconds] for node, own in enumerate(self.live_options)]
 
     def bound_by(self, multipliers: Floats) -> Bound:
-        """Minimize the cost under multipliers (`Cost.weights`): a lower bound of all seconds."""
+        """Minimize the cost under multipliers (`CostFunction.weights`): a lower bound of all seconds."""
         weights, constant = self.cost.weights(multipliers)
         live = self.live_options
         pairs = zip(self.problem.nodes, live, strict=True)

@@ -12,7 +12,7 @@ EXCESS = 1e3  # times the cost, for a limit that is exceeded once over
 
 
 @dataclass(frozen=True, eq=False)
-class Cost:
+class CostFunction:
     """`linear @ v + sum(times * max over rows of maxima @ v)` of parts v, where `limited @ v <= 1`.
 
     A vector of parts v has seconds and bytes of several kinds, which add up over nodes and edges.

@@ -92,15 +92,15 @@ class Edge:
         seconds = (self.runs[:, :, rows] * seconds_once).sum(1)
         return np.concatenate([self._bytes[:, rows, columns], seconds])
 
-    def plan(self, source_option: int, user_option: int) -> float:
-        """Price the move between two options by the planner, in place of a lower bound.
+    def raise_to_price(self, source_option: int, user_option: int) -> float:
+        """Replace the lower bound of the move between two options by the planner's price.
 
         Returns the seconds by which the bound was too low; 0 if the move was planned before, or is
         not possible.
         """
         row = int(self.rows[source_option])
         column = int(self.columns[user_option])
-        return 0.0 if self.banned[row, column] else self.moves.plan(row, column)
+        return 0.0 if self.banned[row, column] else self.moves.raise_to_price(row, column)
 
     def weighted(self, weights: Floats, source_options: Ints, user_options: Ints) -> Floats:
         """Compute the weighted cost of moving an array, for all pairs of options of both ends.
@@ -230,17 +230,14 @@ def _runs(setup: StepSetup, source: Node, op: Op, n_rows: int) -> Floats:
 
     Returns [2 passes, move or adjoint, n_rows]; rows are layouts of the source.
     """
-    once = np.ones(n_rows)
-    never = np.zeros(n_rows)
     if source.gathering is None:
-        moves = once
-        repeated_moves = once if setup.is_recomputed(op) else never
+        is_repeated = np.full(n_rows, setup.is_recomputed(op))
+        moves = np.ones(n_rows)
     else:
-        is_per_use = source.is_gathered(Gathering.PER_USE)
-        moves = np.where(is_per_use, 1.0, 1 / setup.micro_batches)
-        repeated_moves = np.where(is_per_use, once, never)
+        is_repeated = source.is_gathered(Gathering.PER_USE)
+        moves = np.where(is_repeated, 1.0, 1 / setup.micro_batches)
     adjoints = moves
-    return np.array([[moves, never], [repeated_moves, adjoints]])
+    return np.array([[moves, np.zeros(n_rows)], [is_repeated, adjoints]])
 
 
 class Place(NamedTuple):

@@ -34,9 +34,9 @@ def bytes_at_moments(parts: Parts, block_times: Ints, micro_batches: int) -> Flo
         [moments, parts].
     """
     # A unit vector for each part, times the layers: sums of them are rows of the result.
-    in_all_layers = parts.of_blocks * block_times[:, None, None]  # [blocks, block parts, parts]
+    kinds = parts.of_blocks * block_times[:, None, None]  # [blocks, block parts, parts]
     # Bytes by kind, in the order of BlockPart: [blocks, parts] each.
-    kinds = in_all_layers[:, BlockPart.SAVED_BYTES :].swapaxes(0, 1)
+    kinds = kinds[:, BlockPart.SAVED_BYTES :].swapaxes(0, 1)
     saved, running, received, sent, gathered, gradients, sums = kinds
     always = parts.unit[[StepPart.PARAMETER_BYTES, StepPart.STATE_BYTES]].sum(0)
     if micro_batches > 1:
@@ -46,24 +46,24 @@ def bytes_at_moments(parts: Parts, block_times: Ints, micro_batches: int) -> Flo
     else:
         # A block that is done has gradients in place of what it had gathered.
         left_by_block = gradients
-    at_end_of_step = always + (sums + left_by_block).sum(0)
-    moments = [at_end_of_step]
+    done = sums + left_by_block  # by a block that has had it
+    moments = [always + done.sum(0)]  # the end of the step
     for block, times in enumerate(block_times):
-        # Blocks before it wait for their backward pass; blocks after it have had theirs.
+        # Blocks run backward: those with lower numbers wait, those with higher ones are done.
         around = always + (saved + gathered)[:block].sum(0)
-        around = around + (sums + left_by_block)[block + 1 :].sum(0)
-        one_layer = (running[block] + received[block]) / times
+        around = around + done[block + 1 :].sum(0)
         other_layers = 1 - 1 / times  # as a share of the block
         if micro_batches > 1:
-            ending = sent[block] / times
+            ending_layer = sent[block] / times
             left_by_layers = left_by_block[block]
         else:
             # What is gathered once becomes gradients, whole as it is, as soon as the layer ends:
             # the parameters' and the gradients' bytes, hence twice.
-            ending = (sent[block] + 2 * gathered[block]) / times
+            ending_layer = (sent[block] + 2 * gathered[block]) / times
             left_by_layers = left_by_block[block] * other_layers
-        # First layer begins, first layer ends, last layer ends.
-        moments.append(around + saved[block] + gathered[block] + one_layer)
-        moments.append(around + saved[block] * other_layers + gathered[block] + ending)
-        moments.append(around + ending + left_by_layers)
+        first_begins = around + saved[block] + gathered[block]
+        moments.append(first_begins + (running[block] + received[block]) / times)
+        first_ends = around + saved[block] * other_layers + gathered[block]
+        moments.append(first_ends + ending_layer)
+        moments.append(around + ending_layer + left_by_layers)  # the last layer ends
     return np.asarray(moments)

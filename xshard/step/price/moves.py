@@ -1,7 +1,8 @@
 """Seconds of moves between layouts: bounds for all pairs at once, the planner's price for few.
 
-A search compares thousands of pairs of layouts, and a plan takes milliseconds. So every pair begins
-with a lower bound, bytes over bandwidth, and a pair is planned as soon as an assignment has it.
+A search compares thousands of pairs of layouts, and a plan takes milliseconds. So an `Edge` begins
+with the table's lower bounds, bytes over bandwidth; planning overwrites an entry with the planner's
+price (`raise_to_price`); and `StepSearch.offer` asks for that as soon as an assignment has the move.
 Equal moves of arrays of another size share a plan: seconds are a line in elements.
 """
 
@@ -10,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -90,7 +91,7 @@ class MovePrices:
     profile: Profile
     _tables: dict[tuple[object, ...], MoveTable] = field(default_factory=dict)
 
-    def price(
+    def planned_seconds(
         self, src: Iterable[int], dst: Iterable[int], lengths: Sequence[int], share: float = 1.0
     ) -> float:
         """Price moving an array between two layouts: seconds of the plan that the planner finds.
@@ -152,7 +153,9 @@ class MovePrices:
             self._tables[key] = MoveTable(self, src, dst, shape, is_linear, share)
         return self._tables[key]
 
-    def bounds(self, src: Placements, dst: Placements) -> tuple[Floats, Floats]:
+    def bounds(
+        self, src: Placements, dst: Placements, shape: Sequence[int], share: float = 1.0
+    ) -> Floats:
         """Bound the seconds of moves between all pairs of layouts from below, without planning.
 
         No plan takes less than one launch of a collective, and the bytes that a device has to
@@ -163,10 +166,11 @@ class MovePrices:
         Args:
             src: Layouts before: [src layouts, axes].
             dst: Layouts after: [dst layouts, axes].
+            shape: The global shape of the array.
+            share: The array's part of the elements that move in one collective, 0 to 1.
 
         Returns:
-            Seconds of a launch, 0 where nothing is received, and seconds for each element of the
-            global array: [src layouts, dst layouts] each.
+            Seconds: [src layouts, dst layouts].
         """
         axes, sizes, is_far, far_bytes_per_s = self._spans
         # An axis with two spans has its placement twice: [layouts, spans].
@@ -178,7 +182,7 @@ class MovePrices:
         fabric = self.profile.fabric(self.mesh)
         byte_s = from_other_nodes / far_bytes_per_s + from_own_node / fabric.fastest_bytes_per_s
         launch_s = np.where(received > 0, fabric.least_step_s, 0.0)
-        return launch_s, byte_s * itemsize(self.dtype)
+        return share * launch_s + byte_s * itemsize(self.dtype) * math.prod(shape)
 
     @cached_property
     def slow_axes(self) -> Flags:
@@ -224,19 +228,15 @@ class MoveTable:
     seconds: Floats = field(init=False)
 
     def __post_init__(self) -> None:
-        forward = self._bounds(self.src, self.dst)
+        bounds = partial(self.prices.bounds, shape=self.shape, share=self.share)
+        forward = bounds(self.src, self.dst)
         # Cotangents move from the dual of the destination to the dual of the source.
-        backward = self._bounds(dual(self.dst), dual(self.src)).T
+        backward = bounds(dual(self.dst), dual(self.src)).T
         self.seconds = np.stack([forward, backward * self.is_linear])
         self._is_planned = np.zeros(forward.shape, bool)
 
-    def _bounds(self, src: Placements, dst: Placements) -> Floats:
-        """Bound the seconds of one pass: [src layouts, dst layouts]."""
-        launch_s, element_s = self.prices.bounds(src, dst)
-        return self.share * launch_s + element_s * math.prod(self.shape)
-
-    def plan(self, row: int, column: int) -> float:
-        """Price the move between two layouts by the planner, in place of a lower bound.
+    def raise_to_price(self, row: int, column: int) -> float:
+        """Replace the lower bound of the move between two layouts by the planner's price.
 
         Returns the seconds by which the bound was too low, of both passes together; 0 if the move
         was planned before.
@@ -245,14 +245,14 @@ class MoveTable:
             return 0.0
         src = self.src[row]
         dst = self.dst[column]
-        forward = self.prices.price(src, dst, self.shape, self.share)
+        forward = self.prices.planned_seconds(src, dst, self.shape, self.share)
         backward = 0.0
         if self.is_linear:
-            backward = self.prices.price(dual(dst), dual(src), self.shape, self.share)
-        bounds = self.seconds[:, row, column].copy()
+            backward = self.prices.planned_seconds(dual(dst), dual(src), self.shape, self.share)
+        added_s = forward + backward - self.seconds[:, row, column].sum()
         self.seconds[:, row, column] = (forward, backward)
         self._is_planned[row, column] = True
-        return float(forward + backward - bounds.sum())
+        return float(added_s)
 
 
 def _received_from_other_nodes(

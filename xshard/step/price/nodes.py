@@ -107,7 +107,10 @@ def price_operation(setup: StepSetup, op: Op) -> Node:
     Returns a node with placements [options, arrays, axes] and costs [options, parts of the cost].
     """
     placements = options_of(op, setup.lengths, setup.mesh)  # [options, arrays, axes]
-    block_bytes = _bytes_of_blocks(setup, op, placements)  # [options] for each array
+    block_bytes = list[Floats]()  # of each operand, then of the result: [options] each
+    for i, array in enumerate(op.arrays):
+        shape = shape_of(array, setup.lengths)
+        block_bytes.append(setup.block_bytes(placements[:, i], shape, setup.item_bytes))
     seconds = _seconds_of_computing(setup, op, placements, block_bytes)
     saved_bytes = _bytes_saved_for_gradient(setup, op, placements, block_bytes)
     running_bytes = _bytes_of_gradients_on_the_way(setup, op, block_bytes)
@@ -126,15 +129,6 @@ def price_operation(setup: StepSetup, op: Op) -> Node:
         BlockPart.SAVED_BYTES: saved_bytes,
     }
     return Node(op.name, placements, setup.costs(op, len(placements), by_part))
-
-
-def _bytes_of_blocks(setup: StepSetup, op: Op, placements: Placements) -> list[Floats]:
-    """Return a device's bytes of each operand, then of the result, in every option."""
-    block_bytes = list[Floats]()
-    for i, array in enumerate(op.arrays):
-        shape = shape_of(array, setup.lengths)
-        block_bytes.append(setup.block_bytes(placements[:, i], shape, setup.item_bytes))
-    return block_bytes
 
 
 def _space(setup: StepSetup, op: Op) -> int:

@@ -50,10 +50,6 @@ class Parts:
     def size(self) -> int:
         return self.n_blocks * len(BlockPart) + len(StepPart)
 
-    def index_of(self, block: int, part: BlockPart) -> int:
-        """Return the place of a part of a block."""
-        return block * len(BlockPart) + part
-
     @cached_property
     def unit(self) -> Floats:
         """A vector for each part, in which it is 1: [parts, parts]."""

@@ -13,7 +13,7 @@ from functools import cached_property
 
 import numpy as np
 
-from xshard.step.price.cost import Cost
+from xshard.step.price.cost import CostFunction
 from xshard.step.price.edges import Edge, edges_of
 from xshard.step.price.memory import bytes_at_moments
 from xshard.step.price.nodes import Node, price_input, price_operation, price_parameter
@@ -56,7 +56,7 @@ class StepProblem(StepSetup):
         # These edges are this problem's own; only tables of seconds are shared with others.
         if self.excluded:
             for edge, excluded in zip(edges, self.excluded, strict=True):
-                edge.banned = edge.banned | excluded
+                edge.banned |= excluded
         return edges
 
     def forget_edges(self) -> None:
@@ -84,8 +84,7 @@ class StepProblem(StepSetup):
         if node is not None:
             chosen[node] = np.arange(len(self.nodes[node].placements))
         pairs = zip(self.nodes, chosen, strict=True)
-        costs = [priced.costs[options] for priced, options in pairs]
-        total: Floats = sum(costs)
+        total: Floats = sum(priced.costs[options] for priced, options in pairs)
         is_banned = np.zeros(len(total), bool)
         for edge in self.edges:
             rows = edge.rows[chosen[edge.source]]
@@ -96,11 +95,17 @@ class StepProblem(StepSetup):
         total[is_banned] = np.inf
         return total
 
-    def plan(self, assignment: Sequence[int]) -> float:
-        """Plan all moves of an assignment; return the seconds by which they were underestimated."""
-        return sum(edge.plan(assignment[edge.source], assignment[edge.user]) for edge in self.edges)
+    def raise_to_prices(self, assignment: Sequence[int]) -> float:
+        """Replace the lower bounds of all moves of an assignment by the planner's prices.
 
-    def cost(self, limit: float, overlap: float | None = None) -> Cost:
+        Returns the seconds by which the bounds were too low, of one layer and micro-batch.
+        """
+        added_s = 0.0
+        for edge in self.edges:
+            added_s += edge.raise_to_price(assignment[edge.source], assignment[edge.user])
+        return added_s
+
+    def cost(self, limit: float, overlap: float | None = None) -> CostFunction:
         """Make the function from the parts of a plan's cost to the seconds of a training step.
 
         Parts are seconds of computing and moving, and bytes, of one layer and micro-batch. A pass
@@ -111,7 +116,7 @@ class StepProblem(StepSetup):
         computing; None for the problem's own.
         """
         overlap_share = self.overlap if overlap is None else overlap
-        # Unit vectors pick a part from a vector: sums of them are rows of `Cost.maxima`.
+        # Unit vectors pick a part from a vector: sums of them are rows of `CostFunction.maxima`.
         computing = self.parts.of_blocks[:, COMPUTING]  # [blocks, 2 passes, parts]
         moving = self.parts.of_blocks[:, MOVING]
         computing_longer = computing + (1 - overlap_share) * moving
@@ -119,7 +124,7 @@ class StepProblem(StepSetup):
         rows = np.stack([computing_longer, moving], axis=2)
         # Parts are for one layer and micro-batch. Both passes of a block run as often as it.
         times = self.micro_batches * np.repeat(self.block_times, 2)
-        return Cost(
+        return CostFunction(
             linear=self.parts.unit[StepPart.OPTIMIZER_S],
             times=times.astype(float),
             maxima=rows.reshape(-1, 2, self.parts.size),

@@ -88,7 +88,7 @@ class StepSetup:
 
     def part_index(self, op: Op, part: BlockPart) -> int:
         """Return the place of a part of an operation's block in vectors."""
-        return self.parts.index_of(self.block_of[op.name], part)
+        return self.block_of[op.name] * len(BlockPart) + part
 
     def costs(self, op: Op, n_options: int, by_part: Mapping[BlockPart, Floats]) -> Floats:
         """Put parts of an operation's block, each [options], into vectors: [options, parts]."""

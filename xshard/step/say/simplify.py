@@ -74,9 +74,8 @@ def _with_changes(search: StepSearch, assignment: list[int], most: float) -> lis
         for node, option in enumerate(changed):
             if option != assignment[node]:
                 trial[node] = option
-        # Only for its effect: moves that the trial makes may have had lower bounds as prices so far,
-        # and `problem` replaces these by exact seconds, which `vectors` below reads.
-        problem.plan(trial)
+        # Moves that the trial makes may have lower bounds as prices so far: `vectors` reads prices.
+        problem.raise_to_prices(trial)
         trial_variety = _variety(problem, trial)
         is_simpler = trial_variety < variety - LEAST
         if is_simpler and search.cost.rank(problem.vectors(trial)[0]) <= most:
