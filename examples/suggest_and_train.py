@@ -73,7 +73,7 @@ def train(rules: Mapping[str, Any], steps: int) -> Measured:
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
     losses = []
     seconds = []
-    saved = dict[int, int]()
+    saved: dict[int, int] = {}
     stored = {parameter.data_ptr() for parameter in model.parameters()}
 
     def keep(x: Tensor) -> Tensor:

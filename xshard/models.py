@@ -111,8 +111,8 @@ def varying_axes(outside: Iterable[str], rules: Sequence[ActivationRule]) -> fro
 
     Those of `outside` it, but for the axes that rules name: along these, as the rules say.
     """
-    named = set[str]()
-    named_inside = set[str]()
+    named: set[str] = set()
+    named_inside: set[str] = set()
     for rule in rules:
         named.update(rule.axes)
         named_inside.update(rule.dst.axes)
@@ -383,7 +383,7 @@ def axes_of_larger_parameters(
     A weight `[o, i]` over tp beside a bias `[o]` -> {"tp"}: the bias may be added on each device once more.
     beside: the other parameters, with their shapes.
     """
-    axes = set[str]()
+    axes: set[str] = set()
     for use, other_shape in beside:
         if len(other_shape) > len(shape) and _is_subsequence(shape, other_shape):
             for dim in use.used.dims:

@@ -444,7 +444,7 @@ def contract_gradient(
     Returns:
         One block per device: the gradient of the operand.
     """
-    known_names = set[str]()
+    known_names: set[str] = set()
     for dims, _ in operands:
         known_names.update(dims)
     # In `n d, d -> d`, only the first operand has n, which is summed: all rows along n have the

@@ -283,7 +283,7 @@ def owned(
     lengths = {name: lengths_of(shape) for name, shape in shapes.items()}
     costs = {name: cost(shape) for name, shape in lengths.items()}
     loads = [0.0] * mesh.size(axis)
-    layouts = dict[Pattern, Any]()
+    layouts: dict[Pattern, Any] = {}
     for name in sorted(lengths, key=costs.__getitem__, reverse=True):
         if not lengths[name]:
             raise ShapeError(f"{name} is one number", hint="leave it out: it needs no owner")
@@ -347,7 +347,7 @@ def nearest_hint(spelling: Pattern, names: Collection[str]) -> str:
             continue
         n_stars_before = len(stars_in(".".join(parts[:i])))
         with_star = ".".join((*parts[:i], "*", *parts[i + 1 :]))
-        candidates = set[str]()
+        candidates: set[str] = set()
         for name in names:
             texts = match_stars(with_star, name)  # what each star stands for, from left to right
             if texts:

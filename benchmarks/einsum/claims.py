@@ -87,7 +87,7 @@ def cached_s(cases: Sequence[Case]) -> float:
 def judge(rows: Sequence[Row], cached_s: float, timed: Sequence[Row]) -> tuple[Claim, ...]:
     """Every claim, in order."""
     n = len(rows)
-    claims = list[Claim]()
+    claims: list[Claim] = []
     for objective, limit in ((FORWARD, 2.08), (BOTH, 2.67)):
         for peer, title in (("xla", "XLA"), ("plain", "the plain planner")):
             more = [

@@ -63,7 +63,7 @@ def _rows(per_node: int, rounds: int) -> list[Row]:
     """The rows of all cases, equal on every rank."""
     n = dist.get_world_size()
     mesh = xs.Mesh(tp=n)
-    rows = list[Row]()
+    rows: list[Row] = []
     profile = _profile(mesh, per_node)
     flops = dict(profile.flops_per_s)["float32"]
     assert profile.across is not None

@@ -57,7 +57,7 @@ def claims(by_kind: dict[str, Figures]) -> list[Claim]:
 
 
 def shown(by_kind: dict[str, Figures]) -> Table:
-    lines = list[tuple[str, ...]]()
+    lines: list[tuple[str, ...]] = []
     for kind, ways in by_kind.items():
         for way, figures in ways.items():
             sent = f"{figures['collectives']:.0f}", format_bytes(round(figures["bytes"]))

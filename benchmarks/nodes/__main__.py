@@ -24,9 +24,9 @@ MBIT = 100, 400, 1600
 def main(arguments: Sequence[str] | None = None) -> int:
     options = record.options("nodes", __doc__, quick="400 Mbit/s, two moves").parse_args(arguments)
     quick = options.quick
-    rows = list[Row]()
-    profiles = list[Row]()
-    jax = list[Row]()
+    rows: list[Row] = []
+    profiles: list[Row] = []
+    jax: list[Row] = []
     for rate in (400,) if quick else MBIT:
         with nodes(2, ranks=2, rate=f"{rate}mbit") as cluster:
             sizes = rate * 125e3, 2 if quick else 7

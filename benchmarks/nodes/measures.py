@@ -135,7 +135,7 @@ def xla_rows(bytes_per_s: float, profile: Any, rounds: int, quick: bool) -> list
     profile = replace(profile, across=replace(profile.across, topology="switch"))
     mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(MESH.sizes), MESH.axes)
     shape = _shape(bytes_per_s)
-    rows = list[Row]()
+    rows: list[Row] = []
     texts = [(name, text) for name, text in MOVES.items() if "sum" not in text]
     for name, text in texts[: 2 if quick else None]:
         src, dst = (xj.specs.to_named_sharding(layout, mesh) for layout in parse_expression(text))

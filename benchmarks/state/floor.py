@@ -56,7 +56,7 @@ def bytes_beyond(load: Callable[[], Any], n_bytes: int) -> int:
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)  # of glibc, which keeps up to 32 MiB of freed memory per array
     before = _own_bytes()
-    looks = list[int]()
+    looks: list[int] = []
     over = threading.Event()
 
     def look() -> None:

@@ -47,7 +47,7 @@ def resharded(folder: Path, scale: int, rounds: int) -> Row:
     rank = dist.get_rank()
     mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("tp",))
     served = weights.shardings(weights.SERVED, Mesh(tp=RANKS), scale)
-    blocks = dict[str, Tensor]()
+    blocks: dict[str, Tensor] = {}
     n_bytes = sum(2 * math.prod(sharding.local_shape(rank)) for sharding in served.values())
 
     def before() -> None:

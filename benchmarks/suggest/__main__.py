@@ -52,7 +52,7 @@ def step_of(model: str, batch: int, sequence: int) -> tuple[Any, Mesh]:
 
 def autoparallel(model: str, step: Any, mesh: Mesh, overlap: float) -> float | None:
     """The seconds of its documented plan with the best number of micro-batches; None if it does not fit."""
-    plans = list[StepPlan]()
+    plans: list[StepPlan] = []
     step = step.with_shares
     for problem in list_problems(
         step, MovePrices(mesh, step.dtype, load_profile("h100")), None, None, overlap

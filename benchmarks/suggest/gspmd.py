@@ -192,8 +192,8 @@ def rows_of(case: str, machine: str, made: losses.Loss, rounds: int) -> list[Row
     ways |= {way: (loss, by_hand(plan.loss, way)) for way in hand}
     arrays = filled(args)
     expected = jax.jit(jax.value_and_grad(loss))(*arrays)
-    rows = list[Row]()
-    calls = dict[str, Callable[[], Any]]()
+    rows: list[Row] = []
+    calls: dict[str, Callable[[], Any]] = {}
     for way, (f, specs) in ways.items():
         on = jax.tree.map(
             partial(NamedSharding, mesh), specs, is_leaf=lambda x: isinstance(x, PartitionSpec)
@@ -225,7 +225,7 @@ def rows_of(case: str, machine: str, made: losses.Loss, rounds: int) -> list[Row
 
 def judge(rows: Sequence[Row]) -> list[Claim]:
     """The claims, of each case and partitioner."""
-    cases = dict[str, dict[str, Row]]()
+    cases: dict[str, dict[str, Row]] = {}
     for row in rows:
         cases.setdefault(f"{row['case']}, {row['partitioner']}", {})[row["way"]] = row
 
@@ -253,7 +253,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments
     )
     configure(math.prod(AXES.values()))
-    rows = list[Row]()
+    rows: list[Row] = []
     for case, (machine, make) in (QUICK if options.quick else CASES).items():
         rows += (own := rows_of(case, machine, make(), 1 if options.quick else 5))
         print("\n".join(map(in_a_line, own)), flush=True)

@@ -80,7 +80,7 @@ class Graph:
         """For every time that can exceed the limit, and no other time contains, the nodes that count."""
         points = sorted({start for start, end in self.intervals if start < end})
         most = np.array([u.max() for u in self.usages])
-        rows = list[frozenset[int]]()
+        rows: list[frozenset[int]] = []
         for point in points:
             live = frozenset(
                 v

@@ -148,7 +148,7 @@ class Held(TorchDispatchMode):
     def __init__(self, kept: Sequence[Tensor]) -> None:
         super().__init__()
         self.kept = {StorageWeakRef(x.untyped_storage()) for x in kept}
-        self.there = dict[StorageWeakRef, int]()
+        self.there: dict[StorageWeakRef, int] = {}
         self.most = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -209,7 +209,7 @@ def calibrated(mesh: Mesh, rounds: int) -> Calibration:
 
 def judge(rows: Sequence[Row]) -> list[Claim]:
     """The claims, of each model on each machine."""
-    cases = dict[str, list[Row]]()
+    cases: dict[str, list[Row]] = {}
     for row in rows:
         cases.setdefault(f"{row['machine']}, {row['model']}", []).append(row)
     order = []
@@ -238,8 +238,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)  # ranks are forks
     rounds = 3 if options.quick else 7
     chosen = "4 ranks" if options.quick else options.machines
-    rows = list[Row]()
-    profiles = list[Row]()
+    rows: list[Row] = []
+    profiles: list[Row] = []
     for machine, (mesh, rate) in MACHINES.items():
         if chosen and machine not in chosen.split("|"):
             continue
@@ -263,7 +263,7 @@ def _measure(
     profiles.append(
         {"machine": machine, "error": calibration.error, "profile": calibration.profile.to_json()}
     )
-    rows = list[Row]()
+    rows: list[Row] = []
     for name in list(MODELS)[: 1 if quick else None]:
         rows += (own := rows_of(machine, name, mesh, calibration.profile, rounds, launch))
         print("\n".join(map(line, own)), flush=True)

@@ -64,7 +64,7 @@ class Messages:
 
     def assignment(self, prices: np.ndarray) -> list[int]:
         """An option for every node, the best beside those before it and the messages of others."""
-        chosen = list[int]()
+        chosen: list[int] = []
         for v, (cost, shares) in enumerate(zip(self.costs, self.shares, strict=True)):
             total = cost + shares @ prices
             for w, table in self.before[v]:

@@ -24,7 +24,7 @@ def test_what_nodes_lack() -> None:
 @pytest.mark.long
 def test_memory_beyond_the_result_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     n_bytes = 16 * floor.MIB
-    looks = list[int]()
+    looks: list[int] = []
     own_bytes = floor._own_bytes
 
     def look() -> int:

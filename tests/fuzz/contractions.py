@@ -235,7 +235,7 @@ def _einsum(
         for i, name in enumerate((*case.names, *(name for name in apart if name[-1] == "'")))
     }
     lengths = case.sizes
-    arguments = list[Any]()
+    arguments: list[Any] = []
     for x, dims in zip(arrays, names, strict=True):
         plain = [name.rstrip("'") for name in dims]
         arguments += [x.reshape([lengths[name] for name in plain])]

@@ -100,7 +100,7 @@ def _carried(trip: Carried) -> dict[str, Blocks]:
     names = {case.names_at: case.names}
     saving = plan_save(sources, names.get("save"), shard_bytes=case.limit)
     with TemporaryDirectory() as folder:
-        sums = dict[str, list[Any]]()
+        sums: dict[str, list[Any]] = {}
         save = saving, Path(folder), begin(saving, Path(folder))
         for process in range(case.mesh.n_devices):
             for name, some in write(*save, process, block_of, lambda n_bytes: None).items():
@@ -110,7 +110,7 @@ def _carried(trip: Carried) -> dict[str, Blocks]:
             verify(checkpoint)
             loads = plan_load(checkpoint, case.rules(1), case.there, names.get("load"))
             before = checkpoint.bytes_read
-            found = dict[str, Blocks]()
+            found: dict[str, Blocks] = {}
             for name, load in loads.items():
                 read = [read_block(checkpoint, load, d) for d in range(case.there.n_devices)]
                 before += sum(block.nbytes for block in read)

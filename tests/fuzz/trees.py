@@ -228,8 +228,8 @@ def _layout(
 def carried(case: Tree) -> Carried:
     """Arrays of any bits; those that are cast are of zeros and ones."""
     rng = np.random.default_rng(case.seed)
-    here = dict[str, np.ndarray]()
-    there = dict[str, np.ndarray]()
+    here: dict[str, np.ndarray] = {}
+    there: dict[str, np.ndarray] = {}
     for group in case.groups:
         whole, *parts = group.there[0], *group.here
         if group.splits:

@@ -55,7 +55,7 @@ def save(
         for name, x in these.items()
     }
     token = begin(saving, folder)
-    sums = dict[str, list[Any]]()
+    sums: dict[str, list[Any]] = {}
     try:
         for process in range(mesh.n_devices):
             written = write(

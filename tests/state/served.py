@@ -287,7 +287,7 @@ def transfer(m: Model, trainer: str, src_mesh: Mesh, dst_mesh: Mesh) -> Transfer
     """
     n_layers = m.layers
     found = Shapes()
-    here = dict[str, str]()
+    here: dict[str, str] = {}
     stages = src_mesh.size("pp") if trainer == "megatron" else 1
     if trainer == "megatron":
         tp = src_mesh.size("t", "et")

@@ -29,7 +29,7 @@ def judged(
     """The rules that can be judged: stated by the operation, and right for these values of its operands."""
     rng = np.random.default_rng(0)
     runs = [Run(values, None, None)]
-    judged_ways = list[tuple[int, ...]]()
+    judged_ways: list[tuple[int, ...]] = []
     for ways in _candidates(op, lengths):
         *dims, end = [_dim(array, way) for array, way in zip(op.arrays, ways, strict=True)]
         if any(way == SUM and x.dtype.kind != "f" for x, way in zip(values, ways, strict=False)):
@@ -46,7 +46,7 @@ def judged(
             runs.append(Run(mine, dims[0], end))
     whole, *blocks = results(runs)
     stated = {op.text_of(ways) for ways in judged_ways if ways in op.axis_rules}
-    right = set[str]()
+    right: set[str] = set()
     for n, ways in enumerate(judged_ways):
         own = blocks[n * N : (n + 1) * N]
         end = runs[1 + n * N].end

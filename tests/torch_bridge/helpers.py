@@ -81,7 +81,7 @@ def on_threads(n: int, function: Callable[..., Any], *args: Any) -> None:
 
 def _on_threads(n: int, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
     store = dist.HashStore()
-    failures = list[BaseException]()
+    failures: list[BaseException] = []
 
     def rank(number: int) -> None:
         dist.init_process_group("threaded", rank=number, world_size=n, store=store)

@@ -147,7 +147,7 @@ def pad(x: Tensor, placement: Placement, pads: Pairs, mode: str, value: float) -
 def _local_padding(placement: Placement, pads: Pairs) -> list[int]:
     """Return the padding of dims that are not sharded, as `F.pad` takes it: the last dim first."""
     first = placement.ndim - len(pads)
-    local_padding = list[int]()
+    local_padding: list[int] = []
     for d, pair in reversed(list(enumerate(pads, first))):
         # Sharded dims get their padding with the rows of neighbours.
         local_padding.extend((0, 0) if placement.is_sharded(d) else pair)
@@ -220,7 +220,7 @@ def _crop(runs: Runs, windows: Sequence[TransposedWindow], lengths: Sequence[int
     lengths: of the outputs of the rows that the process has, which begin at row `run.first * stride` of the
     array before its padding is cut off.
     """
-    crop = list[int]()
+    crop: list[int] = []
     for run, window, length in zip(runs, windows, lengths, strict=True):
         first_output = run.first * window.stride - window.padding
         before = run.start - first_output

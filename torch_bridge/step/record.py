@@ -167,7 +167,7 @@ class StepRecorder(TorchDispatchMode):
         links as {array: {its dim: letter}}, and the letters of dims that cannot be sharded.
         """
         links = Links()
-        unsharded = list[str]()
+        unsharded: list[str] = []
         if not _fits(self.stated_lengths, shape):
             return links, unsharded
         for dim, length in zip(result_dims, self.stated_lengths, strict=True):
@@ -350,7 +350,7 @@ def _inputs_by_name(model: nn.Module, batch: Any) -> dict[str, Any]:
 
 def _names_of_parameters(model: nn.Module) -> dict[nn.Parameter, list[str]]:
     """Return each parameter once, with all its names: tied ones have several."""
-    names = dict[nn.Parameter, list[str]]()
+    names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
     return names
@@ -491,7 +491,7 @@ def _fits(lengths: Sequence[int], shape: torch.Size) -> bool:
 
 def _whole_numbers(args: Iterable[Any]) -> tuple[int, ...]:
     """Return the numbers among arguments and inside lists: (x, 2, [3, 4]) -> (2, 3, 4)."""
-    values = list[Any]()
+    values: list[Any] = []
     for argument in args:
         if isinstance(argument, tuple | list):
             values.extend(argument)

@@ -219,7 +219,7 @@ class EinsumShardings:
         finer sharding with the mesh axes that were added: {tp}, or more for a shard over several
         axes. Results are cached, since many placements have the same shardings of dims.
         """
-        finer = list[tuple[DimSharding, Axes]]()
+        finer: list[tuple[DimSharding, Axes]] = []
         length = self._all_lengths[d]
         mesh = self.result.mesh
         for shard in self._shards[d]:
@@ -274,7 +274,7 @@ class EinsumShardings:
         # If an array shards this dim over an axis in another order than blocks (zigzag, cyclic), or
         # over several axes in one shard, then the axis is tried in just that way, and not in
         # contiguous blocks as well. That keeps placements few.
-        special = set[str]()
+        special: set[str] = set()
         for shard in given:
             if shard.order != "block" or len(shard.axes) > 1:
                 special.update(shard.axes)
@@ -339,7 +339,7 @@ class EinsumShardings:
         """
         # Axes whose partial sums are the addends of a mean in some operand: the result is then a
         # mean along them, too.
-        means = set[str]()
+        means: set[str] = set()
         for axis, operand in place.placement.sums:
             if axis in self.operands[operand].layout.tagged("mean"):
                 means.add(axis)

@@ -176,7 +176,7 @@ class ContractionPlan(Pictured):
     def moves(self) -> tuple[Plan, ...]:
         """For every operand, the plan that leads it to where it is contracted."""
         left = list(range(len(self.shapes)))  # numbers of operands; -1 is the result of a part
-        moves = dict[int, Plan]()
+        moves: dict[int, Plan] = {}
         for part in self.parts:
             for i, move in zip(part.operand_indices, part.moves, strict=True):
                 moves[left[i]] = move

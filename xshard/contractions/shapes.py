@@ -85,7 +85,7 @@ def shapes_of(
     if shapes is None:
         return call, _shapes_from_sizes(call, dict(sizes or ()))
     call = for_operands(call, shapes)
-    dims = list[GivenDim]()
+    dims: list[GivenDim] = []
     for i, (array, shape) in enumerate(zip(call.arrays, shapes, strict=False)):
         for dim, length in zip(array.dims, shape, strict=True):
             dims.append(GivenDim(i, dim, names_of_dim(dim), length))
@@ -137,7 +137,7 @@ def _learn_length(given: GivenDim, lengths: dict[str, int], call: Contraction) -
 
 def _shapes_from_sizes(call: Contraction, sizes: Mapping[str, int]) -> Shapes:
     """Return the shape of each operand. Raises ShapeError for a name too few or too many."""
-    known_names = set[str]()
+    known_names: set[str] = set()
     for i, layout in enumerate(call.operands):
         for name in layout.names:
             known_names.add(name)
@@ -212,7 +212,7 @@ def global_lengths(call: Contraction, mesh: Mesh, blocks: Shapes) -> Shapes:
         for dim, rows in zip(layout.dims, block, strict=True):
             if not dim.shards:
                 unsharded[str(names_of_dim(dim))] = rows
-    shapes = list[tuple[int, ...]]()
+    shapes: list[tuple[int, ...]] = []
     for layout, block in operands:
         # `(h d)` in one array is as long as `(h d)` in another, whatever their shards.
         known = {
@@ -233,7 +233,7 @@ def written_shardings(
     composed dim end within a row of its first name.
     """
     lengths = dim_lengths(call.operands, shapes)
-    arrays = list[Sharding]()
+    arrays: list[Sharding] = []
     for layout in call.arrays:
         shape = []
         for dim in layout.dims:

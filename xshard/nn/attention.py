@@ -323,7 +323,7 @@ def _rows_of(array: Sharding, dim: int, device: int) -> Rows:
 
 def _sharding_axes(dims: Sequence[Dim]) -> set[str]:
     """Return the mesh axes that shard some dims."""
-    axes = set[str]()
+    axes: set[str] = set()
     for dim in dims:
         axes.update(dim.axes)
     return axes
@@ -455,7 +455,7 @@ def _visible_range(window: Any) -> tuple[int | None, int | None]:
     if isinstance(window, tuple | list) and len(window) == 2:
         own_row = 0
         sides = window
-    lengths = list[int | None]()
+    lengths: list[int | None] = []
     for side in sides:
         if side is None:
             lengths.append(None)

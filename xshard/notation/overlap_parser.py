@@ -226,7 +226,7 @@ def _window(scanner: Scanner) -> Window:
     padding, and `out` says how outputs are sharded. One boundary counts for both ends of the array.
     """
     start_span = scanner.span
-    options = dict[str, Any]()
+    options: dict[str, Any] = {}
     scanner.expect("(")
     while True:
         name_span = scanner.span

@@ -367,7 +367,7 @@ class _Parser(Scanner):
         """Parse `( name name ... )`: a dim whose rows are those of several."""
         start = self.span[0]
         self.expect("(")
-        names = list[str]()
+        names: list[str] = []
         while self.kind == "name":
             names.append(self.name())
         self.expect(")", hint="a composed dim has names alone and is sharded as a whole: (h d)/tp")
@@ -409,7 +409,7 @@ class _Parser(Scanner):
         """
         self.expect("(")
         axes = [self.axis()]
-        numbers = list[Width]()
+        numbers: list[Width] = []
         while self.take(","):
             if self.kind == "name" and not numbers:  # a name after a number is an error
                 axes.append(self.axis())
@@ -441,7 +441,7 @@ class _Parser(Scanner):
         """Parse `( axis , ... , map )`."""
         hint = "by takes its axes and a map, as in by(gp,cells)"
         self.expect("(")
-        axes = list[str]()
+        axes: list[str] = []
         # A name with a comma behind it is an axis; the last one is the map.
         while not axes or self.text[self.at :].lstrip().startswith(","):
             axes.append(self.axis())

@@ -77,8 +77,8 @@ def find_pieces(source: Sharding, target: Sharding, sends: bool) -> SentPieces:
     # it lies in, dim by dim. These are the digits of one number: addend 1, and block 2 of 4 of the
     # only dim, make 1 * 4 + 2 = 6. `Holders.keys` are made in the same way.
     key = np.tile(np.arange(n_addends), len(receivers))
-    part_numbers = list[Ints]()  # of each dim so far, [pieces]
-    boxes = list[Any]()
+    part_numbers: list[Ints] = []  # of each dim so far, [pieces]
+    boxes: list[Any] = []
     for d, (src_dim, dst_dim) in enumerate(
         zip(source.layout.dims, target.layout.dims, strict=True)
     ):
@@ -140,9 +140,9 @@ def _overlaps(owned: tuple[Runs, ...], wanted: tuple[Runs, ...]) -> Overlaps:
     owned, wanted: the rows of each block of the source, and of the target.
     """
     starts = [0]
-    src_blocks = list[int]()
-    lengths = list[int]()
-    boxes = list[Any]()
+    src_blocks: list[int] = []
+    lengths: list[int] = []
+    boxes: list[Any] = []
     for wanted_rows in wanted:
         for src_block, owned_rows in enumerate(owned):
             # The rows that both have, as segments: (start in one block, start in the other, length).

@@ -49,7 +49,7 @@ def balanced(transfers: Sequence[Transfer], itemsizes: Sequence[int] = ()) -> li
     last_device = max((max(*t.src_devices, *t.dst_devices) for t in transfers), default=0)
     busy_s = np.zeros(last_device + 1)  # [devices]: until when each device sends, in seconds
     chosen = []  # for each transfer: the senders so far, [pieces]
-    batches = list[Batch]()  # of all transfers: pieces of one size with the same holders
+    batches: list[Batch] = []  # of all transfers: pieces of one size with the same holders
     for t, (transfer, itemsize) in enumerate(zip(transfers, itemsizes, strict=True)):
         # The receiver itself where it holds the piece; -1 for pieces that have to be sent.
         senders = _own_positions(transfer, last_device)

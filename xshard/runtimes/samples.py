@@ -93,7 +93,7 @@ def held_out_plans(
     _check_several_devices(mesh)
     rng = random.Random(seed)
     max_singles = count - count // 3  # plans of a single step
-    plans = list[Plan]()
+    plans: list[Plan] = []
     n_singles = 0
     n_draws = 0
     while len(plans) < count:

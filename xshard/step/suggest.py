@@ -184,7 +184,7 @@ def _searches_of(
     Raises:
         NotationError: The layouts are not possible in the first problem, hence in none.
     """
-    searches = list[StepSearch]()
+    searches: list[StepSearch] = []
     for problem in candidates:
         try:
             options = fixed_options(problem, fixed)
@@ -206,9 +206,9 @@ def _plans_by_hand(searches: Sequence[StepSearch]) -> dict[str, StepPlan]:
     so begin with something good. Returns plans by the name of their kind; one that is not possible
     on the mesh is left out.
     """
-    by_hand = dict[str, StepPlan]()
+    by_hand: dict[str, StepPlan] = {}
     for name, hand in HAND.items():
-        plans = list[StepPlan]()
+        plans: list[StepPlan] = []
         for search in searches:
             search_by_hand = search.start_within(options_by_hand(search.problem, hand))
             if search_by_hand.vectors:
@@ -269,7 +269,7 @@ def _nothing_fits(
     searches: Sequence[StepSearch], limit: float, memory: int | str | None
 ) -> PlanError:
     """Return the error for a step that does not fit, with the least memory that any plan takes."""
-    shares = list[float]()  # of the limit
+    shares: list[float] = []  # of the limit
     for search in searches:
         shares += map(float, map(search.cost.largest_limit_share, search.vectors.values()))
     least = format_bytes(int(min(shares) * limit / (1 - HEADROOM)))

@@ -214,7 +214,7 @@ def _kept(save: str, overlap: str = "never") -> tuple[int, list[int], list[int]]
     x = torch.ones(2, 3, requires_grad=True)
     w = torch.ones(4, 3, requires_grad=True)
     own = {t.untyped_storage().data_ptr() for t in (x, w)}
-    saved = dict[int, int]()
+    saved: dict[int, int] = {}
 
     def pack(t: Tensor) -> Tensor:
         if t.untyped_storage().data_ptr() not in own:

@@ -138,7 +138,7 @@ def take_part(folder: Path, number: int, meeting: dist.Store, width: int, timeou
 
 def act(folder: Path, rank: int, at_once: Sequence[Act], in_turn: Sequence[Act]) -> None:
     """Begin when the parent says so, write down the ends, and stay until it says that all is over."""
-    ends = list[End]()
+    ends: list[End] = []
     threading.Thread(target=_naps.count, daemon=True).start()
     say(folder, f"ready{rank}")
     wait_for(folder, "go")

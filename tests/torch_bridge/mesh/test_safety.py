@@ -84,8 +84,8 @@ def _flipped() -> list[str]:
     """Every fact of the list of what changes messages, otherwise on rank 2."""
     turn = "n/a d -> n d/a"
     text = "b/a d, d f/a -> b f/a"
-    said = list[str]()
-    flipped = set[str]()
+    said: list[str] = []
+    flipped: set[str] = set()
     x = torch.ones(2, 4)
     leaf = torch.ones(2, 4, requires_grad=True)
     w = torch.ones(4, 1)
@@ -153,7 +153,7 @@ def _backward() -> list[str]:
     w = torch.ones(4, 1, requires_grad=True)
     odd = dist.get_rank() == 2
     turn = "n/a d -> n d/a"
-    said = list[str]()
+    said: list[str] = []
     ways = [_call(turn, x=x), _call(turn, x=[x, 2 * x]), _call(turn, x=x, async_op=True)]
     ways += [_call("n d | max(a) -> n d", x=x), _call(turn, x=x, check_replicated=True)]
     ways += [_einsum("b/a d, d f/a -> b f/a", x, w, save=save) for save in ("used", "given")]
@@ -191,7 +191,7 @@ def _first_used() -> list[str]:
     turn = "n/a d -> n d/a"
     back = "n d/a -> n/a d"
     text = "b/a d, d f -> b f"
-    said = list[str]()
+    said: list[str] = []
     plain = functools.partial(_call, debug=False)
     x, y, z, u, v, w = (torch.ones(4, 4 * n) for n in range(1, 7))
     for wrong, right, *words in (

@@ -60,7 +60,7 @@ def trained(names: dict[str, Any], model: Any) -> tuple[Any, Any, Any, tuple[int
 
 
 def check_page(path: Path) -> None:
-    names = dict[str, Any]()
+    names: dict[str, Any] = {}
     text = path.read_text()
     printed = io.StringIO()
     counted = []

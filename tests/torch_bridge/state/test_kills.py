@@ -271,7 +271,7 @@ def _kill_trainers(start: Callable[..., Program], rng: random.Random) -> None:
     server = start(Server)
     sent, _ = arrives(trainer, server, number := 1)
     has = number
-    lost = list[str]()
+    lost: list[str] = []
     trainers = ahead(start, Trainer)
     for line in (OFFERED, AMID, *itertools.repeat(None, TRAINERS)):
         number = number + 1

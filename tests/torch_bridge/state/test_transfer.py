@@ -134,8 +134,8 @@ def _one_message() -> None:
     rules = {"**": "o/dp i -> o i/tp"}
     plan = xt.transfer(blocks, rules, **options, dry_run=True)
     assert len(plan.buckets) == 3 and plan.bytes_received == plan.bytes_lower_bound
-    sent = list[int]()
-    seen = list[tuple[int, int]]()
+    sent: list[int] = []
+    seen: list[tuple[int, int]] = []
     begin = dist.batch_isend_irecv
 
     def counting(work: list[dist.P2POp]) -> list[dist.Work]:
@@ -160,7 +160,7 @@ def _donated() -> None:
     size = 64 * 256  # bytes of a rank's block: a quarter of 4 * size
     blocks = {f"w{i}": torch.full((size // 256 // 4, 256), float(i)) for i in range(n)}
     view = torch.zeros(4, 8)
-    held = list[int]()
+    held: list[int] = []
 
     def account(done: int, total: int) -> None:
         held.append(sum(x.untyped_storage().nbytes() for x in blocks.values()))

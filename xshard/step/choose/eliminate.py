@@ -119,7 +119,7 @@ def minimum(unary: Sequence[Floats], pairs: Mapping[tuple[int, int], Floats]) ->
     (1.0, [1, 0])
     """
     sizes = [len(table) for table in unary]
-    buckets = list[Bucket]()
+    buckets: list[Bucket] = []
     constants = _eliminate(_tables_of(unary, pairs), sizes, buckets)
     assignment = [0] * len(sizes)
     # The neighbours of a variable were eliminated after it, and have their values already.
@@ -137,7 +137,7 @@ def _eliminate(tables: Sequence[Table], sizes: Sequence[int], buckets: list[Buck
     sizes: the number of values of each variable.
     """
     left = [*tables]
-    n_entries = dict[int, int]()  # by variable, of the sum of all tables with it
+    n_entries: dict[int, int] = {}  # by variable, of the sum of all tables with it
     # Variables whose tables have changed, so that `n_entries` is counted again: at first all.
     changed: Iterable[int] = range(len(sizes))
     for _ in sizes:
@@ -180,9 +180,9 @@ def excess(buckets: Sequence[Bucket]) -> dict[int, Floats]:
     Returns:
         For each variable, [values], at least 0. After mini-buckets they are lower bounds.
     """
-    excess_of = dict[int, Floats]()
+    excess_of: dict[int, Floats] = {}
     # By number of a bucket: what other tables add, with its scope's axes, 1 long at its variable.
-    added_elsewhere = dict[int, Floats]()
+    added_elsewhere: dict[int, Floats] = {}
     for number, bucket in reversed(list(enumerate(buckets))):
         # The least total of the whole problem, for given values of the variables in its scope.
         of_tables = sum(table.entries for table in bucket.tables)
@@ -234,7 +234,7 @@ def _tables_of(unary: Sequence[Floats], pairs: Mapping[tuple[int, int], Floats])
 
 def _joint_scope(tables: Sequence[Table]) -> list[int]:
     """List all variables of some tables, in order."""
-    scope = set[int]()
+    scope: set[int] = set()
     for table in tables:
         scope.update(table.scope)
     return sorted(scope)
@@ -256,7 +256,7 @@ def _groups_that_fit(tables: Sequence[Table], sizes: Sequence[int]) -> Iterator[
     left = sorted(tables, key=lambda table: -table.entries.size)
     while left:
         group = left[:1]
-        too_large = list[Table]()  # together with this group
+        too_large: list[Table] = []  # together with this group
         for table in left[1:]:
             if _n_entries_of_sum([*group, table], sizes) <= MOST_ENTRIES:
                 group.append(table)

@@ -63,7 +63,7 @@ def options_by_hand(problem: StepProblem, plan: HandPlan) -> list[Flags]:
     preferred = _preferred_dims(step)
     sizes = {name: math.prod(shape_of(step.arrays[name], step.lengths)) for name in step.parameters}
     smallest_that_counts = SMALL * max(sizes.values())
-    flags = list[Flags]()
+    flags: list[Flags] = []
     for node in problem.nodes:
         op = step.by_name.get(node.name)
         if node.gathering is not None:  # a parameter
@@ -167,7 +167,7 @@ def _ranks(op: Op, placements: Placements, preferred: Sequence[str]) -> Ints:
     ranks = np.where(is_idle, IDLE, OTHER)
     for i, array in enumerate(op.arrays):
         # Placements are indices of this list: dims first; tags, which are negative, from the end.
-        rank_of_placement = list[int]()
+        rank_of_placement: list[int] = []
         for dim in array.dims:
             names = [name for name in names_of_dim(dim) if name in preferred]  # several in `(g d)`
             rank_of_placement.append(min(map(preferred.index, names), default=OTHER))

@@ -116,7 +116,9 @@ def solve_program(
     parts = sparse.hstack(variables.parts).tocsr()  # [parts, shares and flows]
     n_maxima = len(cost.times)
     n_variables = parts.shape[1] + n_maxima
-    below_maxima = list[Any]()  # rows @ parts - maxima <= 0, so that a maximum is no less than any
+    below_maxima: list[
+        Any
+    ] = []  # rows @ parts - maxima <= 0, so that a maximum is no less than any
     for rows in cost.scaled_maxima(scale):
         below_maxima.append(sparse.hstack([rows @ parts, -sparse.eye_array(n_maxima)]))
     no_maxima = np.zeros((len(cost.limit_shares), n_maxima))

@@ -216,7 +216,7 @@ class StepSearch:
         live = self.live_options
         pairs = zip(self.problem.nodes, live, strict=True)
         unary = [node.costs[options] @ weights for node, options in pairs]
-        tables = dict[tuple[int, int], Floats]()
+        tables: dict[tuple[int, int], Floats] = {}
         for edge in self.problem.edges:
             table = edge.weighted(weights, live[edge.source], live[edge.user])
             tables[edge.nodes] = tables.get(edge.nodes, 0.0) + table
@@ -275,7 +275,7 @@ class StepSearch:
             The number of an option for each node, None if the solver found none; and a lower bound
             of the seconds of all such plans.
         """
-        pairs = list[Pairs]()
+        pairs: list[Pairs] = []
         for edge in self.problem.edges:
             row_of_option = edge.rows[options[edge.source]]
             column_of_option = edge.columns[options[edge.user]]

@@ -145,7 +145,7 @@ def edges_of(setup: StepSetup, nodes: Sequence[Node], numbers: Mapping[str, int]
 
     numbers: the number of each node by name.
     """
-    edges = list[Edge]()
+    edges: list[Edge] = []
     for op in setup.step.ops:
         share_of_operand = 1 / op.times if op.again else 1.0
         for operand, name in enumerate(op.operands):

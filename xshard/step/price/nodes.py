@@ -107,7 +107,7 @@ def price_operation(setup: StepSetup, op: Op) -> Node:
     Returns a node with placements [options, arrays, axes] and costs [options, parts of the cost].
     """
     placements = options_of(op, setup.lengths, setup.mesh)  # [options, arrays, axes]
-    block_bytes = list[Floats]()  # of each operand, then of the result: [options] each
+    block_bytes: list[Floats] = []  # of each operand, then of the result: [options] each
     for i, array in enumerate(op.arrays):
         shape = shape_of(array, setup.lengths)
         block_bytes.append(setup.block_bytes(placements[:, i], shape, setup.item_bytes))

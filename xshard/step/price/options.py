@@ -82,7 +82,7 @@ def _in_array(
     axes = np.arange(len(mesh.axes))
     single_dim = 0
     for dim_number, dim in enumerate(array.dims):
-        parts = list[Sharded]()
+        parts: list[Sharded] = []
         for name in names_of_dim(dim):
             is_sharding = placements == single_dim  # [layouts, axes]
             in_dims[is_sharding] = dim_number

@@ -80,7 +80,7 @@ def placements_of(layout: Layout, axes: Sequence[str]) -> list[int]:
     the dim that the axis shards, or a negative tag. Raises NotationError for layouts that the search
     does not know, such as uneven blocks.
     """
-    placement_of = dict[str, int]()
+    placement_of: dict[str, int] = {}
     for number, dim in enumerate(layout.dims):
         placement_of |= dict.fromkeys(dim.axes, number)
     for kind, tagged_axes in layout.tags:

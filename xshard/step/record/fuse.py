@@ -42,7 +42,7 @@ def fuse_operations(step: TrainingStep) -> TrainingStep:
         has_fused = False
         for name in list(ops):
             has_fused |= _fuse_makers_into(ops, name, step)
-    first_uses = dict[str, str]()
+    first_uses: dict[str, str] = {}
     for op in ops.values():
         for name, array in zip(op.operands, op.arrays, strict=False):
             first_uses.setdefault(name, str(array))
@@ -375,7 +375,7 @@ class _FusedPair:
         longer says so. So `(g d)` is listed here, as (its name, a number for each rule in `rules`):
         0 if the rule shards g, 1 for d, REPLICAS for neither.
         """
-        restrictions = dict[tuple[str, tuple[int, ...]], None]()  # a set that keeps its order
+        restrictions: dict[tuple[str, tuple[int, ...]], None] = {}  # a set that keeps its order
         for i, dim in self._hidden_dims():
             placements = self._placements_in(i, dim)
             if max(placements) >= 0:  # else no rule shards the dim: it restricts nothing
@@ -451,7 +451,7 @@ class _FusedPair:
 
         A placement for each of `visible_arrays`, then one for each of `restrictions`.
         """
-        rules = dict[AxisRule, None]()  # in order, each once
+        rules: dict[AxisRule, None] = {}  # in order, each once
         for number, rule in enumerate(self.rules):
             in_visible = [rule[i] for i in self.visible_arrays]
             in_hidden_dims = [placements[number] for _, placements in self.restrictions]

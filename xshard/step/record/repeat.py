@@ -48,7 +48,7 @@ def find_repeated(step: TrainingStep) -> tuple[TrainingStep, dict[str, str]]:
     *.up           contraction x 2  b c, d c -> b d  *.up (before), *.w
     """
     ops = []
-    new_names = dict[str, str]()
+    new_names: dict[str, str] = {}
     # For each operation a key without names: equal for operations that do the same.
     kinds = [_kind_of(op) for op in step.ops]
     start = 0
@@ -216,7 +216,7 @@ class _Run:
         if {source.kind for source in self.first_source_of.values()} != {ELSEWHERE}:
             return False  # nothing is handed on, or the first block begins with a parameter
         # As one block that runs often, the run has only the results of its last time.
-        used_outside = set[str]()
+        used_outside: set[str] = set()
         for op in (*self.step.ops[: self.start], *self.step.ops[self._end :]):
             used_outside.update((*op.operands, op.again))
         all_but_last_block = self.members[: -self.size]
@@ -229,7 +229,7 @@ class _Run:
         for op in self.step.ops:
             paths.add(op.name)
             paths.update(module for module in (op.enters, op.leaves) if module)
-        taken = set[str]()
+        taken: set[str] = set()
         for path in paths:
             taken.update(accumulate(path.split("."), "{}.{}".format))
         return taken
@@ -241,7 +241,7 @@ class _Run:
         {"0.up": "*.up", "1.up": "*.up", "0.w": "*.w", "1.w": "*.w"}; "" for parameters whose names
         fit no pattern.
         """
-        new_names = dict[str, str]()
+        new_names: dict[str, str] = {}
         for column in self.columns:
             own_names = [op.name for op in column]
             pattern = _starred(own_names, self.names_in_use)

@@ -55,7 +55,7 @@ class Trace:
 
     def input(self, name: str, shape: Sequence[int]) -> str:
         """Add an array of the batch; return its name."""
-        names = list[str]()
+        names: list[str] = []
         for d, length in enumerate(shape):
             # An input of another length, such as a table of positions, is no part of the batch.
             is_batch = d == 0 and length == self.batch
@@ -129,8 +129,8 @@ class Trace:
         ops.reverse()
         # Arrays that no operation makes are there before the step: parameters and inputs.
         stored = needed.difference(op.name for op in ops)
-        inputs = dict[str, str]()
-        parameters = dict[str, str]()
+        inputs: dict[str, str] = {}
+        parameters: dict[str, str] = {}
         for array, dims in self.dims.items():  # not over `stored`: the order is that of first uses
             if array in stored:
                 texts = inputs if array in self.inputs else parameters
@@ -165,9 +165,9 @@ class Trace:
                 for letter, candidate in self._named_factors(letters, names, lengths).items():
                     # Several operands may have names for one letter: the more telling ones win.
                     factors[letter] = max(factors[letter], candidate, key=_preference)
-        names_of_letter = dict[str, list[str]]()
+        names_of_letter: dict[str, list[str]] = {}
         # Names that this operation has already, to which `_take` adds: the second s8 becomes s8_2.
-        names_in_use = list[str]()
+        names_in_use: list[str] = []
         for letter in dict.fromkeys(chain.from_iterable(chain(*arrays))):
             names_of_letter[letter] = []
             for inherited_name, length in factors[letter]:
@@ -198,7 +198,7 @@ class Trace:
         for dim, factors in zip(names, factors_by_name, strict=True):
             if len(factors) == 1:
                 dim_of_factor[factors[0].name] = dim
-        named = dict[str, list[Factor]]()
+        named: dict[str, list[Factor]] = {}
         for letter, factors in zip(letters, factors_by_letter, strict=True):
             named[letter] = []
             for factor, length in factors:

@@ -45,7 +45,7 @@ def read_limits(problem: StepProblem, rules: StepRules, unused: Sequence[str]) -
         out, [layouts where it is made, layouts where it is used].
     """
     limits = _Limits(problem, rules, unused)
-    excluded = list[Flags]()
+    excluded: list[Flags] = []
     for edge in problem.edges:
         if problem.nodes[edge.source].gathering is not None:  # a parameter
             limits.limit_parameter(edge)
@@ -155,7 +155,7 @@ def fixed_options(problem: StepProblem, fixed: RulesLike) -> list[Ints]:
     fixed: layouts by patterns over names of inputs, parameters and operations, for their results.
     """
     layouts = Rules(fixed).match(list(problem.node_numbers), partial=True, what="array of the step")
-    options = list[Ints]()
+    options: list[Ints] = []
     for node in problem.nodes:
         # "..." names no axis: all options agree. After an arrow stands how the array is used, which
         # is left free.

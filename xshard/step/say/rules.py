@@ -81,7 +81,7 @@ class _ActivationRules:
         self.step = problem.step
         self.inputs = Texts()  # rules on the way into modules
         self.outputs = Texts()  # rules on the way out of them
-        self.arriving = dict[str, Layout]()  # inputs of the model, as they arrive
+        self.arriving: dict[str, Layout] = {}  # inputs of the model, as they arrive
         self.inside = dict[str, Layout]({"": Layout(())})  # "" is the model itself
         edges = [e for e in problem.edges if problem.nodes[e.source].gathering is None]
         n_inputs = len(self.step.inputs)
@@ -142,7 +142,9 @@ class _ActivationRules:
             dst: The layout after it.
         """
         named_axes = {*src.axes, *dst.axes}
-        sharded_around = set[str]()  # dims that are sharded over axes that the rule does not name
+        sharded_around: set[str] = (
+            set()
+        )  # dims that are sharded over axes that the rule does not name
         for layout in self._around(place):
             for dim in layout.dims:
                 if not named_axes.issuperset(dim.axes):
@@ -244,7 +246,7 @@ class _ActivationRules:
             stored: Its layout in storage.
             used: Its layout in the operation that uses it.
         """
-        varying_axes = set[str]()  # along which activations around the module vary
+        varying_axes: set[str] = set()  # along which activations around the module vary
         for tied_name in name.split("|"):
             for layout in self._around(tied_name):
                 varying_axes.update(layout.axes)
@@ -283,7 +285,7 @@ def _text(src: Layout, dst: Layout) -> str:
 
 def _merged(texts: Texts) -> dict[Any, Any]:
     """Write one rule for all names with the same text."""
-    names_of = dict[str, list[str]]()
+    names_of: dict[str, list[str]] = {}
     for name, text in texts.items():
         names_of.setdefault(text, []).append(name)
     return {_pattern_of(names): text for text, names in names_of.items()}
@@ -291,7 +293,7 @@ def _merged(texts: Texts) -> dict[Any, Any]:
 
 def _pattern_of(names: Iterable[str]) -> str:
     """Write names as one pattern: `a.up`, `a.down`, `b` -> `a.{up,down}|b`."""
-    patterns = list[list[list[str]]]()  # [patterns][parts][alternatives]
+    patterns: list[list[list[str]]] = []  # [patterns][parts][alternatives]
     for name in names:
         parts = name.split(".")
         for pattern in patterns:

@@ -101,7 +101,7 @@ def _best_first(
     seconds = float(search.cost.rank(problem.vectors(assignment)[0]))
     changes = _other_options(search, assignment)
     changes += _like_another_parameter(search, assignment)
-    gains = list[tuple[float, list[int]]]()  # rules saved for each second, changed assignment
+    gains: list[tuple[float, list[int]]] = []  # rules saved for each second, changed assignment
     for change in changes:
         if change.rank > most:
             continue  # too slow (or too large): counting its rules, which takes longest, is spared
@@ -117,7 +117,7 @@ def _best_first(
 
 def _other_options(search: StepSearch, assignment: list[int]) -> list[Change]:
     """List the assignments with another option at one node."""
-    changes = list[Change]()
+    changes: list[Change] = []
     for node, options in enumerate(search.options):
         ranks = search.cost.rank(search.problem.vectors(assignment, node))
         for option in options:
@@ -145,7 +145,7 @@ def _like_another_parameter(search: StepSearch, assignment: list[int]) -> list[C
     """
     first_uses = _first_uses(search.problem, assignment)
     distinct_uses = dict.fromkeys(use for _, use in first_uses.values())  # in order
-    changes = list[Change]()
+    changes: list[Change] = []
     for parameter, (edge, use) in first_uses.items():
         # For each node, which options a changed plan may take, [options].
         flags = _neighbours_free(search.problem, assignment, edge.user)
@@ -168,7 +168,7 @@ def _first_uses(problem: StepProblem, assignment: Sequence[int]) -> dict[int, tu
     placement at both ends of the edge. A placement says for each mesh axis, by a number, what the
     axis does with the array.
     """
-    first_uses = dict[int, tuple[Edge, Use]]()
+    first_uses: dict[int, tuple[Edge, Use]] = {}
     # Edges are in the order of operations: in reverse, the first use replaces all later ones.
     for edge in reversed(problem.edges):
         node = problem.nodes[edge.source]
@@ -191,11 +191,11 @@ def _neighbours_free(problem: StepProblem, assignment: Sequence[int], node: int)
 
     For each node [options]; neighbours are the nodes between which and `node` an array moves.
     """
-    free = set[int]()  # numbers of nodes
+    free: set[int] = set()  # numbers of nodes
     for edge in problem.edges:
         if node in edge.nodes:
             free.update(edge.nodes)
-    flags = list[Flags]()
+    flags: list[Flags] = []
     for number, priced in enumerate(problem.nodes):
         is_assigned = np.arange(len(priced.placements)) == assignment[number]
         flags.append(is_assigned | (number in free))

@@ -93,7 +93,7 @@ class Suggestion(Pictured):
     def layouts(self) -> Mapping[str, tuple[Layout, Layout]]:
         """The layouts of every array where it is made or stored, and where it is used first."""
         problem = self.search.problem
-        layouts = dict[str, tuple[Layout, Layout]]()
+        layouts: dict[str, tuple[Layout, Layout]] = {}
         for edge in reversed(problem.edges):  # the first use is the last to be written
             name = problem.nodes[edge.source].name
             layouts[name] = ends_of(problem, edge, self.assignment)
@@ -237,7 +237,7 @@ class Suggestion(Pictured):
 
     def _rules_as_lines(self) -> list[str]:
         """Write a table of rules for each kind that has any, under its title."""
-        lines = list[str]()
+        lines: list[str] = []
         for title in ("parameters", "inputs", "outputs"):  # attributes of these names
             rules = getattr(self, title)
             if rules:
@@ -287,7 +287,7 @@ class Suggestion(Pictured):
         fitting: plans that fit the memory by name, "suggested" and then the others, the fastest
         first. overlaps: shares of communication that runs beside computing.
         """
-        lines = list[str]()
+        lines: list[str] = []
         # The first one is the suggested plan itself, the second one the best by hand.
         if len(fitting) > 1:
             _, best_by_hand, *_ = fitting
