@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from tests.attention import MASKS, ORDERS, ROW, Case, Mask
-from xshard import Layout, Sharding
+from xshard import Layout, Mesh, Sharding
 from xshard.errors import NotationError
-from xshard.nn.attention import ALL, CAUSAL, Attention, attention, dim_order, tiles
+from xshard.nn.attention import ALL, CAUSAL, Attention, attention, dim_order, run_starts, tiles
 
 
 def given(case: Case, mask: Mask, how: str) -> Attention:
@@ -57,3 +57,14 @@ def test_grouped_heads_that_are_cut_by_numbers_have_no_layout() -> None:
     )
     with pytest.raises(NotationError, match="heads in groups, sharded by numbers"):
         _ = found.keys
+
+
+def test_blocks_are_divided_where_runs_start_on_all_devices() -> None:
+    mesh = Mesh(cp=2)
+    starts = {}
+    for order in ("s/cyclic(cp,4)", "s/zigzag(cp)", "s/sizes(cp,9,7)"):
+        q = Sharding(Layout.parse(f"h {order} k"), mesh, (2, 16, 4))
+        starts[order] = run_starts(attention(q, q, q, how="gather", causal=True), q)
+    # Rows 0-3 and 8-11, or 4-7 and 12-15: two runs of four rows on each device. In the other
+    # orders devices have runs, or rows, of unlike numbers.
+    assert starts == {"s/cyclic(cp,4)": (0, 4), "s/zigzag(cp)": (0,), "s/sizes(cp,9,7)": (0,)}

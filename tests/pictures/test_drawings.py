@@ -95,6 +95,24 @@ def frame(svg: str, card: int = 0) -> tuple[float, float, float, float]:
     )
 
 
+def test_numbers_of_devices_are_not_covered_by_cards_in_front() -> None:
+    svg = sharding_svg(picture(sharding("n d/a", "a=2,b=3", 8, 8)))
+    drawn = boxes(svg)
+    numbers = [text for text in elements(svg, "text") if (text.text or "").isdigit()]
+    labels = {}
+    for device, card, (left, top, width, height) in drawn:
+        own = [text for text in numbers if text.text == str(device)]
+        for text in own:
+            x, y = float(text.get("x", "")), float(text.get("y", ""))
+            if left <= x <= left + width and top <= y <= top + height:
+                labels[device] = (card, x, y)
+    assert len(labels) == 6
+    for card, x, y in labels.values():
+        for _, card_in_front, (left, top, width, height) in drawn:
+            if card_in_front < card:
+                assert not (left < x < left + width and top < y < top + height)
+
+
 def random_shardings(n: int) -> Iterator[xs.Sharding]:
     """Of arrays with elements, small enough that nothing is left out."""
     for seed in itertools.count():
