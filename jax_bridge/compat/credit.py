@@ -109,13 +109,13 @@ def shard_batch(
     spatial_dims_4d: int = -2,
     axis: Axes = AXIS,
 ) -> dict[str, Any]:
-    """Apply `shard_tensor` to arrays with 4 and with 5 dims; keep everything else.
+    """Apply `shard_tensor` to JAX arrays with 4 and with 5 dims; keep everything else.
 
     Args:
         batch: Arrays and other values by name.
-        spatial_dims_5d: The dim to shard of arrays with 5 dims.
-        spatial_dims_4d: The dim to shard of arrays with 4 dims.
-        axis: The mesh axis.
+        spatial_dims_5d: Which dim of arrays with 5 dims to shard.
+        spatial_dims_4d: Which dim of arrays with 4 dims to shard.
+        axis: The mesh axis or axes to shard over.
     """
     dim_by_ndim = {4: spatial_dims_4d, 5: spatial_dims_5d}
     result = dict(batch)

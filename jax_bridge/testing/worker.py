@@ -375,22 +375,22 @@ class _UserProgram:
     ) -> tuple[_Results, Cotangents]:
         """Run the user's function, and pull the cotangents of its outputs back to its inputs.
 
-        Cotangents and gradients are dicts by number, counted from 0: of the outputs, and of the
-        inputs. Those of whole numbers are missing.
+        Cotangents are a dict by the number of the output, gradients by that of the input, both from
+        0. Outputs and inputs of whole numbers have no entry.
 
         Args:
             inputs: All arguments of the function.
             cotangents_of: Returns the cotangents, given the outputs.
 
         Returns:
-            The outputs, gradients and updated parameters; and the cotangents.
+            The outputs, gradients and updated parameters; and what `cotangents_of` returned.
 
         Raises:
-            _MisshapenError: An output does not fit its cotangent.
+            _MisshapenError: An output does not fit its cotangent; `_jax_cotangent` raises it.
         """
 
         def of_differentiable(values: dict[int, jax.Array]) -> Arrays:
-            # The other inputs stay as they are.
+            # Inputs that have no gradient are constants.
             return self.outputs(*[values.get(i, x) for i, x in enumerate(inputs)])
 
         differentiable = {i: inputs[i] for i in self.question.differentiable}

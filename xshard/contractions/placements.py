@@ -331,14 +331,15 @@ class EinsumShardings:
     def move(self, place: ArrayPlace, local: OperandSharding) -> ArrayMove:
         """Return the redistribution of an operand before a contraction, or of the result after it.
 
-        An operand `d f/tp` that is contracted whole: `d f/tp -> d f | copy(tp)`.
+        For example, an operand `d f/tp` that each device along `tp` needs in full moves
+        `d f/tp -> d f | copy(tp)`.
 
         place: which array it is, and the placement in which devices contract. local: how the array
         is sharded in that placement (`self.local(place)`). A result that another contraction takes
         (`stays`) moves nowhere: both ends are the same.
         """
-        # Axes whose partial sums are the addends of a mean in some operand: the result is then a
-        # mean along them, too.
+        # Axes along which some operand is tagged `mean`: partial results along them are averaged,
+        # not added.
         means: set[str] = set()
         for axis, operand in place.placement.sums:
             if axis in self.operands[operand].layout.tagged("mean"):

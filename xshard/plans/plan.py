@@ -524,10 +524,10 @@ def _cheapest_in_place(request: Request, by_transfer: bool) -> Plan:
 
 
 def _make_plan(request: Request, steps: tuple[Step, ...], split: Split) -> Plan:
-    """Make a plan of the steps that a search found, with the layouts and limits of its request.
+    """Make the plan of the steps that a search found; all else comes from the request.
 
-    The plan checks itself when it is made: the steps have to lead from `src` to `dst`. `split` says
-    which mesh axes the steps divide into sub-axes, as dp=8 into 2 x 4; () if none.
+    `Plan` raises if the steps do not lead from `src` to `dst`, or if they exceed the memory limit.
+    `split` says which mesh axes the steps divide into sub-axes, as dp=8 into 2 x 4; () if none.
     """
     return Plan(
         src=request.src,

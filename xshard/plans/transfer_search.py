@@ -256,24 +256,24 @@ def cheapest(
 ) -> Plan | None:
     """Return the best plan from one mesh to another within the memory limit, or None if none fits.
 
-    Plans within a small tolerance of the fastest (`SAME_TIME`, 5 %) count as equally fast. Of these,
-    the ones with the fewest elements between nodes are kept, and the fastest of them wins. If one
-    plan takes 100 us and sends 8 elements between nodes, and another takes 103 us and sends 4, the
-    second wins.
+    Plans within 5 % of the fastest (`SAME_TIME` is the factor, 1.05) count as equally fast. Of these,
+    on machines with several nodes, the ones with the fewest elements between nodes are kept. The
+    fastest of what is left wins. If one plan takes 100 us and sends 8 elements between nodes, and
+    another takes 103 us and sends 4, the second wins.
 
     Args:
         request: Layouts, meshes, dtype, and the memory limit in bytes, or None.
-        make_plan: Makes a plan of a request, steps and split axes.
-        relabel: Whether devices may change places on the destination's mesh.
+        make_plan: Makes a plan from a request, its steps and the mesh axes that they split.
+        relabel: Whether the devices of the destination's mesh may be reordered.
     """
     limit = request.memory_limit
-    # Without the limit, which a plan would check when it is made, by raising: here it is compared.
+    # A plan above its limit raises when it is made. So plans have none here, and are compared below.
     unlimited = replace(request, memory_limit=None)
     plans: list[Plan] = []  # those that fit the limit
     best_s = math.inf
     for steps, split in transfer_paths(unlimited, relabel=relabel):
         plan = make_plan(unlimited, steps, split)
-        # Pricing the transfer itself is slow. Skip it if the other steps alone take too long.
+        # `plan.cost` is slow, as it prices the transfer. Skip it if the other steps take too long.
         if _seconds_around_transfer(plan) >= best_s * SAME_TIME:
             continue
         if limit is None or plan.peak_bytes <= limit:
