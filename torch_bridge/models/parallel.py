@@ -19,6 +19,7 @@ from torch_bridge.models.hooks import ModuleHooks
 from torch_bridge.models.names import is_inside
 from torch_bridge.models.notes import has_note, leaves_call_of_hook, note_on
 from torch_bridge.models.parameters import ParallelContext, ShardedParameter
+from torch_bridge.models.structure import check_structure, watch_structure
 from xshard import Layout, Sharding, XshardError
 from xshard.errors import api_boundary
 from xshard.models import ParameterUse
@@ -41,6 +42,7 @@ class ParallelModel:
         original: The model on one device, if that is another module.
         names: The names of all modules.
         counts: Attributes that count this process's part.
+        is_changed: Whether a module has got a child or a parameter since the last pass.
     """
 
     context: ParallelContext
@@ -53,9 +55,10 @@ class ParallelModel:
     original: nn.Module | None = None
     names: Mapping[nn.Module, str] = field(default_factory=dict)
     counts: Sequence[Count] = ()
+    is_changed: bool = False
 
     def __post_init__(self) -> None:
-        self.gradients.after_first = self.compare
+        self.gradients.after_first = self.check_first_pass
         guard_clipping(self)
 
     def arrivals(
@@ -74,8 +77,18 @@ class ParallelModel:
 
     def begin(self, module: nn.Module, args: Any) -> None:
         """Get ready for a forward pass; a hook of the model, before all others."""
-        if not torch.compiler.is_compiling():
-            guard_clipping(self)  # a copy has not been guarded yet
+        if torch.compiler.is_compiling():
+            if not self.gradients.is_following:  # a copy, whose first call this is
+                torch.compiler.disable(self.gradients.prepare)()
+        else:
+            # A copy has not been guarded and watched yet.
+            guard_clipping(self)
+            watch_structure(self)
+            if self.is_changed:
+                check_structure(module, self)
+                self.is_changed = False
+            for hooks in self.hooks.values():
+                hooks.parameters.end_unfinished_passes()
             self.gradients.prepare()
 
     def add_note(self, module: nn.Module, args: Any, result: Any) -> None:
@@ -124,6 +137,40 @@ class ParallelModel:
             name for name in self.by_name if name in self.used_shardings and is_inside(name, path)
         ]
         return {name: self.used_shardings[name] for name in names}
+
+    def check_first_pass(self) -> None:
+        """Raise XshardError, on all processes, if the first pass contradicts the rules."""
+        self._check_called()
+        self.compare()
+
+    def _check_called(self) -> None:
+        """Raise XshardError, on all processes, if a module's rule did not run, but its parameters were used.
+
+        Code around a module may read its parameters, as torch's MultiheadAttention reads those of
+        `out_proj`, and never call it.
+        """
+        hooks = list(self.hooks.values())
+        if not hooks or not self.trained:
+            return
+        flags = torch.tensor([float(self._is_bypassed(module_hooks)) for module_hooks in hooks])
+        flags = self.context.reduced(flags.to(self.trained[0].tensor.device), "max")
+        for module_hooks, is_bypassed in zip(hooks, flags.tolist(), strict=True):
+            if is_bypassed:
+                what = f"{module_hooks.title} is never called, but its parameters are used: "
+                what += "its rules do not run"
+                hint = "write rules for a module around it, which is called"
+                raise XshardError(what, hint=hint)
+
+    def _is_bypassed(self, hooks: ModuleHooks) -> bool:
+        """Return whether parameters of a module have a gradient, though its rules did not run."""
+        if hooks.was_called or not hooks.has_effect:
+            return False
+        for parameter in self.trained:
+            # A tied parameter may have been used elsewhere.
+            is_own = all(is_inside(name, hooks.name) for name in parameter.names)
+            if is_own and parameter.tensor.grad is not None:
+                return True
+        return False
 
     def compare(self) -> None:
         """Raise ReplicaError, on all processes, if parameters or gradients that should be equal are not."""

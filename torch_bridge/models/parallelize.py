@@ -164,6 +164,7 @@ def parallelize(  # noqa: PLR0913  public: rules of several kinds, and how they 
     with torch.inference_mode(False), torch.set_grad_enabled(is_recording):
         shard_all(sharded, context, init, tensor_device_of(None, device, mesh))
         gradients = Gradients(context, sharded, largest_bucket)
+    gradients.prepare()
     for module_hooks in ready.hooks.values():
         module_hooks.parameters.share_between_passes(gradients)
     # From here on modules count their own part, as of heads.

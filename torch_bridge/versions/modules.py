@@ -11,6 +11,9 @@ from torch.nn.utils import clip_grad
 # The function in which `torch.nn.utils.clip_grad_norm_` ends: it scales, when the norm is known.
 CLIP_TARGET = "_clip_grads_with_norm_"
 
+# The code of a module's call, by which its frame is found on the stack.
+CALL_CODE = nn.Module._call_impl.__code__
+
 # All hooks around the forward pass that a module has, by the name of their dict.
 _FORWARD_HOOKS = (
     "_forward_hooks",
