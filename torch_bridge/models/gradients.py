@@ -88,6 +88,9 @@ class Gradient:
         if self.earlier_sum is None or share is None:
             return
         if share is not self._share or writes_to(share) != self._writes:
+            if not torch.any(share):  # `zero_grad()` drops all passes
+                self.earlier_sum = None
+                return
             what = f"the gradient of {self.name} was changed between passes inside no_sync, "
             what += "but is the sum of earlier passes and a share"
             hint = (
@@ -289,6 +292,10 @@ class Gradients:
             self._pass = BackwardPass(missing=set(self._gradients))
             call_after_backward(self._end, if_failed=partial(self._undo, self._pass))
         return self._pass
+
+    def note_pass(self, _: Tensor) -> None:
+        """Begin the running backward pass; a hook of tensors that the model returns."""
+        self.begin_pass()
 
     def _undo(self, backward_pass: BackwardPass) -> None:
         """Make all gradients what they were before a backward pass that has not come to its end."""

@@ -186,8 +186,9 @@ class ModuleParameters:
         It keeps references to them instead, and the backward pass gathers the parameters again. This
         ends after the module's forward pass. Parameters with `is_kept` are kept as usual.
         """
+        # Frozen parameters, too: the gradients of activations need them.
         numbers = [i for i, p in enumerate(self.parameters) if not p.is_kept]
-        if any(blocks[i].requires_grad for i in numbers):  # else no backward pass needs them
+        if numbers:
             # An embedding saves no weight, and runs nothing again: its backward pass gathers nothing.
             is_embedding = isinstance(module, nn.Embedding | nn.EmbeddingBag)
             self._regathering = self._regathering_of(
@@ -201,13 +202,12 @@ class ModuleParameters:
     ) -> None:
         """Let modules have the kept tensors again, when the backward pass comes to what they returned."""
         numbers = [i for i, p in enumerate(self.parameters) if p.is_kept]
-        if not any(tensors[i].requires_grad for i in numbers):
+        if not numbers:
             return
         kept = self._regathering_of(numbers, blocks, tensors)
         kept.keep([tensors[i] for i in numbers])
-        for x in tree_leaves(result):
-            if isinstance(x, Tensor) and x.requires_grad:
-                x.register_hook(kept.open)
+        for x in tensors_with_gradient(result):
+            x.register_hook(kept.open)
 
     def _regathering_of(
         self,
@@ -239,3 +239,8 @@ class ModuleParameters:
                 what = f"{name} was written to in a forward pass, in which it is gathered: the write is lost"
                 hint = f"write to the block between passes, or store {name} as it is used"
                 raise XshardError(what, hint=hint)
+
+
+def tensors_with_gradient(result: Any) -> list[Tensor]:
+    """Return the tensors in the result of a module by which a backward pass may come into it."""
+    return [x for x in tree_leaves(result) if isinstance(x, Tensor) and x.requires_grad]

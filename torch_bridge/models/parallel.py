@@ -16,6 +16,7 @@ from torch_bridge.models.clip_guard import guard_clipping
 from torch_bridge.models.experts import Count
 from torch_bridge.models.gradients import Gradients
 from torch_bridge.models.hooks import ModuleHooks
+from torch_bridge.models.module_parameters import tensors_with_gradient
 from torch_bridge.models.names import is_inside
 from torch_bridge.models.notes import has_note, leaves_call_of_hook, note_on
 from torch_bridge.models.parameters import ParallelContext, ShardedParameter
@@ -87,9 +88,27 @@ class ParallelModel:
             if self.is_changed:
                 check_structure(module, self)
                 self.is_changed = False
-            for hooks in self.hooks.values():
-                hooks.parameters.end_unfinished_passes()
+            self.end_unfinished_passes()
             self.gradients.prepare()
+
+    def end_unfinished_passes(self) -> None:
+        """Give blocks back to modules whose call was interrupted."""
+        for hooks in self.hooks.values():
+            hooks.parameters.end_unfinished_passes()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy has. It is asked before the modules are copied, which need their blocks."""
+        self.end_unfinished_passes()
+        return vars(self)
+
+    def note_outputs(self, module: nn.Module, args: Any, result: Any) -> None:
+        """Let a backward pass begin where it comes into the model; a hook of the model.
+
+        A reentrant checkpoint runs backward passes of its own, inside: they are parts of this one.
+        """
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            for x in tensors_with_gradient(result):
+                x.register_hook(self.gradients.note_pass)
 
     def add_note(self, module: nn.Module, args: Any, result: Any) -> None:
         """Add a note to an error that leaves a module, once; a hook of modules, always called."""
@@ -189,6 +208,7 @@ def parallel_of(model: nn.Module) -> ParallelModel:
     """Return the state of a parallel model. Raises XshardError for any other."""
     state = getattr(model, ATTRIBUTE, None)
     if isinstance(state, ParallelModel):
+        state.end_unfinished_passes()
         return state
     is_module = isinstance(model, nn.Module)
     hint = "parallelize(model, ...)" if is_module else "pass the model itself"

@@ -214,13 +214,18 @@ def _attach(model: nn.Module, parallel: ParallelModel) -> None:
         if hooks is not None or module is model:
             module.register_forward_hook(parallel.add_note, always_call=True)
     model.register_forward_pre_hook(parallel.begin, prepend=True)
+    model.register_forward_hook(parallel.note_outputs)
 
     modules_with_blocks = []
     for parameter in parallel.sharded:
         modules_with_blocks += [place.module for place in parameter.places]
     for module in dict.fromkeys(modules_with_blocks):  # each once
         module.register_state_dict_pre_hook(parallel.refuse_state_dict)
-    setattr(model, ATTRIBUTE, parallel)
+    # It comes first: a copy of the model asks it before tensors are copied, which may be gathered ones
+    # of a call that was interrupted.
+    attributes = dict(vars(model))
+    vars(model).clear()
+    vars(model).update({ATTRIBUTE: parallel}, **attributes)
 
 
 def replicated(model: nn.Module, context: ParallelContext) -> ParallelModel:

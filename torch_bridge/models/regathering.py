@@ -97,7 +97,11 @@ class Regathering:
 
     def end_saving(self) -> None:
         """Let autograd save tensors as before `begin_saving`."""
-        remove_saving_hooks(self._pack, self._unpack)
+        was_there = remove_saving_hooks(self._pack, self._unpack)
+        if not was_there and self._hooks_around is not None:
+            # The call was interrupted, and the context around it, as a checkpoint's, has ended since: it has
+            # removed the last hooks, which were ours, and has left its own.
+            remove_saving_hooks(*self._hooks_around)
 
     def open(self, _: Any = None) -> None:
         """Let modules have the gathered parameters in the running backward pass; WAITING -> GATHERED.

@@ -112,6 +112,11 @@ class SharedParameters:
         if self.is_held and block_states == self._block_states:
             return
         earlier_leaves = self._leaves
+        for i, leaf in enumerate(earlier_leaves):
+            is_trained = blocks[i].requires_grad
+            if leaf.grad is not None and not is_trained and not self._is_gradient_dropped(i):
+                what = f"{self.parameters[i].name} was frozen between passes inside no_sync"
+                raise XshardError(what, hint="a pass outside of no_sync sums its gradient first")
         with torch.no_grad():
             self._leaves = self._moves.gather(self.parameters, blocks)
         self._blocks = blocks

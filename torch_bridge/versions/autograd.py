@@ -81,19 +81,21 @@ def push_saving_hooks(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Ten
     _push_saving_hooks(pack, unpack)
 
 
-def remove_saving_hooks(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
-    """Remove a pair of hooks, which others may be above of.
+def remove_saving_hooks(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> bool:
+    """Remove a pair of hooks, which others may be above of; return whether it was there.
 
     Without it, hooks of a pass that was interrupted would stay, or those of a `with` block around the
     next pass would go in their place.
     """
     top = top_saving_hooks()
     if top is None:
-        return
+        return False
     _pop_saving_hooks()
-    if top != (pack, unpack):
-        remove_saving_hooks(pack, unpack)
-        _push_saving_hooks(*top)
+    if top == (pack, unpack):
+        return True
+    was_there = remove_saving_hooks(pack, unpack)
+    _push_saving_hooks(*top)
+    return was_there
 
 
 def top_saving_hooks() -> Any:
