@@ -328,6 +328,8 @@ class Gradients:
             axes = tuple(axis for axis in mesh.axes if axis in parameter.axes_summed_later)
             if mesh.size(*axes) == 1:
                 axes = ()
+            if not axes and not x.is_leaf:
+                continue  # of `torch.func.functional_call`; the gradient goes on to what it is made of
             gradient = known.get(id(x), Gradient(parameter.name, x, axes))
             if x.requires_grad:
                 self._register_hooks(gradient)

@@ -61,6 +61,7 @@ class ParallelModel:
     def __post_init__(self) -> None:
         self.gradients.after_first = self.check_first_pass
         guard_clipping(self)
+        watch_structure(self)
 
     def arrivals(
         self, values: Mapping[Any, Any]

@@ -41,7 +41,12 @@ def check_structure(model: nn.Module, parallel: ParallelModel) -> None:
     Wrappers around a part, as for checkpointing, change nothing: the part keeps its hooks.
     """
     hint = "build the whole model, then call parallelize"
-    known = {id(parameter.tensor) for parameter in parallel.parameters}
+    known = set()
+    for parameter in parallel.parameters:
+        for name, place in zip(parameter.names, parameter.places, strict=True):
+            if place.attribute not in place.tensors:
+                raise XshardError(f"{name} has left the model after parallelize", hint=hint)
+            known.add(id(place.get()))
     for name, x in model.named_parameters():
         if id(x) not in known:
             raise XshardError(
