@@ -235,6 +235,13 @@ class Gradients:
     is called once.
     """
 
+    # A new copy follows no parameters yet: `prepare` does, before the first forward pass.
+    _pass: BackwardPass | None = None
+    _followed: Sequence[Hashable] = ()
+    _gradients: Sequence[Gradient] = ()
+    _buckets: Sequence[list[Gradient]] = ()
+    _handles: Sequence[Any] = ()
+
     def __init__(
         self,
         context: ParallelContext,
@@ -247,24 +254,11 @@ class Gradients:
         self.syncs = True
         self.sharded = sharded
         self.after_first: Callable[[], None] | None = None
-        self._begin_anew()
-
-    def _begin_anew(self) -> None:
-        """Follow no parameters yet: `prepare` does, before the first forward pass."""
-        self._pass: BackwardPass | None = None
-        self._followed: list[Hashable] = []
-        self._gradients: list[Gradient] = []
-        self._buckets: list[list[Gradient]] = []
-        self._handles: list[Any] = []
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy or a pickle has: no hooks, which stay with the tensors of the original."""
         copied = ("context", "bucket_bytes", "syncs", "sharded", "after_first")
         return {name: getattr(self, name) for name in copied}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._begin_anew()
 
     @property
     def unsummed(self) -> bool:
@@ -319,9 +313,9 @@ class Gradients:
         """
         for handle in self._handles:
             handle.remove()
-        self._handles = []
+        self._handles = ()
         known = {id(gradient.parameter): gradient for gradient in self._gradients}
-        self._gradients = []
+        gradients = []
         mesh = self.context.axes
         for x, parameter in zip(parameters, self.sharded, strict=True):
             # In the order of the mesh: a bucket is for equal tuples of axes.
@@ -335,23 +329,22 @@ class Gradients:
                 self._register_hooks(gradient)
             elif not gradient.has_share():
                 continue  # frozen; a share that it has is still summed
-            self._gradients.append(gradient)
+            gradients.append(gradient)
+        self._gradients = gradients
         self._buckets = self._make_buckets()
 
     def _register_hooks(self, gradient: Gradient) -> None:
         """Register the hooks of one gradient. Raises XshardError if its parameter was computed."""
         x = gradient.parameter
-        self._handles.append(x.register_hook(partial(self._before_share, gradient)))
-        if not gradient.axes:
-            return
-        if not x.is_leaf:
-            what = (
-                f"{gradient.name} is a tensor that was computed, as in torch.func.functional_call: "
-            )
+        if gradient.axes and not x.is_leaf:
+            what = f"{gradient.name} was computed, as for torch.func.functional_call: "
             what += "its gradient would be each process's share"
             raise XshardError(what, hint="pass a leaf, as x.detach().requires_grad_()")
-        after_share = partial(self._after_share, gradient)
-        self._handles.append(x.register_post_accumulate_grad_hook(after_share))
+        handles = [x.register_hook(partial(self._before_share, gradient))]
+        if gradient.axes:
+            after_share = partial(self._after_share, gradient)
+            handles.append(x.register_post_accumulate_grad_hook(after_share))
+        self._handles = (*self._handles, *handles)
 
     def _make_buckets(self) -> list[list[Gradient]]:
         """Group gradients into buckets, one message each, in the order of a backward pass.

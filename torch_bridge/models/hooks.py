@@ -147,14 +147,6 @@ class ModuleHooks:
         return title_of(self.name)
 
     @property
-    def has_effect(self) -> bool:
-        """Whether a pass without this module's rules would be another one."""
-        if any(rule.rule.moves for rule in (*self.inputs, *self.outputs)):
-            return True
-        outer_varying = self.parent.varying if self.parent is not None else frozenset()
-        return bool(self.parameters.parameters) or self.varying != outer_varying
-
-    @property
     def summed_axes(self) -> frozenset[str]:
         """Axes over which one of the outputs is a sum."""
         axes = [output.rule.src.tagged("sum") for output in self.outputs]

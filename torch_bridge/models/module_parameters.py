@@ -44,29 +44,21 @@ class ModuleParameters:
     A tensor that is gathered before its pass begins would be a third state, between the two.
     """
 
+    # The calls of the module that run, and what the outermost one has gathered from which blocks.
+    _calls: Sequence[FrameType | None] = ()
+    _blocks: Sequence[Tensor] = ()
+    _tensors: Sequence[Tensor] = ()
+    _writes: Sequence[int] = ()  # to the gathered tensors, before the pass
+    _regathering: Regathering | None = None  # while autograd saves references
+
     def __init__(self, context: ParallelContext) -> None:
         self.parameters: list[GatheredParameter] = []
         self._moves = ParameterMoves(context)
         self._shared: SharedParameters | None = None
-        self._begin_anew()
-
-    def _begin_anew(self) -> None:
-        """Forget all passes."""
-        # The calls of the module that run, and what the outermost one has gathered from which blocks.
-        self._calls: list[FrameType | None] = []
-        self._blocks: Sequence[Tensor] = ()
-        self._tensors: Sequence[Tensor] = ()
-        self._writes: list[int] = []  # to the gathered tensors, before the pass
-        self._regathering: Regathering | None = None  # while autograd saves references
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy or a pickle has: no pass, as frames cannot be copied."""
-        copied = ("parameters", "_moves", "_shared")
-        return {name: getattr(self, name) for name in copied}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._begin_anew()
+        return {name: getattr(self, name) for name in ("parameters", "_moves", "_shared")}
 
     @property
     def has_unsummed_gradients(self) -> bool:
@@ -96,18 +88,16 @@ class ModuleParameters:
         STORED -> GATHERED, before each forward pass of the module. A module may call itself: an
         inner pass uses what the outermost one has gathered, and nothing changes.
         """
-        self._calls.append(call_of_hook())
+        self._calls = (*self._calls, call_of_hook())
         if len(self._calls) > 1 or not self.parameters:
             return
         # All are gathered before any is replaced: an error leaves the modules as they were.
-        blocks = [gathered.parameter.tensor for gathered in self.parameters]
-        tensors = self._gather_for_pass(blocks)
+        self._blocks = [gathered.parameter.tensor for gathered in self.parameters]
+        tensors = self._gather_for_pass()
         if not torch.compiler.is_compiling():
             if torch.is_grad_enabled():
-                self._begin_regathering(module, blocks, tensors)
-            if not torch.is_inference_mode_enabled():
-                self._writes = [writes_to(x) for x in tensors]
-        self._blocks = blocks
+                self._begin_regathering(module, tensors)
+            self._writes = [writes_to(x) for x in tensors if not x.is_inference()]
         self._tensors = tensors
         for parameter, x in zip(self.parameters, tensors, strict=True):
             parameter.put(x)
@@ -123,43 +113,39 @@ class ModuleParameters:
         # An error before `begin_pass` ends a pass that never began. None: a compiled part, without a frame.
         if not self._calls or (call is not self._calls[-1] and None not in (call, self._calls[-1])):
             return
-        self._calls.pop()
+        self._calls = self._calls[:-1]
         if self._calls or not self._tensors:
             return
-        blocks = self._blocks
         tensors = self._tensors
-        writes = self._writes
         self._take_back()
         if result is not None and not torch.compiler.is_compiling():
-            self._check_not_written(blocks, tensors, writes)
+            self._check_not_written(tensors)
             if torch.is_grad_enabled():
-                self._keep_for_backward(blocks, tensors, result)
+                self._keep_for_backward(tensors, result)
 
     def end_unfinished_passes(self) -> bool:
         """End passes of calls that run no more, as after KeyboardInterrupt: GATHERED -> STORED.
 
         Returns whether there were any.
         """
-        n_calls = len(self._calls)
-        while self._calls:
-            call = self._calls[-1]
-            if call is None or is_running(call):
-                break
-            self._calls.pop()
-        if n_calls and not self._calls:
+        running = [call for call in self._calls if call is None or is_running(call)]
+        is_unfinished = len(running) < len(self._calls)
+        self._calls = running
+        if is_unfinished and not running:
             self._take_back()
-        return len(self._calls) < n_calls
+        return is_unfinished
 
     def _take_back(self) -> None:
         """Give modules their blocks, and let autograd save tensors as usual."""
         if self._tensors:
             for parameter, x in zip(self.parameters, self._tensors, strict=True):
                 parameter.take_back(x)
+        self._tensors = ()
         if self._regathering is not None:
             self._regathering.end_saving()
-        self._begin_anew()
+            self._regathering = None
 
-    def _gather_for_pass(self, blocks: Sequence[Tensor]) -> list[Tensor]:
+    def _gather_for_pass(self) -> list[Tensor]:
         """Return the tensor of every parameter: one that modules have, a shared one, or gathered now.
 
         Modules have gathered tensors already if a backward pass is in this module, and computes it
@@ -173,14 +159,12 @@ class ModuleParameters:
             tensors = self._shared.take()
         numbers = [i for i, p in enumerate(self.parameters) if p.name not in tensors]
         missing = [self.parameters[i] for i in numbers]
-        gathered = self._moves.gather(missing, [blocks[i] for i in numbers])
+        gathered = self._moves.gather(missing, [self._blocks[i] for i in numbers])
         for parameter, x in zip(missing, gathered, strict=True):
             tensors[parameter.name] = x
         return [tensors[parameter.name] for parameter in self.parameters]
 
-    def _begin_regathering(
-        self, module: nn.Module, blocks: Sequence[Tensor], tensors: Sequence[Tensor]
-    ) -> None:
+    def _begin_regathering(self, module: nn.Module, tensors: Sequence[Tensor]) -> None:
         """Save memory: from now on, autograd does not keep gathered tensors for the backward pass.
 
         It keeps references to them instead, and the backward pass gathers the parameters again. This
@@ -191,52 +175,40 @@ class ModuleParameters:
         if numbers:
             # An embedding saves no weight, and runs nothing again: its backward pass gathers nothing.
             is_embedding = isinstance(module, nn.Embedding | nn.EmbeddingBag)
-            self._regathering = self._regathering_of(
-                numbers, blocks, tensors, opens_early=not is_embedding
-            )
+            self._regathering = self._regathering_of(numbers, tensors, opens_early=not is_embedding)
             # Not a `with` block: this hook runs before the forward pass, and `end_pass` in one after it.
             self._regathering.begin_saving()
 
-    def _keep_for_backward(
-        self, blocks: Sequence[Tensor], tensors: Sequence[Tensor], result: Any
-    ) -> None:
+    def _keep_for_backward(self, tensors: Sequence[Tensor], result: Any) -> None:
         """Let modules have the kept tensors again, when the backward pass comes to what they returned."""
         numbers = [i for i, p in enumerate(self.parameters) if p.is_kept]
-        if not numbers:
-            return
-        kept = self._regathering_of(numbers, blocks, tensors)
-        kept.keep([tensors[i] for i in numbers])
-        for x in tensors_with_gradient(result):
-            x.register_hook(kept.open)
+        if numbers:
+            kept = self._regathering_of(numbers, tensors)
+            kept.keep([tensors[i] for i in numbers])
+            for x in tensors_with_gradient(result):
+                x.register_hook(kept.open)
 
     def _regathering_of(
-        self,
-        numbers: Sequence[int],
-        blocks: Sequence[Tensor],
-        tensors: Sequence[Tensor],
-        *,
-        opens_early: bool = True,
+        self, numbers: Sequence[int], tensors: Sequence[Tensor], *, opens_early: bool = True
     ) -> Regathering:
         """Prepare the backward pass for some of the parameters, by their numbers."""
         parameters = [self.parameters[i] for i in numbers]
         return Regathering(
             parameters,
-            [blocks[i] for i in numbers],
+            [self._blocks[i] for i in numbers],
             [tensors[i] for i in numbers],
             partial(self._moves.gather, parameters),
             opens_early=opens_early,
         )
 
-    def _check_not_written(
-        self, blocks: Sequence[Tensor], tensors: Sequence[Tensor], writes: Sequence[int]
-    ) -> None:
+    def _check_not_written(self, tensors: Sequence[Tensor]) -> None:
         """Raise XshardError if a pass wrote to a gathered tensor, whose memory is not the block's."""
-        if not writes or writes == [writes_to(x) for x in tensors]:
-            return
-        for i, x in enumerate(tensors):
-            if writes_to(x) != writes[i] and x.data_ptr() != blocks[i].data_ptr():
+        for i, writes in enumerate(self._writes):
+            x = tensors[i]
+            if writes_to(x) != writes and x.data_ptr() != self._blocks[i].data_ptr():
                 name = self.parameters[i].name
-                what = f"{name} was written to in a forward pass, in which it is gathered: the write is lost"
+                what = f"{name} was written to in a forward pass, in which it is gathered: "
+                what += "the write is lost"
                 hint = f"write to the block between passes, or store {name} as it is used"
                 raise XshardError(what, hint=hint)
 

@@ -183,7 +183,7 @@ class ParallelModel:
 
     def _is_bypassed(self, hooks: ModuleHooks) -> bool:
         """Return whether parameters of a module have a gradient, though its rules did not run."""
-        if hooks.was_called or not hooks.has_effect:
+        if hooks.was_called:
             return False
         for parameter in self.trained:
             # A tied parameter may have been used elsewhere.

@@ -12,6 +12,7 @@ from torch.nn.modules.module import (
 )
 
 from torch_bridge.models.names import title_of
+from torch_bridge.models.notes import LISTED
 from xshard import XshardError
 
 if TYPE_CHECKING:
@@ -40,20 +41,15 @@ def check_structure(model: nn.Module, parallel: ParallelModel) -> None:
 
     Wrappers around a part, as for checkpointing, change nothing: the part keeps its hooks.
     """
-    hint = "build the whole model, then call parallelize"
-    known = set()
-    for parameter in parallel.parameters:
-        for name, place in zip(parameter.names, parameter.places, strict=True):
-            if place.attribute not in place.tensors:
-                raise XshardError(f"{name} has left the model after parallelize", hint=hint)
-            known.add(id(place.get()))
-    for name, x in model.named_parameters():
-        if id(x) not in known:
-            raise XshardError(
-                f"{name} came into the model after parallelize: no rule shards it", hint=hint
-            )
+    places = [place for parameter in parallel.parameters for place in parameter.places]
+    known = {id(place.tensors.get(place.attribute)) for place in places}
+    strangers = [name for name, x in model.named_parameters() if id(x) not in known]
     modules = set(model.modules())
-    for module, name in parallel.names.items():
-        if name in parallel.hooks and module not in modules:
-            what = f"{title_of(name)} has left the model after parallelize: its rules do not run"
-            raise XshardError(what, hint=hint)
+    gone = [name for module, name in parallel.names.items() if module not in modules]
+    changes = [f"{name} came into it" for name in strangers]
+    changes += [f"{title_of(name)} has left it" for name in gone if name in parallel.hooks]
+    if changes:
+        what = f"the model has changed since parallelize: {', '.join(changes[:LISTED])}"
+        raise XshardError(
+            what, hint="build the whole model first; wrappers of a part may come later"
+        )

@@ -20,7 +20,9 @@ with private_names():
 
     _backward_pass_id = torch._C._current_graph_task_id
     _engine: Any = torch.autograd.Variable._execution_engine
-    _push_saving_hooks = torch._C._autograd._push_saved_tensors_default_hooks
+    # Lets autograd save what one function returns, in place of tensors, until `remove_saving_hooks`.
+    # Without it: torch's context is for a `with` block, which cannot begin in one hook and end in another.
+    push_saving_hooks = torch._C._autograd._push_saved_tensors_default_hooks
     _pop_saving_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
     _top_saving_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
@@ -72,15 +74,6 @@ def call_after_backward(callback: Callable[[], None], if_failed: Callable[[], No
     _engine.queue_callback(held)
 
 
-def push_saving_hooks(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
-    """Let autograd save what `pack` returns, in place of tensors, until `remove_saving_hooks`.
-
-    Without it: torch's context is for a `with` block, which cannot begin in one hook of a module and
-    end in another.
-    """
-    _push_saving_hooks(pack, unpack)
-
-
 def remove_saving_hooks(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> bool:
     """Remove a pair of hooks, which others may be above of; return whether it was there.
 
@@ -94,7 +87,7 @@ def remove_saving_hooks(pack: Callable[[Tensor], Any], unpack: Callable[[Any], T
     if top == (pack, unpack):
         return True
     was_there = remove_saving_hooks(pack, unpack)
-    _push_saving_hooks(*top)
+    push_saving_hooks(*top)
     return was_there
 
 
