@@ -27,8 +27,9 @@ from xshard.dtypes import carrier, n_bytes, name_of, numpy_dtype, recast
 from xshard.errors import DtypeError, MeshError, api_boundary, located
 from xshard.rules import RulesLike
 from xshard.state import Names
-from xshard.state.files import Checkpoint, FileError, open_checkpoint
+from xshard.state.files import Checkpoint, FileError
 from xshard.state.files import verify as compare_checksums
+from xshard.state.files.folder import open_on_all
 from xshard.state.files.loading import Load, plan_load, read_block
 from xshard.state.files.saving import Saving, Source, plan_save, save_blocks
 from xshard.trees import Leaf, named_once, place_of
@@ -168,9 +169,10 @@ def load(  # noqa: PLR0913  one option for each decision of the user
         leaves = array_leaves("...", like)
         types = {leaf.name: leaf.x for leaf in leaves if is_array(leaf.x)}
 
+    checkpoint = open_on_all(path, all_or_none)
+
     def plan_reads() -> _LoadPlan:
         """Read what the checkpoint says of its arrays, and plan how each is read."""
-        checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path)
         planned = plan_load(
             checkpoint,
             rules,
@@ -188,9 +190,9 @@ def load(  # noqa: PLR0913  one option for each decision of the user
                 constants[leaf.name] = checkpoint.constant(leaf.name, leaf.x)
         if verify:
             compare_checksums(checkpoint, jax.process_index(), jax.process_count())
-        return _LoadPlan(checkpoint, loads, constants)
+        return _LoadPlan(loads, constants)
 
-    checkpoint, loads, constants = _done_by_all(plan_reads)
+    loads, constants = _done_by_all(plan_reads)
     # Threads: disks, and copies in numpy, release the interpreter.
     with ThreadPoolExecutor() as threads:
         begin = partial(_begin_read, checkpoint, mesh, threads)
@@ -349,9 +351,8 @@ def _source(x: Any) -> Source:
 
 
 class _LoadPlan(NamedTuple):
-    """An open checkpoint, and by name the loads of its arrays, and its numbers and texts."""
+    """By name the loads of the arrays of a checkpoint, and its numbers and texts."""
 
-    checkpoint: Checkpoint
     loads: dict[str, Load]
     constants: dict[str, Any]
 

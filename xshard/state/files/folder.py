@@ -1,4 +1,7 @@
-"""`open_checkpoint`: a safetensors file, or a folder of them, mapped into memory as a checkpoint."""
+"""`open_checkpoint`: a safetensors file, or a folder of them, mapped into memory as a checkpoint.
+
+A save may replace a folder's files at any time: readers see the old checkpoint or the new one.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import re
 import weakref
 import zlib
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,7 +36,9 @@ from xshard.state.names import names_from_json
 
 INDEX = "model.safetensors.index.json"
 OURS = re.compile(r"model-[0-9a-f]{8}-\d+-of-\d+\.safetensors")  # files of a save
+MOST_TRIES = 50  # to read a folder whose files saves replace meanwhile
 _NUMBERED = re.compile(r"(.+)-(\d+)-of-(\d+)\.safetensors")
+AllOrNone = Callable[[Callable[[], Any]], list[Any]]  # see `open_on_all`
 KEY = "xshard"  # of xshard's own metadata, in files and in the index
 
 
@@ -123,7 +128,7 @@ def open_checkpoint(path: str | Path, *, links: bool = False) -> Checkpoint:
             check_folder(path)
             opened: Checkpoint = pkgutil.resolve_name(system.reader)(path)
             return opened
-        contents = _read_headers(path, links)
+        contents = _read_while_saved(path, links)
     except XshardError:
         raise
     except ImportError as error:
@@ -151,6 +156,31 @@ def _system_of(path: Path) -> System | None:
     return None
 
 
+def open_on_all(path: str | Path | Checkpoint, all_or_none: AllOrNone) -> Checkpoint:
+    """Open a checkpoint in several processes: the same one in all, also while a save replaces it.
+
+    Args:
+        path: As for `open_checkpoint`, or what it returned in each process.
+        all_or_none: Calls a function in all processes -> the results of all; raises in all if one
+            fails.
+
+    Raises:
+        FileError: As `open_checkpoint` does, or processes have opened different checkpoints.
+    """
+    opened: list[Checkpoint] = []
+
+    def open_here() -> int:
+        """Open the checkpoint, and return a checksum of its files' names: no two saves have the same."""
+        opened[:] = [path if isinstance(path, Checkpoint) else open_checkpoint(path)]
+        return zlib.crc32(repr(opened[0].places).encode())
+
+    for _ in range(MOST_TRIES):
+        if len(set(all_or_none(open_here))) == 1:
+            return opened[0]
+    hint = "a save replaced it meanwhile: open it again"
+    raise FileError("processes have opened different checkpoints", hint=hint)
+
+
 class Contents(NamedTuple):
     """What the headers of all files of a checkpoint say.
 
@@ -161,6 +191,27 @@ class Contents(NamedTuple):
 
     arrays: dict[str, Mapped]
     notes: list[Any]
+
+
+def _read_while_saved(path: Path, links: bool) -> Contents:
+    """Read the headers of a file or a folder; again if a save has replaced the index meanwhile."""
+    for _ in range(MOST_TRIES):
+        version = _version_of_index(path)
+        try:
+            return _read_headers(path, links)
+        except (FileNotFoundError, FileError):
+            if version == _version_of_index(path):  # nobody removes files but a save
+                raise
+    return _read_headers(path, links)
+
+
+def _version_of_index(path: Path) -> tuple[int, int] | None:
+    """Return what differs if another index is in a folder: its file and time. None without one."""
+    try:
+        index = os.stat(path / INDEX)
+    except (OSError, ValueError):  # ValueError: a NUL in the path
+        return None
+    return index.st_ino, index.st_mtime_ns
 
 
 def _read_headers(path: Path, links: bool) -> Contents:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from xshard.errors import NotationError, located
+from xshard.errors import NotationError, PlanError, located
 from xshard.models import rule_of, use_of
 from xshard.rules import Rules, RulesLike
 from xshard.step.price.edges import Edge
@@ -43,6 +43,9 @@ def read_limits(problem: StepProblem, rules: StepRules, unused: Sequence[str]) -
     Returns:
         The numbers of the options that each node may take, and for each edge the moves to leave
         out, [layouts where it is made, layouts where it is used].
+
+    Raises:
+        PlanError: A rule leaves a node no option.
     """
     limits = _Limits(problem, rules, unused)
     excluded: list[Flags] = []
@@ -99,8 +102,9 @@ class _Limits:
         # [options, axes], of this parameter in the options of the operation.
         is_stored_so = (source.placements[:, -1] == stored).all(-1)
         is_used_so = (without_copies(edge.used_placements) == used).all(-1)
-        self.allowed[edge.source] &= is_stored_so & source.is_gathered(gathering)
-        self.allowed[edge.user] &= is_used_so
+        is_allowed = is_stored_so & source.is_gathered(gathering)
+        self._allow(edge.source, is_allowed, name, self.parameters[name])
+        self._allow(edge.user, is_used_so, name, self.parameters[name])
 
     def limit_arrival(self, edge: Edge) -> None:
         """Disallow options in which an input of the model does not arrive as its rule says."""
@@ -111,7 +115,18 @@ class _Limits:
         text = rule if isinstance(rule, str) else rule.get(source.name)  # one for each input
         if text is not None:
             arriving = without_copies(_sides(text, self.problem, source.name).dst)
-            self.allowed[edge.source] &= (source.placements[:, -1] == arriving).all(-1)
+            is_allowed = (source.placements[:, -1] == arriving).all(-1)
+            self._allow(edge.source, is_allowed, source.name, text)
+
+    def _allow(self, node: int, is_allowed: Flags, array: str, rule: str) -> None:
+        """Keep the options of a node that the rule of an array allows; raise PlanError if none is left."""
+        self.allowed[node] &= is_allowed
+        if not self.allowed[node].any():
+            name = self.problem.nodes[node].name
+            reason = f"no plan follows these rules: that of {array} leaves {name!r} no layout"
+            dims = f"'{self.problem.step.arrays[array]}' has lengths {self.problem.shape(array)}"
+            hint = f"{dims} on {self.problem.mesh}; 'stored -> used' gathers a parameter for its use"
+            raise PlanError(reason, text=rule, hint=hint)
 
     def excluded_moves(self, edge: Edge) -> Flags:
         """Flag the moves of an activation that no rule names: they are left out of the search.
