@@ -128,7 +128,7 @@ def open_checkpoint(path: str | Path, *, links: bool = False) -> Checkpoint:
             check_folder(path)
             opened: Checkpoint = pkgutil.resolve_name(system.reader)(path)
             return opened
-        contents = _read_while_saved(path, links)
+        contents = _read_headers(path, links)
     except XshardError:
         raise
     except ImportError as error:
@@ -192,29 +192,18 @@ class Contents(NamedTuple):
     arrays: dict[str, Mapped]
     notes: list[Any]
 
-
-def _read_while_saved(path: Path, links: bool) -> Contents:
-    """Read the headers of a file or a folder; again if a save has replaced the index meanwhile."""
-    for _ in range(MOST_TRIES):
-        version = _version_of_index(path)
-        try:
-            return _read_headers(path, links)
-        except (FileNotFoundError, FileError):
-            if version == _version_of_index(path):  # nobody removes files but a save
-                raise
-    return _read_headers(path, links)
+    def add(self, file: Path) -> None:
+        """Read the header of one more file."""
+        entries, metadata = read_header(file)
+        mapped = _map_arrays(file, entries)
+        for name in mapped:
+            if name in self.arrays:
+                raise FileError(f"{name} is in {self.arrays[name].place} and in {file.name}")
+        self.arrays.update(mapped)
+        self.notes.append(parse_object(metadata.get(KEY, "{}"), f"{file.name}:"))
 
 
-def _version_of_index(path: Path) -> tuple[int, int] | None:
-    """Return what differs if another index is in a folder: its file and time. None without one."""
-    try:
-        index = os.stat(path / INDEX)
-    except (OSError, ValueError):  # ValueError: a NUL in the path
-        return None
-    return index.st_ino, index.st_mtime_ns
-
-
-def _read_headers(path: Path, links: bool) -> Contents:
+def _read_headers(path: Path, links: bool, most_tries: int = MOST_TRIES) -> Contents:
     """Read the headers of a safetensors file, or of all such files of a folder; no data is read.
 
     A folder's index has to name the same arrays in the same files. `links` allows files that are
@@ -223,18 +212,18 @@ def _read_headers(path: Path, links: bool) -> Contents:
     is_folder = path.is_dir()
     files, index = _files_of_folder(path) if is_folder else ([path], None)
     contents = Contents({}, [])
-    for file in files:
-        if is_folder and not links and not file.resolve().is_relative_to(path.resolve()):
-            hint = "links=True allows that, if you trust the author of the folder"
-            reason = f"{file.name} is a link out of the folder, to {file.resolve()}"
-            raise FileError(reason, hint=hint)
-        entries, metadata = read_header(file)
-        mapped = _map_arrays(file, entries)
-        for name in mapped:
-            if name in contents.arrays:
-                raise FileError(f"{name} is in {contents.arrays[name].place} and in {file.name}")
-        contents.arrays.update(mapped)
-        contents.notes.append(parse_object(metadata.get(KEY, "{}"), f"{file.name}:"))
+    try:
+        for file in files:
+            if is_folder and not links and not file.resolve().is_relative_to(path.resolve()):
+                hint = "links=True allows that, if you trust the author of the folder"
+                reason = f"{file.name} is a link out of the folder, to {file.resolve()}"
+                raise FileError(reason, hint=hint)
+            contents.add(file)
+    except (FileNotFoundError, FileError):
+        # A save replaces the index, and then removes the files that the old one names.
+        if not is_folder or most_tries == 1 or _files_of_folder(path)[0] == files:
+            raise
+        return _read_headers(path, links, most_tries - 1)
     if index is not None:
         _check_index(index["weight_map"], contents.arrays)
         contents.notes.append(index.get("metadata", {}).get(KEY, {}))

@@ -102,9 +102,9 @@ class _Limits:
         # [options, axes], of this parameter in the options of the operation.
         is_stored_so = (source.placements[:, -1] == stored).all(-1)
         is_used_so = (without_copies(edge.used_placements) == used).all(-1)
-        is_allowed = is_stored_so & source.is_gathered(gathering)
-        self._allow(edge.source, is_allowed, name, self.parameters[name])
-        self._allow(edge.user, is_used_so, name, self.parameters[name])
+        self.allowed[edge.source] &= is_stored_so & source.is_gathered(gathering)
+        self.allowed[edge.user] &= is_used_so
+        self._check_left(edge, self.parameters[name])
 
     def limit_arrival(self, edge: Edge) -> None:
         """Disallow options in which an input of the model does not arrive as its rule says."""
@@ -115,18 +115,19 @@ class _Limits:
         text = rule if isinstance(rule, str) else rule.get(source.name)  # one for each input
         if text is not None:
             arriving = without_copies(_sides(text, self.problem, source.name).dst)
-            is_allowed = (source.placements[:, -1] == arriving).all(-1)
-            self._allow(edge.source, is_allowed, source.name, text)
+            self.allowed[edge.source] &= (source.placements[:, -1] == arriving).all(-1)
+            self._check_left(edge, text)
 
-    def _allow(self, node: int, is_allowed: Flags, array: str, rule: str) -> None:
-        """Keep the options of a node that the rule of an array allows; raise PlanError if none is left."""
-        self.allowed[node] &= is_allowed
-        if not self.allowed[node].any():
-            name = self.problem.nodes[node].name
-            reason = f"no plan follows these rules: that of {array} leaves {name!r} no layout"
-            dims = f"'{self.problem.step.arrays[array]}' has lengths {self.problem.shape(array)}"
-            hint = f"{dims} on {self.problem.mesh}; 'stored -> used' gathers a parameter for its use"
-            raise PlanError(reason, text=rule, hint=hint)
+    def _check_left(self, edge: Edge, rule: str) -> None:
+        """Raise PlanError if an array's rule leaves one of the ends of its edge no option."""
+        array = self.problem.nodes[edge.source].name
+        for node in edge.nodes:
+            if not self.allowed[node].any():
+                name = self.problem.nodes[node].name
+                reason = f"no plan follows these rules: that of {array} leaves {name!r} no layout"
+                shape = f"{array} has shape {self.problem.shape(array)} on {self.problem.mesh}"
+                hint = f"{shape}; 'stored -> used' gathers a parameter for its use"
+                raise PlanError(reason, text=rule, hint=hint)
 
     def excluded_moves(self, edge: Edge) -> Flags:
         """Flag the moves of an activation that no rule names: they are left out of the search.
