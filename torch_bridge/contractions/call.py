@@ -181,7 +181,7 @@ class EinsumCall(NamedTuple):
         """Raise ShapeError unless each block is this process's part of its array."""
         # If the global lengths were inferred from this block, assuming equal blocks, they may be
         # wrong: the error then advises to pass them.
-        is_inferred = self.shapes is None and self.expression is not plan
+        is_inferred = not (self.shapes or self.sizes) and self.expression is not plan
         spans = text_spans(contraction.text).layouts
         for i, (shape, *_) in enumerate(blocks):
             calls.check_local(
