@@ -1,4 +1,4 @@
-"""Readers beside saves into the same folder: one checkpoint, old or new, and right errors for no whole one."""
+"""Readers beside saves into the same folder: one checkpoint, old or new, or the right error for none."""
 
 from __future__ import annotations
 
