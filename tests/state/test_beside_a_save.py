@@ -97,7 +97,7 @@ def test_all_processes_open_the_same(tmp_path: Path) -> None:
     save(tmp_path, arrays())
     assert number_of(folder.open_on_all(tmp_path, two_processes)) == 3 and not saves
     opened = iter(range(1000))
-    with pytest.raises(FileError, match=r"different checkpoints\n  a save replaced it meanwhile"):
+    with pytest.raises(FileError, match=r"different checkpoints\n  open it again after the save"):
         folder.open_on_all(tmp_path, lambda work: [work(), next(opened)])
 
 

@@ -177,8 +177,9 @@ def open_on_all(path: str | Path | Checkpoint, all_or_none: AllOrNone) -> Checkp
     for _ in range(MOST_TRIES):
         if len(set(all_or_none(open_here))) == 1:
             return opened[0]
-    hint = "a save replaced it meanwhile: open it again"
-    raise FileError("processes have opened different checkpoints", hint=hint)
+    raise FileError(
+        "processes have opened different checkpoints", hint="open it again after the save"
+    )
 
 
 class Contents(NamedTuple):

@@ -112,7 +112,7 @@ class _Limits:
         rule = self.rules.inputs.find("")  # "" is the model itself
         if source.name not in self.problem.step.inputs or rule is None:
             return
-        text = rule if isinstance(rule, str) else rule.get(source.name)  # one for each input
+        text = rule.get(source.name) if isinstance(rule, dict) else rule  # one for each input
         if text is not None:
             arriving = without_copies(_sides(text, self.problem, source.name).dst)
             self.allowed[edge.source] &= (source.placements[:, -1] == arriving).all(-1)
