@@ -405,6 +405,29 @@ def heads(bias: str = "o -> o | sum(tp)", **counts: str) -> Any:
 
 
 @on_four
+def test_each_process_counts_its_own_part() -> None:
+    """Of 4 heads one process may have more than the other, as many as its parts of the weights hold."""
+    x = torch.arange(18.0).view(3, 6) % 7
+    for first, order in (
+        (3, "sizes(tp,3,1)"),
+        (1, "sizes(tp,1,3)"),
+        (4, "sizes(tp,4,0)"),
+        (2, "balanced(tp)"),
+    ):
+        parts = f"sizes(tp,{2 * first},{8 - 2 * first})"
+        cut = {"up.*": f"o/{parts} ...", "weight": f"i/{parts} o", "bias": "o -> o | sum(tp)"}
+        torch.manual_seed(0)
+        model = xt.parallelize(
+            Heads(), cut, {"": "b c -> b c | copy(tp)"}, MESH,
+            outputs={"": "b c | sum(tp) -> b c"}, counts={"num_heads": f"h/{order}"},
+        )  # fmt: skip
+        assert model.num_heads == (first, 4 - first)[dist.get_rank() % 2]
+        xt.verify(model, x, loss=lambda y: y.pow(2).sum())
+    hint = "say what each process counts of 2, as in 'h/sizes(tp,2,1,1)'"
+    assert hint in error_of(lambda: heads(head_dim="h/(dp,tp)"))[1]
+
+
+@on_four
 def test_errors_name_their_module() -> None:
     """Errors in a forward pass name their module, its rules and blocks, and what it counts by itself."""
     x = torch.ones(3, 6)
