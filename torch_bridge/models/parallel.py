@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_bridge.models.clip_guard import guard_clipping
+from torch_bridge.models.block_guards import guard_blocks
 from torch_bridge.models.experts import Count
 from torch_bridge.models.gradients import Gradients
 from torch_bridge.models.hooks import ModuleHooks
@@ -56,7 +56,7 @@ class ParallelModel:
 
     def __post_init__(self) -> None:
         self.gradients.after_first = self.compare
-        guard_clipping(self)
+        guard_blocks(self)
 
     def arrivals(
         self, values: Mapping[Any, Any]
@@ -75,7 +75,7 @@ class ParallelModel:
     def begin(self, module: nn.Module, args: Any) -> None:
         """Get ready for a forward pass; a hook of the model, before all others."""
         if not torch.compiler.is_compiling():
-            guard_clipping(self)  # a copy has not been guarded yet
+            guard_blocks(self)  # a copy has not been guarded yet
             self.gradients.prepare()
 
     def add_note(self, module: nn.Module, args: Any, result: Any) -> None:

@@ -1,0 +1,155 @@
+"""Keeps torch's own code from taking the blocks of a parallel model for whole tensors.
+
+Norms of gradients are refused, and so are optimizers whose step on a block is not that on the
+whole: a trial on a small tensor tells. A `GradScaler` skips a step on all processes or on none.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer, SparseAdam
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from torch_bridge.versions.modules import norm_of, replace_gradient_functions, unscale_gradients
+from xshard import XshardError
+
+if TYPE_CHECKING:
+    from torch_bridge.models.parallel import ParallelModel
+    from torch_bridge.models.parameters import ParallelContext
+
+_GUARDED: WeakSet[ParallelModel] = WeakSet()
+# The parameter groups of each optimizer, by id, that it was found to train rightly.
+_TRUSTED: WeakKeyDictionary[Optimizer, set[int]] = WeakKeyDictionary()
+
+
+def guard_blocks(model: ParallelModel) -> None:
+    """From now on, let torch's own code know that parameters of this model are blocks.
+
+    The first call, in a program, changes torch; all calls add the model to those that are guarded.
+    """
+    _change_torch()
+    _GUARDED.add(model)
+
+
+@functools.cache
+def _change_torch() -> None:
+    """Put the guards into torch, once."""
+    replace_gradient_functions(_norm_unless_blocks, _unscale_on_all_processes)
+    register_optimizer_step_pre_hook(_check_optimizer)
+
+
+def _address(x: Tensor | None) -> int:
+    """Return where the elements of a tensor are: an address that it shares with `x.detach()`."""
+    if x is None or x.layout != torch.strided:
+        return id(x)
+    return x.data_ptr() or id(x)  # no elements, as on the meta device, are at 0
+
+
+def _blocks_among(tensors: Iterable[Tensor]) -> list[tuple[str, ParallelContext]]:
+    """Return the blocks among tensors, in their order: the name of the parameter, and its mesh.
+
+    The gradient of a block is one, too. A parameter that is whole on every process is none.
+    """
+    blocks = {}
+    for model in _GUARDED:
+        for parameter in model.trained:
+            sharding = parameter.sharding
+            if sharding.mesh.size(*sharding.layout.axes) > 1:
+                for x in (parameter.tensor, parameter.tensor.grad):
+                    blocks[_address(x)] = (parameter.name, model.context)
+    return [blocks[_address(x)] for x in tensors if _address(x) in blocks]
+
+
+def _norm_unless_blocks(tensors: Any, *args: Any, **options: Any) -> Tensor:
+    """Return the norm of gradients as torch does. Raises XshardError for blocks."""
+    gradients = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    for name, _ in _blocks_among(gradients):
+        what = f"torch's clip_grad_norm_ and get_total_norm would take the block of {name} for the whole"
+        raise XshardError(what, hint="xt.clip_grad_norm_(model, max_norm), or xt.grad_norm(model)")
+    return norm_of(gradients, *args, **options)
+
+
+def _unscale_on_all_processes(
+    scaler: Any, optimizer: Optimizer, inverse_scale: Tensor, found: Tensor, allow_fp16: bool
+) -> dict[torch.device, Tensor]:
+    """Unscale gradients as a `GradScaler` does, and return overflows, the same on all processes."""
+    found_by_device = unscale_gradients(scaler, optimizer, inverse_scale, found, allow_fp16)
+    parameters = [x for group in optimizer.param_groups for x in group["params"]]
+    # In the order of the optimizer's parameters, which is the same on all processes.
+    contexts = dict.fromkeys(context for _, context in _blocks_among(parameters))
+    if not contexts:
+        return found_by_device
+    # A process without gradients takes part, too: `found` is 0.
+    for found_there in found_by_device.values():
+        found = found + found_there.to(found.device)
+    for context in contexts:
+        found = context.reduced(found, "max")
+    return {found.device: found}
+
+
+@torch.compiler.assume_constant_result  # a compiled step calls it while it is traced
+def _check_optimizer(optimizer: Optimizer, *hook_arguments: Any) -> None:
+    """Raise XshardError if an optimizer would take blocks for the whole; a hook before each step.
+
+    AdamW passes, as it updates each element by itself. Muon does not.
+    """
+    trusted = _TRUSTED.setdefault(optimizer, set())
+    for group in optimizer.param_groups:
+        if id(group) in trusted:
+            continue
+        for name, _ in _blocks_among(group["params"])[:1]:
+            kind = type(optimizer)
+            reason = _reason_against_blocks(kind, group)
+            if reason:
+                what = f"{kind.__name__} would take the block of {name} for the whole: {reason}"
+                hint = (
+                    "AdamW, or another that updates each element by itself; or store it whole; or "
+                )
+                hint += f"{kind.__name__}.handles_blocks = True, if it sends what it needs"
+                raise XshardError(what, hint=hint)
+            trusted.add(id(group))
+
+
+def _reason_against_blocks(kind: Any, group: dict[str, Any]) -> str:
+    """Return why an optimizer cannot train blocks, or "" if its step on a block is that on the whole.
+
+    Args:
+        kind: The class of the optimizer.
+        group: A group of its parameters, for options and the device.
+    """
+    # SparseAdam is as Adam, and takes no gradients as they are in a trial.
+    if kind is SparseAdam or getattr(kind, "handles_blocks", False):
+        return ""
+    # A parameter, and gradients of many magnitudes, so that limits on norms show. Some optimizers
+    # treat short dims otherwise, or begin with plain steps.
+    values = torch.randn(13, 48, 48, generator=torch.Generator().manual_seed(0)).sinh()
+    values = values.to(group["params"][0].device)
+    try:
+        expected = _after_steps(kind, group, values)[8:32, 8:32]
+        result = _after_steps(kind, group, values[:, 8:32, 8:32])
+    except Exception as error:  # of any kind: it is the optimizer's own code
+        return f"in a trial it raises {error!r}"
+    if torch.allclose(result, expected, atol=1e-4):
+        return ""
+    return "its step on a block is not that on the whole"
+
+
+def _after_steps(kind: Any, group: dict[str, Any], values: Tensor) -> Tensor:
+    """Return `values[0]` after steps of a new optimizer, with the gradients `values[1:]`."""
+    x, *gradients = values.clone()
+    # A schedule may begin with 0, where all optimizers agree.
+    options = {**group, "lr": 0.5, "params": [x]}
+    names = inspect.signature(kind).parameters.keys() & group.keys() - {"params"}
+    optimizer = kind([options], **{name: options[name] for name in names})
+    for gradient in gradients:
+        x.grad = gradient
+        # A closure that returns 0.0. Steps that follow the loss are right, as it is not cut.
+        optimizer.step(float)
+    return x
