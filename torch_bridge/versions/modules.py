@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
@@ -115,7 +114,7 @@ def uncompiled(model: nn.Module) -> nn.Module:
     return inner
 
 
-def replace_gradient_functions(norm: Callable[..., Any], unscale: Callable[..., Any]) -> None:
+def replace_gradient_functions(norm: Any, unscale: Any) -> None:
     """Let torch call functions of ours in the place of `norm_of` and `unscale_gradients`.
 
     A program may have imported `get_total_norm` by name before. What it has is a wrapper of torch,
