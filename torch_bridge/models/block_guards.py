@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from torch_bridge.models.parallel import ParallelModel
 
 _GUARDED: WeakSet[ParallelModel] = WeakSet()
-# The parameter groups of each optimizer, by id, that it was found to train rightly.
-_TRUSTED: WeakKeyDictionary[Optimizer, set[int]] = WeakKeyDictionary()
+# Optimizers that were tried, with flags: which of their tensors they train.
+_TRIED: WeakKeyDictionary[Optimizer, list[bool]] = WeakKeyDictionary()
 
 
 def guard_blocks(model: ParallelModel) -> None:
@@ -33,8 +33,10 @@ def guard_blocks(model: ParallelModel) -> None:
 
     The first call, in a program, changes torch; all calls add the model to those that are guarded.
     """
-    _change_torch()
-    _GUARDED.add(model)
+    if model not in _GUARDED:
+        _change_torch()
+        _GUARDED.add(model)
+        _TRIED.clear()  # an optimizer may be older than the blocks that it trains
 
 
 @functools.cache
@@ -99,13 +101,13 @@ def _check_optimizer(optimizer: Optimizer, *hook_arguments: Any) -> None:
 
     AdamW passes, as it updates each element by itself. Muon does not.
     """
-    trusted = _TRUSTED.setdefault(optimizer, set())
+    trains = [x.requires_grad for group in optimizer.param_groups for x in group["params"]]
+    if _TRIED.get(optimizer) == trains:
+        return
     for group in optimizer.param_groups:
-        if id(group) in trusted:
-            continue
         for name, _ in _blocks_among(group["params"])[:1]:
             _try(type(optimizer), group, name)
-            trusted.add(id(group))
+    _TRIED[optimizer] = trains
 
 
 def _try(kind: Any, group: Any, name: str) -> None:

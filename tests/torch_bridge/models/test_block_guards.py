@@ -370,6 +370,15 @@ def test_an_optimizer_is_asked_again_when_it_trains_more() -> None:
     optimizer.add_param_group({"params": [model.up.weight], "lr": 0.01, "normalised": True})
     for _ in range(2):  # also after an error that was caught
         check_error(optimizer.step, "XshardError", "Mixed would take the block of up.weight")
+    # Parameters may be trained later, as in a fine-tuning that begins with the last layers.
+    tuned = net(True)
+    tuned.up.requires_grad_(False)
+    tuned.down.requires_grad_(False)
+    backward(tuned)
+    slow = torch.optim.Adafactor(tuned.parameters())
+    slow.step()
+    tuned.down.requires_grad_(True)
+    check_error(slow.step, "XshardError", "Adafactor would take the block of down.weight")
     # An optimizer may be older than the blocks.
     later = net(False)
     older = torch.optim.Adafactor(later.parameters())
