@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -18,7 +18,7 @@ from torch.optim import Optimizer, SparseAdam
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from torch_bridge.versions.modules import norm_of, replace_gradient_functions, unscale_gradients
-from xshard import XshardError
+from xshard import Sharding, XshardError
 
 if TYPE_CHECKING:
     from torch_bridge.models.parallel import ParallelModel
@@ -93,6 +93,25 @@ def _unscale_on_all_processes(
     for context in contexts:
         found = context.reduced(found, "max")
     return {found.device: found}
+
+
+def check_parametrizations(used: Mapping[str, Sharding]) -> None:
+    """Raise XshardError if a parametrization of torch would compute a weight from blocks.
+
+    `spectral_norm` and `orthogonal` need all of it. `weight_norm` needs the rows of its directions
+    (original1) whose lengths (original0) it has: both are "o/tp i".
+
+    used: how modules use each parameter, by name.
+    """
+    cut_dims = {}
+    for name, sharding in used.items():
+        if ".parametrizations." in f".{name}":
+            dims = enumerate(sharding.layout.dims)
+            cut_dims[name] = [i for i, dim in dims if sharding.mesh.size(*dim.axes) > 1]
+    for name, cut in cut_dims.items():
+        if cut and cut_dims.get(f"{name[:-1]}0") != cut:
+            what = f"a parametrization would take the block of {name} for the whole"
+            raise XshardError(what, hint="gather it for its use, as in 'o/tp i -> o i'")
 
 
 @torch.compiler.assume_constant_result  # a compiled step calls it while it is traced

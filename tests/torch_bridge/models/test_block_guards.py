@@ -16,7 +16,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import (
+    clip_grad_norm_,
+    clip_grad_value_,
+    clip_grads_with_norm_,
+    get_total_norm,
+    parametrizations,
+)
 from torch.optim import Optimizer
 
 import torch_bridge as xt
@@ -560,3 +566,41 @@ def test_averages_of_weights_are_right() -> None:
         averages.append(whole(average.module))
     for name, x in averages[0].items():
         torch.testing.assert_close(averages[1][name], x)
+
+
+PARAMETRIZATIONS: list[tuple[Any, dict[str, str], bool]] = [
+    (parametrizations.weight_norm, {"**.original*": "o/tp i"}, True),
+    (parametrizations.weight_norm, {"**.original0": "o i", "**": "o i/tp"}, False),
+    (parametrizations.weight_norm, {"**.original0": "o i", "**": "o i/tp -> o i"}, True),
+    (parametrizations.spectral_norm, {"**.original": "o/tp i"}, False),
+    (parametrizations.spectral_norm, {"**.original": "o i/tp"}, False),
+    (parametrizations.spectral_norm, {"**.original": "o/tp i -> o i"}, True),
+    (parametrizations.orthogonal, {"**.original": "o/tp i", "**": "..."}, False),
+    (parametrizations.orthogonal, {"**.original": "o i/tp -> o i", "**": "..."}, True),
+]
+
+
+@on_two
+def test_weights_are_not_computed_from_blocks_that_are_too_small() -> None:
+    x = torch.arange(8.0).view(2, 4)
+    for wrap, rules, is_right in PARAMETRIZATIONS:
+        torch.manual_seed(0)
+        layer = wrap(nn.Linear(4, 4, bias=False)).eval()
+        with torch.no_grad():
+            alone = layer(x)
+        is_cut = "->" not in str(rules)
+        moves: dict[str, Any] = {"inputs": {"": "b c"}, "outputs": {}}
+        if is_cut:
+            moves = {"inputs": {"": "b c -> b c | copy(tp)"}, "outputs": {"": "b o/tp -> b o"}}
+        if not is_right:
+            before = layer.state_dict()
+            refused = functools.partial(xt.parallelize, layer, rules, mesh=MESH, **moves)
+            words = (
+                "a parametrization would take the block of parametrizations.weight.original",
+                "o/tp i -> o i",
+            )
+            check_error(refused, "XshardError", *words)
+            assert all(torch.equal(y, before[name]) for name, y in layer.state_dict().items())
+            continue
+        xt.parallelize(layer, rules, mesh=MESH, **moves)
+        torch.testing.assert_close(layer(x), alone)
