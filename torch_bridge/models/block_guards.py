@@ -162,8 +162,9 @@ def _after_steps(kind: Any, group: Any, values: Tensor) -> Tensor:
     x, *gradients = values.clone()
     # A schedule may begin with 0, where all optimizers agree.
     options = {**group, "lr": 0.5, "params": [x]}
-    names = inspect.signature(kind).parameters.keys() & group.keys() - {"params"}
-    optimizer = kind([options], **{name: options[name] for name in names})
+    _, *others = inspect.signature(kind).parameters.values()
+    required = [other.name for other in others if other.default is other.empty]
+    optimizer = kind([options], **{name: options[name] for name in required if name in group})
     for gradient in gradients:
         x.grad = gradient
         # A closure that returns 0.0. Steps that follow the loss are right, as it is not cut.
