@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_bridge.models.clip_guard import guard_clipping
+from torch_bridge.models.block_guards import guard_blocks
 from torch_bridge.models.experts import Count
 from torch_bridge.models.gradients import Gradients
 from torch_bridge.models.hooks import ModuleHooks
@@ -60,7 +60,7 @@ class ParallelModel:
 
     def __post_init__(self) -> None:
         self.gradients.after_first = self.check_first_pass
-        guard_clipping(self)
+        guard_blocks(self)
         watch_structure(self)
 
     def arrivals(
@@ -84,7 +84,7 @@ class ParallelModel:
                 torch.compiler.disable(self.gradients.prepare)()
         else:
             # A copy has not been guarded and watched yet.
-            guard_clipping(self)
+            guard_blocks(self)
             watch_structure(self)
             if self.is_changed:
                 check_structure(module, self)

@@ -13,6 +13,7 @@ from torch import nn
 from torch_bridge.comm_dtype import CommDtypeLike
 from torch_bridge.mesh.desync import CallFacts, compare_ranks
 from torch_bridge.mesh.process_mesh import MeshLike, ProcessMesh
+from torch_bridge.models.block_guards import check_parametrizations
 from torch_bridge.models.experts import Count, route_experts
 from torch_bridge.models.gradients import Gradients
 from torch_bridge.models.hooks import ModuleHooks, TensorRule
@@ -183,6 +184,7 @@ def _prepare(model: nn.Module, context: ParallelContext, rules: _ModelRules) -> 
     hooks = _module_hooks(model, context, rules)
     counts = _counts(model, context.processes, Rules(rules.counts))
     parameters = parameters_by_rules(model, context, Rules(rules.parameters), hooks, rules.keep)
+    check_parametrizations(parameters.used_shardings)
     counts += route_experts(hooks, context, parameters.sharded, parameters.used_shardings)
     return _PreparedModel(hooks, counts, parameters)
 
