@@ -237,5 +237,9 @@ class ProfileError(XshardError):
     """A profile that does not exist or makes no sense."""
 
 
+class UnverifiedWarning(UserWarning):
+    """A parallel model trains, and nothing has shown that its rules say how its arrays lie."""
+
+
 class ReplicaError(XshardError):
     """Blocks differ along an axis that holds one value, according to the layout."""

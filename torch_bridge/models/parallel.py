@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,9 +23,12 @@ from torch_bridge.models.notes import has_note, leaves_call_of_hook, note_on
 from torch_bridge.models.parameters import ParallelContext, ShardedParameter
 from torch_bridge.models.structure import check_structure, watch_structure
 from xshard import Layout, Sharding, XshardError
-from xshard.errors import api_boundary
+from xshard.errors import UnverifiedWarning, api_boundary
 from xshard.models import ParameterUse
 
+UNVERIFIED = """this model trains, and nothing has shown that its rules are right.
+xt.verify(model, batch, loss=...) compares a step with one device's. If it has passed elsewhere, as on a small
+model of this kind: warnings.simplefilter("ignore", xshard.errors.UnverifiedWarning)"""
 ATTRIBUTE = "_xshard_parallel"  # of a model, with its `ParallelModel`
 
 
@@ -44,6 +48,7 @@ class ParallelModel:
         names: The names of all modules.
         counts: Attributes that count this process's part.
         is_changed: Whether a module has got a child or a parameter since the last pass.
+        is_verified: Whether `verify` has found it equal to one device.
     """
 
     context: ParallelContext
@@ -57,6 +62,7 @@ class ParallelModel:
     names: Mapping[nn.Module, str] = field(default_factory=dict)
     counts: Sequence[Count] = ()
     is_changed: bool = False
+    is_verified: bool = False
 
     def __post_init__(self) -> None:
         self.gradients.after_first = self.check_first_pass
@@ -162,6 +168,8 @@ class ParallelModel:
         """Raise XshardError, on all processes, if the first pass contradicts the rules."""
         self._check_called()
         self.compare()
+        if not self.is_verified and self.context.processes.device == 0:
+            warnings.warn(UNVERIFIED, UnverifiedWarning, stacklevel=2)
 
     def _check_called(self) -> None:
         """Raise XshardError, on all processes, if a module's rule did not run, but its parameters were used.

@@ -1,21 +1,28 @@
-"""Whatever happens between and in passes, gradients are those of one device, and modules have their blocks."""
+"""Whatever happens in and between passes: gradients are those of one device, modules have their blocks."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import pickle
 import random
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+)
+from torch.func import functional_call
+from torch.nn.utils.parametrizations import weight_norm
 from torch.overrides import _get_current_function_mode_stack as function_modes
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import torch_bridge as xt
 import xshard as xs
@@ -110,7 +117,10 @@ def _check(model: Any, one: Any, what: Any) -> None:
     whole = dict(one.named_parameters())
     for name, x in model.named_parameters():
         parameter = parallel.by_name[name]
-        assert x.is_leaf and x.shape == parameter.sharding.local_shape(dist.get_rank()), (what, name)
+        assert x.is_leaf and x.shape == parameter.sharding.local_shape(dist.get_rank()), (
+            what,
+            name,
+        )
         right = whole[name].grad
         right = torch.zeros_like(whole[name]) if right is None else right
         found = torch.zeros_like(x) if x.grad is None else x.grad
@@ -139,6 +149,20 @@ class Run:
         mode = self.random.choice(MODES)
         self.events.append(f"{event} {detail} {mode}")
         getattr(self, "on_" + event.replace(" ", "_"))(detail, mode)
+
+    def error_of(self, event: str) -> str:
+        try:
+            self.happen(event)
+        except xs.XshardError as error:
+            return str(error)
+        return ""
+
+    def begin_anew(self) -> None:
+        self.model.fails_at = None
+        for layer in self.model.layers:
+            layer.error = None
+        for model in self.both():
+            model.zero_grad()
 
     def on_pass(self, detail: int, mode: str) -> None:
         _pass(self.one)
@@ -213,47 +237,222 @@ def test_random_events_leave_the_gradients_of_one_device() -> None:
     for seed in range(60):
         run = Run(seed)
         for event in [*run.random.choices(EVENTS, k=8), "pass"]:
-            try:
-                run.happen(event)
-            except xs.XshardError as error:
+            error = run.error_of(event)
+            if error:
                 # What cannot be known is refused, on all ranks alike, and a new step goes on.
-                assert any(text in str(error) for text in REFUSED), (run.rules, run.events, error)
+                assert any(text in error for text in REFUSED), (run.rules, run.events, error)
                 refused += 1
-                run.model.fails_at = None
-                for layer in run.model.layers:
-                    layer.error = None
-                for model in run.both():
-                    model.zero_grad()
+                run.begin_anew()
                 run.happen("pass")
     assert 0 < refused < 30, refused
 
 
+class Stops(nn.Module):
+    error: BaseException | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.error is not None:
+            raise self.error
+        return x
+
+
 @on_two
 def test_what_an_interrupted_call_leaves_is_ended_by_the_next() -> None:
-    """Hooks of autograd and function modes are gone, and blocks are back, also inside contexts of others."""
+    """Hooks of autograd and function modes are gone, also if the next call is in a context of the user."""
     model = xt.parallelize(_whole(), mesh=MESH, inputs={"": "b c -> b/dp c"}, **RULES[2])
-    layer = model.layers[1]
-    domain = xt.nn.domain_parallel(
-        nn.Sequential(nn.Conv1d(4, 4, 3, padding=1, dtype=torch.float64), Layer().double()),
-        "b c/dp s",
-        MESH,
+    domain: Any = xt.nn.domain_parallel(
+        nn.Sequential(nn.Conv1d(3, 3, 3, padding=1), Stops()), "b c s/dp", MESH
     )
-    layer.error = domain[1].error = KeyboardInterrupt()
-    calls = [lambda: model(_input()), lambda: domain(torch.ones(2, 2, 4).double())]
-    calls = calls[:1]
-    for call in calls:
-        for _ in range(2):
-            try:
-                call()
-            except KeyboardInterrupt:
-                continue
-            raise AssertionError("not interrupted")
-    layer.error = None
+    block = torch.ones(2, 3, 2)
+    model.layers[1].error = domain[1].error = KeyboardInterrupt()
+    for call in (lambda: _pass(model), lambda: _pass(model, "layer"), lambda: domain(block)):
+        with pytest.raises(KeyboardInterrupt):
+            call()
+    model.layers[1].error = domain[1].error = None
     seen = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: seen.append(x) or x, lambda x: x):
         _pass(model)
+        with torch.device("cpu"):
+            domain(block)
+            assert len(function_modes()) == 1
     assert seen and not function_modes()
     seen.clear()
-    (torch.ones(2, requires_grad=True) ** 2).sum().backward()
+    _pass(_whole())
     assert not seen
-    _check(model, model, "blocks")
+    assert all(x.is_leaf for x in model.parameters())
+
+
+@on_two
+def test_every_form_of_checkpoints_runs_layers_twice() -> None:
+    """Under each way to gather: gradients are right, and what a checkpoint drops is computed again."""
+    save_matmuls = functools.partial(
+        create_selective_checkpoint_contexts,
+        [torch.ops.aten.mm.default, torch.ops.aten.addmm.default],
+    )
+
+    def wrapped(model: Any, reentrant: bool) -> None:
+        kind = CheckpointImpl.REENTRANT if reentrant else CheckpointImpl.NO_REENTRANT
+        wrapper = functools.partial(checkpoint_wrapper, checkpoint_impl=kind)
+        apply_activation_checkpointing(
+            model, checkpoint_wrapper_fn=wrapper, check_fn=lambda x: isinstance(x, Layer)
+        )
+
+    def selective(model: Any, reentrant: bool) -> None:
+        for layer in model.layers:
+            inner = layer.inner
+            layer.inner = lambda x, f=inner: checkpoint(
+                f, x, use_reentrant=False, context_fn=save_matmuls
+            )
+
+    for rules in RULES:
+        for form in (*MODES[2:], "wrapper", "wrapper reentrant", "selective"):
+            one, model = _whole(), _whole()
+            xt.parallelize(model, mesh=MESH, inputs={"": "b c -> b/dp c"}, **rules)
+            n_calls = [0]
+            for layer in model.layers:
+                layer.up.register_forward_hook(lambda *_, n=n_calls: n.__setitem__(0, n[0] + 1))
+            if form.startswith(("wrapper", "selective")):
+                {"w": wrapped, "s": selective}[form[0]](model, "reentrant" in form)
+            for _ in range(2):
+                _pass(one)
+                _pass(model, form)
+            whole = {f"{name}": x for name, x in one.named_parameters()}
+            parallel = parallel_of(model)
+            for name, x in whole.items():
+                parameter = parallel.by_name[name]
+                right = parameter.block_of(x.grad, parallel.context)
+                assert torch.equal(parameter.tensor.grad, right), (rules, form, name)
+            assert n_calls[0] == 12, (rules, form, n_calls)
+
+
+@on_two
+def test_gathered_parameters_leave_with_their_module_in_the_backward_pass() -> None:
+    """Each layer has them alone, though the program still holds what the model returned."""
+    model = xt.parallelize(_whole(), mesh=MESH, inputs={"": "b c -> b/dp c"}, **RULES[2])
+    n_rows = []
+
+    def note(_: Tensor) -> None:
+        n_rows.append([len(layer.up.weight) for layer in model.layers])
+
+    for layer in model.layers:
+        layer.up.register_forward_hook(lambda _, args, y: y.register_hook(note) and None)
+    y = model(_input())
+    y.sum().backward()
+    assert n_rows == [[2, 2, 4], [2, 4, 2], [4, 2, 2]]
+    assert [len(layer.up.weight) for layer in model.layers] == [2, 2, 2]
+
+
+class Attends(nn.Module):
+    """Reads a parameter of a module that it never calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mha = nn.MultiheadAttention(4, 2, batch_first=True, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mha(x[None], x[None], x[None])[0][0]
+
+
+class Reads(nn.Module):
+    """Reads a parameter of a module that it never calls, whose block fits as the whole would."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 4, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.up.weight.sum(0)
+
+
+class Clamps(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.weight.clamp_(-1, 1)
+        return super().forward(x)
+
+
+def _replaces(model: Any) -> None:
+    model.layers[0] = Layer().double()
+
+
+def _adapts(model: Any) -> None:
+    model.layers[0].extra = nn.Linear(4, 4)
+
+
+@on_two
+def test_what_rules_do_not_reach_is_refused_on_all_ranks() -> None:
+    """Modules that are read and not called, parts that came later, writes to what is only gathered."""
+
+    def step(model: Any, change: Any = None, **rules: Any) -> Any:
+        zero = {"**": "o/dp ... -> o ..."}
+        rules = {"parameters": zero, "inputs": {"": "b c -> b/dp c"}} | rules
+        model = xt.parallelize(model, mesh=MESH, **rules)
+        if change is not None:
+            change(model)
+        _pass(model)
+        return model
+
+    def refused(words: str, *args: Any, **rules: Any) -> None:
+        check_error(lambda: step(*args, **rules), "XshardError", words)
+
+    refused("up is never called", Reads(), gathers="up")
+    rules = {"parameters": {"**": "..."}}
+    inputs = {"": "b c -> b/dp c", "mha.out_proj": "... -> ... | copy(dp)"}
+    refused("mha.out_proj is never called", Attends(), inputs=inputs, **rules)
+    step(Attends(), **rules)
+    refused("weight was written to in a forward pass", Clamps(4, 4, dtype=torch.float64))
+    step(Clamps(4, 4, dtype=torch.float64), **rules)
+    for more in ({}, rules):
+        refused("layers.0.gain came into it", _whole(), _replaces, **more)
+        refused("layers.0.extra.weight came into it", _whole(), _adapts, **more)
+        refused("came into it", _whole(), lambda m: weight_norm(m.layers[0].up), **more)
+        refused("layers.0 has left it", _whole(), lambda m: m.layers.pop(0), gathers="layers.*")
+
+    def computed(model: Any) -> None:
+        tensors = {name: x * 1 for name, x in model.named_parameters()}
+        functional_call(model, tensors, (_input(),))
+
+    refused("was computed, as for torch.func.functional_call", _whole(), computed, **rules)
+    check_error(lambda: xt.grad_norm(_whole()), "XshardError", "not parallel")
+
+
+@on_two
+def test_converted_parts_and_functional_calls_have_the_gradients_of_one_device() -> None:
+    for rules in RULES:
+        one, model = _whole(), _whole()
+        xt.parallelize(model, mesh=MESH, inputs={"": "b c -> b/dp c"}, **rules)
+        _pass(one)
+        _pass(model)
+        for each in (one, model):
+            each.zero_grad()
+            each.layers[1].up.float()
+            up = each.layers[1].up
+            up.register_forward_pre_hook(lambda _, args: (args[0].float(),))
+            up.register_forward_hook(lambda _, args, y: y.double())
+            _pass(each)
+        _check(model, one, rules)
+        leaves = {name: x.detach().clone().requires_grad_() for name, x in model.named_parameters()}
+        functional_call(model, leaves, (_input(),)).mul(torch.arange(4.0)).sum().backward()
+        for name, x in model.named_parameters():
+            assert torch.equal(x.grad, leaves[name].grad), (rules, name)
+        _pass(model)
+        _pass(one)
+        _check(model, one, rules)
+
+
+def _sum_over_all(y: Tensor) -> Tensor:
+    return xt.redistribute((y * torch.arange(4.0)).sum(), "() | sum(dp) -> ()", MESH)
+
+
+@on_two
+def test_a_model_that_trains_unverified_says_so_once() -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for verified in (False, True):
+            model = xt.parallelize(_whole(), mesh=MESH, inputs={"": "b c -> b/dp c"}, **DP)
+            if verified:
+                xt.verify(model, _input().detach(), loss=_sum_over_all)
+            _pass(model)
+            _pass(model)
+    kinds = [each.category for each in caught]
+    assert kinds.count(xs.errors.UnverifiedWarning) == (dist.get_rank() == 0)
