@@ -289,9 +289,12 @@ def plan_of_transformers(model: Any, axis: str) -> dict[str, dict[Any, Any]]:
     plan = getattr(model, "tp_plan", None) or {}
     whole = getattr(model, "ep_plan", {}).keys() - plan.keys()
     if whole:
-        reason = f"only the ep_plan of the model shards '{min(whole)}', and it is not read"
-        rules = "parameters '**.experts.*': 'e/ep ...', inputs '**.experts': 't/ep c -> t/to(ep) c'"
-        warnings.warn(f"{reason}: write {rules}, and shard the batch over ep", stacklevel=3)
+        warnings.warn(
+            f"only the ep_plan of the model shards '{min(whole)}', and it is not read: write "
+            "parameters '**.experts.*': 'e/ep ...', inputs '**.experts': 't/ep c -> t/to(ep) c', and "
+            "shard the batch over ep",
+            stacklevel=3,
+        )
     if not plan:
         hint = "write rules for it: docs/models has some of many families"
         raise XshardError(f"a {type(model).__name__} declares no tensor parallel plan", hint=hint)
