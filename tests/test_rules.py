@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from types import SimpleNamespace as Fake
 from typing import Any
 
@@ -189,7 +190,9 @@ def test_plans_of_transformers() -> None:
             else {}
         )
         return Fake(
-            tp_plan=plan, named_modules=lambda: modules.items(), named_parameters=lambda **_: rows
+            tp_plan=plan,
+            named_modules=lambda **_: modules.items(),
+            named_parameters=lambda **_: rows,
         )
 
     rules = Rules.from_transformers(model(), "tp")
@@ -199,8 +202,8 @@ def test_plans_of_transformers() -> None:
         "parameters": {
             "a.*.q.weight": "d0/tp d1", "a.*.q.bias": "d0/tp",
             "a.*.o.weight": "d0 d1/tp", "a.*.o.bias": "d0 -> d0 | sum(tp)",
-            "e.0.up": "d0 d1/block(tp,4,4) d2", "e.1.up": "d0 d1/block(tp,3,3) d2", "e.*.down": "d0 d1 d2/tp",
-            "mla.kv_b.weight": "d0/tp d1", "head.weight": "d0/tp d1", "**": "...",
+            "e.*.up": "d0 d1/block(tp,4,4) d2", "e.1.up": "d0 d1/block(tp,3,3) d2", "e.*.down": "d0 d1 d2/tp",
+            "mla.kv_b.weight": "d0/tp d1", "head.weight": "o/tp ...", "**": "...",
         },
         "inputs": {
             "": "...", "a.*.q": copied, "a.*.o": "... i/tp", "a.*.norm": "... | copy(tp)",
@@ -209,6 +212,7 @@ def test_plans_of_transformers() -> None:
         },
         "outputs": {"a.*.o": added, "e.*": added, "head": "... o/tp -> ... o"},
     }  # fmt: skip
+    assert rules["parameters"].find("e.1.up") != rules["parameters"].find("e.0.up")
     with pytest.raises(
         XshardError,
         match="unknown style 'diagonal' of 'plain' in the model's plan\n  the styles are: ",
@@ -217,3 +221,41 @@ def test_plans_of_transformers() -> None:
     starred.clear()
     with pytest.raises(XshardError, match="declares no tensor parallel plan\n  write rules for it"):
         Rules.from_transformers(model(), "tp")
+
+
+def test_plans_shard_an_embedding_with_the_rows_of_its_head() -> None:
+    """A tied weight is stored in one way; a style that the plan has for the embedding stays."""
+    weight = Fake(shape=(8, 4))
+    modules = {
+        "embed": Fake(weight=weight, num_embeddings=8), "named": Fake(weight=weight, num_embeddings=8),
+        "other": Fake(weight=Fake(shape=(8, 4)), num_embeddings=8), "head": Fake(weight=weight),
+    }  # fmt: skip
+    model = Fake(
+        tp_plan={"head": "colwise_gather_output", "named": "replicate"},
+        named_modules=lambda **_: modules.items(),
+        named_parameters=lambda **_: [(f"{name}.weight", m.weight) for name, m in modules.items()],
+    )
+    rules = Rules.from_transformers(model, "tp")
+    sharded = {name: rules["parameters"].find(f"{name}.weight") for name in modules}
+    assert sharded == {"embed": "d0/tp d1", "other": "...", "named": "...", "head": "o/tp ..."}
+    assert rules["outputs"] == {"embed": "... | sum(tp) -> ...", "head": "... o/tp -> ... o"}
+
+
+def test_a_plan_for_experts_alone_is_named() -> None:
+    """It is not read: where the other plan has the experts too, nothing is said."""
+    expert_plan = {"experts": "ep_dispatch_experts", "experts.up": "grouped_gemm"}
+    plan = {"head": "colwise"}
+    model = Fake(
+        tp_plan=plan,
+        ep_plan=expert_plan,
+        named_modules=lambda **_: [],
+        named_parameters=lambda **_: [],
+    )
+    with pytest.warns(
+        UserWarning, match=r"ep_plan of the model shards 'experts', .*: 't/ep c"
+    ) as said:
+        Rules.from_transformers(model, "tp")
+    assert said[0].filename == __file__
+    plan |= {"experts": "moe_tp_experts", "experts.up": "packed_colwise"}
+    with warnings.catch_warnings(action="error"):
+        Rules.from_transformers(model, "tp")

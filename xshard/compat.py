@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -218,12 +219,14 @@ class Style(NamedTuple):
         inputs: The rule for its inputs; None for none.
         outputs: The rule for its outputs; None for none.
         parts: How many fused parts the dim has, each of which is sharded alone.
+        layout: The layout of the parameters, where `dim` does not say it.
     """
 
     dim: int | None = None
     inputs: Any = None
     outputs: str | None = None
     parts: int = 1
+    layout: str | None = None
 
 
 def styles_of_transformers(axis: str) -> dict[str, Style]:
@@ -237,12 +240,13 @@ def styles_of_transformers(axis: str) -> dict[str, Style]:
         By the name of a style: the dim of the weight that is sharded, the rule for inputs, and the
         rule for outputs; None for no rule.
     """
-    copied = _copied(axis)
-    still_copied = Style(None, _still_copied(axis))
+    copied = f"... -> ... | copy({axis})"
+    still_copied = Style(None, f"... | copy({axis})")  # by an outer module
     summed = f"... | sum({axis}) -> ..."
     gathered = f"... o/{axis} -> ... o"
     sharded_input = f"... i/{axis}"
-    column_gathered = Style(-2, copied, gathered)
+    # The weight's dim has the name of the output's, whose length it says: blocks may be 50 and 49 of 99.
+    column_gathered = Style(None, copied, gathered, layout=f"o/{axis} ...")
     row_split = Style(-1, f"... i -> {sharded_input}", summed)
     return {
         "colwise": Style(-2, copied),
@@ -254,26 +258,16 @@ def styles_of_transformers(axis: str) -> dict[str, Style]:
         "packed_colwise": Style(-2, copied, parts=2),
         "packed_rowwise": Style(-1, sharded_input, summed, parts=2),
         "embedding_rowwise": Style(-2, None, summed),
-        "embedding_colwise": Style(-1, None, gathered),
+        "embedding_colwise": Style(None, None, gathered, layout=f"... o/{axis}"),
         "sequence_parallel": Style(None, f"b s/{axis} ..."),
         "replicated_with_grad_allreduce": still_copied,
         "all_reduce": Style(None, None, summed),
         "moe_tp_experts": Style(None, (copied, None, copied), summed),
-        "moe_identity_expert": Style(None, f"{_still_copied(axis)} -> ... | sum({axis})"),
+        "moe_identity_expert": Style(None, f"... | copy({axis}) -> ... | sum({axis})"),
         "mla_kv_a_proj": still_copied,
         "local_params": still_copied,
         "replicate": Style(),
     }
-
-
-def _copied(axis: str) -> str:
-    """Write the redistribution of inputs that each device uses separately."""
-    return f"... -> {_still_copied(axis)}"
-
-
-def _still_copied(axis: str) -> str:
-    """Write the layout of inputs that were copied by an outer module."""
-    return f"... | copy({axis})"
 
 
 def plan_of_transformers(model: Any, axis: str) -> dict[str, dict[Any, Any]]:
@@ -292,10 +286,19 @@ def plan_of_transformers(model: Any, axis: str) -> dict[str, dict[Any, Any]]:
     Raises:
         XshardError: The model declares no plan, or a style that is not known.
     """
-    plan = getattr(model, "tp_plan", None)
+    plan = getattr(model, "tp_plan", None) or {}
+    whole = getattr(model, "ep_plan", {}).keys() - plan.keys()
+    if whole:
+        warnings.warn(
+            f"only the ep_plan of the model shards '{min(whole)}', and it is not read: write "
+            "parameters '**.experts.*': 'e/ep ...', inputs '**.experts': 't/ep c -> t/to(ep) c', and "
+            "shard the batch over ep",
+            stacklevel=3,
+        )
     if not plan:
         hint = "write rules for it: docs/models has some of many families"
         raise XshardError(f"a {type(model).__name__} declares no tensor parallel plan", hint=hint)
+    plan = _with_tied_embeddings(plan, model)
     styles = styles_of_transformers(axis)
     for name, style_name in plan.items():
         if style_name not in styles:
@@ -305,11 +308,10 @@ def plan_of_transformers(model: Any, axis: str) -> dict[str, dict[Any, Any]]:
     inputs = {"": "..."}
     outputs = {}
     local_modules = _modules_with_local_parts(plan)  # whose weights each device uses for its heads
-    # Each name once, with stars for the numbers of layers, as the model's plan has them.
-    patterns = dict.fromkeys(_starred(name) for name, _ in model.named_modules() if name)
-    for pattern in patterns:
+    for name, _ in model.named_modules():
+        pattern = _starred(name)  # one for all layers, as in the model's plan
         style = styles[plan.get(pattern, "replicate")]
-        input_rule = _input_rule(pattern, style, axis, local_modules)
+        input_rule = _input_rule(pattern, style, styles, local_modules)
         if input_rule is not None:
             inputs[pattern] = input_rule
         if style.outputs is not None:
@@ -321,6 +323,22 @@ def plan_of_transformers(model: Any, axis: str) -> dict[str, dict[Any, Any]]:
     }
 
 
+def _with_tied_embeddings(plan: dict[str, str], model: Any) -> dict[str, str]:
+    """Add embeddings to a plan that shards the rows of their weight elsewhere, as in the head.
+
+    A plan may declare the head, and not an embedding that is tied to it, as `embed_in` of GPT-NeoX.
+    """
+    sharded = set()
+    for name, weight in model.named_parameters(remove_duplicate=False):
+        if plan.get(_starred(name.removesuffix(".weight")), "").startswith("colwise"):
+            sharded.add(id(weight))
+    tied = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if hasattr(module, "num_embeddings") and id(module.weight) in sharded:
+            tied[_starred(name)] = "embedding_rowwise"
+    return tied | plan
+
+
 def _parameter_rules(
     parameters: Iterable[tuple[str, Any]],
     plan: Mapping[str, str],
@@ -329,45 +347,39 @@ def _parameter_rules(
 ) -> dict[Any, Any]:
     """Return the sharding rule of each parameter that a plan of transformers shards.
 
-    One rule is for all layers where they agree: {"layers.*.weight": "d0/tp d1", "**": "..."}. "**",
-    which comes last, leaves all other parameters whole.
+    One rule is for all layers: {"layers.*.weight": "d0/tp d1", "**": "..."}. Before it are those of layers
+    where it is another; "**", which comes last, leaves all other parameters whole.
 
     parameters: (name, array) of each. plan: the name of a style by the name of a module or
     parameter, with "*" for numbers. styles: what the names of styles mean.
     """
-    # For "layers.*.weight" the rules of layers.0.weight, layers.1.weight, ...
-    rules_by_pattern: dict[str, dict[str, str]] = {}
+    rules: dict[str, str] = {}
+    exceptions = {}
     for name, x in parameters:
         pattern = _starred(name)
         module_pattern, _, own_name = pattern.rpartition(".")
         # A style is declared for the parameter itself, or for its module.
         style_name = plan.get(pattern, plan.get(module_pattern, "replicate"))
-        style = styles[style_name]
-        if style.dim is not None:  # others fall under `**` below
-            rule = _parameter_rule(style, tuple(x.shape), own_name, axis)
-            rules_by_pattern.setdefault(pattern, {})[name] = rule
-    rules = {}
-    for pattern, rule_by_name in rules_by_pattern.items():
-        different_rules = set(rule_by_name.values())
-        if len(different_rules) == 1:  # all layers agree
-            [rules[pattern]] = different_rules
-        else:
-            rules.update(rule_by_name)
-    rules["**"] = "..."
-    return rules
+        rule = _parameter_rule(styles[style_name], tuple(x.shape), own_name, axis)
+        if rule is not None and rules.setdefault(pattern, rule) != rule:
+            exceptions[name] = rule
+    return {**exceptions, **rules, "**": "..."}
 
 
-def _parameter_rule(style: Style, shape: tuple[int, ...], name: str, axis: str) -> str:
+def _parameter_rule(style: Style, shape: tuple[int, ...], name: str, axis: str) -> str | None:
     """Return the layout of one parameter under a style, as text: a weight (8, 4) -> `d0/tp d1`.
+
+    None if the style leaves it whole.
 
     name: the last part of the parameter's name, as "weight" or "bias".
     """
+    if style.dim is None:
+        return style.layout
     if style.dim == -1 and name == "bias":
         # A row-parallel layer's outputs are partial sums. If each device added the bias, the
         # reduction would add it n times: so it is used as a sum, with the value on one device and
         # zeros elsewhere.
         return f"{dims(shape)} -> {dims(shape)}{tag('sum', axis)}"
-    assert style.dim is not None
     # Column parallel is dim -2 of a weight, and the only dim of its bias.
     dim = max(len(shape) + style.dim, 0)
     if style.parts == 1:
@@ -379,25 +391,30 @@ def _parameter_rule(style: Style, shape: tuple[int, ...], name: str, axis: str) 
 
 def _modules_with_local_parts(plan: Mapping[str, str]) -> list[str]:
     """List the modules with a parameter, or a part of an output, that each device uses for its heads."""
-    paths = [path for path, style_name in plan.items() if style_name == "local_params"]
+    paths = []
     for path, style_name in plan.items():
-        if style_name == "mla_kv_a_proj":
-            parent, _, _ = path.rpartition(".")
-            paths.append(parent)
+        if style_name == "local_params":
+            paths.append(path)
+        elif style_name == "mla_kv_a_proj":
+            paths.append(path.rpartition(".")[0])
     return paths
 
 
-def _input_rule(pattern: str, style: Style, axis: str, local_modules: Collection[str]) -> Any:
+def _input_rule(
+    pattern: str, style: Style, styles: Mapping[str, Style], local_modules: Collection[str]
+) -> Any:
     """Return the redistribution of a module's inputs; None to leave them as they are.
 
     pattern: the module's name, with "*" for numbers. local_modules: modules whose parameters each
     device uses for its own heads.
     """
-    copied = _copied(axis)
+    copied = styles["colwise"].inputs
     inputs = copied if pattern in local_modules else style.inputs
     is_inside = any(pattern.startswith(f"{module}.") for module in local_modules)
     if inputs == copied and is_inside:
-        return _still_copied(axis)  # the outer module has made copies of its inputs already
+        return styles[
+            "local_params"
+        ].inputs  # the outer module has made copies of its inputs already
     return inputs
 
 

@@ -86,7 +86,8 @@ class Rules(Mapping[Pattern, Any]):
 
         Returns:
             The `parameters`, `inputs` and `outputs` of `parallelize`. `inputs[""]`, of the model itself,
-            says nothing: replace it to shard the batch, too.
+            says nothing: replace it to shard the batch, too. `model.ep_plan` is not read: if only that
+            shards experts, a warning says so.
 
         Raises:
             XshardError: The model has no plan, or a style that is not known.
@@ -97,7 +98,7 @@ class Rules(Mapping[Pattern, Any]):
             >>> model = Fake(
             ...     tp_plan={"layers.*.up": "colwise"},
             ...     named_parameters=lambda **_: [up],
-            ...     named_modules=lambda: [("layers.0.up", None)],
+            ...     named_modules=lambda **_: [("layers.0.up", Fake(weight=up[1]))],
             ... )
             >>> Rules.from_transformers(model, "tp")["parameters"]
             Rules({'layers.*.up.weight': 'd0/tp d1', '**': '...'})

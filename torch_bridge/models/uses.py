@@ -15,9 +15,12 @@ from torch_bridge.models.hooks import ModuleHooks
 from torch_bridge.models.names import is_inside, module_of, title_of
 from torch_bridge.models.parameters import ParallelContext, Place, ShardedParameter
 from xshard import Mesh, Rules, Sharding, models
-from xshard.errors import PlanError, located
+from xshard.errors import PlanError, ShapeError, located
 from xshard.models import ParameterUse, layout_text, use_of
 from xshard.rules import Pattern
+
+# Layers of which transformers' attention views the results as heads.
+PROJECTIONS = ("q_proj.weight", "k_proj.weight", "v_proj.weight", "query_key_value.weight")
 
 Hooks = Mapping[str, ModuleHooks]  # by the name of the module, outer ones first
 Uses = Mapping[str, ParameterUse]  # by the name of the parameter
@@ -93,6 +96,9 @@ def parameters_by_rules(
         with located(name):
             rule = _read_rule(x, texts.get(name, "..."), is_buffer, context.axes, varying)
             _shard_embedding(place.module, name, rule.used, context, hooks)
+            is_gathered = path in hooks and hooks[path].outputs
+            if name.endswith(PROJECTIONS) and not is_gathered:
+                _check_heads(model.get_submodule(module_of(path)), rule.used)
         parameter = by_identity.setdefault(id(x), ShardedParameter([], [], rule.stored))
         _check_stored_alike(name, rule.stored, parameter)
         parameter.names.append(name)
@@ -157,6 +163,25 @@ def _shard_embedding(
     around = enclosing(path, hooks, "outputs")
     summed_axes = around.summed_axes if around is not None else frozenset[str]()
     shard_embedding(module, path, used, summed_axes, context.processes.device)
+
+
+def _check_heads(attention: nn.Module, projection: Sharding) -> None:
+    """Raise ShapeError if a block of a projection ends inside a head, as attention will view its result.
+
+    With 2 heads of 4 rows, "o/tp i" on tp=4 leaves 2 rows to each process, and no head.
+    """
+    head_dim = getattr(attention, "head_dim", getattr(attention, "head_size", 1))
+    for rows in projection.local_sizes[0]:
+        if rows % head_dim:
+            what = (
+                f"a block of {rows} of {projection.shape[0]} rows ends inside a head of {head_dim}"
+            )
+            raise ShapeError(
+                what,
+                text=layout_text(projection.layout),
+                hint="blocks of whole heads: 'o/sizes(tp,...) i', of queries, keys and values; or fewer "
+                "blocks than processes: 'o/kv i' of keys and values, 'o/(kv,rep) i' of queries",
+            )
 
 
 def _check_stored_alike(name: str, stored: Sharding, parameter: ShardedParameter) -> None:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import io
+import random
 import re
+import warnings
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
+import transformers
 
 import torch_bridge as xt
 import xshard as xs
@@ -19,6 +23,7 @@ from tests.torch_bridge.helpers import SharedRanks, block_of_each
 from torch_bridge.mesh.process_mesh import on_this_process_alone
 from torch_bridge.testing.byte_counter import Meter
 from xshard.compat import styles_of_transformers
+from xshard.errors import ShapeError
 
 PAGES = Path(__file__).parents[3] / "docs/models"
 FENCED = re.compile(r"^```(python|)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -189,3 +194,77 @@ def test_declared_plans_train_as_on_one_device() -> None:
         "Granite-SWA",
     ):
         assert same_as_on_one_device(name).worst < 1e-6, name
+
+
+# Families with a declared plan; the layers of which attention views the results as heads, by whose heads.
+PLANNED = {
+    "Llama": {"q_proj": "queries", "k_proj": "keys"}, "Qwen3": {"q_proj": "queries", "k_proj": "keys"},
+    "Granite": {"q_proj": "queries", "k_proj": "keys"}, "GPTNeoX": {"query_key_value": "fused"},
+    "GptOss": {}, "HunYuanDenseV1": {}, "Olmo3": {}, "Phi3": {},  # whole, or gathered
+}  # fmt: skip
+
+
+def planned_model(family: str, draw: random.Random) -> tuple[Any, int, dict[str, int]]:
+    """A model of any heads and vocabulary, the length of a head, and the rows of its projections."""
+    length = draw.choice((2, 4))
+    keys = draw.choice((1, 2, 3, 4, 6))
+    queries = keys * (1 if family == "GPTNeoX" else draw.choice((1, 2, 3)))
+    options = {
+        "num_attention_heads": queries, "num_key_value_heads": keys, "hidden_size": queries * length,
+        "intermediate_size": draw.choice((12, 16, 27)), "vocab_size": draw.randint(33, 99),
+        "tie_word_embeddings": draw.random() < 0.5, "num_hidden_layers": 1, "max_position_embeddings": 32,
+        "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "use_cache": False, "num_local_experts": 2,
+        "num_experts_per_tok": 2,
+    }  # fmt: skip
+    if family != "GPTNeoX":
+        options["head_dim"] = length
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**options)
+    config._experts_implementation = "eager"
+    model = getattr(transformers, f"{family}ForCausalLM")(config).double()
+    rows = {"queries": queries * length, "keys": keys * length, "fused": 3 * queries * length}
+    return model, length, rows
+
+
+def check_planned(family: str, draw: random.Random) -> bool:
+    """Right, or refused if and only if a cut is inside a head; return whether it is right.
+
+    A cut is at each multiple of the blocks' length, rounded up, below the number of rows.
+    """
+    model, length, rows = planned_model(family, draw)
+    tp = draw.choice((2, 4))
+    mesh = xs.Mesh(dp=4 // tp, tp=tp)
+    ids = torch.randint(3, 33, (4, 6), generator=torch.Generator().manual_seed(1))
+
+    def loss(result: Any) -> torch.Tensor:
+        labels = xt.redistribute(ids.roll(-1, 1), "b s -> b/dp s", mesh)
+        return xt.nn.cross_entropy(result.logits, labels, "b/dp s v", mesh)
+
+    cut_inside = {
+        layer
+        for layer, whose in PLANNED[family].items()
+        for cut in range(-(-rows[whose] // tp), rows[whose], -(-rows[whose] // tp))
+        if cut % length
+    }
+    with warnings.catch_warnings(action="ignore"):  # gpt-oss has a plan for experts
+        rules = xs.Rules.from_transformers(model, "tp")
+    rules["inputs"] = {**rules["inputs"], "": "b s -> b/dp s"}
+    weight = model.get_output_embeddings().weight
+    before = weight.detach().clone()
+    if cut_inside:
+        with pytest.raises(ShapeError) as refused:
+            xt.parallelize(model, mesh=mesh, **rules)
+        told = re.search(r"\.(\w+)\.weight: a block .* rows ends inside a head", str(refused.value))
+        assert told and told[1] in cut_inside, (family, cut_inside, str(refused.value))
+        assert torch.equal(weight, before)  # nothing was cut
+    else:
+        xt.parallelize(model, mesh=mesh, **rules)
+        xt.verify(model, {"input_ids": ids}, loss=loss, tol=1e-6)
+    return not cut_inside
+
+
+@on_four
+def test_declared_plans_of_any_heads_are_right_or_refused() -> None:
+    draw = random.Random(1)
+    right = [check_planned(family, draw) for family in PLANNED]
+    assert sum(right) >= 4 and not all(right)
