@@ -51,8 +51,9 @@ class Place(NamedTuple):
 
     def is_around(self, other: Place) -> bool:
         """Return whether another tensor comes before this output: inside its module, or as its input."""
-        is_same = other.module == self.module and other.side == self.side
-        return is_inside(other.module, self.module) and not is_same
+        if other.module == self.module:
+            return other.side != self.side
+        return is_inside(other.module, self.module)
 
 
 class _SeenTensor(NamedTuple):

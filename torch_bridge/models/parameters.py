@@ -151,9 +151,12 @@ class ShardedParameter:
             is_reused = old.device == block.device and not old.is_inference()
             new = old if is_reused else nn.Parameter(block, old.requires_grad)
             new.data = block
-            _check_no_graph(new, self.name)
+        self.set_tensor(new)
+
+    def set_tensor(self, x: Tensor) -> None:
+        """Let modules have this tensor."""
         for place in self.places:
-            place.set_tensor(new)
+            place.set_tensor(x)
 
 
 def unsharded(layout: Layout) -> Layout:
@@ -170,7 +173,8 @@ def shard_all(
     """Replace every parameter and buffer of a model by this process's block, in place.
 
     Whole tensors are made and freed one by one: beside the blocks, memory is needed for the largest
-    one. Raises XshardError, when all are cut, if processes began with different values.
+    one. What may fail comes before any tensor with values is cut, and those on the meta device come
+    back then: the model stays as it is. Raises XshardError if processes began with different values.
 
     Args:
         parameters: The parameters and buffers, whole before and blocks afterwards.
@@ -179,29 +183,59 @@ def shard_all(
             initialises one module; without it, their blocks stay on the meta device.
         device: The device of tensors that were on the meta device.
     """
-    sums = {}
     for parameter in parameters:
-        x = parameter.tensor
-        if x.is_meta and isinstance(init, Mapping):
-            x = _initial(init, parameter, x, device)
-        elif x.is_meta and callable(init):
-            _initialise(parameter.places[0].module, init, device)
+        if isinstance(parameter.tensor, nn.Parameter) and parameter.sharding.layout.axes:
+            _check_no_graph(parameter)
+    # Those that `init` gives values.
+    on_meta = {p: p.tensor for p in parameters if p.tensor.is_meta and init is not None}
+    sums = {}
+    try:
+        for parameter in parameters:
             x = parameter.tensor
-        if not x.is_meta:
-            # Processes compare sums at the end, to find out whether they began with equal values.
-            sums[parameter.name] = x.detach().double().sum()
-        parameter.set_block(parameter.block_of(x, context))
-    if sums:
+            if parameter in on_meta:
+                x = _with_values(parameter, init, device)
+            if not x.is_meta:
+                # Processes compare sums, to find out whether they began with equal values.
+                sums[parameter.name] = x.detach().double().sum()
+            if parameter in on_meta:
+                parameter.set_block(parameter.block_of(x, context))
         _check_equal(sums, context)
+    except BaseException:
+        for parameter, x in on_meta.items():
+            parameter.set_tensor(x)
+        raise
+    for parameter in parameters:
+        if parameter not in on_meta:
+            parameter.set_block(parameter.block_of(parameter.tensor, context))
 
 
-def _check_no_graph(x: nn.Parameter, name: str) -> None:
+def _with_values(parameter: ShardedParameter, init: Any, device: torch.device | None) -> Tensor:
+    """Return the whole tensor with the values that `init` gives it, made where it was on the meta device."""
+    x: Tensor = parameter.tensor
+    if not x.is_meta:
+        return x  # it got them with another tensor of its module
+    if isinstance(init, Mapping):
+        return _value_in(init, parameter).to(device=device, dtype=x.dtype)
+    _initialise(parameter.places[0].module, init, device)
+    initialised: Tensor = parameter.tensor
+    return initialised
+
+
+def _check_no_graph(parameter: ShardedParameter) -> None:
     """Raise XshardError if a graph of the whole tensor is alive: it expects the shape of that."""
-    if x.requires_grad and shape_in_graph(x) != tuple(x.shape):
+    x = parameter.tensor
+    if not x.requires_grad or x.is_inference():
+        return
+    whole = x.data
+    x.data = whole.new_empty(0)  # a graph that is alive keeps the shape with which it was made
+    is_alive = shape_in_graph(x) != (0,)
+    x.data = whole
+    if is_alive:
         hint = (
             "parallelize first, or drop what was computed before, or compute that under no_grad()"
         )
-        raise XshardError(f"{name} is part of a graph that waits for its backward pass", hint=hint)
+        what = f"{parameter.name} is part of a graph that waits for its backward pass"
+        raise XshardError(what, hint=hint)
 
 
 def _initialise(module: nn.Module, init: Callable[[nn.Module], Any], device: Any) -> None:
@@ -225,38 +259,34 @@ def _initialise(module: nn.Module, init: Callable[[nn.Module], Any], device: Any
         if isinstance(x, nn.Parameter):
             new = nn.Parameter(new, x.requires_grad)
         place.set_tensor(new)
-    init(module)
+    try:
+        init(module)
+    finally:  # tensors that had values come back in place of their stand-ins
+        for place, x in earlier.items():
+            if not x.is_meta:
+                place.set_tensor(x)
 
-    # Tensors that had values come back in place of their stand-ins.
-    for place, x in earlier.items():
-        if not x.is_meta:
-            place.set_tensor(x)
+
+def check_initial(parameters: Sequence[ShardedParameter], init: Init) -> None:
+    """Raise XshardError if a state dict lacks a tensor on the meta device, or has another shape of it."""
+    if isinstance(init, Mapping):
+        for parameter in parameters:
+            if parameter.tensor.is_meta:
+                _value_in(init, parameter)
 
 
-def _initial(
-    init: Mapping[str, Tensor], parameter: ShardedParameter, x: Tensor, device: Any
-) -> Tensor:
-    """Return the whole value of a parameter or buffer, taken from the state dict `init`.
-
-    The model stays as it is. Raises XshardError if the state dict lacks the parameter, or has it in
-    another shape.
-
-    Args:
-        init: Values by name.
-        parameter: Which one; a tied parameter has several names.
-        x: Its tensor on the meta device, for shape and dtype.
-        device: The device of the result.
-    """
+def _value_in(init: Mapping[str, Tensor], parameter: ShardedParameter) -> Tensor:
+    """Return the whole value of a parameter or buffer, which may be tied, in a state dict."""
     # A state dict may have a tied parameter under one of its names alone.
     names = [name for name in parameter.names if name in init]
     if not names:
         hint = "a buffer that a state dict lacks needs init= as a function, or a real device"
         raise XshardError(f"{parameter.name} is on the meta device, and init= lacks it", hint=hint)
     value = init[names[0]]
-    if tuple(value.shape) != tuple(x.shape):
-        what = f"{names[0]} has shape {tuple(value.shape)} in init=, not {tuple(x.shape)}"
+    if tuple(value.shape) != parameter.sharding.shape:
+        what = f"{names[0]} has shape {tuple(value.shape)} in init=, not {parameter.sharding.shape}"
         raise XshardError(what)
-    return value.to(device=device, dtype=x.dtype)
+    return value
 
 
 def _check_equal(sums: Mapping[str, Tensor], context: ParallelContext) -> None:
@@ -269,6 +299,8 @@ def _check_equal(sums: Mapping[str, Tensor], context: ParallelContext) -> None:
         sums: The sum of the elements of each whole tensor on this process, by name.
         context: The mesh and options.
     """
+    if not sums:  # all are on the meta device
+        return
     own_sums = torch.stack(list(sums.values()))
     # One collective finds the largest and the smallest sum, as min(x) = -max(-x).
     signed_sums = torch.stack([own_sums, -own_sums])

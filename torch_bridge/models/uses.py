@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch_bridge.models.embedding import shard_embedding
 from torch_bridge.models.gathered import GatheredParameter
 from torch_bridge.models.hooks import ModuleHooks
-from torch_bridge.models.names import is_inside, module_of, title_of
+from torch_bridge.models.names import is_inside, module_of, rules_of_objects, title_of
 from torch_bridge.models.parameters import ParallelContext, Place, ShardedParameter
 from xshard import Mesh, Rules, Sharding, models
 from xshard.errors import PlanError, located
@@ -21,29 +21,41 @@ from xshard.rules import Pattern
 
 Hooks = Mapping[str, ModuleHooks]  # by the name of the module, outer ones first
 Uses = Mapping[str, ParameterUse]  # by the name of the parameter
+Changes = list[Callable[[], object]]  # what is left to do to modules
 
 
 class ModelParameters(NamedTuple):
     """Every parameter and buffer, tied ones once, and the use of each parameter by name.
 
     used_shardings: the layouts in use, with dims in the order of the tensor, and global shapes.
+    changes: what is left to do to the model's modules.
     """
 
     sharded: list[ShardedParameter]
     uses: dict[str, ParameterUse]
     used_shardings: dict[str, Sharding]
+    changes: Changes
 
 
 def enclosing(
     path: str, hooks: Hooks, has: Literal["inputs", "outputs", "gathers"]
 ) -> ModuleHooks | None:
     """Return the hooks of this module, or of the nearest around it, that have rules of a kind, or gather."""
+    found = _all_enclosing(path, hooks, has)
+    return found[0] if found else None
+
+
+def _all_enclosing(
+    path: str, hooks: Hooks, has: Literal["inputs", "outputs", "gathers"]
+) -> list[ModuleHooks]:
+    """Return the hooks of this module and of those around it that have such rules, inner ones first."""
+    found = []
     while True:
         candidate = hooks.get(path)
         if candidate is not None and getattr(candidate, has):
-            return candidate
+            found.append(candidate)
         if not path:
-            return None
+            return found
         path = module_of(path)
 
 
@@ -57,13 +69,13 @@ def parameters_by_rules(
     """Read the rule of every parameter and buffer, and note which modules gather which parameters.
 
     "weight": "o/dp i -> o i" is stored as [o/dp, i] and used as [o, i] in the forward pass, so that
-    a module has to gather it. No tensor is changed yet.
+    a module has to gather it. The model stays as it is.
 
     Args:
         model: The model, with whole tensors.
         context: The mesh and options.
         rules: Rules for names of parameters and buffers.
-        hooks: The hooks of modules, by name, outer ones first. They learn the dims of their
+        hooks: The hooks of modules, by each name, outer ones first. They learn the dims of their
             parameters, and what they gather.
         keep: Which gathered parameters stay in memory until the backward pass, as for
             `parallelize`: True for all, False for none, or a pattern of names.
@@ -72,28 +84,35 @@ def parameters_by_rules(
         XshardError: Rules do not fit the model.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    buffers = dict(model.named_buffers())
+    buffers = dict(model.named_buffers(remove_duplicate=False))
     keep_rules = _keep_rules(keep)
     keep_rules.match(list(parameters), partial=True, what="parameter")
+    # A tied parameter may have a use, with a rule, for each place. A buffer has one rule.
+    objects: dict[str, Hashable] = {name: _place_of(name, model) for name in parameters}
     # A buffer without a rule is replicated; a parameter without one is an error.
-    buffers_with_rule = [name for name in buffers if rules.pattern_for(name) is not None]
-    texts = rules.match([*parameters, *buffers_with_rule], what="parameter")
+    with_rule = {x for name, x in buffers.items() if rules.pattern_for(name) is not None}
+    objects |= {name: x for name, x in buffers.items() if x in with_rule}
+    texts = rules_of_objects(rules, objects, "parameter", partial=False)
 
     by_identity: dict[int, ShardedParameter] = {}  # a tied parameter is one object
-    uses = {}
+    uses: dict[str, ParameterUse] = {}
     used_shardings = {}
+    changes: Changes = []
     for name, x in {**parameters, **buffers}.items():
+        place = _place_of(name, model)
         is_buffer = name in buffers
         path = module_of(name)
         around = enclosing(path, hooks, "inputs")
         if around is None and not is_buffer:
             _refuse_without_input_rule(name)
         varying = around.varying if around is not None else frozenset[str]()
-        place = Place(model.get_submodule(path), name.rpartition(".")[2])
         with located(name):
             rule = _read_rule(x, texts.get(name, "..."), is_buffer, context.axes, varying)
-            _shard_embedding(place.module, name, rule.used, context, hooks)
+            changes += _embedding_changes(place.module, name, rule.used, context, hooks)
         parameter = by_identity.setdefault(id(x), ShardedParameter([], [], rule.stored))
+        if is_buffer and not uses.keys().isdisjoint(parameter.names):
+            hint = "register it as a parameter under both names, or a copy of it as the buffer"
+            raise PlanError(f"the buffer {name} is the parameter {parameter.name}", hint=hint)
         _check_stored_alike(name, rule.stored, parameter)
         parameter.names.append(name)
         parameter.places.append(place)
@@ -111,8 +130,13 @@ def parameters_by_rules(
     _check_biases(uses, used_shardings, hooks)
     for parameter in sharded:
         if parameter.name in uses:
-            _plan_uses(parameter, uses, hooks, keep_rules)
-    return ModelParameters(sharded, uses, used_shardings)
+            changes += _plan_uses(parameter, uses, hooks, keep_rules)
+    return ModelParameters(sharded, uses, used_shardings, changes)
+
+
+def _place_of(name: str, model: nn.Module) -> Place:
+    """Return where the parameter or buffer of a name is."""
+    return Place(model.get_submodule(module_of(name)), name.rpartition(".")[2])
 
 
 def _keep_rules(keep: bool | Pattern) -> Rules:
@@ -149,14 +173,14 @@ def _read_rule(
     return _ReadRule(use, stored, used)
 
 
-def _shard_embedding(
+def _embedding_changes(
     module: nn.Module, name: str, used: Sharding, context: ParallelContext, hooks: Hooks
-) -> None:
-    """Let the module look rows up in its block, if it is an embedding and this is its sharded weight."""
+) -> Changes:
+    """Return what lets the module look rows up in its block, if this is an embedding's sharded weight."""
     path = module_of(name)
     around = enclosing(path, hooks, "outputs")
     summed_axes = around.summed_axes if around is not None else frozenset[str]()
-    shard_embedding(module, path, used, summed_axes, context.processes.device)
+    return shard_embedding(module, path, used, summed_axes, context.processes.device)
 
 
 def _check_stored_alike(name: str, stored: Sharding, parameter: ShardedParameter) -> None:
@@ -169,7 +193,7 @@ def _check_stored_alike(name: str, stored: Sharding, parameter: ShardedParameter
         raise PlanError(what, hint=hint)
 
 
-def _plan_uses(parameter: ShardedParameter, uses: Uses, hooks: Hooks, keep_rules: Rules) -> None:
+def _plan_uses(parameter: ShardedParameter, uses: Uses, hooks: Hooks, keep_rules: Rules) -> Changes:
     """Decide where a parameter is gathered, and where its gradient is summed over processes.
 
     Under "o/dp i -> o i" on dp=2 the nearest module around it that gathers gets the task: before its
@@ -177,8 +201,8 @@ def _plan_uses(parameter: ShardedParameter, uses: Uses, hooks: Hooks, keep_rules
     the way back. Axes over which that does not sum become `axes_summed_later`, for an all-reduce
     after the backward pass.
 
-    Changes the parameter, and the hooks of gathering modules. Registers a hook on a module whose
-    input's gradient could be incomplete, which checks this.
+    Changes the parameter, and the hooks of gathering modules. Returns what registers a hook on each
+    module whose input's gradient could be incomplete, which checks this.
 
     Args:
         parameter: The parameter; if it is tied, with several names and places.
@@ -189,22 +213,30 @@ def _plan_uses(parameter: ShardedParameter, uses: Uses, hooks: Hooks, keep_rules
     # A tied parameter has one gradient: only what no use sums is left for later.
     names = parameter.names
     parameter.axes_summed_later = models.axes_summed_after_all_uses([uses[name] for name in names])
-    for name, place in zip(names, parameter.places, strict=True):
+    is_named = any(keep_rules.pattern_for(name) is not None for name in names)
+    changes: Changes = []
+    to_use: dict[str, list[str]] = {}  # the moves by which each name is gathered: one, or none
+    named_places = dict(zip(names, parameter.places, strict=True))
+    # Outer modules first: what one gathers serves another name of the place inside of it, too.
+    for name, place in sorted(named_places.items(), key=lambda named: named[0].count(".")):
         use = uses[name]
         if use.unsummed_axes:
             check = partial(check_apart, name, use)
-            place.module.register_forward_pre_hook(check, with_kwargs=True)
+            changes.append(partial(place.module.register_forward_pre_hook, check, with_kwargs=True))
         move = use.move(parameter.axes_summed_later)
+        to_use[name] = []
         if move is None:  # used as it is stored
             continue
         stored, used = move
-        gatherer = enclosing(module_of(name), hooks, "gathers")
-        assert gatherer is not None  # the nearest one with a rule, or the model
-        is_named = keep_rules.pattern_for(name) is not None
+        to_use[name].append(f"{stored} -> {used}")
+        around = _all_enclosing(module_of(name), hooks, "gathers")
+        if len(names) > 1 and _moves_at(place, around):
+            continue
+        gatherer = around[0]  # the nearest one with a rule, or the model
         gathered = GatheredParameter(
             name,
             [place],
-            to_use=f"{stored} -> {used}",
+            to_use=to_use[name][0],
             to_storage=f"{used.dual} -> {stored.dual}",
             shape=parameter.sharding.shape,
             # Dropping what the outermost module gathers would save nothing: the backward pass
@@ -215,6 +247,22 @@ def _plan_uses(parameter: ShardedParameter, uses: Uses, hooks: Hooks, keep_rules
             is_shared=is_named and len(names) == 1,
         )
         gatherer.parameters.add(gathered)
+    for name, place in named_places.items():
+        around = _all_enclosing(module_of(name), hooks, "gathers")
+        if len(names) > 1 and _moves_at(place, around) != to_use[name]:
+            what = f"{name} is {' and '.join(names)}, and gathered in two ways for one module"
+            raise PlanError(what, hint="gathers= of modules that are not inside each other, or ''")
+    return changes
+
+
+def _moves_at(place: Place, around: Iterable[ModuleHooks]) -> list[str]:
+    """Return the moves by which modules around a place gather the tensor there."""
+    moves = []
+    for module_hooks in around:
+        for gathered in module_hooks.parameters.parameters:
+            if place in gathered.places:
+                moves.append(gathered.to_use)
+    return moves
 
 
 def _check_biases(uses: Uses, shardings: Mapping[str, Sharding], hooks: Hooks) -> None:

@@ -15,6 +15,7 @@ from xshard.step.price.nodes import Gathering
 from xshard.step.price.options import Flags, Ints, without_copies
 from xshard.step.price.problem import StepProblem
 from xshard.step.record.arrays import placements_of
+from xshard.step.record.trace import INPUT
 from xshard.step.say.rules import StepRules
 
 
@@ -108,7 +109,9 @@ class _Limits:
         rule = self.rules.inputs.find("")  # "" is the model itself
         if source.name not in self.problem.step.inputs or rule is None:
             return
-        text = rule if isinstance(rule, str) else rule.get(source.name)  # one for each input
+        text = (
+            rule if isinstance(rule, str) else rule.get(source.name.removesuffix(INPUT))
+        )  # one for each input
         if text is not None:
             arriving = without_copies(_sides(text, self.problem, source.name).dst)
             self.allowed[edge.source] &= (source.placements[:, -1] == arriving).all(-1)
