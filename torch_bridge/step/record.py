@@ -191,7 +191,8 @@ class StepRecorder(TorchDispatchMode):
         {"x": {0: "r0"}} for `zeros(x.shape[0], 8)`: its dim 0 of the result, r0, is as long as dim
         0 of x. They become operands, so that both dims are sharded together.
         """
-        first_name = name = f"{self._open_modules[-1].path}:{name}"
+        first_name = f"{self._open_modules[-1].path}:{name}"
+        name = first_name
         number = 1
         while name in self.trace.shapes:  # also of an input or a parameter
             number += 1
@@ -314,6 +315,7 @@ def record_step(model: nn.Module, batch: Any) -> tuple[TrainingStep, tuple[str, 
     if not tensors:
         hint = 'as in {"input_ids": torch.zeros(16, 8192, dtype=torch.int64)}'
         raise PlanError("the batch lacks a tensor", hint=hint)
+    modules_by_name(model)  # raises for a module inside itself
     names_of_parameters = _names_of_parameters(model)
     dtypes = [parameter.dtype for parameter in names_of_parameters]
     dtype = dtypes[0] if dtypes else torch.float32
@@ -351,10 +353,8 @@ def _inputs_by_name(model: nn.Module, batch: Any) -> dict[str, Any]:
 def _names_of_parameters(model: nn.Module) -> dict[nn.Parameter, list[str]]:
     """Return each parameter once, with all its names: tied ones have several."""
     names: dict[nn.Parameter, list[str]] = {}
-    for path, module in modules_by_name(model).items():
-        for name, parameter in parameters_of(module).items():
-            if parameter is not None:
-                names.setdefault(parameter, []).append(f"{path}.{name}".removeprefix("."))
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
     return names
 
 
@@ -384,7 +384,7 @@ def _run(
             module.register_forward_pre_hook(partial(recorder.enter, path), with_kwargs=True)
             module.register_forward_hook(partial(recorder.leave, path))
             for tensors in (parameters_of(module), buffers_of(module)):
-                tensors.update({name: on_meta.get(x) for name, x in tensors.items()})
+                tensors.update({name: on_meta.get(x, x) for name, x in tensors.items()})
         return model(**inputs)
 
 
