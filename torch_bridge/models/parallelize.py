@@ -19,13 +19,18 @@ from torch_bridge.models.hooks import ModuleHooks, TensorRule
 from torch_bridge.models.module_parameters import ModuleParameters
 from torch_bridge.models.names import module_of, rules_of_objects, title_of
 from torch_bridge.models.parallel import ATTRIBUTE, ParallelModel
-from torch_bridge.models.parameters import Init, ParallelContext, check_initial, shard_all
-from torch_bridge.models.uses import ModelParameters, enclosing, parameters_by_rules
+from torch_bridge.models.parameters import Init, ParallelContext, check_whole, shard_all
+from torch_bridge.models.uses import (
+    ModelParameters,
+    check_varying_alike,
+    enclosing,
+    parameters_by_rules,
+)
 from torch_bridge.redistribution.blocks import tensor_device_of
 from torch_bridge.versions.modules import modules_by_name
 from xshard import Mesh, ProfileLike, Rules, Sharding, XshardError, models
 from xshard.arguments import explained, limit_of
-from xshard.errors import PlanError, ShapeError, api_boundary, located
+from xshard.errors import ShapeError, api_boundary, located
 from xshard.models import rule_of
 from xshard.rules import Pattern, RulesLike
 
@@ -152,7 +157,7 @@ def parallelize(  # noqa: PLR0913  public: rules of several kinds, and how they 
 
     def facts() -> CallFacts:
         prepared.append(_prepare(model, context, rules))
-        check_initial(prepared[0].parameters.sharded, init)
+        check_whole(prepared[0].parameters.sharded, init)
         options = (context.axes, gathers, keep, bucket_bytes, comm_dtype, profile)
         flags = _facts_of(rules, prepared[0]) | {"options": str(options)}
         return CallFacts(flags, peers=context.processes.ranks)
@@ -304,18 +309,11 @@ def _module_hooks(
             gathers=name in gathering_names,
             parameters=ModuleParameters(context),
         )
-        hooks[name] = hooks_of_module.setdefault(module, module_hooks)
-        _check_varying_alike(hooks[name], module_hooks)
+        first = hooks_of_module.setdefault(module, module_hooks)
+        if input_rules:
+            check_varying_alike(first.title, first.varying, name, varying)
+        hooks[name] = first
     return hooks
-
-
-def _check_varying_alike(first: ModuleHooks, other: ModuleHooks) -> None:
-    """Raise PlanError if activations in a module differ along an axis under only one of two names."""
-    differing = first.varying ^ other.varying
-    if first.inputs and differing:
-        reason = f"{first.title} and {other.title} are one module, and activations differ along "
-        reason += f"'{min(differing)}' only inside one of them"
-        raise PlanError(reason, hint="a rule for its input that names this axis is right for both")
 
 
 def _gathering_modules(

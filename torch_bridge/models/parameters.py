@@ -151,12 +151,8 @@ class ShardedParameter:
             is_reused = old.device == block.device and not old.is_inference()
             new = old if is_reused else nn.Parameter(block, old.requires_grad)
             new.data = block
-        self.set_tensor(new)
-
-    def set_tensor(self, x: Tensor) -> None:
-        """Let modules have this tensor."""
         for place in self.places:
-            place.set_tensor(x)
+            place.set_tensor(new)
 
 
 def unsharded(layout: Layout) -> Layout:
@@ -173,8 +169,7 @@ def shard_all(
     """Replace every parameter and buffer of a model by this process's block, in place.
 
     Whole tensors are made and freed one by one: beside the blocks, memory is needed for the largest
-    one. What may fail comes before any tensor with values is cut, and those on the meta device come
-    back then: the model stays as it is. Raises XshardError if processes began with different values.
+    one. Raises XshardError, with the model as it is, if processes began with different values.
 
     Args:
         parameters: The parameters and buffers, whole before and blocks afterwards.
@@ -183,69 +178,70 @@ def shard_all(
             initialises one module; without it, their blocks stay on the meta device.
         device: The device of tensors that were on the meta device.
     """
-    for parameter in parameters:
-        if isinstance(parameter.tensor, nn.Parameter) and parameter.sharding.layout.axes:
-            _check_no_graph(parameter)
-    # Those that `init` gives values.
-    on_meta = {p: p.tensor for p in parameters if p.tensor.is_meta and init is not None}
+    initialised: dict[Place, Tensor] = {}
+    blocks = {}  # of tensors that were on the meta device
     sums = {}
-    try:
-        for parameter in parameters:
-            x = parameter.tensor
-            if parameter in on_meta:
-                x = _with_values(parameter, init, device)
-            if not x.is_meta:
-                # Processes compare sums, to find out whether they began with equal values.
-                sums[parameter.name] = x.detach().double().sum()
-            if parameter in on_meta:
-                parameter.set_block(parameter.block_of(x, context))
-        _check_equal(sums, context)
-    except BaseException:
-        for parameter, x in on_meta.items():
-            parameter.set_tensor(x)
-        raise
     for parameter in parameters:
-        if parameter not in on_meta:
+        x = parameter.tensor
+        place = parameter.places[0]
+        is_on_meta = x.is_meta
+        if is_on_meta and isinstance(init, Mapping):
+            x = _value_in(init, parameter).to(device=device, dtype=x.dtype)
+        elif is_on_meta and callable(init):
+            if place not in initialised:
+                initialised |= _initialised(place.module, init, device)
+            x = initialised.pop(place)
+        if not x.is_meta:
+            # Processes compare sums, to find out whether they began with equal values.
+            sums[parameter.name] = x.detach().double().sum()
+        if is_on_meta:
+            blocks[parameter] = parameter.block_of(x, context)
+    if sums:
+        _check_equal(sums, context)
+    # Nothing fails from here on.
+    for parameter in parameters:
+        if parameter not in blocks:
             parameter.set_block(parameter.block_of(parameter.tensor, context))
+        else:
+            parameter.set_block(blocks[parameter])
 
 
-def _with_values(parameter: ShardedParameter, init: Any, device: torch.device | None) -> Tensor:
-    """Return the whole tensor with the values that `init` gives it, made where it was on the meta device."""
-    x: Tensor = parameter.tensor
-    if not x.is_meta:
-        return x  # it got them with another tensor of its module
-    if isinstance(init, Mapping):
-        return _value_in(init, parameter).to(device=device, dtype=x.dtype)
-    _initialise(parameter.places[0].module, init, device)
-    initialised: Tensor = parameter.tensor
-    return initialised
+@torch.inference_mode(False)
+def check_whole(parameters: Sequence[ShardedParameter], init: Init) -> None:
+    """Raise XshardError for tensors that cannot be cut: in a graph, or without values in a state dict."""
+    for parameter in parameters:
+        x = parameter.tensor
+        if x.is_meta and isinstance(init, Mapping):
+            _value_in(init, parameter)
+        if isinstance(x, nn.Parameter) and parameter.sharding.layout.axes:
+            _check_no_graph(x, parameter.name)
 
 
-def _check_no_graph(parameter: ShardedParameter) -> None:
+def _check_no_graph(x: nn.Parameter, name: str) -> None:
     """Raise XshardError if a graph of the whole tensor is alive: it expects the shape of that."""
-    x = parameter.tensor
     if not x.requires_grad or x.is_inference():
         return
     whole = x.data
-    x.data = whole.new_empty(0)  # a graph that is alive keeps the shape with which it was made
+    x.data = whole.new_empty(0)  # a graph that is alive has the shape from before
     is_alive = shape_in_graph(x) != (0,)
     x.data = whole
     if is_alive:
         hint = (
             "parallelize first, or drop what was computed before, or compute that under no_grad()"
         )
-        what = f"{parameter.name} is part of a graph that waits for its backward pass"
-        raise XshardError(what, hint=hint)
+        raise XshardError(f"{name} is part of a graph that waits for its backward pass", hint=hint)
 
 
-def _initialise(module: nn.Module, init: Callable[[nn.Module], Any], device: Any) -> None:
+def _initialised(
+    module: nn.Module, init: Callable[[nn.Module], Any], device: Any
+) -> dict[Place, Tensor]:
     """Let the user's `init` give values to those tensors of a module that are on the meta device.
 
-    `init` writes to all tensors of the module. But those that have values already must stay as they
-    are, as they may be blocks: while it runs, new tensors stand in for them.
+    `init` writes to all tensors of the module: while it runs, new ones stand in for them. Returns
+    those with values in place of tensors on the meta device.
 
     Args:
-        module: The module; its own tensors are replaced in place, those of modules inside stay.
+        module: The module, which stays as it is.
         init: A function of a module that writes to its tensors.
         device: The device of tensors that were on the meta device.
     """
@@ -261,18 +257,10 @@ def _initialise(module: nn.Module, init: Callable[[nn.Module], Any], device: Any
         place.set_tensor(new)
     try:
         init(module)
-    finally:  # tensors that had values come back in place of their stand-ins
+        return {place: place.get() for place, x in earlier.items() if x.is_meta}
+    finally:
         for place, x in earlier.items():
-            if not x.is_meta:
-                place.set_tensor(x)
-
-
-def check_initial(parameters: Sequence[ShardedParameter], init: Init) -> None:
-    """Raise XshardError if a state dict lacks a tensor on the meta device, or has another shape of it."""
-    if isinstance(init, Mapping):
-        for parameter in parameters:
-            if parameter.tensor.is_meta:
-                _value_in(init, parameter)
+            place.set_tensor(x)
 
 
 def _value_in(init: Mapping[str, Tensor], parameter: ShardedParameter) -> Tensor:
@@ -299,8 +287,6 @@ def _check_equal(sums: Mapping[str, Tensor], context: ParallelContext) -> None:
         sums: The sum of the elements of each whole tensor on this process, by name.
         context: The mesh and options.
     """
-    if not sums:  # all are on the meta device
-        return
     own_sums = torch.stack(list(sums.values()))
     # One collective finds the largest and the smallest sum, as min(x) = -max(-x).
     signed_sums = torch.stack([own_sums, -own_sums])

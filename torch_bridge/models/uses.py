@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -214,29 +214,27 @@ def _plan_uses(parameter: ShardedParameter, uses: Uses, hooks: Hooks, keep_rules
     names = parameter.names
     parameter.axes_summed_later = models.axes_summed_after_all_uses([uses[name] for name in names])
     is_named = any(keep_rules.pattern_for(name) is not None for name in names)
+    names_of_place: dict[Place, list[str]] = {}  # several if its module has several
+    for name, place in zip(names, parameter.places, strict=True):
+        names_of_place.setdefault(place, []).append(name)
     changes: Changes = []
-    to_use: dict[str, list[str]] = {}  # the moves by which each name is gathered: one, or none
-    named_places = dict(zip(names, parameter.places, strict=True))
-    # Outer modules first: what one gathers serves another name of the place inside of it, too.
-    for name, place in sorted(named_places.items(), key=lambda named: named[0].count(".")):
+    for place, aliases in names_of_place.items():
+        name = aliases[0]
         use = uses[name]
+        for other in aliases:
+            check_varying_alike(name, use.varying_axes, other, uses[other].varying_axes)
         if use.unsummed_axes:
             check = partial(check_apart, name, use)
             changes.append(partial(place.module.register_forward_pre_hook, check, with_kwargs=True))
         move = use.move(parameter.axes_summed_later)
-        to_use[name] = []
         if move is None:  # used as it is stored
             continue
         stored, used = move
-        to_use[name].append(f"{stored} -> {used}")
-        around = _all_enclosing(module_of(name), hooks, "gathers")
-        if len(names) > 1 and _moves_at(place, around):
-            continue
-        gatherer = around[0]  # the nearest one with a rule, or the model
+        gatherer = _gatherer(aliases, hooks)
         gathered = GatheredParameter(
             name,
             [place],
-            to_use=to_use[name][0],
+            to_use=f"{stored} -> {used}",
             to_storage=f"{used.dual} -> {stored.dual}",
             shape=parameter.sharding.shape,
             # Dropping what the outermost module gathers would save nothing: the backward pass
@@ -247,22 +245,28 @@ def _plan_uses(parameter: ShardedParameter, uses: Uses, hooks: Hooks, keep_rules
             is_shared=is_named and len(names) == 1,
         )
         gatherer.parameters.add(gathered)
-    for name, place in named_places.items():
-        around = _all_enclosing(module_of(name), hooks, "gathers")
-        if len(names) > 1 and _moves_at(place, around) != to_use[name]:
-            what = f"{name} is {' and '.join(names)}, and gathered in two ways for one module"
-            raise PlanError(what, hint="gathers= of modules that are not inside each other, or ''")
     return changes
 
 
-def _moves_at(place: Place, around: Iterable[ModuleHooks]) -> list[str]:
-    """Return the moves by which modules around a place gather the tensor there."""
-    moves = []
-    for module_hooks in around:
-        for gathered in module_hooks.parameters.parameters:
-            if place in gathered.places:
-                moves.append(gathered.to_use)
-    return moves
+def check_varying_alike(
+    name: str, varying: frozenset[str], other: str, other_varying: frozenset[str]
+) -> None:
+    """Raise PlanError if activations differ along other axes under another name of one object."""
+    differing = varying ^ other_varying
+    if differing:
+        what = f"{name} is {other}, and activations differ along '{min(differing)}' in one alone"
+        hint = "a rule for the input of the module, or one around both names, that names this axis"
+        raise PlanError(what, hint=hint)
+
+
+def _gatherer(names: Sequence[str], hooks: Hooks) -> ModuleHooks:
+    """Return the hooks of the nearest module around all names of one place that gathers parameters."""
+    nearest_first, *others = [_all_enclosing(module_of(name), hooks, "gathers") for name in names]
+    for candidate in nearest_first:
+        if all(candidate in around for around in others):
+            return candidate
+    hint = 'gathers="", or a rule for the input of a module around them'
+    raise PlanError(f"no module around {' and '.join(names)} gathers it", hint=hint)
 
 
 def _check_biases(uses: Uses, shardings: Mapping[str, Sharding], hooks: Hooks) -> None:

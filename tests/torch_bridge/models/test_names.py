@@ -374,7 +374,7 @@ def test_what_is_refused_leaves_the_model_as_it_is() -> None:
     for text in ("...", "o/dp ... -> o ..."):
         _refused(
             Twice(),
-            "gathered in two ways",
+            "activations differ along 'dp'",
             parameters={"**": text},
             inputs={"": "b c -> b/dp c", "inner": "b/dp c -> b c"},
             outputs={"inner": "b c -> b/dp c"},
