@@ -480,3 +480,18 @@ def test_suggest_tells_names_of_arguments_from_those_of_modules_and_parameters()
         assert plan.estimate().seconds == plan.seconds  # rules are read as they are written
         plans[names] = plan.seconds, plan.inputs[""], sorted(plan.parameters.values())
     assert len(set(map(str, plans.values()))) == 1, plans
+
+
+def test_a_tied_parameter_is_fixed_by_either_name() -> None:
+    layer = nn.Linear(4, 4)
+    model = nn.Sequential(layer, nn.Tanh(), layer)
+
+    def suggested(fixed: Mapping[str, str]) -> Any:
+        options = {"micro_batches": 1, "recompute": False, "profile": "h100"}
+        plan = xt.suggest(model, torch.ones(8, 4), xs.Mesh(tp=2), fixed=fixed, **options)
+        return plan.parameters.find("0.weight")
+
+    assert suggested({"0.weight": "o/tp i"}).startswith("o/tp i")
+    assert suggested({"2.weight": "o/tp i", "**": "..."}).startswith("o/tp i")
+    with pytest.raises(xs.XshardError, match=r"0\.weight and 2\.weight are one array"):
+        suggested({"0.weight": "o/tp i", "2.weight": "o i/tp"})
