@@ -87,12 +87,7 @@ def parameters_by_rules(
     buffers = dict(model.named_buffers(remove_duplicate=False))
     keep_rules = _keep_rules(keep)
     keep_rules.match(list(parameters), partial=True, what="parameter")
-    # A tied parameter may have a use, with a rule, for each place. A buffer has one rule.
-    objects: dict[str, Hashable] = {name: _place_of(name, model) for name in parameters}
-    # A buffer without a rule is replicated; a parameter without one is an error.
-    with_rule = {x for name, x in buffers.items() if rules.pattern_for(name) is not None}
-    objects |= {name: x for name, x in buffers.items() if x in with_rule}
-    texts = rules_of_objects(rules, objects, "parameter", partial=False)
+    texts = _rule_texts(model, rules)
 
     by_identity: dict[int, ShardedParameter] = {}  # a tied parameter is one object
     uses: dict[str, ParameterUse] = {}
@@ -132,6 +127,18 @@ def parameters_by_rules(
         if parameter.name in uses:
             changes += _plan_uses(parameter, uses, hooks, keep_rules)
     return ModelParameters(sharded, uses, used_shardings, changes)
+
+
+def _rule_texts(model: nn.Module, rules: Rules) -> dict[str, str]:
+    """Return the rule of each parameter, and of the buffers that have one, by every name."""
+    parameters = model.named_parameters(remove_duplicate=False)
+    buffers = dict(model.named_buffers(remove_duplicate=False))
+    # A tied parameter may have a use, with a rule, for each place. A buffer has one rule.
+    objects: dict[str, Hashable] = {name: _place_of(name, model) for name, _ in parameters}
+    # A buffer without a rule is replicated; a parameter without one is an error.
+    with_rule = {x for name, x in buffers.items() if rules.pattern_for(name) is not None}
+    objects |= {name: x for name, x in buffers.items() if x in with_rule}
+    return rules_of_objects(rules, objects, "parameter", partial=False)
 
 
 def _place_of(name: str, model: nn.Module) -> Place:

@@ -473,7 +473,8 @@ def test_suggest_tells_names_of_arguments_from_those_of_modules_and_parameters()
         before = snapshot(model)
         batch = torch.randn(8, 4), torch.randn(8, 8)
         state = torch.get_rng_state()
-        plan = xt.suggest(model, batch, xs.Mesh(tp=2), micro_batches=1, profile="h100")
+        options = {"micro_batches": 1, "recompute": False, "profile": "h100"}
+        plan = xt.suggest(model, batch, xs.Mesh(tp=2), **options)
         check_unchanged(model, before)
         assert torch.equal(state, torch.get_rng_state())
         assert set(plan.inputs[""]) == {"x", "weight"}
