@@ -22,8 +22,8 @@ from xshard.errors import PlanError, api_boundary
 from xshard.notation.parser import ARROW
 from xshard.step.record.fuse import fuse_operations
 from xshard.step.record.repeat import find_repeated
-from xshard.step.record.trace import Trace
-from xshard.trees import Leaf
+from xshard.step.record.trace import Trace, input_name
+from xshard.trees import Leaf, named_once
 
 # Operations that decide the layouts of their results; XLA is told these layouts.
 MAKERS = ("attention", "carry", "contraction", "lookup")
@@ -67,9 +67,9 @@ class Loss:
         self.arrays = [leaf.x for leaf in parameters]
         for name, argument in others:
             for leaf in _arrays_in({name: argument}):
-                is_taken = leaf.name in self.names[: self.n_parameters]
-                self.names.append(f"{leaf.name} (input)" if is_taken else leaf.name)
+                self.names.append(input_name(leaf.name, self.names[: self.n_parameters]))
                 self.arrays.append(leaf.x)
+        named_once(zip(self.names, self.arrays, strict=True))  # raises for two of one name
 
     def filled(
         self, values: Sequence[Any], other: Callable[[Any], Any] = _unchanged
@@ -140,7 +140,7 @@ class JaxSuggestion(Suggestion):
             # Inside a `jax.checkpoint` the backward pass gathers these once more, instead of
             # keeping them whole since the forward pass.
             for_each_use = {name for name in parameters if not gathered_once.pattern_for(name)}
-            evaluator = Evaluator(self._constrained, late=for_each_use)
+            evaluator = Evaluator(self._constrained, late=for_each_use, arguments=loss.names)
             results = evaluator.run("", closed.jaxpr, closed.consts, loss.names, *loss.arrays)
             return jax.tree.unflatten(jax.tree.structure(out), results)
 
@@ -260,7 +260,7 @@ def traced(loss: Loss) -> Traced:
             trace.parameter(name, x.shape)
         else:
             trace.input(name, x.shape)
-    tracer = Tracer(trace)
+    tracer = Tracer(trace, arguments=loss.names)
     (result,) = tracer.walk(closed.jaxpr, loss.names)
     # A loss that is a number whatever the arrays has no name.
     last = "" if result is None else result

@@ -42,7 +42,9 @@ def body_of(eqn: Any) -> Any:
     return None
 
 
-def places(jaxpr: Jaxpr, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def places(
+    jaxpr: Jaxpr, prefix: str = "", arguments: Collection[str] = ()
+) -> Iterator[tuple[str, Any]]:
     """Name the equations of a jaxpr: `dot_general.0`, `exp.0`, `dot_general.1`, ...
 
     A name is the primitive's, or a jitted function's, and counts from 0. A name that the user gave
@@ -51,6 +53,8 @@ def places(jaxpr: Jaxpr, prefix: str = "") -> Iterator[tuple[str, Any]]:
     Args:
         jaxpr: The jaxpr.
         prefix: The name of the equation that the jaxpr is inside of, and a dot; "" outside.
+        arguments: Names of arrays that the function is given. An equation with such a name is called
+            `exp.0 (result)`: a function may be called like a list of parameters.
 
     Yields:
         (name, equation) in order.
@@ -60,10 +64,10 @@ def places(jaxpr: Jaxpr, prefix: str = "") -> Iterator[tuple[str, Any]]:
     n_before = Counter[str]()
     for name, eqn in zip(names, jaxpr.eqns, strict=True):
         is_user_given = eqn.primitive.name == "name"  # the primitive of `checkpoint_name`
-        if is_user_given and not prefix and n_equations[name] == 1:
-            yield name, eqn
-        else:
-            yield f"{prefix}{name}.{n_before[name]}", eqn
+        place = name
+        if not is_user_given or prefix or n_equations[name] > 1:
+            place = f"{prefix}{name}.{n_before[name]}"
+        yield f"{place} (result)" if place in arguments else place, eqn
         n_before[name] += 1
 
 
@@ -102,6 +106,7 @@ class Tracer:
 
     Attributes:
         trace: The operations.
+        arguments: The names of the arrays that the function is given.
         stacked: Parameters with one slice per layer, of which a scan takes one after the other ->
             the number of slices.
         shared: Arrays with several uses.
@@ -110,6 +115,7 @@ class Tracer:
     """
 
     trace: Trace
+    arguments: Collection[str] = ()
     stacked: dict[str, int] = field(default_factory=dict)
     shared: set[Name] = field(default_factory=set)
     aliases: dict[str, str] = field(default_factory=dict)
@@ -139,7 +145,7 @@ class Tracer:
         for i, v in enumerate(jaxpr.constvars):
             # An array that the function closes over costs nothing to make, like an `iota`.
             name_of[v] = self._add(f"{prefix}const.{i}", "iota", (), v.aval.shape, times)
-        for place, eqn in places(jaxpr, prefix):
+        for place, eqn in places(jaxpr, prefix, self.arguments):
             operands = _names_of(eqn.invars, name_of)
             results = self._record(place, eqn, operands, times)
             name_of.update(zip(eqn.outvars, results, strict=True))
@@ -293,10 +299,12 @@ class Evaluator:
         change: (name, array) -> the array to go on with; names are those of `places`.
         late: Names of arguments that a `jax.checkpoint` takes unchanged, and changes inside. The
             backward pass then runs the change again, and the changed array need not be saved.
+        arguments: The names of all arguments, for `places`.
     """
 
     change: Change
     late: Collection[str]
+    arguments: Collection[str]
 
     def run(
         self, prefix: str, jaxpr: Jaxpr, consts: Any, names: Sequence[str], *args: Any
@@ -325,7 +333,7 @@ class Evaluator:
 
         # Of an equation's operands only arguments keep a name, and are changed inside of it again.
         # Results have been changed where they were made.
-        for place, eqn in places(jaxpr, prefix):
+        for place, eqn in places(jaxpr, prefix, self.arguments):
             operand_names = ["" if is_number(v) else name_of.get(v, "") for v in eqn.invars]
             if eqn.primitive.name in CALLS:
                 # Inlined, because an older partitioner of XLA (GSPMD) does not pass shardings

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jax_bridge as xj
@@ -134,6 +135,35 @@ def test_constraints_save_bytes() -> None:
         results.append(step(*arrays))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), *results)
     assert received[1] < 0.7 * received[0], received
+
+
+@in_jax
+def test_names_of_equations_are_told_from_those_of_arguments() -> None:
+    """Lists of parameters are called like a jitted function or a primitive; a place like an argument."""
+
+    @jax.jit
+    def layer(x: Any, w: Any) -> Any:
+        return jnp.tanh(x @ w)
+
+    mesh = device_mesh(xs.Mesh(tp=2))
+    plans = []
+    for key, mark in (("w", "h"), ("layer", "h"), ("tanh", "x"), ("dot_general", "down")):
+
+        def loss(p: Any, x: Any, key: str = key, mark: str = mark) -> Any:
+            for w in p[key]:
+                x = checkpoint_name(layer(x, w), mark)
+            return (jnp.tanh(x @ p["down"]) ** 2).sum()
+
+        args = {key: [shape(64, 64)] * 2, "down": shape(64, 8)}, shape(32, 64)
+        plan = xj.suggest(loss, args, mesh, fixed={f"{key}.0": "i o/tp"}, **ONE)
+        arrays = _filled(args)
+        constrained = jax.jit(plan.constrain(loss))(*arrays)
+        np.testing.assert_allclose(constrained, loss(*arrays), rtol=1e-5)
+        layouts = sorted(map(str, plan.layouts.values()))
+        plans.append((plan.seconds, plan.specs[0][key], plan.specs[1], layouts))
+    assert all(plan == plans[0] for plan in plans), plans
+    with pytest.raises(xs.XshardError, match=r"two leaves are called 'a\.b'"):
+        xj.suggest(lambda p: p["a.b"].sum(), ({"a.b": shape(4), "a": {"b": shape(4)}},), mesh)
 
 
 @in_jax

@@ -95,6 +95,11 @@ def test_an_activation_of_several_operations_is_shared():
         (lambda: a_step(inputs={"x": "b c"}), ShapeError, r"x is 'b c' \(8, 32\), used as 'b s c'"),
         (lambda: a_step(ops=[UP, UP]), PlanError, "another array of this name"),
         (
+            lambda: a_step(inputs={"up.weight": "b s c"}),
+            PlanError,
+            "'up.weight' is an input and a parameter",
+        ),
+        (
             lambda: a_step(parameters={"up.weight": "(g d) c", "w": "c"}),
             PlanError,
             "no operation uses w",

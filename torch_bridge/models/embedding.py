@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -41,13 +42,13 @@ class ShardedEmbedding(nn.Embedding):
 
 def shard_embedding(
     module: nn.Module, path: str, used: Sharding, summed_axes: Iterable[str], process: int
-) -> None:
-    """Turn an embedding whose rows are sharded into a `ShardedEmbedding`, in place.
+) -> list[Callable[[], object]]:
+    """Return what turns an embedding whose rows are sharded into a `ShardedEmbedding`, in place.
 
     It gets a table `rows` from each id to the row of this process's block. With 4 ids on 2 processes,
     the second one has ids 2 and 3, and the table [2, 2, 0, 1]: a block has rows 0 and 1, and 2 means
     that another process has the id. The weight itself is cut later. Other modules, and weights whose
-    rows are not sharded, stay as they are.
+    rows are not sharded, stay as they are: the list is empty.
 
     Args:
         module: The module.
@@ -62,8 +63,13 @@ def shard_embedding(
     """
     row_axes = used.layout.dims[0].axes if used.shape else ()
     if not row_axes or not isinstance(module, nn.Embedding | nn.EmbeddingBag):
-        return
+        return []
     _check_embedding(module, path, used, summed_axes)
+    return [partial(_change_class, module, used, process)]
+
+
+def _change_class(module: nn.Embedding | nn.EmbeddingBag, used: Sharding, process: int) -> None:
+    """Turn an embedding into a `ShardedEmbedding`; other arguments are as for `shard_embedding`."""
     if not isinstance(module, ShardedEmbedding):
         # A `forward` of yours stays in front, and its `super().forward` comes to ours.
         kind = type(module)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torch_bridge.models.hooks import ModuleHooks
 
 Values = dict[Any, Any]  # arguments by position or name
+WHOLE_NUMBERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 class Count(NamedTuple):
@@ -136,24 +137,28 @@ def _received_bytes(under_way: _UnderWay, result_bytes: int) -> tuple[int, int]:
 def _choices_key(key: Any, values: Values) -> Any:
     """Find the argument that says which experts each row chose; return its position or name.
 
-    Beside rows [t, c] it is the first tensor of two dims with integers: [t, k], k experts per row.
-    Raises ShapeError if there is none, or if it has not t rows.
+    Beside rows [t, c] it is the only tensor with integers and two dims, [t, k]: k experts per row.
+    Raises ShapeError if there is none, or several.
 
     Args:
         key: The position or the name of the rows.
         values: All arguments, by position or name.
     """
     rows = values[key]
+    tables = []
     for other_key, x in values.items():
         is_table = other_key != key and isinstance(x, Tensor) and x.ndim == 2
-        if is_table and not x.is_floating_point():
-            if len(x) == len(rows):
-                return other_key
-            break
+        if is_table and len(x) == len(rows) and x.dtype in WHOLE_NUMBERS:
+            tables.append(other_key)
+    if len(tables) == 1:
+        return tables[0]
     hint = (
         f"rows have shape {tuple(rows.shape)}, and choices beside them [rows, k], of whole numbers"
     )
-    raise ShapeError("experts are called without a choice for each row", hint=hint)
+    what = "without a choice for each row"
+    if tables:
+        what = f"with several tables that may be choices: arguments {tables}"
+    raise ShapeError(f"experts are called {what}", hint=hint)
 
 
 def _row_bytes(x: Tensor) -> int:

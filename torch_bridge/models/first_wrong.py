@@ -51,8 +51,9 @@ class Place(NamedTuple):
 
     def is_around(self, other: Place) -> bool:
         """Return whether another tensor comes before this output: inside its module, or as its input."""
-        is_same = other.module == self.module and other.side == self.side
-        return is_inside(other.module, self.module) and not is_same
+        if other.module == self.module:
+            return other.side != self.side
+        return is_inside(other.module, self.module)
 
 
 class _SeenTensor(NamedTuple):
@@ -212,10 +213,17 @@ def _compared_pairs(
 
 
 def _first_wrong_place(is_right: Mapping[Place, bool]) -> Place | None:
-    """Return the first wrong tensor that does not lie inside a module whose output is right."""
-    right_outputs = [p for p, right in is_right.items() if right and p.side == "output"]
-    for place, right in is_right.items():
-        if not right and not any(output.is_around(place) for output in right_outputs):
+    """Return the first wrong tensor that does not lie inside a module whose output is right.
+
+    A module may be called several times: its next output ends the call that the tensor is in.
+    """
+    places = list(is_right)
+    for i, place in enumerate(places):
+        next_outputs: dict[str, bool] = {}  # whether they are right, by module
+        for later in places[i:]:
+            if later.side == "output" and later.is_around(place):
+                next_outputs.setdefault(later.module, is_right[later])
+        if not is_right[place] and not any(next_outputs.values()):
             return place
     return None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -18,11 +18,17 @@ from torch_bridge.models.experts import Count, route_experts
 from torch_bridge.models.gradients import Gradients
 from torch_bridge.models.hooks import ModuleHooks, TensorRule
 from torch_bridge.models.module_parameters import ModuleParameters
-from torch_bridge.models.names import module_of, title_of
+from torch_bridge.models.names import module_of, rules_of_objects, title_of
 from torch_bridge.models.parallel import ATTRIBUTE, ParallelModel
-from torch_bridge.models.parameters import Init, ParallelContext, shard_all
-from torch_bridge.models.uses import ModelParameters, enclosing, parameters_by_rules
+from torch_bridge.models.parameters import Init, ParallelContext, check_whole, shard_all
+from torch_bridge.models.uses import (
+    ModelParameters,
+    check_varying_alike,
+    enclosing,
+    parameters_by_rules,
+)
 from torch_bridge.redistribution.blocks import tensor_device_of
+from torch_bridge.versions.modules import modules_by_name
 from xshard import ProfileLike, Rules, Sharding, XshardError, models
 from xshard.arguments import explained, limit_of
 from xshard.errors import ShapeError, api_boundary, located
@@ -153,19 +159,22 @@ def parallelize(  # noqa: PLR0913  public: rules of several kinds, and how they 
 
     def facts() -> CallFacts:
         prepared.append(_prepare(model, context, rules))
+        check_whole(prepared[0].parameters.sharded, init)
         options = (context.axes, gathers, keep, bucket_bytes, comm_dtype, profile)
         flags = _facts_of(rules, prepared[0]) | {"options": str(options)}
         return CallFacts(flags, peers=context.processes.ranks)
 
     compare_ranks(context.processes.ranks, "parallelize", facts)  # calls `facts` once
     (ready,) = prepared
-    sharded, uses, used_shardings = ready.parameters
+    sharded, uses, used_shardings, changes = ready.parameters
 
     is_recording = torch.is_grad_enabled()
     # A model made in inference mode can be trained: its blocks are not inference tensors.
     with torch.inference_mode(False), torch.set_grad_enabled(is_recording):
         shard_all(sharded, context, init, tensor_device_of(None, device, mesh))
         gradients = Gradients(context, sharded, largest_bucket)
+    for change in changes:
+        change()
     gradients.prepare()
     for module_hooks in ready.hooks.values():
         module_hooks.parameters.share_between_passes(gradients)
@@ -180,11 +189,16 @@ def parallelize(  # noqa: PLR0913  public: rules of several kinds, and how they 
 
 
 def _prepare(model: nn.Module, context: ParallelContext, rules: _ModelRules) -> _PreparedModel:
-    """Read the rules of a model. Raises what is wrong with them; no tensor is changed."""
-    hooks = _module_hooks(model, context, rules)
-    counts = _counts(model, context.processes, Rules(rules.counts))
-    parameters = parameters_by_rules(model, context, Rules(rules.parameters), hooks, rules.keep)
+    """Read the rules of a model. Raises what is wrong with them; the model stays as it is."""
+    modules = modules_by_name(model)
+    hooks_by_name = _module_hooks(modules, context, rules)
+    counts = _counts(modules, context.processes, Rules(rules.counts))
+    parameters = parameters_by_rules(
+        model, context, Rules(rules.parameters), hooks_by_name, rules.keep
+    )
     check_parametrizations(parameters.used_shardings)
+    # A module with several names has hooks under each, which are registered once.
+    hooks = {module_hooks.name: module_hooks for module_hooks in hooks_by_name.values()}
     counts += route_experts(hooks, context, parameters.sharded, parameters.used_shardings)
     return _PreparedModel(hooks, counts, parameters)
 
@@ -265,23 +279,22 @@ def replicated(model: nn.Module, context: ParallelContext) -> ParallelModel:
 
 
 def _module_hooks(
-    model: nn.Module, context: ParallelContext, rules: _ModelRules
+    modules: Mapping[str, nn.Module], context: ParallelContext, rules: _ModelRules
 ) -> dict[str, ModuleHooks]:
     """Make the hooks of each module that has a rule, or that gathers parameters.
 
-    Returns them by the name of the module, outer modules first. Nothing is registered yet, and they
+    Returns them by every name of the module, outer modules first. Nothing is registered yet, and they
     gather no parameters yet. Raises NotationError or XshardError for a rule that is malformed or
     fits no module.
     """
-    modules = _called_modules(model)
-    names = list(modules)
-    # `partial`: not every module needs a rule.
-    input_texts = Rules(rules.inputs).match(names, partial=True, what="module")
-    output_texts = Rules(rules.outputs).match(names, partial=True, what="module")
-    gathering_names = _gathering_modules(rules.gathers, names, input_texts)
+    modules = _called_modules(modules)
+    input_texts = rules_of_objects(Rules(rules.inputs), modules, "module")
+    output_texts = rules_of_objects(Rules(rules.outputs), modules, "module")
+    gathering_names = _gathering_modules(rules.gathers, modules, input_texts)
     hooked_names = {*input_texts, *output_texts, *gathering_names}
 
     hooks: dict[str, ModuleHooks] = {}
+    hooks_of_module: dict[nn.Module, ModuleHooks] = {}
     for name, module in modules.items():
         if name not in hooked_names:
             continue
@@ -294,7 +307,7 @@ def _module_hooks(
         # its rules change them.
         outer_varying = parent.varying if parent is not None else frozenset[str]()
         varying = models.varying_axes(outer_varying, [rule.rule for rule in input_rules])
-        hooks[name] = ModuleHooks(
+        module_hooks = ModuleHooks(
             name,
             list(inspect.signature(module.forward).parameters),
             context,
@@ -305,11 +318,17 @@ def _module_hooks(
             gathers=name in gathering_names,
             parameters=ModuleParameters(context),
         )
+        first = hooks_of_module.setdefault(module, module_hooks)
+        if input_rules:
+            check_varying_alike(first.title, first.varying, name, varying)
+        hooks[name] = first
     return hooks
 
 
 def _gathering_modules(
-    gathers: Pattern | None, names: Sequence[str], names_with_input_rule: Collection[str]
+    gathers: Pattern | None,
+    modules: Mapping[str, nn.Module],
+    names_with_input_rule: Collection[str],
 ) -> set[str]:
     """Return the names of the modules that gather the parameters inside them for a forward pass.
 
@@ -317,37 +336,37 @@ def _gathering_modules(
 
     Args:
         gathers: The user's pattern of names; None for all modules with a rule for their input.
-        names: The names of all modules.
+        modules: All modules by name.
         names_with_input_rule: The names of modules with a rule for their input.
     """
     if gathers is None:
         return set(names_with_input_rule)
     # `Rules` matches patterns to names; its layout "..." is not used.
-    matched = Rules({gathers: "..."}).match(names, partial=True, what="module")
+    matched = rules_of_objects(Rules({gathers: "..."}), modules, "module")
     # The model gathers what no other module does.
     return {"", *matched}
 
 
-def _called_modules(model: nn.Module) -> dict[str, nn.Module]:
+def _called_modules(modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
     """Return the modules that are called, by name: a list of modules, as `ModuleList`, is not."""
-    modules = {}
-    for name, module in model.named_modules():
+    called = {}
+    for name, module in modules.items():
         has_forward = type(module).forward is not nn.Module.forward
         if has_forward or "forward" in module.__dict__:
-            modules[name] = module
-    return modules
+            called[name] = module
+    return called
 
 
-def _counts(model: nn.Module, processes: ProcessMesh, rules: Rules) -> list[Count]:
+def _counts(modules: Mapping[str, nn.Module], processes: ProcessMesh, rules: Rules) -> list[Count]:
     """Read the rules for integer attributes of modules, as numbers of heads: whole, and local.
 
     `attention.n_heads` = 12 under the rule "h/tp" on tp=4 -> 3 on each process; 4 under
     "h/sizes(tp,2,1,1)" -> 2 on the first process. Nothing is set yet. Raises ShapeError if a number
     does not divide evenly, and the rule does not say how it is divided.
     """
-    attributes = _integer_attributes(model)
+    attributes = _integer_attributes(modules)
     counts = []
-    texts = rules.match(list(attributes), partial=True, what="integer attribute")
+    texts = rules_of_objects(rules, attributes, "integer attribute")
     for full_name, text in texts.items():
         count = attributes[full_name]
         with located(full_name):
@@ -362,13 +381,13 @@ def _counts(model: nn.Module, processes: ProcessMesh, rules: Rules) -> list[Coun
                 raise ShapeError(what, text=text, hint=hint)
         [local] = heads.local_shape(processes.device)
         counts.append(count._replace(local=local))
-    return counts
+    return list(dict.fromkeys(counts))  # a module may have several names
 
 
-def _integer_attributes(model: nn.Module) -> dict[str, Count]:
+def _integer_attributes(modules: Mapping[str, nn.Module]) -> dict[str, Count]:
     """Return the integers of all modules by full names, as "layers.0.attn.num_heads", still whole."""
     attributes = {}
-    for path, module in model.named_modules():
+    for path, module in modules.items():
         for name, value in vars(module).items():
             if type(value) is int:  # a bool is an int, too
                 full_name = f"{path}.{name}" if path else name

@@ -165,7 +165,6 @@ class ShardedParameter:
             is_reused = old.device == block.device and not old.is_inference()
             new = old if is_reused else nn.Parameter(block, old.requires_grad)
             new.data = block
-            _check_no_graph(new, self.name)
         for place in self.places:
             place.set_tensor(new)
 
@@ -184,7 +183,7 @@ def shard_all(
     """Replace every parameter and buffer of a model by this process's block, in place.
 
     Whole tensors are made and freed one by one: beside the blocks, memory is needed for the largest
-    one. Raises XshardError, when all are cut, if processes began with different values.
+    one. Raises XshardError, with the model as it is, if processes began with different values.
 
     Args:
         parameters: The parameters and buffers, whole before and blocks afterwards.
@@ -193,39 +192,70 @@ def shard_all(
             initialises one module; without it, their blocks stay on the meta device.
         device: The device of tensors that were on the meta device.
     """
+    initialised: dict[Place, Tensor] = {}
+    blocks = {}  # of tensors that were on the meta device
     sums = {}
     for parameter in parameters:
         x = parameter.tensor
-        if x.is_meta and isinstance(init, Mapping):
-            x = _initial(init, parameter, x, device)
-        elif x.is_meta and callable(init):
-            _initialise(parameter.places[0].module, init, device)
-            x = parameter.tensor
+        place = parameter.places[0]
+        is_on_meta = x.is_meta
+        if is_on_meta and isinstance(init, Mapping):
+            x = _value_in(init, parameter).to(device=device, dtype=x.dtype)
+        elif is_on_meta and callable(init):
+            if place not in initialised:
+                initialised |= _initialised(place.module, init, device)
+            x = initialised.pop(place)
         if not x.is_meta:
-            # Processes compare sums at the end, to find out whether they began with equal values.
+            # Processes compare sums, to find out whether they began with equal values.
             sums[parameter.name] = x.detach().double().sum()
-        parameter.set_block(parameter.block_of(x, context))
+        if is_on_meta:
+            blocks[parameter] = parameter.block_of(x, context)
     if sums:
         _check_equal(sums, context)
+    # Nothing fails from here on.
+    for parameter in parameters:
+        if parameter not in blocks:
+            parameter.set_block(parameter.block_of(parameter.tensor, context))
+        else:
+            parameter.set_block(blocks[parameter])
+
+
+@torch.inference_mode(False)
+def check_whole(parameters: Sequence[ShardedParameter], init: Init) -> None:
+    """Raise XshardError for tensors that cannot be cut: in a graph, or without values in a state dict."""
+    for parameter in parameters:
+        x = parameter.tensor
+        if x.is_meta and isinstance(init, Mapping):
+            _value_in(init, parameter)
+        if isinstance(x, nn.Parameter) and parameter.sharding.layout.axes:
+            _check_no_graph(x, parameter.name)
 
 
 def _check_no_graph(x: nn.Parameter, name: str) -> None:
     """Raise XshardError if a graph of the whole tensor is alive: it expects the shape of that."""
-    if x.requires_grad and shape_in_graph(x) != tuple(x.shape):
+    if not x.requires_grad or x.is_inference():
+        return
+    whole = x.data
+    x.data = whole.new_empty(0)  # a graph that is alive has the shape from before
+    is_alive = shape_in_graph(x) != (0,)
+    x.data = whole
+    if is_alive:
         hint = (
             "parallelize first, or drop what was computed before, or compute that under no_grad()"
         )
         raise XshardError(f"{name} is part of a graph that waits for its backward pass", hint=hint)
 
 
-def _initialise(module: nn.Module, init: Callable[[nn.Module], Any], device: Any) -> None:
+def _initialised(
+    module: nn.Module, init: Callable[[nn.Module], Any], device: Any
+) -> dict[Place, Tensor]:
     """Let the user's `init` give values to those tensors of a module that are on the meta device.
 
-    `init` writes to all tensors of the module. But those that have values already must stay as they
-    are, as they may be blocks: while it runs, new tensors stand in for them.
+    `init` writes to all tensors of the module: while it runs, new ones stand in for them. Returns
+    those with values in place of tensors on the meta device.
 
     Args:
-        module: The module; its own tensors are replaced in place, those of modules inside stay.
+        module: The module, which stays as it is.
         init: A function of a module that writes to its tensors.
         device: The device of tensors that were on the meta device.
     """
@@ -239,38 +269,26 @@ def _initialise(module: nn.Module, init: Callable[[nn.Module], Any], device: Any
         if isinstance(x, nn.Parameter):
             new = nn.Parameter(new, x.requires_grad)
         place.set_tensor(new)
-    init(module)
-
-    # Tensors that had values come back in place of their stand-ins.
-    for place, x in earlier.items():
-        if not x.is_meta:
+    try:
+        init(module)
+        return {place: place.get() for place, x in earlier.items() if x.is_meta}
+    finally:
+        for place, x in earlier.items():
             place.set_tensor(x)
 
 
-def _initial(
-    init: Mapping[str, Tensor], parameter: ShardedParameter, x: Tensor, device: Any
-) -> Tensor:
-    """Return the whole value of a parameter or buffer, taken from the state dict `init`.
-
-    The model stays as it is. Raises XshardError if the state dict lacks the parameter, or has it in
-    another shape.
-
-    Args:
-        init: Values by name.
-        parameter: Which one; a tied parameter has several names.
-        x: Its tensor on the meta device, for shape and dtype.
-        device: The device of the result.
-    """
+def _value_in(init: Mapping[str, Tensor], parameter: ShardedParameter) -> Tensor:
+    """Return the whole value of a parameter or buffer, which may be tied, in a state dict."""
     # A state dict may have a tied parameter under one of its names alone.
     names = [name for name in parameter.names if name in init]
     if not names:
         hint = "a buffer that a state dict lacks needs init= as a function, or a real device"
         raise XshardError(f"{parameter.name} is on the meta device, and init= lacks it", hint=hint)
     value = init[names[0]]
-    if tuple(value.shape) != tuple(x.shape):
-        what = f"{names[0]} has shape {tuple(value.shape)} in init=, not {tuple(x.shape)}"
+    if tuple(value.shape) != parameter.sharding.shape:
+        what = f"{names[0]} has shape {tuple(value.shape)} in init=, not {parameter.sharding.shape}"
         raise XshardError(what)
-    return value.to(device=device, dtype=x.dtype)
+    return value
 
 
 def _check_equal(sums: Mapping[str, Tensor], context: ParallelContext) -> None:

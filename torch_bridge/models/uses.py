@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch_bridge.models.embedding import shard_embedding
 from torch_bridge.models.gathered import GatheredParameter
 from torch_bridge.models.hooks import ModuleHooks
-from torch_bridge.models.names import is_inside, module_of, title_of
+from torch_bridge.models.names import is_inside, module_of, rules_of_objects, title_of
 from torch_bridge.models.parameters import ParallelContext, Place, ShardedParameter
 from xshard import Mesh, Rules, Sharding, models
 from xshard.errors import PlanError, ShapeError, located
@@ -24,29 +24,41 @@ PROJECTIONS = ("q_proj.weight", "k_proj.weight", "v_proj.weight", "query_key_val
 
 Hooks = Mapping[str, ModuleHooks]  # by the name of the module, outer ones first
 Uses = Mapping[str, ParameterUse]  # by the name of the parameter
+Changes = list[Callable[[], object]]  # what is left to do to modules
 
 
 class ModelParameters(NamedTuple):
     """Every parameter and buffer, tied ones once, and the use of each parameter by name.
 
     used_shardings: the layouts in use, with dims in the order of the tensor, and global shapes.
+    changes: what is left to do to the model's modules.
     """
 
     sharded: list[ShardedParameter]
     uses: dict[str, ParameterUse]
     used_shardings: dict[str, Sharding]
+    changes: Changes
 
 
 def enclosing(
     path: str, hooks: Hooks, has: Literal["inputs", "outputs", "gathers"]
 ) -> ModuleHooks | None:
     """Return the hooks of this module, or of the nearest around it, that have rules of a kind, or gather."""
+    found = _all_enclosing(path, hooks, has)
+    return found[0] if found else None
+
+
+def _all_enclosing(
+    path: str, hooks: Hooks, has: Literal["inputs", "outputs", "gathers"]
+) -> list[ModuleHooks]:
+    """Return the hooks of this module and of those around it that have such rules, inner ones first."""
+    found = []
     while True:
         candidate = hooks.get(path)
         if candidate is not None and getattr(candidate, has):
-            return candidate
+            found.append(candidate)
         if not path:
-            return None
+            return found
         path = module_of(path)
 
 
@@ -60,13 +72,13 @@ def parameters_by_rules(
     """Read the rule of every parameter and buffer, and note which modules gather which parameters.
 
     "weight": "o/dp i -> o i" is stored as [o/dp, i] and used as [o, i] in the forward pass, so that
-    a module has to gather it. No tensor is changed yet.
+    a module has to gather it. The model stays as it is.
 
     Args:
         model: The model, with whole tensors.
         context: The mesh and options.
         rules: Rules for names of parameters and buffers.
-        hooks: The hooks of modules, by name, outer ones first. They learn the dims of their
+        hooks: The hooks of modules, by each name, outer ones first. They learn the dims of their
             parameters, and what they gather.
         keep: Which gathered parameters stay in memory until the backward pass, as for
             `parallelize`: True for all, False for none, or a pattern of names.
@@ -75,31 +87,33 @@ def parameters_by_rules(
         XshardError: Rules do not fit the model.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    buffers = dict(model.named_buffers())
+    buffers = dict(model.named_buffers(remove_duplicate=False))
     keep_rules = _keep_rules(keep)
     keep_rules.match(list(parameters), partial=True, what="parameter")
-    # A buffer without a rule is replicated; a parameter without one is an error.
-    buffers_with_rule = [name for name in buffers if rules.pattern_for(name) is not None]
-    texts = rules.match([*parameters, *buffers_with_rule], what="parameter")
+    texts = _rule_texts(model, rules)
 
     by_identity: dict[int, ShardedParameter] = {}  # a tied parameter is one object
-    uses = {}
+    uses: dict[str, ParameterUse] = {}
     used_shardings = {}
+    changes: Changes = []
     for name, x in {**parameters, **buffers}.items():
+        place = _place_of(name, model)
         is_buffer = name in buffers
         path = module_of(name)
         around = enclosing(path, hooks, "inputs")
         if around is None and not is_buffer:
             _refuse_without_input_rule(name)
         varying = around.varying if around is not None else frozenset[str]()
-        place = Place(model.get_submodule(path), name.rpartition(".")[2])
         with located(name):
             rule = _read_rule(x, texts.get(name, "..."), is_buffer, context.axes, varying)
-            _shard_embedding(place.module, name, rule.used, context, hooks)
             is_gathered = path in hooks and hooks[path].outputs
             if name.endswith(PROJECTIONS) and not is_gathered:
                 _check_heads(model.get_submodule(module_of(path)), rule.used)
+            changes += _embedding_changes(place.module, name, rule.used, context, hooks)
         parameter = by_identity.setdefault(id(x), ShardedParameter([], [], rule.stored))
+        if is_buffer and not uses.keys().isdisjoint(parameter.names):
+            hint = "register it as a parameter under both names, or a copy of it as the buffer"
+            raise PlanError(f"the buffer {name} is the parameter {parameter.name}", hint=hint)
         _check_stored_alike(name, rule.stored, parameter)
         parameter.names.append(name)
         parameter.places.append(place)
@@ -117,8 +131,25 @@ def parameters_by_rules(
     _check_biases(uses, used_shardings, hooks)
     for parameter in sharded:
         if parameter.name in uses:
-            _plan_uses(parameter, uses, hooks, keep_rules)
-    return ModelParameters(sharded, uses, used_shardings)
+            changes += _plan_uses(parameter, uses, hooks, keep_rules)
+    return ModelParameters(sharded, uses, used_shardings, changes)
+
+
+def _rule_texts(model: nn.Module, rules: Rules) -> dict[str, str]:
+    """Return the rule of each parameter, and of the buffers that have one, by every name."""
+    parameters = model.named_parameters(remove_duplicate=False)
+    buffers = dict(model.named_buffers(remove_duplicate=False))
+    # A tied parameter may have a use, with a rule, for each place. A buffer has one rule.
+    objects: dict[str, Hashable] = {name: _place_of(name, model) for name, _ in parameters}
+    # A buffer without a rule is replicated; a parameter without one is an error.
+    with_rule = {x for name, x in buffers.items() if rules.pattern_for(name) is not None}
+    objects |= {name: x for name, x in buffers.items() if x in with_rule}
+    return rules_of_objects(rules, objects, "parameter", partial=False)
+
+
+def _place_of(name: str, model: nn.Module) -> Place:
+    """Return where the parameter or buffer of a name is."""
+    return Place(model.get_submodule(module_of(name)), name.rpartition(".")[2])
 
 
 def _keep_rules(keep: bool | Pattern) -> Rules:
@@ -155,14 +186,14 @@ def _read_rule(
     return _ReadRule(use, stored, used)
 
 
-def _shard_embedding(
+def _embedding_changes(
     module: nn.Module, name: str, used: Sharding, context: ParallelContext, hooks: Hooks
-) -> None:
-    """Let the module look rows up in its block, if it is an embedding and this is its sharded weight."""
+) -> Changes:
+    """Return what lets the module look rows up in its block, if this is an embedding's sharded weight."""
     path = module_of(name)
     around = enclosing(path, hooks, "outputs")
     summed_axes = around.summed_axes if around is not None else frozenset[str]()
-    shard_embedding(module, path, used, summed_axes, context.processes.device)
+    return shard_embedding(module, path, used, summed_axes, context.processes.device)
 
 
 def _check_heads(attention: nn.Module, projection: Sharding) -> None:
@@ -194,7 +225,7 @@ def _check_stored_alike(name: str, stored: Sharding, parameter: ShardedParameter
         raise PlanError(what, hint=hint)
 
 
-def _plan_uses(parameter: ShardedParameter, uses: Uses, hooks: Hooks, keep_rules: Rules) -> None:
+def _plan_uses(parameter: ShardedParameter, uses: Uses, hooks: Hooks, keep_rules: Rules) -> Changes:
     """Decide where a parameter is gathered, and where its gradient is summed over processes.
 
     Under "o/dp i -> o i" on dp=2 the nearest module around it that gathers gets the task: before its
@@ -202,8 +233,8 @@ def _plan_uses(parameter: ShardedParameter, uses: Uses, hooks: Hooks, keep_rules
     the way back. Axes over which that does not sum become `axes_summed_later`, for an all-reduce
     after the backward pass.
 
-    Changes the parameter, and the hooks of gathering modules. Registers a hook on a module whose
-    input's gradient could be incomplete, which checks this.
+    Changes the parameter, and the hooks of gathering modules. Returns what registers a hook on each
+    module whose input's gradient could be incomplete, which checks this.
 
     Args:
         parameter: The parameter; if it is tied, with several names and places.
@@ -214,18 +245,24 @@ def _plan_uses(parameter: ShardedParameter, uses: Uses, hooks: Hooks, keep_rules
     # A tied parameter has one gradient: only what no use sums is left for later.
     names = parameter.names
     parameter.axes_summed_later = models.axes_summed_after_all_uses([uses[name] for name in names])
+    is_named = any(keep_rules.pattern_for(name) is not None for name in names)
+    names_of_place: dict[Place, list[str]] = {}  # several if its module has several
     for name, place in zip(names, parameter.places, strict=True):
+        names_of_place.setdefault(place, []).append(name)
+    changes: Changes = []
+    for place, aliases in names_of_place.items():
+        name = aliases[0]
         use = uses[name]
+        for other in aliases:
+            check_varying_alike(name, use.varying_axes, other, uses[other].varying_axes)
         if use.unsummed_axes:
             check = partial(check_apart, name, use)
-            place.module.register_forward_pre_hook(check, with_kwargs=True)
+            changes.append(partial(place.module.register_forward_pre_hook, check, with_kwargs=True))
         move = use.move(parameter.axes_summed_later)
         if move is None:  # used as it is stored
             continue
         stored, used = move
-        gatherer = enclosing(module_of(name), hooks, "gathers")
-        assert gatherer is not None  # the nearest one with a rule, or the model
-        is_named = keep_rules.pattern_for(name) is not None
+        gatherer = _gatherer(aliases, hooks)
         gathered = GatheredParameter(
             name,
             [place],
@@ -240,6 +277,28 @@ def _plan_uses(parameter: ShardedParameter, uses: Uses, hooks: Hooks, keep_rules
             is_shared=is_named and len(names) == 1,
         )
         gatherer.parameters.add(gathered)
+    return changes
+
+
+def check_varying_alike(
+    name: str, varying: frozenset[str], other: str, other_varying: frozenset[str]
+) -> None:
+    """Raise PlanError if activations differ along other axes under another name of one object."""
+    differing = varying ^ other_varying
+    if differing:
+        what = f"{name} is {other}, and activations differ along '{min(differing)}' in one alone"
+        hint = "a rule for the input of the module, or one around both names, that names this axis"
+        raise PlanError(what, hint=hint)
+
+
+def _gatherer(names: Sequence[str], hooks: Hooks) -> ModuleHooks:
+    """Return the hooks of the nearest module around all names of one place that gathers parameters."""
+    nearest_first, *others = [_all_enclosing(module_of(name), hooks, "gathers") for name in names]
+    for candidate in nearest_first:
+        if all(candidate in around for around in others):
+            return candidate
+    hint = 'gathers="", or a rule for the input of a module around them'
+    raise PlanError(f"no module around {' and '.join(names)} gathers it", hint=hint)
 
 
 def _check_biases(uses: Uses, shardings: Mapping[str, Sharding], hooks: Hooks) -> None:

@@ -312,7 +312,7 @@ def _copied(source: Module, parallel: ParallelModel) -> tuple[Module, dict[str, 
         parallel: The state of the parallel model.
     """
     source_tensors: dict[str, Tensor] = dict(source.named_parameters(remove_duplicate=False))
-    source_tensors.update(source.named_buffers())
+    source_tensors.update(source.named_buffers(remove_duplicate=False))
     # `deepcopy` looks objects up here by their ids before it copies them: the state of the parallel
     # model is not copied, and whole tensors take the place of blocks.
     memo = _states_by_id(parallel)

@@ -6,11 +6,11 @@ too: models ask for some of them, such as the length of a mask.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import re
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -23,12 +23,13 @@ from torch.overrides import TorchFunctionMode
 from torch_bridge.step.classes import Call, attention_call, bias_call, call_of
 from torch_bridge.versions.autograd import viewed_tensor
 from torch_bridge.versions.modes import TorchDispatchMode, schema_of
+from torch_bridge.versions.modules import buffers_of, modules_by_name, parameters_of
 from torch_bridge.versions.pytree import tree_leaves, tree_map_only
 from xshard.dtypes import name_of
 from xshard.errors import PlanError
 from xshard.step.record.letters import LetteredOp, dim_letters
 from xshard.step.record.op import Op, renamed
-from xshard.step.record.trace import Trace
+from xshard.step.record.trace import Trace, input_name
 from xshard.step.record.training_step import TrainingStep
 
 # Functions whose arguments are the lengths of their result.
@@ -88,7 +89,6 @@ class StepRecorder(TorchDispatchMode):
         self.module_entered_by: dict[str, str] = {}
         self.module_left_by: dict[str, str] = {}
         self._constants: set[str] = set()  # operations that depend on no input and no parameter
-        self._name_counts = Counter[str]()
         self._open_modules = [_OpenModule("", None, None, 0)]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -191,10 +191,12 @@ class StepRecorder(TorchDispatchMode):
         {"x": {0: "r0"}} for `zeros(x.shape[0], 8)`: its dim 0 of the result, r0, is as long as dim
         0 of x. They become operands, so that both dims are sharded together.
         """
-        name = f"{self._open_modules[-1].path}:{name}"
-        self._name_counts[name] += 1
-        if self._name_counts[name] > 1:
-            name += f"_{self._name_counts[name]}"
+        first_name = f"{self._open_modules[-1].path}:{name}"
+        name = first_name
+        number = 1
+        while name in self.trace.shapes:  # also of an input or a parameter
+            number += 1
+            name = f"{first_name}_{number}"
 
         operands = [self.name_of(x) for x in call.operands]
         op = call.op
@@ -313,22 +315,22 @@ def record_step(model: nn.Module, batch: Any) -> tuple[TrainingStep, tuple[str, 
     if not tensors:
         hint = 'as in {"input_ids": torch.zeros(16, 8192, dtype=torch.int64)}'
         raise PlanError("the batch lacks a tensor", hint=hint)
+    modules_by_name(model)  # raises for a module inside itself
     names_of_parameters = _names_of_parameters(model)
     dtypes = [parameter.dtype for parameter in names_of_parameters]
     dtype = dtypes[0] if dtypes else torch.float32
     # The batch size is the length of the first input's first dim.
     first_input, *_ = tensors.values()
     recorder = StepRecorder(Trace(first_input.shape[0], name_of(dtype)))
-    for name, x in tensors.items():
-        recorder.names[x] = recorder.trace.input(name, x.shape)
-
     # Parameters and buffers get meta tensors of their own, so that the model stays as it is.
-    state = {}
-    for name, x in model.named_buffers():
-        state[name] = torch.empty_like(x, device="meta")
+    on_meta = {x: torch.empty_like(x, device="meta") for x in model.buffers()}
     for parameter, names in names_of_parameters.items():
-        state[names[0]] = _add_parameter(recorder, parameter, names)
-    result = _run(model, state, inputs, recorder)
+        on_meta[parameter] = _add_parameter(recorder, parameter, names)
+    for name, x in tensors.items():
+        # A parameter of the model may be called like an argument.
+        array = input_name(name, recorder.trace.shapes)
+        recorder.names[x] = recorder.trace.input(array, x.shape)
+    result = _run(model, on_meta, inputs, recorder)
     step = recorder.trace.step(_add_loss(recorder, result))
 
     unused = []
@@ -369,24 +371,43 @@ def _add_parameter(recorder: StepRecorder, parameter: nn.Parameter, names: list[
 
 
 def _run(
-    model: nn.Module, state: dict[str, Tensor], inputs: dict[str, Any], recorder: StepRecorder
+    model: nn.Module, on_meta: dict[Tensor, Tensor], inputs: dict[str, Any], recorder: StepRecorder
 ) -> Any:
     """Run a model's forward pass without data, recording its operations and its modules.
 
-    state: meta tensors in place of parameters and buffers, by name. inputs: arguments of `forward`
-    by name. Returns what the model returns.
+    on_meta: meta tensors in place of parameters and buffers. inputs: arguments of `forward` by
+    name. Returns what the model returns.
     """
-    # The stack removes the hooks, also after an error: the model stays as it is.
-    with torch.no_grad(), torch.device("meta"), ExitStack() as stack:
+    with torch.no_grad(), torch.device("meta"), _unchanged(model), Functions(recorder), recorder:
         for path, module in model.named_modules():
             # A module that is used twice has one path, and its operations get numbers.
-            enter = partial(recorder.enter, path)
-            leave = partial(recorder.leave, path)
-            stack.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
-            stack.callback(module.register_forward_hook(leave).remove)
-        stack.enter_context(Functions(recorder))
-        stack.enter_context(recorder)
-        return torch.func.functional_call(model, state, (), inputs, tie_weights=True)
+            module.register_forward_pre_hook(partial(recorder.enter, path), with_kwargs=True)
+            module.register_forward_hook(partial(recorder.leave, path))
+            for tensors in (parameters_of(module), buffers_of(module)):
+                tensors.update({name: on_meta.get(x, x) for name, x in tensors.items()})
+        return model(**inputs)
+
+
+@contextmanager
+def _unchanged(model: nn.Module) -> Iterator[None]:
+    """Let a `with` block change modules: their tensors, hooks and attributes are then as before.
+
+    A forward pass may leave results in attributes, as tables of positions: here on the meta device.
+    Random numbers go on as before, too.
+    """
+    attributes = {module: dict(vars(module)) for module in model.modules()}
+    copies: dict[int, Any] = {}  # modules may share a dict
+    for module, values in attributes.items():
+        for name, value in values.items():
+            if isinstance(value, dict | list | set):
+                vars(module)[name] = copies.setdefault(id(value), copy.copy(value))
+    try:
+        with torch.random.fork_rng(devices=()):
+            yield
+    finally:
+        for module, values in attributes.items():
+            vars(module).clear()
+            vars(module).update(values)
 
 
 def _add_loss(recorder: StepRecorder, result: Any) -> str:
@@ -433,7 +454,10 @@ def _with_modules(step: TrainingStep, recorder: StepRecorder) -> TrainingStep:
         if name in ops:
             _merge_input(ops, name, path, module_left_by)
     # A module that is called twice gives its name to the last of its results.
-    last_results = {path: name for name, path in module_left_by.items() if name in ops}
+    taken = {*step.inputs, *step.parameters, *ops}
+    last_results = {
+        path: name for name, path in module_left_by.items() if name in ops and path not in taken
+    }
     new_names = {name: path for path, name in last_results.items()}
     return replace(step, ops=[renamed(op, new_names) for op in ops.values()])
 

@@ -9,6 +9,7 @@ from torch.amp import GradScaler
 from torch.nn.utils import get_total_norm
 
 from torch_bridge.versions.support import private_names
+from xshard import XshardError
 
 with private_names():
     norm_of = get_total_norm.__closure__[0].cell_contents  # type: ignore[index]
@@ -50,6 +51,20 @@ def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
     `named_children` leaves out a missing child, and a second name of the same one.
     """
     return module._modules
+
+
+def modules_by_name(model: nn.Module) -> dict[str, nn.Module]:
+    """Return all modules by name: one that the model has twice has two names.
+
+    Raises XshardError for a module inside itself.
+
+    Without the names beside the first, rules and parameters of such a module would not meet.
+    """
+    try:
+        return dict(model.named_modules(remove_duplicate=False))
+    except RecursionError:
+        hint = "a list keeps a module out of the tree of modules: self.outer = [outer]"
+        raise XshardError("a module of the model is inside itself", hint=hint) from None
 
 
 def replace_children(module: nn.Module, children: dict[str, nn.Module | None]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, product
 
@@ -14,6 +14,12 @@ from xshard.step.record.training_step import TrainingStep
 Names = list[list[str]]  # [dims][parts]: the names of each dim of an array, several for `(g d)`
 # By the first letter of a name: dims without a name, made by an operation, of an input, the batch.
 ORIGINS = ("", "n", "s", "b")
+INPUT = " (input)"  # ends the name of an input that is called like a parameter
+
+
+def input_name(name: str, taken: Collection[str]) -> str:
+    """Return the name of an input beside parameters: "w", and "w (input)" if one is called w."""
+    return f"{name}{INPUT}" if name in taken else name
 
 
 @dataclass

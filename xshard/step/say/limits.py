@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -15,6 +16,7 @@ from xshard.step.price.nodes import Gathering
 from xshard.step.price.options import Flags, Ints, without_copies
 from xshard.step.price.problem import StepProblem
 from xshard.step.record.arrays import placements_of
+from xshard.step.record.trace import INPUT
 from xshard.step.say.rules import StepRules
 
 
@@ -112,7 +114,8 @@ class _Limits:
         rule = self.rules.inputs.find("")  # "" is the model itself
         if source.name not in self.problem.step.inputs or rule is None:
             return
-        text = rule.get(source.name) if isinstance(rule, dict) else rule  # one for each input
+        name = source.name.removesuffix(INPUT)
+        text = rule.get(name) if isinstance(rule, dict) else rule  # one for each input
         if text is not None:
             arriving = without_copies(_sides(text, self.problem, source.name).dst)
             self.allowed[edge.source] &= (source.placements[:, -1] == arriving).all(-1)
@@ -170,18 +173,27 @@ def fixed_options(problem: StepProblem, fixed: RulesLike) -> list[Ints]:
 
     fixed: layouts by patterns over names of inputs, parameters and operations, for their results.
     """
-    layouts = Rules(fixed).match(list(problem.node_numbers), partial=True, what="array of the step")
+    # Tied parameters are one array, with several names between bars: each may be meant.
+    names_of = {name: (name, *name.split("|")) for name in problem.node_numbers}
+    names = list(dict.fromkeys(chain.from_iterable(names_of.values())))
+    layouts = Rules(fixed).match(names, partial=True, what="array of the step")
     options: list[Ints] = []
     for node in problem.nodes:
         # "..." names no axis: all options agree. After an arrow stands how the array is used, which
         # is left free.
-        rule = _sides(layouts.get(node.name, "..."), problem, node.name)
+        texts = {layouts.get(name, "..."): name for name in names_of[node.name]}
+        texts.pop("...", None)
+        if len(texts) > 1:
+            reason = f"{' and '.join(texts.values())} are one array, fixed as {[*texts]}"
+            raise NotationError(reason, hint="leave one out, or write the same for both")
+        text = next(iter(texts), "...")
+        rule = _sides(text, problem, node.name)
         is_same = node.placements[:, -1] == rule.src  # [options, axes] of the array itself
         agrees = (is_same | ~rule.is_named).all(-1)
         if not agrees.any():
             dims = problem.step.arrays[node.name]
             raise NotationError(
-                f"no option has '{layouts[node.name]}'",
+                f"no option has '{text}'",
                 hint=f"'{dims}' has lengths {problem.shape(node.name)}",
             )
         options.append(np.flatnonzero(agrees))

@@ -16,6 +16,7 @@ from xshard.step.price.problem import StepProblem
 from xshard.step.record.arrays import layout_of
 from xshard.step.record.op import Op
 from xshard.step.record.repeat import in_first_block
+from xshard.step.record.trace import INPUT
 
 Texts = dict[str, str]  # rules by names of parameters or modules
 
@@ -225,7 +226,9 @@ class _ActivationRules:
         """Write the rule of the model's inputs; several have one each, by name."""
         rules = Texts()
         for name, arriving in self.arriving.items():
-            rules[name] = _text(Layout.parse(" ".join(arriving.names)), arriving)
+            rules[name.removesuffix(INPUT)] = _text(
+                Layout.parse(" ".join(arriving.names)), arriving
+            )
         if len(rules) > 1:
             return rules
         return next(iter(rules.values())) if rules else "..."
