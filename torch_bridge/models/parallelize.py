@@ -18,6 +18,7 @@ from torch_bridge.models.gradients import Gradients
 from torch_bridge.models.hooks import ModuleHooks, TensorRule
 from torch_bridge.models.module_parameters import ModuleParameters
 from torch_bridge.models.names import module_of, title_of
+from torch_bridge.models.own_attention import guard_attention
 from torch_bridge.models.parallel import ATTRIBUTE, ParallelModel
 from torch_bridge.models.parameters import Init, ParallelContext, shard_all
 from torch_bridge.models.uses import ModelParameters, enclosing, parameters_by_rules
@@ -213,6 +214,7 @@ def _attach(model: nn.Module, parallel: ParallelModel) -> None:
         if hooks is not None or module is model:
             module.register_forward_hook(parallel.add_note, always_call=True)
     model.register_forward_pre_hook(parallel.begin, prepend=True)
+    guard_attention(model, parallel.hooks)
 
     modules_with_blocks = []
     for parameter in parallel.sharded:
