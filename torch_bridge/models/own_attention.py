@@ -19,7 +19,11 @@ def guard_attention(model: nn.Module, hooks: Mapping[str, ModuleHooks]) -> None:
         kind = type(module)
         # Rules inside may gather the sequence, and cut heads instead.
         has_rules = any(other.startswith(f"{name}.") for other in hooks)
-        if kind.__module__.startswith("transformers.") and "Attention" in kind.__name__ and not has_rules:
+        if (
+            kind.__module__.startswith("transformers.")
+            and "Attention" in kind.__name__
+            and not has_rules
+        ):
             check = partial(check_attention, name, hooks)
             module.register_forward_pre_hook(check, with_kwargs=True)
 
@@ -28,12 +32,17 @@ def check_attention(
     name: str, hooks: Mapping[str, ModuleHooks], module: nn.Module, args: Any, kwargs: Any
 ) -> None:
     """Raise XshardError if a module would attend to one block of a sequence; a hook of the module."""
-    if "" not in hooks or kwargs.get("key_value_states") is not None:  # another sequence, maybe whole
+    if (
+        "" not in hooks or kwargs.get("key_value_states") is not None
+    ):  # another sequence, maybe whole
         return
     root = hooks[""]
-    batch, rows, *_ = next(x.shape for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
+    # Tokens are `[batch, sequence]`.
+    layouts = [rule.rule.dst for rule in root.inputs]
+    sequences = [layout.names[1] for layout in layouts if len(layout.names) == 2]
+    _, rows, *_ = next(x.shape for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
     for dim in root.known_dims:
-        is_cut = root.context.axes.size(*dim.axes) > 1 and batch != dim.local_length
+        is_cut = dim.name in sequences and root.context.axes.size(*dim.axes) > 1
         if is_cut and rows == dim.local_length and _is_own(module):
             message = f"{name} attends to {rows} of {dim.length} rows: {dim.source}"
             hint = "set an attention of xt.nn.register_attention, or gather the rows in a rule for its input"

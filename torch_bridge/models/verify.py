@@ -17,9 +17,9 @@ from torch.nn import Module
 from torch_bridge.mesh.process_mesh import on_this_process_alone
 from torch_bridge.models.names import is_inside
 from torch_bridge.models.notes import described
+from torch_bridge.models.own_attention import check_attention
 from torch_bridge.models.parallel import ATTRIBUTE, ParallelModel, parallel_of
 from torch_bridge.models.parameters import ParallelContext, Place, ShardedParameter, unsharded
-from torch_bridge.models.own_attention import check_attention
 from torch_bridge.models.uses import check_apart
 from torch_bridge.versions.modules import buffers_of, forward_hooks_of, uncompiled
 from xshard import Layout, Sharding, XshardError, dtypes, tolerances

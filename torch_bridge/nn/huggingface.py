@@ -208,9 +208,7 @@ def _mask_parts(mask: Callable[..., Any]) -> Iterator[str]:
                 yield from _mask_parts(part)
 
 
-def _documents(
-    ids: Tensor, layout: Layout, mesh: MeshLike, shape: Sequence[int]
-) -> Tensor | None:
+def _documents(ids: Tensor, layout: Layout, mesh: MeshLike, shape: Sequence[int]) -> Tensor | None:
     """Return the row at which the document of each row starts, `[batch, rows]`; None: all at row 0.
 
     Positions count the rows of the array, or they restart at 0 with each document: 0 1 2 0 1 -> 0 0 0 3 3.

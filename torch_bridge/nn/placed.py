@@ -260,7 +260,9 @@ def _placed_as(
     # share would count twice in a mean.
     if layout.tags or any(dim.overlap for dim in layout.dims):
         message = "layers work on blocks of values, without sums, copies or overlap"
-        raise NotationError(message, text=text, hint="as in b c h/sp w: they sum gradients of copies")
+        raise NotationError(
+            message, text=text, hint="as in b c h/sp w: they sum gradients of copies"
+        )
     sharding = sharding_of_block(layout, mesh_of(processes.mesh), local_shape, shape, text)
     placement = Placement(sharding, processes)
     # If blocks differ in size and no shape was given, some processes have inferred a wrong shape.
