@@ -32,11 +32,13 @@ class Case(NamedTuple):
     kv_layout: str | None = None
     factor: float = 1.0
     kv_length: int | None = None
+    length: int = LENGTH
+    batch: int = BATCH
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Of the queries, in the order of the layout."""
-        lengths = {"b": BATCH, "s": LENGTH, "h": self.heads[0], "k": WIDTH}
+        lengths = {"b": self.batch, "s": self.length, "h": self.heads[0], "k": WIDTH}
         return tuple(lengths[name] for name in xs.Layout.parse(self.layout).names)
 
     def block_layout(self, dims: str = DIMS, of_keys: bool = False) -> xs.Layout:
@@ -152,9 +154,9 @@ class Problem(NamedTuple):
 def problem(case: Case, mask: Mask, seed: int = 0) -> Problem:
     """Random arrays; without a batch dim there is one batch."""
     draw, (heads, kv_heads) = np.random.default_rng(seed), case.heads
-    batch = BATCH if "b" in xs.Layout.parse(case.layout).names else 1
-    n = LENGTH
-    m = case.kv_length or LENGTH
+    batch = case.batch if "b" in xs.Layout.parse(case.layout).names else 1
+    n = case.length
+    m = case.kv_length or case.length
     shapes = [
         (n, heads, WIDTH),
         (m, kv_heads, WIDTH),

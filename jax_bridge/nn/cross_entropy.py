@@ -18,6 +18,7 @@ from jax import lax
 
 from jax_bridge.calls import as_array, redistribute
 from jax_bridge.lower.row_tables import valid_elements, with_zero_padding
+from jax_bridge.mesh.axis_types import is_typed, varying_axes
 from jax_bridge.mesh.context import AnyMesh, block_sharding, mesh_and_machine
 from jax_bridge.ops import positions
 from xshard import Layout
@@ -52,6 +53,10 @@ def _cross_entropy(
     move = partial(redistribute, mesh=context.mesh, profile=context.machine)
     loss = ShardedLoss(jnp, move, options, sharding)
     loss.check(logits.shape, labels.shape)
+    # Types may say that devices have the same logits: whole ones, in the place of blocks.
+    same_axes = filter(is_typed, set(loss.class_axes) - varying_axes(logits))
+    if any(context.mesh.size(axis) > 1 for axis in same_axes):
+        raise loss.whole_error()
 
     losses = _token_losses(logits, labels, loss)
     is_no_class = (labels < 0) | (labels >= loss.n_classes)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import jax_bridge as xj
 import xshard as xs
@@ -114,3 +115,28 @@ def test_labels_that_are_no_classes() -> None:
     ):
         with pytest.raises(kind, match=words):
             loss(np.stack([logits] * 2), labels, **options)
+
+
+@in_jax
+def test_whole_logits_are_refused_by_their_type() -> None:
+    mesh = jax.make_mesh((2, 4), ("dp", "tp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    logits = jnp.arange(24.0).reshape(3, 8) % 5
+    labels = jnp.array([1, 0, 3])
+    for layout, cut, is_right in (
+        ("b v/tp", P(None, "tp"), True),
+        ("b v", P(), True),
+        ("b v/tp", P(), False),
+        ("b v/(dp,tp)", P(None, "tp"), False),
+    ):
+        loss = functools.partial(xj.nn.cross_entropy, layout=layout)
+        for check_vma in (True, False):
+            mapped = jax.jit(
+                jax.shard_map(
+                    loss, mesh=mesh, in_specs=(cut, P()), out_specs=P(), check_vma=check_vma
+                )
+            )
+            if is_right:
+                assert abs(mapped(logits, labels) - whole(logits, labels, 1)) < 1e-6
+            elif check_vma:
+                with pytest.raises(errors.ShapeError, match="the same logits on all devices along"):
+                    mapped(logits, labels)

@@ -19,6 +19,7 @@ from torch_bridge.models.gradients import Gradients
 from torch_bridge.models.hooks import ModuleHooks, TensorRule
 from torch_bridge.models.module_parameters import ModuleParameters
 from torch_bridge.models.names import module_of, rules_of_objects, title_of
+from torch_bridge.models.own_attention import guard_attention
 from torch_bridge.models.parallel import ATTRIBUTE, ParallelModel
 from torch_bridge.models.parameters import Init, ParallelContext, check_whole, shard_all
 from torch_bridge.models.uses import (
@@ -231,6 +232,7 @@ def _attach(model: nn.Module, parallel: ParallelModel) -> None:
         if hooks is not None or module is model:
             module.register_forward_hook(parallel.add_note, always_call=True)
     model.register_forward_pre_hook(parallel.begin, prepend=True)
+    guard_attention(model, parallel.hooks)
     model.register_forward_hook(parallel.note_outputs)
 
     modules_with_blocks = []

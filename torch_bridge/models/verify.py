@@ -17,6 +17,7 @@ from torch.nn import Module
 from torch_bridge.mesh.process_mesh import on_this_process_alone
 from torch_bridge.models.names import is_inside
 from torch_bridge.models.notes import described
+from torch_bridge.models.own_attention import check_attention
 from torch_bridge.models.parallel import ATTRIBUTE, ParallelModel, parallel_of
 from torch_bridge.models.parameters import ParallelContext, Place, ShardedParameter, unsharded
 from torch_bridge.models.uses import check_apart
@@ -356,7 +357,7 @@ def _remove_hooks(model: Module, parallel: ParallelModel) -> None:
         for hooks in forward_hooks_of(module):
             for key, hook in list(hooks.items()):
                 is_method = id(getattr(hook, "__self__", None)) in states
-                is_check = getattr(hook, "func", None) is check_apart
+                is_check = getattr(hook, "func", None) in (check_apart, check_attention)
                 if is_method or is_check:
                     del hooks[key]
 

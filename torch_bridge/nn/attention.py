@@ -47,6 +47,7 @@ from xshard.nn.attention import (
     METHODS,
     REDUCE,
     RING,
+    SEQUENCE,
     Attention,
     Tile,
     tiles,
@@ -195,7 +196,7 @@ class ProcessAttention(AttentionCall):
         """
         k, v = self.read(kv)
         parts = []
-        for tile in tiles(self.attn, self.processes.device):
+        for tile in self.tiles():
             rows = q[:, :, tile.q]
             keys = k[:, :, tile.k]
             values = v[:, :, tile.k]
@@ -236,6 +237,13 @@ class ProcessAttention(AttentionCall):
             total += gradient
         else:
             total.index_add_(1, self._heads_read, gradient.to(total.dtype))
+
+    def tiles(self, round_index: int = 0) -> Sequence[Tile]:
+        """Return the tiles of a round; none without batches or heads, by which kernels divide."""
+        batches_and_heads = self.attn.queries.local_shape(self.processes.device)[:SEQUENCE]
+        if 0 in batches_and_heads:
+            return ()
+        return tiles(self.attn, self.processes.device, round_index)
 
     def mask(self, tile: Tile, round_index: int = 0, *, any_length: bool = False) -> TileMask:
         """Build the mask of a tile, which is a run of queries with a run of keys.
@@ -459,7 +467,7 @@ class BlockAttention(torch.autograd.Function):
         # Each process passes on every block, also one that its queries do not see: the next
         # process in the ring waits for it.
         for round_index, block in call.attn.blocks_by_round(kv, call.send):
-            for tile in tiles(call.attn, call.processes.device, round_index):
+            for tile in call.tiles(round_index):
                 k, v = call.read(block[:, :, tile.k])
                 mask = call.mask(tile, round_index)
                 part = call.attend(q[:, :, tile.q], k, v, mask)
@@ -540,7 +548,7 @@ def _add_gradients_of_block(
     block's shape. round_index: how many times blocks have been passed on before.
     """
     kv_gradient = torch.zeros_like(block, dtype=queries.log_sum.dtype)
-    for tile in tiles(call.attn, call.processes.device, round_index):
+    for tile in call.tiles(round_index):
         k, v = call.read(block[:, :, tile.k])
         wide_v = v
         if queries.has_extra_column:

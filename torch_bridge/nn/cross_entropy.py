@@ -25,8 +25,10 @@ from torch_bridge.calls.move import between_graphs
 from torch_bridge.mesh.process_mesh import MeshLike
 from torch_bridge.nn.placed import placed_as
 from torch_bridge.redistribution import redistribute
+from torch_bridge.versions.functorch import is_transformed
 from xshard import Layout, Sharding
 from xshard.contractions.attention import Verb
+from xshard.errors import ShapeError
 from xshard.nn.cross_entropy import LossOptions, ShardedLoss, dtype_error, rows_of_classes
 
 
@@ -54,11 +56,22 @@ def _cross_entropy(
     # set to 0.
     is_ignored = labels == options.ignore_index
     classes = labels.masked_fill(is_ignored, 0).long()
+    calls_before = _rows_of_classes.cache_info().misses
     rows = _rows_of_classes(placement.sharding, loss.dim, processes.device, labels.device)
-    row_of_label = F.embedding(classes, rows[:, None]).squeeze(-1)
+    is_first_call = _rows_of_classes.cache_info().misses > calls_before
+    try:
+        row_of_label = F.embedding(classes, rows[:, None]).squeeze(-1)
+    except IndexError as error:  # on a GPU, it is an assertion there
+        message = f"labels from {classes.min()} to {classes.max()}, {loss.n_classes} classes"
+        raise ShapeError(
+            message, text=str(layout), hint="ignore_index=: labels that do not count"
+        ) from error
     # Sums of many exponentials: in float32 or wider.
     dtype = torch.promote_types(logits.dtype, torch.float32)
     logits = logits.movedim(loss.dim, -1).to(dtype)
+    are_cut = processes.mesh.size(*loss.class_axes) > 1
+    if is_first_call and are_cut and not logits.is_meta and not is_transformed():
+        _check_are_blocks(logits.detach(), classes, loss)
     losses = loss.of_tokens(
         logits,
         exponents=logits,  # blocks have no padding
@@ -83,6 +96,21 @@ def _chosen(logits: Tensor, row_of_label: Tensor) -> Tensor:
 
 
 cross_entropy = Verb[Tensor, MeshLike](_cross_entropy).cross_entropy
+
+
+def _check_are_blocks(logits: Tensor, classes: Tensor, loss: ShardedLoss) -> None:
+    """Raise ShapeError on all processes if all of them have the same logits, which the labels fit.
+
+    Whole logits in the place of blocks would make the loss too large by the logarithm of their number.
+    Logits that are all equal, as of a new layer, tell nothing.
+    """
+    sums = logits.logsumexp(-1)
+    is_same = sums == loss.all_reduced(sums, "max", loss.class_axes)
+    is_varied = (logits != logits[..., :1]).any()
+    looks_whole = is_same.all() & is_varied & (classes < logits.shape[-1]).all()
+    if loss.all_reduced(looks_whole.long(), "min", loss.sharding.layout.axes):
+        _rows_of_classes.cache_clear()  # the next call is checked again
+        raise loss.whole_error()
 
 
 @lru_cache(maxsize=64)

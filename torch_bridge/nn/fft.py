@@ -12,6 +12,7 @@ from torch import Tensor
 from torch_bridge.autodiff.blocks import as_tensor
 from torch_bridge.mesh.process_mesh import MeshLike
 from torch_bridge.nn.placed import Lengths, Outputs, Placement, placed_as, record
+from torch_bridge.nn.window import no_outputs
 from xshard import Layout, XshardError
 from xshard.errors import api_boundary
 from xshard.notation.parser import Dim, Shard
@@ -183,9 +184,21 @@ def _transform_whole_dims(
 ) -> Outputs:
     """Transform dims that each process has whole; their lengths may change."""
     for step in transforms:
-        x = step.transform(x, step.length, step.dim, norm)
+        x = _transform_dim(x, step, norm)
         placement = placement.with_length(step.dim, x.shape[step.dim])
     return x, placement
+
+
+def _transform_dim(x: Tensor, step: DimTransform, norm: str | None) -> Tensor:
+    """Transform one dim, which is whole, of a block that may have no rows of other dims."""
+    length = x.shape[step.dim]
+    if x.numel() or not length:
+        return step.transform(x, step.length, step.dim, norm)
+    # MKL refuses such a block. The length and the dtype are those of one row.
+    row = step.transform(x.sum().expand(length), step.length, -1, norm)
+    shape = list(x.shape)
+    shape[step.dim] = len(row)
+    return no_outputs(shape, row)
 
 
 def _layout_with_whole(placement: Placement, whole: Sequence[int]) -> Layout:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from torch_bridge.calls.move import between_graphs
 from torch_bridge.mesh.process_mesh import MeshLike, positions
 from torch_bridge.nn.attention import attention
 from torch_bridge.nn.placed import Lengths, placed_as
@@ -18,7 +19,7 @@ from xshard.errors import ShapeError, api_boundary
 from xshard.nn.attention import AUTO
 
 # Parts of masks, by the functions of `transformers.masking_utils` that make them. Masks of packed sequences
-# stem from position ids with gaps, which sharded sequences have too: `_check_positions` checks these.
+# stem from position ids with gaps, which sharded sequences have too: `_documents` reads these.
 _MASKS = (
     "causal_mask_function",
     "bidirectional_mask_function",
@@ -47,8 +48,8 @@ def register_attention(
 
     It registers an attention under `name`, which models choose by `attn_implementation=name`.
     The model is called with this process's block of tokens, `[batch, rows]`, and `position_ids` of the
-    rows, as `positions` returns them. An `attention_mask` `[batch, rows]` marks padding, `documents=` the
-    documents of packed tokens.
+    rows, as `positions` returns them. An `attention_mask` `[batch, rows]` marks padding. Packed documents are
+    told by `documents=`, or by `position_ids` that restart at 0.
 
     Args:
         layout: The layout of queries, `[batch, rows, heads, width]` in any order, with `s` for rows and `h`
@@ -61,8 +62,8 @@ def register_attention(
     Raises:
         XshardError: At the call of the model, for options that attention here lacks: dropout, caches of
             keys, masks other than causal ones and windows, and biases.
-        ShapeError: At the call of the model, for position ids of other rows, which are compared at the first
-            call with a shape.
+        ShapeError: At the call of the model, for position ids of other rows. Each forward pass compares them:
+            8 bytes from each process.
     """
     from transformers import AttentionInterface, AttentionMaskInterface  # slow: seconds
 
@@ -80,7 +81,9 @@ class _Implementation:
     name: str
     how: str
     shape: Lengths
-    checked_shapes: set[tuple[int, ...]] = field(default_factory=set)
+    # Of the last layer that asked.
+    position_ids: Tensor | None = None
+    documents: Tensor | None = None
 
     def attend(
         self,
@@ -101,18 +104,20 @@ class _Implementation:
         self._check_call(query, key, attention_mask, options)
         order = self._order()  # from transformers' order of dims to the layout's
         q, k, v = [x.permute(order) for x in (query, key, value)]
-        documents = options.get("documents")
-        if attention_mask is not None:
-            documents = _with_padding(documents, attention_mask)
-        elif documents is None:
-            # The causal mask follows from the rows that the layout gives to this process: the
-            # model's position ids must be those rows.
-            self._check_positions_once(q, options.get("position_ids"))
-        if documents is not None and order.index(0) > order.index(2):
-            documents = documents.mT  # batch after rows, as in the layout
         is_causal = options.get("is_causal")
         if is_causal is None:
             is_causal = getattr(module, "is_causal", True)
+        documents = options.get("documents")
+        if attention_mask is not None:
+            documents = _with_padding(documents, attention_mask)
+        elif documents is None and self.layout.axes:
+            position_ids = options.get("position_ids")
+            if position_ids is not None and position_ids.ndim == 2:
+                documents = self._documents_of(position_ids, q, len(query))
+            if not is_causal:  # on one device, positions tell documents to causal masks alone
+                documents = None
+        if documents is not None and order.index(0) > order.index(2):
+            documents = documents.mT  # batch after rows, as in the layout
         y = attention(
             q,
             k,
@@ -160,15 +165,16 @@ class _Implementation:
             message = f"{query.shape[2]} rows of queries, {key.shape[2]} of keys"
             raise ShapeError(message, hint="use_cache=False: keys of earlier calls are not here")
 
-    def _check_positions_once(self, q: Tensor, position_ids: Tensor | None) -> None:
-        """Compare position ids at the first call with a shape: it takes a collective."""
-        if position_ids is None or torch.compiler.is_compiling():
-            return
-        shape = placed_as(q, self.layout, self.mesh, self.shape).shape
-        is_new = shape not in self.checked_shapes
-        if is_new and position_ids.ndim == 2 and self.layout.axes:
-            _check_positions(position_ids, self.layout, self.mesh, shape)
-            self.checked_shapes.add(shape)
+    @between_graphs
+    def _documents_of(self, position_ids: Tensor, q: Tensor, n_batches: int) -> Tensor | None:
+        """Return the documents that positions tell, `[batch, rows]`; None if there is one only."""
+        # All layers of a forward pass ask; the first compares the positions of all processes.
+        if position_ids is not self.position_ids:
+            shape = placed_as(q, self.layout, self.mesh, self.shape).shape
+            ids = position_ids.expand(n_batches, -1)
+            self.documents = _documents(ids, self.layout, self.mesh, shape)
+            self.position_ids = position_ids
+        return self.documents
 
     def mask(
         self, *_: Any, mask_function: Any, attention_mask: Any = None, **__: Any
@@ -178,6 +184,7 @@ class _Implementation:
             if part not in _MASKS:
                 message = f"{self.name!r} with a mask of {part}"
                 raise XshardError(message, hint=f"it has: {', '.join(_MASKS)}")
+        self.position_ids = None  # a forward pass begins
         return attention_mask
 
 
@@ -201,15 +208,28 @@ def _mask_parts(mask: Callable[..., Any]) -> Iterator[str]:
                 yield from _mask_parts(part)
 
 
-def _check_positions(ids: Tensor, layout: Layout, mesh: MeshLike, shape: Sequence[int]) -> None:
-    """Raise ShapeError on all processes if position ids `[batch or 1, rows]` of one are not of its rows."""
+def _documents(ids: Tensor, layout: Layout, mesh: MeshLike, shape: Sequence[int]) -> Tensor | None:
+    """Return the row at which the document of each row starts, `[batch, rows]`; None: all at row 0.
+
+    Positions count the rows of the array, or they restart at 0 with each document: 0 1 2 0 1 -> 0 0 0 3 3.
+    Raises ShapeError on all processes for others, and if those of every process count its own rows.
+    """
     # A wrong process must not raise alone, while others wait in attention: all compare, and all raise.
+    maximum = f"| max({','.join(layout.axes)})"
     rows = positions(layout, mesh, shape=shape, dim="s", device=ids.device)
-    is_wrong = (ids != rows).any().long()
-    is_wrong_somewhere = redistribute(is_wrong, f"() | max({','.join(layout.axes)}) -> ()", mesh)
-    if is_wrong_somewhere:
-        message = "elsewhere"
-        if is_wrong:
-            message = f"{ids[0, :8].tolist()}... of rows {rows[:8].tolist()}"
-        hint = f"position_ids=xt.positions('{layout}', mesh, shape=shape, dim='s')[None]; or documents="
-        raise ShapeError(f"position_ids {message}", text=str(layout), hint=hint)
+    is_other = (ids != rows).any().long()
+    if not redistribute(is_other, f"() {maximum} -> ()", mesh):
+        return None
+    d = layout.dim_index("s")
+    whole = redistribute(ids, f"one {layout.dims[d]} -> one s", mesh, shape=(len(ids), shape[d]))
+    has_gap = ((whole.diff() != 1) & (whole[:, 1:] != 0)).any()
+    # Documents that start with every block look like positions that were never passed.
+    is_passed = (ids != torch.arange(len(rows), device=ids.device)).any()
+    facts = redistribute(torch.stack((has_gap, is_passed)).long(), f"f {maximum} -> f", mesh)
+    if facts.tolist() == [False, True]:
+        return rows - ids
+    message = "elsewhere"
+    if is_other:
+        message = f"{ids[0, :8].tolist()}... of rows {rows[:8].tolist()}"
+    hint = f"position_ids=xt.positions('{layout}', mesh, shape=shape, dim='s')[None]; or documents="
+    raise ShapeError(f"position_ids {message}", text=str(layout), hint=hint)

@@ -259,8 +259,10 @@ def _placed_as(
     # Layers are not linear, so that they need values and not addends of a sum. Rows that two blocks
     # share would count twice in a mean.
     if layout.tags or any(dim.overlap for dim in layout.dims):
-        message = "layers work on blocks of values that do not overlap"
-        raise NotationError(message, text=text, hint="as in b c h/sp w")
+        message = "layers work on blocks of values, without sums, copies or overlap"
+        raise NotationError(
+            message, text=text, hint="as in b c h/sp w: they sum gradients of copies"
+        )
     sharding = sharding_of_block(layout, mesh_of(processes.mesh), local_shape, shape, text)
     placement = Placement(sharding, processes)
     # If blocks differ in size and no shape was given, some processes have inferred a wrong shape.

@@ -435,20 +435,21 @@ def _fitted(x: Any, result: Placement) -> Any:
 def _fitted_tensor(x: Tensor, result: Placement) -> Tensor:
     """Move a tensor to the layout of the result that it is broadcast to.
 
-    For a result "b h/sp w", "h w" becomes "h/sp w"; dims of length 1 stay whole, as they broadcast.
+    For a result "b h/sp w", "h w" becomes "h/sp w"; dims that broadcast, of length 1, become whole.
     A tensor without a known layout is a parameter or a constant, equal on all devices: it must have
     length 1 along sharded dims.
     """
     if x.ndim > result.ndim:
         raise result.shape_error(f"{x.ndim} dims meet {result.ndim}", "as many dims")
-    target_dims = result.dims[result.ndim - x.ndim :]
+    first = result.ndim - x.ndim
+    target_dims = result.dims[first:]
     placement = recorded_placement(x)
     if placement is None:
         _check_broadcasts(x, target_dims, result)
         return _used_beside(result, x)
     dims = [Dim(dim.name) for dim in placement.dims]
     for d, target in enumerate(target_dims):
-        if placement.shape[d] > 1:
+        if placement.shape[d] == result.shape[first + d]:
             dims[d] = replace(target, name=dims[d].name)
     fitted = placement.with_dims(dims, placement.shape)
     # Two notations may give each device the same rows: then nothing is moved.

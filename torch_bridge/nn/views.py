@@ -214,7 +214,8 @@ def _dim_of_groups(placement: Placement, d: int, rows_per_row: int) -> Dim:
     intervals = []
     for runs in placement.sharding.owned_by_position(d):
         ends = rows_per_row * as_intervals(runs)
-        intervals.append(tuple(ends.ravel().tolist()))
+        no_rows = (0, 0)  # text lists one interval or more
+        intervals.append(tuple(ends.ravel().tolist()) or no_rows)
     return Dim(dim.name, (Shard(dim.axes, INTERVALS, tuple(intervals)),))
 
 

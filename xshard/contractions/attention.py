@@ -146,7 +146,7 @@ class AttentionCall:
         move = core.document_move(attn, layout, numbers.ndim, of_keys)
         numbers = self.move(numbers, move.layouts, move.shape)
         numbers = self.xp.moveaxis(numbers, move.order, tuple(range(len(move.order))))
-        return numbers.reshape(-1, numbers.shape[-1])
+        return numbers.reshape(math.prod(numbers.shape[:-1]), numbers.shape[-1])
 
     def _move_and_compute(self, q: Any, k: Any, v: Any, is_plain: bool) -> list[Any]:
         """Redistribute q, k and v for the method, call the kernel, and redistribute the results.
@@ -312,7 +312,8 @@ class AttentionCall:
         cells: Any = self.as_integers(0)
         for dim, length in enumerate(self.attn.q.shape[:SEQUENCE]):
             cells = cells[..., None] * length + self.as_integers(self.global_positions(dim))
-        cells = cells.reshape(-1, cells.shape[-1], 1, 1)  # [batch, heads, 1, 1]
+        n_batches = math.prod(cells.shape[:-1])
+        cells = cells.reshape(n_batches, cells.shape[-1], 1, 1)
         position = (
             self.as_integers(cells),
             self.as_integers(rows[:, None]),
@@ -464,8 +465,9 @@ class Verb(Generic[A, M]):
 
         Raises:
             DtypeError: Labels are not whole numbers.
-            ShapeError: A token has no label, or more than one. It also raises as `redistribute` does. A
-                label that is not a class is an IndexError there in torch, and NaN in JAX.
+            ShapeError: A token has no label, or more than one, or one that is no class (in JAX: NaN; on a
+                GPU: its own assertion); devices have whole logits in the place of blocks. It also raises as
+                `redistribute` does.
         """
         options = (reduction, ignore_index, label_smoothing, shape, classes, profile)
         return cast(A, self.call(logits, labels, layout, mesh, *options))

@@ -60,6 +60,11 @@ class ShardedLoss:
         return self.sharding.shape[self.dim]
 
     @property
+    def class_axes(self) -> Axes:
+        """The mesh axes that shard the classes."""
+        return self.sharding.layout.dims[self.dim].axes
+
+    @property
     def token_dims(self) -> list[Dim]:
         """The other dims, which labels have."""
         dims = list(self.sharding.layout.dims)
@@ -81,7 +86,14 @@ class ShardedLoss:
             hint = f"labels are {tokens}, all dims but {self.options.class_name!r}"
             raise ShapeError(what, text=str(self.sharding.layout), hint=hint)
 
-    def _all_reduced(self, x: Any, op: str, axes: Axes) -> Any:
+    def whole_error(self) -> ShapeError:
+        """Return the error of devices that all have the same logits, in the place of blocks."""
+        dim = self.sharding.layout.dims[self.dim]
+        what = f"the same logits on all devices along {', '.join(dim.axes)}, of {self.n_classes} classes"
+        hint = f"whole logits are under '{dim.name}', and not '{dim}'"
+        return ShapeError(what, text=str(self.sharding.layout), hint=hint)
+
+    def all_reduced(self, x: Any, op: str, axes: Axes) -> Any:
         """Reduce a block over mesh axes, by "sum" or "max"; the result is on all devices."""
         if not axes:
             return x
@@ -101,13 +113,13 @@ class ShardedLoss:
         """
         xp = self.xp
         smoothing = self.options.label_smoothing
-        axes = self.sharding.layout.dims[self.dim].axes
-        top = self._all_reduced(local_top, "max", axes)
+        axes = self.class_axes
+        top = self.all_reduced(local_top, "max", axes)
         local_sums = [xp.exp(exponents - top[..., None]).sum(-1), label_logits]
         if smoothing:
             local_sums.append(logits.sum(-1))
         # One message for all sums: [2 or 3, *tokens].
-        sums = self._all_reduced(xp.stack(local_sums), "sum", axes)
+        sums = self.all_reduced(xp.stack(local_sums), "sum", axes)
         losses = top + xp.log(sums[0])
         losses = losses - (1 - smoothing) * sums[1]
         if smoothing:
@@ -125,7 +137,7 @@ class ShardedLoss:
         token_axes: Axes = ()
         for dim in self.token_dims:
             token_axes += dim.axes
-        total, count = self._all_reduced(sum_and_count, "sum", token_axes)
+        total, count = self.all_reduced(sum_and_count, "sum", token_axes)
         return total / count if self.options.reduction == "mean" else total
 
 

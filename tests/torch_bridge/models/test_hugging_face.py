@@ -34,7 +34,7 @@ IN_FLOAT32 = ("deepseek_v3", "mamba", "qwen3_moe")  # a part of them
 COLLECTIVES = {
     "bert": [(5, 7)], "deepseek_v3": [(5, 7)], "gpt2": [(5, 6)], "mamba": [(5, 6)], "qwen3_moe": [(6, 6)],
     "t5": [(12, 14)], "vit": [(4, 5)], "whisper": [(11, 14)],
-    "llama": [(10, 12), (5, 6), (3, 5), (3, 4), (0, 1), (2, 7), (6, 12)],
+    "llama": [(10, 12), (5, 6), (3, 5), (3, 4), (0, 1), (3, 7), (6, 12)],
 }  # fmt: skip
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import random
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -58,7 +61,77 @@ def _trained() -> None:
         for (name, p), wanted in zip(mine.named_parameters(), one.parameters(), strict=True):
             dist.all_reduce(p.grad)
             assert torch.allclose(p.grad, wanted.grad, atol=1e-11), (how, name)
+    _packed(one, mine, tokens)
     _refusals(mine, tokens, rows)
+    _own_attention(one, tokens)
+
+
+def _packed(one: Any, mine: Any, tokens: torch.Tensor) -> None:
+    """Positions that restart are documents, in any call; positions of other rows are refused in any call."""
+    draw = random.Random(0)
+    for i in range(12):
+        layout = draw.choice(("b s/zigzag(cp)", "b s/cp"))
+        if i % 4 == 0:  # later calls have the same implementation
+            how = draw.choice(("gather", "ulysses", "ring"))
+            current = layout
+            xt.nn.register_attention(
+                f"{layout} h k", MESH, how=how, shape=(None, LENGTH, None, None)
+            )
+        rows = xt.positions(current, MESH, shape=tokens.shape, dim="s")
+        starts = [sorted(draw.sample(range(LENGTH), draw.randint(0, 4))) for _ in range(2)]
+        places = torch.tensor([_restarting(row) for row in starts[: draw.choice((1, 2))]])
+        wanted = one(tokens, position_ids=places, use_cache=False).logits[:, rows]
+        block = mine(tokens[:, rows], position_ids=places[:, rows], use_cache=False).logits
+        assert torch.allclose(block, wanted, atol=1e-11), (current, starts)
+        if i % 3 == 2:
+            wrong = places.flip(1)[:, rows] if i % 2 else torch.arange(len(rows))[None]
+            kind, text = error_of(
+                lambda rows=rows, wrong=wrong: mine(
+                    tokens[:, rows], position_ids=wrong, use_cache=False
+                )
+            )
+            assert kind == "ShapeError" and "position_ids" in text
+
+
+def _restarting(starts: list[int]) -> list[int]:
+    """The place of every row in its document."""
+    return [row - max([0, *(start for start in starts if start <= row)]) for row in range(LENGTH)]
+
+
+def _own_attention(one: Any, tokens: torch.Tensor) -> None:
+    """Attention of transformers on a cut sequence is refused; on a gathered one, and cut batches, not."""
+    from transformers import BloomConfig, BloomForCausalLM
+
+    places = torch.arange(LENGTH)[None]
+    torch.manual_seed(1)
+    bloom = BloomForCausalLM(
+        BloomConfig(
+            hidden_size=24, n_layer=1, n_head=2, vocab_size=31, attn_implementation="xshard"
+        )
+    ).double()
+    cut = {"input_ids": "b s -> b s/cp"}
+    own = {"position_ids": "one s -> one s/cp"}
+    batches = {"input_ids": "b s -> b/cp s"}
+    tokens = torch.cat([tokens, tokens.flip(1)])
+    for model, inputs, outputs, words in (
+        (one, {"": cut | own}, {}, "model.layers.0.self_attn attends to"),
+        (bloom, {"": cut}, {}, "transformer.h.0.self_attention attends to"),
+        (one, {"": cut}, {"model.embed_tokens": "b s/cp c -> b s c"}, ""),
+        (bloom, {"": batches}, {}, ""),
+    ):
+        parallel = xt.parallelize(
+            copy.deepcopy(model), {"**": "..."}, inputs, MESH, outputs=outputs
+        )
+        whole = {"input_ids": tokens, "use_cache": False}
+        if model is one:
+            whole["position_ids"] = places
+        if words:
+            assert words in error_of(partial(parallel, **whole))[1]
+            continue
+        wanted = model(**whole).logits
+        if inputs[""] == batches:
+            wanted = wanted.chunk(4)[dist.get_rank()]
+        assert torch.allclose(parallel(**whole).logits, wanted, atol=1e-11), inputs
 
 
 def _refusals(model: Any, tokens: torch.Tensor, rows: torch.Tensor) -> None:

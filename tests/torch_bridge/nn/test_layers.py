@@ -303,6 +303,8 @@ def check_cross_entropies() -> None:
             assert y.shape == want.shape and torch.allclose(y, want, 0, 1e-12), (text, reduction)
             assert not found.numel() or found.abs().max() < 1e-12, (text, reduction)
     for dtype in (torch.bfloat16, torch.float16):
+        # The first call also compares the logits of all processes.
+        xt.nn.cross_entropy(torch.ones(3, 32, dtype=dtype), torch.zeros(3).long(), "b v/tp", mesh)
         with Meter() as meter:
             block = torch.ones(3, 32, dtype=dtype, requires_grad=True)
             y = xt.nn.cross_entropy(block, torch.zeros(3).long(), "b v/tp", mesh)
@@ -317,9 +319,35 @@ def check_cross_entropies() -> None:
         (lambda: loss(x, own.float()), "DtypeError: ...labels are numbers of classes"),
         (lambda: loss(x, own, reduction="all"), "XshardError: ...unknown reduction='all'"),
         (lambda: loss(x, own, classes="c"), "ShapeError: ...no dim 'c' in 'b v/tp'"),
-        *((partial(loss, x, wrong), "IndexError: ...out of range") for wrong in (own + 4, own - 1)),
+        (lambda: loss(x, own + 4), "ShapeError: labels from 4 to 4, 4 classes"),
+        (lambda: loss(x, own - 1), "ShapeError: labels from -1 to -1, 4 classes"),
         is_alike=False,
     )
+    _check_whole_logits(mesh)
+
+
+def _check_whole_logits(mesh: xs.Mesh) -> None:
+    """Whole logits in the place of blocks are refused, and what only looks a little like them is not."""
+    rank = dist.get_rank()
+    draw = torch.Generator().manual_seed(1)
+    for layout, shape in (("b s v/tp", (2, 3, 5)), ("b/dp v/tp", (3, 4)), ("v/(dp,tp) b", (2, 5))):
+        whole = torch.randn(shape, generator=draw)
+        d = layout.split().index(next(name for name in layout.split() if name[0] == "v"))
+        labels = torch.zeros(whole.select(d, 0).shape, dtype=torch.long)
+        axes = xs.Layout.parse(layout).dims[d].axes
+        loss = partial(xt.nn.cross_entropy, layout=layout, mesh=mesh)
+        refused = f"ShapeError: the same logits on all devices along {', '.join(axes)}"
+        for _ in range(2):  # also when it is tried again
+            assert_refused((partial(loss, whole, labels), refused), is_alike=True)
+        right = (
+            (whole + rank, labels),  # devices have different logits
+            (torch.zeros_like(whole), labels),  # a new layer
+            (whole, labels + shape[d]),  # a label that no whole logits have
+        )
+        for i, (logits, classes) in enumerate(right):
+            # More tokens: logits of this shape have not been compared before.
+            more = [x.unsqueeze(-1).expand(*x.shape, i + 2) for x in (logits, classes)]
+            assert loss(*more, layout=f"{layout} t").isfinite()
 
 
 on_four = SharedRanks(4)
