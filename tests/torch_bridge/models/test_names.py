@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
+import pickle
 import random
 import tempfile
 from collections import Counter
@@ -259,6 +261,37 @@ def check_parallel(seed: int) -> str:
     return ""
 
 
+def same_objects(model: nn.Module) -> list[list[str]]:
+    """The names of each module and tensor that has several."""
+    names: dict[int, list[str]] = {}
+    tensors = dict(model.named_parameters(remove_duplicate=False))
+    tensors |= model.named_buffers(remove_duplicate=False)
+    for name, x in (*model.named_modules(remove_duplicate=False), *tensors.items()):
+        names.setdefault(id(x), []).append(name)
+    return list(names.values())
+
+
+def check_copied(seed: int, copied: Callable[[nn.Module], nn.Module]) -> str:
+    error, model, rules = _parallel(seed)
+    if error:
+        return error
+    two = copied(model)
+    assert same_objects(two) == same_objects(model)
+    for either in (two, model, two):
+        check_gradients(either, seed, rules["mesh"])
+    xt.verify(two, X, loss=lambda y: loss_of(y, rules["mesh"]))
+    assert xt.explain(two).splitlines()[:4] == xt.explain(model).splitlines()[:4]
+    return ""
+
+
+def deep(seed: int) -> str:
+    return check_copied(seed, copy.deepcopy)
+
+
+def pickled(seed: int) -> str:
+    return check_copied(seed, lambda model: pickle.loads(pickle.dumps(model)))
+
+
 def check_suggested(seed: int) -> str:
     model = graph(seed, depth=1)
     before = snapshot(model)
@@ -305,6 +338,13 @@ def test_objects_with_several_names_are_right_or_refused() -> None:
 def test_suggested_rules_are_for_all_names() -> None:
     outcomes = _outcomes(check_suggested, range(2))
     assert outcomes[""] == 2, outcomes
+
+
+@on_two
+def test_copies_keep_their_names() -> None:
+    for check in (deep, pickled):
+        outcomes = _outcomes(check, range(12))
+        assert outcomes[""] >= 6, outcomes
 
 
 class Twice(nn.Module):
