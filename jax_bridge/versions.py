@@ -34,6 +34,26 @@ def named_axes() -> Collection[object]:
     return unsafe_get_axis_names()
 
 
+def is_constant(x: jax.Array) -> bool:
+    """Return whether a traced array is computed from no argument, as `jnp.ones(3)` is.
+
+    JAX tells nobody what a tracer depends on. For a tracer that has no list of its operands this is
+    False.
+    """
+    waiting: list[Any] = [x]
+    seen: set[int] = set()
+    while waiting:
+        tracer = waiting.pop()
+        equation = getattr(tracer, "parent", None)
+        is_number = hasattr(getattr(tracer, "val", None), "val")  # a literal
+        if equation is None and not is_number:  # an argument, or an array from outside
+            return False
+        if equation is not None and id(equation) not in seen:
+            seen.add(id(equation))
+            waiting += equation.in_tracers
+    return True
+
+
 # Operations under every transformation of JAX.
 
 Operation = Callable[..., jax.Array]  # arrays, parameters by keyword -> an array

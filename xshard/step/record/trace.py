@@ -7,7 +7,13 @@ from dataclasses import dataclass, field, replace
 from itertools import chain, product
 
 from xshard.step.record.arrays import COPY, REPLICAS, SUM
-from xshard.step.record.letters import Factor, LetteredOp, common_factors, grouped
+from xshard.step.record.letters import (
+    Factor,
+    LetteredOp,
+    common_factors,
+    grouped,
+    planned_shape,
+)
 from xshard.step.record.op import AxisRule, Op
 from xshard.step.record.training_step import TrainingStep
 
@@ -56,18 +62,18 @@ class Trace:
     def input(self, name: str, shape: Sequence[int]) -> str:
         """Add an array of the batch; return its name."""
         names: list[str] = []
-        for d, length in enumerate(shape):
+        self.shapes[name] = planned_shape(shape)
+        for d, length in enumerate(self.shapes[name]):
             # An input of another length, such as a table of positions, is no part of the batch.
             is_batch = d == 0 and length == self.batch
             self._take("b" if is_batch else f"s{length}", length, names)
         self.inputs.append(name)
         self.dims[name] = [[dim] for dim in names]
-        self.shapes[name] = (*shape,)
         return name
 
     def parameter(self, name: str, shape: Sequence[int]) -> str:
         """Add a parameter, whose dims get names where it is first used; return its name."""
-        self.shapes[name] = (*shape,)
+        self.shapes[name] = planned_shape(shape)
         return name
 
     def add(
@@ -100,7 +106,7 @@ class Trace:
         operands = operands[: len(op.arrays) - 1]  # others have no dims that matter
         # Operands first, the result last, in all lists of arrays below.
         letter_arrays = [_letters_of(dims) for dims in op.arrays]
-        self.shapes[name] = tuple(shape)
+        self.shapes[name] = planned_shape(shape)
         shapes = [self.shapes[array] for array in (*operands, name)]
         letter_lengths = _lengths_of_letters(op, letter_arrays, shapes)
         names_of_letter = self._names_of_letters(letter_arrays, operands, letter_lengths)
@@ -119,14 +125,16 @@ class Trace:
         final operation, such as a loss. moves_anywhere: the plan may move any array, not only
         inputs and outputs of modules.
         """
-        # Walked from the end, an operation is met only after all operations that use its result.
         needed = {last}  # names of arrays
-        ops = []
-        for op in reversed(self.ops):
-            if op.name in needed:
-                needed.update(op.operands)
-                ops.append(op)
-        ops.reverse()
+        n_known = 0
+        # Walked from the end, an operation is met only after all operations that use its result. A
+        # carry also needs what its block makes for the next time, which comes later: walk again.
+        while n_known < len(needed):
+            n_known = len(needed)
+            for op in reversed(self.ops):
+                if op.name in needed:
+                    needed.update((*op.operands, op.again))
+        ops = [op for op in self.ops if op.name in needed]
         # Arrays that no operation makes are there before the step: parameters and inputs.
         stored = needed.difference(op.name for op in ops)
         inputs: dict[str, str] = {}
