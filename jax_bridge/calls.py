@@ -233,14 +233,19 @@ def with_entry_type(
     src = plan.src
     block_type = manual_type(x)
     kind = unreduced_kind(block_type)  # "sum", or how else the addends are to be combined
+    # Axes of addends that are equal by their type. Those of a constant may be, as this device's
+    # number of rows, whose sum is the number of all rows.
+    equal_axes = set(src.tagged("sum")) - block_type.varying - block_type.unreduced
     # The first axis along which the type does not fit is the error.
     for axis in plan.axes if axes is None else axes:
         if kind != "sum" and axis in block_type.unreduced and axis not in src.tagged(kind):
             what = f"the block is unreduced along {axis!r}: its {kind} is pending"
             hint = f"write it on the left: {kind}({axis})"
-        elif axis in src.tagged("sum") and _is_one_value(x, axis):
-            n_devices = f"all {axis_size(axis)} devices of {axis!r}"
-            what = f"the block is equal on {n_devices}, where the source holds addends"
+        elif axis in equal_axes and is_typed(axis) and axis_size(axis) > 1 and not is_constant(x):
+            what = (
+                f"the block is equal on all {axis_size(axis)} devices of {axis!r}, "
+                "where the source holds addends"
+            )
             hint = (
                 f"JAX sums gradients of whole arguments itself: write copy({axis}), or mean({axis}); "
                 f"jax.lax.pcast(x, {axis!r}, to='varying') declares equal addends"
@@ -257,17 +262,6 @@ def with_entry_type(
             hint = f"write what it is on the left: {kinds}"
         raise NotationError(what, text=text, span=axis_span(axis, text, layout), hint=hint)
     return as_varying(x, src.axes)
-
-
-def _is_one_value(x: jax.Array, axis: str) -> bool:
-    """Return whether a block is equal on several devices along an axis, by its type.
-
-    A constant is not meant: the number of this device's rows is an addend of the number of all.
-    """
-    block_type = manual_type(x)
-    if axis in block_type.varying | block_type.unreduced:  # the usual case, quickly
-        return False
-    return is_typed(axis) and axis_size(axis) > 1 and not is_constant(x)
 
 
 # PRNG keys.

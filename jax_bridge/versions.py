@@ -40,17 +40,13 @@ def is_constant(x: jax.Array) -> bool:
     JAX tells nobody what a tracer depends on. For a tracer that has no list of its operands this is
     False.
     """
-    waiting: list[Any] = [x]
-    seen: set[int] = set()
-    while waiting:
-        tracer = waiting.pop()
+    tracers: list[Any] = [x]
+    for tracer in tracers:  # the list grows: what they are computed from is appended
         equation = getattr(tracer, "parent", None)
-        is_number = hasattr(getattr(tracer, "val", None), "val")  # a literal
-        if equation is None and not is_number:  # an argument, or an array from outside
+        if equation is not None:
+            tracers += equation.in_tracers
+        elif not hasattr(getattr(tracer, "val", None), "val"):  # no literal: an argument
             return False
-        if equation is not None and id(equation) not in seen:
-            seen.add(id(equation))
-            waiting += equation.in_tracers
     return True
 
 

@@ -148,7 +148,7 @@ class JaxSuggestion(Suggestion):
                 return jax.tree.unflatten(jax.tree.structure(out), results)
 
             # Constraints are for Auto axes: inside, those of type Explicit are Auto.
-            whole = PartitionSpec()
+            whole: Any = PartitionSpec()
             if isinstance(self.on, JaxMesh):
                 whole = NamedSharding(self.on, whole)
             return jax.sharding.auto_axes(run, out_sharding=whole)(*loss.arrays)
@@ -256,7 +256,8 @@ class Traced(NamedTuple):
 def traced(loss: Loss) -> Traced:
     """Trace a loss, and translate its jaxpr into a training step that the planner understands.
 
-    Nothing is computed. Raises PlanError if the loss returns anything but one number.
+    Nothing is computed. Raises PlanError if the loss returns anything but one number, or a number
+    that its arguments have no part in.
     """
     structs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in loss.arrays]
     closed = jax.make_jaxpr(loss.run)(*structs)
@@ -274,7 +275,10 @@ def traced(loss: Loss) -> Traced:
     # A loss that is a number whatever the arrays has no name.
     last = "" if result is None else result
     recorded = trace.step(last, moves_anywhere=True)
-    _check_uses_arrays(recorded)
+    is_constant = not recorded.inputs and not recorded.parameters
+    if is_constant or not recorded.ops:
+        hint = "return a number that is computed from the parameters"
+        raise PlanError("the loss computes nothing from the arrays of its arguments", hint=hint)
     # Equal layers become one block that repeats. names: name in the trace -> name in that block.
     step, names = find_repeated(recorded)
     # The result of an inlined call has the name of the operation inside that makes it.
@@ -290,14 +294,6 @@ def _check_is_number(results: Sequence[Any]) -> None:
         returned = ", ".join(types) if types else "nothing"
         hint = "pass the loss, which returns one number; gradients and the optimizer are always counted"
         raise PlanError(f"the function returns {returned}", hint=hint)
-
-
-def _check_uses_arrays(step: TrainingStep) -> None:
-    """Raise PlanError for a loss that computes nothing from its arguments, as a constant."""
-    is_constant = not step.inputs and not step.parameters
-    if is_constant or not step.ops:
-        hint = "return a number that is computed from the parameters"
-        raise PlanError("the loss computes nothing from the arrays of its arguments", hint=hint)
 
 
 def _batch_length(inputs: Sequence[jax.ShapeDtypeStruct]) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import chain
 from typing import Any, NamedTuple
 
 from xshard.arguments import as_whole_number, lengths_of, short_repr
@@ -71,83 +70,85 @@ class GivenDim(NamedTuple):
 def shapes_of(
     call: Contraction, sizes: Sizes | None, shapes: Shapes | None
 ) -> tuple[Contraction, Shapes]:
-    """Find the length of every dim of a contraction, from lengths by name or from shapes.
+    """Find the length of every dim of a contraction, from lengths by name, from shapes, or from both.
 
     `b d, d f -> b f` with sizes b=8, d=4, f=2, or with shapes (8, 4), (4, 2) -> ((8, 4), (4, 2)). A
     composed dim is one number in shapes and one for each name in the result: `(b d)` of 32 -> (8,
     4). `...` in the text is replaced by names of dims, as many as the shapes have.
 
-    sizes: lengths by name. shapes: the global shape of each operand. Exactly one of both is given,
-    the other is None. Raises ShapeError if they do not fit the text, or each other.
+    sizes: lengths by name, of all dims if there are no shapes. shapes: the global shape of each
+    operand. Raises ShapeError if they do not fit the text, or each other, or leave a length open.
     """
-    if (sizes is None) == (shapes is None):
-        raise _not_one_of_both(call, has_sizes=sizes is not None)
-    if shapes is None:
-        return call, _shapes_from_sizes(call, dict(sizes or ()))
-    call = for_operands(call, shapes)
+    if sizes is None and shapes is None:
+        hint = 'sizes={"b": 8, ...}, or shape=[(8, ...), ...] with one shape per operand'
+        raise ShapeError("no shapes", text=call.text, hint=hint)
+    lengths = dict(sizes or ())
+    if shapes is not None:
+        call = for_operands(call, shapes)
+        _learn_lengths(call, shapes, lengths)
+    return call, _lengths_by_name(call, lengths)
+
+
+def _learn_lengths(call: Contraction, shapes: Shapes, lengths: dict[str, int]) -> None:
+    """Add to `lengths` those of all names, from the shapes of the operands.
+
+    Raises ShapeError for a dim whose length differs from what is known, or says too little.
+    """
     dims: list[GivenDim] = []
     for i, (array, shape) in enumerate(zip(call.arrays, shapes, strict=False)):
         for dim, length in zip(array.dims, shape, strict=True):
             dims.append(GivenDim(i, dim, names_of_dim(dim), length))
-    lengths: dict[str, int] = {}
-    # Dims of one name first: with the length of b known, `(b d)` gives that of d.
-    for given in sorted(dims, key=lambda given: len(given.names)):
-        _learn_length(given, lengths, call)
-    return call, _lengths_by_name(call, lengths)
+    # Dims of one name first: errors speak of the composed ones only where these agree.
+    dims.sort(key=lambda given: len(given.names))
+    # With the length of b known, `(b d)` gives that of d, which may give another one in turn.
+    while dims:
+        waiting = [given for given in dims if not _learn_length(given, lengths)]
+        if len(waiting) == len(dims):
+            operand, dim, names, length = waiting[0]
+            known_parts = [f"{name}={lengths[name]}" for name in names if name in lengths]
+            elsewhere = " and ".join(known_parts) if known_parts else "no part is known"
+            raise ShapeError(
+                f"dim '{' '.join(names)}' is {length} long, elsewhere {elsewhere}",
+                text=call.text,
+                span=_dim_span(call, operand, dim.name),
+                hint="a name stands for one length; sizes= says all of them",
+            )
+        dims = waiting
+
+
+def _learn_length(given: GivenDim, lengths: dict[str, int]) -> bool:
+    """Add to `lengths` the length that one dim of an operand gives a name.
+
+    A dim `b` of 3 gives b = 3. A composed dim gives its one unknown name: `(b d)` of 12 with b = 3
+    gives d = 4. Returns whether all of its names are known, and agree with its length.
+    """
+    names = given.names
+    unknown = set(names) - lengths.keys()
+    known_length = math.prod(lengths.get(name, 1) for name in names)  # of the names that are known
+    # If a known name is 0 long, the product is 0 whatever the unknown one is.
+    if len(unknown) == 1 and known_length:
+        [name] = unknown
+        # A name that repeats, as in `(i i)`, is a root: of 9 it is 3.
+        root = round((given.length // known_length) ** (1 / names.count(name)))
+        if root ** names.count(name) * known_length == given.length:
+            lengths[name] = root
+            return True
+    return not unknown and known_length == given.length
 
 
 def _lengths_by_name(call: Contraction, lengths: Mapping[str, int]) -> Shapes:
-    """Return for every operand a length for each of its names."""
-    return tuple(tuple(map(lengths.__getitem__, layout.names)) for layout in call.operands)
-
-
-def _not_one_of_both(call: Contraction, *, has_sizes: bool) -> ShapeError:
-    """Return the error for a contraction with sizes and shapes, or with neither."""
-    what = "sizes and shapes" if has_sizes else "no shapes"
-    names = [*chain.from_iterable(layout.names for layout in call.operands)]
-    example = names[0] if names else "b"
-    hint = f'sizes={{"{example}": 8, ...}}, or shape=[(8, ...), ...] with one shape per operand'
-    return ShapeError(what, text=call.text, hint=hint)
-
-
-def _learn_length(given: GivenDim, lengths: dict[str, int], call: Contraction) -> None:
-    """Add to `lengths` the length that one dim of an operand gives a name, or check the known ones.
-
-    A dim `b` of 3 gives b = 3. A composed dim gives its one unknown name: `(b d)` of 12 with b = 3
-    gives d = 4. Raises ShapeError if lengths differ, or if more than one name is unknown.
-    """
-    names = given.names
-    unknown = set(names) - lengths.keys()  # of a name that repeats, as in `(i i)`, once
-    known_length = math.prod(lengths.get(name, 1) for name in names)  # of the names that are known
-    # If a known name is 0 long, the product is 0 whatever the unknown one is.
-    if len(unknown) == 1 and known_length and given.length % known_length == 0:
-        lengths[unknown.pop()] = given.length // known_length
-        return
-    if not unknown and known_length == given.length:
-        return
-    known_parts = [f"{name}={lengths[name]}" for name in names if name in lengths]
-    elsewhere = " and ".join(known_parts) if known_parts else "no part is known"
-    raise ShapeError(
-        f"dim '{' '.join(names)}' is {given.length} long, elsewhere {elsewhere}",
-        text=call.text,
-        span=_dim_span(call, given.operand, given.dim.name),
-        hint="a name stands for one length; sizes= says all of them",
-    )
-
-
-def _shapes_from_sizes(call: Contraction, sizes: Mapping[str, int]) -> Shapes:
-    """Return the shape of each operand. Raises ShapeError for a name too few or too many."""
+    """Return for every operand a length for each name. Raises ShapeError for a name too few or too many."""
     known_names: set[str] = set()
     for i, layout in enumerate(call.operands):
         for name in layout.names:
             known_names.add(name)
-            if name not in sizes:
-                raise _no_length(call, i, name, sizes)
-    for name in sizes:
+            if name not in lengths or name == ELLIPSIS:
+                raise _no_length(call, i, name, lengths)
+    for name in lengths:
         if name not in known_names:
             hint = f"dims are: {', '.join(sorted(known_names))}"
             raise ShapeError(f"sizes has dim {name!r}", text=call.text, hint=hint)
-    return _lengths_by_name(call, sizes)
+    return tuple(tuple(map(lengths.__getitem__, layout.names)) for layout in call.operands)
 
 
 def _no_length(call: Contraction, operand: int, name: str, sizes: Mapping[str, int]) -> ShapeError:
@@ -197,17 +198,20 @@ def for_operands(call: Contraction, shapes: Shapes) -> Contraction:
     return call
 
 
-def global_lengths(call: Contraction, mesh: Mesh, blocks: Shapes) -> Shapes:
+def global_lengths(
+    call: Contraction, mesh: Mesh, blocks: Shapes, sizes: Sizes | None = None
+) -> Shapes:
     """Infer the global lengths of all dims from the shapes of this device's blocks.
 
     `b d/tp, d f -> b f` on 4 devices with blocks (8, 3) and (12, 2): d is whole in the second
     operand, so it is 12 long. A dim that no operand holds whole is taken to have equal blocks: a
     block of 3 rows on 4 devices gives 12. Returns for every operand a length for each of its names.
 
-    blocks: the local shape of each operand. Raises ShapeError if they do not fit.
+    blocks: the local shape of each operand. sizes: lengths by name that are known. Raises
+    ShapeError if they do not fit.
     """
     operands = list(zip(call.arrays, blocks, strict=False))
-    unsharded: dict[str, int] = {}
+    unsharded = {str([name]): length for name, length in sizes or ()}
     for layout, block in operands:
         for dim, rows in zip(layout.dims, block, strict=True):
             if not dim.shards:
@@ -219,7 +223,7 @@ def global_lengths(call: Contraction, mesh: Mesh, blocks: Shapes) -> Shapes:
             dim.name: unsharded.get(str(names_of_dim(dim))) for dim in layout.dims if dim.shards
         }
         shapes.append(global_shape(layout, mesh, block, call.text, known))
-    return shapes_of(call, None, tuple(shapes))[1]
+    return shapes_of(call, sizes, tuple(shapes))[1]
 
 
 def written_shardings(

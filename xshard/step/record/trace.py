@@ -7,13 +7,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain, product
 
 from xshard.step.record.arrays import COPY, REPLICAS, SUM
-from xshard.step.record.letters import (
-    Factor,
-    LetteredOp,
-    common_factors,
-    grouped,
-    planned_shape,
-)
+from xshard.step.record.letters import Factor, LetteredOp, common_factors, grouped
 from xshard.step.record.op import AxisRule, Op
 from xshard.step.record.training_step import TrainingStep
 
@@ -62,18 +56,18 @@ class Trace:
     def input(self, name: str, shape: Sequence[int]) -> str:
         """Add an array of the batch; return its name."""
         names: list[str] = []
-        self.shapes[name] = planned_shape(shape)
-        for d, length in enumerate(self.shapes[name]):
+        for d, length in enumerate(shape):
             # An input of another length, such as a table of positions, is no part of the batch.
             is_batch = d == 0 and length == self.batch
             self._take("b" if is_batch else f"s{length}", length, names)
         self.inputs.append(name)
         self.dims[name] = [[dim] for dim in names]
+        self.shapes[name] = (*shape,)
         return name
 
     def parameter(self, name: str, shape: Sequence[int]) -> str:
         """Add a parameter, whose dims get names where it is first used; return its name."""
-        self.shapes[name] = planned_shape(shape)
+        self.shapes[name] = (*shape,)
         return name
 
     def add(
@@ -106,7 +100,7 @@ class Trace:
         operands = operands[: len(op.arrays) - 1]  # others have no dims that matter
         # Operands first, the result last, in all lists of arrays below.
         letter_arrays = [_letters_of(dims) for dims in op.arrays]
-        self.shapes[name] = planned_shape(shape)
+        self.shapes[name] = tuple(shape)
         shapes = [self.shapes[array] for array in (*operands, name)]
         letter_lengths = _lengths_of_letters(op, letter_arrays, shapes)
         names_of_letter = self._names_of_letters(letter_arrays, operands, letter_lengths)
@@ -271,7 +265,7 @@ class Trace:
             name = f"{stem}_{number}"
             number += 1
         names_in_use.append(name)
-        self.lengths[name] = length
+        self.lengths[name] = max(length, 1)  # a dim without rows is planned as one row
         return name
 
 
