@@ -37,8 +37,8 @@ def named_axes() -> Collection[object]:
 def is_constant(x: jax.Array) -> bool:
     """Return whether a traced array is computed from no argument, as `jnp.ones(3)` is.
 
-    JAX tells nobody what a tracer depends on. For a tracer that has no list of its operands this is
-    False.
+    JAX tells nobody what a tracer depends on. Outside of `jit` tracers have no list of their
+    operands: there only numbers of Python are known to be constants.
     """
     tracers: list[Any] = [x]
     for tracer in tracers:  # the list grows: what they are computed from is appended
@@ -46,7 +46,7 @@ def is_constant(x: jax.Array) -> bool:
         if equation is not None:
             tracers += equation.in_tracers
         elif not hasattr(getattr(tracer, "val", None), "val"):  # no literal: an argument
-            return False
+            return x.weak_type  # outside of `jit`, where there are no lists, of a number of Python
     return True
 
 

@@ -275,8 +275,7 @@ def traced(loss: Loss) -> Traced:
     # A loss that is a number whatever the arrays has no name.
     last = "" if result is None else result
     recorded = trace.step(last, moves_anywhere=True)
-    is_constant = not recorded.inputs and not recorded.parameters
-    if is_constant or not recorded.ops:
+    if not recorded.ops or not {**recorded.inputs, **recorded.parameters}:
         hint = "return a number that is computed from the parameters"
         raise PlanError("the loss computes nothing from the arrays of its arguments", hint=hint)
     # Equal layers become one block that repeats. names: name in the trace -> name in that block.
