@@ -437,10 +437,10 @@ def test_blocks_that_do_not_fit_are_marked_in_their_own_operand() -> None:
         return str(caught.value).splitlines()
 
     assert message("n d/dp, d f -> n f", X, W, (P(None, "dp"), P("dp")), sizes=SIZES) == [
-        "the block has shape (4, 16), not (8, 16) in",
+        "dim 'd' is 4 long, elsewhere d=8 in",
         "    'n d/dp, d f -> n f'",
         "             ^",
-        "  that is the largest block of a (8, 16) array on Mesh(dp=2)",
+        "  a name stands for one length; sizes= says all of them",
     ]
     assert message("n d/tp, d f -> n f", X, W, (P(None, "tp"), P(None, "tp"))) == [
         "the block varies along 'tp', where the source holds one value in",
