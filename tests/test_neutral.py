@@ -27,6 +27,7 @@ import numpy as np, xshard as xs
 plan = xs.plan("n/a d -> n d/a | sum(b)", xs.Mesh(a=2, b=2), (4, 4), "bfloat16")
 xs.reference.run(plan.backward, xs.reference.scatter(np.ones((4, 4)), plan.backward.src, plan.mesh))
 print(plan, plan.to_json())
+xs.errors, xs.steps, xs.contractions.einsum_type, xs.state.plan_transfer  # rooms that the docs name
 """
     assert loaded(code) & (FRAMEWORKS | COMFORTS) == set()
 

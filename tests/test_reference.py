@@ -36,6 +36,21 @@ def test_addends_are_gathered(data, mesh, shape):
     assert np.array_equal(xs.reference.gather(blocks, layout, mesh, shape), expected)
 
 
+@pytest.mark.parametrize("dtype", ["uint8", "uint32", "bool"])
+def test_a_pole_negates_signed_numbers_alone(dtype):
+    layout = "n/a:halo(1,1,pole(m,-1)) m"
+    x = np.ones((4, 4), dtype)
+    with refused(
+        xs.errors.DtypeError, f"dtype {dtype} lacks negative values\n  cast to a signed dtype"
+    ):
+        xs.reference.scatter(x, layout, xs.Mesh(a=2))
+    with refused(
+        xs.errors.DtypeError, f"dtype {dtype} lacks negative values\n  cast to a signed dtype"
+    ):
+        xs.reference.gather([x, x], layout, xs.Mesh(a=2), (4, 4))
+    assert xs.reference.scatter(x.astype("int8"), layout, xs.Mesh(a=2))[0][0].tolist() == [-1] * 4
+
+
 def test_scatter_under_tags():
     mesh = xs.Mesh(a=2)
     x = np.array([3, 4])

@@ -2,12 +2,13 @@
 
 Rooms beside the names below:
 `errors` the classes of all errors; `contractions` `einsum_type`; `steps` what plans are made of;
-`state` names and transfers of trees, `state.files` checkpoints;
-`testing` equivalence tests (imported by name).
+`state` names and transfers of trees; and, imported by name, `state.files` checkpoints and
+`testing` equivalence tests.
 """
 
 from xshard import errors as errors
 from xshard import reference
+from xshard import state as state
 from xshard.contractions.plan import ContractionPlan
 from xshard.cost.machine import load_profile, use_profile
 from xshard.cost.model import Link, Profile

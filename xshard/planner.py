@@ -112,9 +112,10 @@ def plan(  # noqa: PLR0913  public, for moves, for two meshes, and for contracti
         expression: `"layout -> layout"`, a pair of layouts, or `"layout, layout -> layout"`.
         mesh: The mesh, unless `src_mesh` and `dst_mesh` are given.
         shape: The global shape. For a contraction, a list with the shape of every operand, unless `sizes`
-            is given.
+            has the lengths of all dims.
         dtype: A name, or a dtype of numpy, torch or JAX.
-        sizes: For a contraction, the length of every dim by name.
+        sizes: For a contraction, lengths of dims by name: of every dim, or beside `shape` of parts of
+            composed ones.
         src_mesh: The mesh of the left layout, instead of `mesh`. Over the same devices in the same order
             the plan is on the coarsest mesh that refines both; if there is none, or over other devices,
             one of its steps is a `Transfer`.

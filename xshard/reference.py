@@ -21,6 +21,7 @@ from xshard.layout.runs import FILL, Runs, row_numbers
 from xshard.notation.maps import Maps
 from xshard.plans.max_min import max_min_plans
 from xshard.plans.plan import Plan
+from xshard.search.overlap_paths import check_boundaries
 from xshard.steps.base import Block, write_or_reduce
 from xshard.steps.exchange.messages import fill_boundaries
 from xshard.steps.exchange.sources import View, view_ends, views
@@ -50,6 +51,7 @@ def scatter(
 
     Raises:
         ShapeError: The array does not fit the layout. It also raises NotationError for a wrong layout.
+        DtypeError: Values at a boundary are none of the array's dtype.
 
     Examples:
         >>> [b.tolist() for b in scatter([0, 1, 2, 3], "s/zigzag(cp)", Mesh(cp=2))]
@@ -57,6 +59,7 @@ def scatter(
     """
     x = np.asarray(x)
     sharding = Sharding(Layout.parse(layout, maps), mesh, x.shape)
+    check_boundaries(sharding.layout, dtypes.name_of(x.dtype))
     sums = sharding.layout.tagged("sum")
     blocks = []
     for device in range(mesh.n_devices):
@@ -120,6 +123,7 @@ def gather(
     """
     sharding = Sharding(Layout.parse(layout, maps), mesh, lengths_of(shape))
     arrays = checked_blocks(blocks, sharding)
+    check_boundaries(sharding.layout, dtypes.name_of(arrays[0].dtype))
     op = _reduction(sharding.layout)
     out: Block = np.zeros(sharding.shape, arrays[0].dtype)
     is_written = np.zeros(out.shape, bool)  # an element is reduced if it was written before

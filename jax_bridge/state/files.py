@@ -27,8 +27,9 @@ from xshard.dtypes import carrier, n_bytes, name_of, numpy_dtype, recast
 from xshard.errors import DtypeError, MeshError, api_boundary, located
 from xshard.rules import RulesLike
 from xshard.state import Names
-from xshard.state.files import Checkpoint, FileError, open_checkpoint
+from xshard.state.files import Checkpoint, FileError
 from xshard.state.files import verify as compare_checksums
+from xshard.state.files.folder import open_on_all
 from xshard.state.files.loading import Load, plan_load, read_block
 from xshard.state.files.saving import Saving, Source, plan_save, save_blocks
 from xshard.trees import Leaf, named_once, place_of
@@ -168,9 +169,10 @@ def load(  # noqa: PLR0913  one option for each decision of the user
         leaves = array_leaves("...", like)
         types = {leaf.name: leaf.x for leaf in leaves if is_array(leaf.x)}
 
-    def plan_reads() -> _LoadPlan:
-        """Read what the checkpoint says of its arrays, and plan how each is read."""
-        checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path)
+    checkpoint = open_on_all(path, all_or_none)
+
+    def plan_reads() -> dict[str, Load]:
+        """Plan how each array is read, by name."""
         planned = plan_load(
             checkpoint,
             rules,
@@ -181,16 +183,11 @@ def load(  # noqa: PLR0913  one option for each decision of the user
             strict=strict,
             profile=profile,
         )
-        loads = {name: _held_by_jax(name, load, mesh) for name, load in planned.items()}
-        constants = {}
-        for leaf in leaves:
-            if not is_array(leaf.x):
-                constants[leaf.name] = checkpoint.constant(leaf.name, leaf.x)
         if verify:
             compare_checksums(checkpoint, jax.process_index(), jax.process_count())
-        return _LoadPlan(checkpoint, loads, constants)
+        return {name: _held_by_jax(name, load, mesh) for name, load in planned.items()}
 
-    checkpoint, loads, constants = _done_by_all(plan_reads)
+    loads = _done_by_all(plan_reads)
     # Threads: disks, and copies in numpy, release the interpreter.
     with ThreadPoolExecutor() as threads:
         begin = partial(_begin_read, checkpoint, mesh, threads)
@@ -201,8 +198,10 @@ def load(  # noqa: PLR0913  one option for each decision of the user
             arrays[name] = reshard(arrays[name], move, mesh, donate=True, profile=profile)
     if like is None:
         return arrays
-    values = constants | arrays
-    new_leaves = [values.get(leaf.name, leaf.x) for leaf in leaves]
+    new_leaves = []
+    for leaf in leaves:
+        stored = arrays.get(leaf.name, leaf.x)
+        new_leaves.append(stored if is_array(leaf.x) else checkpoint.constant(leaf.name, leaf.x))
     return jax.tree.unflatten(jax.tree.structure(like), new_leaves)
 
 
@@ -346,14 +345,6 @@ def _source(x: Any) -> Source:
 
 
 # ---- load
-
-
-class _LoadPlan(NamedTuple):
-    """An open checkpoint, and by name the loads of its arrays, and its numbers and texts."""
-
-    checkpoint: Checkpoint
-    loads: dict[str, Load]
-    constants: dict[str, Any]
 
 
 def _held_by_jax(name: str, load: Load, mesh: jax.sharding.Mesh) -> Load:

@@ -11,6 +11,7 @@ import xshard as xs
 from tests import oracle
 from tests.fuzz.contractions import Contraction, judge, planned
 from tests.fuzz.runtimes import on_numpy
+from xshard.contractions.explain import alternatives
 
 MESH = {"x": 2, "y": 3}
 SINGLE = {
@@ -81,6 +82,30 @@ def test_replicas_in_place_of_copies_would_have_wrong_gradients():
     broken = xs.reference.pullback(plan, [x, w], cotangent)[0]
     assert oracle.paired(x, right, part.moves[0].src, mesh) == paired
     assert oracle.paired(x, broken, part.moves[0].src, mesh) != paired
+
+
+def test_a_plan_that_is_best_with_its_gradient_stays_where_memory_is_short():
+    """The forward pass alone has a plan that takes fewer seconds, also both ways, and more memory."""
+    sizes = {"b": 2048, "d": 512, "e": 32, "f": 512}
+    how = {"sizes": sizes, "dtype": "bfloat16", "overlap": "always"}
+    text = "d/y b e, d e/x f -> f b/x e"
+    fastest, smaller, smallest = (
+        xs.plan(text, xs.Mesh(x=2, y=4), memory_limit=limit, **how)
+        for limit in (None, 100_000_000, 80_000_000)
+    )
+    assert fastest.peak_bytes > 100_000_000 > smaller.peak_bytes > smallest.peak_bytes
+    assert fastest.cost < smaller.cost < 1.05 * fastest.cost < smallest.cost
+
+
+def test_other_places_have_no_ring_of_the_plan():
+    sizes = {"s": 8192, "d": 8192, "f": 8192}
+    plan = xs.plan("s/tp d, d f/tp -> s f/tp", xs.Mesh(tp=4), sizes=sizes, overlap="always")
+    (_, first), *others = alternatives(plan)
+    assert first.parts[0].ring and others
+    for _, other in others:
+        [part] = other.parts
+        moves = sum(move.cost for move in (*part.moves, part.result))
+        assert other.forward_cost == pytest.approx(moves + part.work)
 
 
 def test_what_the_reference_refuses():

@@ -18,7 +18,12 @@ CHANGES |= {"pop", "popitem", "popleft", "remove", "setdefault", "update"}
 # Calls that leave something in another library, or in the interpreter.
 REGISTERS = {"AttentionInterface.register", "AttentionMaskInterface.register", "atexit.register"}
 REGISTERS |= {"cloudpickle.register_pickle_by_value", "jax.config.update", "mlir.register_lowering"}
-REGISTERS |= {"register_constant", "signal.signal", "torch.set_num_threads"}
+REGISTERS |= {
+    "register_constant",
+    "register_optimizer_step_pre_hook",
+    "signal.signal",
+    "torch.set_num_threads",
+}
 READS = {"os.environ.get", "os.environ.setdefault", "os.getenv", "xshard.arguments.is_on"}
 OTHERS = {"cloudpickle", "jax", "torch", "transformers"}  # libraries whose attributes are set
 ATTRIBUTE = re.compile(r"_xshard_\w+")
@@ -43,9 +48,11 @@ def target_nodes(node: ast.AST) -> list[ast.expr]:
 
 
 def dotted(node: ast.expr) -> str:
-    """Return a name, or names with dots, as text; "" for any other expression."""
+    """Return a name, or names with dots, as text, without indices; "" for any other expression."""
     if isinstance(node, ast.Name):
         return node.id
+    if isinstance(node, ast.Subscript):
+        return dotted(node.value)
     if isinstance(node, ast.Attribute):
         return f"{dotted(node.value)}.{node.attr}"
     return ""

@@ -240,3 +240,13 @@ def test_a_block_that_takes_more_than_the_one_before_it_is_not_repeated():
         replace(step, ops=[*ops[:-1], both, Op("loss", "b d ->", ("sum",), "loss")])
     )
     assert not names and all(op.times == 1 for op in apart.ops)
+
+
+def test_an_operation_without_floating_point_operations_stays_so_in_a_chain():
+    ops = [
+        Op("pick", "b c, c d -> b d", ("x", "w"), flops=0.0, enters="", leaves=""),
+        Op("view", "b d -> d b", ("pick",), "linear", accesses=0.0, enters="", leaves=""),
+        Op("loss", "d b -> ", ("view",), "loss"),
+    ]
+    step = TrainingStep(ops, {"b": 4, "c": 4, "d": 4}, {"x": "b c"}, {"w": "c d"})
+    assert [op.work.flops for op in fuse_operations(step).ops if op.kind == "contraction"] == [0.0]

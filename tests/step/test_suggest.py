@@ -8,6 +8,7 @@ import sys
 import numpy as np
 import pytest
 
+from tests.step.random_steps import random_step
 from xshard import Link, Mesh, Op, Profile, TrainingStep, suggest
 from xshard.cost.machine import load_profile
 from xshard.errors import PlanError, XshardError
@@ -198,6 +199,44 @@ def test_rules_of_the_user_s_own(found):
         found.estimate({"layers.*.up.weight": "o/dp i", **rules}, {"": "b s -> b/dp/tp s"}, {}, "")
     with pytest.raises(XshardError, match=r"no rule for 1 of 6 parameters: head\.weight"):
         found.estimate({name: text for name, text in rules.items() if name != "head.weight"})
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_rule_that_leaves_no_layout_is_named(seed):
+    """Those with a placement that no rule of the operation has; others are priced, or reach no plan."""
+    step = random_step(seed, repeated=False)
+    suggested = suggest(step, Mesh(a=2), **ONE)
+    for op in step.ops:
+        for i, name in enumerate(op.operands):
+            for dim, letter in enumerate(op.dims[i] if name in step.parameters else ()):
+                rule = " ".join(f"{d}/a" if d == letter else d for d in op.dims[i])
+                rules = {name: rule, "**": "..."}
+                try:
+                    suggested.estimate(rules)
+                    message = ""
+                except PlanError as error:
+                    message = str(error)
+                is_possible = any(placements[i] == dim for placements in op.axis_rules)
+                assert (
+                    f"that of {name} leaves {op.name!r} no layout in '{rule}'" in message
+                ) != is_possible
+                assert message.startswith("no plan follows these rules") or is_possible
+
+
+def test_an_input_without_a_layout_is_named():
+    step = random_step(0, repeated=False)
+    odd = TrainingStep(step.ops, {**step.lengths, "b": 3}, step.inputs, step.parameters)
+    suggested = suggest(odd, Mesh(a=2), **ONE)
+    with pytest.raises(PlanError, match="that of x leaves 'x' no layout in 'b/a c'"):
+        suggested.estimate(inputs={"": "b/a c"})
+
+
+@pytest.mark.parametrize("memory", [None, "1KiB"])
+def test_fixed_layouts_that_no_move_joins_are_refused(memory):
+    block = ("block.*", "block.*.op0", "block.*.op1", "block.*.last")
+    fixed = dict(zip(block, ("b/a c", "b/a c", "b/a/b c", "b c/a"), strict=True))
+    with pytest.raises(PlanError, match="no plan has the layouts of fixed="):
+        suggest(random_step(5), Mesh(a=2, b=2), fixed=fixed, memory=memory, **ONE)
 
 
 def test_what_is_fixed_stays(found):

@@ -192,7 +192,12 @@ WRONG_USE = [
     (Transpose(("n",)), "n d", "'transpose -> n' does not apply to 'n d'"),
     (Permute(Layout("n d/a")), "n/a d", "no permutation of blocks leads from 'n/a d' to 'n d/a'"),
     (Permute(Layout("n d")), "n d | sum(a)", "a permutation keeps sums: 'n d | sum(a)' -> 'n d'"),
-    (exchange("n d | max(a)"), "n/a d", "'n/a d' lacks the max or min of 'n d | max(a)'"),
+    (
+        Slice((("n", (A,)), ("n", (B,)))),
+        "n d",
+        "'slice n/a n/b' cuts a dim twice: one cut may have several shards",
+    ),
+    (exchange("n d | max(a)"), "n/a d", "'n/a d' lacks the max of 'n d | max(a)'"),
 ]
 
 

@@ -257,7 +257,17 @@ def test_modules_have_dicts_hooks_and_checks():
     compiled = torch.compile(layer)
     assert compiled is not layer and modules.uncompiled(compiled) is layer
     assert modules.uncompiled(layer) is layer
-    assert callable(modules.clipping_function())
+    assert modules.norm_of([torch.full((4,), 2.0)]) == 4
+
+
+def test_a_scaler_finds_overflows_by_one_method():
+    parameter = nn.Parameter(torch.ones(2))
+    parameter.grad = torch.tensor([6.0, torch.inf])
+    optimizer = torch.optim.SGD([parameter])
+    scaler = torch.amp.GradScaler("cpu")
+    found = torch.zeros(())
+    by_device = modules.unscale_gradients(scaler, optimizer, torch.tensor(0.5), found, False)
+    assert list(by_device.values()) == [torch.ones(())] and parameter.grad[0] == 3
 
 
 def test_kernels_of_attention_return_log_sum_exps_and_gradients():

@@ -35,7 +35,14 @@ from xshard.arguments import limit_of
 from xshard.caches import layout_cache
 from xshard.contractions.expression import Contraction
 from xshard.contractions.plan import ContractionPlan, contraction_of
-from xshard.contractions.shapes import checked_lengths, for_operands, global_lengths, shapes_of
+from xshard.contractions.shapes import (
+    Shapes,
+    Sizes,
+    checked_lengths,
+    for_operands,
+    global_lengths,
+    shapes_of,
+)
 from xshard.cost.machine import resolve_profile
 from xshard.dtypes import name_of
 from xshard.errors import DtypeError, MeshError, NotationError
@@ -43,8 +50,6 @@ from xshard.layout.layout import check_axes
 from xshard.notation.parser import text_spans
 from xshard.planner import plan_contraction
 from xshard.plans.expression import check_given
-
-Shapes = tuple[tuple[int, ...], ...]
 
 HINT = "einsum(expression, x, w, mesh=mesh), with one tensor per operand"
 
@@ -55,6 +60,7 @@ class EinsumCall(NamedTuple):
     expression: str | ContractionPlan
     mesh: MeshLike | None
     shapes: Shapes | None  # the operands' global shapes; None: inferred from blocks
+    sizes: Sizes | None  # lengths by name that are known
     profile: ProfileLike
     memory_limit: int | None
     comm_dtype: CommDtypeLike
@@ -75,7 +81,7 @@ class EinsumCall(NamedTuple):
     ) -> EinsumCall:
         """Collect the options of a distributed `einsum`, checked, before any operand is seen.
 
-        shape, sizes: global lengths of the arrays; if both are None, they are inferred later from
+        shape, sizes: global lengths of the arrays; those that neither gives are inferred later from
         the blocks. mesh: None if the operands are DTensors, which have one. Raises NotationError
         for the expression, and ShapeError for lengths that contradict it.
         """
@@ -85,10 +91,12 @@ class EinsumCall(NamedTuple):
             comm_dtype = comm_dtypes(comm_dtype)
         profile = resolve_profile(profile)
         limit = limit_of(memory_limit)
-        shapes = None
-        if shape is not None or sizes is not None:
-            _, shapes = shapes_of(contraction_of(expression), *checked_lengths(sizes, shape))
-        return cls(expression, mesh, shapes, profile, limit, comm_dtype, overlap)
+        known_sizes, shapes = checked_lengths(sizes, shape)
+        if shapes is None and known_sizes and isinstance(expression, ContractionPlan):
+            shapes = tuple(array.shape for array in expression.arrays[:-1])
+        if shapes is not None:
+            _, shapes = shapes_of(contraction_of(expression), known_sizes, shapes)
+        return cls(expression, mesh, shapes, known_sizes, profile, limit, comm_dtype, overlap)
 
     @property
     def contraction(self) -> Contraction:
@@ -149,7 +157,7 @@ class EinsumCall(NamedTuple):
         profile, processes = calls.part_of_mesh(contraction.arrays, processes, profile)
         shapes = self.shapes
         if not shapes:
-            shapes = global_lengths(contraction, processes.mesh, local_shapes)
+            shapes = global_lengths(contraction, processes.mesh, local_shapes, self.sizes)
         plan = plan_contraction(
             contraction,
             processes.mesh,
@@ -173,7 +181,7 @@ class EinsumCall(NamedTuple):
         """Raise ShapeError unless each block is this process's part of its array."""
         # If the global lengths were inferred from this block, assuming equal blocks, they may be
         # wrong: the error then advises to pass them.
-        is_inferred = self.shapes is None and self.expression is not plan
+        is_inferred = not (self.shapes or self.sizes) and self.expression is not plan
         spans = text_spans(contraction.text).layouts
         for i, (shape, *_) in enumerate(blocks):
             calls.check_local(

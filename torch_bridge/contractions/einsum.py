@@ -61,8 +61,8 @@ def einsum(  # noqa: PLR0913  a verb with the options of plans and of calls
             DTensor.
         mesh: A `DeviceMesh` with named dims, or an `xshard.Mesh` over the world; DTensors bring their own.
         shape: The global shape of every operand, if blocks differ in size.
-        sizes: Or the length of every dim by name. Without both, a dim is as long as an operand says that has
-            it whole, else blocks are equal.
+        sizes: Lengths of dims by name. A dim in neither is as long as an operand says that has it whole,
+            else blocks are equal.
         profile: The machine to plan for.
         memory_limit: Bytes, or "2GiB", that no device may exceed, forward.
         save: The operands to keep for the gradients: as they were "used", or as they were "given", to be
@@ -206,7 +206,7 @@ def _of_dtensors(call: EinsumCall, operands: list[Any], keeps: bool) -> Tensor:
     contraction = for_operands(call.contraction, global_shapes)  # "..." stands for their dims
     shapes = call.shapes
     if shapes is None:
-        _, shapes = shapes_of(contraction, None, global_shapes)
+        _, shapes = shapes_of(contraction, call.sizes, global_shapes)
     *arrays, result = written_shardings(contraction, mesh_of(mesh), shapes)
     # Without sizes= or shape= these are the DTensors' own shapes, and equal.
     needed_shapes = tuple(array.shape for array in arrays)

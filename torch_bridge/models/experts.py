@@ -88,6 +88,10 @@ class RoutedExperts:
         copy_bytes = sum(_row_bytes(x) for x in arrived)
         self._under_way.append(_UnderWay(routed, copy_bytes))
 
+    def forget_passes(self) -> None:
+        """Forget passes that have begun, and end no more."""
+        self._under_way.clear()
+
     def leave(self, result: Any) -> Any:
         """Send the results of experts back, and add up those of each row: [n, c] -> [t, c].
 

@@ -167,14 +167,14 @@ def _gathers(parallel: ParallelModel, machine: _Machine) -> list[_MoveRow]:
     """Describe the gathers of parameters, and what their gradients send."""
     rows = []
     for hooks in parallel.hooks.values():
-        for parameter in hooks.parameters.parameters:
-            x = parameter.tensor
-            rule = rule_of(parameter.to_use, machine.axes)
-            facts = TensorFacts(parameter.shape, x.dtype, x.requires_grad)
+        for gathered in hooks.parameters.parameters:
+            x = gathered.parameter.tensor
+            rule = rule_of(gathered.to_use, machine.axes)
+            facts = TensorFacts(gathered.parameter.sharding.shape, x.dtype, x.requires_grad)
             received = _received_bytes(rule, machine, facts)
-            if not parameter.is_kept:  # the backward pass gathers it again
+            if not gathered.is_kept:  # the backward pass gathers it again
                 received = received._replace(backward=sum(received))
-            rows.append(_MoveRow(parameter.name, layout_text(parameter.to_use), received))
+            rows.append(_MoveRow(gathered.name, layout_text(gathered.to_use), received))
     return rows
 
 

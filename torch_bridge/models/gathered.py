@@ -1,12 +1,11 @@
-"""Parameters that modules use under another layout: how they move, and how autograd saves them."""
+"""Parameters that modules use under another layout: how they move, and which tensor modules have."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,11 +15,9 @@ from torch_bridge.calls.move import PLAIN_TYPES, MoveCall
 from torch_bridge.comm_dtype import CommDtypeLike, comm_dtypes
 from torch_bridge.mesh import desync
 from torch_bridge.mesh.process_mesh import world_key
-from torch_bridge.models.parameters import ParallelContext, Place
+from torch_bridge.models.parameters import ParallelContext, Place, ShardedParameter
 from torch_bridge.redistribution import redistribute
 from torch_bridge.redistribution.tree import SharedMove, share_collectives
-from torch_bridge.versions.autograd import writes_to
-from xshard import XshardError
 from xshard.cost.machine import resolve_profile
 from xshard.errors import located
 from xshard.replicas import are_replicas_checked
@@ -30,12 +27,16 @@ from xshard.replicas import are_replicas_checked
 class GatheredParameter:
     """A parameter that modules use under another layout than the one in which it is stored.
 
+    Modules have the block, except while gathered tensors are in its place: in a forward pass, and while a
+    backward pass computes a part of it again, as a checkpoint does. Passes may overlap: modules have the
+    tensor that was put there last.
+
     Attributes:
         name: Its name in the model.
         places: Where modules use it so; several for a tied parameter, which is gathered once.
+        parameter: The parameter in storage.
         to_use: The move of its block, as "o/dp i -> o i | copy(dp)".
         to_storage: The move of its gradient, as "o i | sum(dp) -> o/dp i".
-        shape: Its global shape.
         is_kept: Whether autograd keeps the gathered tensor until the backward pass, which gathers it again
             otherwise.
         is_shared: Whether passes inside `no_sync` and the next one outside gather it once.
@@ -43,19 +44,42 @@ class GatheredParameter:
 
     name: str
     places: list[Place]
+    parameter: ShardedParameter
     to_use: str
     to_storage: str
-    shape: tuple[int, ...]
     is_kept: bool
     is_shared: bool
+    _block: Tensor | None = None
+    _in_place: list[Tensor] = field(
+        default_factory=list
+    )  # gathered tensors in the place of the block
 
     @property
-    def tensor(self) -> Any:
-        """The tensor that modules have: the block, or the gathered one in a forward pass."""
-        return self.places[0].get()
+    def in_place(self) -> Tensor | None:
+        """The gathered tensor that modules have now; None while they have the block."""
+        return self._in_place[-1] if self._in_place else None
 
-    def set_tensor(self, x: Any) -> None:
-        """Let all modules use another tensor."""
+    def put(self, x: Tensor) -> None:
+        """Let modules use a gathered tensor, until `take_back`."""
+        if self._block is None:
+            self._block = self.parameter.set_aside()
+        self._in_place.append(x)
+        self._let_modules_have(x)
+
+    def take_back(self, x: Tensor) -> None:
+        """Take a gathered tensor from modules; nothing changes if they have it no more."""
+        for i, other in enumerate(self._in_place):
+            if other is x:
+                del self._in_place[i]
+                break
+        if self._in_place:
+            self._let_modules_have(self._in_place[-1])
+        elif self._block is not None:
+            self._let_modules_have(self._block)
+            self._block = None
+            self.parameter.bring_back()
+
+    def _let_modules_have(self, x: Tensor) -> None:
         for place in self.places:
             place.set_tensor(x)
 
@@ -122,7 +146,7 @@ class _Move:
     ) -> None:
         self._context = context
         self._names = [parameter.name for parameter in parameters]
-        self._shapes = [parameter.shape for parameter in parameters]
+        self._shapes = [gathered.parameter.sharding.shape for gathered in parameters]
         self._comm_dtype: CommDtypeLike = context.comm_dtype
         # Texts "layout -> layout", one per parameter.
         self._layouts = [parameter.to_use for parameter in parameters]
@@ -199,76 +223,3 @@ class _Move:
             profile=self._context.profile,
             comm_dtype=self._comm_dtype,
         )
-
-
-class _SavedView(NamedTuple):
-    """What autograd saves instead of a gathered parameter: which one, and the view of it that was used."""
-
-    number: int
-    shape: torch.Size
-    stride: tuple[int, ...]
-    offset: int | torch.SymInt
-
-
-class Regathering:
-    """Lets autograd save gathered parameters as references; the backward pass gathers them again.
-
-    blocks: the parameters in storage, which stay in memory. gathered: the tensors that modules use, in the
-    same order, whose memory is free after the forward pass. gather: the function from the one to the other.
-    """
-
-    def __init__(
-        self,
-        blocks: Sequence[Tensor],
-        gathered: Sequence[Tensor],
-        gather: Callable[[Sequence[Tensor]], list[Tensor]],
-    ) -> None:
-        self._blocks = blocks
-        self._gather = gather
-        self._writes = [writes_to(x) for x in blocks]
-        self._dtypes = [x.dtype for x in gathered]
-        # Autograd may save any view of a parameter, as a transposed weight. A view begins in the
-        # same storage, by whose address its parameter is found.
-        self._index_of_memory: dict[int, int] = {}
-        for i, x in enumerate(gathered):
-            if x.numel():
-                self._index_of_memory[x.untyped_storage().data_ptr()] = i
-        self._gathered_again: list[Tensor] = []  # filled by the backward pass
-
-    def saving(self) -> AbstractContextManager[Any]:
-        """Return a context in which autograd saves references."""
-        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
-
-    def _pack(self, x: Tensor) -> Tensor | _SavedView:
-        """Return what autograd saves of a tensor: a reference, if it is a view of a gathered parameter.
-
-        Hot: called for every tensor that is saved.
-        """
-        if x.layout is not torch.strided:
-            return x
-        i = self._index_of_memory.get(x.untyped_storage().data_ptr())
-        if i is None or x.dtype != self._dtypes[i]:  # not a parameter, or one seen as another dtype
-            return x
-        return _SavedView(i, x.shape, x.stride(), x.storage_offset())
-
-    def _unpack(self, saved: Tensor | _SavedView) -> Tensor:
-        """Return to the backward pass the tensor of which `_pack` returned `saved`.
-
-        The first reference gathers all parameters again, in one message. Raises XshardError if one
-        of them was written to since the forward pass.
-        """
-        if isinstance(saved, Tensor):
-            return saved
-        if not self._gathered_again:
-            self._gather_again()
-        whole = self._gathered_again[saved.number]
-        return whole.as_strided(saved.shape, saved.stride, saved.offset)
-
-    def _gather_again(self) -> None:
-        # After an optimiser's step, say, other values than in the forward pass would come back.
-        if self._writes != [writes_to(x) for x in self._blocks]:
-            raise XshardError(
-                "a parameter was written to between its forward and its backward pass"
-            )
-        with torch.no_grad():
-            self._gathered_again = self._gather(self._blocks)

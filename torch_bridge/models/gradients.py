@@ -1,4 +1,4 @@
-"""Gradients of a parallel model, summed in buckets during the backward pass.
+"""Gradients of a parallel model, summed in buckets during the backward pass; a pass that fails changes none.
 
 They are summed over `ShardedParameter.axes_summed_later`.
 All processes send the same buckets in the same order. A parameter that a process did not use counts as zeros,
@@ -7,11 +7,10 @@ and a parameter that no process used keeps the gradient that it had.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import torch
@@ -20,7 +19,11 @@ from torch import Tensor
 from torch_bridge.comm_dtype import comm_dtype_of
 from torch_bridge.models.parameters import ParallelContext, ShardedParameter
 from torch_bridge.redistribution import redistribute
-from torch_bridge.versions.autograd import call_after_backward, is_in_backward_pass
+from torch_bridge.versions.autograd import (
+    call_after_backward,
+    is_in_backward_pass,
+    writes_to,
+)
 from xshard import XshardError, trees
 
 
@@ -28,62 +31,128 @@ from xshard import XshardError, trees
 class Gradient:
     """The gradient of one parameter, and what the parameter's `.grad` on this process is now.
 
-    A share is what one backward pass on this process adds; the sum of the shares of all processes along
-    `axes` is the gradient of that pass. In a backward pass, a gradient goes through these states:
+    A share is what backward passes add on this process; the sum of the shares of all processes along
+    `axes` is the gradient of these passes.
 
-        state       .grad               share     earlier
-        SUMMED      sum of all passes   None      None       begin and end; the sum may be None
-        PUT ASIDE   None                None      the sum    autograd is about to add a share
-        SHARE       the share           .grad     the sum    complete, or waits for more of the pass
-        SENT        None                None      the sum    the share is in a message
+        between passes   is_share   .grad
+        SUMMED           False      the sum of all passes, or None
+        SHARE            True       the share of the passes inside `no_sync`
 
-    `no_sync` leaves the state at SHARE, to which the next pass adds.
+    Between passes `.grad` is yours: what you put there is a sum or a share, as before, and None drops all
+    passes. In a backward pass the gradient is open: `.grad` is what this pass adds, and what it was comes
+    back if the pass fails.
+
+    Attributes:
+        name: The name of the parameter.
+        parameter: The parameter.
+        axes: The axes over which its shares are summed; without any, what a pass adds is the sum.
+        is_share: Whether `.grad` was a share at the end of the last pass.
+        earlier_sum: Beside a share: the sum of the passes before those inside `no_sync`.
     """
 
+    name: str
     parameter: Tensor
     axes: tuple[str, ...]
-    share: Tensor | None = None
-    earlier: Tensor | None = None
+    is_share: bool = False
+    earlier_sum: Tensor | None = None
+    _share: Tensor | None = None  # what `.grad` was when it became a share beside an earlier sum,
+    _writes: int = 0  # and the writes to it then
+    # In a pass:
+    _is_open: bool = False
+    _before: Tensor | None = None  # what `.grad` was
+    _unsent: Tensor | None = None  # the share of earlier passes, until a message takes it
+    _sum: Tensor | None = None  # the sum of all passes that have been summed
 
     def has_share(self) -> bool:
-        """Return whether the state is SHARE; after `zero_grad()` or the like it is SUMMED again."""
-        if self.share is not None and self.parameter.grad is not self.share:
-            self.forget()
-        return self.share is not None
+        """Return whether `.grad` is a share: SHARE, unless you have dropped it."""
+        if self.is_share and not self._is_open and self.parameter.grad is None:
+            self.is_share = False
+            self.earlier_sum = None
+        return self.is_share
 
-    def forget(self) -> None:
-        """Take `.grad` as it is for the sum of all passes: any state -> SUMMED."""
-        self.share = None
-        self.earlier = None
+    def open(self) -> None:
+        """Make room in `.grad` for what a pass adds. Nothing changes if the gradient is open."""
+        if self._is_open:
+            return
+        self._sum = self._before = self.parameter.grad
+        if self.has_share():
+            self._check_unchanged()
+            self._unsent = self._before
+            self._sum = self.earlier_sum
+        self.parameter.grad = None
+        self._is_open = True
+
+    def _check_unchanged(self) -> None:
+        """Raise XshardError if you have changed a share that is not all of the gradient so far."""
+        share = self.parameter.grad
+        if self.earlier_sum is None or share is None:
+            return
+        if share is not self._share or writes_to(share) != self._writes:
+            if not torch.any(share):  # `zero_grad()` drops all passes
+                self.earlier_sum = None
+                return
+            what = f"the gradient of {self.name} was changed between passes inside no_sync, "
+            what += "but is the sum of earlier passes and a share"
+            hint = (
+                "change gradients after a pass outside of no_sync, or before the first one inside"
+            )
+            raise XshardError(what, hint=hint)
 
     def take_share(self) -> Tensor | None:
-        """Return the share for a message: SHARE -> SENT; None, and nothing changes, without a share."""
-        if not self.has_share():
-            return None
-        share = self.share
-        self.share = None
+        """Return what no message has taken yet, of this pass and earlier ones; None without a share."""
+        self.open()
+        share = self.parameter.grad
         self.parameter.grad = None
+        if self._unsent is not None:
+            share = self._unsent if share is None else self._unsent + share
+            self._unsent = None
         return share
 
-    def put_aside_sum(self) -> None:
-        """Make room in `.grad` for a share: SUMMED -> PUT ASIDE; a share stays, and more is added to it."""
-        if not self.has_share() and self.parameter.grad is not None:
-            self.earlier = self.parameter.grad
-            self.parameter.grad = None
-
     def add_sum(self, total: Tensor) -> None:
-        """Add the sum of all processes' shares to that of earlier passes: SENT -> SUMMED."""
-        # A parameter that only other processes have used is still SUMMED: its sum is in `.grad`.
-        earlier = self.parameter.grad if self.earlier is None else self.earlier
+        """Add the sum of all processes' shares, as a message brings it, to that of earlier passes."""
         total = total.view(self.parameter.shape)
-        self.parameter.grad = total if earlier is None else earlier + total
-        self.earlier = None
+        self._sum = total if self._sum is None else self._sum + total
+
+    def close_summed(self) -> None:
+        """End a pass whose shares have been summed: open -> SUMMED."""
+        self.parameter.grad = self._sum
+        self.is_share = False
+        self.earlier_sum = None
+        self._forget_pass()
+
+    def close_unsummed(self) -> None:
+        """End a pass that sums nothing over processes: open -> SHARE, or SUMMED without axes."""
+        if not self._is_open:
+            return
+        share = self.parameter.grad
+        if share is None:
+            self.undo()
+            return
+        earlier = self._unsent if self.axes else self._sum
+        if earlier is not None:
+            # In place, as autograd adds, so that `.grad` stays the same tensor; but not to a gradient that
+            # has a gradient itself.
+            with torch.set_grad_enabled(share.requires_grad):
+                share = earlier + share if share.requires_grad else earlier.add_(share)
+        self.parameter.grad = share
+        if not self.axes:
+            self._forget_pass()
+            return
+        self.is_share = True
+        self.earlier_sum = self._sum
+        self._share = share
+        self._writes = writes_to(share)
+        self._forget_pass()
 
     def undo(self) -> None:
-        """Bring the sum of earlier passes back, without the share: any state -> SUMMED."""
-        if self.has_share() or self.earlier is not None:
-            self.parameter.grad = self.earlier
-        self.forget()
+        """End a pass that has failed: `.grad` is what it was before the pass."""
+        if self._is_open:
+            self.parameter.grad = self._before
+            self._forget_pass()
+
+    def _forget_pass(self) -> None:
+        self._is_open = False
+        self._before = self._unsent = self._sum = None
 
 
 def _take_message(bucket: Sequence[Gradient]) -> tuple[Tensor, list[bool]]:
@@ -136,6 +205,10 @@ def _begin_sums(bucket: Sequence[Gradient], context: ParallelContext) -> Callabl
     return finish
 
 
+# What `Gradients` reads of a parameter to see that it is another one than before.
+_kind_of = attrgetter("requires_grad", "dtype", "device")
+
+
 @dataclass(eq=False)
 class BackwardPass:
     """What one backward pass has done so far.
@@ -144,11 +217,13 @@ class BackwardPass:
         missing: Gradients whose share has not come; inside `no_sync` none is taken out.
         computed: Gradients whose share autograd has computed, and not yet added to `.grad`.
         finish_sums: The functions that end the sums begun so far, one for each bucket, in order.
+        undo: Functions that undo what the pass has changed elsewhere, if it fails; the last one first.
     """
 
     missing: set[Gradient]
     computed: set[Gradient] = field(default_factory=set)
     finish_sums: list[Callable[[], None]] = field(default_factory=list)
+    undo: list[Callable[[], None]] = field(default_factory=list)
 
 
 class Gradients:
@@ -156,10 +231,16 @@ class Gradients:
 
     There is a `BackwardPass` from the first gradient of a backward pass to its end, and None otherwise.
     In between, full buckets are sent, always in the order of `_buckets`: a later one waits for those before
-    it. After the first pass that sums, `after_first` is called once.
+    it. A pass that fails, by any exception, changes nothing. After the first pass that sums, `after_first`
+    is called once.
     """
 
+    # A new copy follows no parameters yet: `prepare` does, before the first forward pass.
     _pass: BackwardPass | None = None
+    _followed: Sequence[Hashable] = ()
+    _gradients: Sequence[Gradient] = ()
+    _buckets: Sequence[list[Gradient]] = ()
+    _handles: Sequence[Any] = ()
 
     def __init__(
         self,
@@ -171,53 +252,60 @@ class Gradients:
         self.context = context
         self.bucket_bytes = bucket_bytes
         self.syncs = True
-        # Parameters whose axes have length 1 have nothing to sum over processes.
-        self.sharded = [
-            parameter
-            for parameter in sharded
-            if context.axes.size(*parameter.axes_summed_later) > 1
-        ]
+        self.sharded = sharded
         self.after_first: Callable[[], None] | None = None
-        self._handles: list[Any] = []
-        self._register_hooks_on([parameter.tensor for parameter in self.sharded])
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Gradients:
-        new = Gradients(self.context, (), self.bucket_bytes)
-        memo[id(self)] = new
-        new.sharded = copy.deepcopy(self.sharded, memo)
-        # Modules of the copy may not have their parameters yet: these are the same objects as they get.
-        new._register_hooks_on(
-            [copy.deepcopy(parameter.tensor, memo) for parameter in self.sharded]
-        )
-        return new
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy or a pickle has: no hooks, which stay with the tensors of the original."""
+        copied = ("context", "bucket_bytes", "syncs", "sharded", "after_first")
+        return {name: getattr(self, name) for name in copied}
 
     @property
     def unsummed(self) -> bool:
         """Whether `.grad` of some parameter is this process's share."""
         return any(gradient.has_share() for gradient in self._gradients)
 
+    @property
+    def is_following(self) -> bool:
+        """Whether `prepare` has been called: gradients of a new copy are not summed before."""
+        return bool(self._followed)
+
     def prepare(self) -> None:
-        """Get ready for a forward pass: undo a backward pass that failed, and follow new parameters."""
+        """Get ready for a forward pass: follow parameters that are new, converted or frozen."""
         if is_in_backward_pass():
             return  # a checkpoint computes the model again
-        self._undo()
         parameters = [parameter.tensor for parameter in self.sharded]
-        trained = [id(x) for x in parameters if x.requires_grad]
-        if trained != [id(gradient.parameter) for gradient in self._gradients]:
-            self._register_hooks_on(parameters)
+        followed = [(id(x), *_kind_of(x)) for x in parameters]
+        if followed != self._followed:
+            self._follow(parameters)
+            self._followed = followed
 
-    def _undo(self) -> None:
-        """Make all gradients the sums of earlier passes, if a backward pass has not come to its end."""
-        if self._pass is not None:
-            for gradient in self._gradients:
-                gradient.undo()
+    def begin_pass(self) -> BackwardPass:
+        """Return the running backward pass; the first call in it makes autograd call `_end`."""
+        if self._pass is None:
+            self._pass = BackwardPass(missing=set(self._gradients))
+            call_after_backward(self._end, if_failed=partial(self._undo, self._pass))
+        return self._pass
+
+    def note_pass(self, _: Tensor) -> None:
+        """Begin the running backward pass; a hook of tensors that the model returns."""
+        self.begin_pass()
+
+    def _undo(self, backward_pass: BackwardPass) -> None:
+        """Make all gradients what they were before a backward pass that has not come to its end."""
+        if self._pass is not backward_pass:
+            return  # it has
+        for gradient in self._gradients:
+            gradient.undo()
+        for undo in reversed(backward_pass.undo):
+            undo()
         self._pass = None
 
-    def _register_hooks_on(self, parameters: Sequence[Tensor]) -> None:
+    def _follow(self, parameters: Sequence[Tensor]) -> None:
         """Register autograd hooks on these parameters, which sum their gradients over processes.
 
         Each one that is trained gets a `Gradient` and two hooks; hooks on earlier tensors go. Makes
-        the buckets, too. No backward pass is under way afterwards.
+        the buckets, too.
 
         Args:
             parameters: The tensors that are the parameters now, one for each of `sharded`, in
@@ -225,21 +313,38 @@ class Gradients:
         """
         for handle in self._handles:
             handle.remove()
-        self._handles = []
-        self._gradients = []
-        mesh_axes = self.context.axes.axes
+        self._handles = ()
+        known = {id(gradient.parameter): gradient for gradient in self._gradients}
+        gradients = []
+        mesh = self.context.axes
         for x, parameter in zip(parameters, self.sharded, strict=True):
-            if not x.requires_grad:
-                continue
             # In the order of the mesh: a bucket is for equal tuples of axes.
-            axes = tuple(axis for axis in mesh_axes if axis in parameter.axes_summed_later)
-            gradient = Gradient(x, axes)
-            before = x.register_hook(partial(self._before_share, gradient))
-            after = x.register_post_accumulate_grad_hook(partial(self._after_share, gradient))
-            self._handles += [before, after]
-            self._gradients.append(gradient)
+            axes = tuple(axis for axis in mesh.axes if axis in parameter.axes_summed_later)
+            if mesh.size(*axes) == 1:
+                axes = ()
+            if not axes and not x.is_leaf:
+                continue  # of `torch.func.functional_call`; the gradient goes on to what it is made of
+            gradient = known.get(id(x), Gradient(parameter.name, x, axes))
+            if x.requires_grad:
+                self._register_hooks(gradient)
+            elif not gradient.has_share():
+                continue  # frozen; a share that it has is still summed
+            gradients.append(gradient)
+        self._gradients = gradients
         self._buckets = self._make_buckets()
-        self._pass = None
+
+    def _register_hooks(self, gradient: Gradient) -> None:
+        """Register the hooks of one gradient. Raises XshardError if its parameter was computed."""
+        x = gradient.parameter
+        if gradient.axes and not x.is_leaf:
+            what = f"{gradient.name} was computed, as for torch.func.functional_call: "
+            what += "its gradient would be each process's share"
+            raise XshardError(what, hint="pass a leaf, as x.detach().requires_grad_()")
+        handles = [x.register_hook(partial(self._before_share, gradient))]
+        if gradient.axes:
+            after_share = partial(self._after_share, gradient)
+            handles.append(x.register_post_accumulate_grad_hook(after_share))
+        self._handles = (*self._handles, *handles)
 
     def _make_buckets(self) -> list[list[Gradient]]:
         """Group gradients into buckets, one message each, in the order of a backward pass.
@@ -248,7 +353,7 @@ class Gradients:
         together. With parameters a, b, c, d and room for two: [[d, c], [b, a]].
         """
         # A backward pass comes to the parameters of the last modules first.
-        last_first = self._gradients[::-1]
+        last_first = [gradient for gradient in self._gradients[::-1] if gradient.axes]
         sizes = [gradient.parameter.nbytes for gradient in last_first]
         kinds = [(g.axes, g.parameter.dtype, g.parameter.device) for g in last_first]
         groups = trees.group_by_bytes(sizes, self.bucket_bytes, kinds)  # numbers in `last_first`
@@ -260,15 +365,11 @@ class Gradients:
         return buckets
 
     def _before_share(self, gradient: Gradient, _: Tensor) -> None:
-        """Make room in `.grad` for what a backward pass adds; a hook, before autograd adds it.
-
-        The first call in a backward pass begins the `BackwardPass`, and asks autograd to call `_end`.
-        """
-        if self._pass is None:
-            self._pass = BackwardPass(missing=set(self._gradients))
-            call_after_backward(self._end)
-        self._pass.computed.add(gradient)
-        gradient.put_aside_sum()
+        """Make room in `.grad` for what a backward pass adds; a hook, before autograd adds it."""
+        backward_pass = self.begin_pass()
+        if gradient.axes:
+            backward_pass.computed.add(gradient)
+        gradient.open()
 
     def _after_share(self, gradient: Gradient, x: Tensor) -> None:
         """Note that this process's share of a gradient is in `.grad`, and send the full buckets.
@@ -286,8 +387,6 @@ class Gradients:
             raise XshardError(
                 "a gradient of a parallel model is sparse, or has a gradient itself", hint=hint
             )
-        # If there was a share already, autograd may have put the sum of both into a new tensor.
-        gradient.share = x.grad
         backward_pass.computed.discard(gradient)
         if self.syncs:
             backward_pass.missing.discard(gradient)
@@ -318,11 +417,16 @@ class Gradients:
             return  # undone meanwhile
         # All should be in `.grad` by now.
         if backward_pass.computed:
-            self._undo()
+            self._undo(backward_pass)
             what = "torch.autograd.grad would give each process its share of a parameter's gradient"
             raise XshardError(what, hint="call backward(), after which .grad is the whole one")
         if self.syncs:
             self._sum_remaining(backward_pass.finish_sums)
+        for gradient in self._gradients:
+            if self.syncs and gradient.axes:
+                gradient.close_summed()
+            else:
+                gradient.close_unsummed()
         self._pass = None
         if self.syncs and self.after_first is not None:
             check = self.after_first
@@ -332,7 +436,7 @@ class Gradients:
     def _sum_remaining(self, finish_sums: list[Callable[[], None]]) -> None:
         """Send the buckets that have not been sent, and wait for the sums of all.
 
-        Afterwards every `.grad` is a sum over processes.
+        Afterwards every gradient knows its sum over processes.
 
         finish_sums: for each bucket sent so far, in order, the function that waits for its sums; it
         grows here. A bucket is sent even if this process has no gradient in it: others may have.
@@ -343,7 +447,8 @@ class Gradients:
                 finish_sums.append(_begin_sums(bucket, self.context))
             for finish in finish_sums:
                 finish()
-            if not self.unsummed:
+            # Messages have taken all shares from `.grad`: what is there came after its bucket was sent.
+            summed = [gradient for bucket in self._buckets for gradient in bucket]
+            if all(gradient.parameter.grad is None for gradient in summed):
                 return
-            # Some gradients came after their bucket was sent: all buckets are sent once more.
-            finish_sums = []
+            finish_sums = []  # all buckets are sent once more

@@ -124,6 +124,7 @@ class ModuleHooks:
         parameter_dims: Sharded dims of its own parameters, which its output may have, too.
         experts: The routing of rows, if a rule sends them to experts.
         known_dims: The dims known inside, in the running forward pass.
+        was_called: Whether the module has ever been called.
     """
 
     name: str
@@ -138,6 +139,7 @@ class ModuleHooks:
     parameter_dims: KnownDims = ()
     experts: RoutedExperts | None = None
     known_dims: KnownDims = ()
+    was_called: bool = False
 
     @property
     def title(self) -> str:
@@ -158,6 +160,9 @@ class ModuleHooks:
         A hook: torch calls `forward` with the arguments that it returns. Where a rule routes rows,
         they are sent to the processes of their experts. `after_forward` undoes both.
         """
+        self.was_called = True
+        if self.parameters.end_unfinished_passes() and self.experts is not None:
+            self.experts.forget_passes()
         # Modules around this one know the global lengths of some named dims, as s = 8192. A name
         # has one length everywhere, so that these help where a block alone does not tell.
         known_dims = self.parent.known_dims if self.parent is not None else ()
@@ -172,7 +177,7 @@ class ModuleHooks:
                 self.experts.enter(key, values)
         self.known_dims = known_dims
         # Parameters are gathered last: after an error above, there is nothing to undo.
-        self.parameters.begin_pass()
+        self.parameters.begin_pass(module)
         moved_args = tuple(values[i] for i in range(len(args)))
         return moved_args, {name: values[name] for name in kwargs}
 
@@ -181,7 +186,7 @@ class ModuleHooks:
 
         It is always called, also after an error: then `result` is None.
         """
-        self.parameters.end_pass()
+        self.parameters.end_pass(result)
         if self.experts is not None:
             result = self.experts.leave(result)
         if result is None:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
-from contextlib import ExitStack
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from torch_bridge.models.gathered import GatheredParameter, ParameterMoves, Regathering
+from torch_bridge.models.calls import call_of_hook, is_running
+from torch_bridge.models.gathered import GatheredParameter, ParameterMoves
 from torch_bridge.models.gradients import Gradients
 from torch_bridge.models.parameters import ParallelContext
+from torch_bridge.models.regathering import Regathering
 from torch_bridge.models.shared import SharedParameters
+from torch_bridge.versions.autograd import writes_to
+from torch_bridge.versions.pytree import tree_leaves
+from xshard import XshardError
 
 
 class ModuleParameters:
@@ -25,9 +29,11 @@ class ModuleParameters:
     STORED: modules have the blocks in storage, which optimisers have. GATHERED: they have gathered tensors,
     during a forward pass.
 
-    Nothing else puts gathered tensors in the place of blocks; blocks are replaced only between passes, by
-    `ShardedParameter.set_block`. `begin_pass` and `end_pass` are called before and after each forward pass
-    of the module, also of one that fails. A module may call itself: only the outermost pass counts.
+    Nothing else puts gathered tensors in the place of blocks, except `Regathering` in a backward pass; blocks
+    are replaced only between passes, by `ShardedParameter.set_block`. `begin_pass` and `end_pass` are called
+    before and after each forward pass of the module, also of one that fails by an `Exception`. What another
+    exception leaves, as when a notebook's cell is stopped, `end_unfinished_passes` mends before the next
+    pass. A module may call itself: only the outermost pass counts.
 
     A gathered tensor has one of three lives:
 
@@ -38,22 +44,21 @@ class ModuleParameters:
     A tensor that is gathered before its pass begins would be a third state, between the two.
     """
 
+    # The calls of the module that run, and what the outermost one has gathered from which blocks.
+    _calls: Sequence[FrameType | None] = ()
+    _blocks: Sequence[Tensor] = ()
+    _tensors: Sequence[Tensor] = ()
+    _writes: Sequence[int] = ()  # to the gathered tensors, before the pass
+    _regathering: Regathering | None = None  # while autograd saves references
+
     def __init__(self, context: ParallelContext) -> None:
         self.parameters: list[GatheredParameter] = []
         self._moves = ParameterMoves(context)
         self._shared: SharedParameters | None = None
-        self._passes = 0  # forward passes of the module that have begun and not ended
-        self._blocks: Sequence[Tensor] = ()  # in storage, while GATHERED
-        self._regathering: ExitStack | None = None  # autograd's hooks, while they save references
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> ModuleParameters:
-        """Copy for the copy of a model, outside of any pass."""
-        new = ModuleParameters(self._moves.context)
-        memo[id(self)] = new
-        memo[id(self._moves)] = new._moves  # which `_shared` uses, too
-        new.parameters = copy.deepcopy(self.parameters, memo)
-        new._shared = copy.deepcopy(self._shared, memo)
-        return new
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy or a pickle has: no pass, as frames cannot be copied."""
+        return {name: getattr(self, name) for name in ("parameters", "_moves", "_shared")}
 
     @property
     def has_unsummed_gradients(self) -> bool:
@@ -63,7 +68,7 @@ class ModuleParameters:
     def add(self, new: GatheredParameter) -> None:
         """Gather one more parameter; if it is tied to one that is gathered alike, both are gathered once."""
         for parameter in self.parameters:
-            if parameter.to_use == new.to_use and parameter.tensor is new.tensor:
+            if parameter.to_use == new.to_use and parameter.parameter is new.parameter:
                 parameter.places += new.places
                 return
         self.parameters.append(new)
@@ -77,72 +82,137 @@ class ModuleParameters:
         if shared:
             self._shared = SharedParameters(shared, self._moves, gradients)
 
-    def begin_pass(self) -> None:
+    def begin_pass(self, module: nn.Module) -> None:
         """Gather the parameters, and put them into the modules in place of the blocks.
 
         STORED -> GATHERED, before each forward pass of the module. A module may call itself: an
         inner pass uses what the outermost one has gathered, and nothing changes.
         """
-        self._passes += 1
-        if self._passes > 1 or not self.parameters:
+        self._calls = (*self._calls, call_of_hook())
+        if len(self._calls) > 1 or not self.parameters:
             return
         # All are gathered before any is replaced: an error leaves the modules as they were.
-        blocks = [parameter.tensor for parameter in self.parameters]
+        self._blocks = [gathered.parameter.tensor for gathered in self.parameters]
         tensors = self._gather_for_pass()
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            self._begin_regathering(blocks, tensors)
-        self._blocks = blocks
-        self._set_tensors(tensors)
-
-    def end_pass(self) -> None:
-        """Give modules their blocks in storage again: GATHERED -> STORED, after the outermost pass."""
-        if self._passes == 1 and self._blocks:
-            self._set_tensors(self._blocks)
-            self._blocks = ()
-            if self._regathering is not None:
-                self._regathering.close()
-                self._regathering = None
-        # An error before `begin_pass` ends a pass that never began.
-        self._passes = max(self._passes - 1, 0)
-
-    def _set_tensors(self, tensors: Sequence[Tensor]) -> None:
-        """Let modules use these tensors, one for each parameter in order."""
+        if not torch.compiler.is_compiling():
+            if torch.is_grad_enabled():
+                self._begin_regathering(module, tensors)
+            self._writes = [writes_to(x) for x in tensors if not x.is_inference()]
+        self._tensors = tensors
         for parameter, x in zip(self.parameters, tensors, strict=True):
-            parameter.set_tensor(x)
+            parameter.put(x)
+
+    def end_pass(self, result: Any) -> None:
+        """Give modules their blocks in storage again: GATHERED -> STORED, after the outermost pass.
+
+        Raises XshardError if the pass has written to a gathered tensor: the block would not change.
+
+        result: of the forward pass; None after an error.
+        """
+        call = call_of_hook()
+        # An error before `begin_pass` ends a pass that never began. None: a compiled part, without a frame.
+        if not self._calls or (call is not self._calls[-1] and None not in (call, self._calls[-1])):
+            return
+        self._calls = self._calls[:-1]
+        if self._calls or not self._tensors:
+            return
+        tensors = self._tensors
+        self._take_back()
+        if result is not None and not torch.compiler.is_compiling():
+            self._check_not_written(tensors)
+            if torch.is_grad_enabled():
+                self._keep_for_backward(tensors, result)
+
+    def end_unfinished_passes(self) -> bool:
+        """End passes of calls that run no more, as after KeyboardInterrupt: GATHERED -> STORED.
+
+        Returns whether there were any.
+        """
+        running = [call for call in self._calls if call is None or is_running(call)]
+        is_unfinished = len(running) < len(self._calls)
+        self._calls = running
+        if is_unfinished and not running:
+            self._take_back()
+        return is_unfinished
+
+    def _take_back(self) -> None:
+        """Give modules their blocks, and let autograd save tensors as usual."""
+        if self._tensors:
+            for parameter, x in zip(self.parameters, self._tensors, strict=True):
+                parameter.take_back(x)
+        self._tensors = ()
+        if self._regathering is not None:
+            self._regathering.end_saving()
+            self._regathering = None
 
     def _gather_for_pass(self) -> list[Tensor]:
-        """Return the tensor of every parameter: shared with other passes, or gathered now, all together.
+        """Return the tensor of every parameter: one that modules have, a shared one, or gathered now.
 
-        Modules have their blocks still.
+        Modules have gathered tensors already if a backward pass is in this module, and computes it
+        again. All that are gathered now are gathered together.
         """
         tensors: dict[str, Tensor] = {}
-        if self._shared is not None and not torch.compiler.is_compiling():
+        for parameter in self.parameters:
+            if parameter.in_place is not None:
+                tensors[parameter.name] = parameter.in_place
+        if self._shared is not None and not tensors and not torch.compiler.is_compiling():
             tensors = self._shared.take()
-        # One message for all that are left.
-        missing = [parameter for parameter in self.parameters if parameter.name not in tensors]
-        gathered = self._moves.gather(missing, [parameter.tensor for parameter in missing])
+        numbers = [i for i, p in enumerate(self.parameters) if p.name not in tensors]
+        missing = [self.parameters[i] for i in numbers]
+        gathered = self._moves.gather(missing, [self._blocks[i] for i in numbers])
         for parameter, x in zip(missing, gathered, strict=True):
             tensors[parameter.name] = x
         return [tensors[parameter.name] for parameter in self.parameters]
 
-    def _begin_regathering(self, blocks: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
+    def _begin_regathering(self, module: nn.Module, tensors: Sequence[Tensor]) -> None:
         """Save memory: from now on, autograd does not keep gathered tensors for the backward pass.
 
         It keeps references to them instead, and the backward pass gathers the parameters again. This
-        ends in `end_pass`, after the module's forward pass. Parameters with `is_kept` are kept as
-        usual.
-
-        Args:
-            blocks: The parameters in storage.
-            tensors: The gathered ones, in the same order.
+        ends after the module's forward pass. Parameters with `is_kept` are kept as usual.
         """
-        # Of the parameters whose gathered tensors are dropped after the forward pass.
-        numbers = [i for i, parameter in enumerate(self.parameters) if not parameter.is_kept]
-        dropped_blocks = [blocks[i] for i in numbers]
-        if not any(block.requires_grad for block in dropped_blocks):
-            return  # no backward pass needs them
-        gather = partial(self._moves.gather, [self.parameters[i] for i in numbers])
-        regathering = Regathering(dropped_blocks, [tensors[i] for i in numbers], gather)
-        # Not a `with` block: this hook runs before the forward pass, and `end_pass` in one after it.
-        self._regathering = ExitStack()
-        self._regathering.enter_context(regathering.saving())
+        # Frozen parameters, too: the gradients of activations need them.
+        numbers = [i for i, p in enumerate(self.parameters) if not p.is_kept]
+        if numbers:
+            # An embedding saves no weight, and runs nothing again: its backward pass gathers nothing.
+            is_embedding = isinstance(module, nn.Embedding | nn.EmbeddingBag)
+            self._regathering = self._regathering_of(numbers, tensors, opens_early=not is_embedding)
+            # Not a `with` block: this hook runs before the forward pass, and `end_pass` in one after it.
+            self._regathering.begin_saving()
+
+    def _keep_for_backward(self, tensors: Sequence[Tensor], result: Any) -> None:
+        """Let modules have the kept tensors again, when the backward pass comes to what they returned."""
+        numbers = [i for i, p in enumerate(self.parameters) if p.is_kept]
+        if numbers:
+            kept = self._regathering_of(numbers, tensors)
+            kept.keep([tensors[i] for i in numbers])
+            for x in tensors_with_gradient(result):
+                x.register_hook(kept.open)
+
+    def _regathering_of(
+        self, numbers: Sequence[int], tensors: Sequence[Tensor], *, opens_early: bool = True
+    ) -> Regathering:
+        """Prepare the backward pass for some of the parameters, by their numbers."""
+        parameters = [self.parameters[i] for i in numbers]
+        return Regathering(
+            parameters,
+            [self._blocks[i] for i in numbers],
+            [tensors[i] for i in numbers],
+            partial(self._moves.gather, parameters),
+            opens_early=opens_early,
+        )
+
+    def _check_not_written(self, tensors: Sequence[Tensor]) -> None:
+        """Raise XshardError if a pass wrote to a gathered tensor, whose memory is not the block's."""
+        for i, writes in enumerate(self._writes):
+            x = tensors[i]
+            if writes_to(x) != writes and x.data_ptr() != self._blocks[i].data_ptr():
+                name = self.parameters[i].name
+                what = f"{name} was written to in a forward pass, in which it is gathered: "
+                what += "the write is lost"
+                hint = f"write to the block between passes, or store {name} as it is used"
+                raise XshardError(what, hint=hint)
+
+
+def tensors_with_gradient(result: Any) -> list[Tensor]:
+    """Return the tensors in the result of a module by which a backward pass may come into it."""
+    return [x for x in tree_leaves(result) if isinstance(x, Tensor) and x.requires_grad]

@@ -12,13 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_bridge.models.clip_guard import guard_clipping
+from torch_bridge.models.block_guards import guard_blocks
 from torch_bridge.models.experts import Count
 from torch_bridge.models.gradients import Gradients
 from torch_bridge.models.hooks import ModuleHooks
+from torch_bridge.models.module_parameters import tensors_with_gradient
 from torch_bridge.models.names import is_inside
 from torch_bridge.models.notes import has_note, leaves_call_of_hook, note_on
 from torch_bridge.models.parameters import ParallelContext, ShardedParameter
+from torch_bridge.models.structure import check_structure, watch_structure
 from xshard import Layout, Sharding, XshardError
 from xshard.errors import api_boundary
 from xshard.models import ParameterUse
@@ -41,6 +43,7 @@ class ParallelModel:
         original: The model on one device, if that is another module.
         names: The names of all modules.
         counts: Attributes that count this process's part.
+        is_changed: Whether a module has got a child or a parameter since the last pass.
     """
 
     context: ParallelContext
@@ -53,10 +56,12 @@ class ParallelModel:
     original: nn.Module | None = None
     names: Mapping[nn.Module, str] = field(default_factory=dict)
     counts: Sequence[Count] = ()
+    is_changed: bool = False
 
     def __post_init__(self) -> None:
-        self.gradients.after_first = self.compare
-        guard_clipping(self)
+        self.gradients.after_first = self.check_first_pass
+        guard_blocks(self)
+        watch_structure(self)
 
     def arrivals(
         self, values: Mapping[Any, Any]
@@ -74,9 +79,37 @@ class ParallelModel:
 
     def begin(self, module: nn.Module, args: Any) -> None:
         """Get ready for a forward pass; a hook of the model, before all others."""
-        if not torch.compiler.is_compiling():
-            guard_clipping(self)  # a copy has not been guarded yet
+        if torch.compiler.is_compiling():
+            if not self.gradients.is_following:  # a copy, whose first call this is
+                torch.compiler.disable(self.gradients.prepare)()
+        else:
+            # A copy has not been guarded and watched yet.
+            guard_blocks(self)
+            watch_structure(self)
+            if self.is_changed:
+                check_structure(module, self)
+                self.is_changed = False
+            self.end_unfinished_passes()
             self.gradients.prepare()
+
+    def end_unfinished_passes(self) -> None:
+        """Give blocks back to modules whose call was interrupted."""
+        for hooks in self.hooks.values():
+            hooks.parameters.end_unfinished_passes()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy has. It is asked before the modules are copied, which need their blocks."""
+        self.end_unfinished_passes()
+        return vars(self)
+
+    def note_outputs(self, module: nn.Module, args: Any, result: Any) -> None:
+        """Let a backward pass begin where it comes into the model; a hook of the model.
+
+        A reentrant checkpoint runs backward passes of its own, inside: they are parts of this one.
+        """
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            for x in tensors_with_gradient(result):
+                x.register_hook(self.gradients.note_pass)
 
     def add_note(self, module: nn.Module, args: Any, result: Any) -> None:
         """Add a note to an error that leaves a module, once; a hook of modules, always called."""
@@ -125,6 +158,40 @@ class ParallelModel:
         ]
         return {name: self.used_shardings[name] for name in names}
 
+    def check_first_pass(self) -> None:
+        """Raise XshardError, on all processes, if the first pass contradicts the rules."""
+        self._check_called()
+        self.compare()
+
+    def _check_called(self) -> None:
+        """Raise XshardError, on all processes, if a module's rule did not run, but its parameters were used.
+
+        Code around a module may read its parameters, as torch's MultiheadAttention reads those of
+        `out_proj`, and never call it.
+        """
+        hooks = list(self.hooks.values())
+        if not hooks or not self.trained:
+            return
+        flags = torch.tensor([float(self._is_bypassed(module_hooks)) for module_hooks in hooks])
+        flags = self.context.reduced(flags.to(self.trained[0].tensor.device), "max")
+        for module_hooks, is_bypassed in zip(hooks, flags.tolist(), strict=True):
+            if is_bypassed:
+                what = f"{module_hooks.title} is never called, but its parameters are used: "
+                what += "its rules do not run"
+                hint = "write rules for a module around it, which is called"
+                raise XshardError(what, hint=hint)
+
+    def _is_bypassed(self, hooks: ModuleHooks) -> bool:
+        """Return whether parameters of a module have a gradient, though its rules did not run."""
+        if hooks.was_called:
+            return False
+        for parameter in self.trained:
+            # A tied parameter may have been used elsewhere.
+            is_own = all(is_inside(name, hooks.name) for name in parameter.names)
+            if is_own and parameter.tensor.grad is not None:
+                return True
+        return False
+
     def compare(self) -> None:
         """Raise ReplicaError, on all processes, if parameters or gradients that should be equal are not."""
         blocks = []
@@ -142,6 +209,7 @@ def parallel_of(model: nn.Module) -> ParallelModel:
     """Return the state of a parallel model. Raises XshardError for any other."""
     state = getattr(model, ATTRIBUTE, None)
     if isinstance(state, ParallelModel):
+        state.end_unfinished_passes()
         return state
     is_module = isinstance(model, nn.Module)
     hint = "parallelize(model, ...)" if is_module else "pass the model itself"

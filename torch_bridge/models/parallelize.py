@@ -12,7 +12,8 @@ from torch import nn
 
 from torch_bridge.comm_dtype import CommDtypeLike
 from torch_bridge.mesh.desync import CallFacts, compare_ranks
-from torch_bridge.mesh.process_mesh import MeshLike
+from torch_bridge.mesh.process_mesh import MeshLike, ProcessMesh
+from torch_bridge.models.block_guards import check_parametrizations
 from torch_bridge.models.experts import Count, route_experts
 from torch_bridge.models.gradients import Gradients
 from torch_bridge.models.hooks import ModuleHooks, TensorRule
@@ -22,7 +23,7 @@ from torch_bridge.models.parallel import ATTRIBUTE, ParallelModel
 from torch_bridge.models.parameters import Init, ParallelContext, shard_all
 from torch_bridge.models.uses import ModelParameters, enclosing, parameters_by_rules
 from torch_bridge.redistribution.blocks import tensor_device_of
-from xshard import Mesh, ProfileLike, Rules, Sharding, XshardError, models
+from xshard import ProfileLike, Rules, Sharding, XshardError, models
 from xshard.arguments import explained, limit_of
 from xshard.errors import ShapeError, api_boundary, located
 from xshard.models import rule_of
@@ -90,7 +91,8 @@ def parallelize(  # noqa: PLR0913  public: rules of several kinds, and how they 
         mesh: As for `redistribute`.
         outputs: Rules for results, as for inputs.
         counts: Rules for integer attributes of modules, by name, that are lengths of sharded dims: with
-            `"**.attn.num_heads": "h/tp"` each process counts its own heads. Each has to divide.
+            `"**.attn.num_heads": "h/tp"` each process counts its own heads. A number that does not divide
+            needs its parts: `"h/sizes(tp,2,1,1)"`.
         gathers: Modules that gather all parameters inside them together, as "layers.*"; the model gathers the
             rest. None: the modules with a rule for their input.
         init: Values for tensors on the meta device: a function of one module that sets its own tensors, or a
@@ -164,6 +166,7 @@ def parallelize(  # noqa: PLR0913  public: rules of several kinds, and how they 
     with torch.inference_mode(False), torch.set_grad_enabled(is_recording):
         shard_all(sharded, context, init, tensor_device_of(None, device, mesh))
         gradients = Gradients(context, sharded, largest_bucket)
+    gradients.prepare()
     for module_hooks in ready.hooks.values():
         module_hooks.parameters.share_between_passes(gradients)
     # From here on modules count their own part, as of heads.
@@ -179,8 +182,9 @@ def parallelize(  # noqa: PLR0913  public: rules of several kinds, and how they 
 def _prepare(model: nn.Module, context: ParallelContext, rules: _ModelRules) -> _PreparedModel:
     """Read the rules of a model. Raises what is wrong with them; no tensor is changed."""
     hooks = _module_hooks(model, context, rules)
-    counts = _counts(model, context.axes, Rules(rules.counts))
+    counts = _counts(model, context.processes, Rules(rules.counts))
     parameters = parameters_by_rules(model, context, Rules(rules.parameters), hooks, rules.keep)
+    check_parametrizations(parameters.used_shardings)
     counts += route_experts(hooks, context, parameters.sharded, parameters.used_shardings)
     return _PreparedModel(hooks, counts, parameters)
 
@@ -213,13 +217,18 @@ def _attach(model: nn.Module, parallel: ParallelModel) -> None:
         if hooks is not None or module is model:
             module.register_forward_hook(parallel.add_note, always_call=True)
     model.register_forward_pre_hook(parallel.begin, prepend=True)
+    model.register_forward_hook(parallel.note_outputs)
 
     modules_with_blocks = []
     for parameter in parallel.sharded:
         modules_with_blocks += [place.module for place in parameter.places]
     for module in dict.fromkeys(modules_with_blocks):  # each once
         module.register_state_dict_pre_hook(parallel.refuse_state_dict)
-    setattr(model, ATTRIBUTE, parallel)
+    # It comes first: a copy of the model asks it before tensors are copied, which may be gathered ones
+    # of a call that was interrupted.
+    attributes = dict(vars(model))
+    vars(model).clear()
+    vars(model).update({ATTRIBUTE: parallel}, **attributes)
 
 
 def replicated(model: nn.Module, context: ParallelContext) -> ParallelModel:
@@ -329,11 +338,12 @@ def _called_modules(model: nn.Module) -> dict[str, nn.Module]:
     return modules
 
 
-def _counts(model: nn.Module, axes: Mesh, rules: Rules) -> list[Count]:
+def _counts(model: nn.Module, processes: ProcessMesh, rules: Rules) -> list[Count]:
     """Read the rules for integer attributes of modules, as numbers of heads: whole, and local.
 
-    `attention.n_heads` = 12 under the rule "h/tp" on tp=4 -> 3 on each process. Nothing is set yet.
-    Raises ShapeError if a number does not divide evenly.
+    `attention.n_heads` = 12 under the rule "h/tp" on tp=4 -> 3 on each process; 4 under
+    "h/sizes(tp,2,1,1)" -> 2 on the first process. Nothing is set yet. Raises ShapeError if a number
+    does not divide evenly, and the rule does not say how it is divided.
     """
     attributes = _integer_attributes(model)
     counts = []
@@ -342,14 +352,16 @@ def _counts(model: nn.Module, axes: Mesh, rules: Rules) -> list[Count]:
         count = attributes[full_name]
         with located(full_name):
             # The count is the length of a dim, and its rule the layout of an array of this dim.
-            rule = rule_of(text, axes)
-            dim = Sharding(rule.src, axes, shape=(count.whole,))
-            n_parts = axes.size(*dim.layout.axes)
-            if count.whole % n_parts:
-                hint = f"processes would count unlike parts of {count.whole}; shard it over fewer of them"
-                what = f"{count.whole} is not divisible by {n_parts}"
+            rule = rule_of(text, processes.mesh)
+            heads = Sharding(rule.src, processes.mesh, shape=(count.whole,))
+            [dim] = heads.layout.dims
+            # Plain parts of the array have other borders: 4 heads are 2 2 0, and its 16 rows 6 6 4.
+            if not heads.is_even and all(shard.order == "block" for shard in dim.shards):
+                hint = f"say what each process counts of {count.whole}, as in 'h/sizes(tp,2,1,1)'"
+                what = f"{count.whole} is not divisible by {processes.mesh.size(*dim.axes)}"
                 raise ShapeError(what, text=text, hint=hint)
-        counts.append(count._replace(local=count.whole // n_parts))
+        [local] = heads.local_shape(processes.device)
+        counts.append(count._replace(local=local))
     return counts
 
 

@@ -119,6 +119,8 @@ class ShardedParameter:
     places: list[Place]
     sharding: Sharding
     axes_summed_later: frozenset[str] = frozenset()
+    _block: Tensor | None = None  # while modules have gathered tensors in its place
+    _n_gathered: int = 0  # how many `GatheredParameter`s have put one there
 
     @property
     def name(self) -> str:
@@ -126,8 +128,20 @@ class ShardedParameter:
 
     @property
     def tensor(self) -> Any:
-        """This process's block. In a forward pass, modules have the gathered tensor in its place."""
-        return self.places[0].get()
+        """This process's block, also while modules have a gathered tensor in its place."""
+        return self.places[0].get() if self._block is None else self._block
+
+    def set_aside(self) -> Tensor:
+        """Return the block, and keep it while a gathered tensor is in its place."""
+        self._block = self.tensor
+        self._n_gathered += 1
+        return self._block
+
+    def bring_back(self) -> None:
+        """Let modules have the block, when all gathered tensors have gone."""
+        self._n_gathered -= 1
+        if not self._n_gathered:
+            self._block = None
 
     def block_of(self, x: Tensor, context: ParallelContext) -> Tensor:
         """Return this process's block of a whole tensor."""

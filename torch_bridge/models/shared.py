@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -14,6 +13,7 @@ from torch.autograd.function import once_differentiable
 from torch_bridge.models.gathered import GatheredParameter, ParameterMoves
 from torch_bridge.models.gradients import Gradients
 from torch_bridge.versions.autograd import writes_to
+from xshard import XshardError
 
 
 class _GradientMark(NamedTuple):
@@ -37,8 +37,12 @@ class SharedParameters:
         HELD  --backward of a pass outside no_sync--> EMPTY      one move sums the gradients into storage
 
     Nothing tells a leaf when you drop gradients, as `zero_grad()` does to the parameters in storage. So
-    `.grad` there, zeros if there is none, is marked whenever a leaf gets a gradient. If it is another tensor
-    later, or has been written to, you have dropped what the leaf has added up.
+    `.grad` there, -0.0 if there is none, is marked whenever a leaf gets a gradient. If it is None or +0.0
+    later, you have dropped what the leaf has added up. Any other change is an error: it would not reach the
+    leaf. (-0.0 can be told from zeros of yours, and adding to it changes no bits.)
+
+    A backward pass that fails may have added to some leaves, and not to others. If they had gradients of
+    earlier passes, an error asks you to drop these.
     """
 
     def __init__(
@@ -54,12 +58,13 @@ class SharedParameters:
         self._blocks: list[Tensor] = []  # from which the leaves were gathered
         self._block_states: list[tuple[int, ...]] = []  # of these, at that time
         self._marks: dict[int, _GradientMark] = {}  # by the number of the leaf
+        self._is_incomplete = (
+            False  # a backward pass has failed, and leaves lack a part of the gradients
+        )
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> SharedParameters:
+    def __reduce__(self) -> tuple[type, tuple[Any, ...]]:
         """Copy without what is held: the copy's parameters have gradients of their own."""
-        parameters = copy.deepcopy(self.parameters, memo)
-        moves = copy.deepcopy(self._moves, memo)
-        return SharedParameters(parameters, moves, copy.deepcopy(self._gradients, memo))
+        return SharedParameters, (self.parameters, self._moves, self._gradients)
 
     @property
     def is_held(self) -> bool:
@@ -83,6 +88,7 @@ class SharedParameters:
           over processes what the leaves have added up, and lets go of them.
         - Outside, with nothing kept: {}, as there are no earlier gradients to sum.
         """
+        self._check_complete()
         syncs = self._gradients.syncs  # False inside `no_sync`
         if syncs and not self.is_held:
             return {}
@@ -101,12 +107,16 @@ class SharedParameters:
         tensors are gathered, and take over the gradients that have added up. Sets `_leaves`, gathered
         tensors that are leaves of autograd: their `.grad` adds up over passes.
         """
-        # No forward pass has begun: the modules' parameters are the blocks in storage.
-        blocks = [parameter.tensor for parameter in self.parameters]
+        blocks = [gathered.parameter.tensor for gathered in self.parameters]
         block_states = [_state_of(x) for x in blocks]
         if self.is_held and block_states == self._block_states:
             return
         earlier_leaves = self._leaves
+        for i, leaf in enumerate(earlier_leaves):
+            is_trained = blocks[i].requires_grad
+            if leaf.grad is not None and not is_trained and not self._is_gradient_dropped(i):
+                what = f"{self.parameters[i].name} was frozen between passes inside no_sync"
+                raise XshardError(what, hint="a pass outside of no_sync sums its gradient first")
         with torch.no_grad():
             self._leaves = self._moves.gather(self.parameters, blocks)
         self._blocks = blocks
@@ -122,24 +132,65 @@ class SharedParameters:
 
     def _before_gradient(self, i: int, _: Tensor) -> None:
         """Mark `.grad` in storage; a hook of leaf `i`, before autograd adds a gradient to it."""
-        block = self._blocks[i]
+        leaf = self._leaves[i]
         if self._is_gradient_dropped(i):
-            self._leaves[i].grad = None
+            leaf.grad = None
+        undo = (
+            self._note_incomplete if leaf.grad is not None else partial(self._undo_first, i, leaf)
+        )
+        self._gradients.begin_pass().undo.append(undo)
+        self._mark_gradient(i)
+
+    def _mark_gradient(self, i: int) -> None:
+        """Mark `.grad` in storage: while it stays as it is, the leaf's gradient is wanted."""
+        block = self._blocks[i]
         if block.grad is None:
-            block.grad = torch.zeros_like(block)
+            block.grad = torch.full_like(block, -0.0)
         self._marks[i] = _GradientMark(block.grad, writes_to(block.grad))
+
+    def _undo_first(self, i: int, leaf: Tensor) -> None:
+        """Take away a leaf's gradient of a pass that has failed; it was the first one."""
+        leaf.grad = None
+        self._marks.pop(i, None)
+
+    def _note_incomplete(self) -> None:
+        """Remember that a pass has failed which had added to, or taken, gradients of earlier ones."""
+        self._is_incomplete = True
+        for i, block in enumerate(self._blocks):
+            if block.requires_grad:
+                self._mark_gradient(i)
+
+    def _check_complete(self) -> None:
+        """Raise XshardError if a pass has failed, and you have not dropped the gradients since."""
+        if not self._is_incomplete:
+            return
+        for i, block in enumerate(self._blocks):
+            if block.requires_grad and not self._is_gradient_dropped(i):
+                what = (
+                    "a backward pass failed after others inside no_sync: their gradients are lost"
+                )
+                raise XshardError(what, hint="zero_grad(), and begin the step anew")
+        self._leaves = []
+        self._is_incomplete = False
 
     def _is_gradient_dropped(self, i: int) -> bool:
         """Return whether you have dropped what leaf `i` has added up, as by `zero_grad()`.
 
-        Then `.grad` in storage is not as it was marked when the leaf last got a gradient. True,
-        too, before its first gradient.
+        True, too, before its first gradient. Raises XshardError if you have changed `.grad` in storage
+        in another way.
         """
         mark = self._marks.get(i)
         gradient = self._blocks[i].grad
         if mark is None or gradient is None:
             return True
-        return gradient is not mark.gradient or writes_to(gradient) != mark.writes
+        if gradient is mark.gradient and writes_to(gradient) == mark.writes:
+            return False
+        if torch.any(gradient) or torch.any(torch.signbit(gradient)):
+            what = f"the gradient of {self.parameters[i].name} was changed between passes inside no_sync, "
+            what += "which keep it apart: keep= lets them share the gathered parameter"
+            hint = "change gradients after a pass outside of no_sync"
+            raise XshardError(what, hint=hint)
+        return True
 
     def sum_gradients(
         self, leaves: Sequence[Tensor], last_gradients: Sequence[Tensor]
@@ -157,6 +208,7 @@ class SharedParameters:
             A gradient for each leaf, as a block in storage; None for a frozen parameter.
         """
         self._leaves = []
+        self._gradients.begin_pass().undo.append(self._note_incomplete)
         totals = {}  # of all passes on this process, by the number of the leaf
         for i, leaf in enumerate(leaves):
             if not leaf.requires_grad:
@@ -165,6 +217,7 @@ class SharedParameters:
             if leaf.grad is not None and not self._is_gradient_dropped(i):
                 totals[i] = leaf.grad + last_gradients[i]
             leaf.grad = None
+        self._marks.clear()
 
         trained = [self.parameters[i] for i in totals]
         sums = self._moves.reduce_gradients(trained, list(totals.values()))

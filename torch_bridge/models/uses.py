@@ -204,9 +204,9 @@ def _plan_uses(parameter: ShardedParameter, uses: Uses, hooks: Hooks, keep_rules
         gathered = GatheredParameter(
             name,
             [place],
+            parameter,
             to_use=f"{stored} -> {used}",
             to_storage=f"{used.dual} -> {stored.dual}",
-            shape=parameter.sharding.shape,
             # Dropping what the outermost module gathers would save nothing: the backward pass
             # begins with its last parameters, and would gather all of them again at once.
             is_kept=is_named or gatherer.parent is None,

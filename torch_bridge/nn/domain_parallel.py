@@ -6,13 +6,15 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from types import FrameType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from torch_bridge.autodiff.blocks import check_no_checkpoint
 from torch_bridge.mesh.process_mesh import MeshLike, process_mesh
+from torch_bridge.models.calls import call_of_hook, is_running
 from torch_bridge.models.parallel import ATTRIBUTE
 from torch_bridge.models.parallelize import replicated
 from torch_bridge.models.parameters import ParallelContext
@@ -34,7 +36,11 @@ from torch_bridge.nn.placed import (
 )
 from torch_bridge.nn.propagation import Propagation
 from torch_bridge.versions.autograd import is_in_backward_pass
-from torch_bridge.versions.modes import function_modes, without_torch_function
+from torch_bridge.versions.modes import (
+    function_modes,
+    remove_function_mode,
+    without_torch_function,
+)
 from torch_bridge.versions.modules import children_of, replace_children, share_tensors_and_children
 from xshard import Layout, XshardError
 from xshard.errors import api_boundary
@@ -209,6 +215,13 @@ def _check_followed(module: nn.Module, path: str) -> None:
     raise XshardError(f"{name} ({kind.__name__}) {message}", hint=hint)
 
 
+class _RunningModule(NamedTuple):
+    """A call of a module, and what ends with it."""
+
+    call: FrameType | None
+    ending: ExitStack
+
+
 @dataclass(eq=False, repr=False)
 class _Entrance:
     """The hooks where tensors enter a model, or a part of it that is called by itself, and leave it."""
@@ -218,7 +231,7 @@ class _Entrance:
     shape: tuple[int | None, ...] | None
     paths: dict[int, str]
     shares: tuple[str, ...]  # axes along which processes keep their shares of gradients
-    running: list[ExitStack] = field(default_factory=list)  # one for each running module
+    running: list[_RunningModule] = field(default_factory=list)  # outer ones first
 
     def attach(self, model: nn.Module) -> None:
         """Add the hooks to all modules: parts may be called by themselves."""
@@ -248,7 +261,8 @@ class _Entrance:
         it is called with recorded ones. Returns the inputs with records. None: leave the inputs as
         they are, as an outer module has prepared them, or a checkpoint computes them again.
         """
-        self.running.append(ExitStack())
+        self._end_unfinished()
+        self.running.append(_RunningModule(call_of_hook(), ExitStack()))
         inputs = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
         has_record = bool(recorded_placements(inputs))
         # A mode of an outer module is active.
@@ -269,8 +283,18 @@ class _Entrance:
         kwargs = {name: with_record(x) for name, x in kwargs.items()}
         self._copy_parameters(module, first)
         if not is_followed:
-            self.running[-1].enter_context(Propagation(self.paths))
+            mode = Propagation(self.paths)
+            self.running[-1].ending.callback(remove_function_mode, mode)
+            mode.__enter__()
         return args, kwargs
+
+    def _end_unfinished(self) -> None:
+        """End calls that run no more: torch tells no hook of KeyboardInterrupt or the like."""
+        while self.running:
+            call = self.running[-1].call
+            if call is None or is_running(call):
+                return
+            self._leave()
 
     def _with_record(self, x: Any, first: Placement, *, is_model: bool) -> Any:
         """Return an input with a note of its layout and global shape (a record).
@@ -301,7 +325,7 @@ class _Entrance:
             parameters = [x for x in module.parameters() if x.requires_grad]
             copies = placement.make_copies(parameters)
             if copies:
-                self.running[-1].callback(COPIES.reset, COPIES.set(copies))
+                self.running[-1].ending.callback(COPIES.reset, COPIES.set(copies))
 
     def _has_layout(self, x: Tensor) -> bool:
         """Return whether a tensor has as many dims as the layout: it is sharded, unless it has a record."""
@@ -323,7 +347,7 @@ class _Entrance:
     def _leave(self, *_: Any) -> None:
         # It is empty if a pre-hook before `_enter` has raised: torch calls this hook then too.
         if self.running:
-            self.running.pop().close()
+            self.running.pop().ending.close()
 
 
 class _Converted(nn.Module):

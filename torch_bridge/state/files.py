@@ -27,8 +27,9 @@ from xshard.cost.machine import node_processes
 from xshard.errors import api_boundary
 from xshard.rules import RulesLike
 from xshard.state import Names
-from xshard.state.files import Checkpoint, open_checkpoint
+from xshard.state.files import Checkpoint
 from xshard.state.files import verify as compare_checksums
+from xshard.state.files.folder import open_on_all
 from xshard.state.files.loading import Load, in_both, load_of, plan_load, read_block, stored_as
 from xshard.state.files.saving import Saving, Source, plan_save, save_blocks
 from xshard.trees import group_by_bytes, leaf_name, place_of
@@ -169,10 +170,10 @@ def load(  # noqa: PLR0913  one option for each thing that a file does not say
     """
     ranks = processes_of(mesh)
     loading = _Loading(ranks, load_profile(machine_profile(profile)))
+    call = f"load {path}"
+    loading.checkpoint = open_on_all(path, partial(leaves.all_or_none, ranks, call))
 
     def planned() -> dict[str, Any]:
-        # Opened inside the comparison: a file that one process cannot read stops all.
-        loading.checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path)
         if like is None:
             loading.plan_new(rules, mesh, names, dtype)
         else:
@@ -183,7 +184,7 @@ def load(  # noqa: PLR0913  one option for each thing that a file does not say
             compare_checksums(loading.checkpoint, ranks.index(rank()), len(ranks))
         return loading.facts()
 
-    leaves.compare_facts(ranks, f"load {path}", planned)
+    leaves.compare_facts(ranks, call, planned)
     tensors = loading.read(device)
     if not isinstance(path, Checkpoint):  # the caller's own stays open
         loading.checkpoint.close()

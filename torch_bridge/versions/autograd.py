@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +20,11 @@ with private_names():
 
     _backward_pass_id = torch._C._current_graph_task_id
     _engine: Any = torch.autograd.Variable._execution_engine
+    # Lets autograd save what one function returns, in place of tensors, until `remove_saving_hooks`.
+    # Without it: torch's context is for a `with` block, which cannot begin in one hook and end in another.
+    push_saving_hooks = torch._C._autograd._push_saved_tensors_default_hooks
+    _pop_saving_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
+    _top_saving_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 # The node of autograd that makes a DTensor of a block, by its name: the gradient of the DTensor is
 # the block's, not the array's. torch gives no other sign of it.
@@ -52,12 +59,44 @@ def is_in_backward_pass() -> bool:
     return _backward_pass_id() != -1
 
 
-def call_after_backward(callback: Callable[[], None]) -> None:
-    """Let autograd call a function at the end of the running backward pass.
+def call_after_backward(callback: Callable[[], None], if_failed: Callable[[], None]) -> None:
+    """Let autograd call a function at the end of the running backward pass, or another if it fails.
+
+    `if_failed` is called when the pass is over, after any exception; it is called after a success,
+    too, and has to do nothing then.
 
     Without it, nothing would tell when the last gradient has come, as some may never come.
     """
-    _engine.queue_callback(callback)
+    # Autograd holds the callback as long as the pass runs, and drops it before an exception arrives.
+    held = partial(callback)
+    finalizer = weakref.finalize(held, if_failed)
+    finalizer.atexit = False
+    _engine.queue_callback(held)
+
+
+def remove_saving_hooks(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> bool:
+    """Remove a pair of hooks, which others may be above of; return whether it was there.
+
+    Without it, hooks of a pass that was interrupted would stay, or those of a `with` block around the
+    next pass would go in their place.
+    """
+    top = top_saving_hooks()
+    if top is None:
+        return False
+    _pop_saving_hooks()
+    if top == (pack, unpack):
+        return True
+    was_there = remove_saving_hooks(pack, unpack)
+    push_saving_hooks(*top)
+    return was_there
+
+
+def top_saving_hooks() -> Any:
+    """Return the pair of functions by which autograd saves tensors now; None if it saves them as they are.
+
+    Without it, hooks of ours inside a checkpoint would keep the activations that it wants to drop.
+    """
+    return _top_saving_hooks(True)  # also while a compiler traces
 
 
 def shape_in_graph(parameter: nn.Parameter) -> tuple[int, ...]:

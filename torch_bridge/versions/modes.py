@@ -48,13 +48,17 @@ with private_names():
     # a tensor what it knows about its memory.
     subclass_of: Any = Tensor._make_subclass
 
+    # The last function mode, taken from the stack and put there again.
+    from torch.overrides import _pop_mode, _push_mode
+
     _dispatch_mode = torch._C._get_dispatch_mode
     _FAKE = torch._C._TorchDispatchModeKey.FAKE
 
 __all__ = [
     "FakeTensor", "FakeTensorMode", "TorchDispatchMode", "dispatch_mode_count", "function_modes",
-    "is_any_autocast_enabled", "is_faking", "is_profiling", "plain_torch_function", "schema_of",
-    "subclass_of", "unset_fake_temporarily", "without_modes", "without_torch_function",
+    "is_any_autocast_enabled", "is_faking", "is_profiling", "plain_torch_function",
+    "remove_function_mode", "schema_of", "subclass_of",
+    "unset_fake_temporarily", "without_modes", "without_torch_function",
 ]  # fmt: skip
 
 
@@ -74,3 +78,16 @@ def schema_of(operation: Any) -> Any:
     names.
     """
     return operation._schema
+
+
+def remove_function_mode(mode: Any) -> None:
+    """Remove a function mode, which others may be above of.
+
+    Without it, a mode of a call that was interrupted would stay, or another one go in its place.
+    """
+    if not function_modes():
+        return
+    top = _pop_mode()
+    if top is not mode:
+        remove_function_mode(mode)
+        _push_mode(top)

@@ -1,15 +1,21 @@
-"""Modules of `torch.nn`: their dicts of parameters, children and hooks; checks of input."""
+"""Modules of `torch.nn`: their dicts of parameters, children and hooks; checks of input; gradients."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn.utils import clip_grad
+from torch.amp import GradScaler
+from torch.nn.utils import get_total_norm
 
-# The function in which `torch.nn.utils.clip_grad_norm_` ends: it scales, when the norm is known.
-CLIP_TARGET = "_clip_grads_with_norm_"
+from torch_bridge.versions.support import private_names
+
+with private_names():
+    norm_of = get_total_norm.__closure__[0].cell_contents  # type: ignore[index]
+    unscale_gradients = GradScaler._unscale_grads_
+
+# The code of a module's call, by which its frame is found on the stack.
+CALL_CODE = nn.Module._call_impl.__code__
 
 # All hooks around the forward pass that a module has, by the name of their dict.
 _FORWARD_HOOKS = (
@@ -111,15 +117,12 @@ def uncompiled(model: nn.Module) -> nn.Module:
     return inner
 
 
-def clipping_function() -> Any:
-    """Return the function in which torch's `clip_grad_norm_` ends; None if torch lacks it."""
-    return getattr(clip_grad, CLIP_TARGET, None)
+def replace_gradient_functions(norm: Any, unscale: Any) -> None:
+    """Let torch call functions of ours in the place of `norm_of` and `unscale_gradients`.
 
-
-def replace_clipping_function(function: Callable[..., None]) -> None:
-    """Let torch's `clip_grad_norm_` end in a function of ours.
-
-    Without it nothing stops the norm of blocks, which is too small and differs between processes:
-    torch has no hook there.
+    A program may have imported `get_total_norm` by name before. What it has is a wrapper of torch,
+    which calls what is in its cell; `clip_grad_norm_` calls the wrapper. A `GradScaler` skips a step
+    if its method finds overflows. Without ours, each process would decide by its blocks.
     """
-    setattr(clip_grad, CLIP_TARGET, function)
+    get_total_norm.__closure__[0].cell_contents = norm  # type: ignore[index]
+    GradScaler._unscale_grads_ = unscale  # type: ignore[method-assign]

@@ -121,7 +121,8 @@ def alternatives(plan: ContractionPlan) -> list[tuple[str, ContractionPlan]]:
         moves = tuple(operand_moves)
         # Equal moves of operands are the same placement: the result follows from them.
         if all(moves != listed.parts[0].moves for _, listed in plans):
-            other = replace(part, moves=moves, result=result)
+            # A ring is of one placement: in another one its axis may have nothing to pass on.
+            other = replace(part, moves=moves, result=result, ring=None)
             # A placement to compare with may take more memory than the plan is allowed.
             plans.append((name, replace(plan, parts=(other,), memory_limit=None)))
     return plans

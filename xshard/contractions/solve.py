@@ -165,11 +165,12 @@ class _Solver:
             return candidates  # all exceed the limit
         # The search adds some seconds to each move, in which devices wait for each other, and the
         # cost of a plan has none. So the placement that is best for the forward pass alone may cost
-        # less as a plan, also with its backward pass: the cheaper of both comes first.
+        # less as a plan, also with its backward pass: the cheaper of both comes first. The other
+        # one follows, since it may take less memory.
         forward = CandidateSearch(self.shardings, self.prices, FORWARD)
         best_forward = next(forward.best(limit)).placement
-        cheapest = min(first, search.candidate(best_forward), key=self._plan_seconds)
-        return itertools.chain([cheapest], candidates)
+        both = sorted([first, search.candidate(best_forward)], key=self._plan_seconds)
+        return itertools.chain(both, candidates)
 
     def _search_in(self, shardings: EinsumShardings, below: float = math.inf) -> CandidateSearch:
         return CandidateSearch(shardings, self.prices, self.request.objective, below)

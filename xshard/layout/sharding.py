@@ -24,9 +24,6 @@ from xshard.notation.overlap import Fold, Overlap, Reads, Window, unfolded
 from xshard.notation.parser import SEGMENTS, SIZES, Dim, Shard, Tags
 from xshard.notation.row_arrays import Numbers
 
-# Per dim, its axes (name, size), outermost first.
-EvenCuts = tuple[tuple[tuple[str, int], ...], ...]
-
 
 @api_boundary
 @dataclass(frozen=True, repr=False)
@@ -200,18 +197,13 @@ class Sharding(Pictured):
         return tuple(lengths)
 
     @cached_property
-    def even_cuts(self) -> EvenCuts | None:
-        """Per dim, the axes (name, size) that shard it; None unless all shards are plain and even."""
+    def has_even_cuts(self) -> bool:
+        """True if all shards are contiguous and of one size, each over one axis, without overlaps."""
         for dim in self.layout.dims:
             for shard in dim.shards:
                 if shard.order != "block" or len(shard.axes) != 1:
-                    return None
-        if not self.is_even or self.layout.has_overlap:
-            return None
-        cuts = []
-        for dim in self.layout.dims:
-            cuts.append(tuple((axis, self.mesh.size(axis)) for axis in dim.axes))
-        return tuple(cuts)
+                    return False
+        return self.is_even and not self.layout.has_overlap
 
     # ---- equal meaning
 

@@ -96,7 +96,7 @@ def check_overlaps(source: Sharding, target: Sharding, dtype: str) -> None:
     """Raise PlanError or DtypeError if no redistribution between these overlaps is defined."""
     src = source.layout
     dst = target.layout
-    for d, (src_dim, dst_dim) in enumerate(zip(src.dims, dst.dims, strict=True)):
+    for d, src_dim in enumerate(src.dims):
         if isinstance(src_dim.overlap, Fold):
             check_reduction(dtype, "sum")
             if not src.is_linear:
@@ -104,13 +104,13 @@ def check_overlaps(source: Sharding, target: Sharding, dtype: str) -> None:
                 raise PlanError(reason, hint="reduce the max first")
         _check_rows_exist(source, target, d)
         _check_contributions_fit(source, target, d)
-        _check_boundaries(src_dim, src, dtype)
-        _check_boundaries(dst_dim, dst, dtype)
+    check_boundaries(src, dtype)
+    check_boundaries(dst, dtype)
 
 
-def _check_boundaries(dim: Dim, layout: Layout, dtype: str) -> None:
-    """Raise PlanError or DtypeError if values at the ends of a dim fit no sum, or not the dtype."""
-    for end in ends_of(dim.overlap):
+def check_boundaries(layout: Layout, dtype: str) -> None:
+    """Raise PlanError or DtypeError if values at the ends of dims fit no sum, or not the dtype."""
+    for end in chain.from_iterable(ends_of(dim.overlap) for dim in layout.dims):
         if end.value and layout.tagged("sum", "mean"):
             reason = f"'{layout}' fills addends with {end}, whose sum is another number"
             raise PlanError(reason, hint="reduce first, or write zero")

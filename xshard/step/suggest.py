@@ -272,6 +272,10 @@ def _nothing_fits(
     shares: list[float] = []  # of the limit
     for search in searches:
         shares += map(float, map(search.cost.largest_limit_share, search.vectors.values()))
+    if not shares:
+        return PlanError(
+            "no plan has the layouts of fixed=", hint="fix the layouts of fewer arrays"
+        )
     least = format_bytes(int(min(shares) * limit / (1 - HEADROOM)))
     hint = f"the least that was found is {least}; more devices hold more"
     return PlanError(f"the step does not fit {short_repr(memory)} per device", hint=hint)

@@ -11,6 +11,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from xshard.errors import PlanError
 from xshard.layout import Sharding
 from xshard.notation.parser import Shard
 from xshard.steps import base
@@ -108,6 +109,8 @@ class Slice(Step):
 
     def after(self, before: Sharding) -> Sharding:
         layout = before.layout
+        if len(dict(self.cuts)) < len(self.cuts):
+            raise PlanError(f"'{self}' cuts a dim twice: one cut may have several shards")
         for dim, shards in self.cuts:
             layout = base.take_free(layout, axes_of(shards))
             layout = base.with_inner(layout, dim, shards)

@@ -37,7 +37,7 @@ class Permute(Step):
         after = before.with_layout(self.to)
         if _sums(before) != _sums(after):
             raise PlanError(f"a permutation keeps sums: '{before.layout}' -> '{self.to}'")
-        if before.even_cuts is None or after.even_cuts is None:
+        if not (before.has_even_cuts and after.has_even_cuts):
             sender_of_each_device(before, after)  # raises where blocks differ
         # Even contiguous blocks of one shape are the same blocks: no comparison of devices.
         elif before.max_local_shape != after.max_local_shape:

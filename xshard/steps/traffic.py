@@ -117,7 +117,7 @@ class Phases:
 
     mesh: The mesh of all devices.
     axes: The axes over which the whole collective runs.
-    levels: The spans of each kind of link, the fastest kind first.
+    levels: The spans of each kind of link, the fastest kind first: `LinkSpan.level` counts the other way.
     block_numbers: For each device, the place of its block among the blocks of its group.
     """
 

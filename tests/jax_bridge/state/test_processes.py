@@ -2,6 +2,7 @@
 
 import errno
 import os
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,9 @@ import pytest
 
 import jax_bridge as xj
 from tests.jax_bridge.helpers import device_mesh, host, joined
+from tests.state import checkpoints
 from xshard import Layout, Mesh, Sharding
+from xshard.state import files
 from xshard.state.files import FileError, open_checkpoint, saving, verify
 
 MESH = Mesh(a=2, b=2, c=2)
@@ -69,6 +72,42 @@ def test_each_process_has_its_part_of_a_checkpoint(
     for name, x in TREE.items():
         np.testing.assert_array_equal(checkpoint.read(name), x)
     assert ask(load_here, tmp_path) == [(bytes_of(process), True) for process in (0, 1)]
+
+
+def beside_a_save_here(folder: Path, _timeout_s: float) -> bool:
+    """Process 0 opens the old checkpoint, process 1 the new one: whether the blocks are the new ones."""
+    original = files.folder.open_checkpoint
+    is_open = folder.with_suffix(".open")
+    is_first = [True]
+
+    def opening(path: Path) -> files.Checkpoint:
+        if not is_first:
+            return original(path)
+        is_first.clear()
+        opened = original(path)
+        if jax.process_index() == 0:
+            is_open.touch()
+            return opened
+        while not is_open.exists():
+            time.sleep(0.01)
+        checkpoints.save(folder, {name: np.asarray(x) + 1 for name, x in TREE.items()})
+        return original(path)
+
+    with mock.patch.object(files.folder, "open_checkpoint", opening):
+        found = xj.load(folder, LOADED, device_mesh(MESH))
+    return all(
+        np.array_equal(TREE[name][shard.index] + 1, shard.data)
+        for name, x in found.items()
+        for shard in x.addressable_shards
+    )
+
+
+def test_a_load_beside_a_save_is_of_one_checkpoint(
+    ask: Callable[..., list[Any]], tmp_path: Path
+) -> None:
+    folder = tmp_path / "saved"
+    ask(save_here, folder)
+    assert ask(beside_a_save_here, folder) == [True, True]
 
 
 def bytes_of(process: int) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -429,6 +431,45 @@ def test_dtensors_in_place_of_blocks() -> None:
         ("s/tp d, d f/tp -> s f", columns, {"mesh": xs.Mesh(tp=2)}, "leave the mesh"),
     ):
         assert part in error_of(partial(xt.einsum, text, rows, second, **options))[1]
+
+
+# The expression, with its dots written out, and dims whose lengths blocks do not say.
+SAID_BY_SIZES = [
+    ("... s/tp d, d f -> ... s/tp f", "a b s d, d f -> a b s f", "s"),
+    ("... s/tp d, d f/tp -> ... s f/tp", "a s d, d f -> a s f", "sf"),
+    ("a (h k)/tp, (h k)/tp f -> a f", "a (h k), (h k) f -> a f", "h"),
+    ("... (h k)/tp, (h k)/tp d -> ... d", "a b (h k), (h k) d -> a b d", "k"),
+    ("a (h k)/tp -> a h/tp k", "a (h k) -> a h k", "k"),
+    ("... (h k)/tp, s/tp d -> ... h k s d", "a (h k), s d -> a h k s d", "sh"),
+]
+
+
+@on_two
+def test_some_sizes_beside_dots_and_composed_dims() -> None:
+    """What sizes lack, operands say: they hold a dim whole, or have equal blocks."""
+    pick = random.Random(0)
+    for text, written_out, given in SAID_BY_SIZES * 6:
+        n = {name: pick.choice((1, 2, 3, 5)) for name in "abskdf"} | {"h": pick.choice((2, 4, 6))}
+        left, result = written_out.split(" -> ")
+        layouts, result_layout = text.split(" -> ")
+        names = [tuple(re.findall(r"\w", part)) for part in left.split(", ")]
+        whole = [numbers(*(n[name] for name in own)) % 5 for own in names]
+        blocks = []
+        for x, part, layout in zip(whole, left.split(", "), layouts.split(", "), strict=True):
+            dims = re.findall(r"\(.*?\)|\w", part)
+            shape = [
+                np.prod([n[name] for name in re.findall(r"\w", dim)], dtype=int) for dim in dims
+            ]
+            blocks.append(block_of(x.reshape(shape), layout.replace("(h k)", "r"), TP))
+        others = [name for name in n if name in text and pick.random() < 0.3]
+        sizes = {name: n[name] for name in (*given, *others)}
+        expected = torch.einsum(dense(names, tuple(result.split())), *map(torch.from_numpy, whole))
+        y = xt.einsum(text, *blocks, mesh=TP, sizes=sizes)
+        assert torch.equal(y, block_of(expected.numpy(), result_layout, TP)), (text, sizes)
+    plan = xs.plan("a (h k)/tp -> a h/tp k", TP, shape=(1, 6), sizes={"h": 2}, dtype="float64")
+    assert xt.einsum(plan, torch.ones(1, 3).double(), mesh=TP, sizes={"k": 3}).shape == (1, 1, 3)
+    with pytest.raises(xs.errors.ShapeError, match="the plan is for shape"):
+        xt.einsum(plan, torch.ones(1, 3).double(), mesh=TP, sizes={"h": 3})
 
 
 @on_two

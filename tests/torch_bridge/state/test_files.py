@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import torch_bridge as xt
 import xshard as xs
+from tests.state import checkpoints
 from tests.torch_bridge.helpers import on_ranks, same_bits
 from xshard import Mesh
 from xshard.state import files
@@ -181,12 +182,47 @@ def _errors(folder: str) -> None:
     assert not list(Path(folder).glob(".saving-*"))
 
 
+def _beside_a_save(folder: str) -> None:
+    """Three ranks open the old checkpoint, and one the new: then all load the new one."""
+    rank = dist.get_rank()
+    original = files.folder.open_checkpoint
+    is_first = [True]
+
+    def opening(path: str) -> files.Checkpoint:
+        if not is_first:
+            return original(path)
+        is_first.clear()
+        if rank == 3:
+            dist.barrier()
+            checkpoints.save(Path(folder), checkpoints.arrays(1))
+            return original(path)
+        opened = original(path)
+        dist.barrier()
+        return opened
+
+    if rank == 0:
+        checkpoints.save(Path(folder), checkpoints.arrays())
+    dist.barrier()
+    with mock.patch.object(files.folder, "open_checkpoint", opening):
+        found = xt.load(folder, {"w": "o/(dp,tp) i", "b": "n"}, MESH)
+    expected = checkpoints.arrays(1)
+    assert torch.equal(found["w"], torch.from_numpy(expected["w"][rank : rank + 1]))
+    assert torch.equal(found["b"], torch.from_numpy(expected["b"]))
+    opened = original(folder)
+    dist.barrier()
+    if rank == 0:
+        checkpoints.save(Path(folder), checkpoints.arrays(2))
+        opened = original(folder)
+    with pytest.raises(files.FileError, match="processes have opened different checkpoints"):
+        xt.load(opened, mesh=MESH)
+
+
 def test_on_four_ranks(tmp_path: Path) -> None:
     on_ranks(4, _everything, tmp_path)
 
 
 def _everything(folder: Path) -> None:
-    for check in (_from_training_to_serving, _trees_and_dtensors, _models, _errors):
+    for check in (_from_training_to_serving, _trees_and_dtensors, _models, _errors, _beside_a_save):
         check(str(folder / check.__name__))
 
 

@@ -1,4 +1,7 @@
-"""`open_checkpoint`: a safetensors file, or a folder of them, mapped into memory as a checkpoint."""
+"""`open_checkpoint`: a safetensors file, or a folder of them, mapped into memory as a checkpoint.
+
+A save may replace a folder's files at any time: readers see the old checkpoint or the new one.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import re
 import weakref
 import zlib
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,7 +36,9 @@ from xshard.state.names import names_from_json
 
 INDEX = "model.safetensors.index.json"
 OURS = re.compile(r"model-[0-9a-f]{8}-\d+-of-\d+\.safetensors")  # files of a save
+MOST_TRIES = 50  # to read a folder whose files saves replace meanwhile
 _NUMBERED = re.compile(r"(.+)-(\d+)-of-(\d+)\.safetensors")
+AllOrNone = Callable[[Callable[[], Any]], list[Any]]  # see `open_on_all`
 KEY = "xshard"  # of xshard's own metadata, in files and in the index
 
 
@@ -151,6 +156,32 @@ def _system_of(path: Path) -> System | None:
     return None
 
 
+def open_on_all(path: str | Path | Checkpoint, all_or_none: AllOrNone) -> Checkpoint:
+    """Open a checkpoint in several processes: the same one in all, also while a save replaces it.
+
+    Args:
+        path: As for `open_checkpoint`, or what it returned in each process.
+        all_or_none: Calls a function in all processes -> the results of all; raises in all if one
+            fails.
+
+    Raises:
+        FileError: As `open_checkpoint` does, or processes have opened different checkpoints.
+    """
+    opened: list[Checkpoint] = []
+
+    def open_here() -> int:
+        """Open the checkpoint, and return a checksum of its files' names: no two saves have the same."""
+        opened[:] = [path if isinstance(path, Checkpoint) else open_checkpoint(path)]
+        return zlib.crc32(repr(opened[0].places).encode())
+
+    for _ in range(MOST_TRIES):
+        if len(set(all_or_none(open_here))) == 1:
+            return opened[0]
+    raise FileError(
+        "processes have opened different checkpoints", hint="open it again after the save"
+    )
+
+
 class Contents(NamedTuple):
     """What the headers of all files of a checkpoint say.
 
@@ -162,8 +193,18 @@ class Contents(NamedTuple):
     arrays: dict[str, Mapped]
     notes: list[Any]
 
+    def add(self, file: Path) -> None:
+        """Read the header of one more file."""
+        entries, metadata = read_header(file)
+        mapped = _map_arrays(file, entries)
+        for name in mapped:
+            if name in self.arrays:
+                raise FileError(f"{name} is in {self.arrays[name].place} and in {file.name}")
+        self.arrays.update(mapped)
+        self.notes.append(parse_object(metadata.get(KEY, "{}"), f"{file.name}:"))
 
-def _read_headers(path: Path, links: bool) -> Contents:
+
+def _read_headers(path: Path, links: bool, most_tries: int = MOST_TRIES) -> Contents:
     """Read the headers of a safetensors file, or of all such files of a folder; no data is read.
 
     A folder's index has to name the same arrays in the same files. `links` allows files that are
@@ -172,18 +213,18 @@ def _read_headers(path: Path, links: bool) -> Contents:
     is_folder = path.is_dir()
     files, index = _files_of_folder(path) if is_folder else ([path], None)
     contents = Contents({}, [])
-    for file in files:
-        if is_folder and not links and not file.resolve().is_relative_to(path.resolve()):
-            hint = "links=True allows that, if you trust the author of the folder"
-            reason = f"{file.name} is a link out of the folder, to {file.resolve()}"
-            raise FileError(reason, hint=hint)
-        entries, metadata = read_header(file)
-        mapped = _map_arrays(file, entries)
-        for name in mapped:
-            if name in contents.arrays:
-                raise FileError(f"{name} is in {contents.arrays[name].place} and in {file.name}")
-        contents.arrays.update(mapped)
-        contents.notes.append(parse_object(metadata.get(KEY, "{}"), f"{file.name}:"))
+    try:
+        for file in files:
+            if is_folder and not links and not file.resolve().is_relative_to(path.resolve()):
+                hint = "links=True allows that, if you trust the author of the folder"
+                reason = f"{file.name} is a link out of the folder, to {file.resolve()}"
+                raise FileError(reason, hint=hint)
+            contents.add(file)
+    except (FileNotFoundError, FileError):
+        # A save replaces the index, and then removes the files that the old one names.
+        if not is_folder or most_tries == 1 or _files_of_folder(path)[0] == files:
+            raise
+        return _read_headers(path, links, most_tries - 1)
     if index is not None:
         _check_index(index["weight_map"], contents.arrays)
         contents.notes.append(index.get("metadata", {}).get(KEY, {}))

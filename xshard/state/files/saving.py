@@ -32,17 +32,17 @@ from xshard.layout import Sharding
 from xshard.notation.maps import with_values
 from xshard.state.files.boxes import BoxPair, box_pairs, check_whole
 from xshard.state.files.checkpoint import Box
-from xshard.state.files.folder import INDEX, KEY, OURS, checksum, read_index
+from xshard.state.files.folder import INDEX, KEY, OURS, AllOrNone, checksum, read_index
 from xshard.state.files.header import FileError, write_header
 from xshard.state.names import SAME, Names, names_to_json
 from xshard.state.relations import PartMapping, TargetArray
 
 BlockOf = Callable[[str, int, str], NDArray[Any]]  # name, device, dtype -> carrier of the block
 Report = Callable[[int], object]  # called with the bytes of each box
-AllOrNone = Callable[[Callable[[], Any]], list[Any]]  # see `save_blocks`
 Sums = dict[str, list[list[Any]]]  # by array: [[start, stop, step] per dim, checksum] of every box
 _UNFINISHED = ".saving-"  # folders of saves that have not ended begin so
 _UNCHANGED = "nothing was changed: the checkpoint that was there is whole"
+_NONE = "no checkpoint was there, and none is now"
 
 
 def _truncate(file: int, offset: int, n_bytes: int) -> None:
@@ -537,9 +537,11 @@ def _sync(folder: Path) -> None:
 
 
 @contextmanager
-def _disk_errors(path: Path, hint: str = _UNCHANGED) -> Iterator[None]:
+def _disk_errors(path: Path, hint: str = "") -> Iterator[None]:
     """Turn errors of the disk into FileError, which says what state the folder is in."""
     try:
         yield
     except OSError as error:
+        if not hint:
+            hint = _UNCHANGED if os.path.exists(path / INDEX) else _NONE
         raise FileError(f"{error.filename or path}: {error.strerror}", hint=hint) from error

@@ -113,7 +113,10 @@ class StepSearch:
         n_limits = len(self.cost.limit_shares)
         # In all, the memory is worth one second.
         multipliers = np.append(self.multipliers[:-n_limits], np.full(n_limits, 1 / n_limits))
-        self.offer(self.bound_by(multipliers).assignment)
+        bound = self.bound_by(multipliers)
+        if np.isinf(bound.seconds):  # every assignment has a move that is not possible
+            self.bound = bound.seconds
+        self.offer(bound.assignment)
         if not self.vectors:
             # The bound of large tables may be of moves that do not exist; whole arrays never move.
             pairs = zip(self.options, self.problem.nodes, strict=True)

@@ -440,7 +440,7 @@ class _FusedPair:
             keeps=tuple(
                 position for position, i in enumerate(self.visible_arrays) if i in self.saved_arrays
             ),
-            flops=flops if flops else None,  # None: the number of the operation's class
+            flops=flops,
             accesses=accesses,
             inside=tuple(text for text, _ in self.restrictions),
             inner=inner,

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from xshard.errors import NotationError, located
+from xshard.errors import NotationError, PlanError, located
 from xshard.models import rule_of, use_of
 from xshard.rules import Rules, RulesLike
 from xshard.step.price.edges import Edge
@@ -43,6 +43,9 @@ def read_limits(problem: StepProblem, rules: StepRules, unused: Sequence[str]) -
     Returns:
         The numbers of the options that each node may take, and for each edge the moves to leave
         out, [layouts where it is made, layouts where it is used].
+
+    Raises:
+        PlanError: A rule leaves a node no option.
     """
     limits = _Limits(problem, rules, unused)
     excluded: list[Flags] = []
@@ -101,6 +104,7 @@ class _Limits:
         is_used_so = (without_copies(edge.used_placements) == used).all(-1)
         self.allowed[edge.source] &= is_stored_so & source.is_gathered(gathering)
         self.allowed[edge.user] &= is_used_so
+        self._check_left(edge, self.parameters[name])
 
     def limit_arrival(self, edge: Edge) -> None:
         """Disallow options in which an input of the model does not arrive as its rule says."""
@@ -108,10 +112,22 @@ class _Limits:
         rule = self.rules.inputs.find("")  # "" is the model itself
         if source.name not in self.problem.step.inputs or rule is None:
             return
-        text = rule if isinstance(rule, str) else rule.get(source.name)  # one for each input
+        text = rule.get(source.name) if isinstance(rule, dict) else rule  # one for each input
         if text is not None:
             arriving = without_copies(_sides(text, self.problem, source.name).dst)
             self.allowed[edge.source] &= (source.placements[:, -1] == arriving).all(-1)
+            self._check_left(edge, text)
+
+    def _check_left(self, edge: Edge, rule: str) -> None:
+        """Raise PlanError if an array's rule leaves one of the ends of its edge no option."""
+        array = self.problem.nodes[edge.source].name
+        for node in edge.nodes:
+            if not self.allowed[node].any():
+                name = self.problem.nodes[node].name
+                reason = f"no plan follows these rules: that of {array} leaves {name!r} no layout"
+                shape = f"{array} has shape {self.problem.shape(array)} on {self.problem.mesh}"
+                hint = f"{shape}; 'stored -> used' gathers a parameter for its use"
+                raise PlanError(reason, text=rule, hint=hint)
 
     def excluded_moves(self, edge: Edge) -> Flags:
         """Flag the moves of an activation that no rule names: they are left out of the search.

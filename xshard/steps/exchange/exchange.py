@@ -9,6 +9,7 @@ import numpy as np
 
 from xshard.errors import PlanError
 from xshard.layout import Layout, Sharding
+from xshard.layout.layout import NONLINEAR
 from xshard.notation.overlap import Fold
 from xshard.steps.base import Block, Blocks, Step, write_or_reduce
 from xshard.steps.exchange.messages import fill_boundaries, messages_to, node_local_traffic
@@ -124,8 +125,6 @@ class Exchange(Step):
 
 def _check_reductions(src: Layout, dst: Layout) -> None:
     """Raise PlanError if an exchange would have to begin a max or min."""
-    src_kinds = {kind for kind, _ in src.tags}
-    dst_kinds = {kind for kind, _ in dst.tags if kind not in ("copy", "sum")}
-    new_axes = set(dst.tagged("max", "min")) - set(src.tagged("max", "min"))
-    if new_axes or not dst_kinds <= src_kinds:
-        raise PlanError(f"'{src}' lacks the max or min of '{dst}'")
+    for kind in NONLINEAR:
+        if not set(dst.tagged(kind)) <= set(src.tagged(kind)):
+            raise PlanError(f"'{src}' lacks the {kind} of '{dst}'")

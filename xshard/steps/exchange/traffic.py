@@ -253,7 +253,7 @@ def link_cuts(sharding: Sharding, spans: LinkSpans) -> LinkCuts | None:
     "n/x" with x=8 over 2 nodes of 4 -> for n the span of 2 nodes, then that of 4 devices: outermost
     first. None if any shard is uneven or not contiguous.
     """
-    if sharding.even_cuts is None:
+    if not sharding.has_even_cuts:
         return None
     spans_of_axis = spans_by_axis(sharding.mesh, spans)
     cuts = []

@@ -1,0 +1,172 @@
+"""Keeps torch's own code from taking the blocks of a parallel model for whole tensors.
+
+Norms of gradients are refused, and so are optimizers whose step on a block is not that on the
+whole: a trial on a small tensor tells. A `GradScaler` skips a step on all processes or on none.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer, SparseAdam
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from torch_bridge.versions.modules import norm_of, replace_gradient_functions, unscale_gradients
+from xshard import Sharding, XshardError
+
+if TYPE_CHECKING:
+    from torch_bridge.models.parallel import ParallelModel
+
+_GUARDED: WeakSet[ParallelModel] = WeakSet()
+# Optimizers that were tried, with flags: which of their tensors they train.
+_TRIED: WeakKeyDictionary[Optimizer, list[bool]] = WeakKeyDictionary()
+
+
+def guard_blocks(model: ParallelModel) -> None:
+    """From now on, let torch's own code know that parameters of this model are blocks.
+
+    The first call, in a program, changes torch; all calls add the model to those that are guarded.
+    """
+    if model not in _GUARDED:
+        _change_torch()
+        _GUARDED.add(model)
+        _TRIED.clear()  # an optimizer may be older than the blocks that it trains
+
+
+@functools.cache
+def _change_torch() -> None:
+    """Put the guards into torch, once."""
+    replace_gradient_functions(_norm_unless_blocks, _unscale_on_all_processes)
+    register_optimizer_step_pre_hook(_check_optimizer)
+
+
+def _address(x: Tensor) -> int:
+    """Return where the elements of a tensor are: an address that it shares with `x.detach()`."""
+    if x.layout != torch.strided:
+        return id(x)
+    return x.data_ptr() or id(x)  # no elements, as on the meta device, are at 0
+
+
+def _blocks_among(tensors: Iterable[Tensor]) -> list[tuple[str, Any]]:
+    """Return the blocks among tensors, in their order: the parameter's name, and the model's context.
+
+    The gradient of a block is one, too. A parameter that is whole on every process is none.
+    """
+    blocks = {}
+    for model in _GUARDED:
+        for parameter in model.trained:
+            sharding = parameter.sharding
+            if sharding.mesh.size(*sharding.layout.axes) > 1:
+                x = parameter.tensor
+                for block in filter(torch.is_tensor, (x, x.grad)):
+                    blocks[_address(block)] = (parameter.name, model.context)
+    return [blocks[_address(x)] for x in tensors if _address(x) in blocks]
+
+
+def _norm_unless_blocks(tensors: Any, *args: Any, **options: Any) -> Tensor:
+    """Return the norm of gradients as torch does. Raises XshardError for blocks."""
+    gradients = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    for name, _ in _blocks_among(gradients):
+        what = f"torch's clip_grad_norm_ and get_total_norm would take the block of {name} for the whole"
+        raise XshardError(what, hint="xt.clip_grad_norm_(model, max_norm), or xt.grad_norm(model)")
+    return norm_of(gradients, *args, **options)
+
+
+def _unscale_on_all_processes(
+    scaler: Any, optimizer: Optimizer, inverse_scale: Tensor, found: Tensor, allow_fp16: bool
+) -> Any:
+    """Unscale gradients as a `GradScaler` does, and return overflows, the same on all processes."""
+    found_by_device = unscale_gradients(scaler, optimizer, inverse_scale, found, allow_fp16)
+    parameters = [x for group in optimizer.param_groups for x in group["params"]]
+    # In the order of the optimizer's parameters, which is the same on all processes.
+    contexts = dict.fromkeys(context for _, context in _blocks_among(parameters))
+    if not contexts:
+        return found_by_device
+    # A process without gradients takes part, too: it adds nothing to `found`, which is 0.
+    found = sum(found_by_device.values(), found)
+    for context in contexts:
+        found = context.reduced(found, "max")
+    return {found.device: found}
+
+
+def check_parametrizations(used: Mapping[str, Sharding]) -> None:
+    """Raise XshardError if a parametrization of torch would compute a weight from blocks.
+
+    `spectral_norm` and `orthogonal` need all of it. `weight_norm` needs the rows of its directions
+    (original1) whose lengths (original0) it has: both are "o/tp i".
+
+    used: how modules use each parameter, by name.
+    """
+    cut_dims = {}
+    for name, sharding in used.items():
+        if ".parametrizations." in f".{name}":
+            dims = enumerate(sharding.layout.dims)
+            cut_dims[name] = [i for i, dim in dims if sharding.mesh.size(*dim.axes) > 1]
+    for name, cut in cut_dims.items():
+        if cut and cut_dims.get(f"{name[:-1]}0") != cut:
+            what = f"a parametrization would take the block of {name} for the whole"
+            raise XshardError(what, hint="gather it for its use, as in 'o/tp i -> o i'")
+
+
+@torch.compiler.assume_constant_result  # a compiled step calls it while it is traced
+def _check_optimizer(optimizer: Optimizer, *hook_arguments: Any) -> None:
+    """Raise XshardError if an optimizer would take blocks for the whole; a hook before each step.
+
+    AdamW passes, as it updates each element by itself. Muon does not.
+    """
+    trains = [x.requires_grad for group in optimizer.param_groups for x in group["params"]]
+    if _TRIED.get(optimizer) == trains:
+        return
+    for group in optimizer.param_groups:
+        for name, _ in _blocks_among(group["params"])[:1]:
+            _try(type(optimizer), group, name)
+    _TRIED[optimizer] = trains
+
+
+def _try(kind: Any, group: Any, name: str) -> None:
+    """Raise XshardError unless the step of an optimizer on a block is that on the whole.
+
+    Args:
+        kind: The class of the optimizer.
+        group: A group of its parameters, for options and the device.
+        name: The name of a block among them.
+    """
+    # SparseAdam is as Adam, and takes no gradients as they are in a trial.
+    if kind is SparseAdam or getattr(kind, "handles_blocks", False):
+        return
+    # A parameter, and gradients of many magnitudes, so that limits on norms show. Some optimizers
+    # treat short dims otherwise, or begin with plain steps.
+    values = torch.arange(13 * 48 * 48.0, device=group["params"][0].device).tan().view(13, 48, 48)
+    reason = "its step on a block is not that on the whole"
+    try:
+        expected = _after_steps(kind, group, values)[8:32, 8:32]
+        result = _after_steps(kind, group, values[:, 8:32, 8:32])
+        if torch.allclose(result, expected, atol=1e-4, equal_nan=True):
+            return
+    except Exception as error:  # of any kind: it is the optimizer's own code
+        reason = f"in a trial it raises {error!r}"
+    what = f"{kind.__name__} would take the block of {name} for the whole: {reason}"
+    hint = "AdamW, or another that updates each element by itself; or store it whole; or "
+    hint += f"{kind.__name__}.handles_blocks = True, if it sends what it needs"
+    raise XshardError(what, hint=hint)
+
+
+def _after_steps(kind: Any, group: Any, values: Tensor) -> Tensor:
+    """Return `values[0]` after steps of a new optimizer, with the gradients `values[1:]`."""
+    x, *gradients = values.clone()
+    # A schedule may begin with 0, where all optimizers agree.
+    options = {**group, "lr": 0.5, "params": [x]}
+    _, *others = inspect.signature(kind).parameters.values()
+    required = [other.name for other in others if other.default is other.empty]
+    optimizer = kind([options], **{name: options[name] for name in required if name in group})
+    for gradient in gradients:
+        x.grad = gradient
+        # A closure that returns 0.0. Steps that follow the loss are right, as it is not cut.
+        optimizer.step(float)
+    return x

@@ -1,0 +1,170 @@
+"""Gathered parameters in a backward pass: what autograd saves of them, and when modules have them again."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torch_bridge.models.gathered import GatheredParameter
+from torch_bridge.versions.autograd import (
+    call_after_backward,
+    is_in_backward_pass,
+    push_saving_hooks,
+    remove_saving_hooks,
+    top_saving_hooks,
+    writes_to,
+)
+from xshard import XshardError
+
+
+class _SavedView(NamedTuple):
+    """What autograd saves instead of a gathered parameter: which one, and the view of it that was used."""
+
+    number: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int | torch.SymInt
+
+
+class _SavedByOthers(NamedTuple):
+    """What the hooks around ours, as those of a checkpoint, save instead of a tensor."""
+
+    packed: Any
+
+
+class Regathering:
+    """The gathered parameters of one forward pass, in its backward pass.
+
+    They come back in two ways. Autograd has saved references to them, and gets tensors for these. And while
+    the backward pass is in the module, modules have them again: a checkpoint runs a part of the module
+    once more, perhaps without calling any module, and reads the parameters from there.
+
+        WAITING --the backward pass comes to the module--> GATHERED --it leaves it, or ends--> WAITING
+
+    It leaves the module when autograd has freed all that the module saved: nothing refers to this object
+    then.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[GatheredParameter],
+        blocks: Sequence[Tensor],
+        tensors: Sequence[Tensor],
+        gather: Callable[[Sequence[Tensor]], list[Tensor]],
+        *,
+        opens_early: bool = True,
+    ) -> None:
+        """Prepare the backward pass of a forward pass that gathered parameters.
+
+        Args:
+            parameters: The parameters.
+            blocks: Their blocks in storage, in the same order.
+            tensors: The gathered tensors.
+            gather: Gathers blocks again.
+            opens_early: Whether any tensor that the module has saved makes modules have the
+                parameters again; otherwise only a reference to one of them does.
+        """
+        self._parameters = parameters
+        self._blocks = blocks
+        self._gather = gather
+        self._writes = [writes_to(x) for x in blocks]
+        self._dtypes = [x.dtype for x in tensors]
+        # Autograd may save any view of a parameter, as a transposed weight. A view begins in the
+        # same storage, by whose address its parameter is found.
+        self._index_of_memory: dict[int, int] = {}
+        for i, x in enumerate(tensors):
+            if x.numel():
+                self._index_of_memory[x.untyped_storage().data_ptr()] = i
+        self._opens_early = opens_early
+        self._hooks_around: Any = None
+        # While GATHERED. Emptied, not replaced, at its end, which must not refer to this object.
+        self._gathered: list[Tensor] = []
+        self._taking_back: weakref.finalize[..., Any] | None = None
+
+    def keep(self, tensors: Sequence[Tensor]) -> None:
+        """Keep the tensors of the forward pass for the backward pass, instead of gathering them again."""
+        self._gathered += tensors
+
+    def begin_saving(self) -> None:
+        """From now on, let autograd save references instead of gathered parameters."""
+        # Ours hide the hooks around them, which are called for all other tensors.
+        self._hooks_around = top_saving_hooks()
+        push_saving_hooks(self._pack, self._unpack)
+
+    def end_saving(self) -> None:
+        """Let autograd save tensors as before `begin_saving`."""
+        was_there = remove_saving_hooks(self._pack, self._unpack)
+        if not was_there and self._hooks_around is not None:
+            # The call was interrupted, and the context around it, as a checkpoint's, has ended since: it has
+            # removed the last hooks, which were ours, and has left its own.
+            remove_saving_hooks(*self._hooks_around)
+
+    def open(self, _: Any = None) -> None:
+        """Let modules have the gathered parameters in the running backward pass; WAITING -> GATHERED.
+
+        A hook of tensors that the module returns; also called for the first tensor that the module
+        saved. Raises XshardError if a parameter was written to since the forward pass.
+        """
+        if self._taking_back is not None and self._taking_back.alive:
+            return
+        if not self._gathered:
+            self._gathered = self._gathered_again()
+        if not is_in_backward_pass():
+            return  # somebody looks at what a graph has saved
+        for parameter, x in zip(self._parameters, self._gathered, strict=True):
+            parameter.put(x)
+        taking_back = weakref.finalize(self, _take_back, self._parameters, self._gathered)
+        taking_back.atexit = False
+        call_after_backward(taking_back, if_failed=taking_back)
+        self._taking_back = taking_back
+
+    def _gathered_again(self) -> list[Tensor]:
+        # After an optimiser's step, say, other values than in the forward pass would come back.
+        if self._writes != [writes_to(x) for x in self._blocks]:
+            raise XshardError(
+                "a parameter was written to between its forward and its backward pass"
+            )
+        # With gradients: a reentrant checkpoint runs a backward pass of its own to the blocks.
+        with torch.enable_grad():
+            return self._gather(self._blocks)
+
+    def _pack(self, x: Tensor) -> Any:
+        """Return what autograd saves of a tensor: a reference, if it is a view of a gathered parameter.
+
+        Hot: called for every tensor that is saved.
+        """
+        if x.layout is torch.strided:
+            i = self._index_of_memory.get(x.untyped_storage().data_ptr())
+            if i is not None and x.dtype == self._dtypes[i]:
+                return _SavedView(i, x.shape, x.stride(), x.storage_offset())
+        if self._hooks_around is None:
+            return x
+        pack, _ = self._hooks_around
+        return _SavedByOthers(pack(x))
+
+    def _unpack(self, saved: Any) -> Tensor:
+        """Return to the backward pass the tensor of which `_pack` returned `saved`.
+
+        The first call gathers all parameters again, in one message: the backward pass is in the module.
+        """
+        if isinstance(saved, _SavedView):
+            self.open()
+            whole = self._gathered[saved.number]
+            return whole.as_strided(saved.shape, saved.stride, saved.offset)
+        if self._opens_early:
+            self.open()
+        if isinstance(saved, _SavedByOthers):
+            _, unpack = self._hooks_around
+            return unpack(saved.packed)
+        return saved
+
+
+def _take_back(parameters: Sequence[GatheredParameter], tensors: list[Tensor]) -> None:
+    """Let modules have their blocks, and free the gathered tensors."""
+    for parameter, x in zip(parameters, tensors, strict=True):
+        parameter.take_back(x)
+    tensors.clear()

@@ -1,0 +1,55 @@
+"""A parallel model stays made of the modules and parameters that its rules were read for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
+
+from torch import nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+
+from torch_bridge.models.names import title_of
+from torch_bridge.models.notes import LISTED
+from xshard import XshardError
+
+if TYPE_CHECKING:
+    from torch_bridge.models.parallel import ParallelModel
+
+_WATCHED: WeakSet[ParallelModel] = WeakSet()
+
+
+def watch_structure(parallel: ParallelModel) -> None:
+    """From now on, set `parallel.is_changed` when a module of the model gets a part."""
+    if not _WATCHED:  # once in a program, or again after all models have gone: which does no harm
+        register_module_module_registration_hook(_note_change)
+        register_module_parameter_registration_hook(_note_change)
+    _WATCHED.add(parallel)
+
+
+def _note_change(module: nn.Module, name: str, part: Any) -> None:
+    """Note that a module gets a child or a parameter; torch calls it for every module."""
+    for parallel in _WATCHED:
+        if module in parallel.names:
+            parallel.is_changed = True
+
+
+def check_structure(model: nn.Module, parallel: ParallelModel) -> None:
+    """Raise XshardError for a parameter that no rule knows, or a module with a rule that is gone.
+
+    Wrappers around a part, as for checkpointing, change nothing: the part keeps its hooks.
+    """
+    places = [place for parameter in parallel.parameters for place in parameter.places]
+    known = {id(place.tensors.get(place.attribute)) for place in places}
+    strangers = [name for name, x in model.named_parameters() if id(x) not in known]
+    modules = set(model.modules())
+    gone = [name for module, name in parallel.names.items() if module not in modules]
+    changes = [f"{name} came into it" for name in strangers]
+    changes += [f"{title_of(name)} has left it" for name in gone if name in parallel.hooks]
+    if changes:
+        what = f"the model has changed since parallelize: {', '.join(changes[:LISTED])}"
+        raise XshardError(
+            what, hint="build the whole model first; wrappers of a part may come later"
+        )
