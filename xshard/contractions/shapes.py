@@ -211,7 +211,7 @@ def global_lengths(
     ShapeError if they do not fit.
     """
     operands = list(zip(call.arrays, blocks, strict=False))
-    unsharded = {str([name]): length for name, length in sizes or ()}
+    unsharded: dict[str, int] = {}
     for layout, block in operands:
         for dim, rows in zip(layout.dims, block, strict=True):
             if not dim.shards:
