@@ -24,7 +24,7 @@ from jax_bridge.mesh.context import (
 )
 from jax_bridge.replicas import apply_checked
 from jax_bridge.trees import leaves_with_given_values
-from jax_bridge.versions import manual_type, unreduced_kind
+from jax_bridge.versions import is_constant, manual_type, unreduced_kind
 from xshard import Layout, Plan, ProfileLike, XshardError, planner
 from xshard.arguments import lengths_of, whole_numbers
 from xshard.errors import DtypeError, NotationError, Span, api_boundary, located
@@ -185,7 +185,8 @@ def as_array(x: Any, text: str) -> jax.Array:
         return jnp.asarray(x)  # numbers, lists, arrays of other frameworks
     except (TypeError, ValueError):
         what = f"JAX cannot make an array of a {type(x).__name__}"
-        raise DtypeError(what, text=text, hint="pass an array") from None
+        hint = "pass an array; a mesh is passed by its name: mesh=mesh"
+        raise DtypeError(what, text=text, hint=hint) from None
 
 
 def check_dtype(dtype: np.dtype, text: str) -> None:
@@ -211,7 +212,9 @@ def with_entry_type(
 
     JAX types a block along each axis of `shard_map`: equal on all devices (invariant), different
     (varying), or addends of a sum (unreduced). A block under "n/dp" may vary along dp alone: one
-    that varies along tp is an error, an invariant one is declared varying along dp.
+    that varies along tp is an error, an invariant one is declared varying along dp. An invariant
+    block under "n | sum(tp)" is an error, too: its sum would be as many times too large as there
+    are devices.
 
     Args:
         x: The block.
@@ -230,11 +233,23 @@ def with_entry_type(
     src = plan.src
     block_type = manual_type(x)
     kind = unreduced_kind(block_type)  # "sum", or how else the addends are to be combined
+    # Axes of addends that are equal by their type. Those of a constant may be, as this device's
+    # number of rows, whose sum is the number of all rows.
+    equal_axes = set(src.tagged("sum")) - block_type.varying - block_type.unreduced
     # The first axis along which the type does not fit is the error.
     for axis in plan.axes if axes is None else axes:
         if kind != "sum" and axis in block_type.unreduced and axis not in src.tagged(kind):
             what = f"the block is unreduced along {axis!r}: its {kind} is pending"
             hint = f"write it on the left: {kind}({axis})"
+        elif axis in equal_axes and is_typed(axis) and axis_size(axis) > 1 and not is_constant(x):
+            what = (
+                f"the block is equal on all {axis_size(axis)} devices of {axis!r}, "
+                "where the source holds addends"
+            )
+            hint = (
+                f"JAX sums gradients of whole arguments itself: write copy({axis}), or mean({axis}); "
+                f"jax.lax.pcast(x, {axis!r}, to='varying') declares equal addends"
+            )
         elif axis in src.axes or not is_typed(axis) or axis not in varying_axes(x):
             continue  # the block is what the source says
         elif axis_size(axis) == 1:

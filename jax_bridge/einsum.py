@@ -29,7 +29,7 @@ from xshard import ContractionPlan, Mesh, Plan, ProfileLike, Sharding, planner
 from xshard.contractions.expression import Contraction
 from xshard.contractions.plan import Part, contraction_of
 from xshard.contractions.ring import ContractionRing
-from xshard.contractions.shapes import Shapes, global_lengths, named_block
+from xshard.contractions.shapes import Shapes, Sizes, global_lengths, named_block
 from xshard.errors import ShapeError
 from xshard.notation.parser import text_spans
 from xshard.plans.expression import check_given
@@ -38,12 +38,16 @@ Given = Contraction | ContractionPlan
 
 
 class EinsumOptions(NamedTuple):
-    """How a contraction is planned, and how local products are made: options of `jnp.einsum`."""
+    """How a contraction is planned, and how local products are made: options of `jnp.einsum`.
+
+    sizes: lengths by name that blocks do not tell.
+    """
 
     profile: ProfileLike
     overlap: str
-    dtype: Any = None
+    dtype: np.dtype
     precision: Any = None
+    sizes: Sizes | None = None
 
     def plan(
         self, call: Contraction, mesh: Mesh, shapes: Shapes, dtype: np.dtype
@@ -137,7 +141,7 @@ def einsum_blocks(
             moved = [mover.move(x, move) for x, move in zip(contracted, part.moves, strict=True)]
             result = mover.move(_contract_locally(part, moved, options), part.result)
         operands.append(result)
-    return operands[0].reshape(plan.arrays[-1].max_local_shape)
+    return operands[0].reshape(plan.arrays[-1].max_local_shape).astype(options.dtype)
 
 
 def _named_operands(
@@ -193,7 +197,7 @@ def _planned(
     layouts = (*call.operands, call.result)
     part_of_mesh, machine = mesh_and_machine(mesh, layouts, call.text, options.profile)
     if shapes is None:
-        shapes = global_lengths(call, part_of_mesh, tuple(x.shape for x in blocks))
+        shapes = global_lengths(call, part_of_mesh, tuple(x.shape for x in blocks), options.sizes)
     options = options._replace(profile=machine)
     return options.plan(call, part_of_mesh, shapes, dtype), part_of_mesh
 
@@ -219,7 +223,13 @@ def _contract_locally(
         all_names += layout.names
     numbers = [tuple(map(all_names.index, layout.names)) for layout in layouts]
 
-    arithmetic = {"preferred_element_type": options.dtype, "precision": options.precision}
+    dtype = options.dtype
+    own_dtype = jnp.result_type(*operands)
+    is_float_of_integers = own_dtype.kind in "iu" and dtype.kind not in "iu"
+    if is_float_of_integers and dtype.itemsize < own_dtype.itemsize:
+        # XLA adds up no whole numbers in a narrower float: int32 for bfloat16 are, in float32.
+        dtype = jnp.promote_types(dtype, f"float{8 * own_dtype.itemsize}")
+    arithmetic = {"preferred_element_type": dtype, "precision": options.precision}
     if len(operands) == 1:
         return jnp.einsum(operands[0], numbers[0], numbers[1], **arithmetic)
     names = ProductNames((numbers[0], numbers[1]), numbers[2])

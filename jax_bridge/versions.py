@@ -34,6 +34,22 @@ def named_axes() -> Collection[object]:
     return unsafe_get_axis_names()
 
 
+def is_constant(x: jax.Array) -> bool:
+    """Return whether a traced array is computed from no argument, as `jnp.ones(3)` is.
+
+    JAX tells nobody what a tracer depends on. Outside of `jit` tracers have no list of their
+    operands: there only numbers of Python are known to be constants.
+    """
+    tracers: list[Any] = [x]
+    for tracer in tracers:  # the list grows: what they are computed from is appended
+        equation = getattr(tracer, "parent", None)
+        if equation is not None:
+            tracers += equation.in_tracers
+        elif not hasattr(getattr(tracer, "val", None), "val"):  # no literal: an argument
+            return x.weak_type  # outside of `jit`, where there are no lists, of a number of Python
+    return True
+
+
 # Operations under every transformation of JAX.
 
 Operation = Callable[..., jax.Array]  # arrays, parameters by keyword -> an array

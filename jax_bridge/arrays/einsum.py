@@ -56,7 +56,8 @@ def einsum(  # noqa: PLR0913  one option more than the limit; torch_bridge has t
         mesh: The mesh; by default the mesh of the context, or the arrays' own.
         shape: The global shape of every operand. Default: the arrays' shapes; of blocks, as they
             say if all blocks are equal.
-        sizes: The length of every dim, by name, in place of `shape`.
+        sizes: Lengths of dims by name, as of parts of composed ones; `shape` or the arrays give the
+            others.
         profile: The machine to plan for.
         overlap: Whether gathers and reduce-scatters may run in rounds, so that XLA can send while
             it contracts: "never", "auto" or "always", as for `xshard.plan`.
@@ -90,23 +91,25 @@ def einsum(  # noqa: PLR0913  one option more than the limit; torch_bridge has t
     if any(map(are_keys, arrays)):
         raise DtypeError("PRNG keys cannot be multiplied", text=text, hint="reshard moves them")
     operand_shapes = tuple(x.shape for x in arrays)
-    shapes = None
-    if sizes is not None or shape is not None:
-        known_sizes, known_shapes = checked_lengths(sizes, shape)
-        _, shapes = shapes_of(call, known_sizes, known_shapes)
+    known_sizes, known_shapes = checked_lengths(sizes, shape)
     call = for_operands(call, operand_shapes)
-    given = expression if isinstance(expression, ContractionPlan) else call
+    given: Given = call
+    shapes = None
+    if isinstance(expression, ContractionPlan):
+        given = expression
+        shapes = given.shapes
+        if known_sizes is not None and known_shapes is None:  # they must fit the plan's arrays
+            known_shapes = tuple(array.shape for array in given.arrays[:-1])
+    if known_shapes is not None:
+        _, shapes = shapes_of(call, known_sizes, known_shapes)
 
     dtype = jnp.result_type(*arrays)
     product_dtype = dtype if preferred_element_type is None else np.dtype(preferred_element_type)
-    options = EinsumOptions(profile, overlap, product_dtype, precision)
+    options = EinsumOptions(profile, overlap, product_dtype, precision, known_sizes)
     if _are_blocks(call):
         return einsum_blocks(given, arrays, mesh, shapes, options)
     if shapes is None:
-        if isinstance(given, ContractionPlan):
-            shapes = given.shapes
-        else:
-            _, shapes = shapes_of(call, None, operand_shapes)
+        _, shapes = shapes_of(call, known_sizes, operand_shapes)
     return _einsum_of_arrays(given, arrays, mesh, shapes, dtype, options)
 
 

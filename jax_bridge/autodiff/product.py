@@ -195,6 +195,8 @@ def _transpose(
         cuts=computed_cuts,
         **options,
     )
+    if not jnp.issubdtype(operand_type.dtype, jnp.complexfloating):
+        y = jnp.real(y)  # the gradient of a real operand, by which a complex one was multiplied
     y = lax.convert_element_type(y, operand_type.dtype)
     if len(computed_dims) == operand_type.ndim:
         return y

@@ -12,7 +12,7 @@ from jax.lax import stop_gradient
 from jax.typing import ArrayLike
 
 from jax_bridge.calls import redistribute
-from jax_bridge.mesh.axis_types import axis_size
+from jax_bridge.mesh.axis_types import as_varying, axis_size
 from jax_bridge.ops import all_gather, all_reduce
 from xshard import compat
 from xshard.errors import api_boundary
@@ -138,6 +138,8 @@ def _reduced(x: ArrayLike, axis: Axes | None, *, mean: bool) -> jax.Array:
     block = jnp.asarray(x)
     if axis is None:
         return block
+    # Values of several devices are added up, also those that JAX knows to be equal.
+    block = as_varying(block, [axis] if isinstance(axis, str) else axis)
     dtype = block.dtype
     wide_dtype = _ADDED_AS.get(dtype.name, dtype)
     result = all_reduce(block.astype(wide_dtype), axis, grad="replicated")

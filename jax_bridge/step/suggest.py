@@ -120,9 +120,10 @@ class JaxSuggestion(Suggestion):
             step = jax.jit(jax.value_and_grad(plan.constrain(loss)), in_shardings=...)
 
         `jax.lax.with_sharding_constraint` is put on each parameter where it is used, and on the
-        activations. The batch may be longer or shorter than the one given to `suggest`. The axes of
-        JAX's mesh must be of type Auto. If `suggest` was given a mesh without devices, the mesh is
-        the one that `jax.set_mesh` sets.
+        activations. The batch may be longer or shorter than the one given to `suggest`. Inside, axes
+        of type Explicit are Auto, so that the loss may not name shardings itself; outside of `jit`
+        such a mesh has to be set by `jax.set_mesh`. If `suggest` was given a mesh without devices,
+        the mesh is the one that `jax.set_mesh` sets.
 
         Args:
             f: The loss.
@@ -135,14 +136,22 @@ class JaxSuggestion(Suggestion):
 
         def constrained(*args: Any) -> Any:
             loss = Loss(f, args)
-            closed, out = jax.make_jaxpr(loss.run, return_shape=True)(*loss.arrays)
             parameters = loss.names[: loss.n_parameters]
             # Inside a `jax.checkpoint` the backward pass gathers these once more, instead of
             # keeping them whole since the forward pass.
             for_each_use = {name for name in parameters if not gathered_once.pattern_for(name)}
             evaluator = Evaluator(self._constrained, late=for_each_use, arguments=loss.names)
-            results = evaluator.run("", closed.jaxpr, closed.consts, loss.names, *loss.arrays)
-            return jax.tree.unflatten(jax.tree.structure(out), results)
+
+            def run(*arrays: Any) -> Any:
+                closed, out = jax.make_jaxpr(loss.run, return_shape=True)(*arrays)
+                results = evaluator.run("", closed.jaxpr, closed.consts, loss.names, *arrays)
+                return jax.tree.unflatten(jax.tree.structure(out), results)
+
+            # Constraints are for Auto axes: inside, those of type Explicit are Auto.
+            whole: Any = PartitionSpec()
+            if isinstance(self.on, JaxMesh):
+                whole = NamedSharding(self.on, whole)
+            return jax.sharding.auto_axes(run, out_sharding=whole)(*loss.arrays)
 
         return constrained
 
@@ -187,7 +196,7 @@ class JaxSuggestion(Suggestion):
             return x  # XLA infers the sharding of the result from the operands
         sharding: Any = to_partition_spec(Layout(used.dims))
         if isinstance(self.on, JaxMesh):
-            sharding = NamedSharding(self.on, sharding)
+            sharding = NamedSharding(JaxMesh(self.on.devices, self.on.axis_names), sharding)
         return jax.lax.with_sharding_constraint(x, sharding)
 
 
@@ -247,7 +256,8 @@ class Traced(NamedTuple):
 def traced(loss: Loss) -> Traced:
     """Trace a loss, and translate its jaxpr into a training step that the planner understands.
 
-    Nothing is computed. Raises PlanError if the loss returns anything but one number.
+    Nothing is computed. Raises PlanError if the loss returns anything but one number, or a number
+    that its arguments have no part in.
     """
     structs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in loss.arrays]
     closed = jax.make_jaxpr(loss.run)(*structs)
@@ -264,8 +274,12 @@ def traced(loss: Loss) -> Traced:
     (result,) = tracer.walk(closed.jaxpr, loss.names)
     # A loss that is a number whatever the arrays has no name.
     last = "" if result is None else result
+    recorded = trace.step(last, moves_anywhere=True)
+    if not recorded.ops or not {**recorded.inputs, **recorded.parameters}:
+        hint = "return a number that is computed from the parameters"
+        raise PlanError("the loss computes nothing from the arrays of its arguments", hint=hint)
     # Equal layers become one block that repeats. names: name in the trace -> name in that block.
-    step, names = find_repeated(trace.step(last, moves_anywhere=True))
+    step, names = find_repeated(recorded)
     # The result of an inlined call has the name of the operation inside that makes it.
     for place, name in tracer.aliases.items():
         names[place] = names.get(name, name)

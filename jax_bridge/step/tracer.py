@@ -171,7 +171,7 @@ class Tracer:
         body = body_of(eqn)
         if primitive in INLINED and body is not None:
             results = self.walk(_opened(body), operands, f"{place}.", times)
-            if results[0] is not None:
+            if results and results[0] is not None:
                 # `Evaluator` also meets the call's first result, under the name of the call. It has
                 # the layout of the operation inside that makes it.
                 self.aliases[place] = results[0]
@@ -226,7 +226,7 @@ class Tracer:
         it is.
         """
         body = eqn.params["jaxpr"].jaxpr
-        length = eqn.params["length"]
+        length = max(eqn.params["length"], 1)  # one without rounds is planned as one round
         n_consts, n_carries = scan_counts(eqn.params)
         n_before_xs = n_consts + n_carries
         times_inside = times * length

@@ -124,7 +124,8 @@ def _answer(question: Question) -> Answer:
 def apply(plan: AnyPlan, *blocks: jax.Array) -> jax.Array:
     """Run a plan on one device's blocks."""
     if isinstance(plan, ContractionPlan):
-        return einsum_blocks(plan, blocks, None, plan.shapes, EinsumOptions(plan.profile, NEVER))
+        options = EinsumOptions(plan.profile, NEVER, blocks[0].dtype)
+        return einsum_blocks(plan, blocks, None, plan.shapes, options)
     return redistribute(blocks[0], plan)
 
 

@@ -407,8 +407,9 @@ WRONG = [
     ),
     (PLAN, SHAPES, {"dtype": "float16"}, "DtypeError", "float16, the plan is for float32", None),
     (PLAN, [(64, 8), (8, 32)], {}, "ShapeError", "(8, 32), not (8, 16)", "d f/tp"),
-    (LAYOUTS, SHAPES, {"sizes": {"n": 64, "d": 8}}, "ShapeError", "no length for dim 'f'", "f"),
-    (LAYOUTS, SHAPES, {"sizes": SIZES | {"f": 20}}, "ShapeError", "(8, 16)", "d f/tp"),
+    (LAYOUTS, SHAPES, {"sizes": {"n": 64, "q": 8}}, "ShapeError", "sizes has dim 'q'", None),
+    (LAYOUTS, SHAPES, {"sizes": {"f": 20}}, "ShapeError", "is 16 long, elsewhere f=20", "f"),
+    (PLAN, SHAPES, {"sizes": {"f": 20}}, "ShapeError", "is 16 long, elsewhere f=20", "f"),
 ]
 
 
@@ -436,10 +437,10 @@ def test_blocks_that_do_not_fit_are_marked_in_their_own_operand() -> None:
         return str(caught.value).splitlines()
 
     assert message("n d/dp, d f -> n f", X, W, (P(None, "dp"), P("dp")), sizes=SIZES) == [
-        "the block has shape (4, 16), not (8, 16) in",
+        "dim 'd' is 4 long, elsewhere d=8 in",
         "    'n d/dp, d f -> n f'",
         "             ^",
-        "  that is the largest block of a (8, 16) array on Mesh(dp=2)",
+        "  a name stands for one length; sizes= says all of them",
     ]
     assert message("n d/tp, d f -> n f", X, W, (P(None, "tp"), P(None, "tp"))) == [
         "the block varies along 'tp', where the source holds one value in",
@@ -447,3 +448,83 @@ def test_blocks_that_do_not_fit_are_marked_in_their_own_operand() -> None:
         "             ^^^",
         "  write what it is on the left: sum(tp), mean(tp), or copy(tp) for copies",
     ]
+
+
+INTEGERS = ("int8", "uint8", "int16", "int32", "uint32", "int64")
+DTYPES = (*INTEGERS, "float16", "bfloat16", "float32", "float64", "complex64")
+# Three operands: layouts, and as numpy writes it; shapes.
+OF_THREE = (
+    ("a/dp, a/dp b/tp, b/tp c -> c", "a,ab,bc->c", [(4,), (4, 4), (4, 6)]),
+    ("a b/tp, b/tp c, c d/dp -> a d/dp", "ab,bc,cd->ad", [(4, 8), (8, 2), (2, 6)]),
+)
+
+
+@in_jax
+def test_operands_of_three_dtypes() -> None:
+    """Random triples: the dtype that JAX promotes them to, values and gradients right to its precision."""
+    draw = np.random.default_rng(0)
+    # XLA adds up no integers in floats of fewer bits: where two of these meet first.
+    triples = [("int32", "int32", "bfloat16"), ("int64", "int64", "float32")]
+    triples += [tuple(map(str, draw.choice(DTYPES, 3))) for _ in range(5)]
+    cases = [*zip(triples, itertools.cycle(OF_THREE), strict=False)]
+    mesh = device_mesh(BOTH)
+
+    def values_and_gradients(operands, einsums):
+        results = []
+        for arrays, einsum in zip(operands, einsums, strict=True):
+            floats = [i for i, x in enumerate(arrays) if jnp.issubdtype(x.dtype, jnp.floating)]
+            loss = lambda *xs, einsum=einsum: jnp.sum(einsum(*xs).real.astype("float64"))  # noqa: E731
+            gradients = jax.grad(loss, floats)(*arrays) if floats else ()
+            results.append((einsum(*arrays), *gradients))
+        return results
+
+    with jax.enable_x64(True):
+        operands = []
+        exact = []
+        for dtypes, (_, _, shapes) in cases:
+            numbers = [draw.integers(0, 3, shape) for shape in shapes]
+            operands.append([jnp.asarray(x, d) for x, d in zip(numbers, dtypes, strict=True)])
+            # The same types of numbers, wide enough to be exact.
+            wide = [np.float64 if jnp.issubdtype(d, jnp.floating) else np.int64 for d in dtypes]
+            exact.append([jnp.asarray(x, d) for x, d in zip(numbers, wide, strict=True)])
+        sharded = [functools.partial(xj.einsum, case[1][0], mesh=mesh) for case in cases]
+        whole = [functools.partial(jnp.einsum, case[1][1]) for case in cases]
+        found = jax.jit(lambda xs: values_and_gradients(xs, sharded))(operands)
+        right = jax.jit(lambda xs: values_and_gradients(xs, whole))(exact)
+        for (dtypes, _), arrays, results, expected in zip(
+            cases, operands, found, right, strict=True
+        ):
+            assert results[0].dtype == jnp.result_type(*arrays), dtypes
+            for y, z in zip(results, expected, strict=True):
+                close = np.allclose(np.asarray(y).astype(complex), z, rtol=2e-2)
+                assert close, (dtypes, y, z)
+
+
+@in_jax
+def test_lengths_by_name_stand_beside_the_arrays() -> None:
+    """Of parts of a composed dim, beside `...`, of uneven blocks: for arrays, for blocks, and in plans."""
+    mesh = device_mesh(BOTH)
+    y = xj.einsum("... (h k)/tp -> ... h", X, mesh=mesh, sizes={"h": 4})
+    assert np.array_equal(y, X.reshape(64, 4, 2).sum(-1))
+
+    def on_blocks(expression, shape, specs, **options):
+        call = functools.partial(xj.einsum, expression, **options)
+        in_blocks = jax.shard_map(call, mesh=mesh, in_specs=specs[0], out_specs=specs[1])
+        return jax.jit(in_blocks)(jnp.asarray(X.reshape(shape)))
+
+    specs = P(None, "tp"), P(None, "tp")
+    heads = on_blocks("... (h k)/tp -> ... h/tp", (64, 8), specs, sizes={"k": 2})
+    assert np.array_equal(heads, X.reshape(64, 4, 2).sum(-1))
+    # Of 14 rows each of 4 devices has 4 at most; what is more is padding.
+    uneven = on_blocks("n/tp d -> d", (16, 32), (P("tp"), P()), sizes={"n": 14})
+    parts = X.reshape(4, 4, 32)
+    n_rows = [xs.Sharding("n/tp d", xs.Mesh(tp=4), (14, 32)).local_shape(i)[0] for i in range(4)]
+    assert np.array_equal(uneven, sum(x[:n].sum(0) for x, n in zip(parts, n_rows, strict=True)))
+    plan = xs.plan("... (h k)/tp -> ... h", xs.Mesh(tp=4), shape=[(64, 8)], sizes={"h": 4})
+    assert np.array_equal(xj.einsum(plan, X, mesh=mesh, sizes={"k": 2}), y)
+
+
+@in_jax
+def test_a_mesh_among_the_operands_is_named() -> None:
+    with pytest.raises(errors.DtypeError, match="a mesh is passed by its name: mesh=mesh"):
+        xj.einsum(LAYER, X, W, device_mesh(BOTH))

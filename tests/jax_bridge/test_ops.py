@@ -326,3 +326,83 @@ def test_types_of_jax_are_accepted() -> None:
     assert np.array_equal(total, X[:4] + X[4:]) and np.array_equal(mine, X)
     gradient = jax.jit(jax.grad(lambda x: (moved(x)[0] * X[:4]).sum() + (moved(x)[1] * X).sum()))(X)
     assert np.array_equal(gradient, np.concatenate([X[:4], X[:4]]) + X)
+
+
+# Blocks [8, 8] made of an argument `w`, whole, and of `x`, of which each device along b has rows.
+EQUAL = {
+    "an argument": lambda w, x: w,
+    "a gradient of one": lambda w, x: jax.grad(lambda w: (x @ w).sum())(w),
+    "a sum already": lambda w, x: jax.lax.psum(x.T @ x, "b"),
+    "copies": lambda w, x: jax.lax.pcast(w, "b", to="reduced"),
+    "a result": lambda w, x: xj.redistribute(x.T @ x, "d0 d1 | mean(b) -> d0 d1"),
+}
+DIFFERENT = {
+    "of rows": lambda w, x: x.T @ x,
+    "declared varying": lambda w, x: jax.lax.pcast(w, "b", to="varying"),
+    "declared addends": lambda w, x: jax.lax.pcast(x.T @ x, "b", to="unreduced"),
+    "of an index": lambda w, x: w * jax.lax.axis_index("b"),
+    "a number of rows": lambda w, x: jnp.full((8, 8), len(x), np.float32),
+    "a constant of jit": lambda w, x: jax.jit(lambda: jnp.ones((8, 8)) * 2)(),
+}
+# What adds up a block over b, by the kind of addends; on the left of each is `kind(b)`.
+SUMS = {
+    "redistribute": lambda y, kind: xj.redistribute(y, f"d0 d1 | {kind}(b) -> d0 d1"),
+    "to copies": lambda y, kind: ops.all_reduce(y, "b", op=kind, grad="sum"),
+    "to parts": lambda y, kind: ops.reduce_scatter(y, 0, "b", op=kind),
+    "a tree": lambda y, kind: xj.redistribute({"y": y}, f"d0 d1 | {kind}(b) -> d0 d1/b")["y"],
+}
+EINSUMS = {
+    "first": lambda y: xj.einsum("i j | sum(b), j -> i", y, jnp.ones(8)),
+    "second": lambda y: xj.einsum("j, i j | sum(b) -> i", jnp.ones(8), y),
+}
+
+
+def refusal(combine, value, check_vma) -> str:
+    """The error of a combination of addends, which is traced alone; "" if there is none."""
+
+    def local(w, x):
+        found = combine(value(w, x))
+        # The rest of the program is none of the combination: its result varies.
+        return found.sum()[None] + 0 * x[:1, 0]
+
+    try:
+        jax.eval_shape(mapped(local, ((P(), P("b")), P("b")), check_vma=check_vma), X, X)
+    except xs.errors.NotationError as error:
+        return str(error)
+    return ""
+
+
+@in_jax
+def test_equal_values_are_no_addends() -> None:
+    """What JAX's types know to be equal is not summed, by any verb; what may differ is, and constants are."""
+    combinations = {
+        f"{verb}, {kind}": partial(sums, kind=kind)
+        for verb, sums in SUMS.items()
+        for kind in ("sum", "mean", "max")
+        if kind == "sum" or verb == "redistribute"
+    }
+    combinations |= {f"einsum, {place}, sum": einsum for place, einsum in EINSUMS.items()}
+    wrong = []
+    for name, combine in combinations.items():
+        for kind, value in (EQUAL | DIFFERENT).items():
+            if kind == "declared addends" and "sum" not in name:
+                continue  # JAX's type says sum
+            error = refusal(combine, value, check_vma=True)
+            is_refused = "is equal on all 4 devices of 'b', where the source holds addends" in error
+            if is_refused != (kind in EQUAL and name.endswith("sum")) or bool(error) != is_refused:
+                wrong.append((name, kind, error))
+        if refusal(combine, EQUAL["an argument"], check_vma=False):
+            wrong.append((name, "without types"))
+    assert not wrong
+
+    def both(w, x):
+        values = [DIFFERENT[kind](w, x) for kind in DIFFERENT if kind != "declared addends"]
+        summed = [SUMS["redistribute"](y, "sum") for y in values]
+        return summed, [jax.lax.psum(y, "b") for y in values]
+
+    found, right = jax.jit(mapped(both, ((P(), P("b")), P())))(X, X)
+    jax.tree.map(np.testing.assert_array_equal, found, right)
+    with pytest.raises(xs.errors.NotationError, match=r"sums gradients of .*: write copy\(b\), or"):
+        xj.shard_map(EQUAL["a gradient of one"], "i j, n/b j -> i j | sum(b)", device_mesh(MESH))(
+            X, X
+        )

@@ -211,11 +211,13 @@ def global_lengths(
     ShapeError if they do not fit.
     """
     operands = list(zip(call.arrays, blocks, strict=False))
-    unsharded = {str([name]): length for name, length in sizes or ()}
+    unsharded: dict[str, int] = {}
     for layout, block in operands:
         for dim, rows in zip(layout.dims, block, strict=True):
             if not dim.shards:
                 unsharded[str(names_of_dim(dim))] = rows
+    # Given lengths count more: so an error marks the block that contradicts them.
+    unsharded |= {str([name]): length for name, length in sizes or ()}
     shapes: list[tuple[int, ...]] = []
     for layout, block in operands:
         # `(h d)` in one array is as long as `(h d)` in another, whatever their shards.

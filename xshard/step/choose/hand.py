@@ -62,7 +62,7 @@ def options_by_hand(problem: StepProblem, plan: HandPlan) -> list[Flags]:
     step = problem.step
     preferred = _preferred_dims(step)
     sizes = {name: math.prod(shape_of(step.arrays[name], step.lengths)) for name in step.parameters}
-    smallest_that_counts = SMALL * max(sizes.values())
+    smallest_that_counts = SMALL * max(sizes.values(), default=0)
     flags: list[Flags] = []
     for node in problem.nodes:
         op = step.by_name.get(node.name)

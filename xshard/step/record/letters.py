@@ -13,6 +13,8 @@ from itertools import accumulate, chain, pairwise
 from operator import mul
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from xshard.notation.parser import ARROW
 
 FREE: Mapping[str, Any] = {"accesses": 0.0}  # compilers fuse it with the operation before or after
@@ -64,8 +66,9 @@ def common_factors(before: Shape, after: Shape) -> tuple[list[list[Factor]], lis
     a dim of length 1.
     """
     # (64, 4096) -> 1, 64, 262144: where dims begin and end, in elements of the dims before.
-    ends_before = list(accumulate(before, mul, initial=1))
-    ends_after = list(accumulate(after, mul, initial=1))
+    # A dim without rows counts as one row, as in `Trace`.
+    ends_before = list(accumulate((max(n, 1) for n in before), mul, initial=1))
+    ends_after = list(accumulate((max(n, 1) for n in after), mul, initial=1))
     cuts = sorted({*ends_before, *ends_after})
     return _split_dims(ends_before, cuts, "u0"), _split_dims(ends_after, cuts, "u1")
 
@@ -188,7 +191,9 @@ def describe_along(
         work: Fields of `Op` that say how much work it is: `flops`, `accesses`, `keeps`.
     """
     ndim = len(shapes[0])
-    numbers = [dims] if isinstance(dims, int) else dims
+    numbers = np.atleast_1d(
+        dims
+    ).tolist()  # one may be numpy's: `jnp.roll` cuts along a numpy.int64
     # torch allows dims 0 and -1 for a scalar, which has none: `max` avoids a division by 0.
     worked_along = {d % max(ndim, 1) for d in numbers}
     # For each dim of the first operand its number in the result, or None.

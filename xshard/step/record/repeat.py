@@ -268,7 +268,8 @@ class _Run:
             users = [i for i, op in enumerate(members) if carry.name in op.operands]
             user = members[users[0]]
             is_copied_once = len(users) == 1 and user.text == carry.text
-            if is_copied_once and user.accesses == 0:
+            # A layer of one cast makes what it hands on: it cannot be its own carry, too.
+            if is_copied_once and user.accesses == 0 and user.name != carry.again:
                 # The layer begins with a view that leaves its input as it is (no accesses to memory):
                 # this becomes the carry. So the carry belongs to the module, and a user's rule for
                 # the module's input moves what comes from the layer before.

@@ -125,14 +125,16 @@ class Trace:
         final operation, such as a loss. moves_anywhere: the plan may move any array, not only
         inputs and outputs of modules.
         """
-        # Walked from the end, an operation is met only after all operations that use its result.
         needed = {last}  # names of arrays
-        ops = []
-        for op in reversed(self.ops):
-            if op.name in needed:
-                needed.update(op.operands)
-                ops.append(op)
-        ops.reverse()
+        n_known = 0
+        # Walked from the end, an operation is met only after all operations that use its result. A
+        # carry also needs what its block makes for the next time, which comes later: walk again.
+        while n_known < len(needed):
+            n_known = len(needed)
+            for op in reversed(self.ops):
+                if op.name in needed:
+                    needed.update((*op.operands, op.again))
+        ops = [op for op in self.ops if op.name in needed]
         # Arrays that no operation makes are there before the step: parameters and inputs.
         stored = needed.difference(op.name for op in ops)
         inputs: dict[str, str] = {}
@@ -269,7 +271,7 @@ class Trace:
             name = f"{stem}_{number}"
             number += 1
         names_in_use.append(name)
-        self.lengths[name] = length
+        self.lengths[name] = max(length, 1)  # a dim without rows is planned as one row
         return name
 
 
