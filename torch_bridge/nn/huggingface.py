@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_bridge.mesh.process_mesh import MeshLike, positions
+from torch_bridge.mesh.process_mesh import MeshLike, mesh_of, positions
 from torch_bridge.nn.attention import attention
 from torch_bridge.nn.placed import Lengths, placed_as
 from torch_bridge.redistribution import redistribute
@@ -66,6 +66,7 @@ def register_attention(
     """
     from transformers import AttentionInterface, AttentionMaskInterface  # slow: seconds
 
+    mesh_of(mesh)  # raises for what is no mesh: models are called much later
     implementation = _Implementation(Layout.parse(layout), mesh, name, how, shape)
     AttentionInterface.register(name, implementation.attend)
     AttentionMaskInterface.register(name, implementation.mask)
