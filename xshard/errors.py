@@ -169,8 +169,8 @@ def api_boundary(api: _Api) -> _Api:
         A function with the same signature, or the class itself.
     """
     if isinstance(api, type):
-        # Values of xshard read their own arguments, and a plan makes thousands of them.
-        checks_first = not api.__module__.startswith("xshard.")
+        # Layouts and meshes read their own arguments, and a plan makes thousands of them.
+        checks_first = not hasattr(api, "parse")
         api.__init__ = _boundary(api.__init__, checks_first)  # type: ignore[misc]  # of this very class
         return api
     return cast(_Api, _boundary(api, checks_first=True))

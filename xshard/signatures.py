@@ -10,6 +10,7 @@ import difflib
 import inspect
 import math
 import operator
+import re
 import sys
 import types
 import typing
@@ -187,13 +188,16 @@ class Signature:
         # Of a constructor the name of its class.
         self.name = function.__qualname__.removesuffix(".__init__").rpartition(".")[2]
         self.signature = inspect.signature(function)
+        self.annotations: dict[str, Any] = {}
         self.tests: dict[bool, list[tuple[int, str, Test]]] = {False: [], True: []}
         names = inspect.unwrap(function).__globals__
         for place, parameter in enumerate(self.signature.parameters.values()):
             if parameter.kind is parameter.KEYWORD_ONLY:
                 place = sys.maxsize
+            annotation = _evaluated(parameter.annotation, names)
+            self.annotations[parameter.name] = annotation
             for parsed, tests in self.tests.items():
-                test = test_of(_evaluated(parameter.annotation, names), parsed)
+                test = test_of(annotation, parsed)
                 if test is not _takes_all and parameter.kind is not parameter.VAR_POSITIONAL:
                     tests.append((place, parameter.name, test))
 
@@ -216,9 +220,13 @@ class Signature:
             else:
                 continue
             if not test(value):
-                annotation = self.signature.parameters[name].annotation
-                reason = f"{name} is {short_repr(value)}, not {annotation}"
-                return Wrong(name, reason, f"as in {self.name}({name}: {annotation})")
+                written = self.signature.parameters[name].annotation
+                reason = f"{name} is {short_repr(value)}, not {written}"
+                # An alias in full, without modules: `Loss` is Callable[[Any], Tensor] | None.
+                meaning = re.sub(
+                    r"\b[\w.]+\.", "", inspect.formatannotation(self.annotations[name])
+                )
+                return Wrong(name, reason, f"{self.name} takes {meaning}")
         return None
 
     def wrong_name(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Wrong | None:
@@ -226,7 +234,7 @@ class Signature:
         try:
             self.signature.bind(*args, **kwargs)
         except TypeError as error:
-            known = self.signature.parameters
+            known = self.annotations
             hint = f"{self.name}({', '.join(known)})"
             for word in kwargs.keys() - known:
                 hint = did_you_mean(ELSEWHERE.get(word, word), known) + hint

@@ -115,7 +115,7 @@ def einsum(  # noqa: PLR0913  a verb with the options of plans and of calls
         if maps is not None:
             expression = with_map_digests(expression, maps)
         _check_choices(save, overlap)
-        is_usual = type(expression) is str and shape is None and memory_limit is None
+        is_usual = shape is None and memory_limit is None and expression.__hash__ is not None
         if not is_usual or type(async_op) is not bool:
             given = {"expression": expression, "shape": shape, "async_op": async_op}
             check_arguments(einsum, memory_limit=memory_limit, **given)

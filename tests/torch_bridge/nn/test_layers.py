@@ -315,7 +315,10 @@ def check_cross_entropies() -> None:
     assert_refused(
         (lambda: loss(x, own[:2]), "ShapeError: ...labels of shape (2,), logits of shape (3, 2)"),
         (lambda: loss(x, own.float()), "DtypeError: ...labels are numbers of classes"),
-        (lambda: loss(x, own, reduction="all"), "XshardError: ...unknown reduction='all'"),
+        (
+            lambda: loss(x, own, reduction="all"),
+            "XshardError: ...reduction is 'all', not Literal...",
+        ),
         (lambda: loss(x, own, classes="c"), "ShapeError: ...no dim 'c' in 'b v/tp'"),
         *((partial(loss, x, wrong), "IndexError: ...out of range") for wrong in (own + 4, own - 1)),
         is_alike=False,
