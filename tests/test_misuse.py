@@ -153,5 +153,5 @@ def test_an_error_of_the_body_stays() -> None:
 
 
 def test_arguments_are_named_where_a_parser_has_refused_them() -> None:
-    with pytest.raises(xs.errors.NotationError, match="^fixed: 3 are not rules"):
+    with pytest.raises(xs.errors.NotationError, match=r"^fixed: 3 are not rules"):
         xs.suggest(STEP, MESH, fixed=3)  # type: ignore[arg-type]

@@ -87,7 +87,8 @@ def calls(path: str) -> dict[str, Callable[[], Call]]:
     window = {"window_dimensions": (1, 2, 2, 1), "init_value": 0.0, "computation": jax.lax.add}
     jax_calls = {"computation": "a function", "init_value": "a fraction, a number below 0"}
     add("nn.reduce_window", inside(xj.nn.reduce_window), jax_calls, operand=images, **window)
-    numbers = {"dimension_numbers": ("NHWC", "HWIO", "NHWC"), "rhs": jnp.ones((1, 1, 2, 2))}
+    kernel = {"rhs": jnp.ones((1, 1, 2, 2)), "window_strides": (1, 1), "padding": "SAME"}
+    kernel["dimension_numbers"] = ("NHWC", "HWIO", "NHWC")
     jax_reads = {"precision": "text", "dimension_numbers": "nothing"}
     convolve = inside(xj.nn.conv_general_dilated)
     add(
@@ -95,9 +96,7 @@ def calls(path: str) -> dict[str, Callable[[], Call]]:
         convolve,
         jax_reads,
         lhs=images,
-        **numbers,
-        window_strides=(1, 1),
-        padding="SAME",
+        **kernel,
     )
     add("nn.batch_norm", inside(xj.nn.batch_norm), x=images)
     add("nn.group_norm", inside(xj.nn.group_norm), x=images, num_groups=2)
