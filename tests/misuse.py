@@ -95,10 +95,10 @@ class Call(NamedTuple):
 
 def taken(annotation: str) -> set[str]:
     """The kinds of values that an annotation takes: `Sequence[int] | None` takes "nothing"."""
+    kinds = {"text"} if "Sequence[str]" in annotation else set[str]()  # of names with one letter
     while re.search(r"\[[^\[\]]*\]", annotation):
         annotation = re.sub(r"\[[^\[\]]*\]", "", annotation)
     parts = [part.strip().rpartition(".")[2] for part in annotation.split("|")]
-    kinds = set[str]()
     for part in parts:
         kinds |= taken(ALIASES[part]) if part in ALIASES else TAKES.get(part, set())
     return kinds

@@ -113,7 +113,7 @@ RIGHT = [
 NOT_RIGHT = [
     {"number": value} for value in (True, 3.0, "3", None, [3], np.ones(2))
 ] + [
-    {"names": value} for value in ("ab", b"ab", 3, {"a": 1}, [1], np.array(3))
+    {"names": value} for value in (b"ab", 3, {"a": 1}, [1], np.array(3))
 ] + [
     {"lengths": {"a": 2.5}}, {"lengths": {3: 3}}, {"lengths": [("a", 3)]}, {"mode": "c"}, {"mode": ["a"]},
     {"is_on": "yes"}, {"is_on": None}, {"share": 1.01}, {"share": -1}, {"share": math.nan},

@@ -55,6 +55,9 @@ def all_to_all_single(
     if not 3 <= len(shape) <= 5:
         hint = "[B, C, L], [B, C, H, W] or [B, C, T, H, W]; all_to_all takes any"
         raise ShapeError(f"{len(shape)} dims, not 3, 4 or 5", hint=hint)
+    if direction not in DIRECTIONS:
+        known = " or ".join(map(repr, DIRECTIONS))
+        raise XshardError(f"unknown direction {direction!r}", hint=f"it is {known}")
     sequence_sharded = dims(shape, {sequence_dim: sharded(axis, "zigzag" if zigzag else "block")})
     channels_sharded = dims(shape, {channel_dim: sharded(axis)})
     sequence_length = shape[sequence_dim]

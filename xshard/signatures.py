@@ -134,7 +134,8 @@ def test_of(annotation: Any, parsed: bool) -> Test:
         return _TESTS[origin]
     if origin is Literal:
         return lambda value: isinstance(value, str) and value in parts
-    if not parsed and (PARSED in parts or hasattr(origin, "parse")):
+    has_parser = hasattr(origin, "parse") or "Mesh" in getattr(origin, "__name__", "")
+    if not parsed and (has_parser or PARSED in parts):
         return _takes_all
     if origin is Annotated:
         test = test_of(parts[0], parsed)
@@ -146,7 +147,10 @@ def test_of(annotation: Any, parsed: bool) -> Test:
     if not isinstance(origin, type) or getattr(origin, "_is_protocol", False):
         return _takes_all  # such as a type variable
     if issubclass(origin, Collection) and parts:
-        return partial(_takes_items, issubclass(origin, Mapping), tests)
+        test = partial(_takes_items, issubclass(origin, Mapping), tests)
+        if annotation == Sequence[str]:  # names with one letter may be one text
+            return test
+        return lambda value: not isinstance(value, str) and test(value)
     if hasattr(origin, "dtype"):  # arrays of numpy will do for those of a framework
         return lambda value: isinstance(value, origin) or hasattr(value, "dtype")
     return lambda value: isinstance(value, origin)
@@ -154,7 +158,7 @@ def test_of(annotation: Any, parsed: bool) -> Test:
 
 def _takes_items(is_mapping: bool, tests: Sequence[Test], value: Any) -> bool:
     """Return whether a value is a mapping, or a sequence, whose items pass the tests of its parts."""
-    if is_mapping != isinstance(value, Mapping) or isinstance(value, str):
+    if is_mapping != isinstance(value, Mapping):
         return False
     if is_mapping:
         return all(tests[0](key) and tests[1](value[key]) for key in value)

@@ -68,7 +68,7 @@ def calls(path: str) -> dict[str, Callable[[], Call]]:
     add("redistribute", inside(xj.redistribute), {"x": ANYTHING}, x=x, layouts="a/tp b -> a b")
     add("reshard", xj.reshard, later, arrays=x, layouts="a b -> a/tp b", mesh=mesh)
     add("route", inside(xj.route), x=x, to=labels, axis="tp")
-    add("save", xj.save, tree={"a": x}, path=path)
+    add("save", xj.save, {"mesh": ANYTHING}, tree={"a": x}, path=path)  # read with rules
     decorator = {"f": "nothing", "profile": "text"}
     layouts = "a/tp b -> a/tp b"
     add("shard_map", xj.shard_map, decorator, f=jnp.sin, layouts=layouts, mesh=mesh)
