@@ -37,7 +37,8 @@ from torch_bridge.mesh.process_mesh import (
 )
 from torch_bridge.replicas import comparison_of
 from torch_bridge.versions.dtensor import StridedShard
-from xshard import Layout, ProfileLike, Sharding
+from xshard import Layout, ProfileLike, Sharding, XshardError
+from xshard.arguments import short_repr
 from xshard.dtypes import name_of
 from xshard.errors import PlanError, ShapeError, api_boundary
 from xshard.layout.layout import NONLINEAR
@@ -110,6 +111,9 @@ def redistribute(  # noqa: PLR0913  the arguments of `DTensor.redistribute`, and
         [[[0, 1], [3, 4]], [[2], [5]]]
     """
     check_not_swapped()
+    if not isinstance(dtensor, DTensor):
+        hint = "redistribute(x, layouts, mesh) moves tensors"
+        raise XshardError(f"{short_repr(dtensor)} is not a DTensor", hint=hint)
     mesh = dtensor.device_mesh if device_mesh is None else device_mesh
     kept = frozenset[int]()  # mesh dims on which a reduction without a layout stays pending
     if any(map(_has_no_layout, dtensor.placements)):

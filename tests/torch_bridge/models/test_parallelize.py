@@ -500,7 +500,7 @@ REFUSED = [
     "XshardError: torch.nn.utils.clip_grad_norm_ would take the block of weight for the whole\n  xt.clip_gra",
     "XshardError: state_dict() of a parallel model has blocks, as of weight\n  xt.state_dict(model) has ",
     "XshardError: state_dict() of a parallel model has blocks, as of weight",
-    "XshardError: a generator that is not parallel\n  pass the model itself",
+    "XshardError: model is <generator",
     "XshardError: parallelize: unexpected argument 'params'\n  did you mean 'parameters'? parallelize(mod",
     "XshardError: parallelize: missing a required argument: 'inputs'\n  parallelize(model, parameters, inp",
     "NotationError: weight: a layout is text, not ['o', 'i']\n  'o/tp i' shards the first of two dims over ",
