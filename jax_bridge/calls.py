@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jax_bridge.autodiff.function import MODES, apply, new_name
+from jax_bridge.autodiff.function import apply, new_name
 from jax_bridge.mesh.axis_types import as_varying, axis_size, is_typed, varying_axes
 from jax_bridge.mesh.context import (
     AnyMesh,
@@ -65,10 +65,6 @@ class MoveCall(NamedTuple):
         Raises:
             XshardError: As `redistribute` does.
         """
-        if ad not in MODES:
-            raise XshardError(
-                f"unknown derivatives ad={ad!r}", hint=f"they are: {', '.join(MODES)}"
-            )
         if shape is not None:
             shape = lengths_of(shape)
         plan_given = expression if isinstance(expression, Plan) else None

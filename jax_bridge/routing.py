@@ -21,6 +21,7 @@ from jax_bridge.mesh.axis_types import as_varying, axis_size, bound_size, is_vma
 from xshard.errors import MeshError, ShapeError, api_boundary
 from xshard.ops import Axes
 from xshard.routing import Groups, check_rows
+from xshard.signatures import Length
 
 
 @dataclass(frozen=True)
@@ -176,7 +177,7 @@ def route(
     axis: Axes,
     *,
     groups: int | Sequence[int] | None = None,
-    capacity: int | None = None,
+    capacity: Length | None = None,
 ) -> Routed:
     """Send each row to the devices of the groups that it chose, as tokens to experts.
 

@@ -13,7 +13,7 @@ from jax.sharding import Mesh as JaxMesh
 from jax_bridge.mesh.context import jax_mesh, xshard_mesh
 from jax_bridge.versions import cuts_of, unreduced_kind
 from xshard import Layout
-from xshard.errors import MeshError, NotationError, PlanError, ShapeError, api_boundary
+from xshard.errors import MeshError, PlanError, ShapeError, api_boundary
 from xshard.layout.layout import check_axes
 from xshard.notation.parser import Dim, Shard
 
@@ -95,17 +95,11 @@ def from_partition_spec(
     Raises:
         ShapeError: There are other numbers of names or dims.
         PlanError: The spec leaves a dim open.
-        NotationError: It is not a spec.
 
     Examples:
         >>> str(from_partition_spec(PartitionSpec("dp", None, ("cp", "tp")), 3))
         'd0/dp d1 d2/(cp,tp)'
     """
-    if not isinstance(spec, PartitionSpec):
-        hint = "as in PartitionSpec('dp', None, ('cp', 'tp'))"
-        if isinstance(spec, NamedSharding):
-            hint = "pass its .spec"
-        raise NotationError(f"a {type(spec).__name__} is not a PartitionSpec", hint=hint)
     if names is not None and len(names) != ndim:
         raise ShapeError(f"{len(names)} names for {ndim} dims")
     if len(spec) > ndim:

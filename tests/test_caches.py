@@ -34,6 +34,7 @@ PLAIN = {
     "xshard.plans.serialize._field_types",
     "xshard.rules._compiled",
     "xshard.rules.spellings",
+    "xshard.signatures.Signature",
     "xshard.steps.exchange.even_traffic._dim_digits",
     "xshard.steps.exchange.traffic.span_axes",
     "xshard.testing.pickling.is_installed",

@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, TypeVar, cast
 
+from xshard.signatures import Signature, Wrong
+
 Span = tuple[int, int]  # characters [start, stop) of a text
 
 
@@ -133,6 +135,9 @@ def located(path: str) -> Iterator[None]:
 
 _Api = TypeVar("_Api", bound=Callable[..., Any])
 
+# Whether a compiler records the program, which has no values yet: a bridge has its own.
+is_recording: Callable[[], bool] = bool
+
 # Packages whose frames tell a user nothing about a mistake in an argument.
 _LIBRARIES = sys.stdlib_module_names | {
     "jax",
@@ -151,8 +156,11 @@ def api_boundary(api: _Api) -> _Api:
     Wrong arguments are noticed deep inside, and the frames down there say nothing about them. With
     XSHARD_TRACEBACK=full in the environment they are shown.
 
+    Its signature is its specification: an argument that does not fit its annotation raises
+    XshardError with its name, before the function is called.
+
     Of a class, the constructor is decorated; public methods have decorators of their own. A call
-    costs a third of a microsecond more: hot functions call `end_at_user` themselves.
+    costs a microsecond more: hot functions call `end_at_user` themselves.
 
     Args:
         api: The function or the class.
@@ -161,18 +169,71 @@ def api_boundary(api: _Api) -> _Api:
         A function with the same signature, or the class itself.
     """
     if isinstance(api, type):
-        api.__init__ = api_boundary(api.__init__)  # type: ignore[misc]  # of this very class
+        # Layouts and meshes read their own arguments, and a plan makes thousands of them.
+        checks_first = not hasattr(api, "parse")
+        api.__init__ = _boundary(api.__init__, checks_first)  # type: ignore[misc]  # of this very class
         return api
+    return cast(_Api, _boundary(api, checks_first=True))
+
+
+def _boundary(api: Callable[..., Any], checks_first: bool) -> Callable[..., Any]:
+    """Wrap a function, so that its errors end at the user's line and name wrong arguments.
+
+    Args:
+        api: The function.
+        checks_first: Compare arguments with the signature before the call too, not after an error alone.
+    """
 
     @functools.wraps(api)
     def called(*args: Any, **kwargs: Any) -> Any:
         try:
-            return api(*args, **kwargs)
+            # With `debug` processes compare their calls first, so that an error of one reaches all.
+            if checks_first and not is_recording() and kwargs.get("debug") is not True:
+                _raise_wrong(_signature(api).wrong_value(args, kwargs))
+            try:
+                return api(*args, **kwargs)
+            except XshardError:
+                raise
+            except Exception as error:
+                signature = _signature(api)
+                wrong = signature.wrong_name(args, kwargs)
+                _raise_wrong(wrong or signature.wrong_value(args, kwargs, parsed=True), error)
+                raise
         except XshardError as error:
+            _name_argument(error, _signature(api).wrong_value(args, kwargs, parsed=True))
             end_at_user(error)
             raise
 
-    return cast(_Api, called)
+    return called
+
+
+# Late, at the first call: annotations may name what is defined below the function.
+_signature = functools.cache(Signature)
+
+
+def check_arguments(api: Callable[..., Any], **given: Any) -> None:
+    """Raise XshardError if an argument does not fit the signature of a function.
+
+    `api_boundary` does so for each call. Hot functions call it where a call is unusual.
+
+    Args:
+        api: The function.
+        **given: Arguments by name.
+    """
+    _raise_wrong(_signature(api).wrong_value((), given))
+
+
+def _raise_wrong(wrong: Wrong | None, cause: Exception | None = None) -> None:
+    """Raise XshardError for an argument that does not fit its signature."""
+    if wrong is not None:
+        raise XshardError(wrong.reason, hint=wrong.hint) from cause
+
+
+def _name_argument(error: XshardError, wrong: Wrong | None) -> None:
+    """Put the name of a wrong argument before the message of an error, which a parser has raised."""
+    if wrong is not None and not re.search(rf"\b{wrong.name}\b", error.reason):
+        error.reason = f"{wrong.name}: {error.reason}"
+        error.args = (error._render(),)
 
 
 def end_at_user(error: XshardError) -> None:

@@ -26,6 +26,7 @@ from xshard.plans.expression import LayoutPair, as_expression, sides
 from xshard.plans.plan import Plan, find_plan
 from xshard.plans.table import device_ranges
 from xshard.search.request import BOTH, FORWARD, OBJECTIVES, Request, device_numbers
+from xshard.signatures import Bytes
 
 Shape = tuple[int, ...]
 
@@ -59,7 +60,7 @@ def plan(
     dst_devices: Sequence[int] | None = None,
     relabel: bool = False,
     profile: ProfileLike = "h100",
-    memory_limit: int | str | None = None,
+    memory_limit: Bytes = None,
     objective: str | None = None,
     maps: Maps | None = None,
 ) -> Plan: ...
@@ -72,7 +73,7 @@ def plan(
     *,
     sizes: Mapping[str, int] | None = None,
     profile: ProfileLike = "h100",
-    memory_limit: int | str | None = None,
+    memory_limit: Bytes = None,
     flops_limit: int | None = None,
     objective: str | None = None,
     overlap: str = NEVER,
@@ -92,7 +93,7 @@ def plan(  # noqa: PLR0913  public, for moves, for two meshes, and for contracti
     dst_devices: Sequence[int] | None = None,
     relabel: bool = False,
     profile: ProfileLike = "h100",
-    memory_limit: int | str | None = None,
+    memory_limit: Bytes = None,
     flops_limit: int | None = None,
     objective: str | None = None,
     overlap: str = NEVER,

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 from xshard.arguments import did_you_mean, lengths_of, short_repr
 from xshard.compat import plan_of_transformers
@@ -16,6 +16,7 @@ from xshard.layout import Layout, Mesh
 from xshard.layout.layout import parse_expression
 from xshard.notation.maps import Maps
 from xshard.notation.parser import ARROW, with_map_digests
+from xshard.signatures import PARSED
 
 ALL = "**"
 NAMED = 8  # most names that an error lists
@@ -26,7 +27,8 @@ DEEPEST = 8  # braces inside braces
 _PARTS = r"[^.]++(?:\.[^.]++)"  # before a star: one part or more
 
 Pattern = str | re.Pattern[str]
-RulesLike = Mapping[str, Any] | Mapping[Pattern, Any]  # plain dicts, and Rules
+# Plain dicts, and `Rules`, which reads them.
+RulesLike = Annotated[Mapping[str, Any] | Mapping[Pattern, Any], PARSED]
 
 
 class Complaint(NamedTuple):

@@ -21,6 +21,7 @@ from xshard.contractions.expression import Contraction
 from xshard.contractions.plan import contraction_of
 from xshard.contractions.ring import NEVER
 from xshard.contractions.shapes import Shapes, checked_lengths, for_operands, shapes_of
+from xshard.dtypes import name_of
 from xshard.errors import DtypeError, api_boundary
 from xshard.formatting import format_bytes
 from xshard.notation.maps import Maps
@@ -104,7 +105,9 @@ def einsum(  # noqa: PLR0913  one option more than the limit; torch_bridge has t
         _, shapes = shapes_of(call, known_sizes, known_shapes)
 
     dtype = jnp.result_type(*arrays)
-    product_dtype = dtype if preferred_element_type is None else np.dtype(preferred_element_type)
+    product_dtype = dtype
+    if preferred_element_type is not None:
+        product_dtype = np.dtype(name_of(preferred_element_type))
     options = EinsumOptions(profile, overlap, product_dtype, precision, known_sizes)
     if _are_blocks(call):
         return einsum_blocks(given, arrays, mesh, shapes, options)

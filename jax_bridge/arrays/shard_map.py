@@ -494,7 +494,12 @@ class _MappedFunction:
         The user counts arguments, the jitted function takes arrays: for f(tree of 2 arrays, x),
         argument 1 is array 2.
         """
-        donated_names = {of_blocks.call.names[i] for i in self.donated}
+        known = of_blocks.call.names
+        if any(number >= len(known) for number in self.donated):
+            raise XshardError(
+                f"donate_argnums is {self.donated}", hint=f"f has {len(known)} arguments"
+            )
+        donated_names = {known[number] for number in self.donated}
         names = [leaf.name.partition(".")[0] for leaf in of_blocks.call.array_leaves]
         return [number for number, name in enumerate(names) if name in donated_names]
 

@@ -17,6 +17,7 @@ from jax_bridge.ops import all_gather, all_reduce
 from xshard import compat
 from xshard.errors import api_boundary
 from xshard.ops import Axes, Grad, Shape
+from xshard.signatures import Length
 
 # Dtypes that are added in a wider one: a sum of bools counts, and one of bfloat16 is rounded once.
 _ADDED_AS = {"bool": "int32", "bfloat16": "float32"}
@@ -69,7 +70,7 @@ def all_gather_nograd(x: ArrayLike, axis: Axes | None) -> jax.Array:
 
 
 @api_boundary
-def all_gather_nograd_clipped(x: ArrayLike, max_length: int, axis: Axes | None) -> jax.Array:
+def all_gather_nograd_clipped(x: ArrayLike, max_length: Length, axis: Axes | None) -> jax.Array:
     """Gather the samples that a distributed sampler dealt out to P devices, in their first order.
 
     Device r has the samples r, r + P, r + 2 P, ... If their number does not divide, the sampler

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ from xshard.notation.overlap import Window
 
 Ints = Sequence[int]
 Pads = Sequence[tuple[int, int]]
-Padding = str | Pads
+Padding = Literal["SAME", "SAME_LOWER", "VALID", "same", "same_lower", "valid"] | Pads
 Reducer = Callable[[jax.Array, jax.Array], jax.Array]
 
 

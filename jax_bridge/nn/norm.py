@@ -17,6 +17,7 @@ from jax_bridge.ops import all_reduce
 from xshard import Layout
 from xshard.errors import ShapeError, api_boundary
 from xshard.notation.parser import Dim
+from xshard.signatures import Count, NonNegative
 
 Parameter = jax.Array | None
 
@@ -28,7 +29,7 @@ def layer_norm(
     scale: Parameter = None,
     bias: Parameter = None,
     *,
-    epsilon: float = 1e-5,
+    epsilon: NonNegative = 1e-5,
 ) -> Sharded:
     """Normalise a sharded array to mean 0 and variance 1 over some dims; then scale and shift.
 
@@ -56,12 +57,12 @@ def layer_norm(
 @api_boundary
 def group_norm(
     x: Sharded,
-    num_groups: int,
+    num_groups: Count,
     scale: Parameter = None,
     bias: Parameter = None,
     *,
     feature_dim: int = -1,
-    epsilon: float = 1e-5,
+    epsilon: NonNegative = 1e-5,
 ) -> Sharded:
     """Normalise each sample to mean 0 and variance 1 over groups of features and all of space.
 
@@ -118,7 +119,7 @@ def batch_norm(
     mean: Parameter = None,
     variance: Parameter = None,
     feature_dim: int = -1,
-    epsilon: float = 1e-5,
+    epsilon: NonNegative = 1e-5,
 ) -> Sharded:
     """Normalise each feature to mean 0 and variance 1 over the batch and all of space.
 

@@ -26,6 +26,7 @@ from xshard import Layout, Mesh, ProfileLike, Sharding, XshardError, load_profil
 from xshard.dtypes import carrier, n_bytes, name_of, numpy_dtype, recast
 from xshard.errors import DtypeError, MeshError, api_boundary, located
 from xshard.rules import RulesLike
+from xshard.signatures import Bytes
 from xshard.state import Names
 from xshard.state.files import Checkpoint, FileError
 from xshard.state.files import verify as compare_checksums
@@ -48,7 +49,7 @@ def save(
     mesh: jax.sharding.Mesh | None = None,
     *,
     names: Names | None = None,
-    shard_bytes: int | str | None = "5GiB",
+    shard_bytes: Bytes = "5GiB",
 ) -> None:
     """Save a tree of global arrays as safetensors files and an index.
 
@@ -285,7 +286,7 @@ class _SavePlan(NamedTuple):
         return recast(np.asarray(x).view(carrier(stored)), stored, dtype)
 
 
-def _plan_save(tree: Any, names: Names | None, shard_bytes: int | str | None) -> _SavePlan:
+def _plan_save(tree: Any, names: Names | None, shard_bytes: Bytes) -> _SavePlan:
     """Plan the save of a tree: its arrays go to files, its numbers and texts into the index.
 
     Args:

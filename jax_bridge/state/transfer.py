@@ -37,6 +37,7 @@ from xshard.layout.layout import check_axes
 from xshard.notation.parser import ARROW, mark_errors
 from xshard.plans.expression import Sides, sides_or_one
 from xshard.rules import RulesLike
+from xshard.signatures import Bytes
 from xshard.state import Names, TreePlan, plan_transfer
 from xshard.state.progress import Progress, reporting
 from xshard.state.transfer import BUCKET
@@ -51,7 +52,7 @@ def transfer(  # noqa: PLR0913  one option for each decision of the user
     dst_mesh: JaxMesh,
     *,
     names: Names | None = None,
-    bucket_bytes: int | str | None = BUCKET,
+    bucket_bytes: Bytes = BUCKET,
     donate: bool = False,
     progress: Progress = None,
     dry_run: bool = False,
@@ -263,7 +264,7 @@ def _plan(
     rules: Any,
     meshes: _Meshes,
     names: Names | None,
-    bucket_bytes: int | str | None,
+    bucket_bytes: Bytes,
     profile: ProfileLike,
 ) -> TreePlan:
     """Plan the transfer of all arrays.

@@ -18,7 +18,8 @@ from jax_bridge.step.tracer import Evaluator, Tracer
 from jax_bridge.trees import is_array, leaves_with_given_values
 from xshard import Layout, Rules, Suggestion, TrainingStep
 from xshard import suggest as suggest_step
-from xshard.errors import PlanError, api_boundary
+from xshard.arguments import short_repr
+from xshard.errors import PlanError, XshardError, api_boundary
 from xshard.notation.parser import ARROW
 from xshard.step.record.fuse import fuse_operations
 from xshard.step.record.repeat import find_repeated
@@ -58,9 +59,15 @@ class Loss:
     def __init__(self, f: Callable[..., Any], args: Sequence[Any]) -> None:
         self.f = f
         self.args = tuple(args)
-        arguments = inspect.signature(f).bind(*args).arguments
+        try:
+            arguments = inspect.signature(f).bind(*args).arguments
+        except TypeError as error:
+            raise XshardError(f"args: {error}", hint="a tuple of all arguments of f") from None
         (first_name, first), *others = arguments.items()
         parameters = _arrays_in(first)
+        if not parameters:
+            what = f"args[0] is {short_repr(first)}, without arrays"
+            raise XshardError(what, hint="the first argument has the parameters")
         # A first argument that is one array has no names inside.
         self.names = [leaf.name if leaf.name else first_name for leaf in parameters]
         self.n_parameters = len(parameters)

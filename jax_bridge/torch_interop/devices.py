@@ -20,6 +20,7 @@ from jax_bridge.state.execute import all_devices
 from torch_bridge.mesh.process_mesh import mesh_of
 from xshard import Mesh
 from xshard.errors import MeshError, api_boundary
+from xshard.signatures import Count
 
 # JAX's names of platforms -> torch's names of kinds of devices.
 KINDS = {"cpu": "cpu", "gpu": "cuda", "cuda": "cuda", "rocm": "cuda"}
@@ -221,7 +222,9 @@ LEAST_THREADS = 16
 
 
 @api_boundary
-def initialize(*, local_devices: int = 1, backend: str | None = None, timeout_s: int = 300) -> None:
+def initialize(
+    *, local_devices: Count = 1, backend: str | None = None, timeout_s: int = 300
+) -> None:
     """Start torch's process group and JAX's distributed runtime in the same processes.
 
         torch_interop.initialize()     # in every process that torchrun has started; ranks are equal

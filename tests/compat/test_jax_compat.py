@@ -165,7 +165,7 @@ def test_verbs_of_domain_parallel_models() -> None:
 
 REFUSED = {
     "direction": (lambda x: compat.all_to_all_single_fn(AXIS, "full", x), "XshardError",
-        "unknown direction 'full'", "'full_to_split'"),
+        "is 'full', not", "'full_to_split'"),
     "dims": (lambda x: compat.all_to_all_single_fn(AXIS, "full_to_split", x[0]), "ShapeError",
         "2 dims, not 3, 4 or 5"),
     "length": (lambda x: compat.all_to_all_single_fn(AXIS, "full_to_split", x), "ShapeError",

@@ -31,6 +31,7 @@ from torch_bridge.redistribution import redistribute
 from xshard import Layout, Mesh, XshardError, compat
 from xshard.errors import MeshError, api_boundary
 from xshard.ops import Grad, HaloWidth, Shape
+from xshard.signatures import Count
 
 AXIS = "domain"
 
@@ -90,7 +91,7 @@ _manager: Manager = None  # of the whole program, as in CREDIT, whose functions 
 
 @api_boundary
 def initialize_domain_parallel(
-    world_size: int, domain_parallel_size: int, shard_dim: int = -2
+    world_size: Count, domain_parallel_size: Count, shard_dim: int = -2
 ) -> DomainParallelManager:
     """Divide all processes into domains, for all functions of this module.
 

@@ -21,6 +21,7 @@ from torch_bridge.redistribution import redistribute
 from xshard import compat, ops
 from xshard.errors import api_boundary
 from xshard.ops import Grad, Shape
+from xshard.signatures import Length
 
 AXIS = "dp"
 Values = Tensor | float | list | tuple
@@ -126,7 +127,7 @@ def all_gather_nograd(x: Values) -> Tensor:
 
 @api_boundary
 @torch.no_grad()
-def all_gather_nograd_clipped(x: Values, max_length: int) -> Tensor:
+def all_gather_nograd_clipped(x: Values, max_length: Length) -> Tensor:
     """Gather results for samples that a `DistributedSampler` dealt out, in the samples' order.
 
     [n, ...] -> [min(P n, max_length), ...] on P ranks: rank r holds samples r, r + P, ... 5 samples

@@ -9,7 +9,7 @@ divide are refused before sending.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch.distributed as dist
 from torch import Tensor
@@ -21,10 +21,11 @@ from torch_bridge.redistribution import redistribute
 from xshard import compat
 from xshard.errors import api_boundary
 from xshard.ops import Shape
+from xshard.signatures import PARSED
 
 AXIS = "cp"
-Group = dist.ProcessGroup | None
-Direction = Literal["split_to_full", "full_to_split"]
+Group = Annotated[dist.ProcessGroup | None, PARSED]
+Direction = Annotated[Literal["split_to_full", "full_to_split"], PARSED]
 
 
 @api_boundary

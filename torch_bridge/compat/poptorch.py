@@ -8,6 +8,8 @@ functions raise MeshError if the group has another number of processes than `rep
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import torch.distributed as dist
 from torch import Tensor
 
@@ -15,13 +17,16 @@ from torch_bridge.mesh.process_mesh import MeshLike, group_mesh, mesh_of
 from torch_bridge.ops import all_gather, all_reduce, all_to_all, copy_to
 from xshard import compat
 from xshard.errors import MeshError, api_boundary
+from xshard.signatures import PARSED, Count
 
 AXIS = "replica"
-Group = dist.ProcessGroup | None
+Group = Annotated[dist.ProcessGroup | None, PARSED]
 
 
 @api_boundary
-def all_gather_cross_replica(x: Tensor, replication_factor: int, *, group: Group = None) -> Tensor:
+def all_gather_cross_replica(
+    x: Tensor, replication_factor: Count, *, group: Group = None
+) -> Tensor:
     """Gather every replica's tensor on all of them: [...] -> [N, ...].
 
     The gradient is the sum over replicas (reduce-scatter).
@@ -37,7 +42,7 @@ def all_gather_cross_replica(x: Tensor, replication_factor: int, *, group: Group
 
 @api_boundary
 def all_gather_cross_replica_identical_grads_in(
-    x: Tensor, replication_factor: int, *, group: Group = None
+    x: Tensor, replication_factor: Count, *, group: Group = None
 ) -> Tensor:
     """Gather every replica's tensor on all of them: [...] -> [N, ...].
 
@@ -54,7 +59,7 @@ def all_gather_cross_replica_identical_grads_in(
 
 @api_boundary
 def all_reduce_cross_replica_sum(
-    x: Tensor, replication_factor: int, insert_in_grad_graph: bool = False, *, group: Group = None
+    x: Tensor, replication_factor: Count, insert_in_grad_graph: bool = False, *, group: Group = None
 ) -> Tensor:
     """Sum over replicas by an all-reduce, either values or their gradients: [...] -> [...].
 
@@ -84,7 +89,7 @@ def all_reduce_cross_replica_sum(
 
 @api_boundary
 def all_to_all_single_cross_replica(
-    x: Tensor, replication_factor: int, *, group: Group = None
+    x: Tensor, replication_factor: Count, *, group: Group = None
 ) -> Tensor:
     """Exchange parts of the leading dim: part j of replica i becomes part i of replica j.
 
@@ -104,7 +109,7 @@ def all_to_all_single_cross_replica(
     return all_to_all(parts, 1, 0, AXIS, mesh).reshape(x.shape)
 
 
-def _replicas(replication_factor: int, group: Group) -> MeshLike:
+def _replicas(replication_factor: Count, group: Group) -> MeshLike:
     """Return the processes of a group. Raises MeshError for another number of them."""
     mesh = group_mesh(group, AXIS)
     n_processes = mesh_of(mesh).n_devices

@@ -23,9 +23,17 @@ from xshard import ProfileLike
 from xshard.contractions.plan import ContractionPlan
 from xshard.contractions.ring import NEVER, OVERLAPS
 from xshard.contractions.shapes import for_operands, shapes_of, written_shardings
-from xshard.errors import MeshError, PlanError, ShapeError, XshardError, end_at_user
+from xshard.errors import (
+    MeshError,
+    PlanError,
+    ShapeError,
+    XshardError,
+    check_arguments,
+    end_at_user,
+)
 from xshard.notation.maps import Maps
 from xshard.notation.parser import text_spans, with_map_digests
+from xshard.signatures import Bytes
 
 SAVES = ("used", "given")  # which operands the backward pass keeps
 
@@ -37,7 +45,7 @@ def einsum(  # noqa: PLR0913  a verb with the options of plans and of calls
     shape: Sequence[Sequence[int]] | None = None,
     sizes: Mapping[str, int] | None = None,
     profile: ProfileLike = "auto",
-    memory_limit: int | str | None = None,
+    memory_limit: Bytes = None,
     save: Literal["used", "given"] = "used",
     overlap: str = NEVER,
     comm_dtype: CommDtypeLike = None,
@@ -107,6 +115,10 @@ def einsum(  # noqa: PLR0913  a verb with the options of plans and of calls
         if maps is not None:
             expression = with_map_digests(expression, maps)
         _check_choices(save, overlap)
+        is_usual = shape is None and memory_limit is None and expression.__hash__ is not None
+        if not is_usual or type(async_op) is not bool:
+            given = {"expression": expression, "shape": shape, "async_op": async_op}
+            check_arguments(einsum, memory_limit=memory_limit, **given)
         check_not_swapped()
         call = EinsumCall.of(expression, mesh, **options)
         blocks = list(operands)

@@ -35,6 +35,7 @@ from xshard.layout.runs import (
 from xshard.notation.parser import INTERVALS, Dim, text_spans
 from xshard.notation.parser import Shard as Cut
 from xshard.plans.max_min import with_kind
+from xshard.signatures import Length
 from xshard.steps.base import without_tags
 
 # The tags of layouts -> the reductions of torch.
@@ -90,7 +91,10 @@ def to_placements(
 
 @api_boundary
 def from_placements(
-    placements: Sequence[Placement], mesh: MeshLike, ndim: int, shape: Sequence[int] | None = None
+    placements: Sequence[Placement],
+    mesh: MeshLike,
+    ndim: Length,
+    shape: Sequence[int] | None = None,
 ) -> Layout:
     """Convert DTensor placements to a layout, its dims named d0, d1, ...
 

@@ -29,6 +29,7 @@ from xshard import Mesh, XshardError
 from xshard.cost.machine import profile_of
 from xshard.errors import MeshError
 from xshard.rules import RulesLike
+from xshard.signatures import Bytes, NonNegative
 from xshard.state import Names, TreePlan, transfer
 from xshard.state.progress import Progress
 
@@ -154,9 +155,9 @@ class Endpoint:
     src_mesh: Mesh
     dst_mesh: Mesh
     names: Names | None = None
-    bucket_bytes: int | str | None = transfer.BUCKET
-    timeout_s: float = 60.0
-    silent_s: float = 5.0
+    bucket_bytes: Bytes = transfer.BUCKET
+    timeout_s: NonNegative = 60.0
+    silent_s: NonNegative = 5.0
     name: str = "weights"
     version: int = field(default=0, init=False)
     session: int = field(default=0, init=False, repr=False)

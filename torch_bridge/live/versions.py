@@ -28,6 +28,7 @@ from torch_bridge.redistribution.blocks import tensor_device_of
 from torch_bridge.state.facts import PROFILE, describe_tree, first_on_device, rebuild_tree
 from xshard import ProfileLike, XshardError, load_profile
 from xshard.errors import api_boundary
+from xshard.signatures import NonNegative
 from xshard.state import TreePlan
 from xshard.state.progress import Progress
 
@@ -220,7 +221,7 @@ class Subscriber(Endpoint):
     _latest: int = field(default=0, init=False, repr=False)
 
     @api_boundary
-    def receive(self, wait_s: float = 0.0, progress: Progress = None) -> bool:
+    def receive(self, wait_s: NonNegative = 0.0, progress: Progress = None) -> bool:
         """Receive the latest version that the trainer has sent, if there is a new one.
 
         All ranks of the server call it. `tree` and `version` change when all ranks have all of the

@@ -237,7 +237,9 @@ class ModuleHooks:
     def _passed_as(self, key: str | int, values: Mapping[Any, Any]) -> str | int:
         """Return the key of an argument in a call: rules and calls may use positions or names."""
         if isinstance(key, str):
-            return key if key in values else self.arguments.index(key)
+            if key in values or key not in self.arguments:  # that of a `**kwargs`
+                return key
+            return self.arguments.index(key)
         if 0 <= key < len(self.arguments) and self.arguments[key] in values:
             return self.arguments[key]
         return key

@@ -25,6 +25,7 @@ from torch_bridge.models.structure import check_structure, watch_structure
 from xshard import Layout, Sharding, XshardError
 from xshard.errors import UnverifiedWarning, api_boundary
 from xshard.models import ParameterUse
+from xshard.signatures import NonNegative, Positive
 
 UNVERIFIED = """this model trains, and nothing has shown that its rules are right.
 xt.verify(model, batch, loss=...) compares a step with one device's. If it has passed elsewhere, as on a small
@@ -272,7 +273,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 
 @api_boundary
 @torch.no_grad()
-def grad_norm(model: nn.Module, norm_type: float = 2.0) -> Tensor:
+def grad_norm(model: nn.Module, norm_type: Positive = 2.0) -> Tensor:
     """Return the norm of all gradients of a parallel model, as one process would compute it: a scalar.
 
         norm = xt.grad_norm(model)      # tensor(1.73), the same on all processes
@@ -333,7 +334,7 @@ def _norms_to_count(parallel: ParallelModel, norm_type: float) -> Tensor:
 
 @api_boundary
 @torch.no_grad()
-def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -> Tensor:
+def clip_grad_norm_(model: nn.Module, max_norm: NonNegative, norm_type: Positive = 2.0) -> Tensor:
     """Scale all gradients of a parallel model so that their norm is at most `max_norm`.
 
         norm_before = xt.clip_grad_norm_(model, 1.0)

@@ -31,10 +31,11 @@ from torch_bridge.models.uses import (
 from torch_bridge.redistribution.blocks import tensor_device_of
 from torch_bridge.versions.modules import modules_by_name
 from xshard import ProfileLike, Rules, Sharding, XshardError, models
-from xshard.arguments import explained, limit_of
+from xshard.arguments import did_you_mean, limit_of
 from xshard.errors import ShapeError, api_boundary, located
 from xshard.models import rule_of
 from xshard.rules import Pattern, RulesLike
+from xshard.signatures import Bytes
 
 
 class _ModelRules(NamedTuple):
@@ -57,9 +58,6 @@ class _PreparedModel(NamedTuple):
 
 
 @api_boundary
-@explained(
-    params="parameters", parallelize_plan="parameters", plan="parameters", device_mesh="mesh"
-)
 def parallelize(  # noqa: PLR0913  public: rules of several kinds, and how they travel
     model: nn.Module,
     parameters: RulesLike,
@@ -72,7 +70,7 @@ def parallelize(  # noqa: PLR0913  public: rules of several kinds, and how they 
     init: Init = None,
     device: torch.device | str | None = None,
     keep: bool | Pattern = False,
-    bucket_bytes: int | str | None = "25MiB",
+    bucket_bytes: Bytes = "25MiB",
     comm_dtype: CommDtypeLike = None,
     profile: ProfileLike = "auto",
 ) -> nn.Module:
@@ -302,6 +300,7 @@ def _module_hooks(
             continue
         # Rows may be routed into a module, to experts; they come back without a rule.
         input_rules = _tensor_rules(input_texts.get(name), name, context, routes=True)
+        _check_arguments(name, module, input_rules)
         output_rules = _tensor_rules(output_texts.get(name), name, context, routes=False)
         # The nearest module around this one with a rule for its input; outer modules come first.
         parent = enclosing(module_of(name), hooks, "inputs") if name else None
@@ -325,6 +324,17 @@ def _module_hooks(
             check_varying_alike(first.title, first.varying, name, varying)
         hooks[name] = first
     return hooks
+
+
+def _check_arguments(name: str, module: nn.Module, rules: Sequence[TensorRule]) -> None:
+    """Raise XshardError for a rule that names an argument which a module's forward does not take."""
+    known = inspect.signature(module.forward).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
+        return
+    for rule in rules:
+        if isinstance(rule.key, str) and rule.key not in known:
+            hint = f"{did_you_mean(rule.key, known)}forward({', '.join(known)})"
+            raise XshardError(f"inputs: module {name!r} takes no argument {rule.key!r}", hint=hint)
 
 
 def _gathering_modules(

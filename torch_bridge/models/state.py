@@ -13,10 +13,12 @@ from torch.distributed.tensor import DTensor
 
 from torch_bridge.dtensor.function import dtensor_of_block
 from torch_bridge.dtensor.placements import from_placements, to_placements
+from torch_bridge.models.names import module_of
 from torch_bridge.models.parallel import parallel_of
 from torch_bridge.models.parameters import ParallelContext, ShardedParameter
 from xshard import Mesh
-from xshard.errors import PlanError, ShapeError, api_boundary, located
+from xshard.arguments import short_repr
+from xshard.errors import PlanError, ShapeError, XshardError, api_boundary, located
 from xshard.state.files.loading import in_both
 
 
@@ -82,9 +84,17 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Any], strict: bool = T
         if name is None:  # a name in the model or the state dict alone, which `strict=False` allows
             continue
         value = state[name]
+        if not isinstance(own_state[name], Tensor):  # what `get_extra_state` of a module returned
+            model.get_submodule(module_of(name)).set_extra_state(value)
+            continue
         parameter = by_name.get(name)
         whole_shape = own_state[name].shape if parameter is None else parameter.sharding.shape
         with located(name):
+            if not isinstance(value, Tensor):
+                raise XshardError(
+                    f"a value is {short_repr(value)}, not a tensor",
+                    hint="a whole one, or a DTensor",
+                )
             if value.shape != whole_shape:
                 what = f"a value of shape {tuple(value.shape)}, not {tuple(whole_shape)}"
                 raise ShapeError(what)

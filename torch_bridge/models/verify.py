@@ -24,6 +24,7 @@ from torch_bridge.models.uses import check_apart
 from torch_bridge.versions.modules import buffers_of, forward_hooks_of, uncompiled
 from xshard import Layout, Sharding, XshardError, dtypes, tolerances
 from xshard.errors import ShapeError, api_boundary, located
+from xshard.signatures import NonNegative
 
 if TYPE_CHECKING:
     from torch_bridge.models.first_wrong import WrongTensor
@@ -59,7 +60,7 @@ def verify(
     batch: Any,
     *,
     loss: Loss = None,
-    tol: float | None = None,
+    tol: NonNegative | None = None,
     original: Module | None = None,
 ) -> None:
     """Check that loss and gradients of a parallel model are those of one device.

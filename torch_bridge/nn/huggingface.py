@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torch_bridge.calls.move import between_graphs
-from torch_bridge.mesh.process_mesh import MeshLike, positions
+from torch_bridge.mesh.process_mesh import MeshLike, mesh_of, positions
 from torch_bridge.nn.attention import attention
 from torch_bridge.nn.placed import Lengths, placed_as
 from torch_bridge.redistribution import redistribute
@@ -67,6 +67,7 @@ def register_attention(
     """
     from transformers import AttentionInterface, AttentionMaskInterface  # slow: seconds
 
+    mesh_of(mesh)  # raises for what is no mesh: models are called much later
     implementation = _Implementation(Layout.parse(layout), mesh, name, how, shape)
     AttentionInterface.register(name, implementation.attend)
     AttentionMaskInterface.register(name, implementation.mask)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from torch_bridge.mesh.process_mesh import MeshLike
+from torch_bridge.mesh.process_mesh import MeshLike, mesh_of
 from torch_bridge.nn import conv as convs
 from torch_bridge.nn import norm as norms
 from torch_bridge.nn.conv import Convolution, padding_pairs
@@ -353,7 +353,9 @@ class HaloExchange(nn.Module):
         self.mesh = mesh
         self.boundary = boundary
         self.shape = shape
-        if mesh is None and not isinstance(axis, str):
+        if mesh is not None:
+            mesh_of(mesh)  # raises for what is no mesh
+        elif not isinstance(axis, str):
             raise MeshError(
                 f"axes {axis} without a mesh", hint="pass mesh=, or one axis for all processes"
             )

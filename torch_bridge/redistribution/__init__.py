@@ -23,10 +23,11 @@ from torch_bridge.redistribution.options import (
 )
 from torch_bridge.redistribution.tree import redistribute_tree, transfer_tree
 from xshard.cost.model import ProfileLike
-from xshard.errors import PlanError, XshardError, end_at_user
+from xshard.errors import PlanError, XshardError, check_arguments, end_at_user
 from xshard.notation.maps import Maps
 from xshard.notation.parser import with_map_digests
 from xshard.plans.plan import Plan
+from xshard.signatures import Bytes
 
 __all__ = ["redistribute"]
 
@@ -63,7 +64,7 @@ def redistribute(  # noqa: PLR0913  one verb for all moves: most calls pass thre
     shape: Any = None,
     profile: ProfileLike = "auto",
     comm_dtype: CommDtypeLike = None,
-    bucket_bytes: int | str | None = None,
+    bucket_bytes: Bytes = None,
     async_op: bool = False,
     debug: bool = False,
     check_replicated: bool | None = None,
@@ -159,11 +160,20 @@ def redistribute(  # noqa: PLR0913  one verb for all moves: most calls pass thre
             layouts = with_map_digests(layouts, maps)
         # Hot: most calls move one tensor on one mesh by text. They build no options value. A subclass of
         # Tensor has rules of its own, and a plan may lead to another mesh.
-        is_usual = type(x) in PLAIN_TYPES and type(layouts) is not Plan and not two_meshes
-        if is_usual and not is_compiling and not debug and not desync.ALWAYS:
+        is_move = type(x) in PLAIN_TYPES and type(layouts) is not Plan and not two_meshes
+        is_usual = is_move and type(async_op) is bool and check_replicated is bucket_bytes is None
+        if is_usual and debug is False and not is_compiling and not desync.ALWAYS:
             check_not_swapped()
             call = MoveCall.of(layouts, mesh, shape, profile, comm_dtype)
             return move_one(x, call, async_op, check_replicated)
+        if not is_compiling and debug is not True and not desync.ALWAYS:
+            check_arguments(
+                redistribute,
+                bucket_bytes=bucket_bytes,
+                async_op=async_op,
+                debug=debug,
+                check_replicated=check_replicated,
+            )
 
         options = Options(
             layouts,

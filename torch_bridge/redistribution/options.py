@@ -16,6 +16,7 @@ from xshard.cost.model import ProfileLike
 from xshard.errors import MeshError
 from xshard.notation.maps import Maps
 from xshard.plans.plan import Plan
+from xshard.signatures import Bytes
 
 
 class TwoMeshKeywords(TypedDict, total=False):
@@ -35,7 +36,7 @@ class MoveKeywords(TwoMeshKeywords, total=False):
     shape: Any
     profile: ProfileLike
     comm_dtype: CommDtypeLike
-    bucket_bytes: int | str | None
+    bucket_bytes: Bytes
     debug: bool
     check_replicated: bool | None
     maps: Maps | None
@@ -78,7 +79,7 @@ class Options(NamedTuple):
     shape: Any
     profile: ProfileLike
     comm_dtype: CommDtypeLike
-    bucket_bytes: int | str | None
+    bucket_bytes: Bytes
     async_op: bool
     debug: bool
     check_replicated: bool | None

@@ -15,6 +15,7 @@ from torch_bridge.routing.call import RouteCall
 from torch_bridge.routing.copies import Routed
 from xshard.errors import api_boundary
 from xshard.ops import Axes
+from xshard.signatures import Length
 
 __all__ = ["RouteCall", "Routed", "route"]
 
@@ -28,8 +29,8 @@ def route(
     mesh: MeshLike,
     *,
     groups: int | Sequence[int] | None = None,
-    capacity: int | None = None,
-    sizes: int | None = None,
+    capacity: Length | None = None,
+    sizes: Length | None = None,
     debug: bool = False,
 ) -> Routed:
     """Send rows to the processes of the groups they chose (tokens to experts), differentiably.

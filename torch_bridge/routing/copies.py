@@ -16,7 +16,7 @@ from torch_bridge.calls.move import between_graphs
 from torch_bridge.lower.collectives import Collective
 from torch_bridge.mesh.desync import Compared
 from torch_bridge.mesh.process_mesh import Group
-from xshard.errors import ShapeError
+from xshard.errors import ShapeError, api_boundary
 
 
 @dataclass(frozen=True, eq=False)
@@ -186,6 +186,7 @@ class Routed:
         bounds = torch.arange(self.n_groups + 1, device=self.groups.device)
         return torch.searchsorted(self.groups, bounds).diff()
 
+    @api_boundary
     @between_graphs
     def back(self, y: Tensor, weights: Tensor | None = None) -> Tensor:
         """Send results back to where their rows came from, and add up those of each row.

@@ -24,6 +24,7 @@ from xshard.dtypes import name_of
 from xshard.errors import MeshError, located
 from xshard.notation.parser import ARROW
 from xshard.plans.expression import Sides, sides_or_one
+from xshard.signatures import Bytes
 from xshard.state import Names, TreePlan, plan_transfer
 
 LEAF = "leaf "  # the prefix of a key that describes a tensor
@@ -56,7 +57,7 @@ class Route(NamedTuple):
     src_devices: tuple[int, ...]
     dst_devices: tuple[int, ...]
     profile: ProfileLike
-    bucket_bytes: int | str | None
+    bucket_bytes: Bytes
 
 
 def describe_tree(

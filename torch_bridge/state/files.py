@@ -26,6 +26,7 @@ from xshard import Profile, ProfileLike, XshardError, dtypes, errors, load_profi
 from xshard.cost.machine import node_processes
 from xshard.errors import api_boundary
 from xshard.rules import RulesLike
+from xshard.signatures import Bytes
 from xshard.state import Names
 from xshard.state.files import Checkpoint
 from xshard.state.files import verify as compare_checksums
@@ -45,7 +46,7 @@ def save(
     mesh: MeshLike | None = None,
     *,
     names: Names | None = None,
-    shard_bytes: int | str | None = "5GiB",
+    shard_bytes: Bytes = "5GiB",
     shapes: Mapping[str, Sequence[int]] | None = None,
 ) -> None:
     """Save local blocks as safetensors files, in a folder that all processes can reach.

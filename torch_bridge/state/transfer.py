@@ -23,6 +23,7 @@ from torch_bridge.state import facts as tree_facts
 from xshard import ProfileLike
 from xshard.errors import MeshError, api_boundary
 from xshard.rules import RulesLike
+from xshard.signatures import Bytes
 from xshard.state import Names
 from xshard.state.progress import Progress, reporting
 from xshard.state.transfer import BUCKET
@@ -38,7 +39,7 @@ def transfer(  # noqa: PLR0913  both meshes, and options of plans and of their e
     src_mesh: MeshLike | None = None,
     names: Names | None = None,
     shapes: Mapping[str, Sequence[int]] | None = None,
-    bucket_bytes: int | str | None = BUCKET,
+    bucket_bytes: Bytes = BUCKET,
     donate: bool = False,
     progress: Progress = None,
     dry_run: bool = False,

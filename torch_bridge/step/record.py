@@ -320,7 +320,10 @@ def record_step(model: nn.Module, batch: Any) -> tuple[TrainingStep, tuple[str, 
     dtypes = [parameter.dtype for parameter in names_of_parameters]
     dtype = dtypes[0] if dtypes else torch.float32
     # The batch size is the length of the first input's first dim.
-    first_input, *_ = tensors.values()
+    (first_name, first_input), *_ = tensors.items()
+    if not first_input.ndim:
+        hint = "the first dim of the first tensor is the batch"
+        raise PlanError(f"{first_name!r} of the batch has no dims", hint=hint)
     recorder = StepRecorder(Trace(first_input.shape[0], name_of(dtype)))
     # Parameters and buffers get meta tensors of their own, so that the model stays as it is.
     on_meta = {x: torch.empty_like(x, device="meta") for x in model.buffers()}

@@ -29,6 +29,7 @@ from torch.multiprocessing.spawn import ProcessContext, ProcessExitedException, 
 from xshard import XshardError
 from xshard.errors import api_boundary
 from xshard.runtimes.processes import Watch, processor_time
+from xshard.signatures import Count, NonNegative
 
 _PATIENCE = 20  # a collective waits longer than ranks that make no progress are let live
 _LOOK_S = 0.5  # how often torchrun's agent looks: more often it never seems to stand still
@@ -40,10 +41,10 @@ class RankError(XshardError):
 
 @api_boundary
 def run_ranks(
-    n: int,
+    n: Count,
     function: Callable[..., Any],
     *args: Any,
-    timeout_s: float = 300.0,
+    timeout_s: NonNegative = 300.0,
     start_method: str = "fork",
 ) -> list[Any]:
     """Run a function on n ranks: new processes on this machine, with gloo for collectives.

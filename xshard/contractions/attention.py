@@ -7,12 +7,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, cast
 
+from xshard.arguments import short_repr
 from xshard.cost.model import ProfileLike
 from xshard.errors import XshardError, api_boundary
 from xshard.layout import Layout, Sharding
 from xshard.nn import attention as core
 from xshard.nn.attention import HEADS, REDUCE, SEQUENCE, Attention
 from xshard.ops import A, M
+from xshard.signatures import Count, Length, ZeroToOne
 
 
 class Operand(NamedTuple):
@@ -245,6 +247,8 @@ class AttentionCall:
         # Devices that hold one weight twice have to drop it alike, also in the backward pass.
         if self.dropout and self.seed is None:
             raise wrong(f"dropout={self.dropout} without seed=", "one number on all devices")
+        if any(not hasattr(given, "ndim") for given in self.documents if given is not None):
+            raise wrong(f"documents={short_repr(self.documents)}", "arrays of whole numbers")
         if not self._documents_fit(attn):
             raise wrong("documents of one sequence", "documents= and kv_documents=")
 
@@ -347,13 +351,13 @@ class Verb(Generic[A, M]):
         scale: float | None = None,
         softcap: float | None = None,
         alibi: A | None = None,
-        dropout: float = 0.0,
+        dropout: ZeroToOne = 0.0,
         seed: int | A | None = None,
         return_lse: bool = False,
         kv_layout: Layout | str | None = None,
         shape: Sequence[int | None] | None = None,
-        kv_heads: int | None = None,
-        kv_length: int | None = None,
+        kv_heads: Count | None = None,
+        kv_length: Length | None = None,
         sequence: str = "s",
         heads: str = "h",
         profile: ProfileLike = "auto",
@@ -432,7 +436,7 @@ class Verb(Generic[A, M]):
         *,
         reduction: Literal["mean", "sum", "none"] = "mean",
         ignore_index: int = -100,
-        label_smoothing: float = 0.0,
+        label_smoothing: ZeroToOne = 0.0,
         shape: Sequence[int | None] | None = None,
         classes: str = "v",
         profile: ProfileLike = "auto",

@@ -92,8 +92,6 @@ class Mesh(Pictured):
         Raises:
             MeshError: The text is malformed, marked with a caret.
         """
-        if not isinstance(text, str):
-            raise _no_mesh(text)
         stripped_parts = [part.strip() for part in text.split(",")]
         parts = [part for part in stripped_parts if part]
         if len(parts) > MOST_AXES:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
+from typing import Annotated
 
 import numpy as np
 
@@ -23,6 +24,7 @@ from xshard.layout.validation import MOST_ELEMENTS, check_fit
 from xshard.notation.overlap import Fold, Overlap, Reads, Window, unfolded
 from xshard.notation.parser import SEGMENTS, SIZES, Dim, Shard, Tags
 from xshard.notation.row_arrays import Numbers
+from xshard.signatures import PARSED
 
 
 @api_boundary
@@ -51,7 +53,7 @@ class Sharding(Pictured):
 
     layout: Layout
     mesh: Mesh
-    shape: tuple[int, ...]
+    shape: Annotated[tuple[int, ...], PARSED]
 
     def __post_init__(self) -> None:
         check_mesh(self.mesh)

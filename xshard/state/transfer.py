@@ -18,6 +18,7 @@ from xshard.plans.plan import find_plan
 from xshard.plans.transfer_senders import balanced
 from xshard.rules import Rules, RulesLike
 from xshard.search.request import Request, device_numbers
+from xshard.signatures import Bytes
 from xshard.state.names import SAME, Names
 from xshard.state.relations import ArrayPart, PartMapping, Shape, TargetArray
 from xshard.state.tree_plan import ArrayPlan, PartMove, SourceArray, TreePlan, part_of
@@ -55,7 +56,7 @@ def plan_transfer(  # noqa: PLR0913  all but two are keywords
     names: Names | None = None,
     dtypes: Dtypes | None = None,
     profile: ProfileLike = "h100",
-    bucket_bytes: int | str | None = BUCKET,
+    bucket_bytes: Bytes = BUCKET,
 ) -> TreePlan:
     """Plan the transfer of a tree to another mesh; its messages travel together, bucket by bucket.
 

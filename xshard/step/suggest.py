@@ -19,6 +19,7 @@ from xshard.formatting import format_bytes
 from xshard.layout import Mesh
 from xshard.layout.mesh import check_mesh
 from xshard.rules import RulesLike
+from xshard.signatures import Bytes, ZeroToOne
 from xshard.step.choose.hand import HAND, options_by_hand
 from xshard.step.choose.search import StepSearch
 from xshard.step.price.moves import MovePrices
@@ -45,13 +46,13 @@ def suggest(  # noqa: PLR0913  the public signature
     step: TrainingStep,
     mesh: Mesh,
     *,
-    memory: int | str | None = None,
+    memory: Bytes = None,
     profile: ProfileLike = "h100",
     fixed: RulesLike | None = None,
     micro_batches: int | None = None,
     recompute: bool | None = None,
-    overlap: float = 0.8,
-    gap: float = 0.002,
+    overlap: ZeroToOne = 0.8,
+    gap: ZeroToOne = 0.002,
     progress: Progress = _no_progress,
 ) -> Suggestion:
     """Find the layouts of parameters, inputs and activations that make a training step fastest.
@@ -265,9 +266,7 @@ def _close_gaps(searches: Sequence[StepSearch], gap: float) -> None:
         best = min(best, search.seconds)
 
 
-def _nothing_fits(
-    searches: Sequence[StepSearch], limit: float, memory: int | str | None
-) -> PlanError:
+def _nothing_fits(searches: Sequence[StepSearch], limit: float, memory: Bytes) -> PlanError:
     """Return the error for a step that does not fit, with the least memory that any plan takes."""
     shares: list[float] = []  # of the limit
     for search in searches:

@@ -520,7 +520,7 @@ REFUSED = [
     "PlanError: weight: the rows of an EmbeddingBag with a lookup of its own are sharded in 'v/tp c'",
     "XshardError: state_dict() of a parallel model has blocks, as of weight\n  xt.state_dict(model) has ",
     "XshardError: state_dict() of a parallel model has blocks, as of weight",
-    "XshardError: a generator that is not parallel\n  pass the model itself",
+    "XshardError: model is <generator",
     "XshardError: parallelize: unexpected argument 'params'\n  did you mean 'parameters'? parallelize(mod",
     "XshardError: parallelize: missing a required argument: 'inputs'\n  parallelize(model, parameters, inp",
     "NotationError: weight: a layout is text, not ['o', 'i']\n  'o/tp i' shards the first of two dims over ",

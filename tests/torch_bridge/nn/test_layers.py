@@ -317,7 +317,10 @@ def check_cross_entropies() -> None:
     assert_refused(
         (lambda: loss(x, own[:2]), "ShapeError: ...labels of shape (2,), logits of shape (3, 2)"),
         (lambda: loss(x, own.float()), "DtypeError: ...labels are numbers of classes"),
-        (lambda: loss(x, own, reduction="all"), "XshardError: ...unknown reduction='all'"),
+        (
+            lambda: loss(x, own, reduction="all"),
+            "XshardError: ...reduction is 'all', not Literal...",
+        ),
         (lambda: loss(x, own, classes="c"), "ShapeError: ...no dim 'c' in 'b v/tp'"),
         (lambda: loss(x, own + 4), "ShapeError: labels from 4 to 4, 4 classes"),
         (lambda: loss(x, own - 1), "ShapeError: labels from -1 to -1, 4 classes"),

@@ -30,6 +30,7 @@ from xshard import arguments, dtypes, trees
 from xshard.errors import XshardError, located
 from xshard.layout import Sharding
 from xshard.notation.maps import with_values
+from xshard.signatures import Bytes
 from xshard.state.files.boxes import BoxPair, box_pairs, check_whole
 from xshard.state.files.checkpoint import Box
 from xshard.state.files.folder import INDEX, KEY, OURS, AllOrNone, checksum, read_index
@@ -122,7 +123,7 @@ def plan_save(
     sources: Mapping[str, Source],
     names: Names | None = None,
     *,
-    shard_bytes: int | str | None = "5GiB",
+    shard_bytes: Bytes = "5GiB",
     constants: Mapping[str, Any] | None = None,
 ) -> Saving:
     """Plan a save as safetensors files: which arrays are in which file, and who writes which block.

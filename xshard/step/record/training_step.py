@@ -10,7 +10,7 @@ from itertools import chain
 
 from xshard.arguments import as_whole_number, did_you_mean
 from xshard.dtypes import name_of
-from xshard.errors import PlanError, ShapeError, located
+from xshard.errors import PlanError, ShapeError, api_boundary, located
 from xshard.formatting import align_columns
 from xshard.layout import Layout
 from xshard.notation.parser import ARROW
@@ -19,6 +19,7 @@ from xshard.step.record.arrays import parse_arrays, shape_of
 from xshard.step.record.op import KINDS, Op
 
 
+@api_boundary
 @dataclass(frozen=True)
 class TrainingStep:
     """The forward pass of a training step as operations; the backward pass follows by dual layouts.
