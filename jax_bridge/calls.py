@@ -25,7 +25,7 @@ from jax_bridge.mesh.context import (
 from jax_bridge.replicas import apply_checked
 from jax_bridge.trees import leaves_with_given_values
 from jax_bridge.versions import is_constant, manual_type, unreduced_kind
-from xshard import Layout, Plan, ProfileLike, XshardError, planner
+from xshard import Layout, Plan, ProfileLike, planner
 from xshard.arguments import lengths_of, whole_numbers
 from xshard.errors import DtypeError, NotationError, Span, api_boundary, located
 from xshard.layout.lengths import global_shape
