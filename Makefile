@@ -80,6 +80,7 @@ fuzz: $(DEV) ## random moves, contractions, trees and mutated input by the hundr
 	for each in torch-between torch-einsum torch-trees torch-owners; do $(BIN)/python -m tests.fuzz $$each --moves 1000 --seed $(SEED) || exit; done
 	for each in jax-einsum jax-novma-einsum jax-trees jax-owners; do $(BIN)/python -m tests.fuzz $$each --moves 300 --seed $(SEED) || exit; done
 	$(BIN)/python -m tests.fuzz owner-steps --moves 100000 --seed $(SEED)
+	$(BIN)/python -m tests.fuzz models --moves 3000 --seed $(SEED)
 	$(BIN)/python -m tests.fuzz texts --moves 1000000 --seed $(SEED)
 	$(BIN)/python -m tests.fuzz.soak
 

@@ -16,6 +16,7 @@ from xshard.runtimes.backends import QUICK_XLA_FLAGS
 
 TEXTS = "texts"
 STEPS = "owner-steps"
+MODELS = "models"
 
 
 def run_chains(runtime: str, moves: int, seed: int) -> int:
@@ -55,18 +56,26 @@ def run_steps(n: int, seed: int) -> int:
     return 0
 
 
+def run_models(n: int, seed: int) -> int:
+    """Draw cases of `models`, which raise an error -> no failures."""
+    from tests.fuzz import models  # imports torch
+
+    print(f"{MODELS}, seed {seed}:", dict(models.run(n, seed)))
+    return 0
+
+
 if __name__ == "__main__":
     os.environ.setdefault("XLA_FLAGS", QUICK_XLA_FLAGS)  # a program runs twice
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
-    parser.add_argument("what", choices=(*RUNTIMES, TEXTS, STEPS))
+    parser.add_argument("what", choices=(*RUNTIMES, TEXTS, STEPS, MODELS))
     parser.add_argument(
         "--moves",
         type=int,
         default=1000,
-        help="at least so many moves, contractions, trees, texts or steps",
+        help="at least so many moves, contractions, trees, texts, steps or models",
     )
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
-    others = {TEXTS: run_texts, STEPS: run_steps}
+    others = {TEXTS: run_texts, STEPS: run_steps, MODELS: run_models}
     count = others.get(given.what, partial(run_chains, given.what))(given.moves, given.seed)
     sys.exit(bool(count))

@@ -230,20 +230,25 @@ REFUSED = (
 )
 
 
+def check_events(seed: int) -> int:
+    """Let 9 random events happen -> how many were refused, after which a new step began."""
+    run = Run(seed)
+    refused = 0
+    for event in [*run.random.choices(EVENTS, k=8), "pass"]:
+        error = run.error_of(event)
+        if error:
+            # What cannot be known is refused, on all ranks alike, and a new step goes on.
+            assert any(text in error for text in REFUSED), (run.rules, run.events, error)
+            refused += 1
+            run.begin_anew()
+            run.happen("pass")
+    return refused
+
+
 @on_two
 def test_random_events_leave_the_gradients_of_one_device() -> None:
-    """60 runs of 9 events: passes, failures by two kinds of exceptions, copies, changed gradients."""
-    refused = 0
-    for seed in range(60):
-        run = Run(seed)
-        for event in [*run.random.choices(EVENTS, k=8), "pass"]:
-            error = run.error_of(event)
-            if error:
-                # What cannot be known is refused, on all ranks alike, and a new step goes on.
-                assert any(text in error for text in REFUSED), (run.rules, run.events, error)
-                refused += 1
-                run.begin_anew()
-                run.happen("pass")
+    """60 runs of passes, failures by two kinds of exceptions, copies, and changed gradients."""
+    refused = sum(map(check_events, range(60)))
     assert 0 < refused < 30, refused
 
 
