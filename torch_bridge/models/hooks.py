@@ -177,7 +177,7 @@ class ModuleHooks:
                 self.experts.enter(key, values)
         self.known_dims = known_dims
         # Parameters are gathered last: after an error above, there is nothing to undo.
-        self.parameters.begin_pass(module)
+        self.parameters.begin_pass()
         moved_args = tuple(values[i] for i in range(len(args)))
         return moved_args, {name: values[name] for name in kwargs}
 

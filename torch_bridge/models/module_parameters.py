@@ -8,7 +8,7 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from torch_bridge.models.calls import call_of_hook, is_running
 from torch_bridge.models.gathered import GatheredParameter, ParameterMoves
@@ -82,7 +82,7 @@ class ModuleParameters:
         if shared:
             self._shared = SharedParameters(shared, self._moves, gradients)
 
-    def begin_pass(self, module: nn.Module) -> None:
+    def begin_pass(self) -> None:
         """Gather the parameters, and put them into the modules in place of the blocks.
 
         STORED -> GATHERED, before each forward pass of the module. A module may call itself: an
@@ -96,7 +96,7 @@ class ModuleParameters:
         tensors = self._gather_for_pass()
         if not torch.compiler.is_compiling():
             if torch.is_grad_enabled():
-                self._begin_regathering(module, tensors)
+                self._begin_regathering(tensors)
             self._writes = [writes_to(x) for x in tensors if not x.is_inference()]
         self._tensors = tensors
         for parameter, x in zip(self.parameters, tensors, strict=True):
@@ -164,7 +164,7 @@ class ModuleParameters:
             tensors[parameter.name] = x
         return [tensors[parameter.name] for parameter in self.parameters]
 
-    def _begin_regathering(self, module: nn.Module, tensors: Sequence[Tensor]) -> None:
+    def _begin_regathering(self, tensors: Sequence[Tensor]) -> None:
         """Save memory: from now on, autograd does not keep gathered tensors for the backward pass.
 
         It keeps references to them instead, and the backward pass gathers the parameters again. This
@@ -173,9 +173,7 @@ class ModuleParameters:
         # Frozen parameters, too: the gradients of activations need them.
         numbers = [i for i, p in enumerate(self.parameters) if not p.is_kept]
         if numbers:
-            # An embedding saves no weight, and runs nothing again: its backward pass gathers nothing.
-            is_embedding = isinstance(module, nn.Embedding | nn.EmbeddingBag)
-            self._regathering = self._regathering_of(numbers, tensors, opens_early=not is_embedding)
+            self._regathering = self._regathering_of(numbers, tensors)
             # Not a `with` block: this hook runs before the forward pass, and `end_pass` in one after it.
             self._regathering.begin_saving()
 
@@ -188,9 +186,7 @@ class ModuleParameters:
             for x in tensors_with_gradient(result):
                 x.register_hook(kept.open)
 
-    def _regathering_of(
-        self, numbers: Sequence[int], tensors: Sequence[Tensor], *, opens_early: bool = True
-    ) -> Regathering:
+    def _regathering_of(self, numbers: Sequence[int], tensors: Sequence[Tensor]) -> Regathering:
         """Prepare the backward pass for some of the parameters, by their numbers."""
         parameters = [self.parameters[i] for i in numbers]
         return Regathering(
@@ -198,7 +194,6 @@ class ModuleParameters:
             [self._blocks[i] for i in numbers],
             [tensors[i] for i in numbers],
             partial(self._moves.gather, parameters),
-            opens_early=opens_early,
         )
 
     def _check_not_written(self, tensors: Sequence[Tensor]) -> None:

@@ -55,8 +55,6 @@ class Regathering:
         blocks: Sequence[Tensor],
         tensors: Sequence[Tensor],
         gather: Callable[[Sequence[Tensor]], list[Tensor]],
-        *,
-        opens_early: bool = True,
     ) -> None:
         """Prepare the backward pass of a forward pass that gathered parameters.
 
@@ -65,8 +63,6 @@ class Regathering:
             blocks: Their blocks in storage, in the same order.
             tensors: The gathered tensors.
             gather: Gathers blocks again.
-            opens_early: Whether any tensor that the module has saved makes modules have the
-                parameters again; otherwise only a reference to one of them does.
         """
         self._parameters = parameters
         self._blocks = blocks
@@ -79,7 +75,6 @@ class Regathering:
         for i, x in enumerate(tensors):
             if x.numel():
                 self._index_of_memory[x.untyped_storage().data_ptr()] = i
-        self._opens_early = opens_early
         self._hooks_around: Any = None
         # While GATHERED. Emptied, not replaced, at its end, which must not refer to this object.
         self._gathered: list[Tensor] = []
@@ -151,12 +146,10 @@ class Regathering:
 
         The first call gathers all parameters again, in one message: the backward pass is in the module.
         """
+        self.open()
         if isinstance(saved, _SavedView):
-            self.open()
             whole = self._gathered[saved.number]
             return whole.as_strided(saved.shape, saved.stride, saved.offset)
-        if self._opens_early:
-            self.open()
         if isinstance(saved, _SavedByOthers):
             _, unpack = self._hooks_around
             return unpack(saved.packed)
