@@ -220,7 +220,7 @@ class Endpoint:
 
         try:
             self._all_or_none(keep_result)
-        except Exception:
+        except BaseException:  # also when it is interrupted: messages may be on the way
             self.disconnect()
             self.session = 0  # none: `start_session` gets a new number
             raise
