@@ -80,28 +80,31 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Any], strict: bool = T
     own_state = model.state_dict(keep_vars=True)
     by_name = parallel.by_name
     names = in_both(state, [[name] for name in own_state], strict, ("model", "state dict"))
-    for name in names:
-        if name is None:  # a name in the model or the state dict alone, which `strict=False` allows
-            continue
-        value = state[name]
-        if not isinstance(own_state[name], Tensor):  # what `get_extra_state` of a module returned
-            model.get_submodule(module_of(name)).set_extra_state(value)
-            continue
-        parameter = by_name.get(name)
-        whole_shape = own_state[name].shape if parameter is None else parameter.sharding.shape
+    # None stands for a name in the model or the state dict alone, which `strict=False` allows.
+    both = [name for name in names if name is not None]
+    for name in both:  # all are checked before any is copied: an error leaves the model as it was
         with located(name):
-            if not isinstance(value, Tensor):
-                raise XshardError(
-                    f"a value is {short_repr(value)}, not a tensor",
-                    hint="a whole one, or a DTensor",
-                )
-            if value.shape != whole_shape:
-                what = f"a value of shape {tuple(value.shape)}, not {tuple(whole_shape)}"
-                raise ShapeError(what)
-            if parameter is None:
-                own_state[name].copy_(value)
-            else:
-                parameter.tensor.copy_(_block_of(parameter, parallel.context, value))
+            _check_value(state[name], own_state[name], by_name.get(name))
+    for name in both:
+        parameter = by_name.get(name)
+        if not isinstance(own_state[name], Tensor):  # what `get_extra_state` of a module returned
+            model.get_submodule(module_of(name)).set_extra_state(state[name])
+        elif parameter is None:
+            own_state[name].copy_(state[name])
+        else:
+            parameter.tensor.copy_(_block_of(parameter, parallel.context, state[name]))
+
+
+def _check_value(value: Any, own: Any, parameter: ShardedParameter | None) -> None:
+    """Raise XshardError unless a value may be copied into this tensor, or the block of this parameter."""
+    if not isinstance(own, Tensor):
+        return
+    if not isinstance(value, Tensor):
+        what = f"a value is {short_repr(value)}, not a tensor"
+        raise XshardError(what, hint="a whole one, or a DTensor")
+    whole_shape = tuple(own.shape if parameter is None else parameter.sharding.shape)
+    if value.shape != whole_shape:
+        raise ShapeError(f"a value of shape {tuple(value.shape)}, not {whole_shape}")
 
 
 def _as_stored(parameter: ShardedParameter, context: ParallelContext) -> Tensor:

@@ -313,6 +313,12 @@ def test_state_is_saved_whole() -> None:
     odd = xt.parallelize(net(), mesh=MESH, **RULES | {"parameters": zigzag})
     assert torch.equal(xt.state_dict(odd)["blocks.0.up.weight"], whole["blocks.0.up.weight"])
     check_error(lambda: xt.load_state_dict(odd, {}), "XshardError", "extra is in the model alone")
+    before = [x.clone() for x in odd.state_dict(keep_vars=True).values()]
+    for last in (torch.ones(5), 3):
+        wrong = {name: x + 1 for name, x in whole.items()} | {list(whole)[-1]: last}
+        kind, text = error_of(lambda w=wrong: xt.load_state_dict(odd, w))
+        assert kind in ("ShapeError", "XshardError") and list(whole)[-1] in text
+    assert all(map(torch.equal, before, odd.state_dict(keep_vars=True).values()))
 
     def init(module: nn.Module) -> None:
         if isinstance(module, Net):
