@@ -36,6 +36,12 @@ class ParallelContext:
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelContext:
         return self  # process groups cannot be copied
 
+    def __getstate__(self) -> dict[str, Any]:
+        if not isinstance(self.mesh, Mesh):
+            what = "a model on process groups cannot be pickled"
+            raise XshardError(what, hint="parallelize it on an xshard.Mesh, or xt.save(model, folder)")
+        return vars(self)
+
     @property
     def axes(self) -> Mesh:
         return mesh_of(self.mesh)

@@ -150,7 +150,7 @@ class _Conversion:
     mesh: MeshLike
     outputs: str
     converters: Converters
-    paths: dict[int, str] = field(default_factory=dict)  # of followed modules, by their ids
+    paths: dict[nn.Module, str] = field(default_factory=dict)  # of followed modules
     done: dict[int, nn.Module] = field(default_factory=dict)  # by the ids of the model's modules
 
     def converted(self, module: nn.Module, path: str) -> nn.Module:
@@ -182,7 +182,7 @@ class _Conversion:
             if child is not None:
                 children[name] = self.converted(child, prefix + name)
         replace_children(new, children)
-        self.paths[id(new)] = path
+        self.paths[new] = path
         return new
 
 
@@ -229,7 +229,7 @@ class _Entrance:
     layout: Layout
     mesh: MeshLike
     shape: tuple[int | None, ...] | None
-    paths: dict[int, str]
+    paths: dict[nn.Module, str]
     shares: tuple[str, ...]  # axes along which processes keep their shares of gradients
     running: list[_RunningModule] = field(default_factory=list)  # outer ones first
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.utils.checkpoint
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from torch_bridge.nn.conv import pad
@@ -481,9 +481,9 @@ def _not_of_blocks(name: str) -> XshardError:
 
 
 class Propagation(TorchFunctionMode):
-    """Records the placements of results, or refuses a function. paths: maps ids of modules to their paths."""
+    """Records the placements of results, or refuses a function. paths: of the modules of the model."""
 
-    def __init__(self, paths: Mapping[int, str]) -> None:
+    def __init__(self, paths: Mapping[nn.Module, str]) -> None:
         super().__init__()
         self.paths = paths
 
@@ -508,8 +508,8 @@ class Propagation(TorchFunctionMode):
         """Return the path of the innermost module of the model on the call stack."""
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:
-            caller = id(frame.f_locals.get("self"))
-            if caller in self.paths:
+            caller = frame.f_locals.get("self")
+            if isinstance(caller, nn.Module) and caller in self.paths:
                 return self.paths[caller]
             frame = frame.f_back
         return ""

@@ -347,6 +347,19 @@ def test_gathered_parameters_leave_with_their_module_in_the_backward_pass() -> N
     assert [len(layer.up.weight) for layer in model.layers] == [2, 2, 2]
 
 
+class Decomposes(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.linalg.svd(x)[0]
+
+
+@on_two
+def test_copies_of_domain_parallel_models_know_their_modules() -> None:
+    model = xt.nn.domain_parallel(nn.Sequential(nn.ReLU(), Decomposes()), "b c s/dp", MESH)
+    for each in (model, copy.deepcopy(model)):
+        check_error(lambda m=each: m(torch.ones(2, 3, 2)), "XshardError", "1: linalg_svd()")
+    check_error(lambda: pickle.dumps(model), "XshardError", "cannot be pickled", "xt.save")
+
+
 class Attends(nn.Module):
     """Reads a parameter of a module that it never calls."""
 
