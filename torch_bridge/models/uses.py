@@ -131,14 +131,13 @@ def _rule_texts(
     places: Mapping[str, Place], buffers: Mapping[str, Tensor], rules: Rules
 ) -> dict[str, str]:
     """Return the rule of each parameter, and of the buffers that have one, by every name."""
-    # A buffer without a rule is replicated; a parameter without one is an error.
+    # A tied parameter may have a rule for each place; a buffer has one.
+    objects: dict[str, Hashable] = {**places, **buffers}
+    # A parameter without a rule is an error; a buffer without one is replicated.
     with_rule = {x for name, x in buffers.items() if rules.pattern_for(name) is not None}
-    objects: dict[str, Hashable] = {}
-    for name, place in places.items():
-        if name not in buffers:
-            objects[name] = place  # a tied parameter may have a rule for each place
-        elif buffers[name] in with_rule:
-            objects[name] = buffers[name]
+    for name, x in buffers.items():
+        if x not in with_rule:
+            del objects[name]
     return match_objects(rules, objects, "parameter", partial=False)
 
 
