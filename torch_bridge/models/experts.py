@@ -152,7 +152,7 @@ def _choices_key(key: Any, values: Values) -> Any:
             tables.append(other_key)
     if len(tables) != 1:
         hint = f"rows have shape {tuple(rows.shape)}, and choices beside them [rows, k], of whole numbers"
-        what = f"experts are called with choices for each row in {len(tables)} arguments, not one"
+        what = f"experts need one argument with choices for each row, not {len(tables)}: {tables}"
         raise ShapeError(what, hint=hint)
     return tables[0]
 
