@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Annotated, Any, NamedTuple
 
 from xshard.arguments import did_you_mean, lengths_of, short_repr
 from xshard.compat import plan_of_transformers
-from xshard.errors import NotationError, ShapeError, Span, XshardError, api_boundary, located
+from xshard.errors import (
+    NotationError,
+    PlanError,
+    ShapeError,
+    Span,
+    XshardError,
+    api_boundary,
+    located,
+)
 from xshard.layout import Layout, Mesh
 from xshard.layout.layout import parse_expression
 from xshard.notation.maps import Maps
@@ -227,6 +235,40 @@ class Rules(Mapping[Pattern, Any]):
             reason,
             ["the first pattern that fits decides: write the narrow one before the wide one"],
         )
+
+
+def match_objects(
+    rules: Rules, objects: Mapping[str, Hashable], what: str, *, partial: bool = True
+) -> dict[str, Any]:
+    """Find the rule of each name, as `Rules.match` does: an object with several names has one rule.
+
+    A rule for one of its names is for all; `**` decides only for objects without another rule.
+
+    Args:
+        rules: Patterns of names.
+        objects: What has the names: modules, or places in them.
+        what: The word for a name in errors.
+        partial: Leave out objects without a rule.
+
+    Raises:
+        XshardError: Names of an object have different rules, or as `Rules.match`.
+    """
+    values: dict[str, Any] = {}  # of the names with another rule than `**`
+    deciding: dict[Hashable, str] = {}  # the first of these names, by object
+    for name, x in objects.items():
+        if rules.pattern_for(name) in (None, ALL):
+            continue
+        values[name] = rules.find(name)
+        first = deciding.setdefault(x, name)
+        if values[first] != values[name]:
+            reason = f"{first} and {name} are one {what}, with rules {values[first]!r} and {values[name]!r}"
+            raise PlanError(reason, hint="leave one out, or write the same for both")
+    names = [name for name, x in objects.items() if name in values or x not in deciding]
+    matched = rules.match(names, partial=partial, what=what)
+    for name, x in objects.items():
+        if x in deciding:
+            matched[name] = matched[deciding[x]]
+    return matched
 
 
 def _check_value(pattern: Pattern, value: str) -> None:

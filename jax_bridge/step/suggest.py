@@ -147,7 +147,7 @@ class JaxSuggestion(Suggestion):
             # Inside a `jax.checkpoint` the backward pass gathers these once more, instead of
             # keeping them whole since the forward pass.
             for_each_use = {name for name in parameters if not gathered_once.pattern_for(name)}
-            evaluator = Evaluator(self._constrained, late=for_each_use, arguments=loss.names)
+            evaluator = Evaluator(self._constrained, late=for_each_use)
 
             def run(*arrays: Any) -> Any:
                 closed, out = jax.make_jaxpr(loss.run, return_shape=True)(*arrays)
@@ -277,7 +277,7 @@ def traced(loss: Loss) -> Traced:
             trace.parameter(name, x.shape)
         else:
             trace.input(name, x.shape)
-    tracer = Tracer(trace, arguments=loss.names)
+    tracer = Tracer(trace)
     (result,) = tracer.walk(closed.jaxpr, loss.names)
     # A loss that is a number whatever the arrays has no name.
     last = "" if result is None else result

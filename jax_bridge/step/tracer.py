@@ -43,7 +43,7 @@ def body_of(eqn: Any) -> Any:
 
 
 def places(
-    jaxpr: Jaxpr, prefix: str = "", arguments: Collection[str] = ()
+    jaxpr: Jaxpr, prefix: str = "", arguments: Collection[Name] = ()
 ) -> Iterator[tuple[str, Any]]:
     """Name the equations of a jaxpr: `dot_general.0`, `exp.0`, `dot_general.1`, ...
 
@@ -53,7 +53,7 @@ def places(
     Args:
         jaxpr: The jaxpr.
         prefix: The name of the equation that the jaxpr is inside of, and a dot; "" outside.
-        arguments: Names of arrays that the function is given. An equation with such a name is called
+        arguments: The names of the jaxpr's arguments. An equation with such a name is called
             `exp.0 (result)`: a function may be called like a list of parameters.
 
     Yields:
@@ -106,7 +106,6 @@ class Tracer:
 
     Attributes:
         trace: The operations.
-        arguments: The names of the arrays that the function is given.
         stacked: Parameters with one slice per layer, of which a scan takes one after the other ->
             the number of slices.
         shared: Arrays with several uses.
@@ -115,7 +114,6 @@ class Tracer:
     """
 
     trace: Trace
-    arguments: Collection[str] = ()
     stacked: dict[str, int] = field(default_factory=dict)
     shared: set[Name] = field(default_factory=set)
     aliases: dict[str, str] = field(default_factory=dict)
@@ -145,7 +143,7 @@ class Tracer:
         for i, v in enumerate(jaxpr.constvars):
             # An array that the function closes over costs nothing to make, like an `iota`.
             name_of[v] = self._add(f"{prefix}const.{i}", "iota", (), v.aval.shape, times)
-        for place, eqn in places(jaxpr, prefix, self.arguments):
+        for place, eqn in places(jaxpr, prefix, args):
             operands = _names_of(eqn.invars, name_of)
             results = self._record(place, eqn, operands, times)
             name_of.update(zip(eqn.outvars, results, strict=True))
@@ -299,12 +297,10 @@ class Evaluator:
         change: (name, array) -> the array to go on with; names are those of `places`.
         late: Names of arguments that a `jax.checkpoint` takes unchanged, and changes inside. The
             backward pass then runs the change again, and the changed array need not be saved.
-        arguments: The names of all arguments, for `places`.
     """
 
     change: Change
     late: Collection[str]
-    arguments: Collection[str]
 
     def run(
         self, prefix: str, jaxpr: Jaxpr, consts: Any, names: Sequence[str], *args: Any
@@ -333,7 +329,7 @@ class Evaluator:
 
         # Of an equation's operands only arguments keep a name, and are changed inside of it again.
         # Results have been changed where they were made.
-        for place, eqn in places(jaxpr, prefix, self.arguments):
+        for place, eqn in places(jaxpr, prefix, names):
             operand_names = ["" if is_number(v) else name_of.get(v, "") for v in eqn.invars]
             if eqn.primitive.name in CALLS:
                 # Inlined, because an older partitioner of XLA (GSPMD) does not pass shardings

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from torch_bridge.models.hooks import ModuleHooks
 
 Values = dict[Any, Any]  # arguments by position or name
-WHOLE_NUMBERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 class Count(NamedTuple):
@@ -148,17 +147,14 @@ def _choices_key(key: Any, values: Values) -> Any:
     tables = []
     for other_key, x in values.items():
         is_table = other_key != key and isinstance(x, Tensor) and x.ndim == 2
-        if is_table and len(x) == len(rows) and x.dtype in WHOLE_NUMBERS:
+        is_mask = is_table and x.dtype == torch.bool
+        if is_table and not is_mask and not x.is_floating_point() and len(x) == len(rows):
             tables.append(other_key)
-    if len(tables) == 1:
-        return tables[0]
-    hint = (
-        f"rows have shape {tuple(rows.shape)}, and choices beside them [rows, k], of whole numbers"
-    )
-    what = "without a choice for each row"
-    if tables:
-        what = f"with several tables that may be choices: arguments {tables}"
-    raise ShapeError(f"experts are called {what}", hint=hint)
+    if len(tables) != 1:
+        hint = f"rows have shape {tuple(rows.shape)}, and choices beside them [rows, k], of whole numbers"
+        what = f"experts need one argument with choices for each row, not {len(tables)}: {tables}"
+        raise ShapeError(what, hint=hint)
+    return tables[0]
 
 
 def _row_bytes(x: Tensor) -> int:

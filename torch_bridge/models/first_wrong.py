@@ -217,15 +217,15 @@ def _first_wrong_place(is_right: Mapping[Place, bool]) -> Place | None:
 
     A module may be called several times: its next output ends the call that the tensor is in.
     """
-    places = list(is_right)
-    for i, place in enumerate(places):
-        next_outputs: dict[str, bool] = {}  # whether they are right, by module
-        for later in places[i:]:
-            if later.side == "output" and later.is_around(place):
-                next_outputs.setdefault(later.module, is_right[later])
-        if not is_right[place] and not any(next_outputs.values()):
-            return place
-    return None
+    first = None
+    next_outputs: dict[str, Place] = {}  # by module
+    for place in reversed(list(is_right)):
+        if place.side == "output":
+            next_outputs[place.module] = place
+        around = [output for output in next_outputs.values() if output.is_around(place)]
+        if not is_right[place] and not any(is_right[output] for output in around):
+            first = place
+    return first
 
 
 def _last_right_before(place: Place, is_right: Mapping[Place, bool]) -> str:

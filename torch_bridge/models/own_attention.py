@@ -10,40 +10,39 @@ from typing import Any
 from torch import Tensor, nn
 
 from torch_bridge.models.hooks import ModuleHooks
+from torch_bridge.models.names import is_inside
 from xshard import XshardError
 
 
 def guard_attention(model: nn.Module, hooks: Mapping[str, ModuleHooks]) -> None:
     """Check in each call of an attention of `transformers` that it does not get a block of a sequence."""
+    if "" not in hooks:
+        return
     for name, module in model.named_modules():
         kind = type(module)
+        is_attention = kind.__module__.startswith("transformers.") and "Attention" in kind.__name__
         # Rules inside may gather the sequence, and cut heads instead.
-        has_rules = any(other.startswith(f"{name}.") for other in hooks)
-        if (
-            kind.__module__.startswith("transformers.")
-            and "Attention" in kind.__name__
-            and not has_rules
-        ):
-            check = partial(check_attention, name, hooks)
+        if is_attention and not any(is_inside(other, name) for other in hooks):
+            check = partial(check_attention, name, hooks[""])
             module.register_forward_pre_hook(check, with_kwargs=True)
 
 
 def check_attention(
-    name: str, hooks: Mapping[str, ModuleHooks], module: nn.Module, args: Any, kwargs: Any
+    name: str, root: ModuleHooks, module: nn.Module, args: Any, kwargs: Any
 ) -> None:
     """Raise XshardError if a module would attend to one block of a sequence; a hook of the module."""
-    if (
-        "" not in hooks or kwargs.get("key_value_states") is not None
-    ):  # another sequence, maybe whole
+    blocks = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.ndim > 1]
+    is_cross_attention = (
+        kwargs.get("key_value_states") is not None
+    )  # to another sequence, maybe whole
+    if not blocks or is_cross_attention or not _is_own(module):
         return
-    root = hooks[""]
-    # Tokens are `[batch, sequence]`.
+    rows = blocks[0].shape[1]  # of [batch, sequence, ...]
     layouts = [rule.rule.dst for rule in root.inputs]
-    sequences = [layout.names[1] for layout in layouts if len(layout.names) == 2]
-    _, rows, *_ = next(x.shape for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
+    sequences = [layout.names[1] for layout in layouts if len(layout.names) == 2]  # of tokens
     for dim in root.known_dims:
         is_cut = dim.name in sequences and root.context.axes.size(*dim.axes) > 1
-        if is_cut and rows == dim.local_length and _is_own(module):
+        if is_cut and rows == dim.local_length:
             message = f"{name} attends to {rows} of {dim.length} rows: {dim.source}"
             hint = "set an attention of xt.nn.register_attention, or gather the rows in a rule for its input"
             raise XshardError(message, hint=hint)

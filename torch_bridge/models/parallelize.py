@@ -18,7 +18,7 @@ from torch_bridge.models.experts import Count, route_experts
 from torch_bridge.models.gradients import Gradients
 from torch_bridge.models.hooks import ModuleHooks, TensorRule
 from torch_bridge.models.module_parameters import ModuleParameters
-from torch_bridge.models.names import module_of, rules_of_objects, title_of
+from torch_bridge.models.names import module_of, title_of
 from torch_bridge.models.own_attention import guard_attention
 from torch_bridge.models.parallel import ATTRIBUTE, ParallelModel
 from torch_bridge.models.parameters import Init, ParallelContext, check_whole, shard_all
@@ -34,7 +34,7 @@ from xshard import ProfileLike, Rules, Sharding, XshardError, models
 from xshard.arguments import did_you_mean, limit_of
 from xshard.errors import ShapeError, api_boundary, located
 from xshard.models import rule_of
-from xshard.rules import Pattern, RulesLike
+from xshard.rules import Pattern, RulesLike, match_objects
 from xshard.signatures import Bytes
 
 
@@ -288,8 +288,8 @@ def _module_hooks(
     fits no module.
     """
     modules = _called_modules(modules)
-    input_texts = rules_of_objects(Rules(rules.inputs), modules, "module")
-    output_texts = rules_of_objects(Rules(rules.outputs), modules, "module")
+    input_texts = match_objects(Rules(rules.inputs), modules, "module")
+    output_texts = match_objects(Rules(rules.outputs), modules, "module")
     gathering_names = _gathering_modules(rules.gathers, modules, input_texts)
     hooked_names = {*input_texts, *output_texts, *gathering_names}
 
@@ -300,7 +300,8 @@ def _module_hooks(
             continue
         # Rows may be routed into a module, to experts; they come back without a rule.
         input_rules = _tensor_rules(input_texts.get(name), name, context, routes=True)
-        _check_arguments(name, module, input_rules)
+        arguments = inspect.signature(module.forward).parameters
+        _check_arguments(name, arguments, input_rules)
         output_rules = _tensor_rules(output_texts.get(name), name, context, routes=False)
         # The nearest module around this one with a rule for its input; outer modules come first.
         parent = enclosing(module_of(name), hooks, "inputs") if name else None
@@ -310,7 +311,7 @@ def _module_hooks(
         varying = models.varying_axes(outer_varying, [rule.rule for rule in input_rules])
         module_hooks = ModuleHooks(
             name,
-            list(inspect.signature(module.forward).parameters),
+            list(arguments),
             context,
             parent,
             input_rules,
@@ -326,9 +327,10 @@ def _module_hooks(
     return hooks
 
 
-def _check_arguments(name: str, module: nn.Module, rules: Sequence[TensorRule]) -> None:
+def _check_arguments(
+    name: str, known: Mapping[str, inspect.Parameter], rules: Sequence[TensorRule]
+) -> None:
     """Raise XshardError for a rule that names an argument which a module's forward does not take."""
-    known = inspect.signature(module.forward).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
         return
     for rule in rules:
@@ -354,7 +356,7 @@ def _gathering_modules(
     if gathers is None:
         return set(names_with_input_rule)
     # `Rules` matches patterns to names; its layout "..." is not used.
-    matched = rules_of_objects(Rules({gathers: "..."}), modules, "module")
+    matched = match_objects(Rules({gathers: "..."}), modules, "module")
     # The model gathers what no other module does.
     return {"", *matched}
 
@@ -378,7 +380,7 @@ def _counts(modules: Mapping[str, nn.Module], processes: ProcessMesh, rules: Rul
     """
     attributes = _integer_attributes(modules)
     counts = []
-    texts = rules_of_objects(rules, attributes, "integer attribute")
+    texts = match_objects(rules, attributes, "integer attribute")
     for full_name, text in texts.items():
         count = attributes[full_name]
         with located(full_name):

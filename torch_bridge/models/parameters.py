@@ -203,27 +203,25 @@ def shard_all(
     sums = {}
     for parameter in parameters:
         x = parameter.tensor
-        place = parameter.places[0]
-        is_on_meta = x.is_meta
-        if is_on_meta and isinstance(init, Mapping):
-            x = _value_in(init, parameter).to(device=device, dtype=x.dtype)
-        elif is_on_meta and callable(init):
-            if place not in initialised:
-                initialised |= _initialised(place.module, init, device)
-            x = initialised.pop(place)
+        if x.is_meta:
+            place = parameter.places[0]
+            if isinstance(init, Mapping):
+                x = _value_in(init, parameter).to(device=device, dtype=x.dtype)
+            elif init is not None:
+                if place not in initialised:
+                    initialised |= _initialised(place.module, init, device)
+                x = initialised.pop(place)
+            blocks[parameter] = parameter.block_of(x, context)
         if not x.is_meta:
             # Processes compare sums, to find out whether they began with equal values.
             sums[parameter.name] = x.detach().double().sum()
-        if is_on_meta:
-            blocks[parameter] = parameter.block_of(x, context)
     if sums:
         _check_equal(sums, context)
     # Nothing fails from here on.
     for parameter in parameters:
         if parameter not in blocks:
-            parameter.set_block(parameter.block_of(parameter.tensor, context))
-        else:
-            parameter.set_block(blocks[parameter])
+            blocks[parameter] = parameter.block_of(parameter.tensor, context)
+        parameter.set_block(blocks.pop(parameter))
 
 
 @torch.inference_mode(False)
@@ -267,10 +265,10 @@ def _initialised(
     """
     earlier = {}  # tensors by place
     for name, x in {**parameters_of(module), **buffers_of(module)}.items():
-        if x is not None:
-            earlier[Place(module, name)] = x
-
-    for place, x in earlier.items():
+        if x is None:
+            continue
+        place = Place(module, name)
+        earlier[place] = x
         new = torch.empty_like(x, device=device if x.is_meta else x.device)
         if isinstance(x, nn.Parameter):
             new = nn.Parameter(new, x.requires_grad)

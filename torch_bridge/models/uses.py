@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch_bridge.models.embedding import shard_embedding
 from torch_bridge.models.gathered import GatheredParameter
 from torch_bridge.models.hooks import ModuleHooks
-from torch_bridge.models.names import is_inside, module_of, rules_of_objects, title_of
+from torch_bridge.models.names import is_inside, module_of, title_of
 from torch_bridge.models.parameters import ParallelContext, Place, ShardedParameter
 from xshard import Mesh, Rules, Sharding, models
 from xshard.errors import PlanError, ShapeError, located
 from xshard.models import ParameterUse, layout_text, use_of
-from xshard.rules import Pattern
+from xshard.rules import Pattern, match_objects
 
 # Layers of which transformers' attention views the results as heads.
 PROJECTIONS = ("q_proj.weight", "k_proj.weight", "v_proj.weight", "query_key_value.weight")
@@ -44,22 +44,18 @@ def enclosing(
     path: str, hooks: Hooks, has: Literal["inputs", "outputs", "gathers"]
 ) -> ModuleHooks | None:
     """Return the hooks of this module, or of the nearest around it, that have rules of a kind, or gather."""
-    found = _all_enclosing(path, hooks, has)
-    return found[0] if found else None
+    for candidate in _hooks_around(path, hooks):
+        if getattr(candidate, has):
+            return candidate
+    return None
 
 
-def _all_enclosing(
-    path: str, hooks: Hooks, has: Literal["inputs", "outputs", "gathers"]
-) -> list[ModuleHooks]:
-    """Return the hooks of this module and of those around it that have such rules, inner ones first."""
-    found = []
-    while True:
-        candidate = hooks.get(path)
-        if candidate is not None and getattr(candidate, has):
-            found.append(candidate)
-        if not path:
-            return found
-        path = module_of(path)
+def _hooks_around(path: str, hooks: Hooks) -> list[ModuleHooks]:
+    """Return the hooks of this module and of those around it, inner ones first."""
+    paths = [path]
+    while paths[-1]:
+        paths.append(module_of(paths[-1]))
+    return [hooks[outer] for outer in paths if outer in hooks]
 
 
 def parameters_by_rules(
@@ -90,38 +86,34 @@ def parameters_by_rules(
     buffers = dict(model.named_buffers(remove_duplicate=False))
     keep_rules = _keep_rules(keep)
     keep_rules.match(list(parameters), partial=True, what="parameter")
-    texts = _rule_texts(model, rules)
+    tensors = {**parameters, **buffers}
+    places = {name: _place_of(name, model) for name in tensors}
+    texts = _rule_texts(places, buffers, rules)
 
     by_identity: dict[int, ShardedParameter] = {}  # a tied parameter is one object
     uses: dict[str, ParameterUse] = {}
     used_shardings = {}
     changes: Changes = []
-    for name, x in {**parameters, **buffers}.items():
-        place = _place_of(name, model)
+    for name, x in tensors.items():
         is_buffer = name in buffers
-        path = module_of(name)
-        around = enclosing(path, hooks, "inputs")
-        if around is None and not is_buffer:
-            _refuse_without_input_rule(name)
-        varying = around.varying if around is not None else frozenset[str]()
+        varying = _varying_around(name, hooks, is_buffer)
         with located(name):
             rule = _read_rule(x, texts.get(name, "..."), is_buffer, context.axes, varying)
-            is_gathered = path in hooks and hooks[path].outputs
-            if name.endswith(PROJECTIONS) and not is_gathered:
-                _check_heads(model.get_submodule(module_of(path)), rule.used)
-            changes += _embedding_changes(place.module, name, rule.used, context, hooks)
+            _check_heads(name, rule.used, model, hooks)
+            changes += _embedding_changes(places[name].module, name, rule.used, context, hooks)
         parameter = by_identity.setdefault(id(x), ShardedParameter([], [], rule.stored))
-        if is_buffer and not uses.keys().isdisjoint(parameter.names):
+        if is_buffer and not parameters.keys().isdisjoint(parameter.names):
             hint = "register it as a parameter under both names, or a copy of it as the buffer"
             raise PlanError(f"the buffer {name} is the parameter {parameter.name}", hint=hint)
         _check_stored_alike(name, rule.stored, parameter)
         parameter.names.append(name)
-        parameter.places.append(place)
+        parameter.places.append(places[name])
         if not is_buffer:
             uses[name] = rule.use
             used_shardings[name] = rule.used
         # The output of a module may have a dim of its parameter, as o of "o i": its length is then
         # known.
+        path = module_of(name)
         if path in hooks:
             dims = models.dims_of_parameter(rule.used, context.processes.device)
             hooks[path].parameter_dims += dims
@@ -135,16 +127,18 @@ def parameters_by_rules(
     return ModelParameters(sharded, uses, used_shardings, changes)
 
 
-def _rule_texts(model: nn.Module, rules: Rules) -> dict[str, str]:
+def _rule_texts(
+    places: Mapping[str, Place], buffers: Mapping[str, Tensor], rules: Rules
+) -> dict[str, str]:
     """Return the rule of each parameter, and of the buffers that have one, by every name."""
-    parameters = model.named_parameters(remove_duplicate=False)
-    buffers = dict(model.named_buffers(remove_duplicate=False))
-    # A tied parameter may have a use, with a rule, for each place. A buffer has one rule.
-    objects: dict[str, Hashable] = {name: _place_of(name, model) for name, _ in parameters}
-    # A buffer without a rule is replicated; a parameter without one is an error.
+    # A tied parameter may have a rule for each place; a buffer has one.
+    objects: dict[str, Hashable] = {**places, **buffers}
+    # A parameter without a rule is an error; a buffer without one is replicated.
     with_rule = {x for name, x in buffers.items() if rules.pattern_for(name) is not None}
-    objects |= {name: x for name, x in buffers.items() if x in with_rule}
-    return rules_of_objects(rules, objects, "parameter", partial=False)
+    for name, x in buffers.items():
+        if x not in with_rule:
+            del objects[name]
+    return match_objects(rules, objects, "parameter", partial=False)
 
 
 def _place_of(name: str, model: nn.Module) -> Place:
@@ -158,11 +152,20 @@ def _keep_rules(keep: bool | Pattern) -> Rules:
     return Rules({pattern: "..."} if pattern else {})
 
 
-def _refuse_without_input_rule(name: str) -> None:
-    """Raise PlanError for a parameter of a module whose activations no rule lays out."""
-    where = title_of(module_of(name))
-    hint = 'inputs= has a rule for it, or for a module around it; "" is the model'
-    raise PlanError(f"{name}: no rule says how activations lie in '{where}'", hint=hint)
+def _varying_around(name: str, hooks: Hooks, is_buffer: bool) -> frozenset[str]:
+    """Return the axes along which activations differ in the module of a parameter or a buffer.
+
+    Raises PlanError for a parameter of a module whose activations no rule lays out.
+    """
+    path = module_of(name)
+    around = enclosing(path, hooks, "inputs")
+    if around is not None:
+        return around.varying
+    if not is_buffer:
+        hint = 'inputs= has a rule for it, or for a module around it; "" is the model'
+        what = f"{name}: no rule says how activations lie in '{title_of(path)}'"
+        raise PlanError(what, hint=hint)
+    return frozenset()
 
 
 class _ReadRule(NamedTuple):
@@ -196,20 +199,22 @@ def _embedding_changes(
     return shard_embedding(module, path, used, summed_axes, context.processes.device)
 
 
-def _check_heads(attention: nn.Module, projection: Sharding) -> None:
+def _check_heads(name: str, used: Sharding, model: nn.Module, hooks: Hooks) -> None:
     """Raise ShapeError if a block of a projection ends inside a head, as attention will view its result.
 
     With 2 heads of 4 rows, "o/tp i" on tp=4 leaves 2 rows to each process, and no head.
     """
+    path = module_of(name)
+    is_gathered = path in hooks and hooks[path].outputs
+    if is_gathered or not name.endswith(PROJECTIONS):
+        return
+    attention = model.get_submodule(module_of(path))
     head_dim = getattr(attention, "head_dim", getattr(attention, "head_size", 1))
-    for rows in projection.local_sizes[0]:
+    for rows in used.local_sizes[0]:
         if rows % head_dim:
-            what = (
-                f"a block of {rows} of {projection.shape[0]} rows ends inside a head of {head_dim}"
-            )
             raise ShapeError(
-                what,
-                text=layout_text(projection.layout),
+                f"a block of {rows} of {used.shape[0]} rows ends inside a head of {head_dim}",
+                text=layout_text(used.layout),
                 hint="blocks of whole heads: 'o/sizes(tp,...) i', of queries, keys and values; or fewer "
                 "blocks than processes: 'o/kv i' of keys and values, 'o/(kv,rep) i' of queries",
             )
@@ -293,9 +298,9 @@ def check_varying_alike(
 
 def _gatherer(names: Sequence[str], hooks: Hooks) -> ModuleHooks:
     """Return the hooks of the nearest module around all names of one place that gathers parameters."""
-    nearest_first, *others = [_all_enclosing(module_of(name), hooks, "gathers") for name in names]
-    for candidate in nearest_first:
-        if all(candidate in around for around in others):
+    around = [_hooks_around(module_of(name), hooks) for name in names]
+    for candidate in around[0]:
+        if candidate.gathers and all(candidate in others for others in around):
             return candidate
     hint = 'gathers="", or a rule for the input of a module around them'
     raise PlanError(f"no module around {' and '.join(names)} gathers it", hint=hint)

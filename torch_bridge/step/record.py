@@ -193,10 +193,10 @@ class StepRecorder(TorchDispatchMode):
         """
         first_name = f"{self._open_modules[-1].path}:{name}"
         name = first_name
-        number = 1
+        number = 2
         while name in self.trace.shapes:  # also of an input or a parameter
-            number += 1
             name = f"{first_name}_{number}"
+            number += 1
 
         operands = [self.name_of(x) for x in call.operands]
         op = call.op
@@ -457,11 +457,10 @@ def _with_modules(step: TrainingStep, recorder: StepRecorder) -> TrainingStep:
         if name in ops:
             _merge_input(ops, name, path, module_left_by)
     # A module that is called twice gives its name to the last of its results.
-    taken = {*step.inputs, *step.parameters, *ops}
-    last_results = {
-        path: name for name, path in module_left_by.items() if name in ops and path not in taken
-    }
-    new_names = {name: path for path, name in last_results.items()}
+    results = {path: name for name, path in module_left_by.items() if name in ops}
+    for path in {*step.inputs, *step.parameters, *ops}:  # arrays that are called like a module
+        results.pop(path, None)
+    new_names = {name: path for path, name in results.items()}
     return replace(step, ops=[renamed(op, new_names) for op in ops.values()])
 
 

@@ -79,9 +79,9 @@ class TrainingStep:
     def _check_operations(self) -> None:
         """Require that operations use arrays made before them, and have names of their own."""
         known = [*self.inputs, *self.parameters]
-        if len(known) > len(set(known)):
-            both = min(set(self.inputs).intersection(self.parameters))
-            raise PlanError(f"{both!r} is an input and a parameter", hint="names are unique")
+        for name in self.inputs:
+            if name in self.parameters:
+                raise PlanError(f"{name!r} is an input and a parameter", hint="names are unique")
         for op in self.ops:
             with located(f"operation {op.name}"):
                 # The last array is the result's: it has no name here.

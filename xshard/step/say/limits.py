@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
 
 from xshard.errors import NotationError, PlanError, located
 from xshard.models import rule_of, use_of
-from xshard.rules import Rules, RulesLike
+from xshard.rules import Rules, RulesLike, match_objects
 from xshard.step.price.edges import Edge
 from xshard.step.price.nodes import Gathering
 from xshard.step.price.options import Flags, Ints, without_copies
@@ -127,10 +126,12 @@ class _Limits:
         for node in edge.nodes:
             if not self.allowed[node].any():
                 name = self.problem.nodes[node].name
-                reason = f"no plan follows these rules: that of {array} leaves {name!r} no layout"
                 shape = f"{array} has shape {self.problem.shape(array)} on {self.problem.mesh}"
-                hint = f"{shape}; 'stored -> used' gathers a parameter for its use"
-                raise PlanError(reason, text=rule, hint=hint)
+                raise PlanError(
+                    f"no plan follows these rules: that of {array} leaves {name!r} no layout",
+                    text=rule,
+                    hint=f"{shape}; 'stored -> used' gathers a parameter for its use",
+                )
 
     def excluded_moves(self, edge: Edge) -> Flags:
         """Flag the moves of an activation that no rule names: they are left out of the search.
@@ -173,20 +174,16 @@ def fixed_options(problem: StepProblem, fixed: RulesLike) -> list[Ints]:
 
     fixed: layouts by patterns over names of inputs, parameters and operations, for their results.
     """
-    # Tied parameters are one array, with several names between bars: each may be meant.
-    names_of = {name: (name, *name.split("|")) for name in problem.node_numbers}
-    names = list(dict.fromkeys(chain.from_iterable(names_of.values())))
-    layouts = Rules(fixed).match(names, partial=True, what="array of the step")
+    arrays: dict[str, str] = {}
+    for array in problem.node_numbers:
+        # Tied parameters are one array, with several names between bars: each may be meant.
+        arrays |= dict.fromkeys([array, *array.split("|")], array)
+    layouts = match_objects(Rules(fixed), arrays, "array of the step")
     options: list[Ints] = []
     for node in problem.nodes:
         # "..." names no axis: all options agree. After an arrow stands how the array is used, which
         # is left free.
-        texts = {layouts.get(name, "..."): name for name in names_of[node.name]}
-        texts.pop("...", None)
-        if len(texts) > 1:
-            reason = f"{' and '.join(texts.values())} are one array, fixed as {[*texts]}"
-            raise NotationError(reason, hint="leave one out, or write the same for both")
-        text = next(iter(texts), "...")
+        text = layouts.get(node.name, "...")
         rule = _sides(text, problem, node.name)
         is_same = node.placements[:, -1] == rule.src  # [options, axes] of the array itself
         agrees = (is_same | ~rule.is_named).all(-1)
