@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ import xshard as xs
 from tests.misuse import Call, faults, verbs_of
 from xshard import reference
 from xshard.errors import api_boundary
-from xshard.signatures import Bytes, Positive, Within
+from xshard.signatures import Bytes, Positive, ZeroToOne
 
 MESH = xs.Mesh(dp=2, tp=2)
 UP = xs.Op("up", "b c, f c -> b f", ("x", "w"))
@@ -92,7 +92,7 @@ def verb(
     lengths: Mapping[str, int | None] | None = None,
     *,
     mode: Literal["a", "b"] = "a",
-    share: Annotated[float, Within(0, 1)] = 0.5,
+    share: ZeroToOne = 0.5,
     limit: Bytes = None,
     power: Positive = 2.0,
     is_on: bool = False,

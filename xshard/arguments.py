@@ -7,9 +7,7 @@ import re
 from typing import Any
 
 from xshard.errors import PlanError, ShapeError, XshardError, located
-from xshard.signatures import as_whole_number as as_whole_number
-from xshard.signatures import did_you_mean as did_you_mean
-from xshard.signatures import short_repr as short_repr
+from xshard.signatures import as_whole_number, short_repr
 
 MOST_DIGITS = 18  # of a number in a text: more do not fit 64 bits
 _UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}

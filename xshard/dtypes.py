@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from xshard.arguments import did_you_mean
 from xshard.errors import DtypeError
+from xshard.signatures import did_you_mean
 
 _NAME = re.compile(r"[<>=|]?[A-Za-z]\w{0,19}", re.ASCII)
 # Floats that numpy does not know without ml_dtypes, with the distance from 1 to the next larger number.

@@ -169,8 +169,8 @@ def api_boundary(api: _Api) -> _Api:
         A function with the same signature, or the class itself.
     """
     if isinstance(api, type):
-        # Layouts and meshes read their own arguments, and a plan makes thousands of them.
-        checks_first = not hasattr(api, "parse")
+        # Layouts, meshes and shardings read their own arguments, and a plan makes thousands of them.
+        checks_first = not hasattr(api, "_repr_html_")
         api.__init__ = _boundary(api.__init__, checks_first)  # type: ignore[misc]  # of this very class
         return api
     return cast(_Api, _boundary(api, checks_first=True))
@@ -189,18 +189,13 @@ def _boundary(api: Callable[..., Any], checks_first: bool) -> Callable[..., Any]
         try:
             # With `debug` processes compare their calls first, so that an error of one reaches all.
             if checks_first and not is_recording() and kwargs.get("debug") is not True:
-                _raise_wrong(_signature(api).wrong_value(args, kwargs))
+                _raise_wrong(_signature(api).wrong(args, kwargs))
             try:
                 return api(*args, **kwargs)
-            except XshardError:
-                raise
             except Exception as error:
-                signature = _signature(api)
-                wrong = signature.wrong_name(args, kwargs)
-                _raise_wrong(wrong or signature.wrong_value(args, kwargs, parsed=True), error)
+                _explain(error, _signature(api).wrong(args, kwargs, has_failed=True))
                 raise
         except XshardError as error:
-            _name_argument(error, _signature(api).wrong_value(args, kwargs, parsed=True))
             end_at_user(error)
             raise
 
@@ -220,7 +215,7 @@ def check_arguments(api: Callable[..., Any], **given: Any) -> None:
         api: The function.
         **given: Arguments by name.
     """
-    _raise_wrong(_signature(api).wrong_value((), given))
+    _raise_wrong(_signature(api).wrong((), given))
 
 
 def _raise_wrong(wrong: Wrong | None, cause: Exception | None = None) -> None:
@@ -229,11 +224,12 @@ def _raise_wrong(wrong: Wrong | None, cause: Exception | None = None) -> None:
         raise XshardError(wrong.reason, hint=wrong.hint) from cause
 
 
-def _name_argument(error: XshardError, wrong: Wrong | None) -> None:
-    """Put the name of a wrong argument before the message of an error, which a parser has raised."""
-    if wrong is not None and not re.search(rf"\b{wrong.name}\b", error.reason):
-        error.reason = f"{wrong.name}: {error.reason}"
-        error.args = (error._render(),)
+def _explain(error: Exception, wrong: Wrong | None) -> None:
+    """Raise XshardError with the name of the argument that made a call fail, if there is one."""
+    if not isinstance(error, XshardError):
+        _raise_wrong(wrong, error)
+    elif wrong is not None and not re.search(rf"\b{wrong.name}\b", error.reason):
+        raise with_path(error, wrong.name) from error.__cause__
 
 
 def end_at_user(error: XshardError) -> None:

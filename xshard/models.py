@@ -11,13 +11,13 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from xshard.arguments import short_repr
 from xshard.caches import layout_cache
 from xshard.errors import NotationError, ShapeError
 from xshard.layout import Layout, Mesh, Sharding
 from xshard.layout.layout import check_axes, factored, parse_expression
 from xshard.layout.lengths import global_shape
 from xshard.notation.parser import ARROW, ELLIPSIS, ROUTED, Dim, Shard
+from xshard.signatures import short_repr
 
 
 class ActivationRule(NamedTuple):

@@ -6,10 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, Literal, TypeVar
 
-from xshard.arguments import as_whole_number, short_repr, whole_numbers
+from xshard.arguments import whole_numbers
 from xshard.errors import MeshError, ShapeError, api_boundary
 from xshard.notation.overlap import Halo
 from xshard.notation.overlap_parser import parse_boundaries
+from xshard.signatures import as_whole_number, short_repr
 
 Axes = str | tuple[str, ...]
 PartWidths = int | Sequence[int]  # the same number for every part, or one per part

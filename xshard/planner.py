@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from numbers import Real
 from typing import Any, NamedTuple, overload
 
-from xshard.arguments import lengths_of, limit_of, short_repr, whole_numbers
+from xshard.arguments import lengths_of, limit_of, whole_numbers
 from xshard.caches import layout_cache
 from xshard.contractions.expression import Contraction, contraction, is_contraction
 from xshard.contractions.plan import ContractionPlan
@@ -180,7 +179,6 @@ def plan(  # noqa: PLR0913  public, for moves, for two meshes, and for contracti
             raise MeshError(
                 "a contraction is on one mesh", hint="plan(expression, mesh, sizes=...)"
             )
-        _check_flops_limit(flops_limit)
         limit = limit_of(memory_limit)
         call, shapes = shapes_of(contraction(expression), *checked_lengths(sizes, shape))
         # A contraction is a layer as a rule: its gradient decides where it is computed, too.
@@ -212,15 +210,6 @@ def _is_by_operand(shape: Any) -> bool:
     """Return whether a shape is a list of shapes, one for each operand."""
     lengths = whole_numbers(shape)
     return lengths is not None and any(isinstance(length, list | tuple) for length in lengths)
-
-
-def _check_flops_limit(flops_limit: Any) -> None:
-    """Raise PlanError unless the limit is a number, or None."""
-    if flops_limit is not None and not isinstance(flops_limit, Real):
-        raise PlanError(
-            f"flops_limit is {short_repr(flops_limit)}",
-            hint="a number of floating point operations",
-        )
 
 
 @layout_cache(maxsize=4096)

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from xshard.arguments import as_whole_number, short_repr, whole_numbers
+from xshard.arguments import whole_numbers
 from xshard.errors import ShapeError
 from xshard.layout import Layout, Mesh
+from xshard.signatures import as_whole_number, short_repr
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ import re
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from xshard.arguments import did_you_mean, lengths_of, short_repr
+from xshard.arguments import lengths_of
 from xshard.compat import plan_of_transformers
 from xshard.errors import (
     NotationError,
@@ -24,7 +24,7 @@ from xshard.layout import Layout, Mesh
 from xshard.layout.layout import parse_expression
 from xshard.notation.maps import Maps
 from xshard.notation.parser import ARROW, with_map_digests
-from xshard.signatures import PARSED
+from xshard.signatures import did_you_mean, short_repr
 
 ALL = "**"
 NAMED = 8  # most names that an error lists
@@ -36,7 +36,7 @@ _PARTS = r"[^.]++(?:\.[^.]++)"  # before a star: one part or more
 
 Pattern = str | re.Pattern[str]
 # Plain dicts, and `Rules`, which reads them.
-RulesLike = Annotated[Mapping[str, Any] | Mapping[Pattern, Any], PARSED]
+RulesLike = Mapping[str, Any] | Mapping[Pattern, Any]
 
 
 class Complaint(NamedTuple):

@@ -1,7 +1,7 @@
 """Signatures as specifications: whether arguments fit their annotations, and the words for what does.
 
-It knows nothing of verbs. Text, and types that are written as text (`Mesh`, `Layout`), are read by
-parsers of their own, which mark what is wrong with them.
+It knows nothing of verbs. Layouts, meshes and rules are read by parsers of their own, which mark what
+is wrong with them.
 """
 
 from __future__ import annotations
@@ -11,11 +11,9 @@ import inspect
 import math
 import operator
 import re
-import sys
 import types
 import typing
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
@@ -74,35 +72,15 @@ def did_you_mean(word: str, known: Collection[str], others: Mapping[str, str] | 
 
 # ---- annotations
 
-
-class Within(NamedTuple):
-    """The bounds of an annotated number: `Annotated[float, Within(0, 1)]`."""
-
-    low: float
-    high: float = math.inf
-
-    def takes(self, value: Any) -> bool:
-        """Return whether a value is within the bounds, or is no number."""
-        return not isinstance(value, int | float | np.number) or bool(
-            self.low <= value <= self.high
-        )
-
-
-Bytes = Annotated[int | float | str | None, Within(0)]  # as 2**31 or "2GiB"
-Count = Annotated[int, Within(1)]
-Length = Annotated[int, Within(0)]
-NonNegative = Annotated[float, Within(0)]
-Positive = Annotated[float, Within(math.ulp(0.0))]
-ZeroToOne = Annotated[float, Within(0, 1)]
-
-# Annotated[..., PARSED]: a parser reads the value, and says itself what is wrong with it.
-PARSED = "parsed"
+# Annotated[..., low, high]: of the values that are numbers, those from low to high.
+Bytes = Annotated[int | float | str | None, 0, math.inf]  # as 2**31 or "2GiB"
+Count = Annotated[int, 1, math.inf]
+Length = Annotated[int, 0, math.inf]
+NonNegative = Annotated[float, 0, math.inf]
+Positive = Annotated[float, math.ulp(0.0), math.inf]
+ZeroToOne = Annotated[float, 0, 1]
 
 Test = Callable[[Any], bool]
-
-
-def _takes_all(_: Any) -> bool:
-    return True
 
 
 def _is_number(value: Any) -> bool:
@@ -111,9 +89,7 @@ def _is_number(value: Any) -> bool:
 
 
 _TESTS: dict[Any, Test] = {
-    Any: _takes_all,
-    object: _takes_all,
-    inspect.Parameter.empty: _takes_all,
+    Any: lambda _: True,
     bool: lambda value: isinstance(value, bool | np.bool_),
     int: lambda value: as_whole_number(value) is not None,
     float: _is_number,
@@ -121,12 +97,11 @@ _TESTS: dict[Any, Test] = {
 }
 
 
-def test_of(annotation: Any, parsed: bool) -> Test:
+def test_of(annotation: Any) -> Test:
     """Return the test that a value has to pass to fit an annotation.
 
     Args:
         annotation: A type, or what `typing` makes of types. One that is unknown takes all values.
-        parsed: Test also what a parser reads: text of a layout, or a layout.
     """
     origin = typing.get_origin(annotation) or annotation
     parts = typing.get_args(annotation)
@@ -134,34 +109,38 @@ def test_of(annotation: Any, parsed: bool) -> Test:
         return _TESTS[origin]
     if origin is Literal:
         return lambda value: isinstance(value, str) and value in parts
-    has_parser = hasattr(origin, "parse") or "Mesh" in getattr(origin, "__name__", "")
-    if not parsed and (has_parser or PARSED in parts):
-        return _takes_all
     if origin is Annotated:
-        test = test_of(parts[0], parsed)
-        return lambda value: test(value) and (parts[1] is PARSED or parts[1].takes(value))
+        kind, low, high = parts
+        test = test_of(kind)
+        return lambda value: test(value) and _is_within(low, high, value)
 
-    tests = [test_of(part, parsed) for part in parts if part is not ...]
+    tests = [test_of(part) for part in parts if part is not ...]
     if origin in (typing.Union, types.UnionType):
-        return _takes_all if _takes_all in tests else lambda value: any(t(value) for t in tests)
+        return lambda value: any(test(value) for test in tests)
     if not isinstance(origin, type) or getattr(origin, "_is_protocol", False):
-        return _takes_all  # such as a type variable
-    if issubclass(origin, Collection) and parts:
-        test = partial(_takes_items, issubclass(origin, Mapping), tests)
-        if annotation == Sequence[str]:  # names with one letter may be one text
-            return test
-        return lambda value: not isinstance(value, str) and test(value)
+        return _TESTS[Any]  # such as a type variable
+    if parts and issubclass(origin, Mapping):
+        takes_key, takes_value = tests
+        return lambda value: (
+            isinstance(value, Mapping)
+            and all(takes_key(key) and takes_value(item) for key, item in value.items())
+        )
+    if parts and issubclass(origin, Collection):
+        # Names with one letter may be one text.
+        others = Mapping if annotation == Sequence[str] else str | Mapping
+        return lambda value: not isinstance(value, others) and _takes_items(tests, value)
     if hasattr(origin, "dtype"):  # arrays of numpy will do for those of a framework
-        return lambda value: isinstance(value, origin) or hasattr(value, "dtype")
+        return lambda value: hasattr(value, "dtype")
     return lambda value: isinstance(value, origin)
 
 
-def _takes_items(is_mapping: bool, tests: Sequence[Test], value: Any) -> bool:
-    """Return whether a value is a mapping, or a sequence, whose items pass the tests of its parts."""
-    if is_mapping != isinstance(value, Mapping):
-        return False
-    if is_mapping:
-        return all(tests[0](key) and tests[1](value[key]) for key in value)
+def _is_within(low: float, high: float, value: Any) -> bool:
+    """Return whether a value is from low to high, or is no number."""
+    return not isinstance(value, int | float | np.number) or bool(low <= value <= high)
+
+
+def _takes_items(tests: Sequence[Test], value: Any) -> bool:
+    """Return whether a value is a sequence, each of whose items passes one of the tests."""
     try:
         # Reading an iterator would use it up.
         return isinstance(value, Iterator) or all(any(t(x) for t in tests) for x in value)
@@ -173,7 +152,7 @@ def _takes_items(is_mapping: bool, tests: Sequence[Test], value: Any) -> bool:
 
 
 class Wrong(NamedTuple):
-    """An argument that does not fit: its name, what is wrong, and the way out."""
+    """A wrong argument: its name, what is wrong, and the way out."""
 
     name: str
     reason: str
@@ -192,56 +171,53 @@ class Signature:
         # Of a constructor the name of its class.
         self.name = function.__qualname__.removesuffix(".__init__").rpartition(".")[2]
         self.signature = inspect.signature(function)
-        self.annotations: dict[str, Any] = {}
-        self.tests: dict[bool, list[tuple[int, str, Test]]] = {False: [], True: []}
+        parameters = self.signature.parameters
         names = inspect.unwrap(function).__globals__
-        for place, parameter in enumerate(self.signature.parameters.values()):
-            if parameter.kind is parameter.KEYWORD_ONLY:
-                place = sys.maxsize
-            annotation = _evaluated(parameter.annotation, names)
-            self.annotations[parameter.name] = annotation
-            for parsed, tests in self.tests.items():
-                test = test_of(annotation, parsed)
-                if test is not _takes_all and parameter.kind is not parameter.VAR_POSITIONAL:
-                    tests.append((place, parameter.name, test))
+        self.annotations = {
+            name: _evaluated(parameter.annotation, names) for name, parameter in parameters.items()
+        }
+        self.tests = {name: test_of(annotation) for name, annotation in self.annotations.items()}
+        self.positional = [
+            name
+            for name, parameter in parameters.items()
+            if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+        ]
+        self.parsed = {
+            name
+            for name, parameter in parameters.items()
+            if re.search("Layout|Mesh|Rules", str(parameter.annotation))
+        }
 
-    def wrong_value(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any], *, parsed: bool = False
+    def wrong(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], *, has_failed: bool = False
     ) -> Wrong | None:
         """Return the first argument that does not fit its annotation; None if all do.
 
         Args:
             args: Positional arguments.
             kwargs: Arguments by name.
-            parsed: Look also at those that a parser reads.
+            has_failed: The call has raised: look also at arguments that a parser reads, and at names.
         """
-        # Hot: every call of a user comes here.
-        for place, name, test in self.tests[parsed]:
-            if place < len(args):
-                value = args[place]
-            elif name in kwargs:
-                value = kwargs[name]
-            else:
+        given = {**dict(zip(self.positional, args, strict=False)), **kwargs}
+        for name, value in given.items():
+            if name not in self.tests or (name in self.parsed and not has_failed):
                 continue
-            if not test(value):
+            if not self.tests[name](value):
                 written = self.signature.parameters[name].annotation
+                # An alias in full: `Loss` is Callable[[Any], Tensor] | None.
+                meaning = inspect.formatannotation(self.annotations[name])
                 reason = f"{name} is {short_repr(value)}, not {written}"
-                # An alias in full, without modules: `Loss` is Callable[[Any], Tensor] | None.
-                meaning = re.sub(
-                    r"\b[\w.]+\.", "", inspect.formatannotation(self.annotations[name])
-                )
                 return Wrong(name, reason, f"{self.name} takes {meaning}")
-        return None
+        return self._wrong_name(args, kwargs) if has_failed else None
 
-    def wrong_name(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Wrong | None:
+    def _wrong_name(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Wrong | None:
         """Return an argument that is missing or unknown; None if all names are right."""
         try:
             self.signature.bind(*args, **kwargs)
         except TypeError as error:
-            known = self.annotations
-            hint = f"{self.name}({', '.join(known)})"
-            for word in kwargs.keys() - known:
-                hint = did_you_mean(ELSEWHERE.get(word, word), known) + hint
+            hint = f"{self.name}({', '.join(self.annotations)})"
+            for word in kwargs.keys() - self.annotations:
+                hint = did_you_mean(ELSEWHERE.get(word, word), self.annotations) + hint
                 return Wrong(word, f"{self.name}: unexpected argument {word!r}", hint)
             # An argument is missing, or one too many: Python's own words say so well enough.
             return Wrong("", f"{self.name}: {error}", hint)
@@ -250,6 +226,8 @@ class Signature:
 
 def _evaluated(annotation: Any, names: dict[str, Any]) -> Any:
     """Return an annotation that may be text as what it stands for; Any for one that is not imported."""
+    if annotation is inspect.Parameter.empty:
+        return Any
     if not isinstance(annotation, str):
         return annotation
     try:

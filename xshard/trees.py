@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from xshard.arguments import short_repr
 from xshard.errors import PlanError, XshardError, located
 from xshard.rules import Rules, listed_names
+from xshard.signatures import short_repr
 
 T = TypeVar("T")
 Test = Callable[[Any], bool]

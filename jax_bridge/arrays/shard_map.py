@@ -23,13 +23,13 @@ from jax_bridge.calls import MoveCall, as_array
 from jax_bridge.mesh.context import free_axes, jax_mesh
 from jax_bridge.trees import array_leaves, is_array
 from xshard import Layout, Mesh, ProfileLike, Sharding, XshardError
-from xshard.arguments import short_repr
 from xshard.errors import NotationError, api_boundary, located
 from xshard.layout.layout import check_axes, parse_layouts
 from xshard.layout.lengths import Lengths, global_shape
 from xshard.notation.maps import Maps
 from xshard.notation.parser import mark_errors, with_map_digests
 from xshard.plans.expression import Sides, sides_or_one
+from xshard.signatures import short_repr
 from xshard.trees import Leaf
 
 

@@ -18,9 +18,9 @@ from jax_bridge.step.tracer import Evaluator, Tracer
 from jax_bridge.trees import is_array, leaves_with_given_values
 from xshard import Layout, Rules, Suggestion, TrainingStep
 from xshard import suggest as suggest_step
-from xshard.arguments import short_repr
 from xshard.errors import PlanError, XshardError, api_boundary
 from xshard.notation.parser import ARROW
+from xshard.signatures import short_repr
 from xshard.step.record.fuse import fuse_operations
 from xshard.step.record.repeat import find_repeated
 from xshard.step.record.trace import Trace, input_name

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import jax
 from jax.core import Tracer
@@ -51,7 +51,7 @@ def to_jax(  # noqa: PLR0913  one option for each decision of the user
     shape: Sequence[int] | None = None,
     copy: bool | None = None,
     profile: Profiles = "auto",
-    via: str | None = None,
+    via: Literal["torch", "jax"] | None = None,
     progress: Progress = None,
 ) -> Any:
     """Hand over this process's tensors as a global `jax.Array` with a `NamedSharding`.
@@ -121,7 +121,7 @@ def to_torch(  # noqa: PLR0913  one option for each decision of the user
     copy: bool | None = None,
     writable: bool = True,
     profile: Profiles = "auto",
-    via: str | None = None,
+    via: Literal["torch", "jax"] | None = None,
     progress: Progress = None,
 ) -> Any:
     """Hand over a global `jax.Array` as this process's tensor, a list of tensors, or a DTensor.

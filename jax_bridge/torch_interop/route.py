@@ -210,8 +210,6 @@ def _route(
         stored = Sharding(jax_layout, meshes.jax_axes, shape)
         # JAX's own kind of sharding, which does not say in which order rows are stored.
         jax_sharding = array_sharding(jax_layout, meshes, shape)
-        if via is not None and via not in SIDES:
-            raise PlanError(f"via={via!r}", hint='"torch", "jax", or None for the cheaper side')
 
         plan_move = functools.partial(
             plan,

@@ -112,8 +112,8 @@ def test_what_is_refused_on_every_rank() -> None:
 
     refused: Any = (
         (lambda: single(None, "full_to_full", x), "XshardError",
-            "unknown direction 'full_to_full'", "'split_to_full' or 'full_to_split'"),
-        (lambda: nvsubquadratic.AllToAllSingleFunction.apply(x[0], None, "nonsense", True), "ShapeError",
+            "type is 'full_to_full', not Direction", "['split_to_full', 'full_to_split']"),
+        (lambda: nvsubquadratic.AllToAllSingleFunction.apply(x[0], None, "full_to_split", True), "ShapeError",
             "2 dims, not 3, 4 or 5", "[B, C, L]", "all_to_all"),
         (lambda: single(None, "full_to_split", torch.ones(2, 4, 12)), "ShapeError",
             length, "^^", "pass shape="),
@@ -125,7 +125,7 @@ def test_what_is_refused_on_every_rank() -> None:
             "the number of channels 6 is not divisible by 4"),
         (lambda: single(None, "full_to_split", x, shape=(2, 9, 8)), "ShapeError",
             "has shape (2, 4, 8), not (2, ", "of a (2, 9, 8) array"),
-        (lambda: single("cp", "full_to_split", x), "MeshError", "'cp' is not a process group", "or None"),
+        (lambda: single("cp", "full_to_split", x), "XshardError", "group is 'cp', not Group", "None"),
         (lambda: poptorch.all_gather_cross_replica(x, 2), "MeshError",
             "replication_factor 2, the group has 4 processes"),
         (lambda: poptorch.all_to_all_single_cross_replica(torch.ones(6, 2), 4), "ShapeError",

@@ -76,7 +76,7 @@ def test_a_file_that_was_rewritten_is_read_again(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("wrong", [{}, [], 3])
 def test_what_is_no_name_of_an_option(wrong):
-    for option, error in (("profile", xs.errors.ProfileError), ("dtype", xs.errors.DtypeError)):
+    for option, error in (("profile", xs.XshardError), ("dtype", xs.errors.DtypeError)):
         with pytest.raises(error, match=re.escape(str(wrong))):
             xs.plan("n/a -> n", xs.Mesh(a=2), (8,), **{option: wrong})
 

@@ -43,7 +43,7 @@ TO_JAX = {
     "Tensor of torch.sparse_coo on cpu is not dense memory":
         (lambda: [x.to_sparse() for x in pair()], "n/a d", {}),
     "on meta is not dense memory": (lambda: pair(device="meta"), "n/a d", {}),
-    "via='numpy' in 'n/a d -> n d/a'\n.*\"torch\", \"jax\", or None":
+    "via is 'numpy', not Literal.*\n.*'torch', 'jax'":
         (pair, "n/a d -> n d/a", {"via": "numpy"}),
 }  # fmt: skip
 

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch_bridge.autodiff.pending import PendingTensor
 from torch_bridge.mesh.desync import graph_nodes
 from torch_bridge.versions.autograd import is_forward_mode_enabled
-from xshard.arguments import short_repr
 from xshard.dtypes import numpy_dtype
 from xshard.errors import XshardError
+from xshard.signatures import short_repr
 from xshard.steps.base import Block
 
 if TYPE_CHECKING:

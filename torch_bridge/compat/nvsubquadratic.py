@@ -9,7 +9,7 @@ divide are refused before sending.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import torch.distributed as dist
 from torch import Tensor
@@ -21,11 +21,10 @@ from torch_bridge.redistribution import redistribute
 from xshard import compat
 from xshard.errors import api_boundary
 from xshard.ops import Shape
-from xshard.signatures import PARSED
 
 AXIS = "cp"
-Group = Annotated[dist.ProcessGroup | None, PARSED]
-Direction = Annotated[Literal["split_to_full", "full_to_split"], PARSED]
+Group = dist.ProcessGroup | int | None  # a number on processes outside of the group
+Direction = Literal["split_to_full", "full_to_split"]
 
 
 @api_boundary

@@ -8,8 +8,6 @@ functions raise MeshError if the group has another number of processes than `rep
 
 from __future__ import annotations
 
-from typing import Annotated
-
 import torch.distributed as dist
 from torch import Tensor
 
@@ -17,10 +15,10 @@ from torch_bridge.mesh.process_mesh import MeshLike, group_mesh, mesh_of
 from torch_bridge.ops import all_gather, all_reduce, all_to_all, copy_to
 from xshard import compat
 from xshard.errors import MeshError, api_boundary
-from xshard.signatures import PARSED, Count
+from xshard.signatures import Count
 
 AXIS = "replica"
-Group = Annotated[dist.ProcessGroup | None, PARSED]
+Group = dist.ProcessGroup | int | None  # a number on processes outside of the group
 
 
 @api_boundary

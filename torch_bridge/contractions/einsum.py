@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from types import NoneType
 from typing import Any, Literal
 
 import torch
@@ -116,8 +117,8 @@ def einsum(  # noqa: PLR0913  a verb with the options of plans and of calls
             expression = with_map_digests(expression, maps)
         _check_choices(save, overlap)
         is_usual = shape is None and memory_limit is None and expression.__hash__ is not None
-        if not is_usual or type(async_op) is not bool:
-            given = {"expression": expression, "shape": shape, "async_op": async_op}
+        if not is_usual or type(async_op) is not bool or type(sizes) not in (dict, NoneType):
+            given = {"expression": expression, "shape": shape, "sizes": sizes, "async_op": async_op}
             check_arguments(einsum, memory_limit=memory_limit, **given)
         check_not_swapped()
         call = EinsumCall.of(expression, mesh, **options)

@@ -38,12 +38,12 @@ from torch_bridge.mesh.process_mesh import (
 from torch_bridge.replicas import comparison_of
 from torch_bridge.versions.dtensor import StridedShard
 from xshard import Layout, ProfileLike, Sharding, XshardError
-from xshard.arguments import short_repr
 from xshard.dtypes import name_of
 from xshard.errors import PlanError, ShapeError, api_boundary
 from xshard.layout.layout import NONLINEAR
 from xshard.plans.expression import sides
 from xshard.replicas import ReplicaCheck
+from xshard.signatures import short_repr
 
 
 @api_boundary

@@ -22,10 +22,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch_bridge.mesh.process_groups import process_group_of, rank_in, step_group
 from torch_bridge.versions.modes import dispatch_mode_count
 from xshard import Layout, Mesh, errors
-from xshard.arguments import short_repr
 from xshard.errors import MeshError, api_boundary
 from xshard.layout.sub_axes import Split, SubAxisMesh, unfactored
 from xshard.notation.maps import Maps
+from xshard.signatures import short_repr
 
 errors.is_recording = torch.compiler.is_compiling
 

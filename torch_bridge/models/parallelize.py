@@ -31,11 +31,11 @@ from torch_bridge.models.uses import (
 from torch_bridge.redistribution.blocks import tensor_device_of
 from torch_bridge.versions.modules import modules_by_name
 from xshard import ProfileLike, Rules, Sharding, XshardError, models
-from xshard.arguments import did_you_mean, limit_of
+from xshard.arguments import limit_of
 from xshard.errors import ShapeError, api_boundary, located
 from xshard.models import rule_of
 from xshard.rules import Pattern, RulesLike, match_objects
-from xshard.signatures import Bytes
+from xshard.signatures import Bytes, did_you_mean
 
 
 class _ModelRules(NamedTuple):

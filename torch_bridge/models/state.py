@@ -17,8 +17,8 @@ from torch_bridge.models.names import module_of
 from torch_bridge.models.parallel import parallel_of
 from torch_bridge.models.parameters import ParallelContext, ShardedParameter
 from xshard import Mesh
-from xshard.arguments import short_repr
 from xshard.errors import PlanError, ShapeError, XshardError, api_boundary, located
+from xshard.signatures import short_repr
 from xshard.state.files.loading import in_both
 
 

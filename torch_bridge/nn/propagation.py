@@ -224,7 +224,7 @@ def _index_select(call: FunctionCall) -> Any:
     return _along_dims(FunctionCall(call.func, (x, dim, index), {}))
 
 
-def _fft(call: FunctionCall, kind: str, lengths_name: str, default_dims: Any) -> Tensor:
+def _fft(call: FunctionCall, kind: Any, lengths_name: str, default_dims: Any) -> Tensor:
     """Apply a function of `torch.fft` to a block of a sharded array.
 
     It runs as our `fft`, which gathers sharded dims for the transform.

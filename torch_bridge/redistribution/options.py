@@ -11,12 +11,11 @@ from torch import Tensor
 from torch_bridge.autodiff.blocks import is_dtensor
 from torch_bridge.comm_dtype import CommDtypeLike
 from torch_bridge.mesh.process_mesh import MeshLike
-from xshard.arguments import did_you_mean
 from xshard.cost.model import ProfileLike
 from xshard.errors import MeshError
 from xshard.notation.maps import Maps
 from xshard.plans.plan import Plan
-from xshard.signatures import Bytes
+from xshard.signatures import Bytes, did_you_mean
 
 
 class TwoMeshKeywords(TypedDict, total=False):

@@ -23,9 +23,10 @@ from torch_bridge.mesh.process_mesh import MeshLike, mesh_of, process_mesh
 from torch_bridge.models.parallel import ATTRIBUTE, parallel_of
 from torch_bridge.versions.pytree import tree_flatten_with_path
 from xshard import Layout, Mesh, Rules, Sharding, XshardError, errors, trees
-from xshard.arguments import lengths_of, short_repr
+from xshard.arguments import lengths_of
 from xshard.layout.lengths import global_shape
 from xshard.plans.expression import Sides, check_block, sides_or_one
+from xshard.signatures import short_repr
 
 Constant = int | float | str | None  # bools are ints
 _LARGE_BYTES = 2**20  # smaller blocks share their pages with others

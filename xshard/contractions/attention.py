@@ -7,14 +7,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, cast
 
-from xshard.arguments import short_repr
 from xshard.cost.model import ProfileLike
 from xshard.errors import XshardError, api_boundary
 from xshard.layout import Layout, Sharding
 from xshard.nn import attention as core
 from xshard.nn.attention import HEADS, REDUCE, SEQUENCE, Attention
 from xshard.ops import A, M
-from xshard.signatures import Count, Length, ZeroToOne
+from xshard.signatures import Count, Length, Positive, ZeroToOne, short_repr
 
 
 class Operand(NamedTuple):
@@ -231,9 +230,6 @@ class AttentionCall:
         def wrong(what: str, hint: str) -> XshardError:
             return XshardError(what, text=str(attn.kv.layout), hint=hint)
 
-        if self.softcap is not None and not self.softcap > 0:
-            hint = "scores lie between -softcap and softcap"
-            raise wrong(f"softcap={self.softcap}", hint)
         # Slopes are taken as constants: a gradient would be lost in silence.
         if getattr(self.alibi, "requires_grad", False):
             raise wrong("alibi with a gradient", "alibi.detach(): slopes are constants")
@@ -349,7 +345,7 @@ class Verb(Generic[A, M]):
         window: int | tuple[int | None, int | None] | None = None,
         offset: int = 0,
         scale: float | None = None,
-        softcap: float | None = None,
+        softcap: Positive | None = None,
         alibi: A | None = None,
         dropout: ZeroToOne = 0.0,
         seed: int | A | None = None,

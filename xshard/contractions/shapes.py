@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from xshard.arguments import as_whole_number, lengths_of, short_repr
+from xshard.arguments import lengths_of
 from xshard.caches import layout_cache
 from xshard.contractions.expression import Contraction
 from xshard.contractions.placements import dim_lengths
@@ -14,6 +14,7 @@ from xshard.errors import ShapeError
 from xshard.layout import Layout, Mesh, Sharding
 from xshard.layout.lengths import global_shape
 from xshard.notation.parser import ELLIPSIS, Dim, names_of_dim, text_spans
+from xshard.signatures import as_whole_number, short_repr
 
 Shapes = tuple[tuple[int, ...], ...]
 Sizes = tuple[tuple[str, int], ...]  # lengths by name
@@ -26,9 +27,6 @@ def checked_lengths(sizes: Any, shape: Any) -> tuple[Sizes | None, Shapes | None
     ((8, 4),). None, for not given, stays None. Raises ShapeError for anything else.
     """
     if sizes is not None:
-        if not isinstance(sizes, Mapping):
-            hint = 'lengths by name, as in sizes={"b": 8}'
-            raise ShapeError(f"sizes {short_repr(sizes)}", hint=hint)
         items = sizes.items()
         sizes = tuple((name, _length(f"dim {name!r} in sizes", length)) for name, length in items)
     if shape is not None:

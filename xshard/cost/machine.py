@@ -19,11 +19,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from xshard.arguments import did_you_mean, parse_number, short_repr
+from xshard.arguments import parse_number
 from xshard.cost.model import Link, Profile, ProfileLike
 from xshard.errors import ProfileError, api_boundary
 from xshard.layout import Mesh
 from xshard.layout.sub_axes import Refinement
+from xshard.signatures import did_you_mean, short_repr
 
 AUTO = "auto"
 DEFAULT = "h100"
@@ -78,15 +79,11 @@ def load_profile(profile: ProfileLike) -> Profile:
     """
     if isinstance(profile, Profile):
         return profile
-    name: Any = profile
-    if not isinstance(name, str | Path):
-        hint = f"one of {', '.join(shipped())}, or a file"
-        raise ProfileError(f"profile is {short_repr(name)}", hint=hint)
     changed_ns = 0
     # A shipped name wins over a file of that name, and costs no look at the disk.
-    if str(name).partition(":")[0] not in shipped() and os.path.isfile(name):
-        changed_ns = os.stat(name).st_mtime_ns
-    return _load(str(name), changed_ns)
+    if str(profile).partition(":")[0] not in shipped() and os.path.isfile(profile):
+        changed_ns = os.stat(profile).st_mtime_ns
+    return _load(str(profile), changed_ns)
 
 
 @lru_cache(maxsize=1)

@@ -11,11 +11,11 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from xshard.arguments import as_whole_number, short_repr
 from xshard.dtypes import itemsize, name_of
 from xshard.errors import DtypeError, PlanError, ProfileError, api_boundary
 from xshard.formatting import format_bytes
 from xshard.layout import Mesh, Sharding
+from xshard.signatures import as_whole_number, short_repr
 from xshard.steps import Step, Traffic
 from xshard.steps.base import VIEW_KINDS
 from xshard.steps.traffic import Hop, LinkSpan, LinkSpans

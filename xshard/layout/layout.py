@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 
-from xshard.arguments import as_whole_number, lengths_of, short_repr
+from xshard.arguments import lengths_of
 from xshard.caches import layout_cache
 from xshard.errors import LinearityError, NotationError, ShapeError, Span, api_boundary
 from xshard.formatting import Pictured
@@ -21,6 +21,7 @@ from xshard.notation.maps import Maps, RowMap, named_maps
 from xshard.notation.overlap import Fold, Overlap, Reads, unfolded
 from xshard.notation.parser import ELLIPSIS, Dim, Tags
 from xshard.notation.row_arrays import Numbers
+from xshard.signatures import as_whole_number, short_repr
 
 NONLINEAR = ("max", "min")
 _DUAL_TAGS = {"sum": "copy", "mean": "copy", "copy": "sum"}

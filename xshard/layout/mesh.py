@@ -11,10 +11,11 @@ from functools import cached_property, lru_cache
 
 import numpy as np
 
-from xshard.arguments import as_whole_number, parse_number, short_repr
+from xshard.arguments import parse_number
 from xshard.errors import MeshError, Span, api_boundary
 from xshard.formatting import Pictured
 from xshard.notation.row_arrays import Numbers
+from xshard.signatures import as_whole_number, short_repr
 
 Axes = tuple[str, ...]
 Sizes = tuple[int, ...]  # of axes

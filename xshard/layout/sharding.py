@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
-from typing import Annotated
 
 import numpy as np
 
-from xshard.arguments import lengths_of, short_repr
+from xshard.arguments import lengths_of
 from xshard.caches import layout_cache
 from xshard.errors import ShapeError, api_boundary
 from xshard.formatting import Pictured
@@ -24,7 +23,7 @@ from xshard.layout.validation import MOST_ELEMENTS, check_fit
 from xshard.notation.overlap import Fold, Overlap, Reads, Window, unfolded
 from xshard.notation.parser import SEGMENTS, SIZES, Dim, Shard, Tags
 from xshard.notation.row_arrays import Numbers
-from xshard.signatures import PARSED
+from xshard.signatures import short_repr
 
 
 @api_boundary
@@ -53,7 +52,7 @@ class Sharding(Pictured):
 
     layout: Layout
     mesh: Mesh
-    shape: Annotated[tuple[int, ...], PARSED]
+    shape: tuple[int, ...]
 
     def __post_init__(self) -> None:
         check_mesh(self.mesh)

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from xshard.arguments import as_whole_number, short_repr
 from xshard.caches import layout_cache
 from xshard.errors import NotationError, ShapeError, XshardError
 from xshard.layout import Layout, Sharding
@@ -24,6 +23,7 @@ from xshard.layout.partition import rotated
 from xshard.layout.runs import row_numbers
 from xshard.nn.windows import Interval, ShardedDim, interval_frame
 from xshard.notation.parser import Dim, Shard
+from xshard.signatures import as_whole_number, short_repr
 
 AUTO = "auto"
 GATHER = "gather"

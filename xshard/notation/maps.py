@@ -14,10 +14,10 @@ from weakref import WeakValueDictionary
 import numpy as np
 from numpy.typing import ArrayLike
 
-from xshard.arguments import did_you_mean, short_repr
 from xshard.caches import empty_layout_caches
 from xshard.errors import NotationError, ShapeError, api_boundary
 from xshard.notation.row_arrays import Groups, Numbers, grouped, unique_rows
+from xshard.signatures import did_you_mean, short_repr
 
 MOST_ROWS = 2**31  # in all parts of a map together
 # Rows in new maps, after which all caches of results for layouts are emptied: they keep old maps.

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from xshard.arguments import MOST_DIGITS, did_you_mean
+from xshard.arguments import MOST_DIGITS
 from xshard.errors import NotationError, Span
 from xshard.notation.maps import DIGEST, Maps, Needs, RowMap, find_map
 from xshard.notation.overlap import (
@@ -21,6 +21,7 @@ from xshard.notation.overlap import (
     Width,
     Window,
 )
+from xshard.signatures import did_you_mean
 
 _TOKEN = re.compile(
     r"\s*(?:(?P<arrow>->)|(?P<dots>\.\.\.)|(?P<number>-?(?:inf\b|\d+\.\d*(?:[eE][-+]?\d+)?|\d+[eE][-+]?\d+))"

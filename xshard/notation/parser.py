@@ -12,12 +12,12 @@ from functools import cached_property
 from itertools import chain
 from typing import Any, NamedTuple
 
-from xshard.arguments import did_you_mean
 from xshard.caches import layout_cache
 from xshard.errors import NotationError, Span, XshardError
 from xshard.notation.maps import Maps, NamedMap, Owners, RowMap, find_map, named_maps
 from xshard.notation.overlap import Overlap, Width, bracketed
 from xshard.notation.overlap_parser import Scanner, parse_overlap, parse_width
+from xshard.signatures import did_you_mean
 
 ORDERS = ("block", "balanced", "zigzag", "cyclic")
 TAGS = ("sum", "mean", "max", "min", "copy")

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import find_spec
 
-from xshard.arguments import short_repr
 from xshard.contractions.plan import ContractionPlan
 from xshard.errors import PlanError, XshardError, api_boundary
 from xshard.layout import Layout, Mesh, Sharding
@@ -56,10 +55,6 @@ def show(
             raise PlanError("a layout alone cannot be drawn", hint="show(layout, mesh, shape)")
         mesh = Mesh.parse(mesh) if isinstance(mesh, str) else mesh
         what = Sharding(Layout.parse(what, maps), mesh, tuple(shape))
-    elif not isinstance(what, Shown):
-        raise PlanError(
-            f"what is {short_repr(what)}", hint="a layout, a sharding, a mesh or a plan"
-        )
     elif mesh is not None or shape is not None:
         raise PlanError(
             f"a {type(what).__name__} has a mesh and a shape of its own", hint="show it alone"

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from xshard.arguments import short_repr
 from xshard.errors import DtypeError, MeshError, NotationError, PlanError, ShapeError, Span
 from xshard.layout import Layout, Mesh
 from xshard.layout.layout import parse_expression
 from xshard.layout.validation import check_dims
 from xshard.notation.parser import ARROW, ELLIPSIS, text_spans
 from xshard.plans.plan import Plan
+from xshard.signatures import short_repr
 
 
 class Sides(NamedTuple):

@@ -16,7 +16,6 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from xshard.arguments import short_repr
 from xshard.cost.machine import load_profile
 from xshard.cost.model import Profile
 from xshard.dtypes import name_of
@@ -25,6 +24,7 @@ from xshard.layout import Layout, Mesh, Sharding
 from xshard.layout.sub_axes import Split, SubAxisMesh
 from xshard.notation.maps import maps_in, with_values
 from xshard.notation.parser import Shard
+from xshard.signatures import short_repr
 from xshard.steps import Step
 
 if TYPE_CHECKING:

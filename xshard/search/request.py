@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
 
-from xshard.arguments import short_repr, whole_numbers
 from xshard.cost.machine import profile_of_devices, profile_of_factors
 from xshard.cost.model import Profile
 from xshard.errors import MeshError
@@ -15,6 +14,7 @@ from xshard.layout import Layout, Mesh, Sharding
 from xshard.layout.layout import factored
 from xshard.layout.sub_axes import refine
 from xshard.notation.parser import Dim
+from xshard.signatures import as_whole_number
 
 Devices = tuple[int, ...] | range
 FORWARD = "forward"
@@ -201,14 +201,13 @@ def device_numbers(end: str, mesh: Mesh, devices: Sequence[int] | None) -> Devic
     whole = range(mesh.n_devices)
     if devices is None or (isinstance(devices, range) and devices == whole):
         return whole
-    numbers = whole_numbers(devices)
-    if numbers is None:
-        reason = f"the devices of the {end} are {short_repr(devices)}"
-        raise MeshError(reason, hint="one number per device, as in (0, 1)")
-    for number in numbers:
-        if type(number) is not int or number < 0:  # True is an int, but no device
+    numbers: list[int] = []
+    for device in devices:
+        number = as_whole_number(device)
+        if number is None or number < 0:
             hint = "devices are whole numbers >= 0"
-            raise MeshError(f"device {number!r} of the {end}", hint=hint)
+            raise MeshError(f"device {device!r} of the {end}", hint=hint)
+        numbers.append(number)
     if len(numbers) != mesh.n_devices:
         reason = f"{len(numbers)} devices for the {end}, whose mesh {mesh!r} has {mesh.n_devices}"
         raise MeshError(reason, hint="one number per device, in the order of the mesh")
@@ -216,4 +215,4 @@ def device_numbers(end: str, mesh: Mesh, devices: Sequence[int] | None) -> Devic
         twice = [number for number in numbers if numbers.count(number) > 1]
         hint = "a device has one place in a mesh"
         raise MeshError(f"device {twice[0]} twice in the {end}", hint=hint)
-    return whole if numbers == tuple(whole) else numbers
+    return whole if numbers == list(whole) else tuple(numbers)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from xshard.arguments import did_you_mean
 from xshard.errors import XshardError
+from xshard.signatures import did_you_mean
 from xshard.state.names import Names, concat, rename, split
 from xshard.state.relations import Relation
 

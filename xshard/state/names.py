@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from xshard.arguments import did_you_mean, short_repr
 from xshard.errors import ShapeError, XshardError
 from xshard.layout import layout, runs
 from xshard.plans.serialize import fields_from_plain, fields_to_plain
 from xshard.rules import match_stars, nearest_hint, spellings, stars_in
+from xshard.signatures import did_you_mean, short_repr
 from xshard.state.relations import (
     JoinedArray,
     Relation,

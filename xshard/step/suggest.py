@@ -11,7 +11,7 @@ from itertools import product
 
 import numpy as np
 
-from xshard.arguments import as_whole_number, limit_of, short_repr
+from xshard.arguments import limit_of
 from xshard.cost.machine import load_profile
 from xshard.cost.model import ProfileLike
 from xshard.errors import NotationError, PlanError, ProfileError, api_boundary
@@ -19,7 +19,7 @@ from xshard.formatting import format_bytes
 from xshard.layout import Mesh
 from xshard.layout.mesh import check_mesh
 from xshard.rules import RulesLike
-from xshard.signatures import Bytes, ZeroToOne
+from xshard.signatures import Bytes, Count, ZeroToOne, short_repr
 from xshard.step.choose.hand import HAND, options_by_hand
 from xshard.step.choose.search import StepSearch
 from xshard.step.price.moves import MovePrices
@@ -49,7 +49,7 @@ def suggest(  # noqa: PLR0913  the public signature
     memory: Bytes = None,
     profile: ProfileLike = "h100",
     fixed: RulesLike | None = None,
-    micro_batches: int | None = None,
+    micro_batches: Count | None = None,
     recompute: bool | None = None,
     overlap: ZeroToOne = 0.8,
     gap: ZeroToOne = 0.002,
@@ -148,8 +148,7 @@ def list_problems(
     # Other numbers than powers of two are searched only when a person asks for one.
     n_micro_batches = [2**i for i in range(MOST_BATCHES.bit_length()) if batch % 2**i == 0]
     if micro_batches is not None:
-        number = as_whole_number(micro_batches)
-        if number is None or number <= 0 or batch % number:
+        if batch % micro_batches:
             hint = f"{step.batch} is {batch}: {', '.join(map(str, n_micro_batches))} divide it"
             raise PlanError(f"{short_repr(micro_batches)} micro-batches", hint=hint)
         n_micro_batches = [micro_batches]

@@ -19,10 +19,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from xshard import arguments, dtypes
+from xshard import dtypes
 from xshard.errors import XshardError, with_path
 from xshard.layout import Layout, Mesh
 from xshard.notation.maps import maps_in
+from xshard.signatures import short_repr
 from xshard.state.files.checkpoint import Box, Checkpoint
 from xshard.state.files.header import (
     Entry,
@@ -291,7 +292,7 @@ def read_index(path: Path) -> dict[str, Any]:
         )
     for name, file in files.items():
         if not _is_plain_name(file):
-            file_text = arguments.short_repr(file)
+            file_text = short_repr(file)
             reason = f"{path.name}: {name}: {file_text} is not a safetensors file of this folder"
             raise FileError(reason, hint="the index has names of files beside it, without a folder")
     if not isinstance(index.get("metadata", {}), dict):

@@ -13,8 +13,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from xshard import arguments, dtypes
+from xshard import dtypes
 from xshard.errors import DtypeError, XshardError
+from xshard.signatures import short_repr
 
 LONGEST_BYTES = 100_000_000  # of a header: the limit of the format's own reader
 _LENGTH_BYTES = 8  # that hold the length of the header
@@ -165,7 +166,7 @@ def _items_once(file: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     items = dict(pairs)
     if len(items) < len(pairs):
         key, _ = Counter(key for key, _ in pairs).most_common(1)[0]
-        raise FileError(f"{file}: the header has {arguments.short_repr(key)} twice")
+        raise FileError(f"{file}: the header has {short_repr(key)} twice")
     return items
 
 
@@ -227,9 +228,9 @@ def _read_span(name: str, entry: Any, data_start: int, file_bytes: int) -> Span:
     shape = entry["shape"]
     offsets = entry["data_offsets"]
     if not isinstance(short_dtype, str) or short_dtype not in _LONG:
-        raise FileError(f"unknown dtype {arguments.short_repr(short_dtype)}")
+        raise FileError(f"unknown dtype {short_repr(short_dtype)}")
     if not _are_counts(shape) or not _are_counts(offsets) or len(offsets) != 2:
-        raise FileError(f"shape {arguments.short_repr(shape)} at {arguments.short_repr(offsets)}")
+        raise FileError(f"shape {short_repr(shape)} at {short_repr(offsets)}")
     dtype = _LONG[short_dtype]
     start, stop = offsets
     n_bytes = dtypes.n_bytes(shape, dtype)

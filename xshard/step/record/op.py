@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 
-from xshard.arguments import did_you_mean
 from xshard.errors import NotationError, PlanError, api_boundary, located
 from xshard.layout import Layout
 from xshard.notation.parser import ARROW
+from xshard.signatures import did_you_mean
 from xshard.step.record.arrays import COPY, REPLICAS, SUM, dims_of, layout_of, parse_arrays
 
 AxisRule = tuple[int, ...]  # what one mesh axis does: a placement in each array

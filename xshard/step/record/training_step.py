@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 
-from xshard.arguments import as_whole_number, did_you_mean
 from xshard.dtypes import name_of
 from xshard.errors import PlanError, ShapeError, api_boundary, located
 from xshard.formatting import align_columns
 from xshard.layout import Layout
 from xshard.notation.parser import ARROW
 from xshard.rules import listed_names
+from xshard.signatures import as_whole_number, did_you_mean
 from xshard.step.record.arrays import parse_arrays, shape_of
 from xshard.step.record.op import KINDS, Op
 

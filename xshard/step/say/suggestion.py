@@ -7,11 +7,11 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from xshard.arguments import did_you_mean
 from xshard.errors import PlanError
 from xshard.formatting import Pictured, align_columns, format_bytes, format_seconds
 from xshard.layout import Layout
 from xshard.rules import Rules, RulesLike, listed_names
+from xshard.signatures import did_you_mean
 from xshard.step.choose.search import StepSearch
 from xshard.step.price.nodes import Gathering
 from xshard.step.price.options import Floats
