@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -28,7 +28,7 @@ from torch_bridge.nn.window import (
     per_dim,
     window_frames,
 )
-from torch_bridge.redistribution import redistribute
+from torch_bridge.ops import all_reduce
 from xshard.errors import ShapeError, XshardError
 from xshard.nn.windows import (
     Frame,
@@ -442,7 +442,5 @@ def global_avg_pool(layer: Any, x: Tensor, placement: Placement) -> Outputs:
     total = x.sum(spatial_dims, keepdim=True)
     axes = placement.axes_of(spatial_dims)
     if axes:
-        partial_sums = replace(result.layout, tags=(("sum", axes),))
-        layouts = (partial_sums, result.layout)
-        total = redistribute(total, layouts, placement.processes, shape=result.shape)
+        total = all_reduce(total, axes, placement.processes, grad="replicated")
     return total / math.prod(placement.shape[first:]), result

@@ -78,10 +78,7 @@ def _cross_entropy(
         local_top=logits.detach().logsumexp(-1),
         label_logits=_chosen(logits, row_of_label),
     )
-    losses = losses.masked_fill(is_ignored, 0)
-    if options.reduction == "none":
-        return losses
-    return loss.of_batch(losses, count=(~is_ignored).sum().to(losses))
+    return loss.reduced(losses, ~is_ignored)
 
 
 def _chosen(logits: Tensor, row_of_label: Tensor) -> Tensor:

@@ -314,9 +314,7 @@ class _Entrance:
                 # Where it is used beside blocks, the gradients of all devices are summed. If the user
                 # asked for shares of gradients, the backward pass of this copy makes one of the sum.
                 placement = first.replicated_like(x)
-                (copy,) = placement.parameter_copies([x])
-                assert copy is not None
-                x = copy
+                [x] = placement.parameter_copies([x])
         return record(x.view_as(x), placement)
 
     def _copy_parameters(self, module: nn.Module, placement: Placement) -> None:

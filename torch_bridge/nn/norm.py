@@ -11,10 +11,12 @@ from torch import Tensor, nn
 
 from torch_bridge.nn.conv import check_channels
 from torch_bridge.nn.placed import Outputs, Placement
+from torch_bridge.ops import all_reduce
 from torch_bridge.redistribution import redistribute
 from torch_bridge.versions.modules import check_input_dim, dim_count_without_batch
+from xshard import Layout
 from xshard.errors import ShapeError
-from xshard.ops import move, tag
+from xshard.ops import tag
 
 Dims = Sequence[int]
 
@@ -49,10 +51,8 @@ def _standardise(
     def global_mean(addends: Tensor) -> Tensor:
         total = addends.sum(tuple(dims), keepdim=True)
         if axes:
-            # "copy" declares that each process uses its own copy of the total, so that the backward
-            # pass sums the gradients of all copies.
-            expression = move(total.shape, tag("sum", axes), tag("copy", axes))
-            total = redistribute(total, expression, placement.processes)
+            # Each process uses its own copy of the total: the backward pass sums their gradients.
+            total = all_reduce(total, axes, placement.processes, grad="sum")
         return total / count
 
     # In a dtype that is wide enough for sums over many elements, as in torch's own norms.
@@ -138,18 +138,13 @@ def _sharded_like_last_dims(
     The parameter has the dims of the array from `first` on, such as `[c]` of "b s c/tp": with tp=2
     and c=8 the result has 4 rows. None stays None; without sharded dims it is returned whole.
     """
-    used_axes = placement.axes_of(range(first, placement.ndim))
-    if parameter is None or not used_axes:
+    axes = placement.axes_of(range(first, placement.ndim))
+    if parameter is None or not axes:
         return parameter
-    # "copy" declares that each process uses its own copy, whose gradients are summed. Along axes
-    # that do not cut these dims, the parts are such copies still.
-    unused_axes = tuple(axis for axis in placement.axes if axis not in used_axes)
+    # "copy" declares that each process uses its own copy, whose gradients are summed.
     dims = placement.dims[first:]
-    src = " ".join(dim.name for dim in dims)
-    dst = " ".join(map(str, dims))
-    if unused_axes:
-        dst += tag("copy", unused_axes)
-    expression = f"{src}{tag('copy', placement.axes)} -> {dst}"
+    whole = " ".join(dim.name for dim in dims)
+    expression = f"{whole}{tag('copy', axes)} -> {Layout(dims)}"
     shape = placement.shape[first:]
     return redistribute(parameter, expression, placement.processes, shape=shape)
 

@@ -389,11 +389,9 @@ def _used_beside(placement: Placement, x: Tensor) -> Tensor:
     """Return a tensor for use with a block: its gradient is summed over axes that shard only the block."""
     placement_of_x = recorded_placement(x)
     if placement_of_x is None:  # a parameter, or a constant
-        (copy,) = placement.parameter_copies([x])
-        assert copy is not None
-        return copy
-    axes = placement_of_x.axes
-    missing_axes = tuple(axis for axis in placement.axes if axis not in axes)
+        [x] = placement.parameter_copies([x])
+        return x
+    missing_axes = tuple(axis for axis in placement.axes if axis not in placement_of_x.axes)
     if missing_axes and x.requires_grad and torch.is_grad_enabled():
         return copy_to(x, missing_axes, placement.processes)
     return x

@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from xshard.errors import DtypeError, ShapeError
 from xshard.layout import Sharding
 from xshard.layout.runs import row_numbers
-from xshard.notation.parser import Dim
 from xshard.ops import move, tag
 
 Axes = tuple[str, ...]
@@ -62,13 +61,6 @@ class ShardedLoss:
     def class_axes(self) -> Axes:
         """The mesh axes that shard the classes."""
         return self.sharding.layout.dims[self.dim].axes
-
-    @property
-    def token_dims(self) -> list[Dim]:
-        """The other dims, which labels have."""
-        dims = list(self.sharding.layout.dims)
-        del dims[self.dim]
-        return dims
 
     def check(self, block: Sequence[int], labels: Sequence[int]) -> None:
         """Raise ShapeError unless each token has one label.
@@ -122,17 +114,19 @@ class ShardedLoss:
             losses = losses - smoothing / self.n_classes * sums[2]
         return losses
 
-    def of_batch(self, losses: Any, count: Any) -> Any:
-        """Return the mean, or the sum, of the tokens' losses on all devices.
+    def reduced(self, losses: Any, is_counted: Any) -> Any:
+        """Return the mean, or the sum, of the tokens' losses on all devices, or this device's losses.
 
-        losses: [*tokens], 0 for tokens that do not count. count: how many count on this device.
+        losses: [*tokens]. is_counted: which of them count, [*tokens]; the others are 0.
         """
+        losses = self.xp.where(is_counted, losses, 0)
+        if self.options.reduction == "none":
+            return losses
         # The count travels with the sum: one message instead of two. A sum does not need it, which
         # costs nothing.
-        sum_and_count = self.xp.stack([losses.sum(), count])
-        token_axes: Axes = ()
-        for dim in self.token_dims:
-            token_axes += dim.axes
+        sum_and_count = self.xp.stack([losses.sum(), is_counted.sum()])
+        all_axes = self.sharding.layout.axes
+        token_axes = tuple(axis for axis in all_axes if axis not in self.class_axes)
         total, count = self.all_reduced(sum_and_count, "sum", token_axes)
         return total / count if self.options.reduction == "mean" else total
 
