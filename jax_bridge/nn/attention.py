@@ -144,11 +144,6 @@ class DeviceAttention(AttentionCall):
     # What `AttentionCall` asks of a framework.
 
     @property
-    def score_dtype(self) -> Any:
-        """The dtype of scores: float32, or the arrays' own if that is wider."""
-        return jnp.promote_types(self.dtype, jnp.float32)
-
-    @property
     def masked_score(self) -> float:
         """The score of a key that does not count: very low, but finite, as are derivatives."""
         return float(jnp.finfo(self.score_dtype).min) / 2

@@ -126,7 +126,8 @@ class ProcessAttention(AttentionCall):
 
     processes: ProcessMesh
     profile: ProfileLike
-    like: Tensor  # an empty tensor of the queries' dtype and device
+    dtype: torch.dtype
+    tensor_device: torch.device
     xp = torch
     masked_score = float("-inf")
 
@@ -147,8 +148,8 @@ class ProcessAttention(AttentionCall):
         if is_transformed():
             self._check_transformed(is_plain)
             methods = tuple(method for method in METHODS if method not in FIRST_DERIVATIVES)
-        profile = load_profile(machine_profile(self.profile, self.like.device))
-        return fastest_attention(attn, name_of(self.like.dtype), profile, methods)
+        profile = load_profile(machine_profile(self.profile, self.tensor_device))
+        return fastest_attention(attn, name_of(self.dtype), profile, methods)
 
     def _check_transformed(self, is_plain: bool) -> None:
         """Raise XshardError for what has first derivatives in reverse mode only."""
@@ -177,13 +178,13 @@ class ProcessAttention(AttentionCall):
         return self.as_integers(row_numbers(runs))
 
     def as_integers(self, x: Any) -> Tensor:
-        return torch.as_tensor(x, device=self.like.device)
+        return torch.as_tensor(x, device=self.tensor_device)
 
     def in_score_dtype(self, x: Tensor) -> Tensor:
-        return x.detach().to(self.like.device, _score_dtype(self.like))
+        return x.detach().to(self.tensor_device, self.score_dtype)
 
     def product(self, q: Tensor, k: Tensor) -> Tensor:
-        return (q @ k.mT).to(_score_dtype(q))
+        return (q @ k.mT).to(self.score_dtype)
 
     # Attention by torch's own function, which autograd and torch.func know.
 
@@ -271,14 +272,11 @@ class ProcessAttention(AttentionCall):
     @cached_property
     def kernel(self) -> str:
         """The kind of device with a fused kernel for these scores, or empty."""
-        device = self.like.device
-        if self.softcap is not None or self.dropout:
+        kind = self.tensor_device.type
+        has_kernel = kind == "cpu" or (kind == "cuda" and self.dtype in _GPU_KERNEL_DTYPES)
+        if self.softcap is not None or self.dropout or not has_kernel:
             return ""
-        if device.type == "cpu":
-            return "cpu"
-        if self.like.is_cuda and self.like.dtype in _GPU_KERNEL_DTYPES:
-            return device.type
-        return ""
+        return kind
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: TileMask) -> TileResult:
         """Return the result of a tile; a row that sees nothing has 0, and a log-sum-exp of -inf."""
@@ -351,11 +349,6 @@ class ProcessAttention(AttentionCall):
         layouts, shape = self.attn.rotation(block.shape, distance)
         pending = redistribute(block, layouts, self.processes, shape=shape, async_op=True)
         return pending.wait  # type: ignore[union-attr]  # it is pending: async_op
-
-
-def _score_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype of scores of queries or keys: float32 or wider."""
-    return torch.promote_types(x.dtype, torch.float32)
 
 
 def _narrowed(x: Tensor, like: Tensor) -> Tensor:
@@ -460,7 +453,7 @@ class BlockAttention(torch.autograd.Function):
         q: [batch, heads, rows, width]. Returns the outputs in q's dtype, and their log-sum-exps
         [batch, heads, rows], -inf for rows that see no key.
         """
-        dtype = _score_dtype(q)
+        dtype = call.score_dtype
         rows = q.shape[:3]
         y = q.new_zeros((*rows, call.attn.value_width), dtype=dtype)
         log_sum = q.new_full(rows, float("-inf"), dtype=dtype)
@@ -583,8 +576,9 @@ def _attention(
     if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
         message = f"queries {q.dtype}, keys {k.dtype}, values {v.dtype}"
         raise DtypeError(message, hint="one floating dtype")
+    processes = process_mesh(mesh)
     call = ProcessAttention(
-        *options, processes=process_mesh(mesh), profile=profile, like=q.new_empty(0)
+        *options, processes=processes, profile=profile, dtype=q.dtype, tensor_device=q.device
     )
     results = call.run(q, k, v, layout)
     y = results[0].to(q.dtype)

@@ -142,9 +142,8 @@ def _sharded_like_last_dims(
     if parameter is None or not axes:
         return parameter
     # "copy" declares that each process uses its own copy, whose gradients are summed.
-    dims = placement.dims[first:]
-    whole = " ".join(dim.name for dim in dims)
-    expression = f"{whole}{tag('copy', axes)} -> {Layout(dims)}"
+    layout = Layout(placement.dims[first:])
+    expression = f"{layout.unsharded}{tag('copy', axes)} -> {layout}"
     shape = placement.shape[first:]
     return redistribute(parameter, expression, placement.processes, shape=shape)
 

@@ -33,7 +33,7 @@ from torch_bridge.nn.placed import (
 )
 from torch_bridge.nn.views import VIEWS, new_dims, view
 from torch_bridge.ops import copy_to
-from xshard import Layout, XshardError
+from xshard import XshardError
 from xshard.errors import api_boundary, with_path
 from xshard.notation.parser import Dim
 
@@ -219,8 +219,7 @@ def _index_select(call: FunctionCall) -> Any:
     placement = recorded_placement(index)
     # The numbers of rows that others select are needed too: the result has them all.
     if placement is not None and placement.axes:
-        dims = [Dim(dim.name) for dim in placement.dims]
-        index = placement.redistribute(index, Layout(tuple(dims)))
+        index = placement.redistribute(index, placement.layout.unsharded)
     return _along_dims(FunctionCall(call.func, (x, dim, index), {}))
 
 
@@ -445,7 +444,7 @@ def _fitted_tensor(x: Tensor, result: Placement) -> Tensor:
     if placement is None:
         _check_broadcasts(x, target_dims, result)
         return _used_beside(result, x)
-    dims = [Dim(dim.name) for dim in placement.dims]
+    dims = list(placement.layout.unsharded.dims)
     for d, target in enumerate(target_dims):
         if placement.shape[d] == result.shape[first + d]:
             dims[d] = replace(target, name=dims[d].name)

@@ -34,6 +34,7 @@ class AttentionCall:
     A bridge derives from this class and adds what depends on its framework:
 
     - `xp`: its array functions, `torch` or `jax.numpy`;
+    - `dtype`: of queries, keys and values;
     - `masked_score`: the score of a key that a query does not see;
     - `enter(x, layout, shape)`: an argument -> its block, and its sharding;
     - `move(x, layouts, shape)`: redistribute a block;
@@ -68,6 +69,11 @@ class AttentionCall:
     if TYPE_CHECKING:  # the attributes of a framework
 
         def __getattr__(self, name: str) -> Any: ...
+
+    @property
+    def score_dtype(self) -> Any:
+        """The dtype of scores: float32, or the arrays' own if that is wider."""
+        return self.xp.promote_types(self.dtype, self.xp.float32)
 
     def run(self, q: Any, k: Any, v: Any, layout: Layout | str) -> list[Any]:
         """Compute attention from this device's blocks of queries, keys and values.

@@ -210,10 +210,8 @@ class Attention:
         return interval_frame(key_heads, queries.shape[HEADS], key_heads_of).source
 
     def heads_read(self, device: int) -> Rows:
-        """Return the local head of keys that each of a device's heads of queries reads."""
+        """Return the local head of keys that each of a device's heads of queries reads: they share heads."""
         query_heads = _rows_of(self.queries, HEADS, device)
-        if self.query_heads_per_key_head == 1:
-            return np.arange(len(query_heads))
         key_heads = _rows_of(self.keys, HEADS, device)
         # A device's heads of keys are consecutive. Without heads there is no first: nothing to subtract.
         return query_heads // self.query_heads_per_key_head - key_heads[:1]
