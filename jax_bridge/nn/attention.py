@@ -36,7 +36,6 @@ from xshard.nn.attention import (
     RING,
     SEQUENCE,
     Attention,
-    dim_order,
     run_starts,
 )
 
@@ -500,7 +499,6 @@ def _attention(
             f"queries {q.dtype}, keys {k.dtype}, values {v.dtype}", hint="one floating dtype"
         )
     call = DeviceAttention(*options, dtype=q.dtype, implementation=kernel)
-    dim_order(layout, call.sequence, call.heads)  # raises if the layout lacks them
     kv_layout = Layout.parse(call.kv_layout) if call.kv_layout else layout
     context = mesh_and_machine(mesh, (layout, kv_layout), text, profile)
     arrays: dict[str, Any] = {}

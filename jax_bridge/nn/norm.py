@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import chain
 
 import jax
 import numpy as np
@@ -196,7 +195,7 @@ def _mean(x: Sharded, dims: Sequence[int], block: jax.Array) -> jax.Array:
         block: The values, zero in the padding.
     """
     total = block.sum(tuple(dims), keepdims=True)  # of this device's rows
-    axes = tuple(chain.from_iterable(x.layout.dims[dim].axes for dim in dims))
+    axes = Layout(tuple(x.layout.dims[dim] for dim in dims)).axes
     if axes:
         # grad="sum": each device uses the total for its own block, so that the total's gradient is
         # the sum over devices.

@@ -112,12 +112,10 @@ class Queries(NamedTuple):
     cotangent: Tensor
     y: Tensor
     log_sum: Tensor
-    has_extra_column: bool = False  # see `_with_log_sum_column`
 
     def rows(self, rows: slice) -> Queries:
         """Return some of the queries."""
-        q, cotangent, y, log_sum = [x[:, :, rows] for x in self[:4]]
-        return Queries(q, cotangent, y, log_sum, self.has_extra_column)
+        return Queries._make(x[:, :, rows] for x in self)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -317,7 +315,7 @@ class ProcessAttention(AttentionCall):
             gradients = _gpu_gradients(queries, k, v, mask, self.scale)
         else:
             gradients = self._plain_gradients(queries, k, v, mask)
-        # Kernels may have padded queries, keys and values to one width: drop these columns.
+        # Queries, keys and values may have been padded to one width: drop these columns.
         return TileGradients(*map(_narrowed, gradients, (queries.q, k, v)))
 
     def _plain_gradients(
@@ -329,7 +327,8 @@ class ProcessAttention(AttentionCall):
         dV = (P * D)^T dY, dS = P * (dY V^T * D - sum(dY * Y)), dQ = dS K, dK = dS^T Q. dS is also
         multiplied by `slope`, the derivative of the scores by the products of queries and keys.
         """
-        q, dy, y, log_sum, _ = queries
+        q, dy, y, log_sum = queries
+        v, dy, y = _padded_to_one_width(v, dy, y)  # see `_with_log_sum_column`
         scores, slope = self.scores(q, k, mask.rows, mask.keys)
         # `log_sum` is over the keys of all tiles, so these weights are those of the whole softmax.
         weights = (scores - log_sum[..., None]).exp()
@@ -379,7 +378,7 @@ def _cpu_gradients(
     queries: Queries, k: Tensor, v: Tensor, mask: TileMask, scale: float | None
 ) -> TileGradients:
     """Return the gradients of one tile from the kernel for CPUs."""
-    q, cotangent, y, log_sum, _ = queries
+    q, cotangent, y, log_sum = queries
     q, k, v, cotangent, y = _padded_to_one_width(q, k, v, cotangent, y)
     dropout = 0.0
     bias = mask.as_bias(q.dtype)
@@ -411,7 +410,7 @@ def _gpu_gradients(
     queries: with outputs, their gradient, and log-sum-exps over all keys. Widths are padded to
     one multiple of 8, so the gradients may have more columns than the inputs.
     """
-    q, cotangent, y, log_sum, _ = queries
+    q, cotangent, y, log_sum = queries
     q, k, v, cotangent, y = _padded_to_one_width(q, k, v, cotangent, y, multiple=8)
     # The kernel takes the strides of its own result for granted.
     y = y.transpose(1, 2).contiguous().transpose(1, 2)
@@ -522,13 +521,12 @@ def _with_log_sum_column(queries: Queries, log_sum_cotangent: Tensor) -> Queries
     """Add the cotangent of the log-sum-exps as one more column of results.
 
     Every kernel subtracts `(cotangent * y).sum(-1)` from the gradients of scores: a column of ones in y, and
-    of minus the cotangent, adds it there. Values have zeros in this column.
+    of minus the cotangent, adds it there. Values are padded to the width of results, with zeros.
     """
     column = -log_sum_cotangent[..., None].to(queries.y.dtype)
     return queries._replace(
         cotangent=torch.cat((queries.cotangent, column), -1),
         y=F.pad(queries.y, (0, 1), value=1.0),
-        has_extra_column=True,
     )
 
 
@@ -543,13 +541,10 @@ def _add_gradients_of_block(
     kv_gradient = torch.zeros_like(block, dtype=queries.log_sum.dtype)
     for tile in call.tiles(round_index):
         k, v = call.read(block[:, :, tile.k])
-        wide_v = v
-        if queries.has_extra_column:
-            wide_v = F.pad(v, (0, 1))  # for the gradient of the log-sum-exps: a column of zeros
         mask = call.mask(tile, round_index)
-        addends = call.tile_gradients(queries.rows(tile.q), k, wide_v, mask)
+        addends = call.tile_gradients(queries.rows(tile.q), k, v, mask)
         q_gradient[:, :, tile.q] += addends.q
-        kv_addend = torch.cat((addends.k, _narrowed(addends.v, v)), -1)
+        kv_addend = torch.cat((addends.k, addends.v), -1)
         call.add_gradient(kv_gradient[:, :, tile.k], kv_addend)
     return kv_gradient
 

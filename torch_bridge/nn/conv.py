@@ -348,16 +348,16 @@ def _window_sums(rows: Tensor, pooling: Pooling, *, is_ceil: bool) -> Tensor:
     kernel = tuple(window.k for window in pooling.windows)
     stride = tuple(window.s for window in pooling.windows)
     padding = pooling.local_padding
-    if len(kernel) == 1:
+    rank = len(kernel)
+    if rank == 1:
         # torch has no sums over windows of one dim: they are windows of two, one row high.
+        rows = rows.unsqueeze(-2)
         kernel = (1, *kernel)
         stride = (1, *stride)
         padding = (0, *padding)
-        high = rows.unsqueeze(-2)
-        sums = F.avg_pool2d(high, kernel, stride, padding, is_ceil, divisor_override=1)
-        return sums.squeeze(-2)
-    average = F.avg_pool2d if len(kernel) == 2 else F.avg_pool3d
-    return average(rows, kernel, stride, padding, is_ceil, divisor_override=1)
+    average = F.avg_pool3d if rank == 3 else F.avg_pool2d
+    sums = average(rows, kernel, stride, padding, is_ceil, divisor_override=1)
+    return sums.squeeze(-2) if rank == 1 else sums
 
 
 def _pool_windows(layer: Any, boundary: Boundary) -> PoolWindows:

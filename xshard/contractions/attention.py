@@ -13,6 +13,7 @@ from xshard.errors import XshardError, api_boundary
 from xshard.layout import Layout, Sharding
 from xshard.nn import attention as core
 from xshard.nn.attention import HEADS, REDUCE, SEQUENCE, Attention
+from xshard.notation.parser import Dim
 from xshard.ops import A, M
 from xshard.signatures import Count, Length, ZeroToOne
 
@@ -150,10 +151,26 @@ class AttentionCall:
     def _gather_numbers(
         self, attn: Attention, numbers: Any, layout: Layout, *, of_keys: bool
     ) -> Any:
-        """Gather a block of document numbers along the sequence -> `[batch or 1, rows]`."""
-        move = core.document_move(attn, layout, numbers.ndim, of_keys)
-        numbers = self.move(numbers, move.layouts, move.shape)
-        numbers = self.xp.moveaxis(numbers, move.order, tuple(range(len(move.order))))
+        """Gather a block of document numbers along the sequence -> `[batch or 1, rows]`.
+
+        For queries `b/dp h s/cp k`: `b/dp s/cp -> b/dp s`. Masks need the numbers of all rows, and
+        only of this device's batches.
+
+        layout: of the queries or the keys, whichever the numbers are for, in the caller's order of
+        dims.
+        """
+        array = attn.kv if of_keys else attn.q
+        dims = (*array.layout.dims[:HEADS], array.layout.dims[SEQUENCE])
+        shape = (*array.shape[:HEADS], array.shape[SEQUENCE])
+        whole = (*attn.q.layout.dims[:HEADS], Dim(dims[-1].name))
+        if numbers.ndim == 1:  # the same documents in all batches
+            dims = dims[-1:]
+            shape = shape[-1:]
+            whole = whole[-1:]
+        names = [dim.name for dim in dims]
+        given_names = [name for name in layout.names if name in names]
+        numbers = self._reorder_dims(numbers, given_names, names)
+        numbers = self.move(numbers, (Layout(dims), Layout(whole)), shape)
         return numbers.reshape(math.prod(numbers.shape[:-1]), numbers.shape[-1])
 
     def _move_and_compute(self, q: Any, k: Any, v: Any, is_plain: bool) -> list[Any]:

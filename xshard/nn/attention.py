@@ -67,14 +67,6 @@ class Rotation(NamedTuple):
     shape: Sequence[int]  # global
 
 
-class DocumentMove(NamedTuple):
-    """A move that gathers document numbers along the sequence."""
-
-    layouts: tuple[Layout, Layout]
-    shape: list[int]  # global
-    order: list[int]  # of dims, with the sequence last
-
-
 @dataclass(frozen=True)
 class Attention:
     """An attention of sharded arrays by one of `METHODS`.
@@ -373,18 +365,14 @@ def key_lengths(
 
     heads: the name of the dim of heads.
     """
-    lengths: dict[str, int | None] = dict.fromkeys(kv_layout.names)
     # Rows of keys with the name of the queries' rows are as many as those.
-    names_in_queries = q.layout.names[:-1]
-    lengths.update(zip(names_in_queries, q.shape[:-1], strict=True))
-    own_rows = [name for name in kv_layout.names[:-1] if name not in names_in_queries]
-    if kv_length is not None and not own_rows:
+    lengths: dict[str, int | None] = dict(zip(q.layout.names, q.shape, strict=True))
+    lengths[q.layout.names[WIDTH]] = None
+    lengths[heads] = kv_heads  # which may be fewer than of queries
+    if kv_length is not None and lengths.keys() >= set(kv_layout.names):
         hint = "rows of keys that are others than the queries' rows have another name, as in b t/cp h k"
         raise XshardError(f"kv_length={kv_length}", text=str(kv_layout), hint=hint)
-    for name in own_rows:
-        lengths[name] = kv_length
-    lengths[heads] = kv_heads  # which may be fewer than of queries
-    return [lengths[name] for name in kv_layout.names]
+    return [lengths.get(name, kv_length) for name in kv_layout.names]
 
 
 def attention(
@@ -486,34 +474,6 @@ def dropped(seed: Any, position: Sequence[Any], *, share: float) -> Any:
             bits = ((bits >> 16 ^ bits) * 0x45D9F3B) & BITS
         bits = bits >> 16 ^ bits
     return bits < round(share * BITS)
-
-
-def document_move(
-    attn: Attention, layout: Layout, ndim: int, of_keys: bool = False
-) -> DocumentMove:
-    """Return the redistribution that gathers document numbers along the sequence.
-
-    For queries `b/dp h s/cp k`: `b/dp s/cp -> b/dp s`. Masks need the numbers of all rows, and only
-    of this device's batches.
-
-    layout: of the queries or the keys, whichever the numbers are for, in the caller's order of
-    dims. ndim: of the numbers; 1 for `[sequence]`, else `[*batch, sequence]`. of_keys: whether they
-    are for keys.
-    """
-    array = attn.kv if of_keys else attn.q
-    *batch, _, sequence, _ = array.layout.names  # in `dim_order`
-    wanted = [*batch, sequence]
-    if ndim == 1:  # the same documents in all batches
-        wanted = [sequence]
-    # The numbers have their dims in the order of the caller's layout.
-    src_dims = [dim for dim in layout.dims if dim.name in wanted]
-    names = [dim.name for dim in src_dims]
-    batch_dims = {dim.name: dim for dim in attn.q.layout.dims[:HEADS]}
-    dst_dims = [batch_dims.get(name, Dim(name)) for name in names]
-    layouts = (Layout(tuple(src_dims)), Layout(tuple(dst_dims)))
-    shape = [array.shape[array.dim_index(name)] for name in names]
-    order = [names.index(name) for name in wanted]
-    return DocumentMove(layouts, shape, order)
 
 
 @layout_cache(maxsize=4096)
