@@ -39,7 +39,6 @@ from xshard.contractions.attention import AttentionCall, Verb
 from xshard.contractions.prices import fastest_attention
 from xshard.dtypes import name_of
 from xshard.errors import DtypeError, XshardError
-from xshard.layout.runs import row_numbers
 from xshard.nn.attention import (
     ALL,
     CAUSAL,
@@ -50,6 +49,7 @@ from xshard.nn.attention import (
     SEQUENCE,
     Attention,
     Tile,
+    rows_of,
     tiles,
 )
 
@@ -171,9 +171,7 @@ class ProcessAttention(AttentionCall):
         return BlockAttention.apply(self, q, kv)  # type: ignore[no-any-return]  # torch has no type for it
 
     def global_positions(self, dim: int) -> Tensor:
-        queries = self.attn.queries
-        runs = queries.held(dim % len(queries.shape), self.processes.device)
-        return self.as_integers(row_numbers(runs))
+        return self.as_integers(rows_of(self.attn.queries, dim, self.processes.device))
 
     def as_integers(self, x: Any) -> Tensor:
         return torch.as_tensor(x, device=self.tensor_device)

@@ -163,13 +163,12 @@ def batch_norm(layer: Any, x: Tensor, placement: Placement) -> Outputs:
     if has_statistics and not layer.training:
         statistics = (layer.running_mean, layer.running_var)
         return nn.functional.batch_norm(x, *statistics, weight, bias, eps=layer.eps), placement
+    dims = [d for d in range(x.ndim) if d != 1]  # all but the channels
     # torch refuses one value per channel, whose variance is 0; here the global array counts.
-    n_channels = max(1, placement.shape[1])
-    count = math.prod(placement.shape) // n_channels
+    count = math.prod(placement.shape[d] for d in dims)
     if count <= 1:
         message = f"one value per channel of a {placement.shape} array"
         raise ShapeError(message, hint="normalise over more, or call eval()")
-    dims = [d for d in range(x.ndim) if d != 1]  # all but the channels
     standardised = _standardise(x, placement, dims, dims, count, layer.eps)
     if has_statistics:
         _update_statistics(layer, standardised, count)

@@ -127,11 +127,11 @@ def _cat(call: FunctionCall) -> Tensor:
     tensors, dim = call.arguments("tensors", dim=0)
     placements = recorded_placements(tensors)
     for placement in placements:
-        check_whole(placement, (_dim_number(dim, placement),), "cat()")
+        check_whole(placement, (placement.layout.dim_index(dim),), "cat()")
     if len(placements) < len(tensors):
         message = "cat() of a block and a tensor without a placement"
         raise XshardError(message, hint="slice it first")
-    d = _dim_number(dim, placements[0])
+    d = placements[0].layout.dim_index(dim)
     # The layout of the result is found as for elementwise functions. Lengths along the concatenated
     # dim may differ, and are left out of it: each counts as 1.
     one_row = _broadcast([placement.with_length(d, 1) for placement in placements])
@@ -169,7 +169,7 @@ def _along_dims(call: FunctionCall, position: int | None = 1, default: int | Non
     if not dims:
         dims = list(range(placement.ndim)) if default is None else [default]
     # No other process has rows of a dim that is not sharded, so that the local result is right.
-    numbers = {_dim_number(d, placement) for d in dims}
+    numbers = set(map(placement.layout.dim_index, dims))
     check_whole(placement, sorted(numbers), f"{call.name}()")
     y = call.run()
     for part in tensors_in((y,)):  # max returns two
@@ -240,7 +240,7 @@ def _fft(call: FunctionCall, kind: str, lengths_name: str, default_dims: Any) ->
         dims = [dims]
     elif not dims:
         dims = range(-len(lengths if lengths else placement.shape), 0)
-    numbers = [_dim_number(d, placement) for d in dims]
+    numbers = list(map(placement.layout.dim_index, dims))
     if lengths:
         lengths = _global_fft_lengths(call.name, placement, numbers, lengths)
     names = " ".join(placement.layout.names[d] for d in numbers)
@@ -461,14 +461,6 @@ def _check_broadcasts(x: Tensor, dims: Sequence[Dim], result: Placement) -> None
         if length > 1 and dim.axes:
             message = f"{length} rows without a recorded sharding meet dim '{dim}'"
             raise result.shape_error(message, "slice it first, or make it an input of the model")
-
-
-def _dim_number(dim: int, placement: Placement) -> int:
-    """Return the number of a dim that may count from the end: -1 of 4 dims -> 3."""
-    ndim = placement.ndim
-    if not -ndim <= dim < ndim:
-        raise placement.shape_error(f"no dim {dim} in a block of {ndim} dims")
-    return dim % ndim
 
 
 def _not_of_blocks(name: str) -> XshardError:

@@ -15,7 +15,7 @@ from xshard.nn import attention as core
 from xshard.nn.attention import HEADS, REDUCE, SEQUENCE, Attention
 from xshard.notation.parser import Dim
 from xshard.ops import A, M
-from xshard.signatures import Count, Length, ZeroToOne
+from xshard.signatures import Count, Length, Positive, ZeroToOne
 
 
 class Operand(NamedTuple):
@@ -226,7 +226,7 @@ class AttentionCall:
         result = self.attn.result
         target = self.attn.target
         dims = result.layout.dims
-        whole = result.with_layout(Layout(dims, ()))
+        whole = result.with_layout(Layout(dims))
         maxima = result.with_layout(Layout(dims, (("max", self.attn.axes),)))
 
         # Subtracting the greatest keeps exp() from overflowing. It is -inf where no device saw a key:
@@ -246,7 +246,7 @@ class AttentionCall:
         return total / divisor, xp.where(sees_nothing, -math.inf, log_sum)
 
     def _check(self, attn: Attention) -> None:
-        """Raise XshardError for values of softcap, alibi, dropout or documents that make no sense.
+        """Raise XshardError for values of alibi, dropout or documents that make no sense.
 
         Layouts, shapes, the method and the window were checked when `attn` was made.
         """
@@ -254,9 +254,6 @@ class AttentionCall:
         def wrong(what: str, hint: str) -> XshardError:
             return XshardError(what, text=str(attn.kv.layout), hint=hint)
 
-        if self.softcap is not None and not self.softcap > 0:
-            hint = "scores lie between -softcap and softcap"
-            raise wrong(f"softcap={self.softcap}", hint)
         # Slopes are taken as constants: a gradient would be lost in silence.
         if getattr(self.alibi, "requires_grad", False):
             raise wrong("alibi with a gradient", "alibi.detach(): slopes are constants")
@@ -372,7 +369,7 @@ class Verb(Generic[A, M]):
         window: int | tuple[int | None, int | None] | None = None,
         offset: int = 0,
         scale: float | None = None,
-        softcap: float | None = None,
+        softcap: Positive | None = None,
         alibi: A | None = None,
         dropout: ZeroToOne = 0.0,
         seed: int | A | None = None,

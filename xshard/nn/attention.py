@@ -203,14 +203,14 @@ class Attention:
 
     def heads_read(self, device: int) -> Rows:
         """Return the local head of keys that each of a device's heads of queries reads: they share heads."""
-        query_heads = _rows_of(self.queries, HEADS, device)
-        key_heads = _rows_of(self.keys, HEADS, device)
+        query_heads = rows_of(self.queries, HEADS, device)
+        key_heads = rows_of(self.keys, HEADS, device)
         # A device's heads of keys are consecutive. Without heads there is no first: nothing to subtract.
         return query_heads // self.query_heads_per_key_head - key_heads[:1]
 
     def query_rows(self, device: int) -> Rows:
         """Return the global numbers of the rows of a device's queries."""
-        return _rows_of(self.queries, SEQUENCE, device)
+        return rows_of(self.queries, SEQUENCE, device)
 
     def key_rows(self, device: int, round_index: int = 0) -> Rows:
         """Return the global rows of the keys that a device uses in round `round_index` of a ring."""
@@ -220,7 +220,7 @@ class Attention:
             ring = mesh.group(device, self.axes)
             origin = mesh.index(device, self.axes) - round_index
             device = ring[origin % len(ring)]
-        return _rows_of(self.keys, SEQUENCE, device)
+        return rows_of(self.keys, SEQUENCE, device)
 
     @property
     def devices(self) -> tuple[int, ...]:
@@ -306,9 +306,9 @@ class Attention:
         return kv[..., :key_width], kv[..., key_width:]
 
 
-def _rows_of(array: Sharding, dim: int, device: int) -> Rows:
-    """Return the global rows of a dim, counted from the last, that a device's block has."""
-    return row_numbers(array.held(len(array.shape) + dim, device))
+def rows_of(array: Sharding, dim: int, device: int) -> Rows:
+    """Return the global rows of a dim, maybe counted from the last, that a device's block has."""
+    return row_numbers(array.held(dim % len(array.shape), device))
 
 
 def _sharding_axes(dims: Sequence[Dim]) -> set[str]:
@@ -506,7 +506,7 @@ def run_starts(attn: Attention, array: Sharding) -> tuple[int, ...]:
     """
     starts = set()
     for device in attn.devices:
-        rows = _rows_of(array, SEQUENCE, device)
+        rows = rows_of(array, SEQUENCE, device)
         starts.add(tuple(run.start for run in _runs(rows)))
     # One program for all devices, as JAX has it, cannot divide blocks in different ways.
     are_even = len(set(array.local_sizes[SEQUENCE])) == 1

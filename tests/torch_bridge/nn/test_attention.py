@@ -162,7 +162,7 @@ def test_what_is_refused() -> None:
     alibi: Any = [torch.ones(3), torch.ones(4, requires_grad=True)]
     wrong: tuple[tuple[dict[str, Any], str], ...] = (
         ({"window": (3, -1)}, "window=(3, -1)"),
-        ({"softcap": 0.0}, "softcap=0.0"),
+        ({"softcap": 0.0}, "softcap is 0.0"),
         ({"dropout": 1.0}, "dropout=1.0"),
         ({"dropout": 0.5}, "dropout=0.5 without seed="),
         ({"alibi": alibi[0]}, "alibi (3,), 4 heads"),
