@@ -32,9 +32,8 @@ def check_attention(
     name: str, hooks: Mapping[str, ModuleHooks], module: nn.Module, args: Any, kwargs: Any
 ) -> None:
     """Raise XshardError if a module would attend to one block of a sequence; a hook of the module."""
-    if (
-        "" not in hooks or kwargs.get("key_value_states") is not None
-    ):  # another sequence, maybe whole
+    has_other_keys = kwargs.get("key_value_states") is not None  # they may be whole
+    if "" not in hooks or has_other_keys:
         return
     root = hooks[""]
     # Tokens are `[batch, sequence]`.

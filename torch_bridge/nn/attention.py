@@ -38,7 +38,7 @@ from xshard import Layout, ProfileLike, Sharding, load_profile
 from xshard.contractions.attention import AttentionCall, Verb
 from xshard.contractions.prices import fastest_attention
 from xshard.dtypes import name_of
-from xshard.errors import DtypeError, XshardError
+from xshard.errors import XshardError
 from xshard.nn.attention import (
     ALL,
     CAUSAL,
@@ -566,9 +566,6 @@ def _attention(
         hint = "it is JAX's: torch.nn.attention.sdpa_kernel() chooses torch's"
         raise XshardError(f"implementation={implementation!r}", hint=hint)
     q, k, v = map(as_tensor, qkv, "qkv")
-    if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
-        message = f"queries {q.dtype}, keys {k.dtype}, values {v.dtype}"
-        raise DtypeError(message, hint="one floating dtype")
     processes = process_mesh(mesh)
     call = ProcessAttention(
         *options, processes=processes, profile=profile, dtype=q.dtype, tensor_device=q.device

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, cast
 
 from xshard.arguments import short_repr
 from xshard.cost.model import ProfileLike
-from xshard.errors import XshardError, api_boundary
+from xshard.dtypes import name_of
+from xshard.errors import DtypeError, XshardError, api_boundary
 from xshard.layout import Layout, Sharding
 from xshard.nn import attention as core
 from xshard.nn.attention import HEADS, REDUCE, SEQUENCE, Attention
@@ -83,6 +84,9 @@ class AttentionCall:
         `kv_layout` if that is given. Returns `[y]`, or `[y, lse]` with `return_lse`: blocks under
         `layout`, where the last dim of lse (log of the sum of exponentials of scores) is 1 long.
         """
+        if not q.dtype == k.dtype == v.dtype or "float" not in name_of(q.dtype):
+            what = f"queries {q.dtype}, keys {k.dtype}, values {v.dtype}"
+            raise DtypeError(what, hint="one floating dtype")
         q_layout = Layout.parse(layout)
         kv_layout = q_layout
         if self.kv_layout:
@@ -269,16 +273,9 @@ class AttentionCall:
             raise wrong(f"dropout={self.dropout} without seed=", "one number on all devices")
         if any(not hasattr(given, "ndim") for given in self.documents if given is not None):
             raise wrong(f"documents={short_repr(self.documents)}", "arrays of whole numbers")
-        if not self._documents_fit(attn):
+        are_given = [given is not None for given in self.documents]  # of queries, of keys
+        if are_given == [False, True] or (are_given == [True, False] and not attn.is_one_sequence):
             raise wrong("documents of one sequence", "documents= and kv_documents=")
-
-    def _documents_fit(self, attn: Attention) -> bool:
-        """Return whether documents are given for both sequences, or for the one that there is."""
-        of_queries, of_keys = self.documents
-        if of_queries is None:
-            return of_keys is None
-        is_one_sequence = attn.q.layout.names == attn.kv.layout.names
-        return of_keys is not None or is_one_sequence
 
     def visible(self, rows: Any, keys: Any) -> Any:
         """Return which keys each query sees, `[batch or 1, 1, rows, keys]`."""

@@ -155,8 +155,12 @@ class Attention:
             return False
         # Documents of two sequences, or a window that an offset moves away, may leave a query nothing.
         is_masked = has_documents or self.left is not None or self.right is not None
-        is_one_sequence = self.q.layout.names == self.kv.layout.names
-        return not is_masked or (is_one_sequence and not self.offset)
+        return not is_masked or (self.is_one_sequence and not self.offset)
+
+    @property
+    def is_one_sequence(self) -> bool:
+        """Whether queries and keys are rows of one sequence."""
+        return self.q.layout.names == self.kv.layout.names
 
     @property
     def query_heads_per_key_head(self) -> int:

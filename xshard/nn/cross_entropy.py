@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from xshard.dtypes import name_of
 from xshard.errors import DtypeError, ShapeError
 from xshard.layout import Sharding
 from xshard.layout.runs import row_numbers
@@ -26,12 +27,6 @@ class LossOptions(NamedTuple):
     shape: Sequence[int | None] | None
     class_name: str
     profile: Any  # of the machine to plan for
-
-
-def dtype_error(logits: object, labels: object, text: str) -> DtypeError:
-    """Return the error of logits that are no floats, or of labels that are no whole numbers."""
-    what = f"logits {logits}, labels {labels}"
-    return DtypeError(what, text=text, hint="labels are numbers of classes")
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,17 +57,21 @@ class ShardedLoss:
         """The mesh axes that shard the classes."""
         return self.sharding.layout.dims[self.dim].axes
 
-    def check(self, block: Sequence[int], labels: Sequence[int]) -> None:
-        """Raise ShapeError unless each token has one label.
+    def check(self, logits: Any, labels: Any) -> None:
+        """Raise DtypeError unless labels are whole numbers, ShapeError unless each token has one.
 
-        block, labels: the shapes of this device's logits, [b, s, v], and labels, [b, s].
+        logits, labels: this device's, [b, s, v] and [b, s].
         """
-        d = self.dim
-        tokens = tuple(block[:d]) + tuple(block[d + 1 :])
-        if tuple(labels) != tokens:
-            what = f"labels of shape {tuple(labels)}, logits of shape {tuple(block)}"
-            hint = f"labels are {tokens}, all dims but {self.options.class_name!r}"
-            raise ShapeError(what, text=str(self.sharding.layout), hint=hint)
+        text = str(self.sharding.layout)
+        if "float" not in name_of(logits.dtype) or "int" not in name_of(labels.dtype):
+            what = f"logits {logits.dtype}, labels {labels.dtype}"
+            raise DtypeError(what, text=text, hint="labels are numbers of classes")
+        tokens = list(logits.shape)
+        del tokens[self.dim]
+        if list(labels.shape) != tokens:
+            what = f"labels of shape {tuple(labels.shape)}, logits of shape {tuple(logits.shape)}"
+            hint = f"labels are {tuple(tokens)}, all dims but {self.options.class_name!r}"
+            raise ShapeError(what, text=text, hint=hint)
 
     def whole_error(self) -> ShapeError:
         """Return the error of devices that all have the same logits, in the place of blocks."""
