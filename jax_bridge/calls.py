@@ -14,7 +14,13 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_bridge.autodiff.function import apply, new_name
-from jax_bridge.mesh.axis_types import as_varying, axis_size, is_typed, varying_axes
+from jax_bridge.mesh.axis_types import (
+    as_varying,
+    axes_of_equal_blocks,
+    axis_size,
+    is_typed,
+    varying_axes,
+)
 from jax_bridge.mesh.context import (
     AnyMesh,
     axis_span,
@@ -229,15 +235,14 @@ def with_entry_type(
     src = plan.src
     block_type = manual_type(x)
     kind = unreduced_kind(block_type)  # "sum", or how else the addends are to be combined
-    # Axes of addends that are equal by their type. Those of a constant may be, as this device's
-    # number of rows, whose sum is the number of all rows.
-    equal_axes = set(src.tagged("sum")) - block_type.varying - block_type.unreduced
+    equal_axes = axes_of_equal_blocks(x, src.tagged("sum"))
     # The first axis along which the type does not fit is the error.
     for axis in plan.axes if axes is None else axes:
         if kind != "sum" and axis in block_type.unreduced and axis not in src.tagged(kind):
             what = f"the block is unreduced along {axis!r}: its {kind} is pending"
             hint = f"write it on the left: {kind}({axis})"
-        elif axis in equal_axes and is_typed(axis) and axis_size(axis) > 1 and not is_constant(x):
+        # Addends that are constants may be equal, as this device's number of rows.
+        elif axis in equal_axes and not is_constant(x):
             what = (
                 f"the block is equal on all {axis_size(axis)} devices of {axis!r}, "
                 "where the source holds addends"

@@ -18,14 +18,14 @@ from jax import lax
 
 from jax_bridge.autodiff.product import ProductNames, multiplied
 from jax_bridge.calls import execute, with_entry_type
-from jax_bridge.lower.row_tables import row_of_this_device, row_table
+from jax_bridge.lower.row_tables import rows_of_this_device
 from jax_bridge.mesh.context import (
     AnyMesh,
     check_block_shape,
     mesh_and_machine,
     planned_mesh_in_context,
 )
-from xshard import ContractionPlan, Mesh, Plan, ProfileLike, Sharding, planner
+from xshard import ContractionPlan, Mesh, Plan, ProfileLike, planner
 from xshard.contractions.expression import Contraction
 from xshard.contractions.plan import Part, contraction_of
 from xshard.contractions.ring import ContractionRing
@@ -165,7 +165,7 @@ def _named_operands(
         check_block_shape(x.shape, array, text, inferred=inferred, start=span[0])
         x = with_entry_type(x, move, text, mover.mesh.axes, span)
         named = move.source  # the operand with a dim per name
-        rows_of = partial(_global_rows, named)
+        rows_of = partial(rows_of_this_device, named)
         operands.append(named_block(x, array.layout, named, named.max_local_shape, rows_of))
     return operands
 
@@ -200,12 +200,6 @@ def _planned(
         shapes = global_lengths(call, part_of_mesh, tuple(x.shape for x in blocks), options.sizes)
     options = options._replace(profile=machine)
     return options.plan(call, part_of_mesh, shapes, dtype), part_of_mesh
-
-
-def _global_rows(sharding: Sharding, name: str) -> jax.Array:
-    """Return the global numbers of the rows of a dim in this device's block."""
-    rows = row_table(sharding, sharding.dim_index(name))
-    return row_of_this_device(rows, sharding.layout.dim(name).axes)
 
 
 def _contract_locally(

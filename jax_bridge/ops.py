@@ -18,7 +18,7 @@ from jax.sharding import Mesh as JaxMesh
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_bridge.calls import as_array, redistribute
-from jax_bridge.lower.row_tables import row_of_this_device, row_table, valid_elements
+from jax_bridge.lower.row_tables import row_table, rows_of_this_device, valid_elements
 from jax_bridge.mesh.axis_types import bound_sizes
 from jax_bridge.mesh.context import AnyMesh, sharding_in_context, xshard_mesh
 from xshard import Layout, Sharding
@@ -126,14 +126,12 @@ def positions(
     """
     shape = lengths_of(shape)
     layout = Layout.parse(layout, maps).resolved(len(shape))
-    index = layout.dim_index(dim)
-    dim_axes = layout.dims[index].axes
     # A layout that names no axes has all rows on all devices; without a mesh it is taken to be
     # inside, where none is needed.
     is_inside = bool(bound_sizes(layout.axes)) or (mesh is None and not layout.axes)
     if is_inside:
         sharding = sharding_in_context(layout, shape, mesh)
-        return row_of_this_device(row_table(sharding, index), dim_axes)
+        return rows_of_this_device(sharding, dim)
 
     # Outside: the rows of all blocks.
     if mesh is None:
@@ -141,10 +139,12 @@ def positions(
             "outside shard_map and pmap pass a mesh: positions(layout, mesh, shape=shape, dim=dim)"
         )
         raise MeshError("no axis of the layout is manual here", text=str(layout), hint=hint)
+    index = layout.dim_index(dim)
     with mark_errors(str(layout)):
         table = row_table(Sharding(layout, xshard_mesh(mesh), shape), index)
     rows = jnp.asarray(table.ravel())  # block after block
     if not isinstance(mesh, JaxMesh):
         return rows
+    dim_axes = layout.dims[index].axes
     spec = PartitionSpec(dim_axes if dim_axes else None)
     return jax.device_put(rows, NamedSharding(mesh, spec))

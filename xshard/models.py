@@ -143,7 +143,7 @@ def with_outer_axes(layout: Layout, named: Collection[str], outside: Layout) -> 
 def layout_inside(rule: ActivationRule, outside: Layout) -> Layout:
     """Return all dims that have names inside a module, and the tags of activations there."""
     inside_layout = with_outer_axes(rule.dst, rule.axes, outside)
-    unsharded = Layout(tuple(Dim(dim.name) for dim in outside.dims))
+    unsharded = outside.unsharded
     # Dims that the rule does not name keep the shards of other axes.
     kept = with_outer_axes(unsharded, rule.axes, outside)
     # About the dims that it names, which come last, the rule decides.

@@ -18,9 +18,9 @@ from jax_bridge.mesh.axis_types import as_tagged, bound_sizes
 from jax_bridge.mesh.context import AnyMesh, free_axes, machine_profile
 from xshard import ContractionPlan, ProfileLike
 from xshard.contractions.expression import Contraction
-from xshard.contractions.plan import contraction_of
+from xshard.contractions.plan import contraction_of, known_lengths
 from xshard.contractions.ring import NEVER
-from xshard.contractions.shapes import Shapes, checked_lengths, for_operands, shapes_of
+from xshard.contractions.shapes import Shapes, for_operands, shapes_of
 from xshard.dtypes import name_of
 from xshard.errors import DtypeError, api_boundary
 from xshard.formatting import format_bytes
@@ -92,17 +92,13 @@ def einsum(  # noqa: PLR0913  one option more than the limit; torch_bridge has t
     if any(map(are_keys, arrays)):
         raise DtypeError("PRNG keys cannot be multiplied", text=text, hint="reshard moves them")
     operand_shapes = tuple(x.shape for x in arrays)
-    known_sizes, known_shapes = checked_lengths(sizes, shape)
     call = for_operands(call, operand_shapes)
     given: Given = call
-    shapes = None
     if isinstance(expression, ContractionPlan):
         given = expression
+    known_sizes, shapes = known_lengths(given, sizes, shape)
+    if shapes is None and isinstance(given, ContractionPlan):
         shapes = given.shapes
-        if known_sizes is not None and known_shapes is None:  # they must fit the plan's arrays
-            known_shapes = tuple(array.shape for array in given.arrays[:-1])
-    if known_shapes is not None:
-        _, shapes = shapes_of(call, known_sizes, known_shapes)
 
     dtype = jnp.result_type(*arrays)
     product_dtype = dtype

@@ -173,6 +173,13 @@ def row_of_this_device(values: NDArray, axes: Sequence[str]) -> jax.Array:
     )
 
 
+def rows_of_this_device(sharding: Sharding, dim: int | str) -> jax.Array:
+    """Return the global numbers of the rows of a dim in this device's block; VOID in its padding."""
+    number = sharding.layout.dim_index(dim)
+    axes = sharding.layout.dims[number].axes
+    return row_of_this_device(row_table(sharding, number), axes)
+
+
 def valid_elements(sharding: Sharding) -> jax.Array:
     """Return a mask of this device's padded block: True at elements, False in padding."""
     shape = sharding.max_local_shape

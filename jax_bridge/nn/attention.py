@@ -21,14 +21,18 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jax_bridge.calls import as_array, redistribute
-from jax_bridge.lower.row_tables import group_table, row_of_this_device, with_zero_padding
+from jax_bridge.lower.row_tables import (
+    group_table,
+    row_of_this_device,
+    rows_of_this_device,
+    with_zero_padding,
+)
 from jax_bridge.mesh.axis_types import as_varying, varying_axes
 from jax_bridge.mesh.context import AnyMesh, block_sharding, mesh_and_machine
-from jax_bridge.ops import positions
 from xshard import Layout, Sharding
 from xshard.contractions.attention import AttentionCall, Verb
 from xshard.contractions.prices import fastest_attention
-from xshard.errors import DtypeError, api_boundary
+from xshard.errors import api_boundary
 from xshard.nn.attention import (
     BITS,
     HEADS,
@@ -36,7 +40,6 @@ from xshard.nn.attention import (
     RING,
     SEQUENCE,
     Attention,
-    dim_order,
     run_starts,
 )
 
@@ -144,11 +147,6 @@ class DeviceAttention(AttentionCall):
     # What `AttentionCall` asks of a framework.
 
     @property
-    def score_dtype(self) -> Any:
-        """The dtype of scores: float32, or the arrays' own if that is wider."""
-        return jnp.promote_types(self.dtype, jnp.float32)
-
-    @property
     def masked_score(self) -> float:
         """The score of a key that does not count: very low, but finite, as are derivatives."""
         return float(jnp.finfo(self.score_dtype).min) / 2
@@ -158,8 +156,7 @@ class DeviceAttention(AttentionCall):
 
         -1 in padding.
         """
-        queries = self.attn.queries
-        return positions(queries.layout, queries.mesh, shape=queries.shape, dim=dim)
+        return rows_of_this_device(self.attn.queries, dim)
 
     def product(self, q: Array, k: Array) -> Array:
         """Multiply queries by keys: [batch, heads, queries, keys]."""
@@ -500,12 +497,7 @@ def _attention(
     layout = Layout.parse(layout)
     text = str(layout)
     q, k, v = (as_array(x, text) for x in qkv)
-    if not q.dtype == k.dtype == v.dtype or not jnp.issubdtype(q.dtype, jnp.floating):
-        raise DtypeError(
-            f"queries {q.dtype}, keys {k.dtype}, values {v.dtype}", hint="one floating dtype"
-        )
     call = DeviceAttention(*options, dtype=q.dtype, implementation=kernel)
-    dim_order(layout, call.sequence, call.heads)  # raises if the layout lacks them
     kv_layout = Layout.parse(call.kv_layout) if call.kv_layout else layout
     context = mesh_and_machine(mesh, (layout, kv_layout), text, profile)
     arrays: dict[str, Any] = {}

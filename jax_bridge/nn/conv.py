@@ -12,11 +12,10 @@ import numpy as np
 from jax import lax
 from numpy.typing import NDArray
 
-from jax_bridge.lower.row_tables import VOID, along_dim, padded_table, row_of_this_device
+from jax_bridge.lower.row_tables import VOID, along_dim, row_of_this_device, row_table
 from jax_bridge.nn.sharded import Sharded
 from jax_bridge.nn.window import Boundaries, WindowedDim, WindowRules, apply_windows
 from xshard.errors import ShapeError, api_boundary
-from xshard.layout.runs import row_numbers
 from xshard.nn.windows import pool_counts, pool_window
 from xshard.notation.overlap import Window
 
@@ -350,13 +349,11 @@ def _local_divisors(y: Sharded, dim: int, counts: NDArray[np.int64]) -> jax.Arra
     Counts [2, 3, 3, 2] of 4 rows on 2 devices, dim 1 of a block [n, 2]: [[2, 3]] on device 0.
     Padding is divided by 1.
     """
-    axes = y.layout.dims[dim].axes
-    rows_of_devices = list(map(row_numbers, y.sharding.owned_by_position(dim)))
-    rows = padded_table(rows_of_devices, y.block.shape[dim])
+    rows = row_table(y.sharding, dim)
     table = np.where(rows == VOID, 1, counts[rows]).astype(np.float32)
     # Whole numbers are divided as floats; short floats keep their dtype.
     dtype = jnp.promote_types(y.block.dtype, np.float16)
-    divisors = row_of_this_device(table, axes).astype(dtype)
+    divisors = row_of_this_device(table, y.layout.dims[dim].axes).astype(dtype)
     return along_dim(divisors, dim, y.block.ndim)
 
 

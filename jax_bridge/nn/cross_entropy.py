@@ -17,14 +17,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_bridge.calls import as_array, redistribute
-from jax_bridge.lower.row_tables import valid_elements, with_zero_padding
-from jax_bridge.mesh.axis_types import is_typed, varying_axes
+from jax_bridge.lower.row_tables import rows_of_this_device, valid_elements, with_zero_padding
+from jax_bridge.mesh.axis_types import axes_of_equal_blocks
 from jax_bridge.mesh.context import AnyMesh, block_sharding, mesh_and_machine
-from jax_bridge.ops import positions
 from xshard import Layout
 from xshard.contractions.attention import Verb
 from xshard.errors import api_boundary
-from xshard.nn.cross_entropy import LossOptions, ShardedLoss, dtype_error
+from xshard.nn.cross_entropy import LossOptions, ShardedLoss
 
 
 def _cross_entropy(
@@ -44,31 +43,23 @@ def _cross_entropy(
     text = str(layout)
     logits = as_array(logits, text)
     labels = as_array(labels, text)
-    are_classes = jnp.issubdtype(labels.dtype, jnp.integer)
-    if not are_classes or not jnp.issubdtype(logits.dtype, jnp.floating):
-        raise dtype_error(logits.dtype, labels.dtype, text)
     layout_of_logits = layout.resolved(logits.ndim)
     context = mesh_and_machine(mesh, (layout_of_logits,), text, options.profile)
     sharding = block_sharding(logits, layout_of_logits, context.mesh, options.shape)
     move = partial(redistribute, mesh=context.mesh, profile=context.machine)
     loss = ShardedLoss(jnp, move, options, sharding)
-    loss.check(logits.shape, labels.shape)
+    loss.check(logits, labels)
     # Types may say that devices have the same logits: whole ones, in the place of blocks.
-    same_axes = filter(is_typed, set(loss.class_axes) - varying_axes(logits))
-    if any(context.mesh.size(axis) > 1 for axis in same_axes):
+    if axes_of_equal_blocks(logits, loss.class_axes):
         raise loss.whole_error()
 
     losses = _token_losses(logits, labels, loss)
     is_no_class = (labels < 0) | (labels >= loss.n_classes)
-    token_names = [dim.name for dim in loss.token_dims]
-    is_token = valid_elements(sharding.in_order(token_names))
-    is_counted = is_token & (labels != options.ignore_index)
     # A label that is no class gives NaN, since a compiled program cannot raise.
     losses = jnp.where(is_no_class, jnp.nan, losses)
-    losses = jnp.where(is_counted, losses, 0)
-    if options.reduction == "none":
-        return losses
-    return loss.of_batch(losses, count=is_counted.sum().astype(losses.dtype))
+    token_names = [name for name in layout_of_logits.names if name != options.class_name]
+    is_token = valid_elements(sharding.in_order(token_names))
+    return loss.reduced(losses, is_token & (labels != options.ignore_index))
 
 
 def _token_losses(logits: jax.Array, labels: jax.Array, loss: ShardedLoss) -> jax.Array:
@@ -84,7 +75,7 @@ def _token_losses(logits: jax.Array, labels: jax.Array, loss: ShardedLoss) -> ja
     """
     sharding = loss.sharding
     dim = loss.dim
-    class_numbers = positions(sharding.layout, sharding.mesh, shape=sharding.shape, dim=dim)
+    class_numbers = rows_of_this_device(sharding, dim)
     x = jnp.moveaxis(with_zero_padding(logits, sharding), dim, -1)  # [*tokens, classes]
     x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     # Classes with a negative number are padding.

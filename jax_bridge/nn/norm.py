@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import chain
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -195,7 +195,7 @@ def _mean(x: Sharded, dims: Sequence[int], block: jax.Array) -> jax.Array:
         block: The values, zero in the padding.
     """
     total = block.sum(tuple(dims), keepdims=True)  # of this device's rows
-    axes = tuple(chain.from_iterable(x.layout.dims[dim].axes for dim in dims))
+    axes = Layout(tuple(x.layout.dims[dim] for dim in dims)).axes
     if axes:
         # grad="sum": each device uses the total for its own block, so that the total's gradient is
         # the sum over devices.
@@ -233,13 +233,11 @@ def _local_parameter(x: Sharded, value: jax.Array, dims: Sequence[int]) -> jax.A
         what = f"a parameter of shape {value.shape} for dims of lengths {lengths}"
         raise ShapeError(what, text=str(x.layout))
 
-    sharded_dims = tuple(x.layout.dims[dim] for dim in dims)
-    axes = tuple(chain.from_iterable(dim.axes for dim in sharded_dims))
-    if axes:
+    layout = Layout(tuple(x.layout.dims[dim] for dim in dims))
+    if layout.axes:
         # `copy` says that each device has a copy of the parameter; the gradient is then their sum.
-        whole_dims = tuple(Dim(dim.name) for dim in sharded_dims)
-        layouts = (Layout(whole_dims, (("copy", axes),)), Layout(sharded_dims))
-        value = redistribute(value, layouts, x.sharding.mesh, shape=lengths)
+        copies = replace(layout.unsharded, tags=(("copy", layout.axes),))
+        value = redistribute(value, (copies, layout), x.sharding.mesh, shape=lengths)
 
     shape = [1] * x.block.ndim
     for dim, length in zip(dims, value.shape, strict=True):

@@ -34,15 +34,8 @@ from xshard import ProfileLike
 from xshard.arguments import limit_of
 from xshard.caches import layout_cache
 from xshard.contractions.expression import Contraction
-from xshard.contractions.plan import ContractionPlan, contraction_of
-from xshard.contractions.shapes import (
-    Shapes,
-    Sizes,
-    checked_lengths,
-    for_operands,
-    global_lengths,
-    shapes_of,
-)
+from xshard.contractions.plan import ContractionPlan, contraction_of, known_lengths
+from xshard.contractions.shapes import Shapes, Sizes, for_operands, global_lengths
 from xshard.cost.machine import resolve_profile
 from xshard.dtypes import name_of
 from xshard.errors import DtypeError, MeshError, NotationError
@@ -91,11 +84,7 @@ class EinsumCall(NamedTuple):
             comm_dtype = comm_dtypes(comm_dtype)
         profile = resolve_profile(profile)
         limit = limit_of(memory_limit)
-        known_sizes, shapes = checked_lengths(sizes, shape)
-        if shapes is None and known_sizes and isinstance(expression, ContractionPlan):
-            shapes = tuple(array.shape for array in expression.arrays[:-1])
-        if shapes is not None:
-            _, shapes = shapes_of(contraction_of(expression), known_sizes, shapes)
+        known_sizes, shapes = known_lengths(expression, sizes, shape)
         return cls(expression, mesh, shapes, known_sizes, profile, limit, comm_dtype, overlap)
 
     @property

@@ -32,10 +32,8 @@ def check_attention(
 ) -> None:
     """Raise XshardError if a module would attend to one block of a sequence; a hook of the module."""
     blocks = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.ndim > 1]
-    is_cross_attention = (
-        kwargs.get("key_value_states") is not None
-    )  # to another sequence, maybe whole
-    if not blocks or is_cross_attention or not _is_own(module):
+    has_other_keys = kwargs.get("key_value_states") is not None  # they may be whole
+    if not blocks or has_other_keys or not _is_own(module):
         return
     rows = blocks[0].shape[1]  # of [batch, sequence, ...]
     layouts = [rule.rule.dst for rule in root.inputs]

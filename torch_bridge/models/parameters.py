@@ -39,7 +39,9 @@ class ParallelContext:
     def __getstate__(self) -> dict[str, Any]:
         if not isinstance(self.mesh, Mesh):
             what = "a model on process groups cannot be pickled"
-            raise XshardError(what, hint="parallelize it on an xshard.Mesh, or xt.save(model, folder)")
+            raise XshardError(
+                what, hint="parallelize it on an xshard.Mesh, or xt.save(model, folder)"
+            )
         return vars(self)
 
     @property

@@ -38,8 +38,7 @@ from xshard import Layout, ProfileLike, Sharding, load_profile
 from xshard.contractions.attention import AttentionCall, Verb
 from xshard.contractions.prices import fastest_attention
 from xshard.dtypes import name_of
-from xshard.errors import DtypeError, XshardError
-from xshard.layout.runs import row_numbers
+from xshard.errors import XshardError
 from xshard.nn.attention import (
     ALL,
     CAUSAL,
@@ -50,6 +49,7 @@ from xshard.nn.attention import (
     SEQUENCE,
     Attention,
     Tile,
+    rows_of,
     tiles,
 )
 
@@ -112,12 +112,10 @@ class Queries(NamedTuple):
     cotangent: Tensor
     y: Tensor
     log_sum: Tensor
-    has_extra_column: bool = False  # see `_with_log_sum_column`
 
     def rows(self, rows: slice) -> Queries:
         """Return some of the queries."""
-        q, cotangent, y, log_sum = [x[:, :, rows] for x in self[:4]]
-        return Queries(q, cotangent, y, log_sum, self.has_extra_column)
+        return Queries._make(x[:, :, rows] for x in self)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -126,7 +124,8 @@ class ProcessAttention(AttentionCall):
 
     processes: ProcessMesh
     profile: ProfileLike
-    like: Tensor  # an empty tensor of the queries' dtype and device
+    dtype: torch.dtype
+    tensor_device: torch.device
     xp = torch
     masked_score = float("-inf")
 
@@ -147,8 +146,8 @@ class ProcessAttention(AttentionCall):
         if is_transformed():
             self._check_transformed(is_plain)
             methods = tuple(method for method in METHODS if method not in FIRST_DERIVATIVES)
-        profile = load_profile(machine_profile(self.profile, self.like.device))
-        return fastest_attention(attn, name_of(self.like.dtype), profile, methods)
+        profile = load_profile(machine_profile(self.profile, self.tensor_device))
+        return fastest_attention(attn, name_of(self.dtype), profile, methods)
 
     def _check_transformed(self, is_plain: bool) -> None:
         """Raise XshardError for what has first derivatives in reverse mode only."""
@@ -172,18 +171,16 @@ class ProcessAttention(AttentionCall):
         return BlockAttention.apply(self, q, kv)  # type: ignore[no-any-return]  # torch has no type for it
 
     def global_positions(self, dim: int) -> Tensor:
-        queries = self.attn.queries
-        runs = queries.held(dim % len(queries.shape), self.processes.device)
-        return self.as_integers(row_numbers(runs))
+        return self.as_integers(rows_of(self.attn.queries, dim, self.processes.device))
 
     def as_integers(self, x: Any) -> Tensor:
-        return torch.as_tensor(x, device=self.like.device)
+        return torch.as_tensor(x, device=self.tensor_device)
 
     def in_score_dtype(self, x: Tensor) -> Tensor:
-        return x.detach().to(self.like.device, _score_dtype(self.like))
+        return x.detach().to(self.tensor_device, self.score_dtype)
 
     def product(self, q: Tensor, k: Tensor) -> Tensor:
-        return (q @ k.mT).to(_score_dtype(q))
+        return (q @ k.mT).to(self.score_dtype)
 
     # Attention by torch's own function, which autograd and torch.func know.
 
@@ -271,14 +268,11 @@ class ProcessAttention(AttentionCall):
     @cached_property
     def kernel(self) -> str:
         """The kind of device with a fused kernel for these scores, or empty."""
-        device = self.like.device
-        if self.softcap is not None or self.dropout:
+        kind = self.tensor_device.type
+        has_kernel = kind == "cpu" or (kind == "cuda" and self.dtype in _GPU_KERNEL_DTYPES)
+        if self.softcap is not None or self.dropout or not has_kernel:
             return ""
-        if device.type == "cpu":
-            return "cpu"
-        if self.like.is_cuda and self.like.dtype in _GPU_KERNEL_DTYPES:
-            return device.type
-        return ""
+        return kind
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: TileMask) -> TileResult:
         """Return the result of a tile; a row that sees nothing has 0, and a log-sum-exp of -inf."""
@@ -319,7 +313,7 @@ class ProcessAttention(AttentionCall):
             gradients = _gpu_gradients(queries, k, v, mask, self.scale)
         else:
             gradients = self._plain_gradients(queries, k, v, mask)
-        # Kernels may have padded queries, keys and values to one width: drop these columns.
+        # Queries, keys and values may have been padded to one width: drop these columns.
         return TileGradients(*map(_narrowed, gradients, (queries.q, k, v)))
 
     def _plain_gradients(
@@ -331,7 +325,8 @@ class ProcessAttention(AttentionCall):
         dV = (P * D)^T dY, dS = P * (dY V^T * D - sum(dY * Y)), dQ = dS K, dK = dS^T Q. dS is also
         multiplied by `slope`, the derivative of the scores by the products of queries and keys.
         """
-        q, dy, y, log_sum, _ = queries
+        q, dy, y, log_sum = queries
+        v, dy, y = _padded_to_one_width(v, dy, y)  # see `_with_log_sum_column`
         scores, slope = self.scores(q, k, mask.rows, mask.keys)
         # `log_sum` is over the keys of all tiles, so these weights are those of the whole softmax.
         weights = (scores - log_sum[..., None]).exp()
@@ -351,11 +346,6 @@ class ProcessAttention(AttentionCall):
         layouts, shape = self.attn.rotation(block.shape, distance)
         pending = redistribute(block, layouts, self.processes, shape=shape, async_op=True)
         return pending.wait  # type: ignore[union-attr]  # it is pending: async_op
-
-
-def _score_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype of scores of queries or keys: float32 or wider."""
-    return torch.promote_types(x.dtype, torch.float32)
 
 
 def _narrowed(x: Tensor, like: Tensor) -> Tensor:
@@ -386,7 +376,7 @@ def _cpu_gradients(
     queries: Queries, k: Tensor, v: Tensor, mask: TileMask, scale: float | None
 ) -> TileGradients:
     """Return the gradients of one tile from the kernel for CPUs."""
-    q, cotangent, y, log_sum, _ = queries
+    q, cotangent, y, log_sum = queries
     q, k, v, cotangent, y = _padded_to_one_width(q, k, v, cotangent, y)
     dropout = 0.0
     bias = mask.as_bias(q.dtype)
@@ -418,7 +408,7 @@ def _gpu_gradients(
     queries: with outputs, their gradient, and log-sum-exps over all keys. Widths are padded to
     one multiple of 8, so the gradients may have more columns than the inputs.
     """
-    q, cotangent, y, log_sum, _ = queries
+    q, cotangent, y, log_sum = queries
     q, k, v, cotangent, y = _padded_to_one_width(q, k, v, cotangent, y, multiple=8)
     # The kernel takes the strides of its own result for granted.
     y = y.transpose(1, 2).contiguous().transpose(1, 2)
@@ -460,7 +450,7 @@ class BlockAttention(torch.autograd.Function):
         q: [batch, heads, rows, width]. Returns the outputs in q's dtype, and their log-sum-exps
         [batch, heads, rows], -inf for rows that see no key.
         """
-        dtype = _score_dtype(q)
+        dtype = call.score_dtype
         rows = q.shape[:3]
         y = q.new_zeros((*rows, call.attn.value_width), dtype=dtype)
         log_sum = q.new_full(rows, float("-inf"), dtype=dtype)
@@ -529,13 +519,12 @@ def _with_log_sum_column(queries: Queries, log_sum_cotangent: Tensor) -> Queries
     """Add the cotangent of the log-sum-exps as one more column of results.
 
     Every kernel subtracts `(cotangent * y).sum(-1)` from the gradients of scores: a column of ones in y, and
-    of minus the cotangent, adds it there. Values have zeros in this column.
+    of minus the cotangent, adds it there. Values are padded to the width of results, with zeros.
     """
     column = -log_sum_cotangent[..., None].to(queries.y.dtype)
     return queries._replace(
         cotangent=torch.cat((queries.cotangent, column), -1),
         y=F.pad(queries.y, (0, 1), value=1.0),
-        has_extra_column=True,
     )
 
 
@@ -550,13 +539,10 @@ def _add_gradients_of_block(
     kv_gradient = torch.zeros_like(block, dtype=queries.log_sum.dtype)
     for tile in call.tiles(round_index):
         k, v = call.read(block[:, :, tile.k])
-        wide_v = v
-        if queries.has_extra_column:
-            wide_v = F.pad(v, (0, 1))  # for the gradient of the log-sum-exps: a column of zeros
         mask = call.mask(tile, round_index)
-        addends = call.tile_gradients(queries.rows(tile.q), k, wide_v, mask)
+        addends = call.tile_gradients(queries.rows(tile.q), k, v, mask)
         q_gradient[:, :, tile.q] += addends.q
-        kv_addend = torch.cat((addends.k, _narrowed(addends.v, v)), -1)
+        kv_addend = torch.cat((addends.k, addends.v), -1)
         call.add_gradient(kv_gradient[:, :, tile.k], kv_addend)
     return kv_gradient
 
@@ -580,11 +566,9 @@ def _attention(
         hint = "it is JAX's: torch.nn.attention.sdpa_kernel() chooses torch's"
         raise XshardError(f"implementation={implementation!r}", hint=hint)
     q, k, v = map(as_tensor, qkv, "qkv")
-    if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
-        message = f"queries {q.dtype}, keys {k.dtype}, values {v.dtype}"
-        raise DtypeError(message, hint="one floating dtype")
+    processes = process_mesh(mesh)
     call = ProcessAttention(
-        *options, processes=process_mesh(mesh), profile=profile, like=q.new_empty(0)
+        *options, processes=processes, profile=profile, dtype=q.dtype, tensor_device=q.device
     )
     results = call.run(q, k, v, layout)
     y = results[0].to(q.dtype)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -28,7 +28,7 @@ from torch_bridge.nn.window import (
     per_dim,
     window_frames,
 )
-from torch_bridge.redistribution import redistribute
+from torch_bridge.ops import all_reduce
 from xshard.errors import ShapeError, XshardError
 from xshard.nn.windows import (
     Frame,
@@ -348,16 +348,16 @@ def _window_sums(rows: Tensor, pooling: Pooling, *, is_ceil: bool) -> Tensor:
     kernel = tuple(window.k for window in pooling.windows)
     stride = tuple(window.s for window in pooling.windows)
     padding = pooling.local_padding
-    if len(kernel) == 1:
+    rank = len(kernel)
+    if rank == 1:
         # torch has no sums over windows of one dim: they are windows of two, one row high.
+        rows = rows.unsqueeze(-2)
         kernel = (1, *kernel)
         stride = (1, *stride)
         padding = (0, *padding)
-        high = rows.unsqueeze(-2)
-        sums = F.avg_pool2d(high, kernel, stride, padding, is_ceil, divisor_override=1)
-        return sums.squeeze(-2)
-    average = F.avg_pool2d if len(kernel) == 2 else F.avg_pool3d
-    return average(rows, kernel, stride, padding, is_ceil, divisor_override=1)
+    average = F.avg_pool3d if rank == 3 else F.avg_pool2d
+    sums = average(rows, kernel, stride, padding, is_ceil, divisor_override=1)
+    return sums.squeeze(-2) if rank == 1 else sums
 
 
 def _pool_windows(layer: Any, boundary: Boundary) -> PoolWindows:
@@ -442,7 +442,5 @@ def global_avg_pool(layer: Any, x: Tensor, placement: Placement) -> Outputs:
     total = x.sum(spatial_dims, keepdim=True)
     axes = placement.axes_of(spatial_dims)
     if axes:
-        partial_sums = replace(result.layout, tags=(("sum", axes),))
-        layouts = (partial_sums, result.layout)
-        total = redistribute(total, layouts, placement.processes, shape=result.shape)
+        total = all_reduce(total, axes, placement.processes, grad="replicated")
     return total / math.prod(placement.shape[first:]), result

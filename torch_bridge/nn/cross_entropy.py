@@ -29,7 +29,7 @@ from torch_bridge.versions.functorch import is_transformed
 from xshard import Layout, Sharding
 from xshard.contractions.attention import Verb
 from xshard.errors import ShapeError
-from xshard.nn.cross_entropy import LossOptions, ShardedLoss, dtype_error, rows_of_classes
+from xshard.nn.cross_entropy import LossOptions, ShardedLoss, rows_of_classes
 
 
 @between_graphs
@@ -45,13 +45,11 @@ def _cross_entropy(
     options = LossOptions(*arguments)
     logits = as_tensor(logits, "logits")
     labels = as_tensor(labels, "labels")
-    if labels.is_floating_point() or not logits.is_floating_point():
-        raise dtype_error(logits.dtype, labels.dtype, str(layout))
     placement = placed_as(logits, layout, mesh, options.shape)
     processes = placement.processes
     move = partial(redistribute, mesh=processes, profile=options.profile)
     loss = ShardedLoss(torch, move, options, placement.sharding)
-    loss.check(logits.shape, labels.shape)
+    loss.check(logits, labels)
     # An ignored label, such as -100, is no class: class 0 is looked up in its place, and the loss is
     # set to 0.
     is_ignored = labels == options.ignore_index
@@ -78,10 +76,7 @@ def _cross_entropy(
         local_top=logits.detach().logsumexp(-1),
         label_logits=_chosen(logits, row_of_label),
     )
-    losses = losses.masked_fill(is_ignored, 0)
-    if options.reduction == "none":
-        return losses
-    return loss.of_batch(losses, count=(~is_ignored).sum().to(losses))
+    return loss.reduced(losses, ~is_ignored)
 
 
 def _chosen(logits: Tensor, row_of_label: Tensor) -> Tensor:

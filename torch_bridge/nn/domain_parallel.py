@@ -314,9 +314,7 @@ class _Entrance:
                 # Where it is used beside blocks, the gradients of all devices are summed. If the user
                 # asked for shares of gradients, the backward pass of this copy makes one of the sum.
                 placement = first.replicated_like(x)
-                (copy,) = placement.parameter_copies([x])
-                assert copy is not None
-                x = copy
+                [x] = placement.parameter_copies([x])
         return record(x.view_as(x), placement)
 
     def _copy_parameters(self, module: nn.Module, placement: Placement) -> None:
@@ -398,17 +396,10 @@ class _Converted(nn.Module):
 
     def _record(self, y: Tensor, placement: Placement) -> None:
         """Record that an output is sharded like the first input. Raises ShapeError if it is not as long."""
-        local_shape = placement.local_shape
-        if not _keeps_lengths(y.shape, placement):
-            message = f"{self.path}: a block of shape {local_shape} became one of {tuple(y.shape)}"
+        shape = tuple(y.shape)
+        has_dims = y.ndim == placement.ndim
+        if not has_dims or placement.like_block(y).local_shape != shape:
+            message = f"{self.path}: a block of shape {placement.local_shape} became one of {shape}"
             hint = "sharded dims keep their lengths, unless a layer returns them"
             raise placement.shape_error(message, hint)
         record(y, placement.like_block(y))
-
-
-def _keeps_lengths(shape: Sequence[int], placement: Placement) -> bool:
-    """Return whether a block has the dims of a placement, and as many rows of its sharded dims."""
-    if len(shape) != placement.ndim:
-        return False
-    sharded_dims = filter(placement.is_sharded, range(placement.ndim))
-    return all(shape[d] == placement.local_shape[d] for d in sharded_dims)

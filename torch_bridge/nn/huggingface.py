@@ -110,7 +110,9 @@ class _Implementation:
             is_causal = getattr(module, "is_causal", True)
         documents = options.get("documents")
         if attention_mask is not None:
-            documents = _with_padding(documents, attention_mask)
+            numbers = 0 if documents is None else documents
+            # Padding has a number of its own: only padding sees it.
+            documents = torch.where(attention_mask.bool(), numbers, -1)
         elif documents is None and self.layout.axes:
             position_ids = options.get("position_ids")
             if position_ids is not None and position_ids.ndim == 2:
@@ -187,13 +189,6 @@ class _Implementation:
                 raise XshardError(message, hint=f"it has: {', '.join(_MASKS)}")
         self.position_ids = None  # a forward pass begins
         return attention_mask
-
-
-def _with_padding(documents: Tensor | None, attention_mask: Tensor) -> Tensor:
-    """Return documents in which padding has a number of its own: only padding sees it."""
-    if documents is None:
-        return attention_mask.long()
-    return documents.where(attention_mask, -1)
 
 
 def _mask_parts(mask: Callable[..., Any]) -> Iterator[str]:

@@ -11,10 +11,12 @@ from torch import Tensor, nn
 
 from torch_bridge.nn.conv import check_channels
 from torch_bridge.nn.placed import Outputs, Placement
+from torch_bridge.ops import all_reduce
 from torch_bridge.redistribution import redistribute
 from torch_bridge.versions.modules import check_input_dim, dim_count_without_batch
+from xshard import Layout
 from xshard.errors import ShapeError
-from xshard.ops import move, tag
+from xshard.ops import tag
 
 Dims = Sequence[int]
 
@@ -49,10 +51,8 @@ def _standardise(
     def global_mean(addends: Tensor) -> Tensor:
         total = addends.sum(tuple(dims), keepdim=True)
         if axes:
-            # "copy" declares that each process uses its own copy of the total, so that the backward
-            # pass sums the gradients of all copies.
-            expression = move(total.shape, tag("sum", axes), tag("copy", axes))
-            total = redistribute(total, expression, placement.processes)
+            # Each process uses its own copy of the total: the backward pass sums their gradients.
+            total = all_reduce(total, axes, placement.processes, grad="sum")
         return total / count
 
     # In a dtype that is wide enough for sums over many elements, as in torch's own norms.
@@ -138,18 +138,12 @@ def _sharded_like_last_dims(
     The parameter has the dims of the array from `first` on, such as `[c]` of "b s c/tp": with tp=2
     and c=8 the result has 4 rows. None stays None; without sharded dims it is returned whole.
     """
-    used_axes = placement.axes_of(range(first, placement.ndim))
-    if parameter is None or not used_axes:
+    axes = placement.axes_of(range(first, placement.ndim))
+    if parameter is None or not axes:
         return parameter
-    # "copy" declares that each process uses its own copy, whose gradients are summed. Along axes
-    # that do not cut these dims, the parts are such copies still.
-    unused_axes = tuple(axis for axis in placement.axes if axis not in used_axes)
-    dims = placement.dims[first:]
-    src = " ".join(dim.name for dim in dims)
-    dst = " ".join(map(str, dims))
-    if unused_axes:
-        dst += tag("copy", unused_axes)
-    expression = f"{src}{tag('copy', placement.axes)} -> {dst}"
+    # "copy" declares that each process uses its own copy, whose gradients are summed.
+    layout = Layout(placement.dims[first:])
+    expression = f"{layout.unsharded}{tag('copy', axes)} -> {layout}"
     shape = placement.shape[first:]
     return redistribute(parameter, expression, placement.processes, shape=shape)
 
@@ -169,13 +163,12 @@ def batch_norm(layer: Any, x: Tensor, placement: Placement) -> Outputs:
     if has_statistics and not layer.training:
         statistics = (layer.running_mean, layer.running_var)
         return nn.functional.batch_norm(x, *statistics, weight, bias, eps=layer.eps), placement
+    dims = [d for d in range(x.ndim) if d != 1]  # all but the channels
     # torch refuses one value per channel, whose variance is 0; here the global array counts.
-    n_channels = max(1, placement.shape[1])
-    count = math.prod(placement.shape) // n_channels
+    count = math.prod(placement.shape[d] for d in dims)
     if count <= 1:
         message = f"one value per channel of a {placement.shape} array"
         raise ShapeError(message, hint="normalise over more, or call eval()")
-    dims = [d for d in range(x.ndim) if d != 1]  # all but the channels
     standardised = _standardise(x, placement, dims, dims, count, layer.eps)
     if has_statistics:
         _update_statistics(layer, standardised, count)

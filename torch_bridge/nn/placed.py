@@ -113,7 +113,7 @@ class Placement:
         """Redistribute a block with this placement."""
         return redistribute(x, (self.layout, layout), self.processes, shape=self.shape)
 
-    def parameter_copies(self, parameters: Sequence[Tensor | None]) -> list[Tensor | None]:
+    def parameter_copies(self, parameters: Sequence[Tensor | None]) -> list[Any]:
         """Return parameters in a form whose gradients are summed over the devices of the array.
 
         Each device uses a replicated parameter with its own block, so its gradient is a part of the

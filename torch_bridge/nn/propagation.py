@@ -33,7 +33,7 @@ from torch_bridge.nn.placed import (
 )
 from torch_bridge.nn.views import VIEWS, new_dims, view
 from torch_bridge.ops import copy_to
-from xshard import Layout, XshardError
+from xshard import XshardError
 from xshard.errors import api_boundary, with_path
 from xshard.notation.parser import Dim
 
@@ -127,11 +127,11 @@ def _cat(call: FunctionCall) -> Tensor:
     tensors, dim = call.arguments("tensors", dim=0)
     placements = recorded_placements(tensors)
     for placement in placements:
-        check_whole(placement, (_dim_number(dim, placement),), "cat()")
+        check_whole(placement, (placement.layout.dim_index(dim),), "cat()")
     if len(placements) < len(tensors):
         message = "cat() of a block and a tensor without a placement"
         raise XshardError(message, hint="slice it first")
-    d = _dim_number(dim, placements[0])
+    d = placements[0].layout.dim_index(dim)
     # The layout of the result is found as for elementwise functions. Lengths along the concatenated
     # dim may differ, and are left out of it: each counts as 1.
     one_row = _broadcast([placement.with_length(d, 1) for placement in placements])
@@ -169,7 +169,7 @@ def _along_dims(call: FunctionCall, position: int | None = 1, default: int | Non
     if not dims:
         dims = list(range(placement.ndim)) if default is None else [default]
     # No other process has rows of a dim that is not sharded, so that the local result is right.
-    numbers = {_dim_number(d, placement) for d in dims}
+    numbers = set(map(placement.layout.dim_index, dims))
     check_whole(placement, sorted(numbers), f"{call.name}()")
     y = call.run()
     for part in tensors_in((y,)):  # max returns two
@@ -219,8 +219,7 @@ def _index_select(call: FunctionCall) -> Any:
     placement = recorded_placement(index)
     # The numbers of rows that others select are needed too: the result has them all.
     if placement is not None and placement.axes:
-        dims = [Dim(dim.name) for dim in placement.dims]
-        index = placement.redistribute(index, Layout(tuple(dims)))
+        index = placement.redistribute(index, placement.layout.unsharded)
     return _along_dims(FunctionCall(call.func, (x, dim, index), {}))
 
 
@@ -241,7 +240,7 @@ def _fft(call: FunctionCall, kind: Any, lengths_name: str, default_dims: Any) ->
         dims = [dims]
     elif not dims:
         dims = range(-len(lengths if lengths else placement.shape), 0)
-    numbers = [_dim_number(d, placement) for d in dims]
+    numbers = list(map(placement.layout.dim_index, dims))
     if lengths:
         lengths = _global_fft_lengths(call.name, placement, numbers, lengths)
     names = " ".join(placement.layout.names[d] for d in numbers)
@@ -389,11 +388,9 @@ def _used_beside(placement: Placement, x: Tensor) -> Tensor:
     """Return a tensor for use with a block: its gradient is summed over axes that shard only the block."""
     placement_of_x = recorded_placement(x)
     if placement_of_x is None:  # a parameter, or a constant
-        (copy,) = placement.parameter_copies([x])
-        assert copy is not None
-        return copy
-    axes = placement_of_x.axes
-    missing_axes = tuple(axis for axis in placement.axes if axis not in axes)
+        [x] = placement.parameter_copies([x])
+        return x
+    missing_axes = tuple(axis for axis in placement.axes if axis not in placement_of_x.axes)
     if missing_axes and x.requires_grad and torch.is_grad_enabled():
         return copy_to(x, missing_axes, placement.processes)
     return x
@@ -447,7 +444,7 @@ def _fitted_tensor(x: Tensor, result: Placement) -> Tensor:
     if placement is None:
         _check_broadcasts(x, target_dims, result)
         return _used_beside(result, x)
-    dims = [Dim(dim.name) for dim in placement.dims]
+    dims = list(placement.layout.unsharded.dims)
     for d, target in enumerate(target_dims):
         if placement.shape[d] == result.shape[first + d]:
             dims[d] = replace(target, name=dims[d].name)
@@ -464,14 +461,6 @@ def _check_broadcasts(x: Tensor, dims: Sequence[Dim], result: Placement) -> None
         if length > 1 and dim.axes:
             message = f"{length} rows without a recorded sharding meet dim '{dim}'"
             raise result.shape_error(message, "slice it first, or make it an input of the model")
-
-
-def _dim_number(dim: int, placement: Placement) -> int:
-    """Return the number of a dim that may count from the end: -1 of 4 dims -> 3."""
-    ndim = placement.ndim
-    if not -ndim <= dim < ndim:
-        raise placement.shape_error(f"no dim {dim} in a block of {ndim} dims")
-    return dim % ndim
 
 
 def _not_of_blocks(name: str) -> XshardError:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -170,9 +171,10 @@ def load(  # noqa: PLR0913  one option for each thing that a file does not say
         ShapeError: An array has another shape in `like`; likewise.
     """
     ranks = processes_of(mesh)
-    loading = _Loading(ranks, load_profile(machine_profile(profile)))
     call = f"load {path}"
-    loading.checkpoint = open_on_all(path, partial(leaves.all_or_none, ranks, call))
+    disk_profile = load_profile(machine_profile(profile))
+    checkpoint = open_on_all(path, partial(leaves.all_or_none, ranks, call))
+    loading = _Loading(checkpoint, ranks, disk_profile)
 
     def planned() -> dict[str, Any]:
         if like is None:
@@ -182,13 +184,13 @@ def load(  # noqa: PLR0913  one option for each thing that a file does not say
             loading.read_constants(like)
         if verify:
             # Each process checks a part of the files.
-            compare_checksums(loading.checkpoint, ranks.index(rank()), len(ranks))
+            compare_checksums(checkpoint, ranks.index(rank()), len(ranks))
         return loading.facts()
 
     leaves.compare_facts(ranks, call, planned)
     tensors = loading.read(device)
     if not isinstance(path, Checkpoint):  # the caller's own stays open
-        loading.checkpoint.close()
+        checkpoint.close()
     loading.replace_meta(tensors)
     if like is None:
         return tensors
@@ -205,6 +207,7 @@ class _ArrayLoad(NamedTuple):
     array: LocalArray
 
 
+@dataclass
 class _Loading:
     """A load in phases: open and plan, compare `facts` between ranks, read and share.
 
@@ -213,12 +216,10 @@ class _Loading:
     """
 
     checkpoint: Checkpoint
-
-    def __init__(self, ranks: Sequence[int], profile: Profile) -> None:
-        self.ranks = ranks
-        self.profile = profile
-        self.loads: dict[str, _ArrayLoad] = {}
-        self.constants: dict[str, Any] = {}
+    ranks: Sequence[int]
+    profile: Profile
+    loads: dict[str, _ArrayLoad] = field(default_factory=dict)
+    constants: dict[str, Any] = field(default_factory=dict)
 
     def plan_new(
         self, rules: RulesLike | None, mesh: MeshLike | None, names: Names | None, dtype: Any

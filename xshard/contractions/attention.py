@@ -8,10 +8,12 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, cast
 
 from xshard.cost.model import ProfileLike
-from xshard.errors import XshardError, api_boundary
+from xshard.dtypes import name_of
+from xshard.errors import DtypeError, XshardError, api_boundary
 from xshard.layout import Layout, Sharding
 from xshard.nn import attention as core
 from xshard.nn.attention import HEADS, REDUCE, SEQUENCE, Attention
+from xshard.notation.parser import Dim
 from xshard.ops import A, M
 from xshard.signatures import Count, Length, Positive, ZeroToOne, short_repr
 
@@ -33,6 +35,7 @@ class AttentionCall:
     A bridge derives from this class and adds what depends on its framework:
 
     - `xp`: its array functions, `torch` or `jax.numpy`;
+    - `dtype`: of queries, keys and values;
     - `masked_score`: the score of a key that a query does not see;
     - `enter(x, layout, shape)`: an argument -> its block, and its sharding;
     - `move(x, layouts, shape)`: redistribute a block;
@@ -68,6 +71,11 @@ class AttentionCall:
 
         def __getattr__(self, name: str) -> Any: ...
 
+    @property
+    def score_dtype(self) -> Any:
+        """The dtype of scores: float32, or the arrays' own if that is wider."""
+        return self.xp.promote_types(self.dtype, self.xp.float32)
+
     def run(self, q: Any, k: Any, v: Any, layout: Layout | str) -> list[Any]:
         """Compute attention from this device's blocks of queries, keys and values.
 
@@ -75,6 +83,9 @@ class AttentionCall:
         `kv_layout` if that is given. Returns `[y]`, or `[y, lse]` with `return_lse`: blocks under
         `layout`, where the last dim of lse (log of the sum of exponentials of scores) is 1 long.
         """
+        if not q.dtype == k.dtype == v.dtype or "float" not in name_of(q.dtype):
+            what = f"queries {q.dtype}, keys {k.dtype}, values {v.dtype}"
+            raise DtypeError(what, hint="one floating dtype")
         q_layout = Layout.parse(layout)
         kv_layout = q_layout
         if self.kv_layout:
@@ -143,10 +154,26 @@ class AttentionCall:
     def _gather_numbers(
         self, attn: Attention, numbers: Any, layout: Layout, *, of_keys: bool
     ) -> Any:
-        """Gather a block of document numbers along the sequence -> `[batch or 1, rows]`."""
-        move = core.document_move(attn, layout, numbers.ndim, of_keys)
-        numbers = self.move(numbers, move.layouts, move.shape)
-        numbers = self.xp.moveaxis(numbers, move.order, tuple(range(len(move.order))))
+        """Gather a block of document numbers along the sequence -> `[batch or 1, rows]`.
+
+        For queries `b/dp h s/cp k`: `b/dp s/cp -> b/dp s`. Masks need the numbers of all rows, and
+        only of this device's batches.
+
+        layout: of the queries or the keys, whichever the numbers are for, in the caller's order of
+        dims.
+        """
+        array = attn.kv if of_keys else attn.q
+        dims = (*array.layout.dims[:HEADS], array.layout.dims[SEQUENCE])
+        shape = (*array.shape[:HEADS], array.shape[SEQUENCE])
+        whole = (*attn.q.layout.dims[:HEADS], Dim(dims[-1].name))
+        if numbers.ndim == 1:  # the same documents in all batches
+            dims = dims[-1:]
+            shape = shape[-1:]
+            whole = whole[-1:]
+        names = [dim.name for dim in dims]
+        given_names = [name for name in layout.names if name in names]
+        numbers = self._reorder_dims(numbers, given_names, names)
+        numbers = self.move(numbers, (Layout(dims), Layout(whole)), shape)
         return numbers.reshape(math.prod(numbers.shape[:-1]), numbers.shape[-1])
 
     def _move_and_compute(self, q: Any, k: Any, v: Any, is_plain: bool) -> list[Any]:
@@ -202,7 +229,7 @@ class AttentionCall:
         result = self.attn.result
         target = self.attn.target
         dims = result.layout.dims
-        whole = result.with_layout(Layout(dims, ()))
+        whole = result.with_layout(Layout(dims))
         maxima = result.with_layout(Layout(dims, (("max", self.attn.axes),)))
 
         # Subtracting the greatest keeps exp() from overflowing. It is -inf where no device saw a key:
@@ -222,7 +249,7 @@ class AttentionCall:
         return total / divisor, xp.where(sees_nothing, -math.inf, log_sum)
 
     def _check(self, attn: Attention) -> None:
-        """Raise XshardError for values of softcap, alibi, dropout or documents that make no sense.
+        """Raise XshardError for values of alibi, dropout or documents that make no sense.
 
         Layouts, shapes, the method and the window were checked when `attn` was made.
         """
@@ -245,16 +272,9 @@ class AttentionCall:
             raise wrong(f"dropout={self.dropout} without seed=", "one number on all devices")
         if any(not hasattr(given, "ndim") for given in self.documents if given is not None):
             raise wrong(f"documents={short_repr(self.documents)}", "arrays of whole numbers")
-        if not self._documents_fit(attn):
+        are_given = [given is not None for given in self.documents]  # of queries, of keys
+        if are_given == [False, True] or (are_given == [True, False] and not attn.is_one_sequence):
             raise wrong("documents of one sequence", "documents= and kv_documents=")
-
-    def _documents_fit(self, attn: Attention) -> bool:
-        """Return whether documents are given for both sequences, or for the one that there is."""
-        of_queries, of_keys = self.documents
-        if of_queries is None:
-            return of_keys is None
-        is_one_sequence = attn.q.layout.names == attn.kv.layout.names
-        return of_keys is not None or is_one_sequence
 
     def visible(self, rows: Any, keys: Any) -> Any:
         """Return which keys each query sees, `[batch or 1, 1, rows, keys]`."""

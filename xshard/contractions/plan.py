@@ -13,7 +13,13 @@ from xshard.contractions import explain
 from xshard.contractions.expression import Contraction, contraction
 from xshard.contractions.placements import accesses, dim_lengths, operations
 from xshard.contractions.ring import ContractionRing, rings
-from xshard.contractions.shapes import Shapes, written_shardings
+from xshard.contractions.shapes import (
+    Shapes,
+    Sizes,
+    checked_lengths,
+    shapes_of,
+    written_shardings,
+)
 from xshard.contractions.types import local_type
 from xshard.cost.machine import load_profile
 from xshard.cost.model import Profile
@@ -339,6 +345,21 @@ def contraction_of(expression: str | Contraction | ContractionPlan) -> Contracti
     if isinstance(expression, ContractionPlan):
         return expression.contraction
     return contraction(expression)
+
+
+def known_lengths(
+    given: str | Contraction | ContractionPlan, sizes: Any, shape: Any
+) -> tuple[Sizes | None, Shapes | None]:
+    """Check what a user says of lengths: those by name, and the operands' shapes, a length per name.
+
+    None for shapes that are to be inferred. Raises ShapeError for lengths that do not fit a plan's.
+    """
+    known_sizes, shapes = checked_lengths(sizes, shape)
+    if shapes is None and known_sizes and isinstance(given, ContractionPlan):
+        shapes = tuple(array.shape for array in given.arrays[:-1])
+    if shapes is not None:
+        _, shapes = shapes_of(contraction_of(given), known_sizes, shapes)
+    return known_sizes, shapes
 
 
 def _part_to_plain(part: Part) -> dict[str, Any]:

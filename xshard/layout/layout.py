@@ -161,6 +161,11 @@ class Layout(Pictured):
                 return (kind,)
         return ()
 
+    @property
+    def unsharded(self) -> Layout:
+        """The layout of the same array, whole on every device: "h/sp w" -> "h w"."""
+        return Layout(tuple(Dim(dim.name) for dim in self.dims))
+
     @cached_property
     def has_overlap(self) -> bool:
         """Whether a dim has a halo, a window or a fold."""

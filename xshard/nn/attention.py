@@ -67,14 +67,6 @@ class Rotation(NamedTuple):
     shape: Sequence[int]  # global
 
 
-class DocumentMove(NamedTuple):
-    """A move that gathers document numbers along the sequence."""
-
-    layouts: tuple[Layout, Layout]
-    shape: list[int]  # global
-    order: list[int]  # of dims, with the sequence last
-
-
 @dataclass(frozen=True)
 class Attention:
     """An attention of sharded arrays by one of `METHODS`.
@@ -163,8 +155,12 @@ class Attention:
             return False
         # Documents of two sequences, or a window that an offset moves away, may leave a query nothing.
         is_masked = has_documents or self.left is not None or self.right is not None
-        is_one_sequence = self.q.layout.names == self.kv.layout.names
-        return not is_masked or (is_one_sequence and not self.offset)
+        return not is_masked or (self.is_one_sequence and not self.offset)
+
+    @property
+    def is_one_sequence(self) -> bool:
+        """Whether queries and keys are rows of one sequence."""
+        return self.q.layout.names == self.kv.layout.names
 
     @property
     def query_heads_per_key_head(self) -> int:
@@ -210,17 +206,15 @@ class Attention:
         return interval_frame(key_heads, queries.shape[HEADS], key_heads_of).source
 
     def heads_read(self, device: int) -> Rows:
-        """Return the local head of keys that each of a device's heads of queries reads."""
-        query_heads = _rows_of(self.queries, HEADS, device)
-        if self.query_heads_per_key_head == 1:
-            return np.arange(len(query_heads))
-        key_heads = _rows_of(self.keys, HEADS, device)
+        """Return the local head of keys that each of a device's heads of queries reads: they share heads."""
+        query_heads = rows_of(self.queries, HEADS, device)
+        key_heads = rows_of(self.keys, HEADS, device)
         # A device's heads of keys are consecutive. Without heads there is no first: nothing to subtract.
         return query_heads // self.query_heads_per_key_head - key_heads[:1]
 
     def query_rows(self, device: int) -> Rows:
         """Return the global numbers of the rows of a device's queries."""
-        return _rows_of(self.queries, SEQUENCE, device)
+        return rows_of(self.queries, SEQUENCE, device)
 
     def key_rows(self, device: int, round_index: int = 0) -> Rows:
         """Return the global rows of the keys that a device uses in round `round_index` of a ring."""
@@ -230,7 +224,7 @@ class Attention:
             ring = mesh.group(device, self.axes)
             origin = mesh.index(device, self.axes) - round_index
             device = ring[origin % len(ring)]
-        return _rows_of(self.keys, SEQUENCE, device)
+        return rows_of(self.keys, SEQUENCE, device)
 
     @property
     def devices(self) -> tuple[int, ...]:
@@ -316,9 +310,9 @@ class Attention:
         return kv[..., :key_width], kv[..., key_width:]
 
 
-def _rows_of(array: Sharding, dim: int, device: int) -> Rows:
-    """Return the global rows of a dim, counted from the last, that a device's block has."""
-    return row_numbers(array.held(len(array.shape) + dim, device))
+def rows_of(array: Sharding, dim: int, device: int) -> Rows:
+    """Return the global rows of a dim, maybe counted from the last, that a device's block has."""
+    return row_numbers(array.held(dim % len(array.shape), device))
 
 
 def _sharding_axes(dims: Sequence[Dim]) -> set[str]:
@@ -375,18 +369,14 @@ def key_lengths(
 
     heads: the name of the dim of heads.
     """
-    lengths: dict[str, int | None] = dict.fromkeys(kv_layout.names)
     # Rows of keys with the name of the queries' rows are as many as those.
-    names_in_queries = q.layout.names[:-1]
-    lengths.update(zip(names_in_queries, q.shape[:-1], strict=True))
-    own_rows = [name for name in kv_layout.names[:-1] if name not in names_in_queries]
-    if kv_length is not None and not own_rows:
+    lengths: dict[str, int | None] = dict(zip(q.layout.names, q.shape, strict=True))
+    lengths[q.layout.names[WIDTH]] = None
+    lengths[heads] = kv_heads  # which may be fewer than of queries
+    if kv_length is not None and lengths.keys() >= set(kv_layout.names):
         hint = "rows of keys that are others than the queries' rows have another name, as in b t/cp h k"
         raise XshardError(f"kv_length={kv_length}", text=str(kv_layout), hint=hint)
-    for name in own_rows:
-        lengths[name] = kv_length
-    lengths[heads] = kv_heads  # which may be fewer than of queries
-    return [lengths[name] for name in kv_layout.names]
+    return [lengths.get(name, kv_length) for name in kv_layout.names]
 
 
 def attention(
@@ -490,34 +480,6 @@ def dropped(seed: Any, position: Sequence[Any], *, share: float) -> Any:
     return bits < round(share * BITS)
 
 
-def document_move(
-    attn: Attention, layout: Layout, ndim: int, of_keys: bool = False
-) -> DocumentMove:
-    """Return the redistribution that gathers document numbers along the sequence.
-
-    For queries `b/dp h s/cp k`: `b/dp s/cp -> b/dp s`. Masks need the numbers of all rows, and only
-    of this device's batches.
-
-    layout: of the queries or the keys, whichever the numbers are for, in the caller's order of
-    dims. ndim: of the numbers; 1 for `[sequence]`, else `[*batch, sequence]`. of_keys: whether they
-    are for keys.
-    """
-    array = attn.kv if of_keys else attn.q
-    *batch, _, sequence, _ = array.layout.names  # in `dim_order`
-    wanted = [*batch, sequence]
-    if ndim == 1:  # the same documents in all batches
-        wanted = [sequence]
-    # The numbers have their dims in the order of the caller's layout.
-    src_dims = [dim for dim in layout.dims if dim.name in wanted]
-    names = [dim.name for dim in src_dims]
-    batch_dims = {dim.name: dim for dim in attn.q.layout.dims[:HEADS]}
-    dst_dims = [batch_dims.get(name, Dim(name)) for name in names]
-    layouts = (Layout(tuple(src_dims)), Layout(tuple(dst_dims)))
-    shape = [array.shape[array.dim_index(name)] for name in names]
-    order = [names.index(name) for name in wanted]
-    return DocumentMove(layouts, shape, order)
-
-
 @layout_cache(maxsize=4096)
 def tiles(attn: Attention, device: int, round_index: int = 0) -> tuple[Tile, ...]:
     """Cut a device's scores [queries, keys] into rectangles that a kernel computes one by one.
@@ -548,7 +510,7 @@ def run_starts(attn: Attention, array: Sharding) -> tuple[int, ...]:
     """
     starts = set()
     for device in attn.devices:
-        rows = _rows_of(array, SEQUENCE, device)
+        rows = rows_of(array, SEQUENCE, device)
         starts.add(tuple(run.start for run in _runs(rows)))
     # One program for all devices, as JAX has it, cannot divide blocks in different ways.
     are_even = len(set(array.local_sizes[SEQUENCE])) == 1

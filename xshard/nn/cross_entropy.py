@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from xshard.dtypes import name_of
 from xshard.errors import DtypeError, ShapeError
 from xshard.layout import Sharding
 from xshard.layout.runs import row_numbers
-from xshard.notation.parser import Dim
 from xshard.ops import move, tag
 
 Axes = tuple[str, ...]
@@ -27,12 +27,6 @@ class LossOptions(NamedTuple):
     shape: Sequence[int | None] | None
     class_name: str
     profile: Any  # of the machine to plan for
-
-
-def dtype_error(logits: object, labels: object, text: str) -> DtypeError:
-    """Return the error of logits that are no floats, or of labels that are no whole numbers."""
-    what = f"logits {logits}, labels {labels}"
-    return DtypeError(what, text=text, hint="labels are numbers of classes")
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,24 +57,21 @@ class ShardedLoss:
         """The mesh axes that shard the classes."""
         return self.sharding.layout.dims[self.dim].axes
 
-    @property
-    def token_dims(self) -> list[Dim]:
-        """The other dims, which labels have."""
-        dims = list(self.sharding.layout.dims)
-        del dims[self.dim]
-        return dims
+    def check(self, logits: Any, labels: Any) -> None:
+        """Raise DtypeError unless labels are whole numbers, ShapeError unless each token has one.
 
-    def check(self, block: Sequence[int], labels: Sequence[int]) -> None:
-        """Raise ShapeError unless each token has one label.
-
-        block, labels: the shapes of this device's logits, [b, s, v], and labels, [b, s].
+        logits, labels: this device's, [b, s, v] and [b, s].
         """
-        d = self.dim
-        tokens = tuple(block[:d]) + tuple(block[d + 1 :])
-        if tuple(labels) != tokens:
-            what = f"labels of shape {tuple(labels)}, logits of shape {tuple(block)}"
-            hint = f"labels are {tokens}, all dims but {self.options.class_name!r}"
-            raise ShapeError(what, text=str(self.sharding.layout), hint=hint)
+        text = str(self.sharding.layout)
+        if "float" not in name_of(logits.dtype) or "int" not in name_of(labels.dtype):
+            what = f"logits {logits.dtype}, labels {labels.dtype}"
+            raise DtypeError(what, text=text, hint="labels are numbers of classes")
+        tokens = list(logits.shape)
+        del tokens[self.dim]
+        if list(labels.shape) != tokens:
+            what = f"labels of shape {tuple(labels.shape)}, logits of shape {tuple(logits.shape)}"
+            hint = f"labels are {tuple(tokens)}, all dims but {self.options.class_name!r}"
+            raise ShapeError(what, text=text, hint=hint)
 
     def whole_error(self) -> ShapeError:
         """Return the error of devices that all have the same logits, in the place of blocks."""
@@ -122,17 +113,19 @@ class ShardedLoss:
             losses = losses - smoothing / self.n_classes * sums[2]
         return losses
 
-    def of_batch(self, losses: Any, count: Any) -> Any:
-        """Return the mean, or the sum, of the tokens' losses on all devices.
+    def reduced(self, losses: Any, is_counted: Any) -> Any:
+        """Return the mean, or the sum, of the tokens' losses on all devices, or this device's losses.
 
-        losses: [*tokens], 0 for tokens that do not count. count: how many count on this device.
+        losses: [*tokens]. is_counted: which of them count, [*tokens]; the others are 0.
         """
+        losses = self.xp.where(is_counted, losses, 0)
+        if self.options.reduction == "none":
+            return losses
         # The count travels with the sum: one message instead of two. A sum does not need it, which
         # costs nothing.
-        sum_and_count = self.xp.stack([losses.sum(), count])
-        token_axes: Axes = ()
-        for dim in self.token_dims:
-            token_axes += dim.axes
+        sum_and_count = self.xp.stack([losses.sum(), is_counted.sum()])
+        all_axes = self.sharding.layout.axes
+        token_axes = tuple(axis for axis in all_axes if axis not in self.class_axes)
         total, count = self.all_reduced(sum_and_count, "sum", token_axes)
         return total / count if self.options.reduction == "mean" else total
 

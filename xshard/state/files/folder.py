@@ -211,19 +211,18 @@ def _read_headers(path: Path, links: bool, most_tries: int = MOST_TRIES) -> Cont
     A folder's index has to name the same arrays in the same files. `links` allows files that are
     links out of the folder.
     """
-    is_folder = path.is_dir()
-    files, index = _files_of_folder(path) if is_folder else ([path], None)
+    files, index = _files_of(path)
     contents = Contents({}, [])
     try:
         for file in files:
-            if is_folder and not links and not file.resolve().is_relative_to(path.resolve()):
+            if not links and not file.resolve().is_relative_to(path.resolve()):
                 hint = "links=True allows that, if you trust the author of the folder"
                 reason = f"{file.name} is a link out of the folder, to {file.resolve()}"
                 raise FileError(reason, hint=hint)
             contents.add(file)
     except (FileNotFoundError, FileError):
         # A save replaces the index, and then removes the files that the old one names.
-        if not is_folder or most_tries == 1 or _files_of_folder(path)[0] == files:
+        if most_tries == 1 or _files_of(path)[0] == files:
             raise
         return _read_headers(path, links, most_tries - 1)
     if index is not None:
@@ -306,11 +305,13 @@ def _is_plain_name(file: str) -> bool:
     return file.endswith(".safetensors") and not has_folder and "\0" not in file
 
 
-def _files_of_folder(folder: Path) -> tuple[list[Path], dict[str, Any] | None]:
+def _files_of(folder: Path) -> tuple[list[Path], dict[str, Any] | None]:
     """Find the safetensors files of a folder: those that its index names, or all without an index.
 
-    Returns the files, and the parsed index or None.
+    A file is its own only one. Returns the files, and the parsed index or None.
     """
+    if not folder.is_dir():
+        return [folder], None
     indexes = sorted(folder.glob("*.safetensors.index.json"))
     if len(indexes) > 1:
         names = ", ".join(path.name for path in indexes)
