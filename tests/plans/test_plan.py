@@ -173,7 +173,7 @@ GOOD = json.loads(xs.plan("n d | mean(a) copy(b) -> n/a/b d", MESH, ROWS).to_jso
         ({"dst": "n/b d"}, "the steps lead from"),
         ({"mesh": {"a": 2}}, "this is no plan: unknown mesh axis 'b'"),
         ({"mesh": {"b": 2, "a": 1}}, "no sum(a) to reduce in"),
-        ({"mesh": {"a": 2, "b": "2"}}, "this is no plan: axis 'b' has size '2'"),
+        ({"mesh": {"a": 2, "b": "2"}}, "this is no plan: axes: axis 'b' has size '2'"),
         ({"shape": [8, -4]}, "this is no plan: shape (8, -4) has -4"),
         ({"shape": [9, 4]}, "unevenly"),
         ({"shape": None}, "this is no plan: TypeError"),

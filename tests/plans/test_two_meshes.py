@@ -111,7 +111,11 @@ REFUSED = [
         "MeshError: device 3 twice in the destination\n  a device has one place in a mesh",
     ),
     ({"dst_devices": (0, -1)}, "MeshError: device -1 of the destination" + NUMBERS),
-    ({"src_devices": (0, 1.0)}, "MeshError: device 1.0 of the source" + NUMBERS),
+    (
+        {"src_devices": (0, 1.0)},
+        "XshardError: src_devices is (0, 1.0), not Sequence[int] | None\n"
+        "  plan takes collections.abc.Sequence[int] | None",
+    ),
     (
         {"relabel": True, "dst_devices": (1, 2)},
         "MeshError: relabel=True is for two meshes over the same devices\n"

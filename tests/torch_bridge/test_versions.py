@@ -40,7 +40,7 @@ ROOM = ROOT / "torch_bridge" / "versions"
 # Places outside the room: hot ones, where a function would cost a call, by file and name.
 ELSEWHERE = {("torch_bridge/mesh/process_mesh.py", "_world")}
 # Python's own: of named tuples, and of frames.
-PYTHONS = {"_replace", "_asdict", "_make", "_fields", "_getframe"}
+PYTHONS = {"_replace", "_asdict", "_make", "_fields", "_getframe", "_current_frames"}
 
 
 def is_private(name: str) -> bool:
@@ -170,12 +170,19 @@ def test_autograd_tells_of_writes_views_and_backward_passes():
 
     def hook(gradient):
         events.append(autograd.is_in_backward_pass())
-        autograd.call_after_backward(lambda: events.append("end"))
+        autograd.call_after_backward(
+            lambda: events.append("end"), if_failed=lambda: events.append("over")
+        )
 
     weight.register_hook(hook)
     assert not autograd.is_in_backward_pass()
     weight.sum().backward()
-    assert events == [True, "end"]
+    assert events == [True, "end", "over"]
+    weight.register_hook(lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        weight.sum().backward()
+    assert events == [True, "end", "over", True, "over"]
+    events.clear()
 
     class Asks(torch.autograd.Function):
         @staticmethod

@@ -85,7 +85,7 @@ class DomainParallelManager:
         return rank_before, rank_after
 
 
-Manager = DomainParallelManager | None
+Manager = DomainParallelManager | Any | None  # also one of CREDIT itself
 _manager: Manager = None  # of the whole program, as in CREDIT, whose functions take it by default
 
 

@@ -24,7 +24,7 @@ from xshard.ops import Grad, Shape
 from xshard.signatures import Length
 
 AXIS = "dp"
-Values = Tensor | float | list | tuple
+Values = Tensor | float | bool | list | tuple
 Sizes = Sequence[int] | None
 
 # Dtypes that are added in another one: booleans are counted, and sums of bfloat16 are rounded once.

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer, SparseAdam
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from torch_bridge.versions.modes import constant_while_traced
 from torch_bridge.versions.modules import norm_of, replace_gradient_functions, unscale_gradients
 from xshard import Sharding, XshardError
 
@@ -43,7 +44,8 @@ def guard_blocks(model: ParallelModel) -> None:
 def _change_torch() -> None:
     """Put the guards into torch, once."""
     replace_gradient_functions(_norm_unless_blocks, _unscale_on_all_processes)
-    register_optimizer_step_pre_hook(_check_optimizer)
+    # A compiled step calls it while it is traced.
+    register_optimizer_step_pre_hook(constant_while_traced(_check_optimizer))
 
 
 def _address(x: Tensor) -> int:
@@ -114,7 +116,6 @@ def check_parametrizations(used: Mapping[str, Sharding]) -> None:
             raise XshardError(what, hint="gather it for its use, as in 'o/tp i -> o i'")
 
 
-@torch.compiler.assume_constant_result  # a compiled step calls it while it is traced
 def _check_optimizer(optimizer: Optimizer, *hook_arguments: Any) -> None:
     """Raise XshardError if an optimizer would take blocks for the whole; a hook before each step.
 

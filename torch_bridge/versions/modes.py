@@ -55,11 +55,22 @@ with private_names():
     _FAKE = torch._C._TorchDispatchModeKey.FAKE
 
 __all__ = [
-    "FakeTensor", "FakeTensorMode", "TorchDispatchMode", "dispatch_mode_count", "function_modes",
+    "FakeTensor", "FakeTensorMode", "TorchDispatchMode", "constant_while_traced", "dispatch_mode_count",
+    "function_modes",
     "is_any_autocast_enabled", "is_faking", "is_profiling", "plain_torch_function",
     "remove_function_mode", "schema_of", "subclass_of",
     "unset_fake_temporarily", "without_modes", "without_torch_function",
 ]  # fmt: skip
+
+
+def constant_while_traced(function: Any) -> Any:
+    """Let the compiler call a function while it traces, and take the result for a constant.
+
+    Without it: `torch.compiler.assume_constant_result`, which does the same, imports the compiler, half
+    a second for programs that compile nothing.
+    """
+    function._dynamo_marked_constant = True
+    return function
 
 
 def is_faking() -> bool:

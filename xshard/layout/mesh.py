@@ -173,6 +173,10 @@ class Mesh(Pictured):
         Raises:
             MeshError: The mesh has no such device.
         """
+        return self._coords(device)
+
+    def _coords(self, device: int) -> Coords:
+        # Without the checks of a public call: a plan asks for every device.
         if not 0 <= device < self.n_devices:
             hint = f"devices are 0..{self.n_devices - 1}"
             raise MeshError(f"no device {device} in {self!r}", hint=hint)
@@ -189,7 +193,7 @@ class Mesh(Pictured):
 
     def index(self, device: int, axes: Sequence[str]) -> int:
         """Return the position of a device within its group along `axes`, the first axis slowest."""
-        coords = self.coords(device)
+        coords = self._coords(device)
         number = 0  # as `row_major`, without lists: this is called for every device of a plan
         for axis in axes:
             position = self.position(axis)

@@ -121,7 +121,7 @@ class Op:
     text: str
     operands: tuple[str, ...] = ()
     kind: str = "contraction"
-    whole: tuple[str, ...] = ()
+    whole: Sequence[str] = ()
     rules: tuple[AxisRule, ...] | None = None
     times: int = 1
     again: str = ""
