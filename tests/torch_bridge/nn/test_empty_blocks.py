@@ -138,10 +138,10 @@ def test_attention_has_blocks_of_no_rows_heads_and_batches() -> None:
     on_threads(4, check_attentions)
 
 
-def check_attentions() -> None:
+def check_attentions(n: int = 36, seed: int = 0) -> None:
     """Random lengths, layouts, methods and masks, with gradients; queries, keys, heads or batches are few."""
-    draw = random.Random(0)
-    for _ in range(36):
+    draw = random.Random(seed)
+    for _ in range(n):
         case = draw.choice(FEW)._replace(
             length=draw.choice((1, 2, 3, 6)), batch=draw.choice((1, 2, 3))
         )
