@@ -63,6 +63,7 @@ def test_a_type_of_this_release_changes_its_axes() -> None:
 
 def test_what_is_unreduced_by_max_is_no_sum(monkeypatch) -> None:
     monkeypatch.setattr(calls, "manual_type", lambda x: Later(unreduced=A, unreduced_kind=Kind.max))
+    monkeypatch.setattr(calls, "axes_of_equal_blocks", lambda x, axes: [])
     plan = xs.plan("n | sum(a) -> n", xs.Mesh(a=2), (4,))
     with pytest.raises(xs.errors.NotationError) as caught:
         calls.with_entry_type(None, plan, "n | sum(a) -> n")  # type: ignore[arg-type]
