@@ -117,8 +117,11 @@ def test_of(annotation: Any) -> Test:
     tests = [test_of(part) for part in parts if part is not ...]
     if origin in (typing.Union, types.UnionType):
         return lambda value: any(test(value) for test in tests)
-    if not isinstance(origin, type) or getattr(origin, "_is_protocol", False):
+    if not isinstance(origin, type):
         return _TESTS[Any]  # such as a type variable
+    is_checkable = getattr(origin, "_is_runtime_protocol", False) and not parts
+    if getattr(origin, "_is_protocol", False) and not is_checkable:
+        return _TESTS[Any]  # for type checkers alone
     if parts and issubclass(origin, Mapping):
         takes_key, takes_value = tests
         return lambda value: (

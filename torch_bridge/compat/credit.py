@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -85,7 +85,20 @@ class DomainParallelManager:
         return rank_before, rank_after
 
 
-Manager = DomainParallelManager | Any | None  # also one of CREDIT itself
+@runtime_checkable
+class AnyManager(Protocol):
+    """A `DomainParallelManager`, or a manager of CREDIT itself."""
+
+    @property
+    def domain_parallel_size(self) -> int:
+        """The number of processes that share one sample."""
+
+    @property
+    def domain_rank(self) -> int:
+        """The position of this process among them."""
+
+
+Manager = AnyManager | None
 _manager: Manager = None  # of the whole program, as in CREDIT, whose functions take it by default
 
 
@@ -352,7 +365,7 @@ def _sharding_manager(manager: Manager) -> Manager:
     return manager
 
 
-def _domain_of(manager: DomainParallelManager) -> ProcessMesh:
+def _domain_of(manager: AnyManager) -> ProcessMesh:
     """Return the processes that shard this one's sample.
 
     They are the manager's `domain_group`, or neighbours in the world.
