@@ -93,6 +93,16 @@ class Call(NamedTuple):
     ] = {}  # kinds of values that an argument takes beside those of its annotation
 
 
+class Calls(dict[str, Callable[[], Call]]):
+    """A right call of each verb by its name, made anew for each wrong one."""
+
+    def add(
+        self, verb: str, function: Any, also: dict[str, str] | None = None, /, **arguments: Any
+    ) -> None:
+        """Note the right arguments of a verb, and what they take beside their annotations."""
+        self[verb] = lambda: Call(function, arguments, also or {})
+
+
 def taken(annotation: str) -> set[str]:
     """The kinds of values that an annotation takes: `Sequence[int] | None` takes "nothing"."""
     kinds = {"text"} if "Sequence[str]" in annotation else set[str]()  # of names with one letter

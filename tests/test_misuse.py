@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import xshard as xs
-from tests.misuse import Call, faults, verbs_of
+from tests.misuse import Call, Calls, faults, verbs_of
 from xshard import reference
 from xshard.errors import api_boundary
 from xshard.signatures import Bytes, Positive, ZeroToOne
@@ -30,12 +30,8 @@ def use_profile(profile: xs.ProfileLike) -> None:
 
 
 def calls() -> dict[str, Callable[[], Call]]:
-    made: dict[str, Callable[[], Call]] = {}
-
-    def add(
-        verb: str, function: Any, also: dict[str, str] | None = None, /, **arguments: Any
-    ) -> None:
-        made[verb] = lambda: Call(function, arguments, also or {})
+    made = Calls()
+    add = made.add
 
     layout = xs.Layout("a/tp b")
     owners = xs.Owners([0, 1])

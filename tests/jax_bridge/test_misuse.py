@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 import jax_bridge as xj
 import xshard as xs
 from jax_bridge import specs
-from tests.misuse import WRONG, Call, faults, verbs_of
+from tests.misuse import WRONG, Call, Calls, faults, verbs_of
 
 ANYTHING = ", ".join(WRONG)
 
@@ -39,12 +39,8 @@ def inside(function: Any) -> Any:
 
 
 def calls(path: str) -> dict[str, Callable[[], Call]]:
-    made: dict[str, Callable[[], Call]] = {}
-
-    def add(
-        verb: str, function: Any, also: dict[str, str] | None = None, /, **arguments: Any
-    ) -> None:
-        made[verb] = lambda: Call(function, arguments, also or {})
+    made = Calls()
+    add = made.add
 
     mesh = jax.make_mesh((1,), ("tp",))
     x = jnp.ones((4, 4))

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import torch_bridge as xt
 import xshard as xs
-from tests.misuse import WRONG, Call, faults, verbs_of
+from tests.misuse import WRONG, Call, Calls, faults, verbs_of
 from tests.torch_bridge.helpers import on_ranks
 
 MESH = xs.Mesh(tp=2)
@@ -74,12 +74,8 @@ def no_sync(model: Any) -> None:
 
 def calls(path: str) -> dict[str, Callable[[], Call]]:
     """A right call of each verb, made anew for each wrong one."""
-    made: dict[str, Callable[[], Call]] = {}
-
-    def add(
-        verb: str, function: Any, also: dict[str, str] | None = None, /, **arguments: Any
-    ) -> None:
-        made[verb] = lambda: Call(function, arguments, also or {})
+    made = Calls()
+    add = made.add
 
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     x = torch.ones(4, 4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
@@ -23,10 +24,15 @@ _WATCHED: WeakSet[ParallelModel] = WeakSet()
 
 def watch_structure(parallel: ParallelModel) -> None:
     """From now on, set `parallel.is_changed` when a module of the model gets a part."""
-    if not _WATCHED:  # once in a program, or again after all models have gone: which does no harm
-        register_module_module_registration_hook(_note_change)
-        register_module_parameter_registration_hook(_note_change)
+    _register_hooks()
     _WATCHED.add(parallel)
+
+
+@functools.cache
+def _register_hooks() -> None:
+    """Let torch tell of every new part of a module; once in a program, whose hooks never go."""
+    register_module_module_registration_hook(_note_change)
+    register_module_parameter_registration_hook(_note_change)
 
 
 def _note_change(module: nn.Module, name: str, part: Any) -> None:
@@ -50,6 +56,5 @@ def check_structure(model: nn.Module, parallel: ParallelModel) -> None:
     changes += [f"{title_of(name)} has left it" for name in gone if name in parallel.hooks]
     if changes:
         what = f"the model has changed since parallelize: {', '.join(changes[:LISTED])}"
-        raise XshardError(
-            what, hint="build the whole model first; wrappers of a part may come later"
-        )
+        hint = "build the whole model first; wrappers of a part may come later"
+        raise XshardError(what, hint=hint)
