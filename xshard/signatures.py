@@ -98,10 +98,13 @@ _TESTS: dict[Any, Test] = {
 
 
 def test_of(annotation: Any) -> Test:
-    """Return the test that a value has to pass to fit an annotation.
+    """Return the predicate that is True for values that fit an annotation.
+
+    `test_of(int | None)(3)` is True. Bounds are written as `Annotated[float, low, high]`.
 
     Args:
-        annotation: A type, or what `typing` makes of types. One that is unknown takes all values.
+        annotation: A type, or what `typing` makes of types. Type variables, and protocols that
+            `isinstance` cannot ask, take all values.
     """
     origin = typing.get_origin(annotation) or annotation
     parts = typing.get_args(annotation)
@@ -129,7 +132,7 @@ def test_of(annotation: Any) -> Test:
             and all(takes_key(key) and takes_value(item) for key, item in value.items())
         )
     if parts and issubclass(origin, Collection):
-        # Names with one letter may be one text.
+        # For Sequence[str], "xy" may stand for ["x", "y"].
         others = Mapping if annotation == Sequence[str] else str | Mapping
         return lambda value: not isinstance(value, others) and _takes_items(tests, value)
     if hasattr(origin, "dtype"):  # arrays of numpy will do for those of a framework

@@ -131,18 +131,18 @@ def _check_optimizer(optimizer: Optimizer, *hook_arguments: Any) -> None:
 
 
 def _try(kind: Any, group: Any, name: str) -> None:
-    """Raise XshardError unless the step of an optimizer on a block is that on the whole.
+    """Raise XshardError unless stepping a block gives what stepping the whole gives for its elements.
 
     Args:
         kind: The class of the optimizer.
         group: A group of its parameters, for options and the device.
         name: The name of a block among them.
     """
-    # SparseAdam is as Adam, and takes no gradients as they are in a trial.
+    # SparseAdam is as Adam, and needs sparse gradients, where those of the trial are dense.
     if kind is SparseAdam or getattr(kind, "handles_blocks", False):
         return
-    # A parameter, and gradients of many magnitudes, so that limits on norms show. Some optimizers
-    # treat short dims otherwise, or begin with plain steps.
+    # A parameter and 12 gradients, [48, 48] each. `tan` gives many magnitudes, so that limits on norms
+    # show; 12 steps and long dims, as some optimizers begin with plain steps or treat short dims otherwise.
     values = torch.arange(13 * 48 * 48.0, device=group["params"][0].device).tan().view(13, 48, 48)
     reason = "its step on a block is not that on the whole"
     try:

@@ -121,19 +121,25 @@ class Gradient:
         self._forget_pass()
 
     def close_unsummed(self) -> None:
-        """End a pass that sums nothing over processes: open -> SHARE, or SUMMED without axes."""
+        """End a pass in which nothing was summed over processes: open -> SHARE.
+
+        Without axes there is nothing to sum: open -> SUMMED.
+        """
         if not self._is_open:
             return
         share = self.parameter.grad
         if share is None:
             self.undo()
             return
-        earlier = self._unsent if self.axes else self._sum
-        if earlier is not None:
-            # In place, as autograd adds, so that `.grad` stays the same tensor; but not to a gradient that
-            # has a gradient itself.
-            with torch.set_grad_enabled(share.requires_grad):
-                share = earlier + share if share.requires_grad else earlier.add_(share)
+        # What earlier passes have added up in `.grad`: shares, or without axes the sum.
+        added_up = self._unsent if self.axes else self._sum
+        if added_up is not None and share.requires_grad:  # of backward(create_graph=True)
+            with torch.enable_grad():
+                share = added_up + share
+        elif added_up is not None:
+            share = added_up.add_(
+                share
+            )  # in place, as autograd adds: `.grad` stays the same tensor
         self.parameter.grad = share
         if not self.axes:
             self._forget_pass()

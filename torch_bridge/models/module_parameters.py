@@ -105,14 +105,19 @@ class ModuleParameters:
     def end_pass(self, result: Any) -> None:
         """Give modules their blocks in storage again: GATHERED -> STORED, after the outermost pass.
 
-        Raises XshardError if the pass has written to a gathered tensor: the block would not change.
+        Raises XshardError if the pass has written to a gathered tensor: the write would be lost, as
+        the block stays as it was.
 
-        result: of the forward pass; None after an error.
+        result: what the forward pass returned; None if it raised.
         """
+        if not self._calls:
+            return  # an error came before `begin_pass`
         call = call_of_hook()
-        # An error before `begin_pass` ends a pass that never began. None: a compiled part, without a frame.
-        if not self._calls or (call is not self._calls[-1] and None not in (call, self._calls[-1])):
-            return
+        innermost = self._calls[-1]
+        # Compiled code has no frame: its call is None, and fits any.
+        have_frames = call is not None and innermost is not None
+        if have_frames and call is not innermost:
+            return  # an error came before `begin_pass` of an inner call
         self._calls = self._calls[:-1]
         if self._calls or not self._tensors:
             return

@@ -161,7 +161,10 @@ class SharedParameters:
                 self._mark_gradient(i)
 
     def _check_complete(self) -> None:
-        """Raise XshardError if a pass has failed, and you have not dropped the gradients since."""
+        """Raise XshardError after a failed backward pass, until `zero_grad()` has dropped every gradient.
+
+        Then the failure is forgotten, and the leaves with it: the next pass gathers new ones.
+        """
         if not self._is_incomplete:
             return
         for i, block in enumerate(self._blocks):
