@@ -120,11 +120,9 @@ class ParameterMoves:
         if torch.compiler.is_compiling():
             return _Move(parameters, self.context, is_gradient)  # only the graph is kept
         key = (tuple(parameters), is_gradient)
-        move = self._moves.get(key)
-        if move is None:
-            move = _Move(parameters, self.context, is_gradient)
-            self._moves[key] = move
-        return move
+        if key not in self._moves:
+            self._moves[key] = _Move(parameters, self.context, is_gradient)
+        return self._moves[key]
 
 
 # What a plan depends on in a tensor, and what decides whether autograd records its move. It is read in C,
