@@ -17,7 +17,7 @@ from jax_bridge.nn.sharded import Sharded
 from jax_bridge.nn.window import Boundaries, WindowedDim, WindowRules, apply_windows
 from xshard.errors import ShapeError, api_boundary
 from xshard.nn.windows import pool_counts, pool_window
-from xshard.notation.overlap import Window
+from xshard.notation.overlap import OutputRule, Window
 
 Ints = Sequence[int]
 Pads = Sequence[tuple[int, int]]
@@ -37,7 +37,7 @@ def conv_general_dilated(  # noqa: PLR0913  the arguments of `lax.conv_general_d
     feature_group_count: int = 1,
     *,
     boundary: Boundaries = None,
-    outputs: str = "",
+    outputs: OutputRule = "",
     precision: lax.PrecisionLike = None,
     preferred_element_type: jax.typing.DTypeLike | None = None,
 ) -> Sharded:
@@ -169,7 +169,7 @@ def reduce_window(  # noqa: PLR0913  the arguments of `lax.reduce_window`
     window_dilation: Sequence[int] | None = None,
     *,
     boundary: Boundaries = None,
-    outputs: str = "",
+    outputs: OutputRule = "",
 ) -> Sharded:
     """Reduce windows of a sharded array, as `lax.reduce_window` of the global array.
 
@@ -246,7 +246,7 @@ def max_pool(
     window_dilation: Sequence[int] | None = None,
     *,
     ceil_mode: bool = False,
-    outputs: str = "",
+    outputs: OutputRule = "",
 ) -> Sharded:
     """Pool a sharded array by maximum; rows beyond the ends of the array do not count.
 
@@ -294,7 +294,7 @@ def avg_pool(
     *,
     count_include_pad: bool = True,
     ceil_mode: bool = False,
-    outputs: str = "",
+    outputs: OutputRule = "",
 ) -> Sharded:
     """Pool a sharded array by the mean of every window.
 

@@ -44,6 +44,7 @@ from torch_bridge.versions.modes import (
 from torch_bridge.versions.modules import children_of, replace_children, share_tensors_and_children
 from xshard import Layout, XshardError
 from xshard.errors import api_boundary
+from xshard.notation.overlap import OutputRule
 from xshard.notation.parser import ELLIPSIS
 
 Converters = Mapping[type[nn.Module], Callable[[Any], nn.Module]]
@@ -70,7 +71,7 @@ def domain_parallel(
     mesh: MeshLike,
     *,
     shape: Sequence[int | None] | None = None,
-    outputs: str = "",
+    outputs: OutputRule = "",
     sum_gradients: bool = True,
     converters: Converters | None = None,
 ) -> nn.Module:
