@@ -237,9 +237,7 @@ class Collective:
             sent = [slice(0, sum(self.sent))] * len(arriving)
         else:
             sent = consecutive_slices(self.sent)
-        peers = [
-            Peer(rank, *slices) for rank, slices in enumerate(zip(sent, arriving, strict=True))
-        ]
+        peers = list(map(Peer, range(len(arriving)), sent, arriving))
         me = self.group.process_group.rank()
         return peers[me:] + peers[:me]
 
