@@ -44,7 +44,7 @@ def axis_size(axis: Axes) -> int:
     return math.prod(size for size in sizes if size is not None)
 
 
-def bound_sizes(vmap_axes: Iterable[str] = ()) -> dict[str, int]:
+def bound_sizes(vmap_axes: Iterable[str]) -> dict[str, int]:
     """Return the sizes of the manual axes in mesh order, then of axes that vmap has bound.
 
     vmap_axes: names that may be axes of vmap.
