@@ -117,9 +117,10 @@ def einsum(  # noqa: PLR0913  a verb with the options of plans and of calls
             expression = with_map_digests(expression, maps)
         _check_save(save)
         is_usual = shape is None and memory_limit is None and expression.__hash__ is not None
-        if not is_usual or type(async_op) is not bool or type(sizes) not in (dict, NoneType):
+        is_usual = is_usual and type(async_op) is bool and type(overlap) is str
+        if not is_usual or type(sizes) not in (dict, NoneType):
             given = {"expression": expression, "shape": shape, "sizes": sizes, "async_op": async_op}
-            check_arguments(einsum, memory_limit=memory_limit, **given)
+            check_arguments(einsum, memory_limit=memory_limit, overlap=overlap, **given)
         check_not_swapped()
         call = EinsumCall.of(expression, mesh, **options)
         blocks = list(operands)
