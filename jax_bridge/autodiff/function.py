@@ -38,7 +38,7 @@ from jax import lax
 
 from jax_bridge.lower.row_tables import with_boundary_constants
 from jax_bridge.lower.rules import run
-from jax_bridge.lower.transports import PERMUTE, RAGGED, Transport
+from jax_bridge.lower.transports import PERMUTE, PERMUTE_UNBRANCHED, RAGGED, Transport
 from jax_bridge.versions import (
     ACCELERATORS,
     Batch,
@@ -266,7 +266,7 @@ def _collectives(plan: Plan, tangent_map: Move, x: jax.Array) -> jax.Array:
 
     tangent_map: how its tangent goes through it.
     """
-    return _no_transpose(run(plan, x), plan=plan)
+    return _no_transpose(run(plan, x, PERMUTE_UNBRANCHED), plan=plan)
 
 
 @_collectives.defjvp

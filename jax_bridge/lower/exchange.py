@@ -1,13 +1,15 @@
 """The exchange step in JAX: devices send boxes to each other, and place what they receive.
 
 A box is a sub-array of a block. Boxes are handled as slices if all boxes of a round are slices of
-one shape, else by tables of rows, padded to the longest along every dim.
+one shape, else by tables of rows, padded to the longest along every dim. Boxes that tile a block
+are concatenated.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -42,6 +44,12 @@ from xshard.steps.exchange.messages import Message, rows_at
 
 COMBINE = {"sum": jnp.add, "max": jnp.maximum, "min": jnp.minimum}
 
+# How boxes tile a device's block: the first row of each box along every dim, sorted, and the number
+# of the round in which it arrives.
+Tiling = tuple[tuple[Shape, int], ...]
+
+MOST_TILES = 32  # in all distinct tilings together: each tiling is compiled as a branch
+
 
 class _Delivery(NamedTuple):
     """Boxes to deliver: in which rounds, into which block, and by what means."""
@@ -50,12 +58,6 @@ class _Delivery(NamedTuple):
     op: str | None  # a key of COMBINE; None if no two boxes meet
     after: Sharding
     transport: Transport
-
-    def send(self, boxes: list[jax.Array]) -> list[jax.Array]:
-        """Send the boxes of all rounds, and return those that arrive; local ones stay as they are."""
-        n_local = len(self.schedule.local)
-        received = self.transport(boxes[n_local:], self.schedule.sent, self.after.mesh)
-        return boxes[:n_local] + received
 
 
 def exchange(
@@ -80,7 +82,7 @@ def exchange(
     """
     out = jnp.zeros(after.max_local_shape, x.dtype)  # rows that nobody sends stay zero
     # JAX types a received box as varying (different on each device). One that stays on its device
-    # gets this type, too, since both are written into one block.
+    # gets this type, too, since both may be results of the branches of one `switch`.
     axes = long_axes(after.mesh)
     delivery = _Delivery(rounds(step, before), step.op(before), after, transport)
     return _delivered(delivery, as_varying(x, axes), as_varying(out, axes))
@@ -113,21 +115,35 @@ def _by_slices(delivery: _Delivery, x: jax.Array, out: jax.Array) -> jax.Array:
 
     Of a block of 4 rows a device may send rows 2-3, which arrive at rows 0-1 of the receiver.
     """
-    all_rounds = delivery.schedule.all_rounds
+    schedule = delivery.schedule
+    all_rounds = schedule.all_rounds  # first those in which devices keep boxes, then the others
+    n_local = len(schedule.local)
     mesh = delivery.after.mesh
     axes = long_axes(mesh)
     starts = _box_starts(all_rounds, mesh.n_devices, axes)
 
-    boxes = []
-    for messages, start in zip(all_rounds, starts, strict=True):
-        shape = box_shape(messages)
-        boxes.append(lax.dynamic_slice(x, start.sent, shape, allow_negative_indices=False))
-    arrived = delivery.send(boxes)
+    def cut_out(r: int) -> jax.Array:
+        """Cut out the box that this device sends or keeps in round r."""
+        shape = box_shape(all_rounds[r])
+        return lax.dynamic_slice(x, starts[r].sent, shape, allow_negative_indices=False)
 
-    for messages, start, box in zip(all_rounds, starts, arrived, strict=True):
-        box = _signed(box, messages, mesh)
+    boxes_to_send = [cut_out(r) for r in range(n_local, len(all_rounds))]
+    received = delivery.transport.send(boxes_to_send, schedule.sent, mesh)
+
+    def arrived(r: int) -> jax.Array:
+        """Return the box that this device receives or keeps in round r."""
+        # Boxes to keep are cut out here, so that a branch of a `switch` cuts only its own.
+        box = cut_out(r) if r < n_local else received[r - n_local]
+        return _signed(box, all_rounds[r], mesh)
+
+    # Boxes that fill the new block exactly are concatenated: one copy instead of one per box.
+    if delivery.op is None and delivery.transport.branches:
+        tiling_of_device = tilings(all_rounds, delivery.after)
+        if tiling_of_device is not None:
+            return _tiled_by_device(tiling_of_device, arrived, axes)
+    for r, messages in enumerate(all_rounds):
         receives = _receivers(messages, mesh.n_devices)
-        out = _with_box(out, box, start.received, receives, delivery.op, axes)
+        out = _with_box(out, arrived(r), starts[r].received, receives, delivery.op, axes)
     return out
 
 
@@ -169,7 +185,9 @@ def _by_tables(delivery: _Delivery, x: jax.Array, out: jax.Array) -> jax.Array:
     shape of `out` by a table of positions, and written, or combined by the delivery's op, where it
     has elements.
     """
-    all_rounds = delivery.schedule.all_rounds
+    schedule = delivery.schedule
+    all_rounds = schedule.all_rounds  # first those in which devices keep boxes, then the others
+    n_local = len(schedule.local)
     mesh = delivery.after.mesh
     axes = long_axes(mesh)
     tables_of_rounds = [_round_tables(messages, delivery.after) for messages in all_rounds]
@@ -180,10 +198,11 @@ def _by_tables(delivery: _Delivery, x: jax.Array, out: jax.Array) -> jax.Array:
         for dim, table in enumerate(tables):
             box = pick_rows(box, dim, table.packing, axes)
         packed.append(box)
-    arrived = delivery.send(packed)
+    received = delivery.transport.send(packed[n_local:], schedule.sent, mesh)
 
+    boxes = packed[:n_local] + received
     is_written = jnp.zeros(out.shape, bool)
-    for messages, box, tables in zip(all_rounds, arrived, tables_of_rounds, strict=True):
+    for messages, box, tables in zip(all_rounds, boxes, tables_of_rounds, strict=True):
         box = _signed(box, messages, mesh)
         for dim, table in enumerate(tables):
             box = pick_rows(box, dim, table.placing, axes)
@@ -318,6 +337,71 @@ def _round_tables(messages: Round, after: Sharding) -> list[DimTables]:
             placing[message.dst] = inverse(received_rows, placing.shape[1])
         tables.append(DimTables(packing, placing))
     return tables
+
+
+def tilings(schedule: Sequence[Round], after: Sharding) -> tuple[Tiling, ...] | None:
+    """Return how equal boxes fill the block of each device without gaps, if they do.
+
+    A block of 4 rows whose rows 0-1 arrive in round 3 and rows 2-3 in round 0 has the tiling
+    (((0,), 3), ((2,), 0)): for each box its first row along every dim, and its round.
+
+    Args:
+        schedule: The rounds; all boxes are slices.
+        after: The sharding of the new blocks.
+
+    Returns:
+        A tiling per device; None if boxes differ in shape, leave gaps, or if devices have so many
+        different tilings that a program with a branch for each would be too large.
+    """
+    shapes = {box_shape(messages) for messages in schedule}
+    if len(shapes) > 1:
+        return None
+    # For each device a dict: where a box begins -> the round in which it arrives.
+    round_at: list[dict[Shape, int]] = [{} for _ in range(after.mesh.n_devices)]
+    for r, messages in enumerate(schedule):
+        for message in messages:
+            start = tuple(_first_rows(message).received)
+            round_at[message.dst][start] = r
+
+    tiling_of_device = tuple(tuple(sorted(of_device.items())) for of_device in round_at)
+    # Boxes of one shape at different places do not overlap here. If they have as many elements as
+    # the block, there is no gap.
+    box_size = math.prod(shapes.pop())
+    block_size = math.prod(after.max_local_shape)
+    if any(len(tiling) * box_size != block_size for tiling in tiling_of_device):
+        return None
+    # Devices with equal tilings share one branch of the program.
+    n_compiled = sum(map(len, set(tiling_of_device)))
+    return tiling_of_device if n_compiled <= MOST_TILES else None
+
+
+def _tiled_by_device(
+    tiling_of_device: Sequence[Tiling], box: Callable[[int], jax.Array], axes: Sequence[str]
+) -> jax.Array:
+    """Concatenate boxes as this device's tiling says: a branch for each distinct tiling."""
+    distinct = list(dict.fromkeys(tiling_of_device))
+    branch_of_device = [distinct.index(tiling) for tiling in tiling_of_device]
+    branches = [partial(tiled, tiling, box) for tiling in distinct]
+    return lax.switch(row_of_this_device(np.array(branch_of_device, np.int32), axes), branches)
+
+
+def tiled(tiling: Tiling, box: Callable[[int], jax.Array], dim: int = 0) -> jax.Array:
+    """Concatenate the boxes of a tiling into a block.
+
+    Boxes with the same first row along `dim` are joined into a slab along the dims after it
+    (by recursion), then the slabs along `dim`: 2 x 2 boxes become 2 rows of boxes, then the block.
+
+    Args:
+        tiling: For each box its first row along every dim, and its round; sorted by first rows.
+        box: The number of a round -> the box that arrives in it.
+        dim: The first dim to concatenate along.
+    """
+    if len(tiling) == 1:
+        return box(tiling[0][1])
+    slabs = []
+    for _, tiles in itertools.groupby(tiling, key=lambda tile: tile[0][dim]):
+        slabs.append(tiled(tuple(tiles), box, dim + 1))
+    return lax.concatenate(slabs, dim)
 
 
 # Exchanges between two meshes, in one program on the devices of both.

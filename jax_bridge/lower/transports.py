@@ -262,8 +262,13 @@ def _first_free(edge_of_colour: dict[int, int]) -> int:
 # Ways to send boxes.
 
 
-# Boxes to send, their rounds, the mesh -> the boxes that arrived.
-Transport = Callable[[Sequence[jax.Array], Sequence[Round], Mesh], list[jax.Array]]
+class Transport(NamedTuple):
+    """A way to send the boxes of an exchange."""
+
+    # Boxes to send, their rounds, the mesh -> the boxes that arrived.
+    send: Callable[[Sequence[jax.Array], Sequence[Round], Mesh], list[jax.Array]]
+    # Devices may take different branches of a program; on GPUs the host would wait for each.
+    branches: bool
 
 
 def _by_ppermute(
@@ -370,5 +375,7 @@ def ragged_arguments(
     return RaggedArguments(offsets, sizes, offsets, sizes.T.copy())
 
 
-PERMUTE: Transport = _by_ppermute
-RAGGED: Transport = _by_ragged_all_to_all
+PERMUTE = Transport(_by_ppermute, branches=True)
+RAGGED = Transport(_by_ragged_all_to_all, branches=False)
+# For programs that do not know their platform.
+PERMUTE_UNBRANCHED = Transport(_by_ppermute, branches=False)

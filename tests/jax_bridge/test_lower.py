@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import xshard as xs
+from jax_bridge.lower.exchange import tilings
 from jax_bridge.lower.row_tables import VOID, pick_rows
 from jax_bridge.lower.rules import RULES
 from jax_bridge.lower.transports import Schedule, edge_colours, rounds
@@ -189,3 +190,28 @@ def test_what_devices_keep() -> None:
         assert schedule.local
         assert all(kept(messages) == len(messages) for messages in schedule.local)
         assert not any(map(kept, schedule.sent))
+
+
+@pytest.mark.parametrize(
+    ("case", "made_of_boxes"),
+    [
+        (SWAP, True),
+        (("n/a d -> n d/a", "a=4", (8, 8)), True),
+        (("n/a/b d -> n/b d/a", "a=2,b=2", (8, 8)), True),
+        (("n/a d/b c -> n d c/(a,b)", "a=2,b=2", (4, 8, 16)), True),
+        (("n/a d -> n d/a", "a=4", (10, 8)), False),  # blocks of 3 rows and of 2
+        (("n/a -> n | sum(b)", "a=4,b=2", (8,)), False),  # half of the devices contribute nothing
+        (
+            ("h/a -> h/a:halo(2,1,zero)", "a=4", (16,)),
+            False,
+        ),  # boxes of 4 rows, 2, 1; rows beyond the ends
+        (
+            ("n/a d -> n d/a", "a=8", (8, 8)),
+            False,
+        ),  # eight orders: as many branches would be compiled
+    ],
+    ids=str,
+)
+def test_which_blocks_are_made_of_boxes(case, made_of_boxes) -> None:
+    plan, schedule = scheduled(*case)
+    assert (tilings(schedule.all_rounds, plan.target) is not None) == made_of_boxes
