@@ -385,7 +385,7 @@ def attention(
     k: Sharding,
     v: Sharding,
     *,
-    how: Method = AUTO,
+    how: str = AUTO,
     causal: bool = False,
     window: Any = None,
     offset: int = 0,
