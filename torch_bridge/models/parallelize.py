@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict, TypeVar
 
 import torch
 from torch import nn
@@ -37,6 +37,8 @@ from xshard.models import rule_of
 from xshard.rules import Pattern, RulesLike, match_objects
 from xshard.signatures import Bytes, did_you_mean
 
+Model = TypeVar("Model", bound=nn.Module)
+
 
 class _ModelRules(NamedTuple):
     """The rules of `parallelize`, as you wrote them."""
@@ -57,9 +59,23 @@ class _PreparedModel(NamedTuple):
     parameters: ModelParameters
 
 
+class ParallelizeKeywords(TypedDict, total=False):
+    """The keywords of `parallelize`, which `own_experts` hands on."""
+
+    outputs: RulesLike | None
+    counts: RulesLike | None
+    gathers: Pattern | None
+    init: Init
+    device: torch.device | str | None
+    keep: bool | Pattern
+    bucket_bytes: Bytes
+    comm_dtype: CommDtypeLike
+    profile: ProfileLike
+
+
 @api_boundary
 def parallelize(  # noqa: PLR0913  public: rules of several kinds, and how they travel
-    model: nn.Module,
+    model: Model,
     parameters: RulesLike,
     inputs: RulesLike,
     mesh: MeshLike,
@@ -73,7 +89,7 @@ def parallelize(  # noqa: PLR0913  public: rules of several kinds, and how they 
     bucket_bytes: Bytes = "25MiB",
     comm_dtype: CommDtypeLike = None,
     profile: ProfileLike = "auto",
-) -> nn.Module:
+) -> Model:
     """Shard a model of whole tensors in place, by layouts that go by name, and return it.
 
         xt.parallelize(model, {"**.weight": "o/dp i -> o i", "**": "..."}, {"": "b i -> b/dp i"}, mesh)

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, Unpack, overload
 
 import torch
 from numpy.typing import NDArray
@@ -32,9 +32,19 @@ from xshard.state import Names
 from xshard.state.files import Checkpoint
 from xshard.state.files import verify as compare_checksums
 from xshard.state.files.folder import open_on_all
-from xshard.state.files.loading import Load, in_both, load_of, plan_load, read_block, stored_as
+from xshard.state.files.loading import (
+    Load,
+    LoadKeywords,
+    in_both,
+    load_of,
+    plan_load,
+    read_block,
+    stored_as,
+)
 from xshard.state.files.saving import Saving, Source, plan_save, save_blocks
 from xshard.trees import group_by_bytes, leaf_name, place_of
+
+T = TypeVar("T")
 
 BUCKET_BYTES = 256 * 2**20  # of blocks that are read by one process and sent to others
 
@@ -124,6 +134,35 @@ def _source_of(name: str, array: LocalArray) -> Source:
             hint = "save after the model has values"
             raise XshardError("it is on the meta device", hint=hint)
         return Source(array.sharding, dtypes.name_of(array.dtype), array.ranks)
+
+
+class TorchLoadKeywords(LoadKeywords, total=False):
+    """The keywords of `load` on which the type of its result does not depend."""
+
+    dtype: torch.dtype | str | None
+    device: torch.device | str
+
+
+@overload
+def load(
+    path: str | Path | Checkpoint,
+    rules: RulesLike | None = None,
+    mesh: MeshLike | None = None,
+    *,
+    like: None = None,
+    **options: Unpack[TorchLoadKeywords],
+) -> dict[str, Tensor]: ...
+
+
+@overload
+def load(
+    path: str | Path | Checkpoint,
+    rules: RulesLike | None = None,
+    mesh: MeshLike | None = None,
+    *,
+    like: T,
+    **options: Unpack[TorchLoadKeywords],
+) -> T: ...
 
 
 @api_boundary
