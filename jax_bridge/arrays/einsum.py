@@ -13,7 +13,13 @@ import numpy as np
 from jax_bridge.arrays.program import LOG
 from jax_bridge.arrays.stored import ArrayMesh, StoredArray, check_order, record_order
 from jax_bridge.calls import are_keys, as_array
-from jax_bridge.einsum import EinsumOptions, Given, check_operands, check_shapes, einsum_blocks
+from jax_bridge.contractions import (
+    EinsumOptions,
+    Given,
+    check_operands,
+    check_shapes,
+    einsum_blocks,
+)
 from jax_bridge.mesh.axis_types import as_tagged, bound_sizes
 from jax_bridge.mesh.context import AnyMesh, free_axes, machine_profile
 from xshard import ContractionPlan, ProfileLike
