@@ -185,7 +185,7 @@ def test_keywords_that_overloads_share_are_those_of_the_function(name: str) -> N
     shared = {word: given.__forward_arg__ for word, given in keywords.__annotations__.items()}
     if keywords is MoveKeywords:
         shared = {word: shared[word] for word in shared.keys() - set(TwoMeshOptions._fields)}
-    named = OVERLOADED | ({"names"} if name.endswith("transfer") else set())
+    named = OVERLOADED | ({"names"} if name == "xj.transfer" else set())
     options = {
         parameter.name: parameter.annotation
         for parameter in inspect.signature(function).parameters.values()

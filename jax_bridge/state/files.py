@@ -30,7 +30,7 @@ from xshard.signatures import Bytes
 from xshard.state import Names
 from xshard.state.files import Checkpoint, FileError
 from xshard.state.files import verify as compare_checksums
-from xshard.state.files.folder import open_on_all
+from xshard.state.files.folder import CheckpointLike, open_on_all
 from xshard.state.files.loading import Load, LoadKeywords, plan_load, read_block
 from xshard.state.files.saving import Saving, Source, plan_save, save_blocks
 from xshard.trees import Leaf, named_once, place_of
@@ -116,7 +116,7 @@ class JaxLoadKeywords(LoadKeywords, total=False):
 
 @overload
 def load(
-    path: str | Path | Checkpoint,
+    path: CheckpointLike,
     rules: RulesLike | None,
     mesh: jax.sharding.Mesh,
     *,
@@ -127,7 +127,7 @@ def load(
 
 @overload
 def load(
-    path: str | Path | Checkpoint,
+    path: CheckpointLike,
     rules: RulesLike | None,
     mesh: jax.sharding.Mesh,
     *,
@@ -138,7 +138,7 @@ def load(
 
 @api_boundary
 def load(  # noqa: PLR0913  one option for each decision of the user
-    path: str | Path | Checkpoint,
+    path: CheckpointLike,
     rules: RulesLike | None,
     mesh: jax.sharding.Mesh,
     *,

@@ -12,7 +12,7 @@ from torch import nn
 
 from torch_bridge.comm_dtype import CommDtypeLike
 from torch_bridge.mesh.desync import CallFacts, compare_ranks
-from torch_bridge.mesh.process_mesh import MeshLike, ProcessMesh
+from torch_bridge.mesh.process_mesh import DeviceLike, MeshLike, ProcessMesh
 from torch_bridge.models.block_guards import check_parametrizations
 from torch_bridge.models.experts import Count, route_experts
 from torch_bridge.models.gradients import Gradients
@@ -66,7 +66,7 @@ class ParallelizeKeywords(TypedDict, total=False):
     counts: RulesLike | None
     gathers: Pattern | None
     init: Init
-    device: torch.device | str | None
+    device: DeviceLike | None
     keep: bool | Pattern
     bucket_bytes: Bytes
     comm_dtype: CommDtypeLike
@@ -84,7 +84,7 @@ def parallelize(  # noqa: PLR0913  public: rules of several kinds, and how they 
     counts: RulesLike | None = None,
     gathers: Pattern | None = None,
     init: Init = None,
-    device: torch.device | str | None = None,
+    device: DeviceLike | None = None,
     keep: bool | Pattern = False,
     bucket_bytes: Bytes = "25MiB",
     comm_dtype: CommDtypeLike = None,

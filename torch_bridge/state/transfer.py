@@ -17,7 +17,7 @@ from torch_bridge.lower.transfer import lower_transfer, run_transfers_together
 from torch_bridge.mesh.desync import CallFacts, compare_ranks
 from torch_bridge.mesh.machine import machine_profile
 from torch_bridge.mesh.process_groups import rank_in
-from torch_bridge.mesh.process_mesh import MeshLike, check_world, mesh_of
+from torch_bridge.mesh.process_mesh import DeviceLike, MeshLike, check_world, mesh_of
 from torch_bridge.redistribution.blocks import tensor_device_of
 from torch_bridge.state import facts as tree_facts
 from xshard import ProfileLike
@@ -35,8 +35,9 @@ class TorchTransferKeywords(TransferKeywords, total=False):
     """The keywords of `transfer` on which the type of its result does not depend."""
 
     src_mesh: MeshLike | None
+    names: Names | None
     shapes: Mapping[str, Sequence[int]] | None
-    device: torch.device | str | None
+    device: DeviceLike | None
 
 
 @overload
@@ -45,22 +46,9 @@ def transfer(
     rules: TransferRules,
     dst_mesh: MeshLike,
     *,
-    names: Names | None = None,
     dry_run: Literal[True],
     **options: Unpack[TorchTransferKeywords],
 ) -> TreePlan: ...
-
-
-@overload
-def transfer(
-    tree: object,
-    rules: TransferRules,
-    dst_mesh: MeshLike,
-    *,
-    names: Names,
-    dry_run: Literal[False] = False,
-    **options: Unpack[TorchTransferKeywords],
-) -> dict[str, Tensor]: ...
 
 
 @overload
@@ -69,7 +57,6 @@ def transfer(
     rules: TransferRules,
     dst_mesh: MeshLike,
     *,
-    names: None = None,
     dry_run: bool = False,
     **options: Unpack[TorchTransferKeywords],
 ) -> T: ...
@@ -89,7 +76,7 @@ def transfer(  # noqa: PLR0913  both meshes, and options of plans and of their e
     progress: Progress = None,
     dry_run: bool = False,
     profile: ProfileLike = "auto",
-    device: torch.device | str | None = None,
+    device: DeviceLike | None = None,
 ) -> Any:
     """Move a tree of local blocks to another mesh.
 
