@@ -58,7 +58,9 @@ def cut(length: int, shard: Shard, n: int, index: int) -> list[Rows]:
 
 def pieces(dim: Dim, length: int, mesh: Mesh, device: int) -> list[Rows]:
     """The rows of a dim that a device owns, in local order: lists of consecutive rows."""
-    mine = [list(range(length // max(dim.unit, 1)))]  # units, as shards of a composed dim count them
+    mine = [
+        list(range(length // max(dim.unit, 1)))
+    ]  # units, as shards of a composed dim count them
     for shard in dim.shards:
         rows = [(at, row) for at, piece in enumerate(mine) for row in piece]
         mine = []

@@ -210,6 +210,17 @@ def equal_parts(shape: Sequence[int], n: int) -> tuple[int, ...]:
 
 # ---- plans of transformers
 
+# Layers of an attention that are cut by heads, and how many heads a head of keys stays with there;
+# None: itself and all heads of queries that read it.
+_LAYERS_OF_HEADS = {
+    "q_proj": None,
+    "k_proj": 1,
+    "v_proj": 1,
+    "o_proj": None,
+    "query_key_value": 3,
+    "dense": None,
+}
+
 
 class Style(NamedTuple):
     """What a style of a plan of transformers means: the rules for a module.
@@ -220,6 +231,7 @@ class Style(NamedTuple):
         outputs: The rule for its outputs; None for none.
         parts: How many fused parts the dim has, each of which is sharded alone.
         layout: The layout of the parameters, where `dim` does not say it.
+        unit: The rows of the dim that stay together.
     """
 
     dim: int | None = None
@@ -227,6 +239,7 @@ class Style(NamedTuple):
     outputs: str | None = None
     parts: int = 1
     layout: str | None = None
+    unit: int = 1
 
 
 def styles_of_transformers(axis: str) -> dict[str, Style]:
@@ -317,7 +330,7 @@ def plan_of_transformers(model: Any, axis: str) -> dict[str, dict[Any, Any]]:
         if style.outputs is not None:
             outputs[pattern] = style.outputs
     return {
-        "parameters": _parameter_rules(parameters, plan, styles, axis),
+        "parameters": _parameter_rules(parameters, plan, styles, axis, _units_of_heads(model)),
         "inputs": inputs,
         "outputs": outputs,
     }
@@ -339,11 +352,28 @@ def _with_tied_embeddings(plan: dict[str, str], model: Any) -> dict[str, str]:
     return tied | plan
 
 
+def _units_of_heads(model: Any) -> dict[str, int]:
+    """Return, by the name of a layer, the rows that stay together: a head of keys with its queries."""
+    units = {}
+    for name, attention in model.named_modules():
+        head_rows = getattr(attention, "head_dim", getattr(attention, "head_size", None))
+        # In other attentions, as with compressed keys, the layers have heads of other lengths.
+        has_keys = hasattr(attention, "k_proj") or hasattr(attention, "query_key_value")
+        if head_rows is None or not has_keys:
+            continue
+        for layer, n_heads in _LAYERS_OF_HEADS.items():
+            if n_heads is None:
+                n_heads = getattr(attention, "num_key_value_groups", 1)
+            units[f"{name}.{layer}"] = head_rows * n_heads
+    return units
+
+
 def _parameter_rules(
     parameters: Iterable[tuple[str, Any]],
     plan: Mapping[str, str],
     styles: Mapping[str, Style],
     axis: str,
+    units: Mapping[str, int],
 ) -> dict[Any, Any]:
     """Return the sharding rule of each parameter that a plan of transformers shards.
 
@@ -351,7 +381,8 @@ def _parameter_rules(
     where it is another; "**", which comes last, leaves all other parameters whole.
 
     parameters: (name, array) of each. plan: the name of a style by the name of a module or
-    parameter, with "*" for numbers. styles: what the names of styles mean.
+    parameter, with "*" for numbers. styles: what the names of styles mean. units: the rows that a
+    layer of heads keeps together, by its name.
     """
     rules: dict[str, str] = {}
     exceptions = {}
@@ -360,7 +391,10 @@ def _parameter_rules(
         module_pattern, _, own_name = pattern.rpartition(".")
         # A style is declared for the parameter itself, or for its module.
         style_name = plan.get(pattern, plan.get(module_pattern, "replicate"))
-        rule = _parameter_rule(styles[style_name], tuple(x.shape), own_name, axis)
+        style = styles[style_name]
+        if style_name in ("colwise", "rowwise"):  # others bring the rows of all heads together
+            style = style._replace(unit=units.get(name.rpartition(".")[0], 1))
+        rule = _parameter_rule(style, tuple(x.shape), own_name, axis)
         if rule is not None and rules.setdefault(pattern, rule) != rule:
             exceptions[name] = rule
     return {**exceptions, **rules, "**": "..."}
@@ -382,6 +416,10 @@ def _parameter_rule(style: Style, shape: tuple[int, ...], name: str, axis: str) 
         return f"{dims(shape)} -> {dims(shape)}{tag('sum', axis)}"
     # Column parallel is dim -2 of a weight, and the only dim of its bias.
     dim = max(len(shape) + style.dim, 0)
+    if style.unit > 1:
+        names = [f"d{d}" for d in range(len(shape))]
+        names[dim] = f"({names[dim]} {style.unit})/{sharded(axis, 'balanced')}"
+        return " ".join(names)
     if style.parts == 1:
         return dims(shape, {dim: sharded(axis)})
     # Fused weights, as gate and up in one: each of `parts` equal lengths is sharded by itself.

@@ -158,7 +158,8 @@ b d, d f -> b f   1 arrays for 2 operands   one array or shape per operand
 b d, «d» f -> b f   dim 'd' is 6 long, elsewhere d=4   a name stands for one length; sizes= says all of them
 b d, «d f» -> b f   an array of 1 dims, (4,), for 'd f'   one dim per name
 «...» d, d f -> ... f   sizes has no length for dim '...'   pass shape= with one shape per operand
-«(b d)», b -> d   dim '(b d)' is 12 long, elsewhere b=8   a name stands for one length; sizes= says all of them
+«(b d)», b -> d   dim '(b d)' is 12 long, elsewhere b=8
+    a name stands for one length; sizes= says all of them
 «(b d)», f -> d   dim '(b d)' is 12 long, elsewhere no part is known
     a name stands for one length; sizes= says all of them
 «(b d)/sizes(tp,2,2)» -> b   'sizes(tp,2,2)' adds up to 4 units, not 3

@@ -49,7 +49,9 @@ def test_a_composed_dim_is_cut_as_its_first_name_would_be():
         weight = f"(n 16)/{cut} (m 16)"
         call = f"{weight}, n/{cut} m -> {weight}"
         plan = xs.plan(call, Mesh(tp=4), sizes={"n": 10, "m": 2})
-        assert plan.bytes_received == 0 and str(plan.arrays[-1].layout) == str(plan.arrays[0].layout)
+        assert plan.bytes_received == 0 and str(plan.arrays[-1].layout) == str(
+            plan.arrays[0].layout
+        )
     rng = np.random.default_rng(0)
     w = rng.integers(-4, 5, (40, 8)).astype(float)
     scale = rng.integers(1, 4, (10, 2)).astype(float)
@@ -58,7 +60,9 @@ def test_a_composed_dim_is_cut_as_its_first_name_would_be():
     plan = xs.plan(text, Mesh(tp=4), shape=[w.shape, scale.shape, x.shape], dtype="float64")
     blocks = [
         xs.reference.scatter(array, array_layout, Mesh(tp=4))
-        for array, array_layout in zip((w, scale, x), text.partition(" ->")[0].split(", "), strict=True)
+        for array, array_layout in zip(
+            (w, scale, x), text.partition(" ->")[0].split(", "), strict=True
+        )
     ]
     result = xs.reference.run(plan, *blocks)
     whole = xs.reference.gather(result, "b (n 4)/balanced(tp)", Mesh(tp=4), (3, 40))

@@ -11,7 +11,16 @@ from xshard.caches import layout_cache
 from xshard.errors import ShapeError
 from xshard.layout.mesh import Mesh
 from xshard.layout.partition import Sizes, all_owned_rows, find_misfit, map_of, rows_in_numbers
-from xshard.layout.runs import Rows, Run, Runs, are_equal, as_runs, count_rows, merge_adjacent, unrolled
+from xshard.layout.runs import (
+    Rows,
+    Run,
+    Runs,
+    are_equal,
+    as_runs,
+    count_rows,
+    merge_adjacent,
+    unrolled,
+)
 from xshard.notation.maps import NamedMap, Owners
 from xshard.notation.overlap import Width
 from xshard.notation.parser import BY, INTERVALS, ROUTED, SIZES, Dim, Shard

@@ -83,7 +83,9 @@ class Dim:
     @property
     def text(self) -> str:
         """The name as texts have it: `(n 128)` for n_128, unless its shards count rows."""
-        return self.name if self.unit == 1 else f"({' '.join(self.parts)})"
+        if self.unit == 1:
+            return self.name
+        return f"({' '.join(self.parts)})"
 
     @cached_property
     def axes(self) -> tuple[str, ...]:
@@ -367,8 +369,9 @@ class _Parser(Scanner):
         overlap = parse_overlap(self) if self.take(":") else None
         dim = Dim(name, tuple(shards), overlap)
         if len(parts) > 1:
-            number = int(parts[-1]) if parts[-1].isdigit() else None
-            dim = replace(dim, parts=parts, unit=number if len(parts) == 2 else None)
+            dim = replace(dim, parts=parts, unit=None)
+            if len(parts) == 2 and parts[-1].isdigit():
+                dim = replace(dim, unit=int(parts[-1]))
         self.spans.full_dims.append((dim, (start, self.end)))
         return dim
 
@@ -392,7 +395,9 @@ class _Parser(Scanner):
         hint = "a composed dim is names, then perhaps a number, and is sharded as a whole: (h d)/tp"
         start = self.span[0]
         self.expect("(")
-        parts = [self.name()] if self.kind == "name" else [self.expect("name", hint)]
+        if self.kind != "name":
+            self.expect("name", hint)
+        parts = [self.name()]
         while self.kind == "name":
             parts.append(self.name())
         if self.kind == "int":
