@@ -98,7 +98,9 @@ class Options(NamedTuple):
         """Raise MeshError for options that a move between two meshes does not have."""
         if self.mesh is None and self.comm_dtype is None:
             return
-        reason = "mesh= and comm_dtype= are for one mesh; dtype=, device=, requires_grad= and "
-        reason += "relabel= are for two"
+        reason = (
+            "mesh= and comm_dtype= are for one mesh; "
+            "dtype=, device=, requires_grad= and relabel= are for two"
+        )
         hint = "redistribute(x, layouts, src_mesh=..., dst_mesh=..., shape=..., dtype=...)"
         raise MeshError(reason, hint=hint)
