@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
 import random
 import re
@@ -245,6 +246,41 @@ def test_declared_plans_of_any_heads_are_right() -> None:
     draw = random.Random(1)
     uneven = [check_planned(family, draw) for family in PLANNED]
     assert any(uneven[:4]) and not all(uneven[:4])
+
+
+@on_four
+def test_processes_share_a_head_of_keys() -> None:
+    """Two heads on four processes: gradients of copies are summed, and a copy counts once in the norm."""
+    options = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 4, "hidden_size": 32}
+    options |= {
+        "vocab_size": 53,
+        "num_hidden_layers": 1,
+        "intermediate_size": 27,
+        "use_cache": False,
+    }
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**options)).double()
+    mesh = xs.Mesh(kv=2, rep=2)
+    ids = torch.randint(3, 53, (4, 6), generator=torch.Generator().manual_seed(1))
+
+    def loss(result: Any) -> torch.Tensor:
+        return xt.nn.cross_entropy(result.logits, ids.roll(-1, 1), "b s v", mesh)
+
+    with on_this_process_alone():
+        whole = copy.deepcopy(model)
+        expected = torch.nn.functional.cross_entropy(
+            whole(input_ids=ids).logits.flatten(0, 1), ids.roll(-1, 1).flatten()
+        )
+        expected.backward()
+        norm = torch.nn.utils.get_total_norm([p.grad for p in whole.parameters()])
+    xt.parallelize(model, mesh=mesh, **xs.Rules.from_transformers(model, ("kv", "rep")))
+    xt.verify(model, {"input_ids": ids}, loss=loss, tol=1e-6)
+    loss(model(input_ids=ids)).backward()
+    torch.testing.assert_close(xt.grad_norm(model), norm, rtol=1e-12, atol=0)
+    block = model.model.layers[0].self_attn.k_proj.weight
+    rows = slice(4 * (torch.distributed.get_rank() // 2), None)
+    gradient = whole.model.layers[0].self_attn.k_proj.weight.grad[rows][:4]
+    torch.testing.assert_close(block.grad, gradient, rtol=1e-10, atol=1e-12)
 
 
 @on_four
