@@ -353,7 +353,7 @@ def plan_of_transformers(model: Any, axis: Axes) -> dict[str, dict[Any, Any]]:
         "inputs": inputs,
         "outputs": outputs,
     }
-    counted = {layer.rpartition(".")[0] for layer, cut in heads.items() if cut.is_shared}
+    counted = [layer.rpartition(".")[0] for layer, cut in heads.items() if cut.is_shared]
     if counted:  # a process has a part of the queries of its head
         rules["counts"] = {f"{_starred(name)}.{GROUPS}": f"g/{axis[-1]}" for name in counted}
     return rules
