@@ -14,7 +14,7 @@ from jax_bridge.versions import cuts_of, unreduced_kind
 from xshard import Layout
 from xshard.errors import MeshError, PlanError, ShapeError, api_boundary
 from xshard.layout.layout import check_axes
-from xshard.notation.parser import Dim, Shard
+from xshard.notation.parser import Dim, Shard, is_plain
 
 __all__ = ["from_partition_spec", "to_named_sharding", "to_partition_spec"]
 
@@ -62,12 +62,9 @@ def _entry_of(dim: Dim, text: str) -> str | tuple[str, ...] | None:
     """
     if dim.overlap is not None:
         raise PlanError("a PartitionSpec cannot have overlaps", text=text)
-    for shard in dim.shards:
-        if shard.order != "block":
-            hint = (
-                "its blocks are contiguous; reshard keeps a dim of another order in storage order"
-            )
-            raise PlanError(f"a PartitionSpec cannot have order '{shard}'", text=text, hint=hint)
+    if not is_plain(dim):
+        hint = "its blocks are contiguous; reshard keeps a dim of another order in storage order"
+        raise PlanError(f"a PartitionSpec cannot cut '{dim}'", text=text, hint=hint)
     if not dim.axes:
         return None
     if len(dim.axes) == 1:
@@ -157,7 +154,7 @@ def storage_layout(layout: Layout) -> Layout:
     dims = []
     for dim in layout.dims:
         shards = tuple(Shard(shard.axes) for shard in dim.shards)
-        dims.append(replace(dim, shards=shards))
+        dims.append(replace(dim, shards=shards, unit=1))
     return replace(layout, dims=tuple(dims))
 
 

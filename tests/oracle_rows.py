@@ -58,14 +58,17 @@ def cut(length: int, shard: Shard, n: int, index: int) -> list[Rows]:
 
 def pieces(dim: Dim, length: int, mesh: Mesh, device: int) -> list[Rows]:
     """The rows of a dim that a device owns, in local order: lists of consecutive rows."""
-    mine = [list(range(length))]
+    mine = [
+        list(range(length // max(dim.unit, 1)))
+    ]  # units, as shards of a composed dim count them
     for shard in dim.shards:
         rows = [(at, row) for at, piece in enumerate(mine) for row in piece]
         mine = []
         for part in cut(len(rows), shard, mesh.size(*shard.axes), mesh.index(device, shard.axes)):
             groups = itertools.groupby((rows[i] for i in part), key=lambda pair: pair[0])
             mine += [[row for _, row in group] for _, group in groups]
-    return list(filter(None, mine))
+    unit = dim.unit
+    return [[r for u in piece for r in range(u * unit, u * unit + unit)] for piece in mine if piece]
 
 
 def owned_rows(dim: Dim, length: int, mesh: Mesh, device: int) -> Rows:

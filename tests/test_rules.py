@@ -223,6 +223,38 @@ def test_plans_of_transformers() -> None:
         Rules.from_transformers(model(), "tp")
 
 
+def test_plans_cut_projections_by_heads() -> None:
+    """A head of keys stays with the queries that read it; compressed keys are no such heads."""
+    rows = {"q_proj": 24, "k_proj": 6, "v_proj": 6, "o_proj": 24}
+    attention = Fake(head_dim=2, num_key_value_groups=4, **dict.fromkeys(rows))
+    shapes = {
+        f"{name}.{layer}": (4, n) if layer == "o_proj" else (n, 4)
+        for name in ("attn", "compressed")
+        for layer, n in rows.items()
+    }
+    model = Fake(
+        tp_plan={name: "rowwise" if "o_proj" in name else "colwise" for name in shapes},
+        named_modules=lambda **_: [
+            ("attn", attention),
+            ("attn.o_proj", None),
+            ("compressed", Fake(head_dim=2)),
+        ],
+        named_parameters=lambda **_: [(f"{n}.weight", Fake(shape=s)) for n, s in shapes.items()],
+    )
+    rules = Rules.from_transformers(model, "tp")["parameters"]
+    assert rules.find("attn.q_proj.weight") == "(d0 8)/balanced(tp) d1"
+    assert rules.find("attn.k_proj.weight") == "(d0 2)/balanced(tp) d1"
+    assert rules.find("attn.o_proj.weight") == "d0 (d1 8)/balanced(tp)"
+    assert rules.find("compressed.q_proj.weight") == "d0/tp d1"
+    shared = Rules.from_transformers(model, ("kv", "rep"))
+    assert shared["counts"] == {"attn.num_key_value_groups": "g/rep"}
+    assert shared["parameters"].find("attn.q_proj.weight") == "(d0 2)/balanced(kv,rep) d1"
+    assert shared["parameters"].find("attn.k_proj.weight") == "(d0 2)/sizes(kv,1,1,1) d1"
+    assert shared["parameters"].find("attn.o_proj.weight") == "d0 (d1 2)/balanced(kv,rep)"
+    assert shared["parameters"].find("compressed.k_proj.weight") == "d0/(kv,rep) d1"
+    assert shared["outputs"]["attn.o_proj"] == "... | sum(kv,rep) -> ..."
+
+
 def test_plans_shard_an_embedding_with_the_rows_of_its_head() -> None:
     """A tied weight is stored in one way; a style that the plan has for the embedding stays."""
     weight = Fake(shape=(8, 4))

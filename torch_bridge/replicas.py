@@ -16,7 +16,7 @@ from torch import Tensor
 from torch_bridge.autodiff.function import Redistribute, apply
 from torch_bridge.lower.collectives import FOUR_BITS, Collective
 from torch_bridge.lower.executable import Executable
-from torch_bridge.mesh.process_mesh import ProcessMesh, mesh_of_ranks, process_mesh
+from torch_bridge.mesh.process_mesh import ProcessMesh, mesh_of_ranks
 from xshard import Mesh, Plan, replicas, trees
 from xshard.replicas import ReplicaCheck, checks_of
 
@@ -64,15 +64,17 @@ def with_comparisons(
     return result
 
 
-def comparisons_between(plan: Plan, text: str) -> tuple[Comparison | None, Comparison | None]:
-    """Return comparisons before and after a plan between two meshes, for all processes of the world."""
-    world = process_mesh(Mesh(world=dist.get_world_size()))
+def comparisons_between(
+    plan: Plan, ranks: Sequence[int], text: str
+) -> tuple[Comparison | None, Comparison | None]:
+    """Return comparisons before and after a plan between two meshes, for the ranks of both."""
+    callers = mesh_of_ranks(Mesh(callers=len(ranks)), ranks)
 
     def comparison(check: ReplicaCheck | None, ranks: tuple[int, ...]) -> Comparison | None:
         if check is None or not check.axes:
             return None
         own_mesh = mesh_of_ranks(check.mesh, ranks) if dist.get_rank() in ranks else None
-        return Comparison(check, ranks, own_mesh, world)
+        return Comparison(check, ranks, own_mesh, callers)
 
     before, after = checks_of(plan, None, text)
     entering = comparison(before, plan.src_devices)

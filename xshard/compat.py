@@ -210,6 +210,32 @@ def equal_parts(shape: Sequence[int], n: int) -> tuple[int, ...]:
 
 # ---- plans of transformers
 
+# Layers of an attention that are cut by heads, and how many heads a head of keys stays with there;
+# None: itself and all heads of queries that read it.
+_LAYERS_OF_HEADS = {
+    "q_proj": None,
+    "k_proj": 1,
+    "v_proj": 1,
+    "o_proj": None,
+    "query_key_value": 3,
+    "dense": None,
+}
+
+
+GROUPS = "num_key_value_groups"  # the attribute of an attention
+
+
+class Heads(NamedTuple):
+    """How a layer of an attention is cut by heads.
+
+    Attributes:
+        rows: The rows that stay together.
+        is_shared: Whether they are a head of keys or values that processes along a second axis share.
+    """
+
+    rows: int
+    is_shared: bool
+
 
 class Style(NamedTuple):
     """What a style of a plan of transformers means: the rules for a module.
@@ -220,6 +246,7 @@ class Style(NamedTuple):
         outputs: The rule for its outputs; None for none.
         parts: How many fused parts the dim has, each of which is sharded alone.
         layout: The layout of the parameters, where `dim` does not say it.
+        heads: How the dim is cut by heads; None for one that is not.
     """
 
     dim: int | None = None
@@ -227,9 +254,10 @@ class Style(NamedTuple):
     outputs: str | None = None
     parts: int = 1
     layout: str | None = None
+    heads: Heads | None = None
 
 
-def styles_of_transformers(axis: str) -> dict[str, Style]:
+def styles_of_transformers(axis: Axes) -> dict[str, Style]:
     """Translate the tensor-parallel styles of Hugging Face transformers into rules of this package.
 
     "colwise" on axis tp: the weight's output features (dim -2) are sharded, and inputs are used as
@@ -240,13 +268,15 @@ def styles_of_transformers(axis: str) -> dict[str, Style]:
         By the name of a style: the dim of the weight that is sharded, the rule for inputs, and the
         rule for outputs; None for no rule.
     """
-    copied = f"... -> ... | copy({axis})"
-    still_copied = Style(None, f"... | copy({axis})")  # by an outer module
-    summed = f"... | sum({axis}) -> ..."
-    gathered = f"... o/{axis} -> ... o"
-    sharded_input = f"... i/{axis}"
+    cut = sharded(axis)
+    copies = tag("copy", axis)
+    copied = f"... -> ...{copies}"
+    still_copied = Style(None, f"...{copies}")  # by an outer module
+    summed = f"...{tag('sum', axis)} -> ..."
+    gathered = f"... o/{cut} -> ... o"
+    sharded_input = f"... i/{cut}"
     # The weight's dim has the name of the output's, whose length it says: blocks may be 50 and 49 of 99.
-    column_gathered = Style(None, copied, gathered, layout=f"o/{axis} ...")
+    column_gathered = Style(None, copied, gathered, layout=f"o/{cut} ...")
     row_split = Style(-1, f"... i -> {sharded_input}", summed)
     return {
         "colwise": Style(-2, copied),
@@ -258,19 +288,19 @@ def styles_of_transformers(axis: str) -> dict[str, Style]:
         "packed_colwise": Style(-2, copied, parts=2),
         "packed_rowwise": Style(-1, sharded_input, summed, parts=2),
         "embedding_rowwise": Style(-2, None, summed),
-        "embedding_colwise": Style(None, None, gathered, layout=f"... o/{axis}"),
-        "sequence_parallel": Style(None, f"b s/{axis} ..."),
+        "embedding_colwise": Style(None, None, gathered, layout=f"... o/{cut}"),
+        "sequence_parallel": Style(None, f"b s/{cut} ..."),
         "replicated_with_grad_allreduce": still_copied,
         "all_reduce": Style(None, None, summed),
         "moe_tp_experts": Style(None, (copied, None, copied), summed),
-        "moe_identity_expert": Style(None, f"... | copy({axis}) -> ... | sum({axis})"),
+        "moe_identity_expert": Style(None, f"...{copies} -> ...{tag('sum', axis)}"),
         "mla_kv_a_proj": still_copied,
         "local_params": still_copied,
         "replicate": Style(),
     }
 
 
-def plan_of_transformers(model: Any, axis: str) -> dict[str, dict[Any, Any]]:
+def plan_of_transformers(model: Any, axis: Axes) -> dict[str, dict[Any, Any]]:
     """Turn the tensor-parallel plan of a Hugging Face model into the arguments of `parallelize`.
 
     `model.tp_plan` {"layers.*.mlp.up_proj": "colwise"} on axis "tp" shards the output features of
@@ -278,10 +308,11 @@ def plan_of_transformers(model: Any, axis: str) -> dict[str, dict[Any, Any]]:
 
     Args:
         model: A model with a `tp_plan`: names of modules and parameters with their styles.
-        axis: The mesh axis over which it is sharded.
+        axis: The mesh axis over which it is sharded, or two: of heads of keys, and of processes that
+            share one.
 
     Returns:
-        The rules for "parameters", "inputs" and "outputs": see `Rules`.
+        The rules for "parameters", "inputs" and "outputs", and with two axes for "counts": see `Rules`.
 
     Raises:
         XshardError: The model declares no plan, or a style that is not known.
@@ -316,11 +347,16 @@ def plan_of_transformers(model: Any, axis: str) -> dict[str, dict[Any, Any]]:
             inputs[pattern] = input_rule
         if style.outputs is not None:
             outputs[pattern] = style.outputs
-    return {
-        "parameters": _parameter_rules(parameters, plan, styles, axis),
+    heads = _heads_of_layers(model, plan, axis)
+    rules: dict[str, dict[Any, Any]] = {
+        "parameters": _parameter_rules(parameters, plan, styles, axis, heads),
         "inputs": inputs,
         "outputs": outputs,
     }
+    counted = [layer.rpartition(".")[0] for layer, cut in heads.items() if cut.is_shared]
+    if counted:  # a process has a part of the queries of its head
+        rules["counts"] = {f"{_starred(name)}.{GROUPS}": f"g/{axis[-1]}" for name in counted}
+    return rules
 
 
 def _with_tied_embeddings(plan: dict[str, str], model: Any) -> dict[str, str]:
@@ -339,11 +375,37 @@ def _with_tied_embeddings(plan: dict[str, str], model: Any) -> dict[str, str]:
     return tied | plan
 
 
+def _heads_of_layers(model: Any, plan: Mapping[str, str], axis: Axes) -> dict[str, Heads]:
+    """Find how each layer of an attention is cut by heads, by its name: a head of keys with its queries.
+
+    If processes along a second axis share a head of keys, each head of queries is by itself.
+    """
+    heads_of_layers = {}
+    for name, attention in model.named_modules():
+        head_rows = getattr(attention, "head_dim", getattr(attention, "head_size", None))
+        # In other attentions, as with compressed keys, the layers have heads of other lengths.
+        has_keys = hasattr(attention, "k_proj") or hasattr(attention, "query_key_value")
+        if head_rows is None or not has_keys:
+            continue
+        n_queries = getattr(attention, GROUPS, 1)  # for a head of keys
+        are_cut = plan.get(_starred(f"{name}.k_proj")) == "colwise"
+        is_shared = not isinstance(axis, str) and are_cut and hasattr(attention, GROUPS)
+        if is_shared:
+            n_queries = 1
+        for layer, n_heads in _LAYERS_OF_HEADS.items():
+            if n_heads is None:
+                n_heads = n_queries
+            is_shared_layer = is_shared and layer in ("k_proj", "v_proj")
+            heads_of_layers[f"{name}.{layer}"] = Heads(head_rows * n_heads, is_shared_layer)
+    return heads_of_layers
+
+
 def _parameter_rules(
     parameters: Iterable[tuple[str, Any]],
     plan: Mapping[str, str],
     styles: Mapping[str, Style],
-    axis: str,
+    axis: Axes,
+    heads: Mapping[str, Heads],
 ) -> dict[Any, Any]:
     """Return the sharding rule of each parameter that a plan of transformers shards.
 
@@ -351,7 +413,8 @@ def _parameter_rules(
     where it is another; "**", which comes last, leaves all other parameters whole.
 
     parameters: (name, array) of each. plan: the name of a style by the name of a module or
-    parameter, with "*" for numbers. styles: what the names of styles mean.
+    parameter, with "*" for numbers. styles: what the names of styles mean. heads: how layers are
+    cut by heads, by their names.
     """
     rules: dict[str, str] = {}
     exceptions = {}
@@ -360,13 +423,16 @@ def _parameter_rules(
         module_pattern, _, own_name = pattern.rpartition(".")
         # A style is declared for the parameter itself, or for its module.
         style_name = plan.get(pattern, plan.get(module_pattern, "replicate"))
-        rule = _parameter_rule(styles[style_name], tuple(x.shape), own_name, axis)
+        style = styles[style_name]
+        if style_name in ("colwise", "rowwise"):  # others bring the rows of all heads together
+            style = style._replace(heads=heads.get(name.rpartition(".")[0]))
+        rule = _parameter_rule(style, tuple(x.shape), own_name, axis)
         if rule is not None and rules.setdefault(pattern, rule) != rule:
             exceptions[name] = rule
     return {**exceptions, **rules, "**": "..."}
 
 
-def _parameter_rule(style: Style, shape: tuple[int, ...], name: str, axis: str) -> str | None:
+def _parameter_rule(style: Style, shape: tuple[int, ...], name: str, axis: Axes) -> str | None:
     """Return the layout of one parameter under a style, as text: a weight (8, 4) -> `d0/tp d1`.
 
     None if the style leaves it whole.
@@ -382,11 +448,19 @@ def _parameter_rule(style: Style, shape: tuple[int, ...], name: str, axis: str) 
         return f"{dims(shape)} -> {dims(shape)}{tag('sum', axis)}"
     # Column parallel is dim -2 of a weight, and the only dim of its bias.
     dim = max(len(shape) + style.dim, 0)
+    if style.heads is not None:
+        cut = sharded(axis, "balanced")
+        if style.heads.is_shared:
+            cut = f"sizes({axis[0]}{',1' * (shape[dim] // style.heads.rows)})"  # one on each
+        names = [f"d{d}" for d in range(len(shape))]
+        names[dim] = f"({names[dim]} {style.heads.rows})/{cut}"
+        return " ".join(names)
     if style.parts == 1:
         return dims(shape, {dim: sharded(axis)})
     # Fused weights, as gate and up in one: each of `parts` equal lengths is sharded by itself.
     part_lengths = f",{shape[dim] // style.parts}" * style.parts
-    return dims(shape, {dim: f"block({axis}{part_lengths})"})
+    axes = sharded(axis).strip("()")
+    return dims(shape, {dim: f"block({axes}{part_lengths})"})
 
 
 def _modules_with_local_parts(plan: Mapping[str, str]) -> list[str]:

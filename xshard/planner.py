@@ -250,8 +250,8 @@ def plan_contraction(  # noqa: PLR0913, PLR0917  a cached function: its argument
     # Both raise for shapes that do not fit the layouts. `find_contraction` would raise as well, but
     # without the user's text.
     with mark_errors(call.text):
-        _ = request.shardings
         written_shardings(call, mesh, shapes)
+        _ = request.shardings
     return find_contraction(request)
 
 

@@ -86,18 +86,20 @@ class Rules(Mapping[Pattern, Any]):
                 _check_value(pattern, value)
 
     @classmethod
-    def from_transformers(cls, model: Any, axis: str) -> dict[str, Rules]:
+    def from_transformers(cls, model: Any, axis: str | tuple[str, str]) -> dict[str, Rules]:
         """Read the tensor parallel plan that a model of transformers declares, as rules for `parallelize`.
 
         Args:
             model: A model of transformers. Its plan is `model.tp_plan`, which has `base_model_tp_plan` of
                 the config.
-            axis: The mesh axis of tensor parallelism.
+            axis: The mesh axis of tensor parallelism. For fewer heads of keys than processes two axes,
+                ("kv", "rep"): the first has a process for each head of keys and values, and processes
+                along the second share the head, each with a part of the queries that read it.
 
         Returns:
-            The `parameters`, `inputs` and `outputs` of `parallelize`. `inputs[""]`, of the model itself,
-            says nothing: replace it to shard the batch, too. `model.ep_plan` is not read: if only that
-            shards experts, a warning says so.
+            The `parameters`, `inputs` and `outputs` of `parallelize`, and with two axes `counts`.
+            `inputs[""]`, of the model itself, says nothing: replace it to shard the batch, too.
+            `model.ep_plan` is not read: if only that shards experts, a warning says so.
 
         Raises:
             XshardError: The model has no plan, or a style that is not known.

@@ -158,13 +158,14 @@ b d, d f -> b f   1 arrays for 2 operands   one array or shape per operand
 b d, «d» f -> b f   dim 'd' is 6 long, elsewhere d=4   a name stands for one length; sizes= says all of them
 b d, «d f» -> b f   an array of 1 dims, (4,), for 'd f'   one dim per name
 «...» d, d f -> ... f   sizes has no length for dim '...'   pass shape= with one shape per operand
-«(b d)», b -> d   dim 'b d' is 12 long, elsewhere b=8   a name stands for one length; sizes= says all of them
-«(b d)», f -> d   dim 'b d' is 12 long, elsewhere no part is known
+«(b d)», b -> d   dim '(b d)' is 12 long, elsewhere b=8
     a name stands for one length; sizes= says all of them
-«(b d)/tp» -> b   blocks may end within a row of 'b', which is 3 long
-    it takes equal parts or zigzags of these rows
-«(b d)/cyclic(tp)» -> b   blocks may end within a row of 'b', which is 8 long
-    it takes equal parts or zigzags of these rows
+«(b d)», f -> d   dim '(b d)' is 12 long, elsewhere no part is known
+    a name stands for one length; sizes= says all of them
+«(b d)/sizes(tp,2,2)» -> b   'sizes(tp,2,2)' adds up to 4 units, not 3
+    dim '(b d)' has 3 units of 4 rows
+«(b d)/sizes(tp,8,24)» -> b   'sizes(tp,8,24)' adds up to 32 units, not 8
+    dim '(b d)' has 8 units of 4 rows
 b ..., «... f» -> b f   '...' stands for 2 and for 1 dims   it stands for the same dims everywhere
 """
 

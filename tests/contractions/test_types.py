@@ -137,7 +137,7 @@ b d, d f -> b «q»   NotationError: dim 'q' of the result is in no operand   th
 i/dp b «i/tp» -> b   NotationError: two dims 'i' are sharded
     redistribute the array first, so that one of them is whole
 b (d«/»tp f) -> b   NotationError: expected ')', found '/'
-    a composed dim has names alone and is sharded as a whole: (h d)/tp
+    a composed dim is names, then perhaps a number, and is sharded as a whole: (h d)/tp
 b d -> b «b»   NotationError: dim 'b' is named twice   an einsum takes diagonals: i i -> i
 «b | max(tp)», b -> b   NotationError: 'b | max(tp)' in a contraction
     max and min are not linear in each operand: reduce them first

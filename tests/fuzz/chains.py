@@ -24,6 +24,7 @@ from xshard.notation.overlap import (
     Reads,
     Window,
     ends_of,
+    unfolded,
 )
 from xshard.notation.parser import BY, INTERVALS, ORDERS, SEGMENTS, SIZES, Dim, Shard
 
@@ -115,6 +116,8 @@ def random_chain(seed: object, devices: int | None = None, mesh: xs.Mesh | None 
     lengths = {name: rng.choice(LENGTHS) for name in names}
     while math.prod(lengths.values()) > MOST_ELEMENTS:
         lengths[max(names, key=lambda name: lengths[name])] //= 2
+    lengths = _with_units(random.Random(f"units {seed!r}"), lengths)
+    names = tuple(lengths)
     kind = rng.choice((*("linear",) * 6, "max", "min"))
     overlaps = rng.random() < 0.4
     layouts: list[xs.Layout] = []
@@ -132,6 +135,16 @@ def random_chain(seed: object, devices: int | None = None, mesh: xs.Mesh | None 
     shape = tuple(lengths[name] for name in layouts[0].names)
     options = rng.choice(PROFILES), rng.choice(STRIDES), rng.randrange(10**9)
     return Chain(mesh, shape, dtype, tuple(layouts), *options)
+
+
+def _with_units(rng: random.Random, lengths: dict[str, int]) -> dict[str, int]:
+    """Some dims become ones of units: s of 8 rows -> s_2, which layouts write `(s 2)`, or s_2."""
+    named = {}
+    for name, length in lengths.items():
+        units = [unit for unit in range(1, length + 1) if length % unit == 0]
+        is_composed = units and rng.random() < 0.25
+        named[f"{name}_{rng.choice(units)}" if is_composed else name] = length
+    return named
 
 
 def random_crossing(seed: object, devices: int | None = None, _: object = None) -> Chain:
@@ -192,6 +205,11 @@ def random_layout(
     min only the axes `reduced`. overlaps: dims may overlap.
     """
     axes = rng.sample(mesh.axes, len(mesh.axes))
+    # By name, the rows of a unit; 1 for a dim whose shards count rows, as they may in a composed one.
+    units = {name: int(name.partition("_")[2] or 1) for name in lengths}
+    for name in lengths:
+        if "_" in name and rng.random() < 0.3:
+            units[name] = 0
     cuts: dict[str, list[Shard]] = {name: [] for name in lengths}
     tagged: list[tuple[str, tuple[str, ...]]] = []
     while axes:
@@ -199,7 +217,9 @@ def random_layout(
         del axes[: len(group)]
         role = rng.choice((*lengths, *lengths, *tags, None))
         if role in cuts:
-            left = _rows_left(cuts[role], lengths[role], mesh)
+            length = lengths[role]
+            n_units = None if length is None else length // max(units[role], 1)
+            left = _rows_left(cuts[role], n_units, mesh)
             cuts[role].append(random_cut(rng, group, left, mesh.size(*group)))
         elif role is not None:
             own = (
@@ -209,16 +229,31 @@ def random_layout(
             )
             tagged.append((role, tuple(own)))
     plain = xs.Layout(
-        tuple(Dim(name, tuple(shards)) for name, shards in cuts.items()), tuple(tagged)
+        tuple(_dim(name, shards, units[name]) for name, shards in cuts.items()), tuple(tagged)
     )
     if not overlaps:
         return plain
     dims = tuple(
-        replace(dim, overlap=random_overlap(rng, dim, lengths, mesh)) if rng.random() < 0.5 else dim
+        _widened(dim, random_overlap(rng, dim, lengths, mesh)) if rng.random() < 0.5 else dim
         for dim in plain.dims
     )
     made = replace(plain, dims=dims)
     return made if _can_be(made, mesh, lengths) else plain
+
+
+def _dim(name: str, shards: Sequence[Shard], unit: int) -> Dim:
+    """A dim, composed if it has a unit in its name and its shards count them."""
+    base, joint, number = name.partition("_")
+    if not joint or not unit:
+        return Dim(name, tuple(shards))
+    return Dim(name, tuple(shards), parts=(base, number), unit=unit)
+
+
+def _widened(dim: Dim, overlap: Overlap) -> Dim:
+    """The dim with an overlap; its shards count rows if outputs of a window are cut like them."""
+    if isinstance(unfolded(overlap), Window):
+        return replace(dim, overlap=overlap, parts=(), unit=1)
+    return replace(dim, overlap=overlap)
 
 
 def random_cut(rng: random.Random, axes: tuple[str, ...], rows: int | None, parts: int) -> Shard:

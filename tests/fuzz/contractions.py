@@ -63,10 +63,11 @@ class Contraction:
 
     @property
     def text(self) -> str:
-        return f"{', '.join(map(str, self.layouts[:-1]))} -> {self.layouts[-1]}".replace("'", "")
+        *operands, result = (_as_written(layout) for layout in self.layouts)
+        return f"{', '.join(operands)} -> {result}".replace("'", "")
 
     def shape_of(self, layout: xs.Layout) -> tuple[int, ...]:
-        parts = [name.strip("()").replace("'", "").split() for name in layout.names]
+        parts = [dim.parts or (dim.name.replace("'", ""),) for dim in layout.dims]
         return tuple(math.prod(self.sizes[name] for name in each) for each in parts)
 
     def shorter(self) -> Iterator[Contraction]:
@@ -129,7 +130,7 @@ def random_contraction(
         for some in (*dims, kept)
     ]
     if rng.random() < 0.3:
-        ends = [_composed(rng, mesh, end, lengths) for end in ends]
+        ends = [_composed(rng, end, lengths) for end in ends]
         ends[:-1] = [_repeated(rng, end) if len(end.dims) < 3 else end for end in ends[:-1]]
     options = rng.choice(PROFILES), rng.choice(("never", *OVERLAPS)), rng.choice(("used", "given"))
     leaves = tuple(i for i in range(n) if rng.random() < 0.7)
@@ -137,17 +138,12 @@ def random_contraction(
     return Contraction(mesh, shape, dtype, tuple(ends), *options, leaves, rng.randrange(10**9))
 
 
-def _composed(
-    rng: random.Random, mesh: xs.Mesh, layout: xs.Layout, lengths: dict[str, int]
-) -> xs.Layout:
-    """The layout with two of its dims as one, if the second is whole and the first cut into equal parts."""
+def _composed(rng: random.Random, layout: xs.Layout, lengths: dict[str, int]) -> xs.Layout:
+    """The layout with two of its dims as one, if the second is whole."""
     for i, (first, second) in enumerate(itertools.pairwise(layout.dims)):
-        parts = 2 * mesh.size(*first.axes) if first.shards else 1
-        plain = all(
-            s.order in ("block", "balanced", "zigzag") and not s.numbers for s in first.shards
-        )
-        if plain and not second.shards and lengths[first.name] % parts == 0 and rng.random() < 0.8:
-            one = replace(first, name=f"({first.name} {second.name})")
+        if not second.shards and rng.random() < 0.8:
+            parts = (first.name, second.name)
+            one = replace(first, name="_".join(parts), parts=parts, unit=lengths[second.name])
             return replace(layout, dims=(*layout.dims[:i], one, *layout.dims[i + 2 :]))
     return layout
 
@@ -163,9 +159,15 @@ def _repeated(rng: random.Random, layout: xs.Layout) -> xs.Layout:
     return replace(layout, dims=tuple(dims))
 
 
+def _as_written(layout: xs.Layout) -> str:
+    """The text of a layout, with composed dims by names, whatever their lengths are."""
+    dims = [replace(dim, unit=None) if dim.parts else dim for dim in layout.dims]
+    return str(replace(layout, dims=tuple(dims)))
+
+
 def _names(layout: xs.Layout, *, once: bool = False) -> tuple[str, ...]:
     """The names of all dims, in which that of a second one has an apostrophe; once: without those."""
-    names = " ".join(layout.names).replace("(", "").replace(")", "").split()
+    names = itertools.chain(*(dim.parts or (dim.name,) for dim in layout.dims))
     return tuple(name for name in names if not once or name[-1] != "'")
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch_bridge.autodiff.function import Redistribute
 from torch_bridge.errors import CollectiveError
 from torch_bridge.lower.executable import Executable
+from torch_bridge.lower.transfer import TransferExecutable
 from torch_bridge.mesh.desync import Compared
 from torch_bridge.versions.pytree import tree_map
 from xshard.errors import end_at_user
@@ -21,7 +22,7 @@ from xshard.errors import end_at_user
 class InFlight:
     """One execution of a plan, between its beginning and its end."""
 
-    executable: Executable
+    executable: Executable | TransferExecutable
     finish: Callable[[], Tensor] | None = None  # ends it; None before it begins, and afterwards
     # Executions of its derivatives that one half has begun and the other has to end: "backward",
     # "tangent", or the size of a batch.
@@ -118,7 +119,7 @@ class PendingTensor(Waiting):
         self.device = like.device
 
     @classmethod
-    def begin(cls, block: Tensor, executable: Executable) -> PendingTensor:
+    def begin(cls, block: Tensor, executable: Executable | TransferExecutable) -> PendingTensor:
         """Start a redistribution that goes on while you compute; `wait` of the result ends it.
 
         All processes begin and end theirs in the same order. For autograd it is two functions, each

@@ -339,6 +339,15 @@ class TransferCall(NamedTuple):
             profile=machine_profile(self.profile),
         )
 
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks of both meshes, ascending: those that call it. All of the world, if a mesh is missing."""
+        if isinstance(self.expression, Plan):
+            return tuple(sorted({*self.expression.src_devices, *self.expression.dst_devices}))
+        if self.src_mesh is None or self.dst_mesh is None:
+            return tuple(range(dist.get_world_size()))
+        return tuple(sorted({*ranks_of(self.src_mesh), *ranks_of(self.dst_mesh)}))
+
     def facts(self, x: Tensor | None, **sent: object) -> CallFacts:
         """Return what ranks compare before this call with a block. Raises as `check_source_block` does."""
         plan = self.plan()
@@ -350,7 +359,7 @@ class TransferCall(NamedTuple):
         block_text = "none" if x is None else str(tuple(x.shape))
         return CallFacts(
             equal_on_all=facts,
-            peers=tuple(range(dist.get_world_size())),
+            peers=self.ranks,
             not_compared={"block": block_text},
         )
 

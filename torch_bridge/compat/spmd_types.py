@@ -24,7 +24,7 @@ from torch_bridge.redistribution import redistribute as moved
 from xshard import Layout, compat
 from xshard.errors import PlanError, api_boundary
 from xshard.layout.layout import check_axes
-from xshard.notation.parser import Dim
+from xshard.notation.parser import Dim, is_plain
 from xshard.notation.parser import Shard as Cut
 from xshard.ops import Shape
 
@@ -201,7 +201,7 @@ def to_types(layout: Layout | str, mesh: MeshLike) -> Any:
     type_names = dict.fromkeys(axes.axes, "I")
     spec_entries = []  # for each dim, as in a PartitionSpec: None, one axis, or a tuple of axes
     for dim in layout.dims:
-        if dim.overlap is not None or any(cut.order != "block" for cut in dim.shards):
+        if dim.overlap is not None or not is_plain(dim):
             hint = "it has contiguous shards"
             raise PlanError(f"no type for '{dim}'", text=str(layout), hint=hint)
         type_names |= dict.fromkeys(dim.axes, "V")

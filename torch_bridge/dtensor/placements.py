@@ -32,7 +32,7 @@ from xshard.layout.runs import (
     merge_adjacent,
     select,
 )
-from xshard.notation.parser import INTERVALS, Dim, text_spans
+from xshard.notation.parser import INTERVALS, Dim, is_plain, text_spans
 from xshard.notation.parser import Shard as Cut
 from xshard.plans.max_min import with_kind
 from xshard.signatures import Length
@@ -289,7 +289,7 @@ def _hint_of_unplaceable(dim: Dim, normal: Dim, *, has_shape: bool) -> str:
 
 def _is_nesting(dim: Dim) -> bool:
     """Return whether axes cut a dim into contiguous blocks one after the other, as in `n/tp/dp`."""
-    return all(cut.order == "block" and len(cut.axes) == 1 for cut in dim.shards)
+    return is_plain(dim) and all(len(cut.axes) == 1 for cut in dim.shards)
 
 
 def cuts_of(factors: Factors, mesh: Mesh, length: int | None) -> tuple[Cut, ...] | None:

@@ -6,7 +6,7 @@ An empty tensor stands for the block of a process that has none, so that autogra
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, NoReturn
 
@@ -43,9 +43,23 @@ class TransferExecutable:
     assembly: Assembly | None  # makes that block of rows of both; None if this process has none
     on_target: Executable | None  # the steps on the destination's mesh
     sends: bool  # whether any process sends; else rows stay on their ranks
+    sends_gradient = True  # as far as ranks know of each other: all of them compare
 
     def __call__(self, block: Tensor) -> Tensor:
-        return run_transfers_together([self], [block])[0]
+        return self.begin(block)()
+
+    def begin(self, block: Tensor) -> Callable[[], Tensor]:
+        """Send this process's rows, and return a function that waits for all, and returns its block."""
+        finish = begin_transfers_together([self], [block])
+        return lambda: finish()[0]
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of this process's block on the destination's mesh; empty where it has none."""
+        rank = rank_in(self.group)
+        if rank not in self.plan.dst_devices:
+            return torch.Size((0,))
+        return torch.Size(self.plan.target.local_shape(self.plan.dst_devices.index(rank)))
 
     @property
     def is_linear(self) -> bool:
@@ -132,13 +146,14 @@ def _prepare_to_send(plan: Plan, tensor_device: torch.device, group: dist.Proces
         raise MeshError(message, hint="run them as processes: torch_bridge.run_ranks, or torchrun")
     if tensor_device.type != "meta":
         place = functools.partial(_place, plan)
-        ranks = _ranks_of([plan])
+        ranks = ranks_of_plans([plan])
         with_place_in_errors(
             place, call_backend, "an exchange", ranks, _connect, tensor_device, group
         )
 
 
-def _ranks_of(plans: Sequence[Plan]) -> list[int]:
+def ranks_of_plans(plans: Sequence[Plan]) -> list[int]:
+    """Return the ranks of all meshes of some plans, ascending."""
     ranks: set[int] = set()
     for plan in plans:
         ranks.update(plan.src_devices, plan.dst_devices)
@@ -174,14 +189,21 @@ def _parts(plan: Plan, tensor_device: torch.device, rank: int) -> tuple[list[Par
 def run_transfers_together(
     crossings: Sequence[TransferExecutable], blocks: Sequence[Tensor]
 ) -> list[Tensor]:
-    """Run several moves between meshes, with one message for each pair of processes.
+    """Run several moves between meshes at once: `begin_transfers_together` and its end."""
+    return begin_transfers_together(crossings, blocks)()
+
+
+def begin_transfers_together(
+    crossings: Sequence[TransferExecutable], blocks: Sequence[Tensor]
+) -> Callable[[], list[Tensor]]:
+    """Begin several moves between meshes, with one message for each pair of processes.
 
     Args:
         crossings: The moves, all of one group of processes.
         blocks: This process's block of each, on its source's mesh; empty where it has none.
 
     Returns:
-        Its block of each on the destination's mesh, new tensors.
+        A function that waits, and returns its block of each on the destination's mesh, new tensors.
     """
     outs: list[Tensor] = []
     for crossing, block in zip(crossings, blocks, strict=True):
@@ -190,15 +212,18 @@ def run_transfers_together(
         # on each mesh see the values.
         outs.append(_seen_as(CARRIERS.get(block.dtype, block.dtype), out))
     plans = [crossing.plan for crossing in crossings if crossing.sends]
-    if plans:
-        place = functools.partial(_place, plans[0])
-        outs = with_place_in_errors(place, _exchange, crossings, outs, _ranks_of(plans))
-    else:
-        outs = _exchange(crossings, outs, [])
-    return [
-        _run_steps(crossing.on_target, _seen_as(block.dtype, out))
-        for crossing, block, out in zip(crossings, blocks, outs, strict=True)
-    ]
+    place = functools.partial(_place, crossings[0].plan)
+    arrive = with_place_in_errors(place, _begin_exchange, crossings, outs, ranks_of_plans(plans))
+    dtypes = [block.dtype for block in blocks]
+
+    def finish() -> list[Tensor]:
+        arrived = with_place_in_errors(place, arrive)
+        return [
+            _run_steps(crossing.on_target, _seen_as(dtype, out))
+            for crossing, dtype, out in zip(crossings, dtypes, arrived, strict=True)
+        ]
+
+    return finish
 
 
 def _run_steps(steps: Executable | None, block: Tensor) -> Tensor:
@@ -206,10 +231,10 @@ def _run_steps(steps: Executable | None, block: Tensor) -> Tensor:
     return block if steps is None else steps(block)
 
 
-def _exchange(
+def _begin_exchange(
     crossings: Sequence[TransferExecutable], blocks: Sequence[Tensor], ranks: Sequence[int]
-) -> list[Tensor]:
-    """Send and receive the messages of several moves; return each block on its new mesh.
+) -> Callable[[], list[Tensor]]:
+    """Begin to send the messages of several moves; the function returned waits for all blocks.
 
     All rows for one rank, of all moves, travel in one message of bytes.
 
@@ -230,6 +255,7 @@ def _exchange(
         rank: _Message.like(tensors, blocks[0].device) for rank, tensors in expected.items()
     }
     works: list[dist.Work] = []
+    operations: list[dist.P2POp] = []
     # Only shapes are asked for on meta.
     if (outgoing or incoming) and not blocks[0].is_meta:
         operations = _operations(outgoing, incoming, crossings[0].group)
@@ -239,12 +265,18 @@ def _exchange(
         block if crossing.makes_new_tensor else block.clone(memory_format=torch.contiguous_format)
         for crossing, block in zip(crossings, blocks, strict=True)
     ]
-    if works:
-        call_backend("an exchange", ranks, Works(works).wait)
-    arrived = {rank: iter(message.tensors) for rank, message in incoming.items()}
-    return [
-        _assembled(crossing, out, arrived) for crossing, out in zip(crossings, outs, strict=True)
-    ]
+
+    def arrive() -> list[Tensor]:
+        if works:
+            call_backend("an exchange", ranks, Works(works).wait)
+        operations.clear()  # which kept what is sent until now
+        arrived = {rank: iter(message.tensors) for rank, message in incoming.items()}
+        return [
+            _assembled(crossing, out, arrived)
+            for crossing, out in zip(crossings, outs, strict=True)
+        ]
+
+    return arrive
 
 
 def _operations(

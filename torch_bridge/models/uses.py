@@ -215,7 +215,7 @@ def _check_heads(name: str, used: Sharding, model: nn.Module, hooks: Hooks) -> N
             raise ShapeError(
                 f"a block of {rows} of {used.shape[0]} rows ends inside a head of {head_dim}",
                 text=layout_text(used.layout),
-                hint="blocks of whole heads: 'o/sizes(tp,...) i', of queries, keys and values; or fewer "
+                hint=f"blocks of whole heads: '(h {head_dim})/tp i', of queries, keys and values; or fewer "
                 "blocks than processes: 'o/kv i' of keys and values, 'o/(kv,rep) i' of queries",
             )
 

@@ -114,7 +114,8 @@ def redistribute(  # noqa: PLR0913  one verb for all moves: most calls pass thre
             layouts name, and the cotangents' in the backward pass. Default: XSHARD_CHECK_REPLICATED.
         maps: The `Owners` and `Needs` that layouts name. In compiled code they end a graph; text with
             digests, `str(layout)`, does not.
-        **two_meshes: For a move between two meshes, in place of `mesh`. All processes of the world call it.
+        **two_meshes: For a move between two meshes, in place of `mesh`. The processes of both call it; one
+            of neither may, and takes no part. With `async_op` a sender gets a `PendingTensor`, too.
             `src_mesh`, `dst_mesh`: where blocks are, and where they go. Each may be a part of the world;
             device i of an `xshard.Mesh` is rank i. `x` is None on processes outside the source, the
             result is None on processes outside the destination. A plan needs no mesh: its device
@@ -122,7 +123,7 @@ def redistribute(  # noqa: PLR0913  one verb for all moves: most calls pass thre
             `dtype`: the array's, for processes without a block.
             `device`: the result's, on processes without a block.
             `requires_grad`: the blocks get a gradient. Processes outside the destination get an empty
-            tensor, and all of them call `backward` (`y.sum().backward()` will do there).
+            tensor, and those of both meshes call `backward` (`y.sum().backward()` will do there).
             `relabel`: as in `xshard.plan`.
 
     Returns:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -20,8 +21,9 @@ from torch_bridge.calls.move import (
     check_source_block,
     ranks_of,
 )
-from torch_bridge.lower.transfer import TransferExecutable, lower_transfer
+from torch_bridge.lower.transfer import TransferExecutable, lower_transfer, ranks_of_plans
 from torch_bridge.mesh.desync import CallFacts, Compared, compare_call, derivative_facts
+from torch_bridge.mesh.process_groups import process_group_of
 from torch_bridge.mesh.process_mesh import (
     MeshLike,
     calling_ranks,
@@ -131,47 +133,60 @@ def _as_asked(layouts: Any) -> str:
     return str(layouts)
 
 
-def redistribute_between(x: Any, options: Options) -> Tensor | None:
-    """Move a block from one mesh to another; all processes of the world call it.
+def redistribute_between(x: Any, options: Options) -> Tensor | PendingTensor | None:
+    """Move a block from one mesh to another; the processes of both call it.
 
     `x` is None on a process outside the source's mesh; the result is None on a process outside the
-    destination's, unless gradients are asked for.
+    destination's, unless gradients are asked for, or the sending goes on. A process of neither mesh
+    may call it: it takes no part.
     """
     check_world()
     requires_grad = options.transfer.requires_grad
+    source, call = _transfer_call(x, options)
     compared = None
     if options.debug and not torch.compiler.is_compiling():
-        compared = _compare_transfer(x, options)
+        compared = _compare_transfer(x, options, call.ranks)
 
-    source, call = _transfer_call(x, options)
     plan = call.plan()
-    executable = _transfer_executable(plan, source, options)
+    ranks = tuple(ranks_of_plans([plan]))
+    device = tensor_device_of(source, options.transfer.device, options.transfer.dst_mesh)
+    if dist.get_rank() not in ranks:
+        check_source_block(source, plan)
+        return torch.empty(0, device=device, requires_grad=True) if requires_grad else None
+    executable = _transfer_executable(plan, device, requires_grad=requires_grad)
     # The last check, because it may raise on this process alone; those above raise on all.
     check_source_block(source, plan)
 
     block = _block_for_autograd(source, executable, requires_grad)
-    entering, returning = _replica_comparisons(plan, options, executable.tensor_device)
+    entering, returning = _replica_comparisons(plan, options, ranks, device)
     if not requires_grad:
         returning = None
+    if options.async_op and executable.is_linear and entering is returning is None:
+        return PendingTensor.begin(block, executable)
     move = partial(Redistribute.apply, executable)
     y = with_comparisons(move, block, entering, returning)
     y = compare_gradients_of(compared, y, block)
+    if options.async_op:  # pending in name: it has arrived
+        return PendingTensor(y, y.shape, y)
     # Outside the destination an empty tensor is returned only if you have to call `backward` on it.
     if requires_grad or dist.get_rank() in plan.dst_devices:
         return y
     return None
 
 
-def _transfer_executable(plan: Plan, source: Tensor | None, options: Options) -> TransferExecutable:
-    """Prepare a move between two meshes. Raises on all processes of the world, or on none."""
-    requires_grad = options.transfer.requires_grad
+def _transfer_executable(
+    plan: Plan, device: torch.device, *, requires_grad: bool
+) -> TransferExecutable:
+    """Prepare a move between two meshes. Raises on all processes of both, or on none.
+
+    device: for a process without a block, too, which has an executable all the same.
+    """
     dtype = getattr(torch, plan.dtype)
     if requires_grad and not (dtype.is_floating_point or dtype.is_complex):
         hint = "floats and complex numbers can"
         raise DtypeError(f"{plan.dtype} cannot have a gradient", hint=hint)
-    # Processes without a block take part, too: each has an executable, for which it needs a device.
-    device = tensor_device_of(source, options.transfer.device, options.transfer.dst_mesh)
-    executable = lower_transfer(plan, device, dist.group.WORLD)
+    group = process_group_of(tuple(ranks_of_plans([plan])))
+    executable = lower_transfer(plan, device, group)
     if requires_grad:
         _ = executable.backward  # planned now, so that a plan without a gradient raises here
     return executable
@@ -226,8 +241,8 @@ def _dtensor_source(x: Any, options: Options) -> tuple[Tensor | None, Options]:
     return local_block_under(x, ends.src, f"{ends.src} -> {ends.dst}"), options
 
 
-def _compare_transfer(x: Any, options: Options) -> Compared | None:
-    """Raise on all ranks of the world unless all of them are about to make this move, and can."""
+def _compare_transfer(x: Any, options: Options, ranks: Sequence[int]) -> Compared | None:
+    """Raise on all ranks of both meshes unless all of them are about to make this move, and can."""
 
     def facts() -> CallFacts:
         block, call = _transfer_call(x, options)
@@ -237,7 +252,7 @@ def _compare_transfer(x: Any, options: Options) -> Compared | None:
             check_replicated=are_replicas_checked(options.check_replicated),
         )
 
-    return compare_call(None, _as_asked(options.layouts), facts)
+    return compare_call(None, _as_asked(options.layouts), facts, ranks)
 
 
 def _block_for_autograd(
@@ -256,14 +271,14 @@ def _block_for_autograd(
 
 
 def _replica_comparisons(
-    plan: Plan, options: Options, device: torch.device
+    plan: Plan, options: Options, ranks: Sequence[int], device: torch.device
 ) -> tuple[Comparison | None, Comparison | None]:
     """Return the checks of replicas before the move, and of their cotangents, if they are asked for."""
     if not are_replicas_checked(options.check_replicated) or device.type == "meta":
         return None, None
     if isinstance(options.layouts, Plan):
-        return comparisons_between(plan, _as_asked(plan))
-    return comparisons_between(plan, sides(options.layouts).text)
+        return comparisons_between(plan, ranks, _as_asked(plan))
+    return comparisons_between(plan, ranks, sides(options.layouts).text)
 
 
 def tensor_device_of(x: Tensor | None, device: Any, dst_mesh: MeshLike | None) -> torch.device:

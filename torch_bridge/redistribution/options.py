@@ -96,10 +96,10 @@ class Options(NamedTuple):
 
     def check_transfer(self) -> None:
         """Raise MeshError for options that a move between two meshes does not have."""
-        if self.mesh is None and not self.async_op and self.comm_dtype is None:
+        if self.mesh is None and self.comm_dtype is None:
             return
         reason = (
-            "mesh=, async_op= and comm_dtype= are for one mesh; "
+            "mesh= and comm_dtype= are for one mesh; "
             "dtype=, device=, requires_grad= and relabel= are for two"
         )
         hint = "redistribute(x, layouts, src_mesh=..., dst_mesh=..., shape=..., dtype=...)"

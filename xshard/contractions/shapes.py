@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from xshard.arguments import lengths_of
@@ -80,11 +81,21 @@ def shapes_of(
     if sizes is None and shapes is None:
         hint = 'sizes={"b": 8, ...}, or shape=[(8, ...), ...] with one shape per operand'
         raise ShapeError("no shapes", text=call.text, hint=hint)
-    lengths = dict(sizes or ())
+    lengths = dict(sizes or ()) | _numbers_in(call.arrays)
     if shapes is not None:
         call = for_operands(call, shapes)
         _learn_lengths(call, shapes, lengths)
     return call, _lengths_by_name(call, lengths)
+
+
+def _numbers_in(arrays: Sequence[Layout]) -> dict[str, int]:
+    """Return the lengths that the text says: `(n 128)` -> n_128 is 128 long."""
+    lengths = {}
+    for layout in arrays:
+        for dim in layout.dims:
+            if dim.parts and dim.parts[-1].isdigit():
+                lengths[names_of_dim(dim)[-1]] = int(dim.parts[-1])
+    return lengths
 
 
 def _learn_lengths(call: Contraction, shapes: Shapes, lengths: dict[str, int]) -> None:
@@ -106,7 +117,7 @@ def _learn_lengths(call: Contraction, shapes: Shapes, lengths: dict[str, int]) -
             known_parts = [f"{name}={lengths[name]}" for name in names if name in lengths]
             elsewhere = " and ".join(known_parts) if known_parts else "no part is known"
             raise ShapeError(
-                f"dim '{' '.join(names)}' is {length} long, elsewhere {elsewhere}",
+                f"dim '{dim.text}' is {length} long, elsewhere {elsewhere}",
                 text=call.text,
                 span=_dim_span(call, operand, dim.name),
                 hint="a name stands for one length; sizes= says all of them",
@@ -215,9 +226,11 @@ def global_lengths(
             if not dim.shards:
                 unsharded[str(names_of_dim(dim))] = rows
     # Given lengths count more: so an error marks the block that contradicts them.
-    unsharded |= {str([name]): length for name, length in sizes or ()}
+    given = dict(sizes or ()) | _numbers_in(call.arrays)
+    unsharded |= {str([name]): length for name, length in given.items()}
     shapes: list[tuple[int, ...]] = []
     for layout, block in operands:
+        layout = _with_units(layout, given)
         # `(h d)` in one array is as long as `(h d)` in another, whatever their shards.
         known = {
             dim.name: unsharded.get(str(names_of_dim(dim))) for dim in layout.dims if dim.shards
@@ -231,42 +244,29 @@ def written_shardings(
 ) -> tuple[Sharding, ...]:
     """Return how operands and result are sharded, with composed dims as the text writes them.
 
-    An operand `(b d)/tp` with b = 8 and d = 3 has one dim of 24 rows.
+    An operand `(b d)/tp` with b = 8 and d = 3 has one dim of 24 rows, cut between units of 3.
 
-    shapes: for every operand, a length for each name, as (8, 3). Raises ShapeError if blocks of a
-    composed dim end within a row of its first name.
+    shapes: for every operand, a length for each name, as (8, 3).
     """
     lengths = dim_lengths(call.operands, shapes)
     arrays: list[Sharding] = []
     for layout in call.arrays:
         shape = []
         for dim in layout.dims:
-            _check_composed(dim, lengths, mesh)
             shape.append(math.prod(lengths[name] for name in names_of_dim(dim)))
-        arrays.append(Sharding(layout, mesh, tuple(shape)))
+        arrays.append(Sharding(_with_units(layout, lengths), mesh, tuple(shape)))
     return tuple(arrays)
 
 
-def _check_composed(dim: Dim, lengths: Mapping[str, int], mesh: Mesh) -> None:
-    """Raise ShapeError unless the blocks of a composed dim end between rows of its first name.
-
-    `(b d)/tp` on 4 devices: b = 8 is right, 2 rows of b on each. b = 6 is not: blocks would end in
-    the middle of a row. Local contractions split the dim into b and d, with b sharded.
-    """
-    first, *others = names_of_dim(dim)
-    if not others:  # a dim of one name
-        return
-    n_blocks = mesh.size(*dim.axes)
-    for shard in dim.shards:
-        if shard.order == "zigzag":  # two pieces for each device
-            n_blocks *= 2
-    # Orders that deal out single rows of the composed dim (cyclic, or listed numbers): blocks do
-    # not consist of whole rows of the first name.
-    is_special = any(shard.numbers or shard.order == "cyclic" for shard in dim.shards)
-    if is_special or lengths[first] % n_blocks:
-        what = f"blocks may end within a row of {first!r}, which is {lengths[first]} long"
-        hint = "it takes equal parts or zigzags of these rows"
-        raise ShapeError(what, text=str(dim), hint=hint)
+def _with_units(layout: Layout, lengths: Mapping[str, int]) -> Layout:
+    """Give composed dims their units: those of `(b d)/tp` with d = 3 are 3 rows."""
+    dims = []
+    for dim in layout.dims:
+        inner = names_of_dim(dim)[1:]
+        if inner and all(name in lengths for name in inner):
+            dim = replace(dim, unit=math.prod(lengths[name] for name in inner))
+        dims.append(dim)
+    return replace(layout, dims=tuple(dims))
 
 
 class BlockDim(NamedTuple):

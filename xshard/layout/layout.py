@@ -15,6 +15,7 @@ from xshard.formatting import Pictured
 from xshard.layout.block_rows import held_rows
 from xshard.layout.mesh import Axes, Mesh, check_mesh
 from xshard.layout.runs import Runs, count_rows, row_numbers
+from xshard.layout.units import dims_in_rows
 from xshard.layout.validation import check_dims, check_fit
 from xshard.notation import parser
 from xshard.notation.maps import Maps, RowMap, named_maps
@@ -212,7 +213,7 @@ class Layout(Pictured):
     def with_names(self, names: Sequence[str]) -> Layout:
         """Return the layout with these names for its dims."""
         pairs = zip(self.dims, names, strict=True)
-        renamed = [replace(dim, name=name) for dim, name in pairs]
+        renamed = [dim if dim.name == name else _renamed(dim, name) for dim, name in pairs]
         return replace(self, dims=tuple(renamed))
 
     def resolved(self, ndim: int) -> Layout:
@@ -303,9 +304,10 @@ class Layout(Pictured):
         layout = self.resolved(len(shape))
         device_coords = mesh.coords(device)
         check_axes(layout, mesh)
-        check_fit(layout.dims, shape, mesh)
+        dims = dims_in_rows(layout.dims, shape, mesh)
+        check_fit(dims, shape, mesh)
         block_rows = []
-        for dim, length in zip(layout.dims, shape, strict=True):
+        for dim, length in zip(dims, shape, strict=True):
             coords = [device_coords[mesh.position(axis)] for axis in dim.axes]
             block_rows.append(held_rows(dim, length, mesh.sizes_of(dim.axes), coords))
         return tuple(block_rows)
@@ -324,6 +326,12 @@ def _merged_tags(tags: Tags) -> Tags:
 def _tagged(tags: Tags, kinds: Sequence[str]) -> Axes:
     """Return the axes with a tag of some kinds, in the order of the tags."""
     return tuple(chain.from_iterable(axes for kind, axes in tags if kind in kinds))
+
+
+def _renamed(dim: Dim, name: str) -> Dim:
+    """Return the dim under another name; the unit of a composed one stays: `(n 128)` -> `(d0 128)`."""
+    parts = (name, *dim.parts[1:]) if dim.parts else ()
+    return replace(dim, name=name, parts=parts)
 
 
 def _with_overlaps(dims: tuple[Dim, ...], change: Callable[[Overlap], Overlap]) -> tuple[Dim, ...]:

@@ -141,8 +141,8 @@ def _inferred_length(dim: Dim, rows: int, sizes: tuple[int, ...]) -> int | None:
     n_blocks = 1  # number of blocks into which the shards so far cut the dim
     for shard, n_parts in shards_with_parts(dim, sizes):
         rows_in_block = rows_in_numbers(shard)  # of the block that this shard cuts
-        if rows_in_block is not None:
-            return rows_in_block * n_blocks
+        if rows_in_block is not None:  # units, in a composed dim
+            return None if dim.unit is None else rows_in_block * dim.unit * n_blocks
         n_blocks *= n_parts
     owned_rows = _rows_without_overlap(dim, rows)
     return None if owned_rows is None else owned_rows * n_blocks

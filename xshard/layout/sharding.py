@@ -19,6 +19,7 @@ from xshard.layout.layout import Layout, check_axes
 from xshard.layout.mesh import Mesh, all_coords, check_mesh
 from xshard.layout.partition import all_owned_rows, block_length, cut_by_shard
 from xshard.layout.runs import Runs, are_equal, count_rows
+from xshard.layout.units import dims_in_rows
 from xshard.layout.validation import MOST_ELEMENTS, check_fit
 from xshard.notation.overlap import Fold, Overlap, Reads, Window, unfolded
 from xshard.notation.parser import SEGMENTS, SIZES, Dim, Shard, Tags
@@ -34,7 +35,8 @@ class Sharding(Pictured):
     `Sharding("n/tp d", Mesh(tp=2), (8, 3))`: device 0 has rows 0-3, device 1 rows 4-7.
 
     Attributes:
-        layout: Which mesh axes shard which dims; `...` is replaced by dims `_0`, `_1`, ...
+        layout: Which mesh axes shard which dims; `...` is replaced by dims `_0`, `_1`, ..., and
+            shards that count units by shards that count rows: `(n 128)/tp` -> `n_128/tp`.
         mesh: The mesh of devices.
         shape: The global shape of the array.
 
@@ -61,6 +63,9 @@ class Sharding(Pictured):
         object.__setattr__(self, "layout", Layout.parse(self.layout).resolved(len(self.shape)))
         check_axes(self.layout, self.mesh)
         _check_shape(self.shape)
+        if any(dim.unit != 1 for dim in self.layout.dims):
+            dims = dims_in_rows(self.layout.dims, self.shape, self.mesh)
+            object.__setattr__(self, "layout", replace(self.layout, dims=dims))
         check_fit(self.layout.dims, self.shape, self.mesh)
 
     def __repr__(self) -> str:

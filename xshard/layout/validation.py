@@ -364,8 +364,9 @@ def _last_odd_name(left: list[str], right: list[str], text: str, spans: TextSpan
     arrow = text.index(ARROW)
     odd_span = None
     for name, span in spans.dims:
-        names_across = left if span[0] > arrow else right
-        if name not in names_across:
+        own_names, names_across = (right, left) if span[0] > arrow else (left, right)
+        # The names inside a composed dim are no dims of their own.
+        if name in own_names and name not in names_across:
             odd_span = span
     return odd_span
 

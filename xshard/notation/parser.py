@@ -7,7 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
 from typing import Any, NamedTuple
@@ -61,18 +61,31 @@ class Dim:
     """One dim of an array: `s/dp/zigzag(cp)` or `h/sp:halo(1,1)`.
 
     Attributes:
-        name: The name of the dim.
+        name: The name of the dim; of a composed one, `(n 128)`, its parts joined: `n_128`.
         shards: Its shards, outermost first.
         overlap: The rows that each block holds beyond its own; None for none.
+        parts: The names that a composed dim is made of, perhaps with a number as the last. Its
+            shards count units: the rows that share an index of the first name.
+        unit: The rows of a unit; None while the lengths of the names are not known. In a
+            `Sharding`, which knows lengths, all shards count rows, and it is 1.
     """
 
     name: str
     shards: tuple[Shard, ...] = ()
     overlap: Overlap | None = None
+    parts: tuple[str, ...] = field(default=(), compare=False)  # the name has them
+    unit: int | None = 1
 
     def __str__(self) -> str:
-        text = "/".join([self.name, *map(str, self.shards)])
+        text = "/".join([self.text, *map(str, self.shards)])
         return text if self.overlap is None else f"{text}:{self.overlap}"
+
+    @property
+    def text(self) -> str:
+        """The name as texts have it: `(n 128)` for n_128, unless its shards count rows."""
+        if self.unit == 1:
+            return self.name
+        return f"({' '.join(self.parts)})"
 
     @cached_property
     def axes(self) -> tuple[str, ...]:
@@ -133,8 +146,7 @@ def parse_sides(text: str, kind: str) -> tuple[tuple[Parsed, ...], tuple[Parsed,
 
     "n/x d -> n d/x" (an expression) has one layout on each side, "i/x k, k j -> i/x j" (a
     contraction) several operands and one result, and a signature several on both sides. In a
-    contraction a dim may be composed of several names, `(h d)/tp`, and an operand may have a name
-    twice, "i i -> i": its second dim is then named `i'1`.
+    contraction an operand may have a name twice, "i i -> i": its second dim is then named `i'1`.
 
     Args:
         text: The text.
@@ -223,9 +235,21 @@ def mark_errors(text: str | None) -> Iterator[None]:
 # ---- values to text
 
 
+def is_plain(dim: Dim) -> bool:
+    """Return whether a dim is whole, or cut into contiguous parts that need not end between units."""
+    return not dim.shards or (dim.unit == 1 and all(s.order == "block" for s in dim.shards))
+
+
 def names_of_dim(dim: Dim) -> list[str]:
-    """Return the names that a dim of a contraction stands for: `(h d)` -> h, d; `i'1` -> i."""
-    return [name.partition("'")[0] for name in dim.name.strip("()").split()]
+    """Return the names that a dim of a contraction stands for: `(h d)` -> h, d; `i'1` -> i.
+
+    The number of `(n 128)` is a dim of the name n_128: the 128 of `(m 128)` is another.
+    """
+    names: list[str] = []
+    for part in dim.parts or (dim.name,):
+        name = part.partition("'")[0]
+        names.append(f"{names[0]}_{name}" if name.isdigit() else name)
+    return names
 
 
 def write(dims: tuple[Dim, ...], tags: Tags) -> str:
@@ -284,13 +308,11 @@ class _Parser(Scanner):
     """Parses by recursive descent: a method per rule, which records where names stand.
 
     Attributes:
-        may_compose: Whether a dim may be composed, as `(h d)`.
         may_repeat: Whether two dims of a layout may have one name, as in `i i -> i`.
         spans: Where things stand in the text.
     """
 
     def __init__(self, text: str, maps: Maps | None, *, is_contraction: bool = False) -> None:
-        self.may_compose = is_contraction
         self.may_repeat = is_contraction
         self.spans = TextSpans([], [], [], [])
         self._count_of_name = Counter[str]()  # how often a dim of this layout has each name
@@ -316,7 +338,7 @@ class _Parser(Scanner):
             dims.append(self.dim())
         if not dims:
             if self.take("("):
-                self.expect(")", hint="a scalar is written ()")
+                self.expect(")")  # a scalar: any other bracket begins a composed dim
             elif self.kind in ("end", ARROW, ","):
                 # At any other token the caller's error says what was expected.
                 raise self.error("an empty layout", hint="a scalar is written ()")
@@ -331,12 +353,13 @@ class _Parser(Scanner):
     @property
     def is_at_composed_dim(self) -> bool:
         """Whether the next token opens a composed dim, and not the scalar `()`."""
-        return self.may_compose and self.kind == "(" and not _CLOSES.match(self.text, self.at)
+        return self.kind == "(" and not _CLOSES.match(self.text, self.at)
 
     def dim(self) -> Dim:
         """Parse `name / shard / shard ... : overlap`."""
         start = self.span[0]
-        name = self.composed_name() if self.kind == "(" else self.name()
+        parts = self.parts() if self.kind == "(" else (self.name(),)
+        name = "_".join(parts)
         if name == ELLIPSIS and self.kind in ("/", ":"):
             hint = "name the dim to shard or widen it"
             raise self.error("'...' stands for unsharded dims", hint=hint)
@@ -345,6 +368,10 @@ class _Parser(Scanner):
             shards.append(self.shard())
         overlap = parse_overlap(self) if self.take(":") else None
         dim = Dim(name, tuple(shards), overlap)
+        if len(parts) > 1:
+            dim = replace(dim, parts=parts, unit=None)
+            if len(parts) == 2 and parts[-1].isdigit():
+                dim = replace(dim, unit=int(parts[-1]))
         self.spans.full_dims.append((dim, (start, self.end)))
         return dim
 
@@ -363,17 +390,26 @@ class _Parser(Scanner):
         self.spans.dims.append((name, span))
         return name
 
-    def composed_name(self) -> str:
-        """Parse `( name name ... )`: a dim whose rows are those of several."""
+    def parts(self) -> tuple[str, ...]:
+        """Parse `( name name ... number )`: a dim whose rows are those of several."""
+        hint = "a composed dim is names, then perhaps a number, and is sharded as a whole: (h d)/tp"
         start = self.span[0]
         self.expect("(")
-        names: list[str] = []
+        if self.kind != "name":
+            self.expect("name", hint)
+        parts = [self.name()]
         while self.kind == "name":
-            names.append(self.name())
-        self.expect(")", hint="a composed dim has names alone and is sharded as a whole: (h d)/tp")
-        name = f"({' '.join(names)})"
-        self.spans.dims.append((name, (start, self.end)))
-        return name
+            parts.append(self.name())
+        if self.kind == "int":
+            span = self.span
+            number = self.integer()
+            if number < 1:
+                raise self.error("a unit of no rows", span, "a unit has 1 row or more: (n 128)/tp")
+            parts.append(str(number))
+        self.expect(")", hint)
+        if len(parts) > 1:
+            self.spans.dims.append(("_".join(parts), (start, self.end)))
+        return tuple(parts)
 
     def shard(self) -> Shard:
         """Parse one sharding of a dim, after its `/`: `cp`, `(dp,cp)` or `zigzag(cp)`.
@@ -385,12 +421,10 @@ class _Parser(Scanner):
             return Shard(tuple(self.listed(self.axis)))
         span = self.span
         name = self.expect("name", hint="a mesh axis follows '/', as in s/cp or s/zigzag(cp)")
-        if self.kind == "(" and name in (*_WRITTEN_ORDERS, ROUTED):
-            return self.by_map() if name == BY else self.ordered(name, span)
-        # In a contraction a bracket after a space begins a composed dim, as in `n/tp (h d)`, and
-        # the word before it is an axis. With any other bracket the word was meant as an order.
-        begins_dim = self.may_compose and self.span[0] > self.end
-        if self.kind == "(" and not begins_dim:
+        # A bracket after a space begins a composed dim, as in `n/tp (h d)`: the word is an axis.
+        if self.kind == "(" and self.span[0] == self.end:
+            if name in (*_WRITTEN_ORDERS, ROUTED):
+                return self.by_map() if name == BY else self.ordered(name, span)
             meant = did_you_mean(name, _WRITTEN_ORDERS, _ORDERS_ELSEWHERE)
             hint = f"{meant}orders are: {', '.join(_WRITTEN_ORDERS)}"
             raise self.error(f"unknown order {name!r}", span, hint)
