@@ -21,11 +21,12 @@ from jax_bridge.routing import route
 
 if TYPE_CHECKING:
     from jax_bridge import compat, nn, ops, specs, torch_interop  # noqa: F401
-    from jax_bridge.state.files import load, save
+    from jax_bridge.state.files import async_save, load, save
     from jax_bridge.state.transfer import transfer
     from jax_bridge.step.suggest import suggest
 
 __all__ = [
+    "async_save",
     "einsum",
     "load",
     "place",
@@ -43,6 +44,7 @@ __all__ = [
 ROOMS = ("compat", "nn", "ops", "specs", "torch_interop")
 # Names of modules that are slow to import, so only when used.
 _LATER = {
+    "async_save": "state.files",
     "load": "state.files",
     "save": "state.files",
     "suggest": "step.suggest",

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from torch_bridge.contractions.einsum import einsum
     from torch_bridge.mesh.process_mesh import positions
     from torch_bridge.models.explain import explain
+    from torch_bridge.models.optimizers import load_optimizer_state_dict, optimizer_state_dict
     from torch_bridge.models.own_experts import own_experts
     from torch_bridge.models.parallel import check_replicas, clip_grad_norm_, grad_norm, no_sync
     from torch_bridge.models.parallelize import parallelize
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from torch_bridge.models.verify import verify
     from torch_bridge.redistribution import redistribute
     from torch_bridge.routing import route
-    from torch_bridge.state.files import load, save
+    from torch_bridge.state.files import async_save, load, save
     from torch_bridge.state.transfer import transfer
     from torch_bridge.step.suggest import suggest
 
@@ -32,6 +33,7 @@ _MODULES = {
     "contractions.einsum": ("einsum",),
     "mesh.process_mesh": ("positions",),
     "models.explain": ("explain",),
+    "models.optimizers": ("load_optimizer_state_dict", "optimizer_state_dict"),
     "models.own_experts": ("own_experts",),
     "models.parallel": ("check_replicas", "clip_grad_norm_", "grad_norm", "no_sync"),
     "models.parallelize": ("parallelize",),
@@ -39,17 +41,18 @@ _MODULES = {
     "models.verify": ("verify",),
     "redistribution": ("redistribute",),
     "routing": ("route",),
-    "state.files": ("load", "save"),
+    "state.files": ("async_save", "load", "save"),
     "state.transfer": ("transfer",),
     "step.suggest": ("suggest",),
 }
 ROOMS = ("compat", "dtensor", "errors", "live", "nn", "ops", "testing")
 
 __all__ = [
-    "PendingTensor", "check_replicas", "clip_grad_norm_", "compat", "dtensor", "einsum", "errors",
-    "explain", "grad_norm", "live", "load", "load_state_dict", "nn", "no_sync", "ops",
-    "own_experts", "parallelize", "positions", "redistribute", "route", "save", "state_dict",
-    "suggest", "testing", "transfer", "verify",
+    "PendingTensor", "async_save", "check_replicas", "clip_grad_norm_", "compat", "dtensor",
+    "einsum", "errors", "explain", "grad_norm", "live", "load", "load_optimizer_state_dict",
+    "load_state_dict", "nn", "no_sync", "ops", "optimizer_state_dict", "own_experts", "parallelize",
+    "positions", "redistribute", "route", "save", "state_dict", "suggest", "testing", "transfer",
+    "verify",
 ]  # fmt: skip
 
 

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 _GUARDED: WeakSet[ParallelModel] = WeakSet()
 # Optimizers that were tried, with flags: which of their tensors they train.
 _TRIED: WeakKeyDictionary[Optimizer, list[bool]] = WeakKeyDictionary()
+_REFUSING: WeakSet[Optimizer] = WeakSet()  # optimizers whose `state_dict()` is refused
 
 
 def guard_blocks(model: ParallelModel) -> None:
@@ -127,7 +128,20 @@ def _check_optimizer(optimizer: Optimizer, *hook_arguments: Any) -> None:
     for group in optimizer.param_groups:
         for name, _ in _blocks_among(group["params"])[:1]:
             _try(type(optimizer), group, name)
+            if optimizer not in _REFUSING:
+                optimizer.register_state_dict_pre_hook(_refuse_state_dict)
+                _REFUSING.add(optimizer)
     _TRIED[optimizer] = trains
+
+
+def _refuse_state_dict(optimizer: Optimizer) -> None:
+    """Raise XshardError for `state_dict()` of an optimizer of blocks, which it would give out as whole."""
+    for group in optimizer.param_groups:
+        for name, _ in _blocks_among(group["params"])[:1]:
+            what = f"state_dict() of an optimizer of blocks has blocks, as of {name}"
+            hint = "xt.optimizer_state_dict(model, optimizer) has DTensors; "
+            hint += 'xt.save({"model": model, "optimizer": optimizer}, folder) saves both'
+            raise XshardError(what, hint=hint)
 
 
 def _try(kind: Any, group: Any, name: str) -> None:
