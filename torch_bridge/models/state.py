@@ -13,9 +13,11 @@ from torch.distributed.tensor import DTensor
 
 from torch_bridge.dtensor.function import dtensor_of_block
 from torch_bridge.dtensor.placements import from_placements, to_placements
+from torch_bridge.mesh.process_mesh import calling_ranks, dtensor_axes
 from torch_bridge.models.names import module_of
 from torch_bridge.models.parallel import parallel_of
 from torch_bridge.models.parameters import ParallelContext, ShardedParameter, unsharded
+from torch_bridge.redistribution import redistribute
 from xshard import Mesh, Sharding
 from xshard.errors import PlanError, ShapeError, XshardError, api_boundary, located
 from xshard.signatures import short_repr
@@ -132,9 +134,22 @@ def block_of_value(value: Tensor, sharding: Sharding, context: ParallelContext) 
             return value
         return context.redistribute(value, unsharded(layout), layout, sharding.shape)
     # Placements have no names of dims: those of the parameter tell which dims are the same.
-    src = from_placements(value.placements, value.device_mesh, value.ndim, sharding.shape)
     dst = layout.resolved(value.ndim)
-    return context.redistribute(value.to_local(), src.with_names(dst.names), dst, sharding.shape)
+    axes = dtensor_axes(value.device_mesh)
+    src = from_placements(value.placements, axes, value.ndim, sharding.shape).with_names(dst.names)
+    block = value.to_local()
+    is_here = calling_ranks(value.device_mesh) == context.processes.ranks
+    if axes == context.axes and is_here:
+        return context.redistribute(block, src, dst, sharding.shape)
+    moved: Tensor = redistribute(
+        block,
+        (src, dst),
+        src_mesh=value.device_mesh,
+        dst_mesh=context.mesh,
+        shape=sharding.shape,
+        profile=context.profile,
+    )
+    return moved
 
 
 @lru_cache(maxsize=64)
