@@ -28,11 +28,16 @@ OPTIMIZERS = {
 
 def begun(optimizer: optax.GradientTransformation) -> dict[str, Any]:
     keys = jax.random.split(jax.random.key(0))
-    params = {"up": jax.random.normal(keys[0], (8, 16)), "down": jax.random.normal(keys[1], (16, 8))}
+    params = {
+        "up": jax.random.normal(keys[0], (8, 16)),
+        "down": jax.random.normal(keys[1], (16, 8)),
+    }
     return {"params": params, "opt": optimizer.init(params), "step": 0}
 
 
-def trained(state: dict[str, Any], optimizer: optax.GradientTransformation, n: int) -> dict[str, Any]:
+def trained(
+    state: dict[str, Any], optimizer: optax.GradientTransformation, n: int
+) -> dict[str, Any]:
     def loss_of(params: dict[str, jax.Array], x: jax.Array) -> jax.Array:
         return jnp.square(jnp.tanh(x @ params["up"]) @ params["down"] - 1).mean()
 
@@ -98,5 +103,5 @@ def test_arrays_may_be_donated_beside_a_save(tmp_path: Path) -> None:
         assert np.array_equal(checkpoint.read("b"), np.ones(3))
     xj.save({"step": 2}, tmp_path / "step_2", keep=1)
     assert [path.name for path in tmp_path.iterdir()] == ["step_2"]
-    with pytest.raises(xs.XshardError, match="keep=1, and .* has no number at its end"):
+    with pytest.raises(xs.XshardError, match="has no number at its end"):
         xj.save({"step": 2}, tmp_path / "last", keep=1)
