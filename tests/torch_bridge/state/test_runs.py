@@ -162,16 +162,17 @@ def one_folder() -> Iterator[str]:
 @on_four
 def test_a_run_goes_on_as_one_device_on_any_mesh() -> None:
     for name, make in OPTIMIZERS.items():
+        n_steps = 20 if name == "AdamW" else 4
         alone = Run("whole", make).train(8)
         with one_folder() as folder:
             run = Run("tp", make).train(8)
             check_equal(run, alone)
             xt.save(run.tree, folder)
-            alone.train(20)
-            check_equal(run.train(20), alone)
+            alone.train(n_steps)
+            check_equal(run.train(n_steps), alone)
             for cut in ("zero", "whole", "tp"):
                 try:
-                    check_equal(Run(cut, make).resumed(folder).train(20), alone)
+                    check_equal(Run(cut, make).resumed(folder).train(n_steps), alone)
                 except AssertionError as error:
                     error.add_note(f"{name}, resumed as {cut}")
                     raise
