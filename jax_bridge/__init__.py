@@ -1,5 +1,10 @@
 """jax_bridge: JAX runs the plans of xshard, forward and backward.
 
+Global arrays:   place, reshard, einsum, transfer (trees, between meshes), stored_as, shard_map
+Blocks inside:   redistribute, route (rows by their values), positions (of a block's rows)
+Train a model:   suggest (which shardings)
+Save a run:      save, async_save, load
+
 Rooms beside the names below, imported when they are first used:
 - `ops`: collectives on blocks by their usual names (`all_gather`, `halo_exchange`, ...)
 - `specs`: layouts <-> JAX's PartitionSpec and NamedSharding

@@ -15,11 +15,11 @@ from jax_bridge.arrays.stored import stored_as
 from jax_bridge.calls import redistribute
 from jax_bridge.ops import positions
 from jax_bridge.routing import route
-from jax_bridge.state.files import load, save
+from jax_bridge.state.files import async_save, load, save
 from jax_bridge.state.transfer import transfer
 from jax_bridge.step.suggest import suggest
 
 __all__ = [
-    "einsum", "load", "place", "positions", "redistribute", "reshard", "route", "save", "shard_map",
-    "stored_as", "suggest", "transfer",
+    "async_save", "einsum", "load", "place", "positions", "redistribute", "reshard", "route", "save",
+    "shard_map", "stored_as", "suggest", "transfer",
 ]  # fmt: skip

@@ -99,12 +99,12 @@ def leaves_with_values(
             value_of = dict.fromkeys(names, value)
         for name, x in named:
             given = value_of[name] if takes_value(x) else None
-            leaves.append(Leaf(_joined(branch, name), x, given))
+            leaves.append(Leaf(joined(branch, name), x, given))
     return leaves
 
 
-def _joined(branch: str, name: str) -> str:
-    """Return the name of a leaf from the root; either part may be empty."""
+def joined(branch: str, name: str) -> str:
+    """Return the name of a leaf from the root: "up", "w" -> "up.w"; either part may be empty."""
     if not branch or not name:
         return branch + name
     return f"{branch}.{name}"

@@ -24,15 +24,23 @@ from jax_bridge.state.execute import assembled, blocks_of
 from jax_bridge.trees import array_leaves, is_array
 from xshard import Layout, Mesh, ProfileLike, Sharding, XshardError, load_profile
 from xshard.dtypes import carrier, n_bytes, name_of, numpy_dtype, recast
-from xshard.errors import DtypeError, MeshError, api_boundary, located
+from xshard.errors import DtypeError, MeshError, ReplicaError, api_boundary, located
 from xshard.rules import RulesLike
-from xshard.signatures import Bytes
+from xshard.signatures import Bytes, Count
 from xshard.state import Names
-from xshard.state.files import Checkpoint, FileError
+from xshard.state.files import BackgroundSave, Checkpoint, FileError
 from xshard.state.files import verify as compare_checksums
+from xshard.state.files.background import Writers, save_beside
 from xshard.state.files.folder import CheckpointLike, open_on_all
 from xshard.state.files.loading import Load, LoadKeywords, plan_load, read_block
-from xshard.state.files.saving import Saving, Source, plan_save, save_blocks
+from xshard.state.files.runs import check_numbered
+from xshard.state.files.saving import (
+    Saving,
+    Source,
+    differing_replicas,
+    plan_save,
+    save_blocks,
+)
 from xshard.trees import Leaf, named_once, place_of
 
 Wait = Callable[[], jax.Array]  # until an array is read
@@ -50,6 +58,7 @@ def save(
     *,
     names: Names | None = None,
     shard_bytes: Bytes = "5GiB",
+    keep: Count | None = None,
 ) -> None:
     """Save a tree of global arrays as safetensors files and an index.
 
@@ -68,10 +77,13 @@ def save(
         mesh: The mesh for `rules`.
         names: Maps leaf names to stored names.
         shard_bytes: The most bytes of a file.
+        keep: How many checkpoints of the run stay: folders beside this one whose names differ in
+            the number at the end. None: all.
 
     Raises:
         FileError: The disk fails. After every error the checkpoint that was in the folder is still
             there.
+        ReplicaError: An array that each process has for itself differs between them.
         PlanError: An array is under a layout with sums.
         ShapeError: An array does not fit its layout.
         DtypeError: The dtype cannot be stored.
@@ -88,24 +100,57 @@ def save(
         ...     {name: str(layout) for name, layout in open_checkpoint(folder).layouts.items()}
         {'up.kernel': 'd0/tp d1'}
     """
-    if rules is not None:
-        if mesh is None:
-            raise MeshError("rules without a mesh", hint="save(tree, path, rules, mesh)")
-        tree = place(tree, rules, mesh)
-    plans: list[_SavePlan] = []
-
-    def plan_and_digest() -> str:
-        plan = _plan_save(tree, names, shard_bytes)
-        plans.append(plan)
-        return plan.saving.digest
-
-    digests = all_or_none(plan_and_digest)
-    if len(set(digests)) > 1:
-        hint = "names, shapes, shardings, numbers and texts are the same in all"
-        raise XshardError("processes save different trees", hint=hint)
-    plan = plans[0]
+    plan = _plan_on_all(tree, Path(path), rules, mesh, names, shard_bytes, keep)
     process = jax.process_index()
-    save_blocks(plan.saving, Path(path), plan.block_of, all_or_none, process, leads=process == 0)
+    save_blocks(
+        plan.saving,
+        Path(path),
+        plan.block_of,
+        all_or_none,
+        process,
+        leads=process == 0,
+        keep=keep,
+    )
+
+
+@api_boundary
+def async_save(
+    tree: Any,
+    path: str | Path,
+    rules: RulesLike | None = None,
+    mesh: jax.sharding.Mesh | None = None,
+    *,
+    names: Names | None = None,
+    shard_bytes: Bytes = "5GiB",
+    keep: Count | None = None,
+) -> BackgroundSave:
+    """Save as `save` does, and return when the blocks are copied: threads write them meanwhile.
+
+        saving = xj.async_save({"params": params, "opt": state, "step": 20}, "run/step_20", keep=3)
+        ...                                 # steps may donate the arrays
+        saving.wait()                       # before the next save; raises what went wrong
+
+    The checkpoint appears in its folder when all processes have written, also if nobody waits.
+    Nothing is sent meanwhile. Each process copies the blocks that it writes to the host.
+
+    Args:
+        tree: As for `save`.
+        path: The folder.
+        rules: As for `save`.
+        mesh: The mesh for `rules`.
+        names: Maps leaf names to stored names.
+        shard_bytes: The most bytes of a file.
+        keep: How many checkpoints of the run stay, as for `save`.
+
+    Returns:
+        The save, of which `wait()` ends when the checkpoint is in its place.
+
+    Raises:
+        XshardError: As `save` does, before anything is written.
+    """
+    plan = _plan_on_all(tree, Path(path), rules, mesh, names, shard_bytes, keep)
+    writers = Writers(range(jax.process_count()), jax.process_index())
+    return save_beside(plan.saving, Path(path), plan.block_of, all_or_none, writers, keep)
 
 
 class JaxLoadKeywords(LoadKeywords, total=False):
@@ -171,7 +216,7 @@ def load(  # noqa: PLR0913  one option for each decision of the user
         verify: Compare checksums, which reads everything once.
 
     Returns:
-        The arrays by name; with `like` a tree of its structure.
+        The arrays, numbers and texts by name; with `like` a tree of its structure.
 
     Raises:
         FileError: A file is malformed. All errors come on all processes, before anything is read.
@@ -226,7 +271,7 @@ def load(  # noqa: PLR0913  one option for each decision of the user
             move = (load.source.layout, load.target.layout)
             arrays[name] = reshard(arrays[name], move, mesh, donate=True, profile=profile)
     if like is None:
-        return arrays
+        return {**checkpoint.readable_constants, **arrays}
     new_leaves = []
     for leaf in leaves:
         stored = arrays.get(leaf.name, leaf.x)
@@ -314,6 +359,39 @@ class _SavePlan(NamedTuple):
         return recast(np.asarray(x).view(carrier(stored)), stored, dtype)
 
 
+def _plan_on_all(
+    tree: Any,
+    path: Path,
+    rules: RulesLike | None,
+    mesh: jax.sharding.Mesh | None,
+    names: Names | None,
+    shard_bytes: Bytes,
+    keep: int | None,
+) -> _SavePlan:
+    """Plan a save in all processes, and compare what each has for itself. Raises as `save` does."""
+    if rules is not None:
+        if mesh is None:
+            raise MeshError("rules without a mesh", hint="save(tree, path, rules, mesh)")
+        tree = place(tree, rules, mesh)
+    plans: list[_SavePlan] = []
+
+    def plan_and_digest() -> str:
+        check_numbered(path, keep)
+        plan = _plan_save(tree, names, shard_bytes)
+        plans.append(plan)
+        return plan.saving.digest
+
+    digests = all_or_none(plan_and_digest)
+    if len(set(digests)) > 1:
+        hint = "names, shapes, shardings, numbers and texts are the same in all"
+        raise XshardError("processes save different trees", hint=hint)
+    plan = plans[0]
+    for name in differing_replicas(plan.saving, plan.block_of, all_or_none, jax.process_index()):
+        hint = "one value is saved for all: make a global array of it, sharded over processes"
+        raise ReplicaError(f"{place_of(name)}: its blocks differ between processes", hint=hint)
+    return plan
+
+
 def _plan_save(tree: Any, names: Names | None, shard_bytes: Bytes) -> _SavePlan:
     """Plan the save of a tree: its arrays go to files, its numbers and texts into the index.
 
@@ -358,12 +436,14 @@ def _check_can_save(leaf: Leaf) -> None:
 def _source(x: Any) -> Source:
     """Describe an array for the planner: its layout on its mesh, and the process of each device.
 
-    An array without a mesh counts as one device's, which the first process writes.
+    An array without a mesh is each process's own: one of them writes it.
     """
     dtype = name_of(x.dtype)
     sharding = getattr(x, "sharding", None)
     if not isinstance(sharding, NamedSharding):
-        return Source(Sharding(Layout.parse("..."), Mesh(), x.shape), dtype, processes=[0])
+        n_processes = jax.process_count()
+        own = Sharding(Layout.parse("..."), Mesh(process=n_processes), x.shape)
+        return Source(own, dtype, range(n_processes))
     recorded = recorded_order(x)
     if recorded is None:
         layout = specs.from_partition_spec(sharding.spec, x.ndim)

@@ -101,7 +101,8 @@ def test_rank_errors():
     hint = "write one name per dim, or '...' for any number of unsharded dims"
     with refused(ShapeError, f"'b c' has 2 dims, the array has 3\n  {hint}"):
         Layout.parse("b c").resolved(3)
-    with refused(ShapeError, "'b ... c' needs at least 2 dims, the array has 1"):
+    hint = "'...' fits it; among rules that is one for its name, before this one"
+    with refused(ShapeError, f"'b ... c' needs at least 2 dims, the array has 1\n  {hint}"):
         Layout.parse("b ... c").resolved(1)
 
 

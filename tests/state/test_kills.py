@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -15,9 +16,11 @@ import numpy as np
 import pytest
 
 import xshard.state.files
-from tests.state.checkpoints import arrays, load, save
-from xshard.state.files import FileError, open_checkpoint, verify
+from tests.state.checkpoints import ONE, arrays, load, save, sources
+from xshard.state.files import FileError, latest, open_checkpoint, verify
+from xshard.state.files.background import Writers, save_beside
 from xshard.state.files.folder import INDEX
+from xshard.state.files.saving import plan_save
 
 pytestmark = pytest.mark.long
 ROOM = str(Path(xshard.state.files.__file__).parent)
@@ -43,7 +46,8 @@ def lines_of(work: Callable[[], object], kill_at: int | None = None) -> list[str
             return trace
 
         try:
-            sys.settrace(trace)
+            for where in (sys, threading):
+                where.settrace(trace)
             work()
             sys.settrace(None)
             os.write(sends, "\n".join(seen).encode())
@@ -108,3 +112,42 @@ def test_a_killed_load(tmp_path: Path) -> None:
         lines_of(lambda: load(tmp_path), kill_at=moment)
         assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
     assert has(tmp_path, arrays())
+
+
+def run_of(folder: Path, steps: int = 4) -> None:
+    """Save beside the program, step after step, and keep two."""
+    for step in range(1, steps + 1):
+        values = arrays(step)
+        plan = plan_save(sources(values, {}, ONE))
+        save_beside(
+            plan,
+            folder / f"step_{step}",
+            lambda name, *_, values=values: values[name],
+            lambda work: [work()],
+            Writers([0], 0),
+            keep=2,
+        ).wait()
+
+
+def test_a_killed_run(tmp_path: Path) -> None:
+    """Has a newest checkpoint that is whole, from the first one on, and goes on from there."""
+    n_lines = len(lines_of(lambda: run_of(tmp_path / "dry")))
+    assert {path.name for path in (tmp_path / "dry").iterdir()} == {"step_3", "step_4"}
+    seen = set()
+    # Threads take turns as they like: the last lines may not be reached.
+    for i, moment in enumerate(random.Random(3).sample(range(n_lines - 20), 50)):
+        folder = tmp_path / str(i)
+        folder.mkdir()
+        lines_of(lambda folder=folder: run_of(folder), kill_at=moment)
+        newest = latest(folder)
+        if newest is None:
+            seen.add(0)
+        else:
+            step = int(newest.name.removeprefix("step_"))
+            assert verify(open_checkpoint(newest)) == 2
+            found = load(newest)
+            assert all(np.array_equal(found[name][0], x) for name, x in arrays(step).items())
+            seen.add(step)
+        run_of(folder)
+        assert {path.name for path in folder.iterdir()} == {"step_3", "step_4"}
+    assert seen >= {0, 1, 2, 3}

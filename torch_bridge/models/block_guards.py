@@ -10,7 +10,7 @@ import functools
 import inspect
 from collections.abc import Iterable, Mapping
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from xshard import Sharding, XshardError
 
 # Optimizers that were tried, with flags: which of their tensors they train.
 _TRIED: WeakKeyDictionary[Optimizer, list[bool]] = WeakKeyDictionary()
+_REFUSING: WeakSet[Optimizer] = WeakSet()  # optimizers whose `state_dict()` is refused
 
 
 def guard_blocks() -> None:
@@ -119,7 +120,20 @@ def _check_optimizer(optimizer: Optimizer, *hook_arguments: Any) -> None:
     for group in optimizer.param_groups:
         for name, _ in _blocks_among(group["params"])[:1]:
             _try(type(optimizer), group, name)
+            if optimizer not in _REFUSING:
+                optimizer.register_state_dict_pre_hook(_refuse_state_dict)
+                _REFUSING.add(optimizer)
     _TRIED[optimizer] = trains
+
+
+def _refuse_state_dict(optimizer: Optimizer) -> None:
+    """Raise XshardError for `state_dict()` of an optimizer of blocks, which it would give out as whole."""
+    for group in optimizer.param_groups:
+        for name, _ in _blocks_among(group["params"])[:1]:
+            what = f"state_dict() of an optimizer of blocks has blocks, as of {name}"
+            hint = "xt.optimizer_state_dict(model, optimizer) has DTensors; "
+            hint += 'xt.save({"model": model, "optimizer": optimizer}, folder) saves both'
+            raise XshardError(what, hint=hint)
 
 
 def _try(kind: Any, group: Any, name: str) -> None:

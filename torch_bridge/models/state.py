@@ -13,10 +13,12 @@ from torch.distributed.tensor import DTensor
 
 from torch_bridge.dtensor.function import dtensor_of_block
 from torch_bridge.dtensor.placements import from_placements, to_placements
+from torch_bridge.mesh.process_mesh import calling_ranks, dtensor_axes
 from torch_bridge.models.names import module_of
 from torch_bridge.models.parallel import parallel_of
-from torch_bridge.models.parameters import ParallelContext, ShardedParameter
-from xshard import Mesh
+from torch_bridge.models.parameters import ParallelContext, ShardedParameter, unsharded
+from torch_bridge.redistribution import redistribute
+from xshard import Mesh, Sharding
 from xshard.errors import PlanError, ShapeError, XshardError, api_boundary, located
 from xshard.signatures import short_repr
 from xshard.state.files.loading import in_both
@@ -51,7 +53,7 @@ def state_dict(model: nn.Module) -> dict[str, Any]:
     # `state_dict()` of the model has blocks for these: they are replaced by DTensors of global
     # shape.
     for parameter in parallel.sharded:
-        x = _as_stored(parameter, parallel.context)
+        x = stored_block(parameter.tensor.detach(), parameter.sharding, parallel.context)
         for name in parameter.names:
             if name in state:  # some buffers are not saved
                 state[name] = x
@@ -92,7 +94,9 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Any], strict: bool = T
         elif parameter is None:
             own_state[name].copy_(state[name])
         else:
-            parameter.tensor.copy_(_block_of(parameter, parallel.context, state[name]))
+            value = state[name].to(parameter.tensor.device)
+            block = block_of_value(value, parameter.sharding, parallel.context)
+            parameter.tensor.copy_(block)
 
 
 def _check_value(value: Any, own: Any, parameter: ShardedParameter | None) -> None:
@@ -107,30 +111,45 @@ def _check_value(value: Any, own: Any, parameter: ShardedParameter | None) -> No
         raise ShapeError(f"a value of shape {tuple(value.shape)}, not {whole_shape}")
 
 
-def _as_stored(parameter: ShardedParameter, context: ParallelContext) -> Tensor:
+def stored_block(block: Tensor, sharding: Sharding, context: ParallelContext) -> Tensor:
     """Return a block as a DTensor of the same memory; the whole tensor if there is no such DTensor."""
-    sharding = parameter.sharding
-    block = parameter.tensor.detach()
+    layout = sharding.layout
+    if not layout.axes:
+        return block
     mesh = context.mesh
     if not isinstance(mesh, DeviceMesh):
         mesh = _device_mesh(mesh, block.device.type)
     try:  # some layouts have no placements
-        to_placements(sharding.layout, mesh, sharding.shape)
+        to_placements(layout, mesh, sharding.shape)
     except PlanError:
-        return parameter.gathered(context)
-    return dtensor_of_block(block, sharding.layout, mesh, sharding.shape)
+        return context.redistribute(block, layout, unsharded(layout), sharding.shape)
+    return dtensor_of_block(block, layout, mesh, sharding.shape)
 
 
-def _block_of(parameter: ShardedParameter, context: ParallelContext, value: Tensor) -> Tensor:
+def block_of_value(value: Tensor, sharding: Sharding, context: ParallelContext) -> Tensor:
     """Return this process's block of a value, which is whole or a DTensor."""
-    layout = parameter.sharding.layout
-    shape = parameter.sharding.shape
-    value = value.to(parameter.tensor.device)
+    layout = sharding.layout
     if not isinstance(value, DTensor):
-        return parameter.block_of(value, context)
+        if not layout.axes:
+            return value
+        return context.redistribute(value, unsharded(layout), layout, sharding.shape)
     # Placements have no names of dims: those of the parameter tell which dims are the same.
-    src = from_placements(value.placements, value.device_mesh, value.ndim, shape)
-    return context.redistribute(value.to_local(), src.with_names(layout.names), layout, shape)
+    dst = layout.resolved(value.ndim)
+    axes = dtensor_axes(value.device_mesh)
+    src = from_placements(value.placements, axes, value.ndim, sharding.shape).with_names(dst.names)
+    block = value.to_local()
+    is_here = calling_ranks(value.device_mesh) == context.processes.ranks
+    if axes == context.axes and is_here:
+        return context.redistribute(block, src, dst, sharding.shape)
+    moved: Tensor = redistribute(
+        block,
+        (src, dst),
+        src_mesh=value.device_mesh,
+        dst_mesh=context.mesh,
+        shape=sharding.shape,
+        profile=context.profile,
+    )
+    return moved
 
 
 @lru_cache(maxsize=64)

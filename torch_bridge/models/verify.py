@@ -22,6 +22,7 @@ from torch_bridge.models.parallel import ATTRIBUTE, ParallelModel, parallel_of
 from torch_bridge.models.parameters import ParallelContext, Place, ShardedParameter, unsharded
 from torch_bridge.models.uses import check_apart
 from torch_bridge.versions.modules import buffers_of, forward_hooks_of, uncompiled
+from torch_bridge.versions.pytree import tree_leaves
 from xshard import Layout, Sharding, XshardError, dtypes, tolerances
 from xshard.errors import ShapeError, api_boundary, located
 from xshard.signatures import NonNegative
@@ -327,6 +328,11 @@ def _copied(source: Module, parallel: ParallelModel) -> tuple[Module, dict[str, 
                 raise XshardError(f"{name} is in the parallel model, and missing in original=")
             memo[id(source_tensors[name])] = whole
 
+    for module in source.modules():
+        for x in tree_leaves(vars(module)):
+            if isinstance(x, Tensor) and x.grad_fn is not None:
+                # What a forward pass has kept, as a loss of its own; `deepcopy` takes no such tensor.
+                memo[id(x)] = x.detach()
     model = copy.deepcopy(source, memo)  # notes in `memo` what became of each module
     model.__dict__.pop(ATTRIBUTE, None)
     for count in parallel.counts:

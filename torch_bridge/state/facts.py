@@ -17,7 +17,13 @@ from torch.distributed.tensor import DTensor
 from torch_bridge.calls.move import ranks_of
 from torch_bridge.dtensor.placements import check_placed
 from torch_bridge.mesh.process_mesh import MeshLike, mesh_of
-from torch_bridge.state.leaves import LocalArray, local_array, rank, tensors_and_constants
+from torch_bridge.state.leaves import (
+    LocalArray,
+    local_array,
+    named_leaves,
+    rank,
+    tensors_and_constants,
+)
 from torch_bridge.versions import pytree
 from xshard import Layout, Mesh, ProfileLike, Rules, trees
 from xshard.dtypes import name_of
@@ -74,7 +80,7 @@ def describe_tree(
     size. Raises MeshError for a missing mesh and for a tensor on another one, and as `local_array`
     does.
     """
-    tensors, constants = tensors_and_constants(tree)
+    tensors, constants = tensors_and_constants(named_leaves(tree))
     mesh = _source_mesh(tensors, mesh)
     axes = mesh_of(mesh)
     ranks = ranks_of(mesh)

@@ -15,23 +15,26 @@ from typing import Any, NamedTuple, TypeVar, Unpack, overload
 
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
 from torch_bridge.mesh.machine import machine_profile
 from torch_bridge.mesh.process_mesh import DeviceLike, MeshLike
+from torch_bridge.models.parameters import ParallelContext
 from torch_bridge.redistribution import redistribute
 from torch_bridge.state import leaves
 from torch_bridge.state.leaves import LocalArray, axes_of, processes_of, rank
-from torch_bridge.versions.pytree import tree_flatten_with_path, tree_map_with_path
+from torch_bridge.state.members import Members, OptimizerState
+from torch_bridge.versions.pytree import tree_map_with_path
 from xshard import Profile, ProfileLike, XshardError, dtypes, errors, load_profile
 from xshard.cost.machine import node_processes
-from xshard.errors import api_boundary
+from xshard.errors import ReplicaError, api_boundary
 from xshard.rules import RulesLike
-from xshard.signatures import Bytes
+from xshard.signatures import Bytes, Count
 from xshard.state import Names
-from xshard.state.files import Checkpoint
+from xshard.state.files import BackgroundSave, Checkpoint
 from xshard.state.files import verify as compare_checksums
-from xshard.state.files.folder import CheckpointLike, open_on_all
+from xshard.state.files.background import Writers, save_beside
+from xshard.state.files.folder import AllOrNone, CheckpointLike, open_on_all
 from xshard.state.files.loading import (
     Load,
     LoadKeywords,
@@ -41,8 +44,15 @@ from xshard.state.files.loading import (
     read_block,
     stored_as,
 )
-from xshard.state.files.saving import Saving, Source, plan_save, save_blocks
-from xshard.trees import group_by_bytes, leaf_name, place_of
+from xshard.state.files.runs import check_numbered
+from xshard.state.files.saving import (
+    Saving,
+    Source,
+    differing_replicas,
+    plan_save,
+    save_blocks,
+)
+from xshard.trees import group_by_bytes, joined, leaf_name, place_of
 
 T = TypeVar("T")
 
@@ -59,27 +69,33 @@ def save(
     names: Names | None = None,
     shard_bytes: Bytes = "5GiB",
     shapes: Mapping[str, Sequence[int]] | None = None,
+    keep: Count | None = None,
 ) -> None:
     """Save local blocks as safetensors files, in a folder that all processes can reach.
 
         xt.save({"w": block}, "checkpoint", {"w": "o/tp i"}, mesh)     # blocks of [o/tp, i]
+        xt.save({"model": model, "optimizer": optimizer, "step": 20}, "run/step_20", keep=3)
 
     Every element is written once, by one of the processes that have it; processes write at the same
     time. The folder keeps the checkpoint that it had until the new one is complete. All processes
     of the mesh call it.
 
     Args:
-        tree: A model, a state dict, or any tree of tensors, numbers and texts. Parallel models and
-            DTensors bring their layouts.
+        tree: A model, a state dict, or any tree of tensors, numbers, texts, models, optimizers
+            beside their models, and others with a `state_dict()`. Parallel models, their
+            optimizers and DTensors bring their layouts.
         path: The folder.
         rules: Layouts of the other tensors by name. None: they are replicated.
         mesh: The processes. None: the world.
         names: Maps this program's names to stored names.
         shard_bytes: The most bytes of a file.
         shapes: Global shapes by name, if blocks differ in size.
+        keep: How many checkpoints of the run stay: folders beside this one whose names differ in
+            the number at the end. None: all.
 
     Raises:
         XshardError: A name has no rule; on all processes, before anything is written.
+        ReplicaError: Blocks differ between processes that have one as their layouts say; likewise.
         PlanError: A layout has sums or halos; likewise.
         DtypeError: A dtype cannot be stored; likewise.
         FileError: The disk is full; the old checkpoint is as it was.
@@ -95,36 +111,115 @@ def save(
         ...     xt.testing.run_ranks(2, there_and_back, folder)
         [[[0, 0], [1, 1]], [[0, 0], [1, 1]]]
     """
-    path = Path(path)
+    saving = _plan(tree, Path(path), rules, mesh, names, shard_bytes, shapes, keep)
+    save_blocks(
+        saving.plan,
+        Path(path),
+        saving.block_of,
+        saving.all_or_none,
+        rank(),
+        leads=rank() == saving.ranks[0],
+        keep=keep,
+    )
+
+
+@api_boundary
+def async_save(
+    tree: Any,
+    path: str | Path,
+    rules: RulesLike | None = None,
+    mesh: MeshLike | None = None,
+    *,
+    names: Names | None = None,
+    shard_bytes: Bytes = "5GiB",
+    shapes: Mapping[str, Sequence[int]] | None = None,
+    keep: Count | None = None,
+) -> BackgroundSave:
+    """Save as `save` does, and return when the blocks are copied: threads write them meanwhile.
+
+        saving = xt.async_save({"model": model, "optimizer": optimizer, "step": 20}, "run/step_20", keep=3)
+        ...                                 # steps change the model, and not what is written
+        saving.wait()                       # before the next save; raises what went wrong
+
+    The checkpoint appears in its folder when all processes have written, also if nobody waits.
+    Nothing is sent meanwhile. Each process copies the blocks that it writes to the CPU's memory.
+
+    Args:
+        tree: As for `save`.
+        path: The folder.
+        rules: As for `save`.
+        mesh: The processes. None: the world.
+        names: Maps this program's names to stored names.
+        shard_bytes: The most bytes of a file.
+        shapes: Global shapes by name, if blocks differ in size.
+        keep: How many checkpoints of the run stay, as for `save`.
+
+    Returns:
+        The save, of which `wait()` ends when the checkpoint is in its place.
+
+    Raises:
+        XshardError: As `save` does, before anything is written.
+    """
+    saving = _plan(tree, Path(path), rules, mesh, names, shard_bytes, shapes, keep)
+    writers = Writers(saving.ranks, rank())
+    return save_beside(saving.plan, Path(path), saving.block_of, saving.all_or_none, writers, keep)
+
+
+class _PlannedSave(NamedTuple):
+    """A save that all processes have planned alike, and whose replicas are equal."""
+
+    plan: Saving
+    arrays: Mapping[str, LocalArray]
+    ranks: Sequence[int]
+    all_or_none: AllOrNone
+
+    def block_of(self, name: str, device: int, dtype: str) -> NDArray[Any]:
+        """Return this process's block of an array, as a file has it."""
+        block = self.arrays[name].block
+        assert block is not None
+        # A file has the values: numpy cannot see that a tensor is the conjugate of its memory.
+        return _as_numpy(block.to("cpu", getattr(torch, dtype)).resolve_conj().resolve_neg())
+
+
+def _plan(
+    tree: Any,
+    path: Path,
+    rules: RulesLike | None,
+    mesh: MeshLike | None,
+    names: Names | None,
+    shard_bytes: Bytes,
+    shapes: Mapping[str, Sequence[int]] | None,
+    keep: int | None,
+) -> _PlannedSave:
+    """Plan a save on all processes, and compare what several of them have. Raises as `save` does."""
     ranks = processes_of(mesh)
-    arrays: dict[str, LocalArray] = {}
+    members = Members()
     # `planned` runs inside the comparison of ranks, so that all raise if one fails, and leaves its
     # plan here.
     plans: list[Saving] = []
 
     def planned() -> dict[str, Any]:
-        local, constants = leaves.local_arrays(tree, rules, mesh, shapes)
-        arrays.update(local)
-        sources = {name: _source_of(name, array) for name, array in arrays.items()}
-        plan = plan_save(sources, names, shard_bytes=shard_bytes, constants=constants)
+        check_numbered(path, keep)
+        members.add_tree("", tree)
+        members.add_arrays(rules, mesh, shapes)
+        members.add_optimizers()
+        sources = {name: _source_of(name, array) for name, array in members.arrays.items()}
+        plan = plan_save(sources, names, shard_bytes=shard_bytes, constants=members.constants)
         plans.append(plan)
         facts = {"folder": str(path), "files": plan.digest}
         for name, source in sources.items():
             facts[place_of(name)] = repr(source.sharding)
-        for name, constant in constants.items():
+        for name, constant in members.constants.items():
             facts[place_of(name)] = repr(constant)
         return facts
-
-    def block_of(name: str, device: int, dtype: str) -> NDArray[Any]:
-        block = arrays[name].block
-        assert block is not None
-        # A file has the values: numpy cannot see that a tensor is the conjugate of its memory.
-        return _as_numpy(block.to("cpu", getattr(torch, dtype)).resolve_conj().resolve_neg())
 
     call = f"save to {path}"
     leaves.compare_facts(ranks, call, planned)
     all_or_none = partial(leaves.all_or_none, ranks, call)
-    save_blocks(plans[0], path, block_of, all_or_none, rank(), leads=rank() == ranks[0])
+    saving = _PlannedSave(plans[0], members.arrays, ranks, all_or_none)
+    differing = differing_replicas(saving.plan, saving.block_of, all_or_none, rank())
+    all_or_none(lambda: _check_replicas([members.arrays[name] for name in differing]))
+    return saving
 
 
 def _source_of(name: str, array: LocalArray) -> Source:
@@ -134,6 +229,26 @@ def _source_of(name: str, array: LocalArray) -> Source:
             hint = "save after the model has values"
             raise XshardError("it is on the meta device", hint=hint)
         return Source(array.sharding, dtypes.name_of(array.dtype), array.ranks)
+
+
+def _check_replicas(arrays: Sequence[LocalArray]) -> None:
+    """Raise ReplicaError for the first array whose replicas differ by more than rounding.
+
+    All processes call it together. arrays: those with blocks of other bits on other processes.
+    """
+    for array in arrays:
+        context = ParallelContext(array.mesh)
+        if array.block is None:
+            continue
+        try:
+            context.compare([(place_of(array.names[0]), array.block, array.sharding)])
+        except ReplicaError as error:
+            found, _, _ = str(error.hint).partition("\n")
+            hint = (
+                f"{found}\n  rules= says how it is sharded, as 'o/dp ...'; models and optimizers "
+            )
+            hint += 'in the tree know it: {"model": model, "optimizer": optimizer}'
+            raise ReplicaError(error.reason, text=error.text, span=error.span, hint=hint) from None
 
 
 class TorchLoadKeywords(LoadKeywords, total=False):
@@ -191,8 +306,8 @@ def load(  # noqa: PLR0913  one option for each thing that a file does not say
         rules: Layouts by the names in this program. None: all are replicated.
         mesh: The processes. None: the world.
         names: Maps stored names to this program's names.
-        like: A model or a tree, with tensors to fill in place, on their devices and in their
-            dtypes. Parallel models and DTensors bring their layouts.
+        like: A model or a tree, as for `save`, with tensors to fill in place, on their devices and
+            in their dtypes. Optimizers need no state yet.
         strict: Every name has to be in both `like` and the files.
         dtype: The dtype of all floats, without `like`.
         device: For new tensors. Parameters of a parallel model on the meta device are made there,
@@ -202,7 +317,7 @@ def load(  # noqa: PLR0913  one option for each thing that a file does not say
         verify: Compare checksums, which reads everything once.
 
     Returns:
-        Local blocks by name, or `like`.
+        Local blocks, numbers and texts by name, or `like` with the stored numbers and texts.
 
     Raises:
         FileError: A file is malformed; on all processes, before anything is read.
@@ -220,7 +335,6 @@ def load(  # noqa: PLR0913  one option for each thing that a file does not say
             loading.plan_new(rules, mesh, names, dtype)
         else:
             loading.plan_into(like, rules, mesh, names, strict)
-            loading.read_constants(like)
         if verify:
             # Each process checks a part of the files.
             compare_checksums(checkpoint, ranks.index(rank()), len(ranks))
@@ -232,11 +346,9 @@ def load(  # noqa: PLR0913  one option for each thing that a file does not say
         checkpoint.close()
     loading.replace_meta(tensors)
     if like is None:
-        return tensors
-    if isinstance(like, nn.Module):
-        return like
-    constants = loading.constants
-    return tree_map_with_path(lambda keys, x: constants.get(leaf_name(keys), x), like)
+        return {**loading.constants, **tensors}
+    loading.fill_objects(tensors)
+    return loading.with_constants("", like)
 
 
 class _ArrayLoad(NamedTuple):
@@ -251,7 +363,8 @@ class _Loading:
     """A load in phases: open and plan, compare `facts` between ranks, read and share.
 
     loads: by stored name, or by this program's name without a tree to fill.
-    constants: numbers and texts of the tree to fill, by name, as they are stored.
+    constants: stored numbers and texts by name: of the tree to fill, or all without one.
+    members: what the tree to fill has. optimizers: the optimizers in it, with their stored options.
     """
 
     checkpoint: Checkpoint
@@ -259,6 +372,8 @@ class _Loading:
     profile: Profile
     loads: dict[str, _ArrayLoad] = field(default_factory=dict)
     constants: dict[str, Any] = field(default_factory=dict)
+    members: Members = field(default_factory=Members)
+    optimizers: list[tuple[OptimizerState, list[dict[str, Any]]]] = field(default_factory=list)
 
     def plan_new(
         self, rules: RulesLike | None, mesh: MeshLike | None, names: Names | None, dtype: Any
@@ -274,6 +389,7 @@ class _Loading:
             on_mesh = axes if mesh is None else mesh
             array = LocalArray([name], None, array_dtype, load.target, on_mesh, self.ranks)
             self.loads[name] = _ArrayLoad(load, array)
+        self.constants = self.checkpoint.readable_constants
 
     def plan_into(
         self,
@@ -294,8 +410,15 @@ class _Loading:
         stored = stored_as(self.checkpoint, names)
         shapes = {name: array.shape for name, array in stored.items()}
         # The files tell global shapes: without them, all blocks would have to have one size.
-        by_name, _ = leaves.local_arrays(like, rules, mesh, shapes)
-        arrays = list(by_name.values())
+        self.members.add_tree("", like)
+        self.members.add_arrays(rules, mesh, shapes)
+        for optimizer_name in self.members.optimizers:
+            state = self.members.optimizer_state(optimizer_name)
+            self.members.arrays.update(state.targets(stored))
+            self.optimizers.append((state, state.stored_groups(self.checkpoint)))
+        for leaf, x in self.members.constants.items():
+            self.constants[leaf] = self.checkpoint.constant(leaf, x)
+        arrays = list(self.members.arrays.values())
         # For each tensor the name under which it is stored (a tied one has several), or None.
         stored_names = in_both(stored, [array.names for array in arrays], strict)
         for array, name in zip(arrays, stored_names, strict=True):
@@ -309,16 +432,6 @@ class _Loading:
                 dtype = dtypes.name_of(array.dtype)
                 load = load_of(self.checkpoint, stored[name], dtype, array.sharding, self.profile)
             self.loads[name] = _ArrayLoad(load, array)
-
-    def read_constants(self, like: Any) -> None:
-        """Read the numbers and texts that a tree to fill has; a module has none of its own."""
-        if isinstance(like, nn.Module):
-            return
-        paths_and_leaves, _ = tree_flatten_with_path(like)
-        for path, x in paths_and_leaves:
-            if not isinstance(x, Tensor):
-                name = leaf_name(path)
-                self.constants[name] = self.checkpoint.constant(name, x)
 
     def facts(self) -> dict[str, Any]:
         """Return the shape and the layout in which each array is read: all ranks have to agree."""
@@ -404,6 +517,27 @@ class _Loading:
             blocks = redistribute(parts_on_mesh, moves, mesh, shape=shapes, profile=self.profile)
             for name, block in blocks.items():
                 tensors[name].copy_(block)
+
+    def fill_objects(self, tensors: Mapping[str, Tensor]) -> None:
+        """Give optimizers, schedulers and the like the state that was read.
+
+        tensors: by stored name.
+        """
+        read = {}
+        for name, (_, array) in self.loads.items():
+            if name in tensors:
+                read[array.names[0]] = tensors[name]
+        for state, groups in self.optimizers:
+            state.load(read, groups, self.checkpoint)
+        for name, (x, template) in self.members.stateful.items():
+            x.load_state_dict(self.with_constants(name, template))
+
+    def with_constants(self, name: str, tree: Any) -> Any:
+        """Return a tree, which is called `name` in the whole one, with stored numbers and texts."""
+        constants = self.constants
+        return tree_map_with_path(
+            lambda keys, x: constants.get(joined(name, leaf_name(keys)), x), tree
+        )
 
     def replace_meta(self, tensors: Mapping[str, Tensor]) -> None:
         """Give a model its new parameters, which were on the meta device."""

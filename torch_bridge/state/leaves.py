@@ -20,9 +20,9 @@ from torch_bridge.dtensor.placements import from_placements
 from torch_bridge.mesh import process_mesh as meshes
 from torch_bridge.mesh.desync import CallFacts, compare_ranks
 from torch_bridge.mesh.process_mesh import DeviceLike, MeshLike, mesh_of, process_mesh
-from torch_bridge.models.parallel import ATTRIBUTE, parallel_of
+from torch_bridge.models.parallel import ATTRIBUTE
 from torch_bridge.versions.pytree import tree_flatten_with_path
-from xshard import Layout, Mesh, Rules, Sharding, XshardError, errors, trees
+from xshard import Mesh, Sharding, XshardError, trees
 from xshard.arguments import lengths_of
 from xshard.layout.lengths import global_shape
 from xshard.plans.expression import Sides, check_block, sides_or_one
@@ -126,77 +126,27 @@ class LocalArray:
         return _on_large_pages(out)
 
 
-def local_arrays(
-    tree: Any, rules: Any, mesh: MeshLike | None, shapes: Mapping[str, Sequence[int]] | None = None
-) -> tuple[dict[str, LocalArray], dict[str, Constant]]:
-    """List the tensors of a model or a tree by name, each with its block and how it is sharded.
+def named_leaves(tree: Any) -> dict[str, Any]:
+    """Return the leaves of a tree by name: {"opt": {"step": 3}} -> {"opt.step": 3}.
 
-    {"w": tensor, "step": 3} -> {"w": LocalArray}, {"step": 3}: the second dict has the numbers and
-    strings. A model of `parallelize`, and DTensors, say themselves how they are sharded; `rules` say
-    it for other tensors.
-
-    tree: a model, or dicts and lists of tensors. rules: layouts by patterns of names; None: all are
-    replicated. mesh: for tensors with rules; None: all processes. shapes: global, by name, where
-    blocks differ in size. Raises as `local_array` does, with the name of the tensor.
-    """
-    if isinstance(tree, nn.Module) and hasattr(tree, ATTRIBUTE):
-        return _arrays_of_parallel(tree), {}
-    if isinstance(tree, nn.Module):
-        tree = tree.state_dict()
-    tensors, constants = tensors_and_constants(tree)
-    without_placements = [name for name, x in tensors.items() if not isinstance(x, DTensor)]
-    if rules is None:
-        rules = {"**": "..."}
-    layouts = Rules(rules).match(without_placements, what="tensor")
-    ranks = processes_of(mesh)
-    if mesh is None:
-        mesh = axes_of(None)
-    arrays = {}
-    for name, x in tensors.items():
-        with errors.located(trees.place_of(name)):
-            rule = sides_or_one(Layout.parse(layouts[name])) if name in layouts else None
-            shape = None if shapes is None else shapes.get(name)
-            arrays[name] = local_array(name, x, rule, mesh, ranks, shape)
-    return arrays, constants
-
-
-def _arrays_of_parallel(model: nn.Module) -> dict[str, LocalArray]:
-    """List the parameters and saved buffers of a model of `parallelize`, with how each is sharded.
-
-    A parameter with several names (tied weights) is listed once. Buffers that `state_dict` leaves
-    out are left out here, too.
-    """
-    parallel = parallel_of(model)
-    saved_names = set(model.state_dict(keep_vars=True))
-    arrays = {}
-    for parameter in parallel.parameters:
-        if saved_names.isdisjoint(parameter.names):  # a buffer that is not persistent
-            continue
-        block = parameter.tensor.detach()
-        arrays[parameter.name] = LocalArray(
-            parameter.names,
-            block,
-            block.dtype,
-            parameter.sharding,
-            parallel.context.mesh,
-            parallel.context.processes.ranks,
-            put=parameter.set_block,
-        )
-    return arrays
-
-
-def tensors_and_constants(tree: Any) -> tuple[dict[str, Tensor], dict[str, Constant]]:
-    """Separate the tensors of a tree from its numbers and strings, both by name.
-
-    {"w": tensor, "opt": {"step": 3}} -> {"w": tensor}, {"opt.step": 3}. Raises XshardError for
-    leaves of other types, and for two leaves of one name.
+    Raises XshardError for two leaves of one name.
     """
     # Containers of torch's pytrees: dicts, lists, tuples and named tuples.
     paths_and_leaves, _ = tree_flatten_with_path(tree)
-    named_leaves = [(trees.leaf_name(path), x) for path, x in paths_and_leaves]
+    return trees.named_once((trees.leaf_name(path), x) for path, x in paths_and_leaves)
+
+
+def tensors_and_constants(
+    leaves: Mapping[str, Any],
+) -> tuple[dict[str, Tensor], dict[str, Constant]]:
+    """Separate the tensors among leaves from numbers and strings, both by name.
+
+    {"w": tensor, "step": 3} -> {"w": tensor}, {"step": 3}. Raises XshardError for leaves of other
+    types.
+    """
     tensors = {}
     constants = {}
-    for name, x in trees.named_once(named_leaves).items():
+    for name, x in leaves.items():
         if isinstance(x, Tensor):
             tensors[name] = x
         elif isinstance(x, Constant):
@@ -204,7 +154,12 @@ def tensors_and_constants(tree: Any) -> tuple[dict[str, Tensor], dict[str, Const
         else:
             hint = "tensors, numbers and text are moved and saved: leave it out of the tree"
             if isinstance(x, nn.Module):
-                hint = "model.state_dict() is a tree"
+                is_parallel = hasattr(x, ATTRIBUTE)
+                hint = (
+                    "xt.state_dict(model) is a tree"
+                    if is_parallel
+                    else "model.state_dict() is a tree"
+                )
             place = trees.place_of(name) if name else "the tree"
             raise XshardError(f"{place} is {short_repr(x)}", hint=hint)
     return tensors, constants

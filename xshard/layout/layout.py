@@ -233,7 +233,9 @@ class Layout(Pictured):
             return self
         if missing < -1:
             least = len(self.dims) - 1
-            raise ShapeError(f"'{self}' needs at least {least} dims, the array has {ndim}")
+            reason = f"'{self}' needs at least {least} dims, the array has {ndim}"
+            hint = "'...' fits it; among rules that is one for its name, before this one"
+            raise ShapeError(reason, hint=hint)
         position = self.names.index(ELLIPSIS)
         unnamed = tuple(Dim(f"_{i}") for i in range(missing + 1))
         dims = self.dims[:position] + unnamed + self.dims[position + 1 :]

@@ -140,6 +140,41 @@ MUTATED: list[tuple[Any, str, str, str | None, str]] = [
 ]  # fmt: skip
 
 
+class Keeps(Net):
+    """Keeps what a loss or a user may ask for later."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        self.auxiliary = y.square().mean()
+        self.kept = {"outputs": [y]}
+        return y
+
+
+@on_four
+def test_a_model_may_keep_outputs() -> None:
+    torch.manual_seed(0)
+    model = xt.parallelize(Keeps().double(), mesh=MESH, **RULES)
+    assert _verified(model) is None
+    model(_x()).sum().backward()
+    assert _verified(model) is None
+    auxiliary = model.auxiliary
+    message = _verified(model, loss=lambda y: y.square().mean())  # each process's own
+    assert message is not None and "comparisons differ" in message
+    assert model.auxiliary.grad_fn is not None and model.kept["outputs"][0].grad_fn is not None
+    assert auxiliary.grad_fn is not None
+
+
+def _verified(model: nn.Module, loss: Any = None) -> str | None:
+    def whole(y: Tensor) -> Tensor:
+        return xt.redistribute(y.square().mean(), "() | mean(dp) -> ()", MESH)
+
+    try:
+        xt.verify(model, _x(), loss=loss or whole)
+    except EquivalenceError as error:
+        return str(error)
+    return None
+
+
 @on_four
 def test_no_wrong_rule_is_silent() -> None:
     """None is silent, and none ends in a text without a module's name."""

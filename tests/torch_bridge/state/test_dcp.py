@@ -61,6 +61,7 @@ def _save_and_load(folder: str) -> None:
     expected["model.rows"] = expected["model.rows"].tensor_split([2, 4, 6], 1)[2 * tp + dp]
     expected["model.columns"] = expected["model.columns"].split(4)[dp]
     expected["model.turned"] = expected["model.turned"].split(2)[tp]
+    assert (found.pop("optim.lr"), found.pop("steps")) == (0.5, [3, "first"])
     assert found.keys() == expected.keys()
     assert [name for name, x in expected.items() if not same_bits(found[name], x)] == []
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from threading import Lock
 from typing import Any, Protocol
@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from xshard import dtypes
 from xshard.layout import Layout, Mesh
+from xshard.state.files.header import FileError
 from xshard.state.names import Names
 
 Box = tuple[slice, ...]  # per dim; steps are > 0
@@ -100,6 +101,15 @@ class Checkpoint(Mapping[str, Stored], AbstractContextManager["Checkpoint"]):
             self.bytes_read += out.nbytes
         return out
 
+    @property
+    def readable_constants(self) -> dict[str, Any]:
+        """The leaves that are no arrays, without those of DCP that only a pickle could bring back."""
+        constants = {}
+        for name in self.constants:
+            with suppress(FileError):
+                constants[name] = self.constants[name]
+        return constants
+
     def constant(self, name: str, default: Any) -> Any:
         """Look up a stored value that is no array, such as a step count, or an item inside of one.
 
@@ -113,11 +123,11 @@ class Checkpoint(Mapping[str, Stored], AbstractContextManager["Checkpoint"]):
             >>> Checkpoint({}, constants={"groups": [{"lr": 0.5}]}).constant("groups.0.lr", 0.1)
             0.5
         """
-        for stored_name, value in self.constants.items():
-            # With dots at the end, so that "group" is not taken for the beginning of "groups.0".
-            if f"{name}.".startswith(f"{stored_name}."):
-                keys = name[len(stored_name) :].split(".")[1:]
-                return _item_at(value, keys, default)
+        parts = name.split(".")
+        for n_parts in range(len(parts), -1, -1):  # the leaf, or a list or dict that has it
+            stored_name = ".".join(parts[:n_parts])
+            if stored_name in self.constants:
+                return _item_at(self.constants[stored_name], parts[n_parts:], default)
         return default
 
     def close(self) -> None:

@@ -35,6 +35,7 @@ from xshard.state.files.boxes import BoxPair, box_pairs, check_whole
 from xshard.state.files.checkpoint import Box
 from xshard.state.files.folder import INDEX, KEY, OURS, AllOrNone, checksum, read_index
 from xshard.state.files.header import FileError, write_header
+from xshard.state.files.runs import remove_old
 from xshard.state.names import SAME, Names, names_to_json
 from xshard.state.relations import PartMapping, TargetArray
 
@@ -101,6 +102,17 @@ class Saving:
         for name, device in self._owned.get(process, ()):
             pairs = box_pairs(self._pieces[name], self.sources[name].sharding, device)
             yield BlockWrite(name, device, tuple(pairs))
+
+    def shared_blocks(self, process: int) -> Iterator[tuple[str, int, int]]:
+        """Yield the blocks of one process that others have, too, as the layouts say.
+
+        Each as the name of its source, this process's device, and the first device that has the block.
+        """
+        for name, (sharding, _, processes) in self.sources.items():
+            for holders in sharding.mesh.groups(_replica_axes(sharding)):
+                own = [device for device in holders if processes[device] == process]
+                if own and len({processes[device] for device in holders}) > 1:
+                    yield name, own[0], holders[0]
 
     @cached_property
     def _pieces(self) -> dict[str, list[PartMapping]]:
@@ -229,14 +241,50 @@ def _assign_blocks(sources: Mapping[str, Source]) -> dict[int, list[tuple[str, i
     assigned: dict[int, list[tuple[str, int]]] = {}
     written_bytes = Counter[int]()
     for name, (sharding, dtype, processes) in sources.items():
-        mesh = sharding.mesh
-        replica_axes = [axis for axis in mesh.axes if axis not in sharding.layout.sharding_axes]
-        for holders in mesh.groups(replica_axes):
+        for holders in sharding.mesh.groups(_replica_axes(sharding)):
             device = min(holders, key=lambda d: written_bytes[processes[d]])
             process = processes[device]
             assigned.setdefault(process, []).append((name, device))
             written_bytes[process] += dtypes.n_bytes(sharding.local_shape(device), dtype)
     return assigned
+
+
+def _replica_axes(sharding: Sharding) -> list[str]:
+    """Return the axes along which devices have the same block."""
+    return [axis for axis in sharding.mesh.axes if axis not in sharding.layout.sharding_axes]
+
+
+def differing_replicas(
+    saving: Saving, block_of: BlockOf, all_or_none: AllOrNone, process: int
+) -> list[str]:
+    """Compare blocks that several processes have, of which one will be written, by their checksums.
+
+    All processes call this, before anything is written.
+
+    Args:
+        saving: The plan.
+        block_of: Gives a block: name, device, dtype -> a numpy array.
+        all_or_none: Calls a function in all processes -> the results of all.
+        process: The number of this process.
+
+    Returns:
+        The sources whose replicas differ, equal in all processes.
+    """
+
+    def sums_here() -> list[tuple[str, int, int]]:
+        sums = []
+        for name, device, first_device in saving.shared_blocks(process):
+            block = block_of(name, device, saving.sources[name].dtype)
+            sums.append((name, first_device, checksum(block)))
+        return sums
+
+    first_sums: dict[tuple[str, int], int] = {}
+    differing: dict[str, None] = {}  # a set with an order
+    for sums in all_or_none(sums_here):
+        for name, first_device, block_sum in sums:
+            if first_sums.setdefault((name, first_device), block_sum) != block_sum:
+                differing[name] = None
+    return list(differing)
 
 
 def _layouts(arrays: Mapping[str, TargetArray], sources: Mapping[str, Source]) -> dict[str, str]:
@@ -269,6 +317,7 @@ def save_blocks(
     process: int = 0,
     leads: bool = True,
     progress: Report = _say_nothing,
+    keep: int | None = None,
 ) -> None:
     """Save a checkpoint: reserve the files, write all blocks, then put the new files in place.
 
@@ -286,19 +335,13 @@ def save_blocks(
         process: The number of this process.
         leads: Whether this process begins and commits.
         progress: Called with the bytes of each box that is written.
+        keep: How many checkpoints of the run stay; None for all.
 
     Raises:
         FileError: The disk is full, or another save writes into the folder.
     """
-    # The three phases, which run below in this order. They read variables that are set there: the
-    # `stack` that holds the lock, the `token` that names the new files, and the checksums, `sums`.
-
-    def begin_locked() -> str | None:
-        """Lock the folder and make the files, as the leader; return the token."""
-        if not leads:
-            return None
-        _lock_folder(path, stack)
-        return begin(saving, path)
+    # Two of the three phases, which run below. They read variables that are set there: the `token`
+    # that names the new files, and the checksums, `sums`.
 
     def write_blocks() -> Sums:
         """Write this process's blocks; return their checksums."""
@@ -308,12 +351,13 @@ def save_blocks(
         """Put the new files in place, as the leader."""
         if leads:
             commit(saving, path, token, sums)
+            remove_old(path, keep)
 
     with ExitStack() as stack:  # the folder is locked until its end
         # Results are in the order of processes, the leader's first: only it has a token.
-        token = all_or_none(begin_locked)[0]
+        token = all_or_none(lambda: begin_locked(saving, path, leads, stack))[0]
         try:
-            sums = _merge_sums(saving, all_or_none(write_blocks))
+            sums = merge_sums(saving, all_or_none(write_blocks))
             all_or_none(commit_once)
         except BaseException:  # also if a user interrupts: no new files are left behind
             if leads:
@@ -321,7 +365,15 @@ def save_blocks(
             raise
 
 
-def _merge_sums(saving: Saving, written: Sequence[Sums]) -> Sums:
+def begin_locked(saving: Saving, path: Path, leads: bool, stack: ExitStack) -> str | None:
+    """Lock the folder until the stack ends and make the files, as the leader; return the token."""
+    if not leads:
+        return None
+    _lock_folder(path, stack)
+    return begin(saving, path)
+
+
+def merge_sums(saving: Saving, written: Sequence[Sums]) -> Sums:
     """Put the checksums of all processes together, by array."""
     merged: Sums = {}
     for name in saving.arrays:
@@ -351,7 +403,7 @@ def begin(saving: Saving, path: Path) -> str:
                 raise FileError(reason, hint="remove it, or save to a folder of its own")
         _remove_leftovers(path, _files_of_checkpoint(path))
         token = secrets.token_hex(4)
-        folder = path / f"{_UNFINISHED}{token}"
+        folder = unfinished(path, token)
         try:
             folder.mkdir()
             for shard in saving.shards:
@@ -365,8 +417,18 @@ def begin(saving: Saving, path: Path) -> str:
     return token
 
 
+def unfinished(path: Path, token: str) -> Path:
+    """Return the folder of the files of a save that has not ended."""
+    return path / f"{_UNFINISHED}{token}"
+
+
 def write(
-    saving: Saving, path: Path, token: str, process: int, block_of: BlockOf, progress: Report
+    saving: Saving,
+    path: Path,
+    token: str,
+    process: int,
+    block_of: BlockOf,
+    progress: Report = _say_nothing,
 ) -> Sums:
     """Write all blocks of one process into the files that `begin` has made.
 
@@ -393,8 +455,8 @@ def write(
         @functools.cache
         def open_shard(name: str) -> int:
             """Open a file, which is synced and closed when all blocks are written -> its descriptor."""
-            unfinished = path / f"{_UNFINISHED}{token}" / name
-            descriptor = stack.enter_context(unfinished.open("r+b", buffering=0)).fileno()
+            file = unfinished(path, token) / name
+            descriptor = stack.enter_context(file.open("r+b", buffering=0)).fileno()
             stack.callback(os.fsync, descriptor)
             return descriptor
 
@@ -420,7 +482,7 @@ def commit(saving: Saving, path: Path, token: str, sums: Mapping[str, Any]) -> N
     is renamed over the old one, in one step of the file system. At last the old files are removed.
     `sums` holds the checksums of all processes, by stored name.
     """
-    folder = path / f"{_UNFINISHED}{token}"
+    folder = unfinished(path, token)
     final_names = {shard.name: f"model-{token}-{shard.name}" for shard in saving.shards}
     weight_map = {name: final_names[shard.name] for shard in saving.shards for name in shard.starts}
     new_files = set(weight_map.values())
@@ -446,7 +508,7 @@ def commit(saving: Saving, path: Path, token: str, sums: Mapping[str, Any]) -> N
 
 def abort(path: Path, token: str) -> None:
     """Remove the files of a save, unless it is the checkpoint of the folder by now."""
-    shutil.rmtree(path / f"{_UNFINISHED}{token}", ignore_errors=True)
+    shutil.rmtree(unfinished(path, token), ignore_errors=True)
     committed = {path / name for name in _files_of_checkpoint(path)}
     for file in set(path.glob(f"model-{token}-*")) - committed:
         file.unlink(missing_ok=True)

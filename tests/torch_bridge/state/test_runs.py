@@ -1,0 +1,416 @@
+"""A run in one folder: a model and all that trains it, saved on one mesh and resumed on others."""
+
+from __future__ import annotations
+
+import copy
+import os
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.optim import SGD, AdamW, Optimizer
+from torch.optim.swa_utils import AveragedModel
+
+import torch_bridge as xt
+import xshard as xs
+from tests.torch_bridge.helpers import SharedRanks, assert_refused, still_connected
+from tests.torch_bridge.models.test_block_guards import Lion
+from xshard import Mesh
+from xshard.state.files import background, latest
+
+on_four = SharedRanks(4)
+TP = {
+    "norm.*": "n",
+    "up.weight": "o/tp/dp i -> o/tp i",
+    "up.bias": "o/tp",
+    "down.weight": "o i/tp",
+    "down.bias": "o -> o | sum(tp)",
+}
+MOVES = {"up": "b/dp c -> b/dp c | copy(tp)", "down": "b/dp f/tp"}
+OUT = {"down": "b/dp c | sum(tp) -> b/dp c"}
+ZERO = {"**": "o/dp ... -> o ..."}  # of 10 rows over 4: blocks of unequal sizes
+OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
+    "AdamW": lambda p: AdamW(p, 0.01),
+    "fused": lambda p: AdamW(p, 0.01, fused=True),
+    "amsgrad": lambda p: AdamW(p, 0.01, foreach=True, amsgrad=True),
+    "momentum": lambda p: SGD(p, 0.01, momentum=0.9, nesterov=True),
+    "Lion": lambda p: Lion(p, 0.01),
+    "a rate that is a tensor": lambda p: AdamW(p, torch.tensor(0.01), foreach=False),
+}
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm = nn.LayerNorm(8)
+        self.up = nn.Linear(8, 10)
+        self.down = nn.Linear(10, 8)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.tanh(self.up(self.norm(x))))
+
+
+def net(cut: str) -> nn.Module:
+    """Parallel in one of three ways, or whole."""
+    if cut == "tp":
+        inputs = {"": "b c -> b/dp c", **MOVES}
+        return xt.parallelize(Net(), TP, inputs, Mesh(dp=2, tp=2), outputs=OUT)
+    if cut == "zero":
+        return xt.parallelize(Net(), ZERO, {"": "b c -> b/dp c"}, Mesh(dp=4))
+    model = Net()
+    if cut == "fsdp":
+        fully_shard(model, mesh=init_device_mesh("cpu", (4,), mesh_dim_names=("dp",)))
+    return model
+
+
+class Run:
+    """A model, its optimizer, and what stands around them."""
+
+    def __init__(self, cut: str, make: Callable[[Any], Optimizer] = OPTIMIZERS["AdamW"]) -> None:
+        self.cut = cut
+        self.model = net(cut)
+        weights = [x for x in self.model.parameters() if x.ndim > 1]
+        others = [x for x in self.model.parameters() if x.ndim == 1]
+        self.optimizer = make([{"params": weights}, {"params": others, "lr": 0.02}])
+        self.schedule = torch.optim.lr_scheduler.SequentialLR(
+            self.optimizer,
+            [
+                torch.optim.lr_scheduler.LinearLR(self.optimizer, 0.1, 1.0, 4),
+                torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 30),
+            ],
+            [4],
+        )
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=3)
+        self.average = AveragedModel(self.model, avg_fn=lambda a, x, _: 0.9 * a + 0.1 * x)
+        self.step = 0
+
+    @property
+    def tree(self) -> dict[str, Any]:
+        """What a user writes."""
+        names = ("model", "optimizer", "schedule", "scaler", "average", "step")
+        return {name: getattr(self, name) for name in names}
+
+    def train(self, steps: int) -> Run:
+        for _ in range(steps):
+            self.step += 1
+            x = torch.randn(8, 8, generator=torch.Generator().manual_seed(self.step)).double()
+            mesh = {"tp": Mesh(dp=2, tp=2), "zero": Mesh(dp=4)}.get(self.cut)
+            loss = (self.model(x) - 1).square().sum()
+            if mesh is not None:
+                loss = xt.redistribute(loss, "() | sum(dp) -> ()", mesh)
+            if self.step == 5:
+                loss = loss * torch.inf  # a step that the scaler skips
+            self.scaler.scale(loss).backward()
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            self.schedule.step()
+            self.optimizer.zero_grad()
+            self.average.update_parameters(self.model)
+        return self
+
+    def resumed(self, folder: str) -> Run:
+        found = xt.load(folder, like=self.tree)
+        assert found["model"] is self.model and found["optimizer"] is self.optimizer
+        self.step = found["step"]
+        return self
+
+    def whole(self) -> dict[str, Tensor]:
+        found = {"scale": torch.tensor(self.scaler.get_scale())}
+        for name, model in (("model", self.model), ("average", self.average.module)):
+            has_blocks = hasattr(model, "_xshard_parallel")
+            state = xt.state_dict(model) if has_blocks else model.state_dict()
+            for key, x in state.items():
+                found[f"{name}.{key}"] = x.full_tensor() if hasattr(x, "full_tensor") else x
+        return found
+
+
+def check_equal(run: Run, alone: Run) -> None:
+    expected = alone.whole()
+    for name, x in run.whole().items():
+        torch.testing.assert_close(x, expected[name], msg=f"{run.cut}: {name}")
+
+
+@contextmanager
+def one_folder() -> Iterator[str]:
+    """A folder that all ranks share, until the end."""
+    with ExitStack() as stack:
+        paths = [""]
+        if dist.get_rank() == 0:
+            paths = [stack.enter_context(tempfile.TemporaryDirectory())]
+        dist.broadcast_object_list(paths)
+        yield paths[0]
+        dist.barrier()
+
+
+@on_four
+def test_a_run_goes_on_as_one_device_on_any_mesh() -> None:
+    for name, make in OPTIMIZERS.items():
+        n_steps = 20 if name == "AdamW" else 4
+        alone = Run("whole", make).train(8)
+        with one_folder() as folder:
+            run = Run("tp", make).train(8)
+            check_equal(run, alone)
+            xt.save(run.tree, folder)
+            alone.train(n_steps)
+            check_equal(run.train(n_steps), alone)
+            for cut in ("zero", "whole", "tp"):
+                try:
+                    check_equal(Run(cut, make).resumed(folder).train(n_steps), alone)
+                except AssertionError as error:
+                    error.add_note(f"{name}, resumed as {cut}")
+                    raise
+
+
+@on_four
+def test_the_same_mesh_goes_on_with_the_same_bits() -> None:
+    with one_folder() as folder:
+        run = Run("zero").train(6)
+        xt.save(run.tree, folder)
+        resumed = Run("zero").resumed(folder)
+        expected = run.train(6).whole()
+        assert all(torch.equal(x, expected[name]) for name, x in resumed.train(6).whole().items())
+
+
+def whole_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
+    """Parameters and moments, each whole."""
+    has_blocks = hasattr(model, "_xshard_parallel")
+    found = dict(xt.state_dict(model) if has_blocks else model.state_dict())
+    get = xt.optimizer_state_dict if has_blocks else get_optimizer_state_dict
+    for name, values in get(model, optimizer)["state"].items():
+        found |= {f"{name}.{key}": x for key, x in values.items()}
+    return {
+        n: x.full_tensor() if hasattr(x, "full_tensor") else x.clone() for n, x in found.items()
+    }
+
+
+def stepped(cut: str, steps: int) -> tuple[nn.Module, Optimizer]:
+    model = net(cut)
+    optimizer = AdamW(model.parameters(), 0.01)
+    for seed in range(steps):
+        for i, x in enumerate(model.parameters()):
+            x.grad = torch.full_like(x, 1.0 + seed + i)
+        optimizer.step()
+    return model, optimizer
+
+
+@on_four
+def test_moments_travel_between_fully_shard_and_rules_in_both_formats() -> None:
+    for source in ("fsdp", "tp", "zero"):
+        model, optimizer = stepped(source, 3)
+        expected = whole_state(model, optimizer)
+        get_model, get = xt.state_dict, xt.optimizer_state_dict
+        if source == "fsdp":
+            get_model, get = get_model_state_dict, get_optimizer_state_dict
+        with one_folder() as folder:
+            state = {"model": get_model(model), "optimizer": get(model, optimizer)}
+            dcp.save(state, checkpoint_id=f"{folder}/dcp")
+            xt.save({"model": model, "optimizer": optimizer}, f"{folder}/ours")
+            xt.save(state, f"{folder}/dict")
+            for path in ("dcp", "ours", "dict"):
+                for target in ("fsdp", "tp", "zero", "whole"):
+                    model, optimizer = stepped(target, 0)
+                    xt.load(f"{folder}/{path}", like={"model": model, "optimizer": optimizer})
+                    for name, x in whole_state(model, optimizer).items():
+                        torch.testing.assert_close(x, expected[name], msg=f"{path} {target} {name}")
+
+
+@on_four
+def test_a_state_dict_is_loaded_in_another_layout() -> None:
+    model, optimizer = stepped("tp", 3)
+    expected = whole_state(model, optimizer)
+    state = xt.optimizer_state_dict(model, optimizer)
+    other, loaded = stepped("zero", 0)
+    xt.load_state_dict(other, xt.state_dict(model))
+    xt.load_optimizer_state_dict(other, loaded, state)
+    optimizer.step()  # of which the loaded one knows nothing
+    for name, x in whole_state(other, loaded).items():
+        torch.testing.assert_close(x, expected[name])
+
+
+@on_four
+def test_states_that_no_layout_follows_for() -> None:
+    model, optimizer = stepped("tp", 1)
+    plain, own = stepped("whole", 1)
+    before = whole_state(model, optimizer)
+    packed = torch.optim.AdamW(model.parameters())
+    packed.state[model.up.weight] = {"absmax": torch.ones(3)}
+    listed = torch.optim.AdamW(model.parameters())
+    listed.state[model.up.weight] = {"history": [torch.ones(3)]}
+    several = torch.optim.AdamW([*model.parameters(), *plain.parameters()])
+    state = xt.optimizer_state_dict(model, optimizer)
+    odd = copy.deepcopy(state)
+    odd["state"]["up.weight"]["exp_avg"] = torch.ones(8, 10)
+    unknown = {**state, "state": {"nowhere": {}}}
+    groups = {**state, "param_groups": [{**state["param_groups"][0], "params": ["up.bias"]}]}
+    load = xt.load_optimizer_state_dict
+    with one_folder() as folder:
+        assert_refused(
+            (
+                optimizer.state_dict,
+                "XshardError: state_dict() of an optimizer of blocks has blocks",
+            ),
+            (
+                lambda: xt.optimizer_state_dict(model, packed),
+                "ShapeError: up.weight: absmax: a state of shape (3,), of a parameter (10, 8)",
+            ),
+            (
+                lambda: xt.save({"m": model, "o": packed}, folder),
+                "ShapeError: leaf 'o.state.up.weight.absmax': a state of shape (3,)...store the",
+            ),
+            (
+                lambda: xt.save({"m": model, "o": listed}, folder),
+                "XshardError: leaf 'o': the state 'history' of up.weight is [tensor",
+            ),
+            (
+                lambda: xt.save({"optimizer": optimizer}, folder),
+                "XshardError: leaf 'optimizer': the optimizer trains a tensor...{\"model\": model",
+            ),
+            (
+                lambda: xt.save({"a": model, "b": plain, "o": several}, folder),
+                "XshardError: leaf 'o': it trains 2 models: ['a', 'b']...ModuleDict",
+            ),
+            (
+                lambda: xt.optimizer_state_dict(model, own),
+                "XshardError: the optimizer trains a tensor",
+            ),
+            (
+                lambda: load(model, optimizer, odd),
+                "ShapeError: up.weight: exp_avg: a state of shape",
+            ),
+            (lambda: load(model, optimizer, unknown), "XshardError: a state of nowhere"),
+            (lambda: load(model, optimizer, groups), "XshardError: the optimizer has groups"),
+            (
+                lambda: xt.save({"bias": model.up.bias}, folder),
+                "ReplicaError: leaf 'bias': blocks differ along 'world'...rules= says how",
+            ),
+            (
+                lambda: xt.save({"n": torch.ones(2) * dist.get_rank()}, f"{folder}/last", keep=2),
+                "XshardError: keep=2",
+            ),
+            is_alike=True,
+        )
+        assert not list(Path(folder).iterdir())
+        xt.save({"m": model, "o": optimizer}, folder)
+        fewer = torch.optim.AdamW([model.up.weight])
+        assert_refused(
+            (
+                lambda: xt.load(folder, like={"m": model, "o": fewer}),
+                "XshardError: leaf 'o': the optimizer has",
+            ),
+            (
+                lambda: xt.load(folder, like={"m": model}),
+                "XshardError: o.state...in the checkpoint alone",
+            ),
+        )
+    after = whole_state(model, optimizer)
+    assert all(torch.equal(x, before[name]) for name, x in after.items())
+    assert still_connected()
+
+
+@on_four
+def test_replicas_are_compared_before_anything_is_written() -> None:
+    rank = dist.get_rank()
+    both = Mesh(dp=2, tp=2)
+    cut = {"w": "o/tp i", "**": "..."}
+    for x, is_equal in (
+        (torch.arange(6.0).view(2, 3) + rank % 2, True),  # along dp alone
+        (torch.ones(2, 3) * (1 + 1e-7 * rank), True),  # kernels that add in another order
+        (torch.arange(6).view(2, 3) + rank // 2, False),
+        (torch.full((2, 3), rank > 1), False),
+        (torch.full((2, 3), 1 + rank).to(torch.float8_e4m3fn), False),
+        (torch.full((2, 3), torch.nan), True),
+    ):
+        for save in (xt.save, lambda *given: xt.async_save(*given).wait()):
+            with one_folder() as folder:
+                tree = {"a": torch.ones(1), "w": x, "step": 3}
+                if is_equal:
+                    save(tree, folder, cut, both)
+                    continue
+                with pytest.raises(
+                    xs.errors.ReplicaError, match="leaf 'w': blocks differ along 'dp'"
+                ):
+                    save(tree, folder, cut, both)
+                assert not list(Path(folder).iterdir())
+    assert still_connected()
+
+
+@on_four
+def test_training_goes_on_beside_a_save() -> None:
+    with one_folder() as folder:
+        run = Run("zero").train(3)
+        expected = run.whole()
+        hold = threading.Event()
+        write = background.write
+
+        def late(*args: Any) -> Any:
+            assert hold.wait(60)
+            return write(*args)
+
+        with mock.patch.object(background, "write", late):
+            saving = xt.async_save(run.tree, f"{folder}/step_3")
+            run.train(3)
+            assert not saving.done() and latest(folder) is None
+            refused = "another save is writing into it"
+            with pytest.raises(xs.XshardError, match=refused):
+                xt.save(run.tree, f"{folder}/step_3")
+            hold.set()
+            saving.wait()
+        found = Run("tp").resumed(str(latest(folder))).whole()
+        for name, x in expected.items():
+            torch.testing.assert_close(found[name], x)
+
+
+@on_four
+def test_a_process_that_fails_beside_the_program_is_told_to_all() -> None:
+    rank = dist.get_rank()
+    with one_folder() as folder:
+        xt.save({"w": torch.ones(2)}, folder, {"w": "n/tp"}, Mesh(tp=4))
+        full = (
+            {"side_effect": OSError(28, "No space left on device")}
+            if rank == 2
+            else {"wraps": os.pwrite}
+        )
+        with mock.patch.object(os, "pwrite", **full):
+            saving = xt.async_save({"w": torch.zeros(2)}, folder, {"w": "n/tp"}, Mesh(tp=4))
+            with pytest.raises(xs.XshardError, match="No space left on device"):
+                saving.wait()
+        dist.barrier()
+        assert torch.equal(xt.load(folder)["w"], torch.ones(8))
+        assert not list(Path(folder).glob(".saving-*"))
+        xt.async_save({"w": torch.zeros(2)}, folder, {"w": "n/tp"}, Mesh(tp=4)).wait()
+        assert torch.equal(xt.load(folder)["w"], torch.zeros(8))
+
+
+@on_four
+def test_the_last_checkpoints_of_a_run_stay() -> None:
+    with one_folder() as folder:
+        for step in range(8, 12):
+            save = xt.save if step % 2 else xt.async_save
+            saving = save({"step": step}, f"{folder}/step_{step}", keep=2)
+            if saving is not None:
+                saving.wait()
+            xt.save({"step": step}, f"{folder}/other{step}")
+        xt.save({"step": 3}, f"{folder}/step_3", keep=2)  # begun again: it is not removed at once
+        dist.barrier()
+        steps = {path.name for path in Path(folder).iterdir() if path.name.startswith("step")}
+        assert steps == {"step_3", "step_10", "step_11"}
+        assert latest(folder) == Path(folder) / "step_11"
+        assert xt.load(latest(folder)) == {"step": 11}
+        assert len(list(Path(folder).iterdir())) == 7

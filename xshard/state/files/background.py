@@ -1,0 +1,180 @@
+"""A save beside a program that goes on: blocks are copied, and then a thread of each process writes.
+
+The threads send nothing, since what is sent belongs to the program: they report to the first
+process by files in the folder of the unfinished save, and it puts the new files in place.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from xshard.errors import api_boundary
+from xshard.state.files.folder import AllOrNone
+from xshard.state.files.header import FileError
+from xshard.state.files.runs import remove_old
+from xshard.state.files.saving import (
+    BlockOf,
+    Saving,
+    abort,
+    begin_locked,
+    commit,
+    merge_sums,
+    unfinished,
+    write,
+)
+
+_POLL_S = 0.05  # between two looks for reports
+_LONGEST_S = 1800.0  # that the first process waits for a report
+
+
+@api_boundary
+class BackgroundSave:
+    """A save that is being written beside the program.
+
+    The checkpoint appears in its folder at once, when all processes have written their blocks, also
+    if nobody waits for it. A program that ends waits for it.
+
+    Args:
+        future: What the thread of this process does.
+        all_or_none: Calls a function in all processes, or raises in all.
+    """
+
+    def __init__(self, future: Future[None], all_or_none: AllOrNone) -> None:
+        self._future = future
+        self._all_or_none = all_or_none
+
+    def done(self) -> bool:
+        """Return whether this process has nothing more to do for the save."""
+        return self._future.done()
+
+    def wait(self) -> None:
+        """Wait until the checkpoint is in its place. All processes call it.
+
+        Raises:
+            FileError: The save has failed; the folder has the checkpoint that it had before.
+        """
+        self._all_or_none(self._future.result)
+
+
+class Writers(NamedTuple):
+    """The processes of a save: all of them, and this one, which leads if it is the first."""
+
+    processes: Sequence[int]
+    own: int
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process begins and commits."""
+        return self.own == self.processes[0]
+
+
+def save_beside(
+    saving: Saving,
+    path: Path,
+    block_of: BlockOf,
+    all_or_none: AllOrNone,
+    writers: Writers,
+    keep: int | None = None,
+) -> BackgroundSave:
+    """Begin a save: copy the blocks of this process, and let a thread write them.
+
+    All processes call this.
+
+    Args:
+        saving: The plan.
+        path: The folder.
+        block_of: Gives a block: name, device, dtype -> a numpy array.
+        all_or_none: Calls a function in all processes -> the results of all; raises in all if one
+            fails.
+        writers: The processes.
+        keep: How many checkpoints of the run stay; None for all.
+
+    Raises:
+        FileError: As `save_blocks` does, of what is found out before the first byte is written.
+    """
+    copies: dict[tuple[str, int, str], NDArray[Any]] = {}
+
+    def copy_blocks() -> None:
+        for name, device, pairs in saving.writes(writers.own):
+            for dtype in {saving.arrays[pair.name].dtype for pair in pairs}:
+                copies[name, device, dtype] = np.array(block_of(name, device, dtype))
+
+    with ExitStack() as stack:  # the folder is locked until its end
+        token = all_or_none(lambda: begin_locked(saving, path, writers.leads, stack))[0]
+        try:
+            all_or_none(copy_blocks)
+        except BaseException:
+            if writers.leads:
+                abort(path, token)
+            raise
+        locked = stack.pop_all()
+
+    def write_copies() -> None:
+        with locked:
+            _write_and_commit(saving, path, token, writers, copies, keep)
+
+    threads = ThreadPoolExecutor(1, thread_name_prefix="xshard-save")
+    future = threads.submit(write_copies)
+    threads.shutdown(wait=False)
+    return BackgroundSave(future, all_or_none)
+
+
+def _write_and_commit(
+    saving: Saving,
+    path: Path,
+    token: str,
+    writers: Writers,
+    copies: dict[tuple[str, int, str], NDArray[Any]],
+    keep: int | None,
+) -> None:
+    """Write the blocks of this process and report it; the first one waits for all, and commits."""
+    error: Exception | None = None
+    try:
+        sums = write(saving, path, token, writers.own, lambda *block: copies[block])
+        report: dict[str, Any] = {"sums": sums}
+    except Exception as raised:  # of any kind: the first process waits for a report
+        error = raised
+        report = {"error": str(raised)}
+    folder = unfinished(path, token)
+    _write_report(folder, writers.own, report)
+    if writers.leads:
+        try:
+            reports = [_read_report(folder, process) for process in writers.processes]
+            sums_of_all = merge_sums(saving, [report["sums"] for report in reports])
+            commit(saving, path, token, sums_of_all)
+            remove_old(path, keep)
+        except BaseException:
+            abort(path, token)
+            raise
+    elif error is not None:
+        raise error
+
+
+def _write_report(folder: Path, process: int, report: dict[str, Any]) -> None:
+    """Write what one process has to say, so that it is seen whole or not at all."""
+    file = folder / f"{process}.writing"
+    file.write_text(json.dumps(report))
+    file.rename(folder / f"{process}.json")
+
+
+def _read_report(folder: Path, process: int) -> dict[str, Any]:
+    """Wait for the report of a process. Raises FileError if it has failed, or says nothing."""
+    file = folder / f"{process}.json"
+    give_up_s = time.monotonic() + _LONGEST_S
+    while not file.exists():
+        if time.monotonic() > give_up_s:
+            raise FileError(f"process {process} has not written its blocks in {_LONGEST_S:g} s")
+        time.sleep(_POLL_S)
+    report: dict[str, Any] = json.loads(file.read_text())
+    if "error" in report:
+        raise FileError(f"process {process} failed: {report['error']}")
+    return report
