@@ -214,7 +214,7 @@ def _move_together(
     blocks = {i: move.block for i, move in moves.items()}
     results: dict[int, Any] = {}
     for shared in share_collectives(executables, blocks, bucket_bytes):
-        moved = shared.begin(blocks) if async_op else shared.run(blocks)
+        moved: Sequence[Any] = shared.begin(blocks) if async_op else shared.run(blocks)
         for i, y in zip(shared.indices, moved, strict=True):
             finish = moves[i].finish
             results[i] = y if finish is None else finish(y)
