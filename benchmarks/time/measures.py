@@ -156,9 +156,7 @@ def bound(model: nn.Module, computing_s: float) -> float:
     one = computing_s / len(names) / 3
     seconds = layer_seconds(model)
     moves = [Start(name, 1, seconds=seconds) for name in names]
-    forward = [
-        Turn(name, one, parameters=move) for name, move in zip(names, moves, strict=True)
-    ]
+    forward = [Turn(name, one, parameters=move) for name, move in zip(names, moves, strict=True)]
     backward = [
         turn._replace(seconds=2 * one, gradients=Start(f"{turn.name}'", 1, seconds=seconds))
         for turn in reversed(forward)

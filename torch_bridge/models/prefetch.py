@@ -1,8 +1,8 @@
 """Parameters that travel before modules need them: which ones, in a forward and in a backward pass.
 
 What a module's pass gathers begins to travel while an earlier module computes. Its gradients follow the
-adjoint: they begin to travel when they are whole, and autograd awaits them after that earlier module, because
-it runs nodes in the reverse order of their making.
+adjoint: they begin to travel when they are whole, and autograd awaits them after that earlier module, as it
+runs nodes in the reverse order of their making.
 
 Values are those of gathers without it, whatever a model does: what is not used is dropped at the end of a pass.
 """
@@ -15,12 +15,9 @@ from functools import partial
 from types import FrameType
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
-
 from torch_bridge.mesh.desync import CallFacts, compare_ranks
 from torch_bridge.models.calls import call_of_hook, is_running
-from torch_bridge.models.gathered import GatheredParameter, GatherUnderWay, ParameterMoves
+from torch_bridge.models.gathered import GatherUnderWay
 from torch_bridge.models.names import title_of
 from torch_bridge.models.parameters import ParallelContext
 from torch_bridge.versions.autograd import call_after_backward, is_in_backward_pass
@@ -37,6 +34,10 @@ class Turn(NamedTuple):
     name: str
     n_bytes: int
     begin: Callable[[], GatherUnderWay | None]
+
+
+def _no_gather() -> None:
+    """Return None: no gather has begun."""
 
 
 class _Queue:
@@ -64,8 +65,8 @@ class Prefetch:
         IDLE --the model is called--> EXPECTED --a module comes out of order--> UNEXPECTED
         EXPECTED, UNEXPECTED --the model returns or raises--> IDLE
 
-    EXPECTED: modules come as in the last forward pass, and their gathers begin ahead. UNEXPECTED: they gather
-    when they are called, as in a first pass. The order of this pass is what the next one expects.
+    EXPECTED: modules come as in the last forward pass, and their gathers begin ahead. UNEXPECTED: they
+    gather when they are called, as in a first pass. The order of this pass is what the next one expects.
 
     All processes start the same gathers in the same order: they compare a new order before they use it, and
     the module that comes out of it.
@@ -160,7 +161,7 @@ class Prefetch:
         its turn.
         """
         if not self._is_in_pass or self._to_gather_again is None:
-            return lambda: None
+            return _no_gather
         return self._to_gather_again.add(turn)
 
 
@@ -183,7 +184,7 @@ class BackwardOrder:
         if self._queue is None:
             turns = self._turns[::-1]
             self._prefetch.compare(turns)
-            self._prefetch.backward = turns
+            self._prefetch.backward = [turn._replace(begin=_no_gather) for turn in turns]
             self._queue = _Queue(turns, self._prefetch.prefetch)
             call_after_backward(self._drop, if_failed=self._drop)
         i = len(self._queue.turns) - 1 - number

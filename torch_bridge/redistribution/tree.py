@@ -65,13 +65,16 @@ class SharedMove(NamedTuple):
 
     def run(self, blocks: Sequence[Tensor] | Mapping[int, Tensor]) -> tuple[Tensor, ...]:
         """Move the blocks at `indices`, differentiably."""
-        own_blocks = [blocks[i] for i in self.indices]
-        moved: tuple[Tensor, ...] = Redistribute.apply(self.executable, *own_blocks)
+        moved: tuple[Tensor, ...] = Redistribute.apply(self.executable, *self.own_blocks(blocks))
         return moved
 
-    def begin(self, blocks: Mapping[int, Tensor]) -> list[PendingTensor]:
+    def begin(self, blocks: Sequence[Tensor] | Mapping[int, Tensor]) -> list[PendingTensor]:
         """Begin to move the blocks at `indices`."""
-        return PendingTensor.begin_together([blocks[i] for i in self.indices], self.executable)
+        return PendingTensor.begin_together(self.own_blocks(blocks), self.executable)
+
+    def own_blocks(self, blocks: Sequence[Tensor] | Mapping[int, Tensor]) -> list[Tensor]:
+        """Return the blocks at `indices`."""
+        return [blocks[i] for i in self.indices]
 
 
 def share_collectives(
