@@ -7,8 +7,10 @@ seconds.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import groupby
 from typing import Any, NamedTuple
 
 from xshard.arguments import limit_of
@@ -180,8 +182,11 @@ class Schedule(Pictured):
         return Timeline(tuple(spans), now)
 
     def __str__(self) -> str:
-        """Write a table: what is started and awaited before each module computes."""
-        rows = [("computes", "starts before", "awaits before")]
+        """Write a table: what is started and awaited before each module computes.
+
+        Neighbours that differ in a number alone share a line: h.1 and h.2 are "h.*  x 2".
+        """
+        rows: list[tuple[str, ...]] = []
         starts: list[str] = []
         waits: list[str] = []
         for step in (*self.steps, Compute("(end)")):
@@ -193,7 +198,16 @@ class Schedule(Pictured):
                 rows.append((step.name, ", ".join(starts), ", ".join(waits)))
                 starts = []
                 waits = []
-        return f"{align_columns(rows)}\nat most {format_bytes(self.bytes_on_way)} on the way"
+        lines: list[tuple[str, ...]] = [("computes", "", "starts before", "awaits before")]
+        for _, group in groupby(rows, key=_without_numbers):
+            members = list(group)
+            name, *moves = members[0]
+            times = ""
+            if len(members) > 1:
+                name, *moves = _without_numbers(members[0])
+                times = f"x {len(members)}"
+            lines.append((name, times, *moves))
+        return f"{align_columns(lines)}\nat most {format_bytes(self.bytes_on_way)} on the way"
 
     def to_json(self) -> str:
         """Write the schedule as text, which `from_json` reads."""
@@ -209,6 +223,10 @@ class Schedule(Pictured):
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             hint = "it is what Schedule.to_json() writes"
             raise PlanError("this is no schedule", text=text[:60], hint=hint) from error
+
+
+def _without_numbers(row: Sequence[str]) -> list[str]:
+    return [re.sub(r"(?<=[a-z])\.\d+\b", ".*", cell) for cell in row]
 
 
 class Turn(NamedTuple):

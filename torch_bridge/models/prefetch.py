@@ -21,7 +21,8 @@ from torch_bridge.models.gathered import GatherUnderWay
 from torch_bridge.models.names import title_of
 from torch_bridge.models.parameters import ParallelContext
 from torch_bridge.versions.autograd import call_after_backward, is_in_backward_pass
-from xshard.schedule import last_started
+from xshard.schedule import Schedule, Start, last_started, training_step
+from xshard.schedule import Turn as ScheduledTurn
 from xshard.signatures import Bytes
 
 
@@ -38,6 +39,10 @@ class Turn(NamedTuple):
 
 def _no_gather() -> None:
     """Return None: no gather has begun."""
+
+
+def _start(name: str, kind: str, n_bytes: int) -> Start:
+    return Start(f"{title_of(name)} {kind}", n_bytes)
 
 
 class _Queue:
@@ -139,6 +144,28 @@ class Prefetch:
         self._expected = None
         self.compare(self._used, again=True)
         return None
+
+    def schedule(self) -> Schedule:
+        """Return the schedule of a step: a forward pass as the last one, and its backward pass."""
+        gathered_again = {turn.name for turn in self.backward}
+        # A module that keeps its parameters comes last, as the model, which has the first turn.
+        names = [turn.name for turn in self.backward]
+        names += [turn.name for turn in self.forward[::-1] if turn.name not in gathered_again]
+        n_bytes = {turn.name: turn.n_bytes for turn in self.forward}
+        forward = [
+            ScheduledTurn(title_of(turn.name), parameters=_start(turn.name, "parameters", turn.n_bytes))
+            for turn in self.forward
+        ]
+        backward = []
+        for name in names:
+            parameters = _start(name, "parameters", n_bytes[name])
+            turn = ScheduledTurn(
+                f"{title_of(name)}, backward",
+                parameters=parameters if name in gathered_again else None,
+                gradients=_start(name, "gradients", n_bytes[name]),
+            )
+            backward.append(turn)
+        return training_step(forward, backward, self.prefetch)
 
     def compare(self, turns: Sequence[Turn], again: bool = False) -> None:
         """Raise DesyncError, on all processes, unless modules come in one order on all of them.
