@@ -32,13 +32,14 @@ from jax_bridge.replicas import apply_checked
 from jax_bridge.trees import leaves_with_given_values
 from jax_bridge.versions import is_constant, manual_type, unreduced_kind
 from xshard import Layout, Plan, ProfileLike, planner
-from xshard.arguments import lengths_of, whole_numbers
+from xshard.arguments import lengths_of
 from xshard.errors import DtypeError, NotationError, Span, api_boundary, located
 from xshard.layout.lengths import global_shape
 from xshard.notation.maps import Maps
 from xshard.notation.parser import Dim, mark_errors, with_map_digests
 from xshard.plans.expression import Sides, check_given, sides
 from xshard.replicas import are_replicas_checked
+from xshard.trees import is_shape
 
 T = TypeVar("T")
 Derivatives = Literal["linear", "custom_vjp"]
@@ -383,7 +384,7 @@ def redistribute(
 
     results = []
     layout_leaves = leaves_with_given_values(layouts, x, is_expression)
-    shape_leaves = leaves_with_given_values(shape, x, _is_shape)
+    shape_leaves = leaves_with_given_values(shape, x, is_shape)
     for leaf, shape_leaf in zip(layout_leaves, shape_leaves, strict=True):
         with located(leaf.place):
             call = call_of(leaf.value, shape=shape_leaf.value)
@@ -405,14 +406,3 @@ def _is_one_layout(value: Any) -> bool:
     if isinstance(value, str):
         return "->" not in value
     return isinstance(value, (Layout, *SPECS))
-
-
-def _is_shape(value: Any) -> bool:
-    """Return whether a value is one shape, or None for a shape to infer.
-
-    A tree of shapes is not.
-    """
-    if value is None:
-        return True
-    lengths = whole_numbers(value)
-    return lengths is not None and all(isinstance(length, int) for length in lengths)

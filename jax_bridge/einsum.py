@@ -66,9 +66,6 @@ class EinsumOptions(NamedTuple):
             shapes,
             dtype.name,
             self.profile,
-            memory_limit=None,
-            flops_limit=None,
-            objective=None,
             overlap=self.overlap,
         )
 

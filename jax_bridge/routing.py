@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_bridge.calls import as_array
+from jax_bridge.lower.row_tables import along_dim
 from jax_bridge.mesh.axis_types import as_varying, axis_size, bound_size, is_vmapped, varying_axes
 from xshard.errors import MeshError, ShapeError, api_boundary
 from xshard.ops import Axes
@@ -135,7 +136,7 @@ class Routed:
             raise ShapeError(f"results of shape {y.shape}", hint=hint)
         y = _with_zero_padding(y, self.sizes)  # it may hold anything
         if weights is not None:
-            y = y * _per_row(self._weights_of_rows(weights), y.ndim).astype(y.dtype)
+            y = y * along_dim(self._weights_of_rows(weights), 0, y.ndim).astype(y.dtype)
         # Each copy of a row that arrived here has `n_choices` choices, counted copy by copy: with 2,
         # choice 5 is of copy 2.
         copies = self._copies
@@ -157,12 +158,7 @@ class Routed:
 def _with_zero_padding(rows: jax.Array, sizes: jax.Array) -> jax.Array:
     """Overwrite the padding behind the rows of all groups with zeros."""
     is_row = jnp.arange(len(rows)) < sizes.sum()
-    return jnp.where(_per_row(is_row, rows.ndim), rows, 0)
-
-
-def _per_row(values: jax.Array, ndim: int) -> jax.Array:
-    """Reshape a value per row to broadcast over the rows' other dims: [rows] -> [rows, 1, ...]."""
-    return values.reshape(-1, *[1] * (ndim - 1))
+    return jnp.where(along_dim(is_row, 0, rows.ndim), rows, 0)
 
 
 def _all_to_all(x: jax.Array, axis: tuple[str, ...]) -> jax.Array:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import zip_longest
-from typing import Any
 
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from jax.sharding import Mesh as JaxMesh
 
+from jax_bridge.mesh.axis_types import axes_of_entry
 from jax_bridge.mesh.context import jax_mesh, xshard_mesh
 from jax_bridge.versions import cuts_of, unreduced_kind
 from xshard import Layout
@@ -110,22 +110,12 @@ def from_partition_spec(
     dims = []
     # A short spec leaves the last dims whole: `zip_longest` gives them None.
     for name, entry in zip_longest(names, cuts_of(spec)):
-        axes = _axes_of(entry, spec)
+        axes = axes_of_entry(entry, spec)
         dims.append(Dim(name, (Shard(axes),) if axes else ()))
     # unreduced={"a"} becomes the tag sum(a), reduced={"b"} the tag copy(b).
     addends = (unreduced_kind(spec), tuple(spec.unreduced))
     copies = ("copy", tuple(spec.reduced))
     return Layout(tuple(dims), (addends, copies))
-
-
-def _axes_of(entry: Any, spec: PartitionSpec) -> tuple[str, ...]:
-    """Return the mesh axes that an entry of a spec names. Raises PlanError for an open dim."""
-    if entry is None:
-        return ()
-    axes = (entry,) if isinstance(entry, str) else entry
-    if not isinstance(axes, tuple) or not all(isinstance(axis, str) for axis in axes):
-        raise PlanError(f"{entry} in {spec} names no axes")
-    return axes
 
 
 @api_boundary

@@ -10,7 +10,7 @@ import jax
 
 from xshard import Layout, Plan, XshardError
 from xshard.plans.expression import Sides
-from xshard.trees import Leaf, leaf_name, leaves_with_values, prefix_branches
+from xshard.trees import Leaf, always, leaf_name, leaves_with_values, prefix_branches
 
 
 def is_array(x: Any) -> bool:
@@ -34,18 +34,13 @@ def never(x: Any) -> bool:
     return False
 
 
-def _always(x: Any) -> bool:
-    """Let every leaf take a value."""
-    return True
-
-
 def leaves_with_given_values(
     given: Any,
     tree: Any,
     is_value: Callable[[Any], bool] = is_layout,
     *,
     is_leaf: Callable[[Any], bool] = never,
-    takes_value: Callable[[Any], bool] = _always,
+    takes_value: Callable[[Any], bool] = always,
 ) -> list[Leaf]:
     """List the leaves of a pytree by name, each with the layout (or other value) given for it.
 

@@ -26,22 +26,27 @@ if TYPE_CHECKING:
     from torch_bridge.state.transfer import transfer
     from torch_bridge.step.suggest import suggest
 
-# The names of each module, imported with their first use: most programs use few of them.
-_MODULES = {
-    "autodiff.pending": ("PendingTensor",),
-    "contractions.einsum": ("einsum",),
-    "mesh.process_mesh": ("positions",),
-    "models.explain": ("explain",),
-    "models.own_experts": ("own_experts",),
-    "models.parallel": ("check_replicas", "clip_grad_norm_", "grad_norm", "no_sync"),
-    "models.parallelize": ("parallelize",),
-    "models.state": ("load_state_dict", "state_dict"),
-    "models.verify": ("verify",),
-    "redistribution": ("redistribute",),
-    "routing": ("route",),
-    "state.files": ("load", "save"),
-    "state.transfer": ("transfer",),
-    "step.suggest": ("suggest",),
+# Names and their modules, imported with their first use: most programs use few of them.
+_LATER = {
+    "PendingTensor": "autodiff.pending",
+    "check_replicas": "models.parallel",
+    "clip_grad_norm_": "models.parallel",
+    "einsum": "contractions.einsum",
+    "explain": "models.explain",
+    "grad_norm": "models.parallel",
+    "load": "state.files",
+    "load_state_dict": "models.state",
+    "no_sync": "models.parallel",
+    "own_experts": "models.own_experts",
+    "parallelize": "models.parallelize",
+    "positions": "mesh.process_mesh",
+    "redistribute": "redistribution",
+    "route": "routing",
+    "save": "state.files",
+    "state_dict": "models.state",
+    "suggest": "step.suggest",
+    "transfer": "state.transfer",
+    "verify": "models.verify",
 }
 ROOMS = ("compat", "dtensor", "errors", "live", "nn", "ops", "testing")
 
@@ -57,14 +62,13 @@ def __getattr__(name: str) -> Any:
     """Import a room or a function when it is first used; Python asks for names that are not here."""
     if name in ROOMS:
         return import_module(f"torch_bridge.{name}")
-    for module, names in _MODULES.items():
-        if name in names:
-            value = getattr(import_module(f"torch_bridge.{module}"), name)
-            return globals().setdefault(name, value)  # from now on found without this function
+    if name in _LATER:
+        value = getattr(import_module(f"torch_bridge.{_LATER[name]}"), name)
+        return globals().setdefault(name, value)  # from now on found without this function
     rooms = ", ".join(ROOMS)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}; its rooms: {rooms}")
 
 
 def __dir__() -> list[str]:
     """List also the names that have not been imported yet, for completion in notebooks."""
-    return sorted({*globals(), *__all__, *ROOMS})
+    return sorted({*globals(), *__all__})

@@ -219,10 +219,10 @@ def plan_contraction(  # noqa: PLR0913, PLR0917  a cached function: its argument
     shapes: Shapes,
     dtype: object,
     profile: ProfileLike,
-    memory_limit: int | None,
-    flops_limit: int | None,
-    objective: str | None,
-    overlap: str,
+    memory_limit: int | None = None,
+    flops_limit: int | None = None,
+    objective: str | None = None,
+    overlap: str = NEVER,
 ) -> ContractionPlan:
     """Find the cheapest plan of a contraction, from arguments that `plan` or a bridge has prepared.
 

@@ -183,11 +183,7 @@ class Signature:
             name: _evaluated(parameter.annotation, names) for name, parameter in parameters.items()
         }
         self.tests = {name: test_of(annotation) for name, annotation in self.annotations.items()}
-        self.positional = [
-            name
-            for name, parameter in parameters.items()
-            if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
-        ]
+        self.positional = inspect.getfullargspec(inspect.unwrap(function)).args
         self.parsed = {
             name
             for name, parameter in parameters.items()

@@ -51,7 +51,7 @@ def place_of(name: str) -> str:
     return f"leaf '{name}'" if name else ""
 
 
-def _always(x: Any) -> bool:
+def always(x: Any) -> bool:
     """Return True: every leaf takes a value."""
     return True
 
@@ -76,7 +76,7 @@ def named_once(leaves: Iterable[tuple[str, T]]) -> dict[str, T]:
 def leaves_with_values(
     branches: Iterable[tuple[str, Any, Any]],
     named_leaves: Callable[[Any], Iterable[tuple[str, Any]]],
-    takes_value: Test = _always,
+    takes_value: Test = always,
 ) -> list[Leaf]:
     """List every leaf of a tree with the value given for it, such as its layout.
 
@@ -117,6 +117,15 @@ def children(tree: Any) -> dict[Any, Any] | None:
     if isinstance(tree, list | tuple):
         return dict(enumerate(tree))
     return None
+
+
+def is_shape(value: Any) -> bool:
+    """Return whether a value is the shape of one array: None, a number, or a flat list of numbers."""
+    if isinstance(value, Mapping):
+        return False
+    if not isinstance(value, list | tuple):
+        return True
+    return not any(isinstance(length, Mapping | list | tuple | None) for length in value)
 
 
 def prefix_branches(

@@ -31,7 +31,7 @@ from jax_bridge.calls import are_keys, as_array, as_words, check_dtype, is_expre
 from jax_bridge.mesh.context import jax_mesh, machine_profile
 from jax_bridge.specs import storage_layout
 from jax_bridge.trees import array_leaves, is_array, leaves_with_given_values
-from xshard import Layout, Plan, ProfileLike, Rules, Sharding
+from xshard import Layout, Plan, ProfileLike, Rules
 from xshard.errors import MeshError, api_boundary, located
 from xshard.notation.maps import Maps
 from xshard.notation.parser import with_map_digests
@@ -260,20 +260,19 @@ def _placed(x: Any, target: StoredArray, profile: ProfileLike) -> jax.Array:
     # An array from elsewhere has to have its rows in their own order: one that is recorded to be in
     # zigzag order, for instance, is refused.
     check_order(x, array.with_layout(Layout.parse("...")), target.text)
-    return stored.record_order(_from_host(np.asarray(x), array, target), array)
+    return stored.record_order(_from_host(np.asarray(x), target), array)
 
 
-def _from_host(host: NDArray, array: Sharding, target: StoredArray) -> jax.Array:
+def _from_host(host: NDArray, target: StoredArray) -> jax.Array:
     """Copy an array of the host to devices, each its part, with rows in the order of the layout.
 
     Rows 0-7 under "n/zigzag(cp)" with cp=2: device 0 gets 0, 1, 6, 7, device 1 gets 2, 3, 4, 5.
 
     Args:
         host: The global array, rows in their own order.
-        array: Its layout on the mesh.
         target: How JAX will hold it.
     """
-    rows_of_dims = [stored.stored_rows(array, dim) for dim in range(host.ndim)]
+    rows_of_dims = [stored.stored_rows(target.array, dim) for dim in range(host.ndim)]
 
     def part(index: Any) -> NDArray:
         """Return the part that JAX asks for. index: a slice of storage positions for each dim."""

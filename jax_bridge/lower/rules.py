@@ -147,15 +147,8 @@ def _explicit_axes(x: jax.Array) -> list[tuple[str, ...]]:
     They occur inside a `shard_map` over other axes: a block there is still an array that is spread
     over the devices along Explicit axes.
     """
-    result: list[tuple[str, ...]] = []
-    for entry in cuts_of(jax.typeof(x).sharding.spec):
-        if entry is None:
-            result.append(())
-        elif isinstance(entry, str):
-            result.append((entry,))
-        else:
-            result.append(tuple(entry))
-    return result
+    spec = jax.typeof(x).sharding.spec
+    return [axis_types.axes_of_entry(entry, spec) for entry in cuts_of(spec)]
 
 
 def _part_by_part(

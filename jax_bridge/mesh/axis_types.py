@@ -15,11 +15,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import AxisType
+from jax.sharding import AxisType, PartitionSpec
 
 from jax_bridge import versions
 from jax_bridge.versions import linear_primitive, manual_type
 from xshard import Layout, Mesh
+from xshard.errors import PlanError
 from xshard.layout.sub_axes import SubAxisMesh, unfactored
 from xshard.ops import Axes
 
@@ -43,7 +44,7 @@ def axis_size(axis: Axes) -> int:
     return math.prod(size for size in sizes if size is not None)
 
 
-def bound_sizes(vmap_axes: Iterable[str] = ()) -> dict[str, int]:
+def bound_sizes(vmap_axes: Iterable[str]) -> dict[str, int]:
     """Return the sizes of the manual axes in mesh order, then of axes that vmap has bound.
 
     vmap_axes: names that may be axes of vmap.
@@ -75,6 +76,16 @@ def _manual_axes() -> list[str]:
     mesh = jax.sharding.get_abstract_mesh()
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     return [name for name, kind in kinds if kind == AxisType.Manual]
+
+
+def axes_of_entry(entry: Any, spec: PartitionSpec) -> tuple[str, ...]:
+    """Return the mesh axes that an entry of a spec names. Raises PlanError for an open dim."""
+    if entry is None:
+        return ()
+    axes = (entry,) if isinstance(entry, str) else entry
+    if not isinstance(axes, tuple) or not all(isinstance(axis, str) for axis in axes):
+        raise PlanError(f"{entry} in {spec} names no axes")
+    return axes
 
 
 # Types of values along axes.

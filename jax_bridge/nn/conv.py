@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
@@ -17,7 +18,7 @@ from jax_bridge.nn.sharded import Sharded
 from jax_bridge.nn.window import Boundaries, WindowedDim, WindowRules, apply_windows
 from xshard.errors import ShapeError, api_boundary
 from xshard.nn.windows import pool_counts, pool_window
-from xshard.notation.overlap import Window
+from xshard.notation.overlap import OutputRule, Window
 
 Ints = Sequence[int]
 Pads = Sequence[tuple[int, int]]
@@ -37,7 +38,7 @@ def conv_general_dilated(  # noqa: PLR0913  the arguments of `lax.conv_general_d
     feature_group_count: int = 1,
     *,
     boundary: Boundaries = None,
-    outputs: str = "",
+    outputs: OutputRule = "",
     precision: lax.PrecisionLike = None,
     preferred_element_type: jax.typing.DTypeLike | None = None,
 ) -> Sharded:
@@ -169,7 +170,7 @@ def reduce_window(  # noqa: PLR0913  the arguments of `lax.reduce_window`
     window_dilation: Sequence[int] | None = None,
     *,
     boundary: Boundaries = None,
-    outputs: str = "",
+    outputs: OutputRule = "",
 ) -> Sharded:
     """Reduce windows of a sharded array, as `lax.reduce_window` of the global array.
 
@@ -246,7 +247,7 @@ def max_pool(
     window_dilation: Sequence[int] | None = None,
     *,
     ceil_mode: bool = False,
-    outputs: str = "",
+    outputs: OutputRule = "",
 ) -> Sharded:
     """Pool a sharded array by maximum; rows beyond the ends of the array do not count.
 
@@ -294,7 +295,7 @@ def avg_pool(
     *,
     count_include_pad: bool = True,
     ceil_mode: bool = False,
-    outputs: str = "",
+    outputs: OutputRule = "",
 ) -> Sharded:
     """Pool a sharded array by the mean of every window.
 
@@ -369,8 +370,8 @@ def _reduce_dilated_window(
 ) -> jax.Array:
     """Compute `lax.reduce_window` with dilated windows by dense ones, which JAX can differentiate.
 
-    JAX lacks the gradient of a dilated maximum. A dim [n] is reshaped to [n / d, d], for a dilation
-    d: rows 0, d, 2d, which one dilated window reads, are then neighbours in one column.
+    JAX lacks the gradient of a dilated maximum. Here the rows that one window reads are laid one
+    behind the other in a new first dim, along which a window of all of them is dense.
 
     Args:
         x: The array.
@@ -384,26 +385,13 @@ def _reduce_dilated_window(
     """
     padding = [(*pair, b - 1) for pair, b in zip(pads, base, strict=True)]
     x = lax.pad(x, init, padding)
-    # Every position gets a window; the strides leave some out at the end.
-    n_positions = []
-    to_multiples = []  # of the dilation, so that all columns have equally many rows
-    for length, k, d in zip(x.shape, window, dilation, strict=True):
-        n_positions.append(length - (k - 1) * d)
-        to_multiples.append((0, -length % d, 0))
-    columns = _in_columns(lax.pad(x, init, to_multiples), dilation)
-    column_window: list[int] = []
-    for k in window:
-        column_window += [k, 1]
-    y = lax.reduce_window(columns, init, op, column_window, None, "VALID")
-
-    rows_and_columns = zip(y.shape[::2], y.shape[1::2], strict=True)
-    y = y.reshape([n_rows * n_columns for n_rows, n_columns in rows_and_columns])
-    return lax.slice(y, [0] * y.ndim, n_positions, strides)
-
-
-def _in_columns(x: jax.Array, dilation: Ints) -> jax.Array:
-    """Reshape every dim [n] to [n / d, d]."""
-    shape: list[int] = []
-    for length, d in zip(x.shape, dilation, strict=True):
-        shape += [length // d, d]
-    return x.reshape(shape)
+    # How many windows fit at stride 1.
+    spans = np.multiply(np.subtract(window, 1), dilation)
+    n_positions = np.subtract(x.shape, spans)
+    taps = []
+    for tap in itertools.product(*map(range, window)):
+        first = np.multiply(tap, dilation)
+        last = first + n_positions
+        taps.append(lax.slice(x, first.tolist(), last.tolist(), strides))
+    whole = (len(taps), *[1] * x.ndim)
+    return lax.reduce_window(jnp.stack(taps), init, op, whole, None, "VALID")[0]

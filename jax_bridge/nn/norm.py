@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
@@ -239,9 +240,7 @@ def _local_parameter(x: Sharded, value: jax.Array, dims: Sequence[int]) -> jax.A
         copies = replace(layout.unsharded, tags=(("copy", layout.axes),))
         value = redistribute(value, (copies, layout), x.sharding.mesh, shape=lengths)
 
-    shape = [1] * x.block.ndim
-    for dim, length in zip(dims, value.shape, strict=True):
-        shape[dim] = length
     # The dims of `value` are in the order of `dims`, which the user may choose.
     block_order = np.argsort(dims).tolist()
-    return value.transpose(block_order).reshape(shape)
+    other_dims = [dim for dim in range(x.block.ndim) if dim not in dims]
+    return jnp.expand_dims(value.transpose(block_order), other_dims)

@@ -38,11 +38,10 @@ from xshard.nn.windows import (
     taps_of_part,
     window_frame,
 )
-from xshard.notation.overlap import OUTPUT_RULES, Boundary, Window
+from xshard.notation.overlap import Boundary, OutputRule, Window
 from xshard.notation.overlap_parser import parse_boundaries
 
 Boundaries = str | Mapping[str, str] | None
-Scales = Sequence[float | None] | None
 
 
 class WindowedDim(NamedTuple):
@@ -65,7 +64,7 @@ class WindowRules(NamedTuple):
 
     fill: float  # the value that the operation itself assumes beyond the ends of a block
     boundary: Boundaries  # the user's rule for rows beyond the ends of the array
-    outputs: str  # one of `OUTPUT_RULES`, or empty for a rule by the dim
+    outputs: OutputRule
 
 
 class BoundaryPair(NamedTuple):
@@ -133,9 +132,6 @@ def _plan_windows(
         rules: What lies beyond the ends of the array, and how outputs are sharded.
         base: The dilation of rows, by dim.
     """
-    if rules.outputs not in ("", *OUTPUT_RULES):
-        hint = f"rules are: {', '.join(OUTPUT_RULES)}, or empty"
-        raise PlanError(f"no output rule {rules.outputs!r}", hint=hint)
     names = x.layout.names
     ends_by_name = _boundaries_of_dims(rules, [names[dim] for dim in windows])
     windowed_dims = {}
@@ -344,7 +340,6 @@ def interpolate(
     mode: str,
     *,
     align_corners: bool = False,
-    scale: Scales = None,
 ) -> Sharded:
     """Interpolate a sharded array to other lengths, with the results of torch's `interpolate`.
 
@@ -355,19 +350,15 @@ def interpolate(
         shape: The global shape of the result.
         mode: nearest, nearest-exact, linear (in two dims bilinear) or cubic.
         align_corners: As in torch.
-        scale: Outputs per input for every dim; None for the ratio of the lengths.
 
     Returns:
         The interpolated array, sharded like `x`.
     """
-    scales = scale if scale else (None,) * len(shape)
     taps_by_dim = {}
     for dim, new_length in enumerate(shape):
         length = x.sharding.shape[dim]
-        if new_length != length or scales[dim] is not None:
-            taps_by_dim[dim] = taps(
-                mode, length, new_length, align_corners=align_corners, scale=scales[dim]
-            )
+        if new_length != length:
+            taps_by_dim[dim] = taps(mode, length, new_length, align_corners=align_corners)
     return _resampled(x, taps_by_dim)
 
 

@@ -6,7 +6,7 @@ The forward pass saves JAX's pullback, and the backward pass runs it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
 from typing import Any, NamedTuple
@@ -113,17 +113,15 @@ class _Argument(NamedTuple):
         return torch.is_grad_enabled() and any(x.requires_grad for x in self.tensors)
 
 
+@dataclass(eq=False)
 class _JaxFunction:
     """A JAX function with its layouts, and the programs that are compiled for it."""
 
-    def __init__(
-        self, fn: Callable[..., Any], in_layouts: Any, out_layouts: Any, mesh: JaxMesh
-    ) -> None:
-        self.fn = fn
-        self.in_layouts = in_layouts
-        self.out_layouts = out_layouts
-        self.mesh = mesh
-        self._programs: dict[Any, VjpProgram] = {}
+    fn: Callable[..., Any]
+    in_layouts: Any
+    out_layouts: Any
+    mesh: JaxMesh
+    _programs: dict[Any, VjpProgram] = field(default_factory=dict)
 
     @api_boundary
     def __call__(self, *args: Any) -> Any:

@@ -336,7 +336,7 @@ def conv(x, **options):
 MIRROR = "unknown boundary 'mirror' in\n    'mirror'\n     ^^^^^^\n  did you mean 'reflect'?"
 # Words of the error, a layer, and the layout of its input where it is not `n c h/sp`.
 REFUSED = [
-    ("no output rule 'even'", partial(conv, outputs="even")),
+    ("outputs is 'even', not OutputRule", partial(conv, outputs="even")),
     ("and a convolution adds over them in 'n c/sp h'", conv, "n c/sp h"),
     (MIRROR, partial(conv, boundary="mirror")),
     ("a boundary for 'x'", partial(conv, boundary={"x": "edge"})),

@@ -9,7 +9,6 @@ to; bfloat16 comes back as bfloat16; no warning of autograd, and derivatives of 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 
 import torch
 import torch.distributed as dist
@@ -254,12 +253,7 @@ def _reduced(x: Values, *, mean: bool) -> Tensor:
 
 def _communication_device(device: torch.device) -> torch.device:
     """Return the device on which a tensor travels: its own, unless no backend serves it."""
-    return _communication_device_in(device, dist.get_backend_config())
-
-
-@lru_cache(maxsize=64)
-def _communication_device_in(device: torch.device, config: str) -> torch.device:
-    """Return the device on which a tensor travels. config: as in "cpu:gloo,cuda:nccl"."""
+    config = dist.get_backend_config()  # as in "cpu:gloo,cuda:nccl"
     backends = dict(entry.split(":") for entry in config.split(","))
     if backends.get(device.type) == "gloo":
         return torch.device("cpu")  # gloo has few operations elsewhere

@@ -154,8 +154,6 @@ class EinsumCall(NamedTuple):
             dtype_name,
             profile,
             self.memory_limit,
-            flops_limit=None,
-            objective=None,
             overlap=self.overlap,
         )
         return plan, processes

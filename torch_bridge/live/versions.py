@@ -272,11 +272,11 @@ class Subscriber(Endpoint):
         try:
             blocks = self.all_or_disconnect(receive)
         except Exception as error:
-            self._tell_if_heard("done", version, str(error))
+            self._tell_outcome(version, str(error))
             stays = f"version {self.version} stays" if self.version else "there was none before it"
             reason = f"version {version} did not arrive whole; {stays}"
             raise self.lost_version(reason, error) from error
-        self._tell_if_heard("done", version, "")  # no error
+        self._tell_outcome(version, "")  # no error
         return rebuild_tree(blocks, plan, offer["facts"], self.names)
 
     def _answered_plan(self, offer: Mapping[str, Any]) -> TreePlan:
@@ -303,10 +303,10 @@ class Subscriber(Endpoint):
         if dist.get_rank() == 0:
             self.store_call("set", self.key(key, version), text)
 
-    def _tell_if_heard(self, key: str, version: int, text: str) -> None:
-        """Write a text for the trainer, who may be gone: what was received is whole even then."""
+    def _tell_outcome(self, version: int, error: str) -> None:
+        """Tell the trainer, who may be gone: what was received is whole even then."""
         with suppress(LostVersionError):
-            self._tell(key, version, text)
+            self._tell("done", version, error)
 
     def _latest_offer(self, wait_s: float) -> dict[str, Any]:
         """Wait up to `wait_s` for an offer that is newer than the last one taken; {} if none comes."""

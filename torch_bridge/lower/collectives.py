@@ -30,14 +30,13 @@ FOUR_BITS: tuple[torch.dtype, ...] = tuple(
     getattr(torch, name) for name in ("float4_e2m1fn_x2", "int4", "uint4")
 )
 
+_FLOATS_OF_8_BITS = (
+    torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz,
+    torch.float8_e8m0fnu,
+)  # fmt: skip
 # Dtypes that no backend knows -> a dtype of the same size, as which their bits travel.
 CARRIERS: dict[torch.dtype, torch.dtype] = {
-    torch.float8_e4m3fn: torch.uint8,
-    torch.float8_e5m2: torch.uint8,
-    torch.float8_e4m3fnuz: torch.uint8,
-    torch.float8_e5m2fnuz: torch.uint8,
-    torch.float8_e8m0fnu: torch.uint8,
-    **dict.fromkeys(FOUR_BITS, torch.uint8),
+    **dict.fromkeys((*_FLOATS_OF_8_BITS, *FOUR_BITS), torch.uint8),
     torch.int16: torch.float16,
     torch.uint16: torch.float16,
     torch.uint32: torch.int32,
@@ -258,9 +257,7 @@ class Collective:
             sent = [slice(0, sum(self.sent))] * len(arriving)
         else:
             sent = consecutive_slices(self.sent)
-        peers = [
-            Peer(rank, *slices) for rank, slices in enumerate(zip(sent, arriving, strict=True))
-        ]
+        peers = list(map(Peer, range(len(arriving)), sent, arriving))
         me = self.group.process_group.rank()
         return peers[me:] + peers[:me]
 

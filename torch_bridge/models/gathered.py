@@ -53,10 +53,7 @@ class GatheredParameter:
     to_storage: str
     is_kept: bool
     is_shared: bool
-    _block: Tensor | None = None
-    _in_place: list[Tensor] = field(
-        default_factory=list
-    )  # gathered tensors in the place of the block
+    _in_place: list[Tensor] = field(default_factory=list)  # gathered, in the place of the block
 
     @property
     def in_place(self) -> Tensor | None:
@@ -65,22 +62,23 @@ class GatheredParameter:
 
     def put(self, x: Tensor) -> None:
         """Let modules use a gathered tensor, until `take_back`."""
-        if self._block is None:
-            self._block = self.parameter.set_aside()
+        if not self._in_place:
+            self.parameter.set_aside()
         self._in_place.append(x)
         self._let_modules_have(x)
 
     def take_back(self, x: Tensor) -> None:
         """Take a gathered tensor from modules; nothing changes if they have it no more."""
+        if not self._in_place:
+            return
         for i, other in enumerate(self._in_place):
             if other is x:
                 del self._in_place[i]
                 break
         if self._in_place:
             self._let_modules_have(self._in_place[-1])
-        elif self._block is not None:
-            self._let_modules_have(self._block)
-            self._block = None
+        else:
+            self._let_modules_have(self.parameter.tensor)
             self.parameter.bring_back()
 
     def _let_modules_have(self, x: Tensor) -> None:
@@ -165,11 +163,9 @@ class ParameterMoves:
         if torch.compiler.is_compiling():
             return _Move(parameters, self.context, is_gradient)  # only the graph is kept
         key = (tuple(parameters), is_gradient)
-        move = self._moves.get(key)
-        if move is None:
-            move = _Move(parameters, self.context, is_gradient)
-            self._moves[key] = move
-        return move
+        if key not in self._moves:
+            self._moves[key] = _Move(parameters, self.context, is_gradient)
+        return self._moves[key]
 
 
 # What a plan depends on in a tensor, and what decides whether autograd records its move. It is read in C,

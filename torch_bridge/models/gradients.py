@@ -141,13 +141,11 @@ class Gradient:
                 share
             )  # in place, as autograd adds: `.grad` stays the same tensor
         self.parameter.grad = share
-        if not self.axes:
-            self._forget_pass()
-            return
-        self.is_share = True
-        self.earlier_sum = self._sum
-        self._share = share
-        self._writes = writes_to(share)
+        if self.axes:
+            self.is_share = True
+            self.earlier_sum = self._sum
+            self._share = share
+            self._writes = writes_to(share)
         self._forget_pass()
 
     def undo(self) -> None:

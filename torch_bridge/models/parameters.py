@@ -139,11 +139,10 @@ class ShardedParameter:
         """This process's block, also while modules have a gathered tensor in its place."""
         return self.places[0].get() if self._block is None else self._block
 
-    def set_aside(self) -> Tensor:
-        """Return the block, and keep it while a gathered tensor is in its place."""
+    def set_aside(self) -> None:
+        """Keep the block, while a gathered tensor is in its place."""
         self._block = self.tensor
         self._n_gathered += 1
-        return self._block
 
     def bring_back(self) -> None:
         """Let modules have the block, when all gathered tensors have gone."""

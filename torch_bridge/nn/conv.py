@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -29,7 +29,7 @@ from torch_bridge.nn.window import (
     window_frames,
 )
 from torch_bridge.ops import all_reduce
-from xshard.errors import ShapeError, XshardError
+from xshard.errors import ShapeError
 from xshard.nn.windows import (
     Frame,
     OutputRun,
@@ -269,7 +269,9 @@ def _transposed_frame(placement: Placement, d: int, window: TransposedWindow) ->
 
 
 def padding_pairs(
-    padding: str | Sequence[int], kernel: Sequence[int], dilation: Sequence[int]
+    padding: Literal["same", "valid"] | Sequence[int],
+    kernel: Sequence[int],
+    dilation: Sequence[int],
 ) -> Pairs:
     """Return a convolution's padding as rows before and after, per spatial dim.
 
@@ -284,8 +286,6 @@ def padding_pairs(
             before = d * (k - 1) // 2
             pairs.append((before, d * (k - 1) - before))
         return tuple(pairs)
-    if isinstance(padding, str):
-        raise XshardError(f"padding={padding!r}", hint="'same', 'valid' or numbers")
     return tuple((p, p) for p in padding)
 
 

@@ -55,8 +55,8 @@ def call_of(x: Tensor, options: Options) -> MoveCall:
 def move_one(
     x: Tensor,
     call: MoveCall,
-    async_op: bool = False,
-    check_replicated: bool | None = None,
+    async_op: bool,
+    check_replicated: bool | None,
     name: str = "",
 ) -> Tensor | PendingTensor:
     """Run a redistribution of one tensor or DTensor on one mesh, and return its result.

@@ -99,8 +99,8 @@ class Options(NamedTuple):
         if self.mesh is None and not self.async_op and self.comm_dtype is None:
             return
         reason = (
-            "mesh=, async_op= and comm_dtype= are for one mesh; dtype=, device=, requires_grad= "
+            "mesh=, async_op= and comm_dtype= are for one mesh; "
+            "dtype=, device=, requires_grad= and relabel= are for two"
         )
-        reason += "and relabel= are for two"
         hint = "redistribute(x, layouts, src_mesh=..., dst_mesh=..., shape=..., dtype=...)"
         raise MeshError(reason, hint=hint)

@@ -32,7 +32,7 @@ from torch_bridge.versions.pytree import (
 from xshard.arguments import limit_of
 from xshard.errors import located
 from xshard.replicas import are_replicas_checked
-from xshard.trees import leaf_name, leaves_with_values, prefix_branches
+from xshard.trees import is_shape, leaf_name, leaves_with_values, prefix_branches
 
 
 class _Leaf(NamedTuple):
@@ -162,7 +162,7 @@ def _leaves(tree: Any, options: Options, is_optional: bool = False) -> Iterator[
     """
     # For each tensor its place in the tree, itself, and the value that is for it.
     with_layouts = _spread(options.layouts, tree, _is_expression, "layouts")
-    with_shapes = _spread(options.shape, tree, _is_shape, "shapes")
+    with_shapes = _spread(options.shape, tree, is_shape, "shapes")
     for with_layout, with_shape in zip(with_layouts, with_shapes, strict=True):
         place = with_layout.place
         x = with_layout.x
@@ -185,15 +185,6 @@ def _named_leaves(tree: Any) -> list[tuple[str, Any]]:
 def _is_expression(value: Any) -> bool:
     """Return whether a value is the layouts of one tensor; a tuple is a pair of them."""
     return not isinstance(value, Mapping | list)
-
-
-def _is_shape(value: Any) -> bool:
-    """Return whether a value is the shape of one tensor: None, a number, or a flat list of numbers."""
-    if isinstance(value, Mapping):
-        return False
-    if not isinstance(value, list | tuple):
-        return True
-    return not any(isinstance(length, Mapping | list | tuple | None) for length in value)
 
 
 def _move_together(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from xshard.notation.maps import NamedMap
 
 BOUNDARIES = ("zero", "constant", "periodic", "reflect", "edge", "none", "pole")
 OUTPUT_RULES = ("balanced", "aligned")
+OutputRule = Literal["", "balanced", "aligned"]  # "": as the rows, with given sizes aligned
 
 Width = int | tuple[int, ...]  # rows: the same number for every part of the dim, or one per part
 

@@ -111,10 +111,10 @@ def suggest(  # noqa: PLR0913  the public signature
     _raise_bounds(searches, progress)
     _close_gaps(searches, gap)
     progress(len(searches), len(searches))
-    best = min(search.seconds for search in searches)
+    fastest = min(searches, key=lambda search: search.seconds)
+    best = fastest.seconds
     if not np.isfinite(best):
         raise _nothing_fits(searches, limit, memory)
-    fastest = min(searches, key=lambda search: search.seconds)
     bound = min(best, *[search.bound for search in searches])
     most = _most_seconds(best, bound, gap, by_hand)
     return Suggestion(fastest, simplified(fastest, most), bound, by_hand)
