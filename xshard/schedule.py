@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from xshard.arguments import limit_of
 from xshard.errors import PlanError
-from xshard.formatting import Pictured, align_columns, format_bytes, format_seconds
+from xshard.formatting import align_columns, format_bytes, format_seconds
 from xshard.signatures import Bytes
 
 COMPUTING = "computing"  # the lane of the device
@@ -99,7 +99,7 @@ class Timeline(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Schedule(Pictured):
+class Schedule:
     """What a device starts, awaits and computes in a step, in order; equal on all devices.
 
         schedule = prefetched([Turn("a", 2e-3, Start("a parameters", 8, seconds=1e-3)), ...], prefetch=1)
@@ -136,7 +136,7 @@ class Schedule(Pictured):
 
     @property
     def backward(self) -> Schedule:
-        """The adjoint, in which all runs backwards: what was awaited is started, and what was started awaited."""
+        """The adjoint, which runs backwards: what was awaited is started, what was started is awaited."""
         reversed_steps: list[ScheduleStep] = []
         for step, awaited in zip(
             reversed(self.steps), reversed(self._awaited_starts()), strict=True

@@ -92,7 +92,8 @@ class _UnderWay:
 
     def __init__(self, collective: Collective, out: Tensor, messages: Tensor, work: Any) -> None:
         self._collective = collective
-        self._tensors = (out, messages)
+        self._out = out
+        self._messages: Tensor | None = messages
         self._work = work
 
     def __call__(self) -> Tensor:
@@ -101,12 +102,13 @@ class _UnderWay:
         self._work = None
         if work is not None:
             call_backend(self._collective.kind, self._collective.group.ranks, work.wait)
-        out, _ = self._tensors
-        if out.is_cuda:
+        messages = self._messages
+        self._messages = None
+        if messages is not None and messages.is_cuda:
             # The stream that waits may not be the one on which the tensors were allocated.
-            for x in self._tensors:
+            for x in (self._out, messages):
                 x.record_stream(torch.cuda.current_stream(x.device))
-        return out
+        return self._out
 
     def __del__(self) -> None:
         if self._work is not None:

@@ -141,8 +141,11 @@ class ParameterMoves:
         """Begin to gather parameters; None where they cannot be gathered ahead, on all processes alike."""
         if not parameters or any(x.is_inference() for x in blocks):
             return None
+        if torch.is_inference_mode_enabled():  # asked first, as to leave it is slow
+            with torch.inference_mode(False):
+                return self.begin_gather(parameters, blocks)
         # Who awaits it decides whether its gradient is recorded: a graph is prepared in any case.
-        with torch.inference_mode(False), torch.enable_grad():
+        with torch.enable_grad():
             end = self._move_of(parameters, is_gradient=False).begin(blocks)
         if end is None:
             return None

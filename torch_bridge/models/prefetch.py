@@ -1,16 +1,18 @@
 """Parameters that travel before modules need them: which ones, in a forward and in a backward pass.
 
 What a module's pass gathers begins to travel while an earlier module computes. Its gradients follow the
-adjoint: they begin to travel when they are whole, and autograd awaits them after that earlier module, as it
-runs nodes in the reverse order of their making.
+adjoint: they begin to travel when they are whole, and autograd, which runs nodes in the reverse order of
+their making, awaits them after that earlier module.
 
-Values are those of gathers without it, whatever a model does: what is not used is dropped at the end of a pass.
+Values are those of gathers without it, whatever a model does: what is not used is dropped at the end of a
+pass.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from types import FrameType
 from typing import Any, NamedTuple
@@ -41,8 +43,13 @@ def _no_gather() -> None:
     """Return None: no gather has begun."""
 
 
-def _start(name: str, kind: str, n_bytes: int) -> Start:
-    return Start(f"{title_of(name)} {kind}", n_bytes)
+def _labelled(turns: Sequence[Turn]) -> Iterator[tuple[str, Turn]]:
+    """Yield turns with names that tell them apart: the second one of "up" is "up (2)"."""
+    times = Counter[str]()
+    for turn in turns:
+        times[turn.name] += 1
+        n_th = f" ({times[turn.name]})" if times[turn.name] > 1 else ""
+        yield f"{title_of(turn.name)}{n_th}", turn
 
 
 class _Queue:
@@ -96,7 +103,7 @@ class Prefetch:
         return Prefetch, (self._context, self.prefetch)
 
     def begin_pass(self) -> None:
-        """Expect the modules of the last forward pass; the model calls it before each, and may call itself."""
+        """Expect the modules of the last forward pass; called before each pass, which may be inside one."""
         if self.prefetch == 0 or is_in_backward_pass():
             return
         if self._call is not None and is_running(self._call):
@@ -146,25 +153,22 @@ class Prefetch:
         return None
 
     def schedule(self) -> Schedule:
-        """Return the schedule of a step: a forward pass as the last one, and its backward pass."""
+        """Return the schedule of a step: passes as the last ones."""
+        forward = []
+        for name, turn in _labelled(self.forward):
+            parameters = Start(f"{name} parameters", turn.n_bytes)
+            forward.append(ScheduledTurn(name, parameters=parameters))
+        # Modules that keep their parameters come last, as the model, which has the first turn forward.
         gathered_again = {turn.name for turn in self.backward}
-        # A module that keeps its parameters comes last, as the model, which has the first turn.
-        names = [turn.name for turn in self.backward]
-        names += [turn.name for turn in self.forward[::-1] if turn.name not in gathered_again]
-        n_bytes = {turn.name: turn.n_bytes for turn in self.forward}
-        forward = [
-            ScheduledTurn(title_of(turn.name), parameters=_start(turn.name, "parameters", turn.n_bytes))
-            for turn in self.forward
-        ]
+        kept = [turn for turn in reversed(self.forward) if turn.name not in gathered_again]
         backward = []
-        for name in names:
-            parameters = _start(name, "parameters", n_bytes[name])
-            turn = ScheduledTurn(
-                f"{title_of(name)}, backward",
-                parameters=parameters if name in gathered_again else None,
-                gradients=_start(name, "gradients", n_bytes[name]),
-            )
-            backward.append(turn)
+        for name, turn in _labelled([*self.backward, *kept]):
+            gradients = Start(f"{name} gradients", turn.n_bytes)
+            scheduled = ScheduledTurn(f"{name}, backward", gradients=gradients)
+            if turn.name in gathered_again:
+                parameters = Start(f"{name} parameters", turn.n_bytes)
+                scheduled = scheduled._replace(parameters=parameters)
+            backward.append(scheduled)
         return training_step(forward, backward, self.prefetch)
 
     def compare(self, turns: Sequence[Turn], again: bool = False) -> None:

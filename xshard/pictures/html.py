@@ -14,12 +14,10 @@ from xshard.formatting import format_bytes, format_seconds
 from xshard.layout import Layout, Mesh, Sharding
 from xshard.pictures.elements import COLOURS
 from xshard.pictures.grid import Picture, picture, title
-from xshard.pictures.lanes import schedule_svg
 from xshard.pictures.svg import mesh_svg, plan_svg, sharding_svg
 from xshard.plans import table
 from xshard.plans.plan import Plan
 from xshard.plans.table import HEAD, Row
-from xshard.schedule import Schedule
 from xshard.step.say.suggestion import Suggestion
 
 _FONT = "font-size:13px;font-family:ui-monospace,monospace"
@@ -98,12 +96,6 @@ def _html_of_contraction(plan: ContractionPlan) -> str:
         _folded("moves", moves) if moves else "",
         _folded("alternatives", preformatted(plan.explain())),
     )
-
-
-@html.register
-def _html_of_schedule(schedule: Schedule) -> str:
-    *_, seconds = str(schedule.timeline()).splitlines()
-    return _block(seconds, schedule_svg(schedule), preformatted(str(schedule)))
 
 
 @html.register

@@ -1,4 +1,4 @@
-"""Parameters that travel before modules need them: values and gradients are those of waiting, whatever happens."""
+"""Parameters that travel before modules need them: values and gradients are those of waiting."""
 
 from __future__ import annotations
 
@@ -516,3 +516,6 @@ def test_the_schedule_that_runs_is_shown() -> None:
         one_pass(model, "")
     starts = sum(event.startswith("S") for event in events)
     assert starts == sum(type(step).__name__ == "Start" for step in schedule.steps)
+    model.order = [1, 1]
+    one_pass(model, "")
+    assert "layers.1 (2), backward" in xt.explain(model)
