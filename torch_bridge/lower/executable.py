@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
@@ -317,30 +317,26 @@ class BucketedExecutable:
 
     def __call__(self, *blocks: Tensor) -> tuple[Tensor, ...]:
         """Run the executables in buckets: the collectives of one bucket are shared."""
-        # Buckets are not in the order of the blocks.
-        results: list[Any] = [None] * len(blocks)
-        for bucket in self._buckets:
-            executables = [self.executables[i] for i in bucket]
-            outs = _run_in_lock_step(executables, [blocks[i] for i in bucket])
-            for i, out in zip(bucket, outs, strict=True):
-                results[i] = out
-        return tuple(results)
+        return self._in_order([_run_in_lock_step(*bucket) for bucket in self._bucketed(blocks)])
 
     def begin(self, *blocks: Tensor) -> Callable[[], tuple[Tensor, ...]]:
         """Begin the buckets in order, as `Executable.begin` does; return a function that ends all."""
-        ends = []
+        ends = [_begin_in_lock_step(*bucket) for bucket in self._bucketed(blocks)]
+        return lambda: self._in_order([end() for end in ends])
+
+    def _bucketed(
+        self, blocks: Sequence[Tensor]
+    ) -> Iterator[tuple[list[Executable], list[Tensor]]]:
+        """Yield the executables of each bucket, and their blocks."""
         for bucket in self._buckets:
-            executables = [self.executables[i] for i in bucket]
-            ends.append(_begin_in_lock_step(executables, [blocks[i] for i in bucket]))
+            yield [self.executables[i] for i in bucket], [blocks[i] for i in bucket]
 
-        def end() -> tuple[Tensor, ...]:
-            results: list[Any] = [None] * len(blocks)
-            for bucket, end_bucket in zip(self._buckets, ends, strict=True):
-                for i, out in zip(bucket, end_bucket(), strict=True):
-                    results[i] = out
-            return tuple(results)
-
-        return end
+    def _in_order(self, results_by_bucket: Sequence[Sequence[Tensor]]) -> tuple[Tensor, ...]:
+        """Return the results of all buckets in the order of the blocks."""
+        results: dict[int, Tensor] = {}
+        for bucket, outs in zip(self._buckets, results_by_bucket, strict=True):
+            results.update(zip(bucket, outs, strict=True))
+        return tuple(results[i] for i in range(len(results)))
 
     @property
     def sends_gradient(self) -> bool:

@@ -216,10 +216,7 @@ class _Move:
         prepared = self._prepared_for(tensors)
         if prepared is None:
             return self._redistribute(list(tensors), self._layouts, self._shapes)
-        results: dict[int, Tensor] = {}
-        for shared in prepared:
-            results.update(zip(shared.indices, shared.run(tensors), strict=True))
-        return [results[i] for i in range(len(tensors))]
+        return _in_order(prepared, [shared.run(tensors) for shared in prepared])
 
     def begin(self, tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]] | None:
         """Begin to move the tensors; return a function that ends it. None: they only move at once."""
@@ -227,14 +224,7 @@ class _Move:
         if prepared is None:
             return None
         ends = [begin(shared.executable, *shared.own_blocks(tensors)) for shared in prepared]
-
-        def end() -> list[Tensor]:
-            results: dict[int, Tensor] = {}
-            for shared, end_shared in zip(prepared, ends, strict=True):
-                results.update(zip(shared.indices, end_shared(), strict=True))
-            return [results[i] for i in range(len(tensors))]
-
-        return end
+        return lambda: _in_order(prepared, [end() for end in ends])
 
     def _prepared_for(self, tensors: Sequence[Tensor]) -> list[SharedMove] | None:
         """Return the prepared moves of tensors of a kind; None if only `redistribute` can move them."""
@@ -287,3 +277,13 @@ class _Move:
             profile=self._context.profile,
             comm_dtype=self._comm_dtype,
         )
+
+
+def _in_order(
+    moves: Sequence[SharedMove], results_of_moves: Sequence[Sequence[Tensor]]
+) -> list[Tensor]:
+    """Return the results of all moves in the order of their tensors."""
+    results: dict[int, Tensor] = {}
+    for shared, moved in zip(moves, results_of_moves, strict=True):
+        results.update(zip(shared.indices, moved, strict=True))
+    return [results[i] for i in range(len(results))]

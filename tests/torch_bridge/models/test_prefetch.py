@@ -459,6 +459,7 @@ def test_copies_and_other_threads_are_right() -> None:
     model.before = {1: in_thread}
     assert torch.equal(model(batch()), waiting(batch()))
     assert torch.equal(results[0], waiting.layers[3](batch()))
+    assert len(parallel_of(model).prefetch.forward) == 5  # the pass went on in its order
     thread = threading.Thread(target=lambda: results.append(model(batch())))
     thread.start()
     thread.join()
