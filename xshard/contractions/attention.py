@@ -358,7 +358,7 @@ class Verb(Generic[A, M]):
         layout: Layout | str,
         mesh: M | None = None,
         *,
-        how: str = core.AUTO,
+        how: Literal["auto", "gather", "ulysses", "ring", "reduce"] = "auto",
         causal: bool = False,
         documents: A | None = None,
         kv_documents: A | None = None,
