@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 import re
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import Any, NamedTuple
 
 from xshard.arguments import limit_of
@@ -254,26 +255,14 @@ def last_started(n_bytes: Sequence[int], prefetch: Bytes) -> list[int]:
         n_bytes: The bytes that travel for each turn.
         prefetch: How much travels ahead: a number of modules, bytes as "64MiB", or None for all.
     """
-    n_turns = len(n_bytes)
-    if prefetch is None:
-        return [n_turns - 1] * n_turns
+    last = len(n_bytes) - 1
+    limit = limit_of(prefetch, "prefetch")
+    if limit is None:
+        return [last] * len(n_bytes)
     if not isinstance(prefetch, str):
-        return [min(i + int(prefetch), n_turns - 1) for i in range(n_turns)]
-    room = limit_of(prefetch, "prefetch")
-    assert room is not None
-    last = 0
-    lasts = []
-    ahead_bytes = 0  # of the turns after i, up to `last`
-    for i in range(n_turns):
-        if last < i:
-            last = i
-        elif i:
-            ahead_bytes -= n_bytes[i]
-        while last + 1 < n_turns and ahead_bytes + n_bytes[last + 1] <= room:
-            last += 1
-            ahead_bytes += n_bytes[last]
-        lasts.append(last)
-    return lasts
+        return [min(i + limit, last) for i in range(len(n_bytes))]
+    sums = list(accumulate(n_bytes))  # of each turn and those before it
+    return [bisect_right(sums, sums[i] + limit) - 1 for i in range(len(n_bytes))]
 
 
 def prefetched(turns: Sequence[Turn], prefetch: Bytes) -> Schedule:

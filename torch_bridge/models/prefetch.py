@@ -92,6 +92,8 @@ class Prefetch:
     _to_gather_again: BackwardOrder | None = None
 
     def __init__(self, context: ParallelContext, prefetch: Bytes) -> None:
+        # Raises XshardError for a text that is no number of bytes.
+        last_started([], prefetch)
         self._context = context
         self.prefetch = prefetch
         self.forward: Sequence[Turn] = ()

@@ -466,6 +466,13 @@ def test_copies_and_other_threads_are_right() -> None:
     assert torch.equal(results[-1], waiting(batch()))
 
 
+@on_two
+def test_what_is_no_amount_is_refused() -> None:
+    check_error(lambda: made(prefetch="two"), "XshardError", "two", "prefetch")
+    check_error(lambda: made(prefetch=1.5), "PlanError", "prefetch is 1.5")
+    check_error(lambda: made(prefetch=-1), "XshardError", "prefetch is -1")
+
+
 # ---- ranks that differ
 
 
