@@ -27,6 +27,8 @@ from xshard.schedule import Schedule, Start, last_started, training_step
 from xshard.schedule import Turn as ScheduledTurn
 from xshard.signatures import Bytes
 
+MOST_ORDERS = 64  # remembered as equal on all processes
+
 
 class Turn(NamedTuple):
     """A module's turn in a pass: what it gathers, and how to begin that before the turn comes.
@@ -185,6 +187,8 @@ class Prefetch:
             compare_ranks(
                 ranks, "the order of modules in a pass", lambda: CallFacts(facts, peers=ranks)
             )
+            if len(self._compared) == MOST_ORDERS:
+                self._compared.clear()  # layers that are dropped at random have a new order in each pass
             self._compared.add(names)
 
     def gathers_again(self, turn: Turn) -> Callable[[], GatherUnderWay | None]:
