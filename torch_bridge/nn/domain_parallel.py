@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import modules
 
 from torch_bridge.autodiff.blocks import check_no_checkpoint
 from torch_bridge.mesh.process_mesh import MeshLike, process_mesh
@@ -51,16 +50,18 @@ from xshard.notation.parser import ELLIPSIS
 Converters = Mapping[type[nn.Module], Callable[[Any], nn.Module]]
 
 # Modules of torch that only call functions with rules: records follow blocks through them.
-FOLLOWED: list[type[nn.Module]] = [
-    nn.Identity, nn.Linear, nn.Embedding, nn.Dropout, nn.AlphaDropout, nn.LocalResponseNorm,
-]  # fmt: skip
-# Files of torch all of whose modules are such, but for these two, whose functions have no rule.
-for _file in (
-    modules.activation, modules.channelshuffle, modules.container, modules.flatten, modules.padding
-):  # fmt: skip
-    FOLLOWED += [getattr(_file, name) for name in _file.__all__]
-FOLLOWED.remove(nn.MultiheadAttention)
-FOLLOWED.remove(nn.RReLU)
+FOLLOWED = (
+    nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict, nn.Identity,
+    nn.Flatten, nn.Unflatten, nn.Linear, nn.Embedding, nn.Dropout, nn.AlphaDropout, nn.Softmax, nn.Softmax2d,
+    nn.Softmin, nn.LogSoftmax, nn.GLU, nn.LocalResponseNorm, nn.ChannelShuffle, nn.ELU, nn.Hardshrink,
+    nn.Hardsigmoid, nn.Hardtanh, nn.Hardswish, nn.LeakyReLU, nn.LogSigmoid, nn.PReLU, nn.ReLU, nn.ReLU6,
+    nn.SELU, nn.CELU, nn.GELU, nn.Sigmoid, nn.SiLU, nn.Mish, nn.Softplus, nn.Softshrink, nn.Softsign,
+    nn.Tanh, nn.Tanhshrink, nn.Threshold,
+    nn.ConstantPad1d, nn.ConstantPad2d, nn.ConstantPad3d, nn.ZeroPad1d, nn.ZeroPad2d, nn.ZeroPad3d,
+    nn.CircularPad1d, nn.CircularPad2d, nn.CircularPad3d,
+    nn.ReflectionPad1d, nn.ReflectionPad2d, nn.ReflectionPad3d,
+    nn.ReplicationPad1d, nn.ReplicationPad2d, nn.ReplicationPad3d,
+)  # fmt: skip
 
 
 @api_boundary

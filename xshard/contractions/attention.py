@@ -12,7 +12,7 @@ from xshard.dtypes import name_of
 from xshard.errors import DtypeError, XshardError, api_boundary
 from xshard.layout import Layout, Sharding
 from xshard.nn import attention as core
-from xshard.nn.attention import HEADS, REDUCE, SEQUENCE, Attention
+from xshard.nn.attention import AUTO, HEADS, REDUCE, SEQUENCE, Attention, Method
 from xshard.notation.parser import Dim
 from xshard.ops import A, M
 from xshard.signatures import Count, Length, Positive, ZeroToOne, short_repr
@@ -358,7 +358,7 @@ class Verb(Generic[A, M]):
         layout: Layout | str,
         mesh: M | None = None,
         *,
-        how: Literal["auto", "gather", "ulysses", "ring", "reduce"] = "auto",
+        how: Method = AUTO,
         causal: bool = False,
         documents: A | None = None,
         kv_documents: A | None = None,
