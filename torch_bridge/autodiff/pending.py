@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,19 +12,21 @@ from torch import Tensor
 
 from torch_bridge.autodiff.function import Redistribute
 from torch_bridge.errors import CollectiveError
-from torch_bridge.lower.executable import Executable
+from torch_bridge.lower.executable import BucketedExecutable, Executable
 from torch_bridge.lower.transfer import TransferExecutable
 from torch_bridge.mesh.desync import Compared
 from torch_bridge.versions.pytree import tree_map
 from xshard.errors import end_at_user
 
+Runnable = Executable | BucketedExecutable | TransferExecutable
+
 
 @dataclass(eq=False)
 class InFlight:
-    """One execution of a plan, between its beginning and its end."""
+    """One execution of a plan, or of several together, between its beginning and its end."""
 
-    executable: Executable | TransferExecutable
-    finish: Callable[[], Tensor] | None = None  # ends it; None before it begins, and afterwards
+    executable: Runnable
+    finish: Callable[[], Any] | None = None  # ends it; None before it begins, and afterwards
     # Executions of its derivatives that one half has begun and the other has to end: "backward",
     # "tangent", or the size of a batch.
     derivatives: dict[str | int, InFlight] = field(default_factory=dict)
@@ -33,7 +36,7 @@ class InFlight:
 class Half:
     """One half of a plan, as a linear function for autograd.
 
-    The first half (`begins`) maps a block to an empty token, the second one the token to the result. The
+    The first half (`begins`) maps blocks to an empty token, the second one the token to the results. The
     token is what ties them together in the graph: in the backward pass the second half comes first, and
     begins the plan of the adjoint, which the first half ends.
     """
@@ -43,10 +46,10 @@ class Half:
     batch: tuple[int, ...] = ()  # lengths of dims that vmap added
     is_linear: bool = True
 
-    def __call__(self, block: Tensor) -> Tensor:
+    def __call__(self, *blocks: Tensor) -> Any:
         if self.begins:
-            self.in_flight.finish = self.in_flight.executable.begin(block)
-            return block.new_empty((*self.batch, 0))
+            self.in_flight.finish = self.in_flight.executable.begin(*blocks)
+            return blocks[0].new_empty((*self.batch, 0))
         finish = self.in_flight.finish
         self.in_flight.finish = None
         assert finish is not None, "a plan ends once"
@@ -85,9 +88,24 @@ class Half:
         return Half(derivatives[kind], begins, batch)
 
 
-if (
-    TYPE_CHECKING
-):  # it may be used as a tensor; as one to Python, torch would read its memory at once
+def begin(executable: Runnable, *blocks: Tensor) -> Callable[[], Any]:
+    """Start a move, differentiably, that goes on while you compute; return a function that ends it.
+
+    All processes begin and end theirs in the same order. For autograd it is two functions, each a
+    `Half`: blocks -> token begins it, token -> results ends it. The token is an empty tensor, which
+    only links the two. In the backward pass they change roles.
+
+    Args:
+        executable: The move, ready to run.
+        *blocks: This process's block of each tensor that it moves.
+    """
+    in_flight = InFlight(executable)
+    token = Redistribute.apply(Half(in_flight, begins=True), *blocks)
+    return partial(Redistribute.apply, Half(in_flight, begins=False), token)
+
+
+if TYPE_CHECKING:
+    # It may be used as a tensor; as one to Python, torch would read its memory at once.
     Waiting = Tensor
 else:
     Waiting = object
@@ -120,24 +138,25 @@ class PendingTensor(Waiting):
 
     @classmethod
     def begin(cls, block: Tensor, executable: Executable | TransferExecutable) -> PendingTensor:
-        """Start a redistribution that goes on while you compute; `wait` of the result ends it.
+        """Start a redistribution of one block; `wait` of the result ends it."""
+        return cls(begin(executable, block), executable.shape, block)
 
-        All processes begin and end theirs in the same order. For autograd it is two functions, each
-        a `Half`: block -> token begins it, token -> result ends it. The token is an empty tensor,
-        which only links the two. In the backward pass they change roles.
+    @classmethod
+    def begin_together(
+        cls, blocks: Sequence[Tensor], executable: BucketedExecutable
+    ) -> list[PendingTensor]:
+        """Start the redistribution of several blocks; the first `wait` of a result ends all."""
+        # It has the results of all as its result: the error of a first `wait` is that of the others.
+        together = cls(begin(executable, *blocks), (), blocks[0])
+        pending = []
+        for i, block in enumerate(blocks):
+            finish = partial(together._wait_for, i)
+            pending.append(cls(finish, executable.executables[i].shape, block))
+        return pending
 
-        Args:
-            block: This process's block under the left layout.
-            executable: The move, ready to run.
-        """
-        in_flight = InFlight(executable)
-        token = Redistribute.apply(Half(in_flight, begins=True), block)
-
-        def finish() -> Tensor:
-            result: Tensor = Redistribute.apply(Half(in_flight, begins=False), token)
-            return result
-
-        return cls(finish, executable.shape, block)
+    def _wait_for(self, i: int) -> Tensor:
+        result: Any = self.wait()
+        return result[i]
 
     def wait(self) -> Tensor:
         """Wait for the result and return it, a plain tensor.
@@ -145,10 +164,10 @@ class PendingTensor(Waiting):
         Raises:
             CollectiveError: A collective failed. Each later use raises it again.
         """
-        if isinstance(self._result, Tensor):
-            return self._result
         if isinstance(self._result, CollectiveError):
             raise self._result
+        if not callable(self._result):
+            return self._result
         # Autograd records both halves or neither: the second as the first was, even if `no_grad`
         # differs.
         with torch.set_grad_enabled(self._is_recording):

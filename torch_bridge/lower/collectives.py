@@ -7,7 +7,7 @@ Function returns.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -82,6 +82,39 @@ class Peer(NamedTuple):
     arriving: slice
 
 
+class _UnderWay:
+    """A collective under way, which a call waits for. Its messages, which are being sent, live as long.
+
+    If it is dropped, as after an error between its beginning and its end, it waits then: backends would
+    write to memory that others have, and messages of the next collective could be taken for its own.
+    """
+
+    def __init__(self, collective: Collective, out: Tensor, messages: Tensor, work: Any) -> None:
+        self._collective = collective
+        self._out = out
+        self._messages: Tensor | None = messages
+        self._work = work
+
+    def __call__(self) -> Tensor:
+        """Wait for the end; return what arrived."""
+        work = self._work
+        self._work = None
+        if work is not None:
+            call_backend(self._collective.kind, self._collective.group.ranks, work.wait)
+        messages = self._messages
+        self._messages = None
+        if messages is not None and messages.is_cuda:
+            # The stream that waits may not be the one on which the tensors were allocated.
+            for x in (self._out, messages):
+                x.record_stream(torch.cuda.current_stream(x.device))
+        return self._out
+
+    def __del__(self) -> None:
+        if self._work is not None:
+            with suppress(Exception):  # nobody is there to be told
+                self()
+
+
 @dataclass(frozen=True)
 class Collective:
     """One collective of a group: every rank sends one flat tensor and receives another."""
@@ -118,18 +151,7 @@ class Collective:
             return lambda: functional_collectives.wait_tensor(arriving).view(shape)
         out = messages.new_empty(shape)
         work = self._issue(out.view(-1), messages, async_op=True)
-
-        def end() -> Tensor:
-            """Wait; until then this closure keeps the messages alive, which are still being sent."""
-            if work is not None:
-                call_backend(self.kind, self.group.ranks, work.wait)
-            if out.is_cuda:
-                # The stream that waits may not be the one on which the tensors were allocated.
-                for x in (out, messages):
-                    x.record_stream(torch.cuda.current_stream(x.device))
-            return out
-
-        return end
+        return _UnderWay(self, out, messages, work)
 
     @cached_property
     def _splits(self) -> tuple[list[int], list[int]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
@@ -11,7 +11,12 @@ import torch
 from torch import Tensor
 
 from torch_bridge.lower.collectives import CARRIERS, Pending
-from torch_bridge.lower.packed_collective import PackedCollective, compare_new, run_together
+from torch_bridge.lower.packed_collective import (
+    PackedCollective,
+    begin_together,
+    compare_new,
+    run_together,
+)
 from torch_bridge.mesh import desync
 from torch_bridge.mesh.failures import name_place, with_place_in_errors
 from torch_bridge.mesh.process_mesh import ProcessMesh
@@ -312,14 +317,26 @@ class BucketedExecutable:
 
     def __call__(self, *blocks: Tensor) -> tuple[Tensor, ...]:
         """Run the executables in buckets: the collectives of one bucket are shared."""
-        # Buckets are not in the order of the blocks.
-        results: list[Any] = [None] * len(blocks)
+        return self._in_order([_run_in_lock_step(*bucket) for bucket in self._bucketed(blocks)])
+
+    def begin(self, *blocks: Tensor) -> Callable[[], tuple[Tensor, ...]]:
+        """Begin the buckets in order, as `Executable.begin` does; return a function that ends all."""
+        ends = [_begin_in_lock_step(*bucket) for bucket in self._bucketed(blocks)]
+        return lambda: self._in_order([end() for end in ends])
+
+    def _bucketed(
+        self, blocks: Sequence[Tensor]
+    ) -> Iterator[tuple[list[Executable], list[Tensor]]]:
+        """Yield the executables of each bucket, and their blocks."""
         for bucket in self._buckets:
-            executables = [self.executables[i] for i in bucket]
-            outs = _run_in_lock_step(executables, [blocks[i] for i in bucket])
-            for i, out in zip(bucket, outs, strict=True):
-                results[i] = out
-        return tuple(results)
+            yield [self.executables[i] for i in bucket], [blocks[i] for i in bucket]
+
+    def _in_order(self, results_by_bucket: Sequence[Sequence[Tensor]]) -> tuple[Tensor, ...]:
+        """Return the results of all buckets in the order of the blocks."""
+        results: dict[int, Tensor] = {}
+        for bucket, outs in zip(self._buckets, results_by_bucket, strict=True):
+            results.update(zip(bucket, outs, strict=True))
+        return tuple(results[i] for i in range(len(results)))
 
     @property
     def sends_gradient(self) -> bool:
@@ -370,6 +387,37 @@ def _run_in_lock_step(executables: Sequence[Executable], blocks: Sequence[Tensor
     """
     if len(executables) == 1:
         return [executables[0](blocks[0])]
+    n_collectives = len(executables[0].collectives)
+    outs = _run_up_to(n_collectives, executables, blocks)
+    return [executable.leave(out) for executable, out in zip(executables, outs, strict=True)]
+
+
+def _begin_in_lock_step(
+    executables: Sequence[Executable], blocks: Sequence[Tensor]
+) -> Callable[[], list[Tensor]]:
+    """Run several plans together until their last collective is under way; return what ends them."""
+    if len(executables) == 1:
+        end_one = executables[0].begin(blocks[0])
+        return lambda: [end_one()]
+    n_collectives = len(executables[0].collectives)
+    outs = _run_up_to(n_collectives - 1, executables, blocks)
+    last = [executable.collectives[-1] for executable in executables]
+    guarded = executables[0].guarded
+    arrive = guarded(last[0], begin_together, last, outs)
+
+    def end() -> list[Tensor]:
+        results = []
+        for executable, out in zip(executables, guarded(last[0], arrive), strict=True):
+            results.append(executable.leave(executable.run_local(n_collectives, out)))
+        return results
+
+    return end
+
+
+def _run_up_to(
+    n_collectives: int, executables: Sequence[Executable], blocks: Sequence[Tensor]
+) -> list[Tensor]:
+    """Run several plans together, up to the local moves after the first `n_collectives` collectives."""
     new = [executable for executable in executables if executable.is_new]
     if new:
         compare_new(new, blocks[0].device)
@@ -377,10 +425,11 @@ def _run_in_lock_step(executables: Sequence[Executable], blocks: Sequence[Tensor
         executable.run_local(0, executable.enter(block))
         for executable, block in zip(executables, blocks, strict=True)
     ]
-    collectives_of_all = [executable.collectives for executable in executables]
-    for k, collectives in enumerate(zip(*collectives_of_all, strict=True), start=1):
+    for k in range(n_collectives):
+        collectives = [executable.collectives[k] for executable in executables]
         outs = executables[0].guarded(collectives[0], run_together, collectives, outs)
         outs = [
-            executable.run_local(k, out) for executable, out in zip(executables, outs, strict=True)
+            executable.run_local(k + 1, out)
+            for executable, out in zip(executables, outs, strict=True)
         ]
-    return [executable.leave(out) for executable, out in zip(executables, outs, strict=True)]
+    return outs

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -115,20 +115,38 @@ def run_together(packed: Sequence[PackedCollective], blocks: Sequence[Tensor]) -
         packed: The moves, with collectives of one kind on one group.
         blocks: This process's block for each move.
     """
-    sent = [move.collective.sent for move in packed]
-    received = [move.collective.received for move in packed]
-    # Ranks and kinds are equal; only the sizes add up.
-    joint = replace(
+    joint = _joint_collective(packed)
+    # The joint messages get no name here: no variable keeps their memory once they have been sent.
+    arrived = joint.run(_joint_messages(packed, blocks), (sum(joint.received),))
+    return _placed(packed, blocks, arrived)
+
+
+def begin_together(
+    packed: Sequence[PackedCollective], blocks: Sequence[Tensor]
+) -> Callable[[], list[Tensor]]:
+    """Begin what `run_together` runs; return the function that ends it."""
+    joint = _joint_collective(packed)
+    arrive = joint.begin(_joint_messages(packed, blocks), (sum(joint.received),))
+    return lambda: _placed(packed, blocks, arrive())
+
+
+def _joint_collective(packed: Sequence[PackedCollective]) -> Collective:
+    """Return one collective for several of one kind: ranks are equal, sizes add up."""
+    return replace(
         packed[0].collective,
-        sent=_sums_by_rank(sent),
-        received=_sums_by_rank(received),
+        sent=_sums_by_rank([move.collective.sent for move in packed]),
+        received=_sums_by_rank([move.collective.received for move in packed]),
         is_even=all(move.collective.is_even for move in packed),
     )
-    # The joint messages get no name here: no variable keeps their memory once they have been sent.
-    arrived = joint.run(_joint_messages(packed, blocks, sent), (sum(joint.received),))
+
+
+def _placed(
+    packed: Sequence[PackedCollective], blocks: Sequence[Tensor], arrived: Tensor
+) -> list[Tensor]:
+    """Return the block of each move, of what has arrived for all of them."""
     # `unpack` needs all messages of a move in one flat tensor; here those of other moves lie in
     # between, so that `place` gets them one by one.
-    parts_by_move = _messages_by_move(arrived, received)
+    parts_by_move = _messages_by_move(arrived, [move.collective.received for move in packed])
     return [
         move.place(block, parts)
         for move, block, parts in zip(packed, blocks, parts_by_move, strict=True)
@@ -139,10 +157,9 @@ def _sums_by_rank(sizes: MessageSizes) -> list[int]:
     return [sum(sizes_of_moves) for sizes_of_moves in zip(*sizes, strict=True)]
 
 
-def _joint_messages(
-    packed: Sequence[PackedCollective], blocks: Sequence[Tensor], sent: MessageSizes
-) -> Tensor:
+def _joint_messages(packed: Sequence[PackedCollective], blocks: Sequence[Tensor]) -> Tensor:
     """Write the messages of several moves into one tensor, rank by rank."""
+    sent = [move.collective.sent for move in packed]
     messages = blocks[0].new_empty(sum(map(sum, sent)))
     parts_by_move = _messages_by_move(messages, sent)
     for move, block, parts in zip(packed, blocks, parts_by_move, strict=True):

@@ -53,7 +53,7 @@ class _Machine(NamedTuple):
 
 @api_boundary
 def explain(model: nn.Module) -> str:
-    """Return two tables about a parallel model: how it is sharded, and what a step sends.
+    """Return tables about a parallel model: how it is sharded, what a step sends, and when.
 
         print(xt.explain(model))
         # parameter            shape  stored  used        gradient summed over  block
@@ -66,7 +66,8 @@ def explain(model: nn.Module) -> str:
         model: A parallel model.
 
     Returns:
-        Two tables, of parameters and of moves, with a sum below each.
+        Tables of parameters and of moves, with a sum below each; after a pass also the schedule of what
+        modules gather: what starts to travel, and what is awaited, before each of them computes.
 
     Raises:
         XshardError: The model is not parallel.
@@ -75,9 +76,10 @@ def explain(model: nn.Module) -> str:
     axes = parallel.context.axes
     machine = _Machine(axes, load_profile(machine_profile(parallel.context.profile)))
     title = f"{type(model).__name__} on {axes}"
-    return "\n".join(
-        [title, "", _table_of_parameters(parallel), "", _table_of_moves(parallel, machine)]
-    )
+    tables = [title, _table_of_parameters(parallel), _table_of_moves(parallel, machine)]
+    if parallel.prefetch.forward:
+        tables.append(str(parallel.prefetch.schedule()))
+    return "\n\n".join(tables)
 
 
 def _table_of_parameters(parallel: ParallelModel) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from torch_bridge.autodiff.blocks import check_not_swapped
+from torch_bridge.autodiff.pending import begin
 from torch_bridge.calls.move import PLAIN_TYPES, MoveCall
 from torch_bridge.comm_dtype import CommDtypeLike, comm_dtypes
 from torch_bridge.mesh import desync
@@ -18,6 +19,9 @@ from torch_bridge.mesh.process_mesh import world_key
 from torch_bridge.models.parameters import ParallelContext, Place, ShardedParameter
 from torch_bridge.redistribution import redistribute
 from torch_bridge.redistribution.tree import SharedMove, share_collectives
+from torch_bridge.versions.autograd import writes_to
+from torch_bridge.versions.functorch import has_functorch_transforms
+from xshard import XshardError
 from xshard.cost.machine import resolve_profile
 from xshard.errors import located
 from xshard.replicas import are_replicas_checked
@@ -82,6 +86,34 @@ class GatheredParameter:
             place.set_tensor(x)
 
 
+class GatherUnderWay:
+    """Parameters on their way, begun before their module needs them."""
+
+    def __init__(
+        self,
+        parameters: list[GatheredParameter],
+        blocks: Sequence[Tensor],
+        end: Callable[[], list[Tensor]],
+    ) -> None:
+        self.parameters = parameters
+        self._blocks = blocks
+        self._end = end
+        self._writes = [writes_to(x) for x in blocks]
+
+    def wait(self, blocks: Sequence[Tensor]) -> list[Tensor]:
+        """Return the gathered tensors. Raises XshardError if a block has been written to meanwhile.
+
+        blocks: those that the parameters have now.
+        """
+        for i, x in enumerate(blocks):
+            if x is not self._blocks[i] or writes_to(x) != self._writes[i]:
+                what = f"{self.parameters[i].name} was written to in a pass, while it was on its way to "
+                what += "the module that uses it"
+                hint = "write to it before or after the pass, or parallelize(..., prefetch=0)"
+                raise XshardError(what, hint=hint)
+        return self._end()
+
+
 class ParameterMoves:
     """Moves parameters of a module between storage and use, several together.
 
@@ -102,6 +134,22 @@ class ParameterMoves:
     ) -> list[Tensor]:
         """Return parameters as modules use them, from their blocks in storage, differentiably."""
         return self._move_of(parameters, is_gradient=False)(blocks)
+
+    def begin_gather(
+        self, parameters: Sequence[GatheredParameter], blocks: Sequence[Tensor]
+    ) -> GatherUnderWay | None:
+        """Begin to gather parameters; None where they cannot be gathered ahead, on all processes alike."""
+        if not parameters or any(x.is_inference() for x in blocks):
+            return None
+        if torch.is_inference_mode_enabled():  # asked first, as to leave it is slow
+            with torch.inference_mode(False):
+                return self.begin_gather(parameters, blocks)
+        # Who awaits it decides whether its gradient is recorded: a graph is prepared in any case.
+        with torch.enable_grad():
+            end = self._move_of(parameters, is_gradient=False).begin(blocks)
+        if end is None:
+            return None
+        return GatherUnderWay(list(parameters), blocks, end)
 
     def reduce_gradients(
         self, parameters: Sequence[GatheredParameter], gradients: Sequence[Tensor]
@@ -165,9 +213,24 @@ class _Move:
             # One by one: the compiler joins the collectives of a graph by itself.
             moves = zip(tensors, self._layouts, self._shapes, strict=True)
             return [self._redistribute(x, layout, shape) for x, layout, shape in moves]
-        # These debugging modes compare calls or replicas each time, which only `redistribute` does.
-        if desync.ALWAYS or are_replicas_checked(None):
+        prepared = self._prepared_for(tensors)
+        if prepared is None:
             return self._redistribute(list(tensors), self._layouts, self._shapes)
+        return _in_order(prepared, [shared.run(tensors) for shared in prepared])
+
+    def begin(self, tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]] | None:
+        """Begin to move the tensors; return a function that ends it. None: they only move at once."""
+        prepared = None if has_functorch_transforms() else self._prepared_for(tensors)
+        if prepared is None:
+            return None
+        ends = [begin(shared.executable, *shared.own_blocks(tensors)) for shared in prepared]
+        return lambda: _in_order(prepared, [end() for end in ends])
+
+    def _prepared_for(self, tensors: Sequence[Tensor]) -> list[SharedMove] | None:
+        """Return the prepared moves of tensors of a kind; None if only `redistribute` can move them."""
+        # These debugging modes compare calls or replicas each time.
+        if desync.ALWAYS or are_replicas_checked(None):
+            return None
         check_not_swapped()
         profile = resolve_profile(self._context.profile)
         kinds = tuple(map(_kind_of, tensors))
@@ -178,15 +241,10 @@ class _Move:
         prepared = self._prepared.get(key)
         if prepared is None:
             if any(type(x) not in PLAIN_TYPES for x in tensors):
-                # An executable would keep fake tensors.
-                return self._redistribute(list(tensors), self._layouts, self._shapes)
+                return None  # an executable would keep fake tensors
             prepared = self._prepare(tensors)
             self._prepared[key] = prepared
-
-        results: dict[int, Tensor] = {}
-        for shared in prepared:
-            results.update(zip(shared.indices, shared.run(tensors), strict=True))
-        return [results[i] for i in range(len(tensors))]
+        return prepared
 
     def _prepare(self, tensors: Sequence[Tensor]) -> list[SharedMove]:
         """Plan the move of each tensor, and join moves so that many tensors share one collective.
@@ -219,3 +277,13 @@ class _Move:
             profile=self._context.profile,
             comm_dtype=self._comm_dtype,
         )
+
+
+def _in_order(
+    moves: Sequence[SharedMove], results_of_moves: Sequence[Sequence[Tensor]]
+) -> list[Tensor]:
+    """Return the results of all moves in the order of their tensors."""
+    results: dict[int, Tensor] = {}
+    for shared, moved in zip(moves, results_of_moves, strict=True):
+        results.update(zip(shared.indices, moved, strict=True))
+    return [results[i] for i in range(len(results))]

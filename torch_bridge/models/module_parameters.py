@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 from types import FrameType
 from typing import Any
 
@@ -11,14 +11,15 @@ import torch
 from torch import Tensor
 
 from torch_bridge.models.calls import call_of_hook, is_running
-from torch_bridge.models.gathered import GatheredParameter, ParameterMoves
+from torch_bridge.models.gathered import GatheredParameter, GatherUnderWay, ParameterMoves
 from torch_bridge.models.gradients import Gradients
 from torch_bridge.models.parameters import ParallelContext
+from torch_bridge.models.prefetch import Prefetch, Turn
 from torch_bridge.models.regathering import Regathering
 from torch_bridge.models.shared import SharedParameters
 from torch_bridge.versions.autograd import writes_to
 from torch_bridge.versions.pytree import tree_leaves
-from xshard import XshardError
+from xshard import Sharding, XshardError
 
 
 class ModuleParameters:
@@ -35,13 +36,13 @@ class ModuleParameters:
     exception leaves, as when a notebook's cell is stopped, `end_unfinished_passes` mends before the next
     pass. A module may call itself: only the outermost pass counts.
 
+    Their gather may have begun before the pass (`Prefetch`): what is on its way is no state of the module.
+
     A gathered tensor has one of three lives:
 
     - It is kept by autograd until the backward pass (`GatheredParameter.is_kept`).
     - It is dropped after the forward pass; the backward pass gathers it again (`Regathering`).
     - It is shared by the passes inside `no_sync` and the next one (`is_shared`, `SharedParameters`).
-
-    A tensor that is gathered before its pass begins would be a third state, between the two.
     """
 
     # The calls of the module that run, and what the outermost one has gathered from which blocks.
@@ -51,14 +52,18 @@ class ModuleParameters:
     _writes: Sequence[int] = ()  # to the gathered tensors, before the pass
     _regathering: Regathering | None = None  # while autograd saves references
 
-    def __init__(self, context: ParallelContext) -> None:
+    def __init__(self, name: str, context: ParallelContext, prefetch: Prefetch) -> None:
+        self.name = name  # of the module
         self.parameters: list[GatheredParameter] = []
+        self.n_bytes = 0  # of the gathered tensors, at most
         self._moves = ParameterMoves(context)
+        self._prefetch = prefetch
         self._shared: SharedParameters | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy or a pickle has: no pass, as frames cannot be copied."""
-        return {name: getattr(self, name) for name in ("parameters", "_moves", "_shared")}
+        copied = ("name", "parameters", "n_bytes", "_moves", "_prefetch", "_shared")
+        return {name: getattr(self, name) for name in copied}
 
     @property
     def has_unsummed_gradients(self) -> bool:
@@ -72,6 +77,12 @@ class ModuleParameters:
                 parameter.places += new.places
                 return
         self.parameters.append(new)
+
+    def count_bytes(self, used: Mapping[str, Sharding]) -> None:
+        """Count the bytes that the gathered parameters have; used: their layouts in use, by name."""
+        for gathered in self.parameters:
+            itemsize = gathered.parameter.tensor.element_size()
+            self.n_bytes += itemsize * used[gathered.name].max_local_size
 
     def share_between_passes(self, gradients: Gradients) -> None:
         """Let passes inside `no_sync` share the parameters that are marked so.
@@ -148,9 +159,14 @@ class ModuleParameters:
             for parameter, x in zip(self.parameters, self._tensors, strict=True):
                 parameter.take_back(x)
         self._tensors = ()
-        if self._regathering is not None:
-            self._regathering.end_saving()
-            self._regathering = None
+        regathering = self._regathering
+        if regathering is None:
+            return
+        self._regathering = None
+        regathering.end_saving()
+        if regathering.is_needed:
+            turn = self._turn._replace(begin=regathering.begin_gather)
+            regathering.take_begun = self._prefetch.gathers_again(turn)
 
     def _gather_for_pass(self) -> list[Tensor]:
         """Return the tensor of every parameter: one that modules have, a shared one, or gathered now.
@@ -166,10 +182,34 @@ class ModuleParameters:
             tensors = self._shared.take()
         numbers = [i for i, p in enumerate(self.parameters) if p.name not in tensors]
         missing = [self.parameters[i] for i in numbers]
-        gathered = self._moves.gather(missing, [self._blocks[i] for i in numbers])
+        gathered = self._gather(missing, [self._blocks[i] for i in numbers])
         for parameter, x in zip(missing, gathered, strict=True):
             tensors[parameter.name] = x
         return [tensors[parameter.name] for parameter in self.parameters]
+
+    def _gather(
+        self, missing: Sequence[GatheredParameter], blocks: Sequence[Tensor]
+    ) -> list[Tensor]:
+        """Gather parameters for a pass, or await what has begun to travel."""
+        if not torch.compiler.is_compiling():
+            begun = self._prefetch.take(self._turn)
+            if begun is not None and begun.parameters == missing:
+                return begun.wait(blocks)
+        return self._moves.gather(missing, blocks)
+
+    @cached_property
+    def _turn(self) -> Turn:
+        return Turn(self.name, self.n_bytes, self._begin_gather)
+
+    def _begin_gather(self) -> GatherUnderWay | None:
+        """Begin to gather what the module's next pass will gather; nothing changes."""
+        if any(parameter.in_place is not None for parameter in self.parameters):
+            return None
+        missing = self.parameters
+        if self._shared is not None and self._shared.serves_next_pass:
+            missing = [parameter for parameter in missing if not parameter.is_shared]
+        blocks = [gathered.parameter.tensor for gathered in missing]
+        return self._moves.begin_gather(missing, blocks)
 
     def _begin_regathering(self, tensors: Sequence[Tensor]) -> None:
         """Save memory: from now on, autograd does not keep gathered tensors for the backward pass.
@@ -200,7 +240,7 @@ class ModuleParameters:
             parameters,
             [self._blocks[i] for i in numbers],
             [tensors[i] for i in numbers],
-            partial(self._moves.gather, parameters),
+            self._moves,
         )
 
     def _check_not_written(self, tensors: Sequence[Tensor]) -> None:

@@ -22,6 +22,7 @@ from torch_bridge.models.module_parameters import tensors_with_gradient
 from torch_bridge.models.names import is_inside
 from torch_bridge.models.notes import has_note, leaves_call_of_hook, note_on
 from torch_bridge.models.parameters import ParallelContext, ShardedParameter
+from torch_bridge.models.prefetch import Prefetch
 from torch_bridge.models.structure import check_structure, watch_structures
 from xshard import Layout, Sharding, XshardError
 from xshard.errors import UnverifiedWarning, api_boundary
@@ -45,6 +46,7 @@ class ParallelModel:
         used_shardings: The layouts in use, with global shapes, in the same way.
         hooks: The hooks of modules with rules, by their names.
         gradients: Sums gradients in backward passes.
+        prefetch: Lets parameters travel before modules need them.
         find_arrivals: `arrivals` of a model without rules.
         original: The model on one device, if that is another module.
         names: The names of all modules.
@@ -59,6 +61,7 @@ class ParallelModel:
     used_shardings: dict[str, Sharding]
     hooks: Mapping[str, ModuleHooks]
     gradients: Gradients
+    prefetch: Prefetch
     find_arrivals: Callable[[Mapping[Any, Any]], dict[Any, Any]] | None = None
     original: nn.Module | None = None
     names: Mapping[nn.Module, str] = field(default_factory=dict)
@@ -103,6 +106,12 @@ class ParallelModel:
                 self.is_changed = False
             self.end_unfinished_passes()
             self.gradients.prepare()
+            self.prefetch.begin_pass()
+
+    def end(self, module: nn.Module, args: Any, result: Any) -> None:
+        """End a forward pass; a hook of the model, after all others, also after an error."""
+        if not torch.compiler.is_compiling():
+            self.prefetch.end_pass(result)
 
     def end_unfinished_passes(self) -> None:
         """Give blocks back to modules whose call was interrupted."""

@@ -22,6 +22,7 @@ from torch_bridge.models.names import module_of, title_of
 from torch_bridge.models.own_attention import guard_attention
 from torch_bridge.models.parallel import ATTRIBUTE, ParallelModel
 from torch_bridge.models.parameters import Init, ParallelContext, check_whole, shard_all
+from torch_bridge.models.prefetch import Prefetch
 from torch_bridge.models.uses import (
     ModelParameters,
     check_varying_alike,
@@ -87,6 +88,7 @@ def parallelize(  # noqa: PLR0913  public: rules of several kinds, and how they 
     device: DeviceLike | None = None,
     keep: bool | Pattern = False,
     bucket_bytes: Bytes = "25MiB",
+    prefetch: Bytes = 1,
     comm_dtype: CommDtypeLike = None,
     profile: ProfileLike = "auto",
 ) -> Model:
@@ -123,6 +125,9 @@ def parallelize(  # noqa: PLR0913  public: rules of several kinds, and how they 
             of ZeRO-3), and for all passes in `no_sync` and the next one. True, or a pattern of parameters.
             The model always keeps its own for one pass.
         bucket_bytes: How much of the gradients travels together, as 2**20 or "25MiB"; None for all.
+        prefetch: How much of what modules gather travels ahead, while earlier ones compute, forward and
+            backward: a number of modules, bytes as "64MiB", or None for all. Gradients travel while the
+            backward pass goes on. 0: each module waits for its own.
         comm_dtype: The dtype in which parameters and gradients travel, as in `redistribute`.
         profile: The machine to plan for.
 
@@ -162,6 +167,7 @@ def parallelize(  # noqa: PLR0913  public: rules of several kinds, and how they 
     if hasattr(model, ATTRIBUTE):
         raise XshardError("the model is parallel already", hint="write all rules in one call")
     context = ParallelContext(mesh, profile, comm_dtype)
+    ahead = Prefetch(context, prefetch)
     if outputs is None:
         outputs = {}
     if counts is None:
@@ -173,9 +179,9 @@ def parallelize(  # noqa: PLR0913  public: rules of several kinds, and how they 
     prepared: list[_PreparedModel] = []
 
     def facts() -> CallFacts:
-        prepared.append(_prepare(model, context, rules))
+        prepared.append(_prepare(model, context, rules, ahead))
         check_whole(prepared[0].parameters.sharded, init)
-        options = (context.axes, gathers, keep, bucket_bytes, comm_dtype, profile)
+        options = (context.axes, gathers, keep, bucket_bytes, prefetch, comm_dtype, profile)
         flags = _facts_of(rules, prepared[0]) | {"options": str(options)}
         return CallFacts(flags, peers=context.processes.ranks)
 
@@ -197,16 +203,18 @@ def parallelize(  # noqa: PLR0913  public: rules of several kinds, and how they 
     for count in ready.counts:
         setattr(count.module, count.attribute, count.local)
     parallel = ParallelModel(
-        context, sharded, uses, used_shardings, ready.hooks, gradients, counts=ready.counts
+        context, sharded, uses, used_shardings, ready.hooks, gradients, ahead, counts=ready.counts
     )
     _attach(model, parallel)
     return model
 
 
-def _prepare(model: nn.Module, context: ParallelContext, rules: _ModelRules) -> _PreparedModel:
+def _prepare(
+    model: nn.Module, context: ParallelContext, rules: _ModelRules, prefetch: Prefetch
+) -> _PreparedModel:
     """Read the rules of a model. Raises what is wrong with them; the model stays as it is."""
     modules = modules_by_name(model)
-    hooks_by_name = _module_hooks(modules, context, rules)
+    hooks_by_name = _module_hooks(modules, context, rules, prefetch)
     counts = _counts(modules, context.processes, Rules(rules.counts))
     parameters = parameters_by_rules(
         model, context, Rules(rules.parameters), hooks_by_name, rules.keep
@@ -214,6 +222,8 @@ def _prepare(model: nn.Module, context: ParallelContext, rules: _ModelRules) -> 
     check_parametrizations(parameters.used_shardings)
     # A module with several names has hooks under each, which are registered once.
     hooks = {module_hooks.name: module_hooks for module_hooks in hooks_by_name.values()}
+    for module_hooks in hooks.values():
+        module_hooks.parameters.count_bytes(parameters.used_shardings)
     counts += route_experts(hooks, context, parameters.sharded, parameters.used_shardings)
     return _PreparedModel(hooks, counts, parameters)
 
@@ -248,6 +258,7 @@ def _attach(model: nn.Module, parallel: ParallelModel) -> None:
     model.register_forward_pre_hook(parallel.begin, prepend=True)
     guard_attention(model, parallel.hooks)
     model.register_forward_hook(parallel.note_outputs)
+    model.register_forward_hook(parallel.end, always_call=True)
 
     modules_with_blocks = []
     for parameter in parallel.sharded:
@@ -270,6 +281,7 @@ def replicated(model: nn.Module, context: ParallelContext) -> ParallelModel:
     """
     # `parameters_by_rules` reads from hooks along which axes activations differ between processes.
     # These hooks of the whole model ("") say: along all axes. They are never registered.
+    no_prefetch = Prefetch(context, 0)
     rule_for_all = ModuleHooks(
         name="",
         arguments=[],
@@ -279,7 +291,7 @@ def replicated(model: nn.Module, context: ParallelContext) -> ParallelModel:
         outputs=(),
         varying=frozenset(context.axes.axes),
         gathers=False,
-        parameters=ModuleParameters(context),
+        parameters=ModuleParameters("", context, no_prefetch),
     )
     all_replicated = Rules({"**": "..."})  # every parameter is replicated
     by_rules = parameters_by_rules(model, context, all_replicated, hooks={"": rule_for_all})
@@ -291,11 +303,15 @@ def replicated(model: nn.Module, context: ParallelContext) -> ParallelModel:
         by_rules.used_shardings,
         hooks={},
         gradients=no_sums,
+        prefetch=no_prefetch,
     )
 
 
 def _module_hooks(
-    modules: Mapping[str, nn.Module], context: ParallelContext, rules: _ModelRules
+    modules: Mapping[str, nn.Module],
+    context: ParallelContext,
+    rules: _ModelRules,
+    prefetch: Prefetch,
 ) -> dict[str, ModuleHooks]:
     """Make the hooks of each module that has a rule, or that gathers parameters.
 
@@ -334,7 +350,7 @@ def _module_hooks(
             output_rules,
             varying,
             gathers=name in gathering_names,
-            parameters=ModuleParameters(context),
+            parameters=ModuleParameters(name, context, prefetch),
         )
         first = hooks_of_module.setdefault(module, module_hooks)
         if input_rules:

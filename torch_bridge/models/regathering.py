@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from torch_bridge.models.gathered import GatheredParameter
+from torch_bridge.models.gathered import GatheredParameter, GatherUnderWay, ParameterMoves
 from torch_bridge.versions.autograd import (
     call_after_backward,
     is_in_backward_pass,
@@ -54,7 +55,7 @@ class Regathering:
         parameters: Sequence[GatheredParameter],
         blocks: Sequence[Tensor],
         tensors: Sequence[Tensor],
-        gather: Callable[[Sequence[Tensor]], list[Tensor]],
+        moves: ParameterMoves,
     ) -> None:
         """Prepare the backward pass of a forward pass that gathered parameters.
 
@@ -62,11 +63,14 @@ class Regathering:
             parameters: The parameters.
             blocks: Their blocks in storage, in the same order.
             tensors: The gathered tensors.
-            gather: Gathers blocks again.
+            moves: Gathers blocks again.
         """
         self._parameters = parameters
         self._blocks = blocks
-        self._gather = gather
+        self._moves = moves
+        # Whether a backward pass comes to the module, and what takes a gather that has begun before.
+        self.is_needed = False
+        self.take_begun: Callable[[], GatherUnderWay | None] = _nothing
         self._writes = [writes_to(x) for x in blocks]
         self._dtypes = [x.dtype for x in tensors]
         # Autograd may save any view of a parameter, as a transposed weight. A view begins in the
@@ -125,13 +129,22 @@ class Regathering:
             )
         # With gradients: a reentrant checkpoint runs a backward pass of its own to the blocks.
         with torch.enable_grad():
-            return self._gather(self._blocks)
+            begun = self.take_begun()
+            if begun is not None:
+                return begun.wait(self._blocks)
+            return self._moves.gather(self._parameters, self._blocks)
+
+    @property
+    def begin_gather(self) -> Callable[[], GatherUnderWay | None]:
+        """The function that begins to gather them; it does not refer to this object."""
+        return partial(self._moves.begin_gather, self._parameters, self._blocks)
 
     def _pack(self, x: Tensor) -> Any:
         """Return what autograd saves of a tensor: a reference, if it is a view of a gathered parameter.
 
         Hot: called for every tensor that is saved.
         """
+        self.is_needed = True
         if x.layout is torch.strided:
             i = self._index_of_memory.get(x.untyped_storage().data_ptr())
             if i is not None and x.dtype == self._dtypes[i]:
@@ -154,6 +167,10 @@ class Regathering:
             _, unpack = self._hooks_around
             return unpack(saved.packed)
         return saved
+
+
+def _nothing() -> None:
+    """Return None: no gather has begun."""
 
 
 def _take_back(parameters: Sequence[GatheredParameter], tensors: list[Tensor]) -> None:

@@ -72,6 +72,11 @@ class SharedParameters:
         return bool(self._leaves)
 
     @property
+    def serves_next_pass(self) -> bool:
+        """Whether the next pass takes its parameters from here, and does not gather its own."""
+        return self.is_held or not self._gradients.syncs
+
+    @property
     def has_unsummed_gradients(self) -> bool:
         """Whether leaves have added up gradients that nothing has summed yet."""
         for i, leaf in enumerate(self._leaves):
@@ -89,13 +94,12 @@ class SharedParameters:
         - Outside, with nothing kept: {}, as there are no earlier gradients to sum.
         """
         self._check_complete()
-        syncs = self._gradients.syncs  # False inside `no_sync`
-        if syncs and not self.is_held:
+        if not self.serves_next_pass:
             return {}
         self._gather_if_changed()
         tensors = self._leaves
         # A pass under `no_grad`, such as an evaluation, has no backward pass to sum in.
-        if syncs and torch.is_grad_enabled():
+        if self._gradients.syncs and torch.is_grad_enabled():
             tensors = _LastPass.apply(self, *self._blocks)
         names = [parameter.name for parameter in self.parameters]
         return dict(zip(names, tensors, strict=True))

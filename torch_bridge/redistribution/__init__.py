@@ -63,6 +63,17 @@ def redistribute(
 ) -> T: ...
 
 
+@overload
+def redistribute(
+    x: Any,
+    layouts: Any,
+    mesh: MeshLike | None = None,
+    *,
+    async_op: bool,
+    **options: Unpack[MoveKeywords],
+) -> Any: ...
+
+
 def redistribute(  # noqa: PLR0913  one verb for all moves: most calls pass three of its options
     x: Any,
     layouts: LayoutsLike,
@@ -106,8 +117,8 @@ def redistribute(  # noqa: PLR0913  one verb for all moves: most calls pass thre
             None is the dtype of `x`. A narrower one compresses, a wider one adds exactly.
         bucket_bytes: About how many bytes of a tree a device sends together. All, the default, needs a
             copy.
-        async_op: Return at once, with a `PendingTensor`. Any use of it waits, in one order on all
-            processes.
+        async_op: Return at once, with a `PendingTensor`, or a tree of them. Any use of it waits, in one order
+            on all processes.
         debug: First compare the call with the other ranks' calls, and later its gradient. If they differ,
             or one of them fails, all of them raise DesyncError and none waits. Also: `XSHARD_DEBUG=1`.
         check_replicated: For debugging, compare the replicas and copies of `x` along the axes that the
@@ -209,8 +220,6 @@ def _redistribute_now(x: Any, options: Options) -> Any:
     # The type of a plain tensor, which is no tree, is looked up first: `isinstance` with several
     # types is slow.
     is_tree = type(x) not in PLAIN_TYPES and isinstance(x, Mapping | list | tuple)
-    if is_tree and options.async_op:
-        raise PlanError("async_op is for one tensor", hint="a tree arrives when the call returns")
     if options.is_transfer(x):
         options.check_transfer()
         return transfer_tree(x, options) if is_tree else redistribute_between(x, options)

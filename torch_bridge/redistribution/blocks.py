@@ -76,9 +76,7 @@ def move_one(
     compares = replicas.are_replicas_checked(check_replicated) and not x.is_meta
     if type(x) not in PLAIN_TYPES and is_dtensor(x):
         if async_op:
-            raise PlanError(
-                "async_op is for tensors", hint="a DTensor waits for its local block at once"
-            )
+            check_awaitable(x)
         from torch_bridge.dtensor.redistribution import redistribute_by_layouts
 
         return redistribute_by_layouts(x, call, compares, name)
@@ -92,6 +90,13 @@ def move_one(
     else:
         y = apply(executable, x)
     return PendingTensor(y, y.shape, y) if async_op else y  # pending in name: it has arrived
+
+
+def check_awaitable(x: Tensor) -> None:
+    """Raise PlanError for a DTensor, which cannot be under way."""
+    if is_dtensor(x):
+        hint = "a DTensor waits for its local block at once"
+        raise PlanError("async_op is for tensors", hint=hint)
 
 
 def compare(x: Tensor, options: Options) -> Compared | None:

@@ -10,12 +10,18 @@ from torch import Tensor
 
 from torch_bridge.autodiff.blocks import as_tensor, is_dtensor
 from torch_bridge.autodiff.function import Redistribute
-from torch_bridge.autodiff.pending import compare_gradients_of
+from torch_bridge.autodiff.pending import PendingTensor, compare_gradients_of
 from torch_bridge.calls.move import MoveCall
 from torch_bridge.lower.executable import BucketedExecutable, Executable
 from torch_bridge.mesh.desync import CallFacts, Compared, compare_call
 from torch_bridge.mesh.process_mesh import MeshLike, calling_ranks
-from torch_bridge.redistribution.blocks import call_of, compare, move_one, redistribute_between
+from torch_bridge.redistribution.blocks import (
+    call_of,
+    check_awaitable,
+    compare,
+    move_one,
+    redistribute_between,
+)
 from torch_bridge.redistribution.options import Options
 from torch_bridge.versions.pytree import (
     tree_flatten_with_path,
@@ -59,9 +65,16 @@ class SharedMove(NamedTuple):
 
     def run(self, blocks: Sequence[Tensor] | Mapping[int, Tensor]) -> tuple[Tensor, ...]:
         """Move the blocks at `indices`, differentiably."""
-        own_blocks = [blocks[i] for i in self.indices]
-        moved: tuple[Tensor, ...] = Redistribute.apply(self.executable, *own_blocks)
+        moved: tuple[Tensor, ...] = Redistribute.apply(self.executable, *self.own_blocks(blocks))
         return moved
+
+    def begin(self, blocks: Sequence[Tensor] | Mapping[int, Tensor]) -> list[PendingTensor]:
+        """Begin to move the blocks at `indices`."""
+        return PendingTensor.begin_together(self.own_blocks(blocks), self.executable)
+
+    def own_blocks(self, blocks: Sequence[Tensor] | Mapping[int, Tensor]) -> list[Tensor]:
+        """Return the blocks at `indices`."""
+        return [blocks[i] for i in self.indices]
 
 
 def share_collectives(
@@ -97,6 +110,7 @@ def redistribute_tree(tree: Any, options: Options) -> Any:
     """Redistribute every tensor of a dict, list or tuple, with few collectives for all of them.
 
     Returns a tree of the same structure. Each result is the same as if its tensor were moved alone.
+    With `async_op` they are under way.
     """
     bucket_bytes = limit_of(options.bucket_bytes)
     compared = _compare_tree(tree, options, bucket_bytes) if options.debug else []
@@ -106,17 +120,21 @@ def redistribute_tree(tree: Any, options: Options) -> Any:
     calls = []
     for leaf in leaves:
         with located(leaf.place):
+            if options.async_op:
+                check_awaitable(leaf.x)
             calls.append(call_of(leaf.x, leaf.options(options)))
 
     # With `check_replicated`, each tensor is moved and compared alone, so that an error has its
     # name.
     results: dict[int, Any] = {}
     if not are_replicas_checked(options.check_replicated):
-        results = _move_together(leaves, calls, bucket_bytes)
+        results = _move_together(leaves, calls, bucket_bytes, options.async_op)
     for i, (leaf, call) in enumerate(zip(leaves, calls, strict=True)):
         if i not in results:
             with located(leaf.place):
-                results[i] = move_one(leaf.x, call, False, options.check_replicated, leaf.place)
+                results[i] = move_one(
+                    leaf.x, call, options.async_op, options.check_replicated, leaf.place
+                )
 
     # After all moves: tensors of one bucket then have one common node in autograd's graph, and its
     # backward pass is compared once, by the first of them.
@@ -170,9 +188,9 @@ def _is_expression(value: Any) -> bool:
 
 
 def _move_together(
-    leaves: list[_Leaf], calls: list[MoveCall], bucket_bytes: int | None
+    leaves: list[_Leaf], calls: list[MoveCall], bucket_bytes: int | None, async_op: bool
 ) -> dict[int, Any]:
-    """Redistribute those tensors that can share collectives; return results by index.
+    """Redistribute those tensors that can share collectives, or begin to; return results by index.
 
     A tensor that cannot share, as of a max or a DTensor, is missing in the result: it has to be
     moved alone.
@@ -190,7 +208,8 @@ def _move_together(
     blocks = {i: move.block for i, move in moves.items()}
     results: dict[int, Any] = {}
     for shared in share_collectives(executables, blocks, bucket_bytes):
-        for i, y in zip(shared.indices, shared.run(blocks), strict=True):
+        moved: Sequence[Any] = shared.begin(blocks) if async_op else shared.run(blocks)
+        for i, y in zip(shared.indices, moved, strict=True):
             finish = moves[i].finish
             results[i] = y if finish is None else finish(y)
     return results

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from unittest import mock
 
 import torch
@@ -21,6 +23,7 @@ from tests.torch_bridge.helpers import (
     numbers,
 )
 from torch_bridge.lower.collectives import Collective
+from torch_bridge.versions.pytree import tree_leaves, tree_structure
 
 NEAR = xs.Needs.of_rows([[3, 7], [], [0], [5]])
 MESH = xs.Mesh(a=4)
@@ -65,6 +68,22 @@ def check_pending(expression: str) -> None:
 on_four = SharedRanks(4)
 
 
+@contextmanager
+def recorded_events(events: list[str] | None = None) -> Iterator[list[str]]:
+    """What happens, in order: collectives begun and ended, beside what else is noted in the list."""
+    if events is None:
+        events = []
+    begin = Collective.begin
+
+    def recorded(self: Collective, messages: Tensor, shape) -> object:
+        events.append("begin")
+        end = begin(self, messages, shape)
+        return lambda: (events.append("end"), end())[1]
+
+    with mock.patch.object(Collective, "begin", recorded):
+        yield events
+
+
 @on_four
 def test_results_are_those_of_one_call() -> None:
     for_each(EXPRESSIONS, check_pending)
@@ -101,14 +120,7 @@ def test_it_is_used_like_a_tensor() -> None:
 
 @on_four
 def test_work_overlaps_its_collectives() -> None:
-    """What happens, in order: collectives begun and ended, and what is computed between."""
     events: list[str] = []
-    begin = Collective.begin
-
-    def recorded(self: Collective, messages: Tensor, shape) -> object:
-        events.append("begin")
-        end = begin(self, messages, shape)
-        return lambda: (events.append("end"), end())[1]
 
     class Work(torch.autograd.Function):
         @staticmethod
@@ -122,7 +134,7 @@ def test_work_overlaps_its_collectives() -> None:
             return gradient * 2
 
     x = torch.ones(2, 4, requires_grad=True)
-    with mock.patch.object(Collective, "begin", recorded):
+    with recorded_events(events):
         y = xt.redistribute(x, TURN, MESH, async_op=True)
         z = Work.apply(x)
         loss = y.sum() + z.sum()
@@ -155,6 +167,108 @@ def test_it_is_differentiable_as_it_was_begun() -> None:
 def test_a_dtensor_is_refused() -> None:
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("a",))
     x = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])
-    check_error(
-        lambda: xt.redistribute(x, TURN, async_op=True), "PlanError", "async_op is for tensors"
-    )
+    for value in (x, {"w": torch.ones(1, 4), "x": x}):
+        check_error(
+            lambda value=value: xt.redistribute(value, TURN, mesh, async_op=True),
+            "PlanError",
+            "async_op is for tensors",
+        )
+
+
+# Of one collective, of several, of none, a max, and dtypes that cannot share one.
+TREE_TEXTS = {
+    "a": "n/a d -> n d | copy(a)",
+    "b": ["n/a d -> n d | copy(a)", "n d | sum(a) -> n/a d"],
+    "c": "n d | max(a) -> n d",
+    "d": "n/zigzag(a) d -> n d/a",
+    "e": "n/a d -> n d",
+}
+
+
+def _tree(x: Tensor) -> dict[str, object]:
+    rank = dist.get_rank()
+    whole = x.tile(4, 1) * (rank + 1)
+    steps = torch.full((1, 2), rank)
+    return {"a": x, "b": [2 * x, whole], "c": whole, "d": x.tile(2, 1), "e": steps}
+
+
+def _sum(tree: dict[str, object]) -> Tensor:
+    total = torch.zeros((), dtype=torch.float64)
+    for i, y in enumerate(tree_leaves(tree), start=2):
+        total = total + (i * y * (1 + torch.arange(y.shape[-1]))).sum()
+    return total
+
+
+@on_four
+def test_trees_travel_while_you_compute() -> None:
+    x = torch.from_numpy(numbers(8, 8) % 7)[2 * dist.get_rank() :][:2].requires_grad_()
+    for bucket_bytes in (None, 64):
+        plain = xt.redistribute(_tree(x), TREE_TEXTS, MESH, bucket_bytes=bucket_bytes)
+        begun = xt.redistribute(
+            _tree(x), TREE_TEXTS, MESH, bucket_bytes=bucket_bytes, async_op=True
+        )
+        assert tree_structure(begun) == tree_structure(plain)
+        for y, expected in zip(tree_leaves(begun), tree_leaves(plain), strict=True):
+            assert type(y) is xt.PendingTensor
+            assert (y.shape, y.dtype) == (expected.shape, expected.dtype)
+        (expected,) = torch.autograd.grad(_sum(plain), x)
+        total = _sum(begun)
+        for _ in range(2):
+            assert torch.equal(torch.autograd.grad(total, x, retain_graph=True)[0], expected)
+        assert all(
+            torch.equal(y.wait(), expected)
+            for y, expected in zip(tree_leaves(begun), tree_leaves(plain), strict=True)
+        )
+
+
+def _moved_tree(x: Tensor, **options: bool) -> Tensor:
+    moved = xt.redistribute([x, 3 * x], TURN, MESH, **options)
+    return sum(y * (i + x.sum()) for i, y in enumerate(moved))
+
+
+@on_four
+def test_trees_under_way_have_all_derivatives() -> None:
+    x = block_of(numbers(8, 8) % 7, TURN, MESH)
+    found = derivatives(lambda v: _moved_tree(v, async_op=True), x)
+    assert all(map(torch.equal, found, derivatives(_moved_tree, x)))
+    debugged = _moved_tree(x, async_op=True, debug=True)
+    assert torch.equal(debugged, _moved_tree(x))
+    checked = _moved_tree(x, async_op=True, check_replicated=True)
+    assert torch.equal(checked, _moved_tree(x))
+
+
+@on_four
+def test_collectives_of_trees_overlap_work() -> None:
+    with recorded_events() as events:
+        x = torch.ones(2, 4, requires_grad=True)
+        y, z = xt.redistribute([x, 2 * x], TURN, MESH, async_op=True)
+        events.append("work")
+        loss = y.sum() + z.sum()
+        events.append("backward")
+        loss.backward()
+    assert torch.equal(x.grad, torch.full((2, 4), 3.0))
+    assert events == ["begin", "work", "end", "backward", "begin", "end"]
+
+
+# Large enough that two ranks exchange messages, whose memory nothing of torch holds.
+LARGE = 1 << 16
+
+
+@SharedRanks(2)
+def test_an_error_in_between_leaves_nothing_on_the_way() -> None:
+    pair = xs.Mesh(a=2)
+    x = torch.full((LARGE,), float(dist.get_rank()))
+    tree = [x, torch.ones(3)]
+
+    def fails(value: object) -> None:
+        pending = xt.redistribute(value, "n/a -> n", pair, async_op=True)
+        del pending
+        raise ValueError
+
+    for i in range(4):
+        with suppress(ValueError):
+            fails(x + i if i % 2 else tree)
+        whole = xt.redistribute(x + 10 * i, "n/a -> n", pair)
+        assert whole[0] == 10 * i and whole[-1] == 10 * i + 1
+        pending = xt.redistribute(x - i, "n/a -> n", pair, async_op=True)
+        assert pending[-1] == 1 - i

@@ -1,0 +1,83 @@
+"""Steps whose moves run beside computing, on two nodes whose links are slow for real, beside FSDP2.
+
+    python -m benchmarks.time            # 100, 400 and 1,600 Mbit/s; needs namespaces
+    python -m benchmarks.time --quick    # 400 Mbit/s, one model
+
+Two nodes of one and of two ranks on this machine. Prints a table and writes a JSON file. Exit status 1 if a
+claim fails.
+"""
+
+import os
+import statistics
+import sys
+from collections.abc import Sequence
+
+from rich.table import Table
+
+from benchmarks import record
+from benchmarks.claim import Claim, Row, finish, worst
+from benchmarks.time import measures
+from benchmarks.time.measures import ALONE, FSDP2, MODELS, OURS, WAITING
+from xshard.formatting import format_seconds
+from xshard.testing.nodes import nodes
+
+MBIT = 100, 400, 1600
+BALANCED = 0.5, 1.5  # seconds of moving over those of computing
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = record.options("time", __doc__, quick="400 Mbit/s, one model").parse_args(arguments)
+    quick = options.quick
+    layers, hidden, tokens, rounds = (3, 256, 64, 3) if quick else (6, 512, 256, 5)
+    rows: list[Row] = []
+    for ranks in (1,) if quick else (1, 2):
+        for mbit in (400,) if quick else MBIT:
+            with nodes(2, ranks=ranks, rate=f"{mbit}mbit") as cluster:
+                for name in ("llama",) if quick else MODELS:
+                    work = name, layers, hidden, tokens, rounds
+                    row = cluster.run_torch(measures.zero3, *work, timeout_s=1800.0)[0]
+                    rows.append({"ranks": ranks, "mbit": mbit, **row})
+    record.console().print(shown(rows))
+    judged = judge(rows)
+    libraries = ("torch", "transformers")
+    files = {"zero3": rows}
+    return finish(
+        options, "The time of a step", judged, *libraries, rows=files, load=os.getloadavg()
+    )
+
+
+def named(row: Row) -> str:
+    return f"{row['model']}, {row['ranks']} a node, {row['mbit']} Mbit/s"
+
+
+def share(row: Row) -> float:
+    """Seconds of moving for a second of computing."""
+    return row["moving_s"] / row["seconds"][ALONE]
+
+
+def judge(rows: Sequence[Row]) -> list[Claim]:
+    balanced = [row for row in rows if BALANCED[0] <= share(row) <= BALANCED[1]]
+    others = [(named(row), row["faster"]) for row in rows if row not in balanced]
+    bounds = [(named(row), row["seconds"][OURS] / row["bound_s"]) for row in rows]
+    judged = [worst("ZeRO-3: a step / the bound of its schedule", bounds, 1.15)]
+    if balanced:
+        middle = statistics.median(row["faster"] for row in balanced)
+        what = "ZeRO-3: FSDP2 / ours where moving takes as long as computing: median"
+        judged.append(Claim(what, middle, 1.4, True, len(balanced)))
+    if others:
+        judged.append(worst("ZeRO-3: FSDP2 / ours elsewhere", others, 0.98, at_least=True))
+    return judged
+
+
+def shown(rows: Sequence[Row]) -> Table:
+    lines = []
+    for row in rows:
+        seconds = [format_seconds(row["seconds"][way]) for way in (ALONE, FSDP2, WAITING, OURS)]
+        figures = (f"{share(row):.2f}", *seconds, format_seconds(row["bound_s"]))
+        lines.append((named(row), *figures, f"{row['faster']:.2f}"))
+    heads = ("case", "moving / computing", ALONE, FSDP2, WAITING, OURS, "bound", "FSDP2 / ours")
+    return record.table("One step of ZeRO-3, forward and backward", heads, lines, n_left=1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

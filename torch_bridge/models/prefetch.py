@@ -1,0 +1,232 @@
+"""Parameters that travel before modules need them: which ones, in a forward and in a backward pass.
+
+What a module's pass gathers begins to travel while an earlier module computes. Its gradients follow the
+adjoint: they begin to travel when they are whole, and autograd, which runs nodes in the reverse order of
+their making, awaits them after that earlier module.
+
+Values are those of gathers without it, whatever a model does: what is not used is dropped at the end of a
+pass.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from types import FrameType
+from typing import Any, NamedTuple
+
+from torch_bridge.mesh.desync import CallFacts, compare_ranks
+from torch_bridge.models.calls import call_of_hook, is_running
+from torch_bridge.models.gathered import GatherUnderWay
+from torch_bridge.models.names import title_of
+from torch_bridge.models.parameters import ParallelContext
+from torch_bridge.versions.autograd import call_after_backward, is_in_backward_pass
+from xshard.schedule import Schedule, Start, last_started, training_step
+from xshard.schedule import Turn as ScheduledTurn
+from xshard.signatures import Bytes
+
+MOST_ORDERS = 64  # remembered as equal on all processes
+
+
+class Turn(NamedTuple):
+    """A module's turn in a pass: what it gathers, and how to begin that before the turn comes.
+
+    `begin` returns None where it cannot know what the module will gather, or need not gather it.
+    """
+
+    name: str
+    n_bytes: int
+    begin: Callable[[], GatherUnderWay | None]
+
+
+def _no_gather() -> None:
+    """Return None: no gather has begun."""
+
+
+def _labelled(turns: Sequence[Turn]) -> Iterator[tuple[str, Turn]]:
+    """Yield turns with names that tell them apart: the second one of "up" is "up (2)"."""
+    times = Counter[str]()
+    for turn in turns:
+        times[turn.name] += 1
+        n_th = f" ({times[turn.name]})" if times[turn.name] > 1 else ""
+        yield f"{title_of(turn.name)}{n_th}", turn
+
+
+class _Queue:
+    """The turns of one pass in their order; the gathers of some have begun."""
+
+    def __init__(self, turns: Sequence[Turn], prefetch: Bytes) -> None:
+        self.turns = turns
+        self._lasts = last_started([turn.n_bytes for turn in turns], prefetch)
+        self._under_way: dict[int, GatherUnderWay | None] = {}
+        self._had_turn: set[int] = set()
+
+    def take(self, i: int) -> GatherUnderWay | None:
+        """Return the gather of a turn that has come, if it could begin; those of later turns begin."""
+        self._had_turn.add(i)
+        # Its own first, if it has not begun, then those of later turns: while it is awaited, these travel.
+        for j in range(i, self._lasts[i] + 1):
+            if j not in self._under_way and (j == i or j not in self._had_turn):
+                self._under_way[j] = self.turns[j].begin()
+        return self._under_way.pop(i)
+
+
+class Prefetch:
+    """The order of modules in the passes of a model, and what travels ahead in the running forward pass.
+
+        IDLE --the model is called--> EXPECTED --a module comes out of order--> UNEXPECTED
+        EXPECTED, UNEXPECTED --the model returns or raises--> IDLE
+
+    EXPECTED: modules come as in the last forward pass, and their gathers begin ahead. UNEXPECTED: they
+    gather when they are called, as in a first pass. The order of this pass is what the next one expects.
+
+    All processes start the same gathers in the same order: they compare a new order before they use it, and
+    the module that comes out of it.
+    """
+
+    # In a forward pass:
+    _call: FrameType | None = None  # of the model
+    _thread: int = 0
+    _used: list[Turn]
+    _expected: _Queue | None = None
+    _to_gather_again: BackwardOrder | None = None
+
+    def __init__(self, context: ParallelContext, prefetch: Bytes) -> None:
+        # Raises XshardError for a text that is no number of bytes.
+        last_started([], prefetch)
+        self._context = context
+        self.prefetch = prefetch
+        self.forward: Sequence[Turn] = ()
+        self.backward: Sequence[Turn] = ()
+        self._compared: set[tuple[str, ...]] = set()
+
+    def __reduce__(self) -> tuple[type, tuple[Any, ...]]:
+        """Copy without orders: their turns are of the original's modules."""
+        return Prefetch, (self._context, self.prefetch)
+
+    def begin_pass(self) -> None:
+        """Expect the modules of the last forward pass; called before each pass, which may be inside one."""
+        if self.prefetch == 0 or is_in_backward_pass():
+            return
+        if self._call is not None and is_running(self._call):
+            return
+        self._call = call_of_hook()
+        self._thread = threading.get_ident()
+        self._used = []
+        self._to_gather_again = BackwardOrder(self)
+        self._expected = None
+        if len(self.forward) > 1:
+            self.compare(self.forward)
+            self._expected = _Queue(self.forward, self.prefetch)
+
+    def end_pass(self, result: Any) -> None:
+        """Drop what no module has used; the order of a pass that has not failed is the next one's.
+
+        result: of the model; None if it raised.
+        """
+        if self._call is None or call_of_hook() is not self._call:
+            return
+        if result is not None:
+            self.forward = self._used
+        self._call = None
+        # What is under way is awaited when it is dropped.
+        self._expected = None
+        self._to_gather_again = None
+
+    @property
+    def _is_in_pass(self) -> bool:
+        """Whether the running code is the model's forward pass, not a part that is computed again."""
+        is_begun = self._call is not None and self._thread == threading.get_ident()
+        return is_begun and not is_in_backward_pass()
+
+    def take(self, turn: Turn) -> GatherUnderWay | None:
+        """Return what has begun for the turn of a module, which has come; None if it gathers now."""
+        if not self._is_in_pass:
+            return None
+        i = len(self._used)
+        self._used.append(turn)
+        if self._expected is None:
+            return None
+        if i < len(self.forward) and self.forward[i] is turn:
+            return self._expected.take(i)
+        # It gathers now, which processes have to do alike.
+        self._expected = None
+        self.compare(self._used, again=True)
+        return None
+
+    def schedule(self) -> Schedule:
+        """Return the schedule of a step: passes as the last ones."""
+        forward = []
+        for name, turn in _labelled(self.forward):
+            parameters = Start(f"{name} parameters", turn.n_bytes)
+            forward.append(ScheduledTurn(name, parameters=parameters))
+        # Modules that keep their parameters come last, as the model, which has the first turn forward.
+        gathered_again = {turn.name for turn in self.backward}
+        kept = [turn for turn in reversed(self.forward) if turn.name not in gathered_again]
+        backward = []
+        for name, turn in _labelled([*self.backward, *kept]):
+            gradients = Start(f"{name} gradients", turn.n_bytes)
+            scheduled = ScheduledTurn(f"{name}, backward", gradients=gradients)
+            if turn.name in gathered_again:
+                parameters = Start(f"{name} parameters", turn.n_bytes)
+                scheduled = scheduled._replace(parameters=parameters)
+            backward.append(scheduled)
+        return training_step(forward, backward, self.prefetch)
+
+    def compare(self, turns: Sequence[Turn], again: bool = False) -> None:
+        """Raise DesyncError, on all processes, unless modules come in one order on all of them.
+
+        Each order is compared once, or `again`.
+        """
+        names = tuple(turn.name for turn in turns)
+        if again or names not in self._compared:
+            ranks = self._context.processes.ranks
+            facts = {"modules": ", ".join(map(title_of, names))}
+            compare_ranks(
+                ranks, "the order of modules in a pass", lambda: CallFacts(facts, peers=ranks)
+            )
+            if len(self._compared) == MOST_ORDERS:
+                self._compared.clear()  # layers that are dropped at random have a new order in each pass
+            self._compared.add(names)
+
+    def gathers_again(self, turn: Turn) -> Callable[[], GatherUnderWay | None]:
+        """Note that a backward pass will gather parameters of a module again; return what takes them.
+
+        Called when the module's forward pass ends: it is the first in the backward pass that has not had
+        its turn.
+        """
+        if not self._is_in_pass or self._to_gather_again is None:
+            return _no_gather
+        return self._to_gather_again.add(turn)
+
+
+class BackwardOrder:
+    """The modules of one forward pass whose parameters its backward pass gathers again."""
+
+    def __init__(self, prefetch: Prefetch) -> None:
+        self._prefetch = prefetch
+        self._turns: list[Turn] = []  # in the order in which their forward passes ended
+        self._queue: _Queue | None = None  # in a backward pass
+
+    def add(self, turn: Turn) -> Callable[[], GatherUnderWay | None]:
+        """Add the module whose forward pass ends; return what its backward pass calls for its gather."""
+        self._turns.append(turn)
+        return partial(self._take, len(self._turns) - 1)
+
+    def _take(self, number: int) -> GatherUnderWay | None:
+        if not is_in_backward_pass():
+            return None  # somebody looks at what a graph has saved
+        if self._queue is None:
+            turns = self._turns[::-1]
+            self._prefetch.compare(turns)
+            self._prefetch.backward = [turn._replace(begin=_no_gather) for turn in turns]
+            self._queue = _Queue(turns, self._prefetch.prefetch)
+            call_after_backward(self._drop, if_failed=self._drop)
+        i = len(self._queue.turns) - 1 - number
+        return self._queue.take(i) if i >= 0 else None
+
+    def _drop(self) -> None:
+        """Await what has begun, and was not used, at the end of a backward pass."""
+        self._queue = None

@@ -1,0 +1,320 @@
+"""The schedule of a step: what computes in which order, and what travels meanwhile.
+
+It is a list of steps of three kinds. It knows nothing of models, plans and runtimes: it has names, bytes and
+seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import accumulate, groupby
+from typing import Any, NamedTuple
+
+from xshard.arguments import limit_of
+from xshard.errors import PlanError
+from xshard.formatting import align_columns, format_bytes, format_seconds
+from xshard.signatures import Bytes
+
+COMPUTING = "computing"  # the lane of the device
+EXPOSED = "exposed"  # where the device waits: drawn in its lane
+_MARKS = {COMPUTING: "#", EXPOSED: "!"}
+_LINK_MARK = "="
+
+
+@dataclass(frozen=True)
+class Start:
+    """A move begins to travel, behind the moves that were started before it on its link.
+
+    Attributes:
+        name: Which one, as "layers.1 parameters"; of those on the way at one time, no two have one name.
+        n_bytes: How many bytes a device needs for it while it is on the way.
+        link: The level of links on which it travels, as "nodes".
+        seconds: How long it travels.
+    """
+
+    name: str
+    n_bytes: int
+    link: str = "links"
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Wait:
+    """The device waits until the move of this name has arrived."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Compute:
+    """The device computes a module, or an operation."""
+
+    name: str
+    seconds: float = 0.0
+
+
+ScheduleStep = Start | Wait | Compute
+_KINDS = {"start": Start, "wait": Wait, "compute": Compute}
+
+
+class Span(NamedTuple):
+    """What a lane does from one time to another; lanes are COMPUTING, EXPOSED and the names of links."""
+
+    lane: str
+    name: str
+    begin_s: float
+    end_s: float
+
+
+class Timeline(NamedTuple):
+    """What a schedule does when, and how long it takes."""
+
+    spans: tuple[Span, ...]
+    seconds: float
+
+    @property
+    def exposed_s(self) -> float:
+        """The seconds in which the device waits."""
+        return sum(span.end_s - span.begin_s for span in self.spans if span.lane == EXPOSED)
+
+    def __str__(self) -> str:
+        """Draw a line for the device, with `!` where it waits, and one for each level of links."""
+        columns = 72
+        lines: dict[str, list[str]] = {COMPUTING: [" "] * columns}
+        per_column = self.seconds / columns
+        for span in self.spans:
+            row = COMPUTING if span.lane == EXPOSED else span.lane
+            line = lines.setdefault(row, [" "] * columns)
+            if span.end_s > span.begin_s:
+                first = round(span.begin_s / per_column)
+                last = max(first + 1, round(span.end_s / per_column))
+                mark = _MARKS.get(span.lane, _LINK_MARK)
+                line[first:last] = mark * len(line[first:last])
+        rows = [(lane, "".join(line)) for lane, line in lines.items()]
+        total = f"{format_seconds(self.seconds)}, of which {format_seconds(self.exposed_s)} exposed"
+        return f"{align_columns(rows)}\n{total}"
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What a device starts, awaits and computes in a step, in order; equal on all devices.
+
+        schedule = prefetched([Turn("a", 2e-3, Start("a parameters", 8, seconds=1e-3)), ...], prefetch=1)
+        print(schedule)             # a line per module: what it starts and awaits
+        print(schedule.timeline())  # when, by simulation
+
+    Raises:
+        PlanError: A move is awaited that is not on the way, is started twice, or never awaited.
+    """
+
+    steps: tuple[ScheduleStep, ...]
+
+    def __post_init__(self) -> None:
+        self._awaited_starts()
+
+    def _awaited_starts(self) -> list[Start | None]:
+        """Return for each step the start of the move that it awaits; None for other steps."""
+        on_way: dict[str, Start] = {}
+        starts: list[Start | None] = []
+        for step in self.steps:
+            awaited = None
+            if isinstance(step, Start):
+                if step.name in on_way:
+                    raise PlanError(f"{step.name} is on the way already", hint="await it first")
+                on_way[step.name] = step
+            elif isinstance(step, Wait):
+                awaited = on_way.pop(step.name, None)
+                if awaited is None:
+                    raise PlanError(f"{step.name} is not on the way", hint="start it before")
+            starts.append(awaited)
+        if on_way:
+            raise PlanError(f"{', '.join(on_way)} is never awaited", hint="end with Wait")
+        return starts
+
+    @property
+    def backward(self) -> Schedule:
+        """The adjoint, which runs backwards: what was awaited is started, what was started is awaited."""
+        reversed_steps: list[ScheduleStep] = []
+        for step, awaited in zip(
+            reversed(self.steps), reversed(self._awaited_starts()), strict=True
+        ):
+            if isinstance(step, Start):
+                reversed_steps.append(Wait(step.name))
+            else:
+                reversed_steps.append(step if awaited is None else awaited)
+        return Schedule(tuple(reversed_steps))
+
+    @property
+    def bytes_on_way(self) -> int:
+        """The most bytes that are on the way at one time."""
+        most = 0
+        now = 0
+        for step, awaited in zip(self.steps, self._awaited_starts(), strict=True):
+            if isinstance(step, Start):
+                now += step.n_bytes
+            elif awaited is not None:
+                now -= awaited.n_bytes
+            most = max(most, now)
+        return most
+
+    def timeline(self) -> Timeline:
+        """Simulate the schedule on a device and its links: a link carries moves one after the other."""
+        now = 0.0
+        free_at: dict[str, float] = {}  # by link
+        arrives_at: dict[str, float] = {}
+        spans = []
+        for step in self.steps:
+            if isinstance(step, Compute):
+                spans.append(Span(COMPUTING, step.name, now, now + step.seconds))
+                now += step.seconds
+            elif isinstance(step, Start):
+                begin = max(now, free_at.get(step.link, 0.0))
+                end = begin + step.seconds
+                spans.append(Span(step.link, step.name, begin, end))
+                free_at[step.link] = end
+                arrives_at[step.name] = end
+            elif arrives_at[step.name] > now:
+                spans.append(Span(EXPOSED, step.name, now, arrives_at[step.name]))
+                now = arrives_at[step.name]
+        return Timeline(tuple(spans), now)
+
+    def __str__(self) -> str:
+        """Write a table: what is started and awaited before each module computes.
+
+        Neighbours that differ in a number alone share a line: h.1 and h.2 are "h.*  x 2".
+        """
+        rows: list[tuple[str, ...]] = []
+        starts: list[str] = []
+        waits: list[str] = []
+        for step in (*self.steps, Compute("(end)")):
+            if isinstance(step, Start):
+                starts.append(f"{step.name} {format_bytes(step.n_bytes)}")
+            elif isinstance(step, Wait):
+                waits.append(step.name)
+            else:
+                rows.append((step.name, ", ".join(starts), ", ".join(waits)))
+                starts = []
+                waits = []
+        lines: list[tuple[str, ...]] = [("computes", "", "starts before", "awaits before")]
+        for _, group in groupby(rows, key=_without_numbers):
+            members = list(group)
+            name, *moves = members[0]
+            times = ""
+            if len(members) > 1:
+                name, *moves = _without_numbers(members[0])
+                times = f"x {len(members)}"
+            lines.append((name, times, *moves))
+        return f"{align_columns(lines)}\nat most {format_bytes(self.bytes_on_way)} on the way"
+
+    def to_json(self) -> str:
+        """Write the schedule as text, which `from_json` reads."""
+        steps = [{"kind": type(step).__name__.lower(), **asdict(step)} for step in self.steps]
+        return json.dumps(steps)
+
+    @classmethod
+    def from_json(cls, text: str) -> Schedule:
+        """Read what `to_json` wrote. Raises PlanError for anything else."""
+        try:
+            plain: list[dict[str, Any]] = json.loads(text)
+            return cls(tuple(_KINDS[step.pop("kind")](**step) for step in plain))
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            hint = "it is what Schedule.to_json() writes"
+            raise PlanError("this is no schedule", text=text[:60], hint=hint) from error
+
+
+def _without_numbers(row: Sequence[str]) -> list[str]:
+    return [re.sub(r"(?<=[a-z])\.\d+\b", ".*", cell) for cell in row]
+
+
+class Turn(NamedTuple):
+    """A module's turn in a pass.
+
+    Attributes:
+        name: The module.
+        seconds: How long it computes.
+        parameters: The move that has to arrive before; None: there is none.
+        gradients: The move of its gradients, which can begin afterwards.
+    """
+
+    name: str
+    seconds: float = 0.0
+    parameters: Start | None = None
+    gradients: Start | None = None
+
+
+def last_started(n_bytes: Sequence[int], prefetch: Bytes) -> list[int]:
+    """Return for each turn of a pass the last one whose move has been started when it computes.
+
+    Of turns with 4, 4 and 8 bytes, with prefetch=1: [1, 2, 2], and with prefetch="4 B": [1, 1, 2].
+
+    Args:
+        n_bytes: The bytes that travel for each turn.
+        prefetch: How much travels ahead: a number of modules, bytes as "64MiB", or None for all.
+    """
+    last = len(n_bytes) - 1
+    limit = limit_of(prefetch, "prefetch")
+    if limit is None:
+        return [last] * len(n_bytes)
+    if not isinstance(prefetch, str):
+        return [min(i + limit, last) for i in range(len(n_bytes))]
+    sums = list(accumulate(n_bytes))  # of each turn and those before it
+    return [bisect_right(sums, sums[i] + limit) - 1 for i in range(len(n_bytes))]
+
+
+def prefetched(turns: Sequence[Turn], prefetch: Bytes) -> Schedule:
+    """Schedule a pass: parameters of later modules begin to travel before a module computes.
+
+    Args:
+        turns: The modules in the order in which they compute.
+        prefetch: As in `last_started`.
+    """
+    moves = [turn.parameters for turn in turns]
+    n_bytes = [0 if move is None else move.n_bytes for move in moves]
+    steps: list[ScheduleStep] = []
+    n_started = 0
+    for turn, last in zip(turns, last_started(n_bytes, prefetch), strict=True):
+        # Before it waits for its own: so the links are not idle while it arrives.
+        steps += [move for move in moves[n_started : last + 1] if move is not None]
+        n_started = last + 1
+        if turn.parameters is not None:
+            steps.append(Wait(turn.parameters.name))
+        steps.append(Compute(turn.name, turn.seconds))
+    return Schedule(tuple(steps))
+
+
+def training_step(forward: Sequence[Turn], backward: Sequence[Turn], prefetch: Bytes) -> Schedule:
+    """Schedule a forward and a backward pass.
+
+    Gradients travel as the adjoint of prefetched parameters: they start after a module's turn, and are
+    awaited where its parameters would have been started in a forward pass in the reversed order.
+
+    Args:
+        forward: The modules in the order in which they compute.
+        backward: In the order of the backward pass; `parameters` are those gathered again.
+        prefetch: As in `last_started`.
+    """
+    gathered = prefetched(backward, prefetch)
+    as_forward = [turn._replace(parameters=turn.gradients) for turn in reversed(backward)]
+    scattered = prefetched(as_forward, prefetch).backward
+    steps = [*prefetched(forward, prefetch).steps]
+    after_turns = iter(_between_computing(scattered)[1:])
+    for step in gathered.steps:
+        steps.append(step)
+        if isinstance(step, Compute):
+            steps += next(after_turns)
+    return Schedule(tuple(steps))
+
+
+def _between_computing(schedule: Schedule) -> list[list[ScheduleStep]]:
+    """Return the steps before the first module computes, between each two, and after the last."""
+    runs: list[list[ScheduleStep]] = [[]]
+    for step in schedule.steps:
+        if isinstance(step, Compute):
+            runs.append([])
+        else:
+            runs[-1].append(step)
+    return runs
