@@ -110,21 +110,16 @@ class Profile:
 
     def __post_init__(self) -> None:
         is_right: Mapping[str, bool] = {
-            "name": isinstance(self.name, str),
-            "source": isinstance(self.source, str),
             "node_devices": self.node_devices is None or _is_count(self.node_devices),
             "inside": all(_is_count(devices) for _, devices in self.inside),
             "launch_s": all(_is_time(seconds) for _, seconds in self.launch_s),
             "ring_s": all(_is_time(seconds) for _, seconds in self.ring_s),
             "copy_bytes_per_s": _is_rate(self.copy_bytes_per_s),
-            "rounds": isinstance(self.rounds, bool),
         }
         for field, fits in is_right.items():
             if not fits:
                 what = f"a profile with {field} {short_repr(getattr(self, field))}"
-                hint = (
-                    "names are text, seconds >= 0, bandwidths > 0, and a node has 1 device or more"
-                )
+                hint = "seconds are >= 0, bandwidths > 0, and a node has 1 device or more"
                 raise ProfileError(what, hint=hint)
         for dtype, rate in self.flops_per_s:
             if not _is_rate(rate) or math.isinf(rate) or not _is_dtype(dtype):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
+from typing import Literal, get_args
 
 from xshard.cost.machine import profile_of_devices, profile_of_factors
 from xshard.cost.model import Profile
@@ -14,12 +16,12 @@ from xshard.layout import Layout, Mesh, Sharding
 from xshard.layout.layout import factored
 from xshard.layout.sub_axes import refine
 from xshard.notation.parser import Dim
-from xshard.signatures import as_whole_number
 
 Devices = tuple[int, ...] | range
 FORWARD = "forward"
 BOTH = "forward+backward"
-OBJECTIVES = (FORWARD, BOTH)  # the passes that a plan is cheapest for
+Objective = Literal["forward", "forward+backward"]
+OBJECTIVES = get_args(Objective)  # the passes that a plan is cheapest for
 
 
 @dataclass(frozen=True)
@@ -194,20 +196,18 @@ def device_numbers(end: str, mesh: Mesh, devices: Sequence[int] | None) -> Devic
         The numbers as a tuple; for 0, 1, 2, ..., as a range.
 
     Raises:
-        MeshError: They are not whole numbers >= 0, too few, too many, or not all different.
+        MeshError: They are below 0, too few, too many, or not all different.
     """
     # Most meshes have 0, 1, 2, ... A range of these is quick to compare and to hash, as the key of
     # a cache, and equal requests must not differ in form.
     whole = range(mesh.n_devices)
     if devices is None or (isinstance(devices, range) and devices == whole):
         return whole
-    numbers: list[int] = []
-    for device in devices:
-        number = as_whole_number(device)
-        if number is None or number < 0:
+    numbers = list(map(operator.index, devices))
+    for number in numbers:
+        if number < 0:
             hint = "devices are whole numbers >= 0"
-            raise MeshError(f"device {device!r} of the {end}", hint=hint)
-        numbers.append(number)
+            raise MeshError(f"device {number} of the {end}", hint=hint)
     if len(numbers) != mesh.n_devices:
         reason = f"{len(numbers)} devices for the {end}, whose mesh {mesh!r} has {mesh.n_devices}"
         raise MeshError(reason, hint="one number per device, in the order of the mesh")

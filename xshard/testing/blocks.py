@@ -6,9 +6,9 @@ import numpy as np
 
 from xshard import dtypes, reference
 from xshard.layout import Layout, Mesh, Sharding
-from xshard.notation.overlap import Fold
 from xshard.notation.parser import Dim
 from xshard.steps.base import Block
+from xshard.testing.diagnosis.evidence import is_settled
 from xshard.testing.plans import random_blocks
 from xshard.testing.question import Devices
 
@@ -29,7 +29,7 @@ def blocks_of(x: Block, sharding: Sharding, seed: int) -> Devices:
     mesh = sharding.mesh
     # In short floats and small whole numbers, noise would be rounded or overflow.
     can_hold_noise = x.dtype.itemsize >= 4 and x.dtype.kind in "fci"
-    if not _has_addends(layout) or not can_hold_noise:
+    if is_settled(layout) or not can_hold_noise:
         return tuple(reference.scatter(x, layout, mesh))
 
     noise = _draw_contributions(x, layout, mesh, seed)
@@ -52,12 +52,6 @@ def _draw_contributions(x: Block, layout: Layout, mesh: Mesh, seed: int) -> list
     # By a power of two, so that nothing is rounded twice; drawn values go up to 4, or 2^2.
     scale = x.dtype.type(2.0 ** round(np.log2(largest) - 2))
     return [block * scale for block in noise]
-
-
-def _has_addends(layout: Layout) -> bool:
-    """Tell whether rows of several blocks are added up to those of the array."""
-    has_folds = any(isinstance(dim.overlap, Fold) for dim in layout.dims)
-    return has_folds or bool(layout.tagged("sum", "mean"))
 
 
 def cotangents_of(cotangent: Block, sharding: Sharding, seed: int) -> Devices:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -60,12 +61,8 @@ def mapped(function: Callable[[Any], Any], tree: Tree) -> Tree:
 
 def numbered(tree: Tree) -> Tree:
     """Replace the leaves of a tree by 0, 1, 2, ... in the order of `leaves`."""
-    numbers = iter(range(len(leaves(tree))))  # `mapped` visits leaves in the same order
-
-    def next_number(_leaf: Any) -> int:
-        return next(numbers)
-
-    return mapped(next_number, tree)
+    numbers = count()  # `mapped` visits leaves in the same order
+    return mapped(lambda _: next(numbers), tree)
 
 
 def broadcast_prefix(prefix: Tree, tree: Tree, name: str = "") -> list[Any]:

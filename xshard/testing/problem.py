@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from xshard import dtypes
-from xshard.errors import DtypeError, MeshError, XshardError
+from xshard.errors import DtypeError, MeshError, located
 from xshard.layout import Layout, Mesh, Sharding
 from xshard.layout.layout import check_axes
 from xshard.runtimes.backends import check_size
@@ -106,7 +106,9 @@ def check_problem(
     meshes = _checked_meshes(mesh)
     for checked_mesh in meshes:
         for array in arrays:
-            _check_fits(array, checked_mesh)
+            shape = array.value.shape
+            with located(f"{array.name} of shape {shape} does not fit its layout"):
+                Sharding(array.layout, checked_mesh, shape)
         for layout in output_leaves:
             check_axes(layout, checked_mesh)
     return Problem(
@@ -198,17 +200,6 @@ def _parse_layout(layout: Any, name: str = "output") -> Layout:
     parsed = Layout.parse(layout)
     _ = parsed.dual  # raises if gradients have no layout
     return parsed
-
-
-def _check_fits(array: _Argument, mesh: Mesh) -> None:
-    """Raise the error of an array that does not fit its layout, with the array's name."""
-    shape = array.value.shape
-    try:
-        Sharding(array.layout, mesh, shape)
-    except XshardError as error:
-        why = f"{array.name} of shape {shape} does not fit its layout: {error.reason}"
-        text = error.text if error.text else str(array.layout)
-        raise type(error)(why, text=text, span=error.span, hint=error.hint) from None
 
 
 def _checked_meshes(meshes: Meshes) -> tuple[Mesh, ...]:

@@ -54,7 +54,7 @@ class CostFunction:
 
     def scaled_maxima(self, scale: float) -> Floats:
         """Return the rows of all maxima in the cost, over a scale: [rows, maxima, parts]."""
-        return np.asarray((self.maxima * self.times[:, None, None] / scale).swapaxes(0, 1))
+        return (self.maxima * self.times[:, None, None] / scale).swapaxes(0, 1)
 
     def weights(self, multipliers: Floats) -> tuple[Floats, float]:
         """Make a linear lower bound of the cost: `weights @ v - constant` is at most that of v.

@@ -92,7 +92,7 @@ class MovePrices:
     _tables: dict[tuple[object, ...], MoveTable] = field(default_factory=dict)
 
     def planned_seconds(
-        self, src: Iterable[int], dst: Iterable[int], lengths: Sequence[int], share: float = 1.0
+        self, src: Iterable[int], dst: Iterable[int], lengths: Sequence[int], share: float
     ) -> float:
         """Price moving an array between two layouts: seconds of the plan that the planner finds.
 
@@ -267,15 +267,13 @@ def _received_from_other_nodes(
     src, dst: [layouts, axes]. is_far: the axes between nodes. Returns [src layouts, dst layouts],
     all 0 on a single node.
     """
-    if not is_far.any():
-        return np.zeros((len(src), len(dst)))
     node_size = np.prod(sizes[~is_far])
     between_nodes = _received(
         np.where(is_far, src, REPLICAS),
         np.where(is_far, dst, REPLICAS),
         np.where(is_far, sizes, 1),
     )
-    return np.asarray(between_nodes / node_size)
+    return between_nodes / node_size
 
 
 def _axes_apart(moves: Sequence[AxisMove], ndim: int) -> set[int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from enum import IntEnum
-from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -12,7 +11,7 @@ from xshard.notation.parser import ARROW
 from xshard.step.price.options import Flags, Floats, Ints, Placements, options_of, product_over
 from xshard.step.price.parts import BlockPart, StepPart
 from xshard.step.price.step_setup import FULL, StepSetup
-from xshard.step.record.arrays import length_of, shape_of
+from xshard.step.record.arrays import shape_of, space_of
 from xshard.step.record.op import Op
 
 EFFICIENCY = 0.72  # of the peak rate, for products
@@ -45,8 +44,7 @@ class Node(NamedTuple):
 
     def is_gathered(self, when: int) -> Flags:
         """Tell for each option of a parameter whether it is gathered then, a `Gathering`."""
-        gathering = np.asarray(self.gathering, dtype=np.int64)
-        return np.asarray(gathering == when)
+        return np.asarray(np.asarray(self.gathering) == when)
 
 
 def price_input(setup: StepSetup, name: str) -> Node:
@@ -131,11 +129,6 @@ def price_operation(setup: StepSetup, op: Op) -> Node:
     return Node(op.name, placements, setup.costs(op, len(placements), by_part))
 
 
-def _space(setup: StepSetup, op: Op) -> int:
-    """Count the elements of the space of all dims of an operation."""
-    return length_of({*chain.from_iterable(op.dims)}, setup.lengths)
-
-
 def _devices_that_split(setup: StepSetup, placements: Placements) -> Floats:
     """Count the devices that divide the work of an operation, in every option; others repeat it."""
     is_splitting = np.any(placements >= 0, 1)  # [options, axes]
@@ -150,7 +143,7 @@ def _seconds_of_computing(
     profile = setup.moves.profile
     flops_per_s = profile.flops(setup.step.dtype) * EFFICIENCY * work.rate
     n_devices = _devices_that_split(setup, placements)
-    by_flops = work.flops * _space(setup, op) / n_devices / flops_per_s
+    by_flops = work.flops * space_of(op.arrays, setup.lengths) / n_devices / flops_per_s
     by_memory = work.accesses * sum(block_bytes) / (2 * profile.copy_bytes_per_s)
     return np.maximum(by_flops, by_memory)
 
@@ -173,7 +166,7 @@ def _bytes_saved_for_gradient(
         if is_result or (maker is not None and maker.kind != "share"):
             saved_bytes = saved_bytes + block_bytes[i]
     # Where several operations were fused into this one, arrays between them are saved, too.
-    inner_bytes = setup.item_bytes * op.inner * _space(setup, op)
+    inner_bytes = setup.item_bytes * op.inner * space_of(op.arrays, setup.lengths)
     saved_bytes = saved_bytes + inner_bytes / _devices_that_split(setup, placements)
     if op.kind == "loss" and setup.item_bytes < FULL:
         saved_bytes *= 3  # losses keep the logits in float32, too

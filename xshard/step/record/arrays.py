@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import chain
 
 from xshard.caches import layout_cache
@@ -57,6 +57,11 @@ def shape_of(array: Layout, lengths: Mapping[str, int]) -> tuple[int, ...]:
 def length_of(names: Collection[str], lengths: Mapping[str, int]) -> int:
     """Multiply the lengths of some dims."""
     return math.prod(lengths[name] for name in names)
+
+
+def space_of(arrays: Iterable[Layout], lengths: Mapping[str, int]) -> int:
+    """Count the elements of the space of all dims of some arrays."""
+    return length_of({*chain.from_iterable(map(dims_of, arrays))}, lengths)
 
 
 def layout_of(placements: Sequence[int], names: Sequence[str], axes: Sequence[str]) -> Layout:

@@ -7,15 +7,15 @@ and attention.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain, combinations, product
+from itertools import combinations, product
 from typing import NamedTuple
 
 from xshard.layout import Layout
 from xshard.notation.parser import ARROW, names_of_dim
-from xshard.step.record.arrays import COPY, REPLICAS, SUM, dims_of, length_of
+from xshard.step.record.arrays import COPY, REPLICAS, SUM, space_of
 from xshard.step.record.op import AxisRule, Op
 from xshard.step.record.training_step import TrainingStep
 
@@ -141,8 +141,8 @@ def _widens(first: Op, second: Op, step: TrainingStep) -> bool:
     It is not fused into what makes the small array: that is cheaper to move than the large one. It
     may join the operation that follows.
     """
-    elements_before = _elements(first.arrays[-1:], step.lengths)
-    return _elements(second.arrays[-1:], step.lengths) > elements_before
+    elements_before = space_of(first.arrays[-1:], step.lengths)
+    return space_of(second.arrays[-1:], step.lengths) > elements_before
 
 
 def _may_be_one_kernel(first: Op, second: Op, is_movable: bool, step: TrainingStep) -> bool:
@@ -364,7 +364,7 @@ class _FusedPair:
         is_view = _is_free(self.first) or _is_free(self.second)
         if self.first_result not in self.saved_arrays or is_view:
             return 0
-        return _elements(self.first.arrays[-1:], self.step.lengths)
+        return space_of(self.first.arrays[-1:], self.step.lengths)
 
     @cached_property
     def restrictions(self) -> list[tuple[str, tuple[int, ...]]]:
@@ -466,9 +466,9 @@ class _FusedPair:
         the two may be smaller: so they are added up in absolute numbers.
         """
         lengths = self.step.lengths
-        space = _elements([self.arrays[i] for i in self.visible_arrays], lengths)
-        first_space = _elements(self.first.arrays, lengths)
-        second_space = _elements(self.second.arrays, lengths)
+        space = space_of([self.arrays[i] for i in self.visible_arrays], lengths)
+        first_space = space_of(self.first.arrays, lengths)
+        second_space = space_of(self.second.arrays, lengths)
         flops = self.first.work.flops * first_space + self.second.work.flops * second_space
         inner = self.first.inner * first_space + self.second.inner * second_space
         return flops / space, (self.inner_elements + inner) / space
@@ -512,8 +512,3 @@ def _spans(array: Layout, lengths: Mapping[str, int]) -> list[Span]:
 
 def _spans_of_dim(spans: Sequence[Span], dim: int) -> list[Span]:
     return [span for span in spans if span.dim == dim]
-
-
-def _elements(arrays: Iterable[Layout], lengths: Mapping[str, int]) -> int:
-    """Count the elements of the space of all dims of some arrays."""
-    return length_of({*chain.from_iterable(map(dims_of, arrays))}, lengths)

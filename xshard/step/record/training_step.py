@@ -14,7 +14,7 @@ from xshard.formatting import align_columns
 from xshard.layout import Layout
 from xshard.notation.parser import ARROW
 from xshard.rules import listed_names
-from xshard.signatures import as_whole_number, did_you_mean
+from xshard.signatures import did_you_mean
 from xshard.step.record.arrays import parse_arrays, shape_of
 from xshard.step.record.op import KINDS, Op
 
@@ -69,10 +69,9 @@ class TrainingStep:
         self._check_parameters()
 
     def _check_lengths(self) -> None:
-        """Require positive whole numbers."""
+        """Require positive numbers; other values than whole numbers are refused by the signature."""
         for dim, length in self.lengths.items():
-            number = as_whole_number(length)
-            if number is None or number < 1:
+            if length < 1:
                 hint = "a length is a whole number >= 1"
                 raise ShapeError(f"dim {dim!r} has length {length!r}", hint=hint)
 

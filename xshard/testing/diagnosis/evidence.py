@@ -30,6 +30,12 @@ def settled(layout: Layout) -> Layout:
     return Layout(without_overlaps(layout, Fold).dims)
 
 
+def is_settled(layout: Layout) -> bool:
+    """Tell whether blocks are parts of the array: no addends, and nothing still to be reduced."""
+    has_open_tags = layout.tagged("sum", "mean", "max", "min")
+    return not has_open_tags and settled(layout).dims == layout.dims
+
+
 def without_overlaps(layout: Layout, *kinds: type) -> Layout:
     """Drop the overlaps of some kinds: "h/a:halo(1,1) w" -> "h/a w" without `Halo`."""
     dims = []
@@ -46,9 +52,7 @@ def whole(blocks: Sequence[Block], sharding: Sharding) -> Block:
 def settle(blocks: Sequence[Block], sharding: Sharding) -> tuple[Block, ...]:
     """Bring blocks under any layout to its settled one: addends are added up."""
     layout = sharding.layout
-    # Most layouts are settled, and blocks of these need no copies.
-    has_open_tags = layout.tagged("sum", "mean", "max", "min")
-    if not has_open_tags and settled(layout).dims == layout.dims:
+    if is_settled(layout):  # as most layouts: no copies are needed
         return tuple(blocks)
     return tuple(reference.scatter(whole(blocks, sharding), settled(layout), sharding.mesh))
 
