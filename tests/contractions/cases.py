@@ -5,11 +5,12 @@ Each is its name, the mesh of 4 or 8 devices, the length of every dim, and the e
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
+from itertools import chain
 
 import xshard as xs
 from xshard.contractions.expression import contraction
+from xshard.notation.parser import names_of_dim
 
 Case = tuple[str, Mapping[str, int], Mapping[str, int], str]
 
@@ -36,7 +37,7 @@ CUBE = {"x": 2, "y": 2, "z": 2}
 
 def spelled(layout: xs.Layout) -> tuple[str, ...]:
     """The names of an array with a dim for each, as einsum takes them: those of composed dims apart."""
-    return tuple(re.findall(r"[a-z]\w*", " ".join(layout.names)))
+    return tuple(chain.from_iterable(map(names_of_dim, layout.dims)))
 
 
 def _case(name: str, mesh: Mapping[str, int], expression: str, **lengths: int) -> Case:

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from xshard import Op
+from xshard.notation.parser import names_of_dim
 from xshard.step.record.arrays import COPY, SUM
 
 N = 2  # devices on the axis
@@ -80,9 +81,7 @@ def disagreeing(op: Op, stated: set[str], right: set[str]) -> tuple[set[str], se
 def _candidates(op: Op, lengths: Mapping[str, int]) -> Iterator[tuple[int, ...]]:
     """Each dim on its own, if it is the outermost part of dims of arrays; partial sums of all operands."""
     for name in dict.fromkeys(name for dims in op.dims for name in dims):
-        inside = any(
-            name in part.strip("()").split()[1:] for array in op.arrays for part in array.names
-        )
+        inside = any(name in names_of_dim(dim)[1:] for array in op.arrays for dim in array.dims)
         if lengths[name] % N == 0 and not inside:
             ways = [dims.index(name) if name in dims else COPY for dims in op.dims]
             yield (*ways[:-1], SUM if ways[-1] == COPY else ways[-1])
@@ -91,5 +90,5 @@ def _candidates(op: Op, lengths: Mapping[str, int]) -> Iterator[tuple[int, ...]]
 
 def _dim(array: Any, way: int) -> int | None:
     """The dim of an array that has a flat dim."""
-    flat = [i for i, name in enumerate(array.names) for _ in name.strip("()").split()]
+    flat = [i for i, dim in enumerate(array.dims) for _ in names_of_dim(dim)]
     return flat[way] if way >= 0 else None

@@ -259,11 +259,10 @@ def _of_dtensors(call: EinsumCall, operands: list[Any], keeps: bool) -> Tensor:
         raise ShapeError(message, text=text, hint="leave sizes= and shape= out")
     to_placements(result.layout, mesh, result.shape)  # raises if no DTensor is placed so
 
-    # Layouts and spans have the result's at the end, too.
-    spans = text_spans(text).layouts
+    spans = text_spans(text).layouts  # the result's is at the end
     blocks = [
-        local_block_under(x, layout, text, span)
-        for x, layout, span in zip(operands, contraction.arrays, spans, strict=False)
+        local_block_under(x, array.layout, text, span)
+        for x, array, span in zip(operands, arrays, spans, strict=False)
     ]
     y = _of_blocks(call._replace(mesh=mesh, shapes=shapes), blocks, keeps)
     return dtensor_of_block(as_tensor(y), result.layout, mesh, result.shape)

@@ -101,7 +101,10 @@ class StepRecorder(TorchDispatchMode):
             return self._number(args[0])
         # Tensors that the code makes on the CPU, as of a literal, go to the meta device, too.
         meta_args = tree_map_only(Tensor, _to_meta, args)
-        out = func(*meta_args, **_on_device(kwargs, "meta"))
+        try:
+            out = func(*meta_args, **_on_device(kwargs, "meta"))
+        except NotImplementedError as error:  # the shape of its result depends on data
+            raise self._depends_on_data(f"calls '{name}'") from error
         results = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
         arguments = _arguments_by_name(func, args, kwargs)
         if self._has_values(arguments, results):
@@ -126,13 +129,17 @@ class StepRecorder(TorchDispatchMode):
     def _number(self, x: Tensor) -> Any:
         """Return the number in a tensor of one element. Raises PlanError if it depends on data."""
         if x not in self.values:
-            path = self._open_modules[-1].path
-            reader = path if path else "the model"
-            hint = (
-                "operations have to be the same for all data: leave out a mask that they depend on"
-            )
-            raise PlanError(f"{reader} reads numbers from a tensor", hint=hint)
+            raise self._depends_on_data("reads numbers from a tensor")
         return self.values[x].item()
+
+    def _depends_on_data(self, what: str) -> PlanError:
+        """Return the error for a module whose operations differ from batch to batch."""
+        path = self._open_modules[-1].path
+        reader = path if path else "the model"
+        hint = "operations have to be the same for all data: leave out a mask that they depend on"
+        if "expert" in path:
+            hint += "; experts of transformers are, with the config's _experts_implementation 'batched_mm'"
+        return PlanError(f"{reader} {what}", hint=hint)
 
     def _has_values(self, arguments: Mapping[str, Any], results: Sequence[Tensor]) -> bool:
         """Return whether results are few numbers that depend on no input."""

@@ -186,6 +186,17 @@ def test_operations_that_are_less_common_have_rules():
     assert [rule[0] for rule in written.axis_rules if rule[0] >= 0] == [0, 1, 2]
 
 
+def test_operations_that_differ_from_batch_to_batch_are_refused():
+    class Picks(torch.nn.Linear):
+        def forward(self, x):
+            return super().forward(x)[x.sum(-1).nonzero()[:, 0]]
+
+    with pytest.raises(
+        xs.errors.PlanError, match=r"^the model calls 'nonzero'\n  operations have to"
+    ):
+        xt.suggest(Picks(4, 4), torch.zeros(8, 4), xs.Mesh(dp=2), micro_batches=1)
+
+
 def test_arrays_without_elements_are_in_no_operation():
     """A batch norm makes one and lets go of it: its identity is given to another array."""
 

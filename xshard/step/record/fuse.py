@@ -379,7 +379,7 @@ class _FusedPair:
         for i, dim in self._hidden_dims():
             placements = self._placements_in(i, dim)
             if max(placements) >= 0:  # else no rule shards the dim: it restricts nothing
-                text = self.arrays[i].dims[dim].name
+                text = self.arrays[i].dims[dim].text
                 restrictions[text, placements] = None
         return list(restrictions)
 
