@@ -36,8 +36,12 @@ JAX_TESTS := tests/notation tests/layout tests/steps tests/cost tests/nn tests/p
 	tests/test_arguments.py tests/test_errors.py tests/test_planner.py tests/test_reference.py tests/test_replicas.py \
 	$(addprefix --ignore=tests/jax_bridge/,test_nn.py test_nn_cases.py test_processes.py)
 
+# The part of the suite that tells whether another release of torch does what the bridge needs.
+TORCH_TESTS := $(addprefix tests/torch_bridge/,test_versions.py test_misuse.py calls contractions dtensor lower redistribution \
+	models/test_parallelize.py)
+
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check test test-jax fuzz docs docs-version lint format clean
+.PHONY: help setup demo check test test-jax test-torch fuzz docs docs-version lint format clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -74,6 +78,9 @@ test: $(DEV) ## all tests, then lint
 
 test-jax: $(JAX) ## the tests of the core and of JAX that need no torch, which is not installed for them
 	$(BIN)/pytest -n $(WORKERS) --without torch $(JAX_TESTS) $(ARGS)
+
+test-torch: $(DEV) ## the tests of the bridge of torch that depend on torch's release most: minutes
+	$(BIN)/pytest -n $(WORKERS) $(TORCH_TESTS) $(ARGS)
 
 fuzz: $(DEV) ## random moves, contractions, trees and mutated input by the hundred thousand: hours; make fuzz SEED=7
 	$(BIN)/python -m tests.fuzz numpy --moves 100000 --seed $(SEED)

@@ -46,7 +46,7 @@ def test_an_alias_is_the_bridge_and_its_modules_are_the_very_same(alias: str, ro
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("package", ALIASES.values())
+@pytest.mark.parametrize("package", ["xshard", *ALIASES.values()])
 def test_a_stub_imports_each_name_from_where_it_is(package: str) -> None:
     stub = ast.parse((ROOT / package / "__init__.pyi").read_text())
     module = import_module(package)

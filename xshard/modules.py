@@ -22,7 +22,7 @@ class LazyNames(NamedTuple):
     listed: Callable[[], list[str]]  # its `__dir__`
 
 
-def import_later(package: str, file: str, framework: str) -> LazyNames:
+def import_later(package: str, file: str, framework: str | None = None) -> LazyNames:
     """Let a package import its names when they are first used: most programs use few of them.
 
     The table of names is the stub beside the package, which type checkers read: what it imports from
@@ -36,7 +36,7 @@ def import_later(package: str, file: str, framework: str) -> LazyNames:
     Raises:
         ModuleNotFoundError: The framework is not installed.
     """
-    if find_spec(framework) is None:
+    if framework is not None and find_spec(framework) is None:
         reason = f"{framework} is not installed: pip install 'xshard[{framework}]'"
         raise ModuleNotFoundError(reason, name=framework)
     module_of: dict[str, str] = {}
