@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, Unpack, overload
 
 import jax
 import numpy as np
@@ -31,8 +31,8 @@ from xshard.state import Names
 from xshard.state.files import BackgroundSave, Checkpoint, FileError
 from xshard.state.files import verify as compare_checksums
 from xshard.state.files.background import Writers, save_beside
-from xshard.state.files.folder import open_on_all
-from xshard.state.files.loading import Load, plan_load, read_block
+from xshard.state.files.folder import CheckpointLike, open_on_all
+from xshard.state.files.loading import Load, LoadKeywords, plan_load, read_block
 from xshard.state.files.runs import check_numbered
 from xshard.state.files.saving import (
     Saving,
@@ -153,9 +153,37 @@ def async_save(
     return save_beside(plan.saving, Path(path), plan.block_of, all_or_none, writers, keep)
 
 
+class JaxLoadKeywords(LoadKeywords, total=False):
+    """The keywords of `load` on which the type of its result does not depend."""
+
+    dtype: jax.typing.DTypeLike | None
+
+
+@overload
+def load(
+    path: CheckpointLike,
+    rules: RulesLike | None,
+    mesh: jax.sharding.Mesh,
+    *,
+    like: None = None,
+    **options: Unpack[JaxLoadKeywords],
+) -> dict[str, Any]: ...
+
+
+@overload
+def load(
+    path: CheckpointLike,
+    rules: RulesLike | None,
+    mesh: jax.sharding.Mesh,
+    *,
+    like: T,
+    **options: Unpack[JaxLoadKeywords],
+) -> T: ...
+
+
 @api_boundary
 def load(  # noqa: PLR0913  one option for each decision of the user
-    path: str | Path | Checkpoint,
+    path: CheckpointLike,
     rules: RulesLike | None,
     mesh: jax.sharding.Mesh,
     *,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -17,33 +17,25 @@ from torch import Tensor
 from torch.optim import Optimizer, SparseAdam
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from torch_bridge.models.living import living_models
 from torch_bridge.versions.modes import constant_while_traced
 from torch_bridge.versions.modules import norm_of, replace_gradient_functions, unscale_gradients
 from xshard import Sharding, XshardError
 
-if TYPE_CHECKING:
-    from torch_bridge.models.parallel import ParallelModel
-
-_GUARDED: WeakSet[ParallelModel] = WeakSet()
 # Optimizers that were tried, with flags: which of their tensors they train.
 _TRIED: WeakKeyDictionary[Optimizer, list[bool]] = WeakKeyDictionary()
 _REFUSING: WeakSet[Optimizer] = WeakSet()  # optimizers whose `state_dict()` is refused
 
 
-def guard_blocks(model: ParallelModel) -> None:
-    """From now on, let torch's own code know that parameters of this model are blocks.
-
-    The first call, in a program, changes torch; all calls add the model to those that are guarded.
-    """
-    if model not in _GUARDED:
-        _change_torch()
-        _GUARDED.add(model)
-        _TRIED.clear()  # an optimizer may be older than the blocks that it trains
+def guard_blocks() -> None:
+    """From now on, let torch's own code know which tensors are blocks of parallel models."""
+    _change_torch()
+    _TRIED.clear()  # an optimizer may be older than the blocks that it trains
 
 
 @functools.cache
 def _change_torch() -> None:
-    """Put the guards into torch, once."""
+    """Put the guards into torch, once in a program."""
     replace_gradient_functions(_norm_unless_blocks, _unscale_on_all_processes)
     # A compiled step calls it while it is traced.
     register_optimizer_step_pre_hook(constant_while_traced(_check_optimizer))
@@ -62,7 +54,7 @@ def _blocks_among(tensors: Iterable[Tensor]) -> list[tuple[str, Any]]:
     The gradient of a block is one, too. A parameter that is whole on every process is none.
     """
     blocks = {}
-    for model in _GUARDED:
+    for model in living_models():
         for parameter in model.trained:
             sharding = parameter.sharding
             if sharding.mesh.size(*sharding.layout.axes) > 1:

@@ -17,11 +17,12 @@ from torch_bridge.models.block_guards import guard_blocks
 from torch_bridge.models.experts import Count
 from torch_bridge.models.gradients import Gradients
 from torch_bridge.models.hooks import ModuleHooks
+from torch_bridge.models.living import add_living, is_living
 from torch_bridge.models.module_parameters import tensors_with_gradient
 from torch_bridge.models.names import is_inside
 from torch_bridge.models.notes import has_note, leaves_call_of_hook, note_on
 from torch_bridge.models.parameters import ParallelContext, ShardedParameter
-from torch_bridge.models.structure import check_structure, watch_structure
+from torch_bridge.models.structure import check_structure, watch_structures
 from xshard import Layout, Sharding, XshardError
 from xshard.errors import UnverifiedWarning, api_boundary
 from xshard.models import ParameterUse
@@ -67,8 +68,14 @@ class ParallelModel:
 
     def __post_init__(self) -> None:
         self.gradients.after_first = self.check_first_pass
-        guard_blocks(self)
-        watch_structure(self)
+        self._become_known()
+
+    def _become_known(self) -> None:
+        """Let torch's own code know of this model; nothing changes for one that it knows."""
+        if not is_living(self):
+            add_living(self)
+            guard_blocks()
+            watch_structures()
 
     def arrivals(
         self, values: Mapping[Any, Any]
@@ -90,9 +97,7 @@ class ParallelModel:
             if not self.gradients.is_following:  # a copy, whose first call this is
                 torch.compiler.disable(self.gradients.prepare)()
         else:
-            # A copy has not been guarded and watched yet.
-            guard_blocks(self)
-            watch_structure(self)
+            self._become_known()  # it may be a copy
             if self.is_changed:
                 check_structure(module, self)
                 self.is_changed = False

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
 
 from torch import nn
 from torch.nn.modules.module import (
@@ -12,6 +11,7 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
+from torch_bridge.models.living import living_models
 from torch_bridge.models.names import title_of
 from torch_bridge.models.notes import LISTED
 from xshard import XshardError
@@ -19,25 +19,20 @@ from xshard import XshardError
 if TYPE_CHECKING:
     from torch_bridge.models.parallel import ParallelModel
 
-_WATCHED: WeakSet[ParallelModel] = WeakSet()
-
-
-def watch_structure(parallel: ParallelModel) -> None:
-    """From now on, set `parallel.is_changed` when a module of the model gets a part."""
-    _register_hooks()
-    _WATCHED.add(parallel)
-
 
 @functools.cache
-def _register_hooks() -> None:
-    """Let torch tell of every new part of a module; once in a program, whose hooks never go."""
+def watch_structures() -> None:
+    """From now on, set `ParallelModel.is_changed` when a module of the model gets a part.
+
+    torch tells of every new part of a module, to hooks that never go: once in a program.
+    """
     register_module_module_registration_hook(_note_change)
     register_module_parameter_registration_hook(_note_change)
 
 
 def _note_change(module: nn.Module, name: str, part: Any) -> None:
     """Note that a module gets a child or a parameter; torch calls it for every module."""
-    for parallel in _WATCHED:
+    for parallel in living_models():
         if module in parallel.names:
             parallel.is_changed = True
 

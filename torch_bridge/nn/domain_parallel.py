@@ -11,13 +11,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import modules
 
 from torch_bridge.autodiff.blocks import check_no_checkpoint
 from torch_bridge.mesh.process_mesh import MeshLike, process_mesh
 from torch_bridge.models.calls import call_of_hook, is_running
 from torch_bridge.models.parallel import ATTRIBUTE
-from torch_bridge.models.parallelize import replicated
+from torch_bridge.models.parallelize import Model, replicated
 from torch_bridge.models.parameters import ParallelContext
 from torch_bridge.nn.function_call import tensors_in
 from torch_bridge.nn.layers import (
@@ -51,21 +50,23 @@ from xshard.notation.parser import ELLIPSIS
 Converters = Mapping[type[nn.Module], Callable[[Any], nn.Module]]
 
 # Modules of torch that only call functions with rules: records follow blocks through them.
-FOLLOWED: list[type[nn.Module]] = [
-    nn.Identity, nn.Linear, nn.Embedding, nn.Dropout, nn.AlphaDropout, nn.LocalResponseNorm,
-]  # fmt: skip
-# Files of torch all of whose modules are such, but for these two, whose functions have no rule.
-for _file in (
-    modules.activation, modules.channelshuffle, modules.container, modules.flatten, modules.padding
-):  # fmt: skip
-    FOLLOWED += [getattr(_file, name) for name in _file.__all__]
-FOLLOWED.remove(nn.MultiheadAttention)
-FOLLOWED.remove(nn.RReLU)
+FOLLOWED = (
+    nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict, nn.Identity,
+    nn.Flatten, nn.Unflatten, nn.Linear, nn.Embedding, nn.Dropout, nn.AlphaDropout, nn.Softmax, nn.Softmax2d,
+    nn.Softmin, nn.LogSoftmax, nn.GLU, nn.LocalResponseNorm, nn.ChannelShuffle, nn.ELU, nn.Hardshrink,
+    nn.Hardsigmoid, nn.Hardtanh, nn.Hardswish, nn.LeakyReLU, nn.LogSigmoid, nn.PReLU, nn.ReLU, nn.ReLU6,
+    nn.SELU, nn.CELU, nn.GELU, nn.Sigmoid, nn.SiLU, nn.Mish, nn.Softplus, nn.Softshrink, nn.Softsign,
+    nn.Tanh, nn.Tanhshrink, nn.Threshold,
+    nn.ConstantPad1d, nn.ConstantPad2d, nn.ConstantPad3d, nn.ZeroPad1d, nn.ZeroPad2d, nn.ZeroPad3d,
+    nn.CircularPad1d, nn.CircularPad2d, nn.CircularPad3d,
+    nn.ReflectionPad1d, nn.ReflectionPad2d, nn.ReflectionPad3d,
+    nn.ReplicationPad1d, nn.ReplicationPad2d, nn.ReplicationPad3d,
+)  # fmt: skip
 
 
 @api_boundary
 def domain_parallel(
-    model: nn.Module,
+    model: Model,
     layout: Layout | str,
     mesh: MeshLike,
     *,
@@ -73,7 +74,7 @@ def domain_parallel(
     outputs: OutputRule = "",
     sum_gradients: bool = True,
     converters: Converters | None = None,
-) -> nn.Module:
+) -> Model:
     """Return a model of blocks with the outputs and gradients that `model` has on whole arrays.
 
         parallel = xt.nn.domain_parallel(model, "b c h/sp w", mesh)
@@ -126,7 +127,7 @@ def domain_parallel(
     """
     layout = Layout.parse(layout)
     conversion = _Conversion(layout, mesh, outputs, {} if converters is None else converters)
-    root = conversion.converted(model, "")
+    root: Any = conversion.converted(model, "")
     processes = process_mesh(mesh)
     axes = tuple(axis for axis in processes.mesh.axes if axis in layout.axes)
     lengths = None if shape is None else tuple(shape)

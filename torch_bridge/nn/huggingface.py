@@ -16,7 +16,7 @@ from torch_bridge.nn.placed import Lengths, placed_as
 from torch_bridge.redistribution import redistribute
 from xshard import Layout, XshardError
 from xshard.errors import ShapeError, api_boundary
-from xshard.nn.attention import AUTO
+from xshard.nn.attention import AUTO, Method
 
 # Parts of masks, by the functions of `transformers.masking_utils` that make them. Masks of packed sequences
 # stem from position ids with gaps, which sharded sequences have too: `_documents` reads these.
@@ -37,7 +37,7 @@ def register_attention(
     mesh: MeshLike,
     *,
     name: str = "xshard",
-    how: str = AUTO,
+    how: Method = AUTO,
     shape: Lengths = None,
 ) -> None:
     """Let models of `transformers` attend over a sequence that is cut over devices.
@@ -80,7 +80,7 @@ class _Implementation:
     layout: Layout
     mesh: MeshLike
     name: str
-    how: str
+    how: Method
     shape: Lengths
     # Of the last layer that asked.
     position_ids: Tensor | None = None

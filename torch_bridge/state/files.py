@@ -11,14 +11,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, Unpack, overload
 
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from torch_bridge.mesh.machine import machine_profile
-from torch_bridge.mesh.process_mesh import MeshLike
+from torch_bridge.mesh.process_mesh import DeviceLike, MeshLike
 from torch_bridge.models.parameters import ParallelContext
 from torch_bridge.redistribution import redistribute
 from torch_bridge.state import leaves
@@ -34,8 +34,16 @@ from xshard.state import Names
 from xshard.state.files import BackgroundSave, Checkpoint
 from xshard.state.files import verify as compare_checksums
 from xshard.state.files.background import Writers, save_beside
-from xshard.state.files.folder import AllOrNone, open_on_all
-from xshard.state.files.loading import Load, in_both, load_of, plan_load, read_block, stored_as
+from xshard.state.files.folder import AllOrNone, CheckpointLike, open_on_all
+from xshard.state.files.loading import (
+    Load,
+    LoadKeywords,
+    in_both,
+    load_of,
+    plan_load,
+    read_block,
+    stored_as,
+)
 from xshard.state.files.runs import check_numbered
 from xshard.state.files.saving import (
     Saving,
@@ -45,6 +53,8 @@ from xshard.state.files.saving import (
     save_blocks,
 )
 from xshard.trees import group_by_bytes, joined, leaf_name, place_of
+
+T = TypeVar("T")
 
 BUCKET_BYTES = 256 * 2**20  # of blocks that are read by one process and sent to others
 
@@ -241,9 +251,38 @@ def _check_replicas(arrays: Sequence[LocalArray]) -> None:
             raise ReplicaError(error.reason, text=error.text, span=error.span, hint=hint) from None
 
 
+class TorchLoadKeywords(LoadKeywords, total=False):
+    """The keywords of `load` on which the type of its result does not depend."""
+
+    dtype: torch.dtype | str | None
+    device: DeviceLike
+
+
+@overload
+def load(
+    path: CheckpointLike,
+    rules: RulesLike | None = None,
+    mesh: MeshLike | None = None,
+    *,
+    like: None = None,
+    **options: Unpack[TorchLoadKeywords],
+) -> dict[str, Any]: ...
+
+
+@overload
+def load(
+    path: CheckpointLike,
+    rules: RulesLike | None = None,
+    mesh: MeshLike | None = None,
+    *,
+    like: T,
+    **options: Unpack[TorchLoadKeywords],
+) -> T: ...
+
+
 @api_boundary
 def load(  # noqa: PLR0913  one option for each thing that a file does not say
-    path: str | Path | Checkpoint,
+    path: CheckpointLike,
     rules: RulesLike | None = None,
     mesh: MeshLike | None = None,
     *,
@@ -251,7 +290,7 @@ def load(  # noqa: PLR0913  one option for each thing that a file does not say
     like: Any = None,
     strict: bool = True,
     dtype: torch.dtype | str | None = None,
-    device: torch.device | str = "cpu",
+    device: DeviceLike = "cpu",
     profile: ProfileLike = "auto",
     verify: bool = False,
 ) -> Any:
@@ -401,7 +440,7 @@ class _Loading:
             facts[name] = (load.array.shape, str(load.source.layout))
         return facts
 
-    def read(self, device: torch.device | str) -> dict[str, Tensor]:
+    def read(self, device: DeviceLike) -> dict[str, Tensor]:
         """Read this process's block of every array from the files; return blocks by name.
 
         Replicas of a block share the reading: each reads a part of the rows, and sends it to the
@@ -419,7 +458,7 @@ class _Loading:
         return tensors
 
     def _read_group(
-        self, names: Sequence[str], device: torch.device | str, threads: ThreadPoolExecutor
+        self, names: Sequence[str], device: DeviceLike, threads: ThreadPoolExecutor
     ) -> dict[str, Tensor]:
         """Read this process's blocks of some arrays by threads, share them, and return them by name."""
         tensors = {}
