@@ -20,6 +20,6 @@ from jax_bridge.state.transfer import transfer
 from jax_bridge.step.suggest import suggest
 
 __all__ = [
-    "async_save", "einsum", "load", "place", "positions", "redistribute", "reshard", "route", "save",
-    "shard_map", "stored_as", "suggest", "transfer",
+    "async_save", "einsum", "load", "place", "positions", "redistribute", "reshard", "route",
+    "save", "shard_map", "stored_as", "suggest", "transfer",
 ]  # fmt: skip

@@ -167,7 +167,7 @@ def load(
     *,
     like: None = None,
     **options: Unpack[JaxLoadKeywords],
-) -> dict[str, jax.Array]: ...
+) -> dict[str, Any]: ...
 
 
 @overload

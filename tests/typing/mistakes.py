@@ -42,7 +42,7 @@ def of_models(x: Tensor, network: Network) -> None:
     xt.own_experts(network, "ep", MESH, gahters="layers.*")  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
     linear: nn.Linear = xt.parallelize(network, RULES, RULES, MESH)  # type: ignore[assignment]  # pyright: ignore[reportAssignmentType]
     linear = xt.load("step_1", like=network)  # type: ignore[assignment]  # pyright: ignore[reportAssignmentType]
-    print(linear, xt.load("step_1", RULES, MESH)["w"].shpae)  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]
+    print(linear, xt.load("step_1", like=x).shpae)  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]
     print(xt.transfer({"w": x}, RULES, MESH, dry_run=True)["w"])  # type: ignore[index]  # pyright: ignore[reportIndexIssue]
     xt.save({"w": x})  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
     xt.nn.domain_parallel(network, 4, MESH)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]

@@ -266,7 +266,7 @@ def load(
     *,
     like: None = None,
     **options: Unpack[TorchLoadKeywords],
-) -> dict[str, Tensor]: ...
+) -> dict[str, Any]: ...
 
 
 @overload
