@@ -14,6 +14,9 @@ SEED        ?= 1
 # More arguments for pytest: make test ARGS="-k gather"
 ARGS        ?=
 
+# A release of pyright that is newer than the pinned one is no reason to ask for it.
+export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
+
 # Each interpreter with each set of versions has an environment of its own.
 ifeq ($(PYTHON) $(CONSTRAINTS),python3 constraints.txt)
 VENV := .venv
@@ -57,6 +60,7 @@ define LINT
 $(BIN)/ruff check .
 $(BIN)/ruff format --check .
 $(BIN)/mypy
+$(BIN)/pyright --pythonpath $(BIN)/python
 $(BIN)/lint-imports
 endef
 
@@ -90,7 +94,7 @@ docs: $(DEV) ## build the documentation site in build/site, without a network; a
 docs-version: $(DEV) ## add this version of the site to the branch gh-pages: make docs-version VERSION=0.1
 	PATH=$(abspath $(BIN)):$$PATH $(BIN)/mike deploy --update-aliases $(VERSION) latest
 
-lint: $(DEV) ## ruff, mypy and the order of imports alone
+lint: $(DEV) ## ruff, both type checkers and the order of imports alone
 	$(LINT)
 
 format: $(DEV) ## let ruff rewrite what it can

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -37,7 +37,7 @@ from xshard.errors import DtypeError, NotationError, Span, api_boundary, located
 from xshard.layout.lengths import global_shape
 from xshard.notation.maps import Maps
 from xshard.notation.parser import Dim, mark_errors, with_map_digests
-from xshard.plans.expression import Sides, check_given, sides
+from xshard.plans.expression import LayoutsLike, Sides, check_given, sides
 from xshard.replicas import are_replicas_checked
 from xshard.trees import is_shape
 
@@ -46,6 +46,13 @@ Derivatives = Literal["linear", "custom_vjp"]
 
 # JAX's own functions take these, and users pass them in the place of layouts.
 SPECS = (PartitionSpec, NamedSharding)
+JaxLayoutsLike = (
+    LayoutsLike
+    | PartitionSpec
+    | NamedSharding
+    | Mapping[Any, "JaxLayoutsLike"]
+    | Sequence["JaxLayoutsLike | None"]
+)
 
 
 class MoveCall(NamedTuple):
@@ -322,7 +329,7 @@ def _with_words(layout: Layout, text: str) -> Layout:
 @api_boundary
 def redistribute(
     x: T,
-    layouts: Any,
+    layouts: JaxLayoutsLike,
     mesh: AnyMesh | None = None,
     *,
     shape: Any = None,

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import zip_longest
 
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
-from jax.sharding import Mesh as JaxMesh
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jax_bridge.mesh.axis_types import axes_of_entry
-from jax_bridge.mesh.context import jax_mesh, xshard_mesh
+from jax_bridge.mesh.context import AnyJaxMesh, jax_mesh, xshard_mesh
 from jax_bridge.versions import cuts_of, unreduced_kind
 from xshard import Layout
 from xshard.errors import MeshError, PlanError, ShapeError, api_boundary
@@ -120,7 +119,7 @@ def from_partition_spec(
 
 @api_boundary
 def to_named_sharding(
-    layout: Layout | str, mesh: JaxMesh | AbstractMesh, ndim: int | None = None
+    layout: Layout | str, mesh: AnyJaxMesh, ndim: int | None = None
 ) -> NamedSharding:
     """Put a layout on a mesh of JAX.
 
@@ -162,6 +161,6 @@ def storage_layout(layout: Layout) -> Layout:
     return replace(layout, dims=tuple(dims))
 
 
-def storage_sharding(layout: Layout, mesh: JaxMesh | AbstractMesh) -> NamedSharding:
+def storage_sharding(layout: Layout, mesh: AnyJaxMesh) -> NamedSharding:
     """Return JAX's sharding of an array of the layout, with its rows in storage order."""
     return to_named_sharding(storage_layout(layout), mesh)

@@ -3,13 +3,13 @@
 import functools
 import gc
 import importlib
-import pkgutil
 import sys
 import types
 
 import numpy as np
 
 import xshard as xs
+from tests.modules import modules_of_xshard
 from xshard import caches
 from xshard.notation.maps import RowMap
 
@@ -52,9 +52,8 @@ def unregistered(modules):
     }
 
 
-def modules_of_xshard():
-    names = [m.name for m in pkgutil.walk_packages(xs.__path__, "xshard.")]
-    return [importlib.import_module(name) for name in names if not name.endswith("__main__")]
+def imported_modules():
+    return [importlib.import_module(name) for name in modules_of_xshard()]
 
 
 def maps_held(cache):
@@ -98,11 +97,11 @@ def plan_with_maps():
 
 def test_every_cache_is_registered_or_plain():
     """A new cache fails here until it is a `layout_cache`, or stands in the list above."""
-    assert set(unregistered(modules_of_xshard())) == PLAIN
+    assert set(unregistered(imported_modules())) == PLAIN
 
 
 def test_plain_caches_hold_no_maps():
-    modules = modules_of_xshard()
+    modules = imported_modules()
     plans = plan_with_maps()
     assert [maps_held(cache) for cache in unregistered(modules).values()] == [[]] * len(PLAIN)
     assert any(maps_held(cache) for cache in caches._LAYOUT_CACHES)

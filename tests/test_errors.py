@@ -3,6 +3,7 @@
 import functools
 import inspect
 import pickle
+import re
 import subprocess
 import sys
 import traceback
@@ -162,3 +163,44 @@ def test_a_program_that_fails_prints_its_own_line_last(tmp_path: Path):
     assert done.returncode == 1
     assert lines == [f'  File "{script}", line 2, in <module>']
     assert "xshard.errors.NotationError: unknown mesh axis 'cq' in" in done.stderr
+
+
+DEPRECATED = """
+from xshard.errors import warn_deprecated
+def verb():
+    warn_deprecated("xs.old(x)", "xs.new(x)", since="0.3")
+"""
+USER = """
+import library
+for _ in range(2):
+    library.verb()
+library.verb()
+"""
+
+
+def test_what_goes_away_warns_once_for_each_line_of_the_user(tmp_path: Path):
+    """Also where a module of this package lies between the user and the warning."""
+    (tmp_path / "library.py").write_text("from xshard.verbs import verb\n")
+    code = "import sys, types\nsys.modules['xshard.verbs'] = module = types.ModuleType('xshard.verbs')\n"
+    code += f"exec({DEPRECATED!r}, vars(module))\n\n"
+    script = tmp_path / "program.py"
+    script.write_text(code + USER)
+    paths = f"{Path(xs.__file__).parents[1]}:{tmp_path}"
+    done = subprocess.run(
+        [sys.executable, script], env={"PYTHONPATH": paths}, capture_output=True, text=True
+    )
+    warning = "FutureWarning: xs.old(x) is deprecated since xshard 0.3, and goes away in 0.5: write xs.new(x)"
+    assert done.stderr.splitlines() == [
+        f"{script}:8: {warning}", "  library.verb()", f"{script}:9: {warning}", "  library.verb()",
+    ]  # fmt: skip
+
+
+def test_nothing_is_deprecated_for_more_than_two_minor_versions():
+    root = Path(xs.__file__).parents[1]
+    now = int(xs.__version__.split(".")[1])
+    for package in ("xshard", "torch_bridge", "jax_bridge"):
+        for path in (root / package).rglob("*.py"):
+            calls = re.findall(
+                r"warn_deprecated\(.*?since=\"(\d+)\.(\d+)\"", path.read_text(), re.DOTALL
+            )
+            assert all(int(minor) + 2 > now for _, minor in calls if path.name != "errors.py"), path

@@ -1,14 +1,15 @@
 """xshard is neutral: no framework is loaded before its bridge is."""
 
-import pkgutil
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
 import xshard
+from tests.modules import ALIASES, modules_of_xshard
 
 FRAMEWORKS = {"torch", "jax", "jaxlib", "ml_dtypes"}
 COMFORTS = {"typer", "rich", "matplotlib", "scipy"}
@@ -34,9 +35,21 @@ xs.errors, xs.steps, xs.contractions.einsum_type, xs.state.plan_transfer  # room
 
 def test_no_module_of_xshard_loads_a_framework():
     """The command line included, which may load its comforts only."""
-    modules = [m.name for m in pkgutil.walk_packages(xshard.__path__, "xshard.")]
-    code = "\n".join(f"import {name}" for name in modules if not name.endswith("__main__"))
+    modules = modules_of_xshard()
+    code = "\n".join(f"import {name}" for name in modules)
     assert "xshard.cli.main" in modules and loaded(code) & FRAMEWORKS == set()
+
+
+def test_two_modules_are_exempt_and_they_alone_name_a_bridge():
+    """Without the exemption they would be found: their rooms load a framework."""
+    assert loaded("import xshard.torch.ops, xshard.jax.ops") >= {"torch", "jax"}
+    root = Path(xshard.__file__).parent
+    bridge = re.compile(r"^import (?:torch|jax)_bridge$", re.MULTILINE)
+    found = {path.parent.name for path in root.glob("*/*.py") if bridge.search(path.read_text())}
+    assert {f"xshard.{name}" for name in found} == ALIASES.keys()
+    contracts = tomllib.loads((root.parent / "pyproject.toml").read_text())["tool"]["importlinter"]
+    ignored = [line for each in contracts["contracts"] for line in each.get("ignore_imports", ())]
+    assert ignored == [f"{alias} -> {bridge}" for alias, bridge in ALIASES.items()]
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,8 @@
 
 An sdist is built from a copy of the checkout, and the wheel from the sdist, by the installed build backend.
 The wheel is installed into an empty environment. Beside it, links show the packages that an extra declares,
-with all that they need: an import of anything else fails.
+with all that they need: an import of anything else fails. The copy of the checkout is in a folder called
+xshard, which no script in the folder above may take for the package.
 """
 
 from __future__ import annotations
@@ -36,6 +37,17 @@ for name in "torch", "jax", "typer", "matplotlib", "scipy", "pytest":
         continue
     raise AssertionError(name + " is here")
 """
+MISSING = """
+import importlib
+for name in "torch", "jax":
+    for bridge in name + "_bridge", "xshard." + name:
+        try:
+            importlib.import_module(bridge)
+        except ModuleNotFoundError as error:
+            assert str(error) == f"{name} is not installed: pip install 'xshard[{name}]'", error
+            continue
+        raise AssertionError(bridge + " is here")
+"""
 RELABEL = """
 import sys, xshard as xs
 m = xs.Mesh(a=4)
@@ -49,9 +61,9 @@ step = xs.TrainingStep(ops, dict(b=8, i=8, o=8), inputs={"x": "b i"}, parameters
 assert xs.suggest(step, xs.Mesh(a=2)).seconds > 0
 """
 EXTRAS = {
-    "": ALONE,
-    "torch": "import torch_bridge.nn, torch_bridge.compat",
-    "jax": "import jax_bridge.nn, jax_bridge.compat.credit",
+    "": ALONE + MISSING,
+    "torch": "import torch_bridge.nn, torch_bridge.compat; from xshard.torch import verify",
+    "jax": "import jax_bridge.nn, jax_bridge.compat.credit; from xshard.jax import reshard",
     "orbax": "import jax_bridge.state.orbax",
     "cli": "import xshard.cli.app",
     "explore": "import xshard.cli.explore.server; xshard.cli.explore.server.live_page()",
@@ -63,11 +75,11 @@ EXTRAS = {
 }
 
 
-def run(*command: object, **options: object) -> str:
+def run(*command: object, status: int = 0, **options: object) -> str:
     done = subprocess.run(
         [str(word) for word in command], capture_output=True, text=True, check=False, **options
     )
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.returncode == status, done.stdout + done.stderr
     return done.stdout
 
 
@@ -80,20 +92,30 @@ def build(kind: str, source: Path, into: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def sdist(tmp_path_factory) -> Path:
-    source = tmp_path_factory.mktemp("checkout") / "xshard"
+def checkout(tmp_path_factory) -> Path:
+    source = tmp_path_factory.mktemp("above") / "xshard"
     left = shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "*.egg-info")
     shutil.copytree(ROOT, source, ignore=left)
-    return build("sdist", source, tmp_path_factory.mktemp("sdist"))
+    return source
 
 
 @pytest.fixture(scope="module")
-def wheel(sdist, tmp_path_factory) -> Path:
-    unpacked = tmp_path_factory.mktemp("unpacked")
+def sdist(checkout, tmp_path_factory) -> Path:
+    return build("sdist", checkout, tmp_path_factory.mktemp("sdist"))
+
+
+@pytest.fixture(scope="module")
+def unpacked(sdist, tmp_path_factory) -> Path:
+    above = tmp_path_factory.mktemp("unpacked")
     with tarfile.open(sdist) as archive:
-        archive.extractall(unpacked, filter="data")
-    (source,) = unpacked.iterdir()
-    return build("wheel", source, tmp_path_factory.mktemp("wheel"))
+        archive.extractall(above, filter="data")
+    (source,) = above.iterdir()
+    return source.rename(above / "xshard")
+
+
+@pytest.fixture(scope="module")
+def wheel(unpacked, tmp_path_factory) -> Path:
+    return build("wheel", unpacked, tmp_path_factory.mktemp("wheel"))
 
 
 @pytest.fixture(scope="module")
@@ -153,7 +175,7 @@ def test_the_wheel_has_all_files_of_three_packages(wheel):
         str(path.relative_to(ROOT))
         for package in ("xshard", "torch_bridge", "jax_bridge")
         for path in (ROOT / package).rglob("*")
-        if path.suffix in (".py", ".json", ".typed", ".css", ".js", ".md")
+        if path.suffix in (".py", ".pyi", ".json", ".typed", ".css", ".js", ".md")
     }
     assert names == expected
     assert {f"{package}/py.typed" for package in ("xshard", "torch_bridge", "jax_bridge")} <= names
@@ -170,6 +192,44 @@ print(*sorted(f"{point.group}:{point.name}={point.value}" for point in found.ent
     assert set(extras.split()) == {*EXTRAS, "demo", "ray", "dev", "dev-jax", "docs"} - {""}
     plugin = "pytest11:xshard.testing.plugin=xshard.testing.plugin"
     assert points == f"console_scripts:xshard=xshard.cli.main:main {plugin}"
+
+
+SCRIPT = """
+import xshard as xs, xshard.torch as xt
+assert xs.plan("n/a -> n", xs.Mesh(a=2), (4,)).cost > 0
+print(xs.__file__)
+"""
+
+
+@pytest.mark.parametrize("kind", ["checkout", "sdist", "wheel"])
+def test_a_script_in_the_folder_above_finds_the_package(
+    kind, checkout, unpacked, environment, tmp_path
+):
+    """Installed with -e from the checkout or from the unpacked sdist, as `pip` does it, or as a wheel."""
+    source = unpacked if kind == "sdist" else checkout
+    for name in needed("", environment) | needed("torch", environment):
+        for path in top_level(name):
+            if not (tmp_path / path.name).exists():
+                (tmp_path / path.name).symlink_to(path)
+    python = environment / "bin/python"
+    installed = environment
+    if kind != "wheel":
+        installed = tmp_path / "editable"
+        run(sys.executable, "-m", "venv", "--without-pip", installed)
+        python = installed / "bin/python"
+        with zipfile.ZipFile(build("editable", source, tmp_path)) as archive:
+            archive.extractall(next(installed.glob("lib/*/site-packages")))
+    script = source.parent / "script.py"
+    script.write_text(SCRIPT)
+    alone = {"PYTHONPATH": str(tmp_path)}
+    found = Path(run(python, script, cwd=source.parent, env=alone).strip())
+    assert found.is_relative_to(installed if kind == "wheel" else source)
+    # mypy looks for it where this Python does; it reads no more than it has to.
+    mypy = (sys.executable, "-m", "mypy", "--python-executable", python, "--follow-imports", "skip")
+    code = "import xshard, xshard.torch.nn, torch_bridge, no_such_package"
+    cache = ("--cache-dir", tmp_path)
+    said = run(*mypy, *cache, "-c", code, cwd=source.parent, status=1).splitlines()
+    assert '"no_such_package"' in said[0] and said[-1].startswith("Found 1 error")
 
 
 @pytest.mark.parametrize("extra", EXTRAS, ids=lambda extra: extra or "alone")

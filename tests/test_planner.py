@@ -20,7 +20,7 @@ from tests.cases import CASES
 from tests.messages import refused
 from tests.strategies import layouts, moves
 from xshard import Layout
-from xshard.errors import NotationError, PlanError, ProfileError, ShapeError
+from xshard.errors import NotationError, PlanError, ProfileError, ShapeError, XshardError
 from xshard.plans.alternatives import alternatives
 from xshard.search.a_star import Search
 from xshard.search.moves import NamedRoute
@@ -281,7 +281,12 @@ def test_a_slow_axis_is_spared():
         ),
         ("n/a -> n", {"shape": (-1,)}, ShapeError, "shape (-1,) has -1, not a length >= 0"),
         ("n/a -> n", {"profile": "h1000"}, ProfileError, "no profile 'h1000'"),
-        ("n/a -> n", {"objective": "backward"}, PlanError, "no objective 'backward'"),
+        (
+            "n/a -> n",
+            {"objective": "backward"},
+            XshardError,
+            "objective is 'backward', not Objective",
+        ),
         ("n/a -> n", {"memory_limit": 0}, PlanError, "no plan stays within 0 B per device"),
         (
             ("n/a", "m/a"),

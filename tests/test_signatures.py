@@ -16,7 +16,16 @@ import jax_bridge as xj
 import torch_bridge as xt
 import xshard as xs
 from jax_bridge import torch_interop
+from jax_bridge.arrays.shard_map import ShardMapKeywords
+from jax_bridge.state.files import JaxLoadKeywords
+from torch_bridge.contractions.einsum import EinsumKeywords
+from torch_bridge.models.parallelize import ParallelizeKeywords
 from torch_bridge.redistribution.options import MoveKeywords, TwoMeshKeywords, TwoMeshOptions
+from torch_bridge.state.files import TorchLoadKeywords
+from torch_bridge.state.transfer import TorchTransferKeywords
+from xshard.contractions.attention import AttentionKeywords
+from xshard.state.transfer import TransferKeywords
+from xshard.step.suggest import SuggestKeywords
 
 OPS = "all_gather all_reduce all_to_all copy_to halo_exchange reduce_scatter shard trim_halo"
 TWINS = {
@@ -76,8 +85,26 @@ DIFFERENT = {
 }
 
 
+# The keywords that overloads and callers of each verb share, as type checkers read them.
+KEYWORDS = {
+    "xs.suggest": (xs.suggest, SuggestKeywords),
+    "xt.attention": (xt.nn.attention, AttentionKeywords),
+    "xt.einsum": (xt.einsum, EinsumKeywords),
+    "xt.load": (xt.load, TorchLoadKeywords),
+    "xt.parallelize": (xt.parallelize, ParallelizeKeywords),
+    "xt.redistribute": (xt.redistribute, MoveKeywords),
+    "xt.transfer": (xt.transfer, TorchTransferKeywords),
+    "xj.load": (xj.load, JaxLoadKeywords),
+    "xj.shard_map": (xj.shard_map, ShardMapKeywords),
+    "xj.transfer": (xj.transfer, TransferKeywords),
+}
+# Keywords on which the type of a result depends: overloads name them.
+OVERLOADED = {"async_op", "dry_run", "like", "return_lse"}
+
+
 def plain(annotation: str) -> str:
-    """An annotation without the names that frameworks have for arrays and meshes."""
+    """An annotation without the names that frameworks have for arrays, layouts and meshes."""
+    annotation = annotation.replace("JaxLayoutsLike", "LayoutsLike")
     text = re.sub(
         r"\b(torch\.)?Tensor\b|\bjax\.(Array|typing\.ArrayLike)\b|^(Any|T)$", "Array", annotation
     )
@@ -150,6 +177,21 @@ def test_options_of_two_meshes_are_the_same_as_keywords_and_as_a_value() -> None
     named = inspect.signature(xt.redistribute).parameters.keys() - {"two_meshes"}
     values = {"x", "layouts", "mesh", "async_op"}
     assert named - values == MoveKeywords.__annotations__.keys() - set(TwoMeshOptions._fields)
+
+
+@pytest.mark.parametrize("name", KEYWORDS)
+def test_keywords_that_overloads_share_are_those_of_the_function(name: str) -> None:
+    function, keywords = KEYWORDS[name]
+    shared = {word: given.__forward_arg__ for word, given in keywords.__annotations__.items()}
+    if keywords is MoveKeywords:
+        shared = {word: shared[word] for word in shared.keys() - set(TwoMeshOptions._fields)}
+    named = OVERLOADED | ({"names"} if name == "xj.transfer" else set())
+    options = {
+        parameter.name: parameter.annotation
+        for parameter in inspect.signature(function).parameters.values()
+        if parameter.kind is parameter.KEYWORD_ONLY and parameter.name not in named
+    }
+    assert shared == options
 
 
 @pytest.mark.parametrize(

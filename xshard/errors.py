@@ -6,9 +6,10 @@ import functools
 import os
 import re
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any, TypeVar, cast
 
 from xshard.signatures import Signature, Wrong
@@ -253,14 +254,41 @@ def end_at_user(error: XshardError) -> None:
     last_of_user: TracebackType | None = None
     entry = error.__traceback__
     while entry is not None:
-        package, _, _ = entry.tb_frame.f_globals.get("__name__", "").partition(".")
-        if package not in _LIBRARIES:
+        if not _is_of_library(entry.tb_frame):
             last_of_user = entry
         entry = entry.tb_next
     if last_of_user is None:  # all frames so far are of libraries; those of callers are added later
         error.__traceback__ = None
     else:
         last_of_user.tb_next = None
+
+
+def _is_of_library(frame: FrameType) -> bool:
+    """Return whether a frame is of a package whose frames tell a user nothing."""
+    package, _, _ = frame.f_globals.get("__name__", "").partition(".")
+    return package in _LIBRARIES
+
+
+# ---- what goes away
+
+
+def warn_deprecated(old: str, new: str, since: str) -> None:
+    """Warn at the user's line, once for each, of something that goes away two minor versions later.
+
+        warn_deprecated("xs.plot(plan)", "xs.show(plan)", since="0.3")    # it goes away in 0.5
+
+    Args:
+        old: What the user has written.
+        new: The line to write instead.
+        since: The version that warns first.
+    """
+    major, minor = since.split(".")
+    gone = f"{major}.{int(minor) + 2}"
+    level = 1
+    while _is_of_library(sys._getframe(level)):
+        level += 1
+    message = f"{old} is deprecated since xshard {since}, and goes away in {gone}: write {new}"
+    warnings.warn(message, FutureWarning, stacklevel=level + 1)
 
 
 # ---- kinds of mistakes

@@ -17,6 +17,7 @@ PartWidths = int | Sequence[int]  # the same number for every part, or one per p
 HaloWidth = int | tuple[PartWidths, PartWidths]  # rows at both ends, or before and after
 Shape = Sequence[int] | None  # the global shape, if blocks differ in size
 Side = Mapping[int, str] | str  # the shards of some dims, or a tag
+ReduceOp = Literal["sum", "mean", "max", "min"]
 Grad = Literal["sum", "replicated"]
 A = TypeVar("A")  # a framework's arrays
 M = TypeVar("M")  # its meshes
@@ -77,7 +78,7 @@ class Operations(Generic[A, M]):
         axis: Axes,
         mesh: M | None = None,
         *,
-        op: str = "sum",
+        op: ReduceOp = "sum",
         shape: Shape = None,
     ) -> A:
         """Reduce the blocks of a mesh axis, and keep this device's part: `n | sum(axis) -> n/axis`.
@@ -100,7 +101,7 @@ class Operations(Generic[A, M]):
 
     @api_boundary
     def all_reduce(
-        self, x: A, axis: Axes, mesh: M | None = None, *, op: str = "sum", grad: Grad
+        self, x: A, axis: Axes, mesh: M | None = None, *, op: ReduceOp = "sum", grad: Grad
     ) -> A:
         """Reduce the blocks of a mesh axis; each device has the whole result: `n | sum(axis) -> n`.
 

@@ -9,13 +9,13 @@ from xshard.arguments import lengths_of, limit_of, whole_numbers
 from xshard.caches import layout_cache
 from xshard.contractions.expression import Contraction, contraction, is_contraction
 from xshard.contractions.plan import ContractionPlan
-from xshard.contractions.ring import NEVER, OVERLAPS
+from xshard.contractions.ring import NEVER, Overlapping
 from xshard.contractions.shapes import Shapes, checked_lengths, shapes_of, written_shardings
 from xshard.contractions.solve import ContractionRequest, find_contraction
 from xshard.cost.machine import load_profile, without_devices
 from xshard.cost.model import ProfileLike
 from xshard.dtypes import name_of, precision
-from xshard.errors import MeshError, PlanError, ShapeError, api_boundary
+from xshard.errors import MeshError, ShapeError, api_boundary
 from xshard.layout import Mesh
 from xshard.layout.layout import check_axes
 from xshard.layout.mesh import check_mesh
@@ -24,7 +24,7 @@ from xshard.notation.parser import mark_errors, with_map_digests
 from xshard.plans.expression import LayoutPair, as_expression, sides
 from xshard.plans.plan import Plan, find_plan
 from xshard.plans.table import device_ranges
-from xshard.search.request import BOTH, FORWARD, OBJECTIVES, Request, device_numbers
+from xshard.search.request import BOTH, FORWARD, Objective, Request, device_numbers
 from xshard.signatures import Bytes
 
 Shape = tuple[int, ...]
@@ -60,7 +60,7 @@ def plan(
     relabel: bool = False,
     profile: ProfileLike = "h100",
     memory_limit: Bytes = None,
-    objective: str | None = None,
+    objective: Objective | None = None,
     maps: Maps | None = None,
 ) -> Plan: ...
 @overload
@@ -74,8 +74,8 @@ def plan(
     profile: ProfileLike = "h100",
     memory_limit: Bytes = None,
     flops_limit: int | None = None,
-    objective: str | None = None,
-    overlap: str = NEVER,
+    objective: Objective | None = None,
+    overlap: Overlapping = NEVER,
     maps: Maps | None = None,
 ) -> ContractionPlan: ...
 @api_boundary
@@ -94,8 +94,8 @@ def plan(  # noqa: PLR0913  public, for moves, for two meshes, and for contracti
     profile: ProfileLike = "h100",
     memory_limit: Bytes = None,
     flops_limit: int | None = None,
-    objective: str | None = None,
-    overlap: str = NEVER,
+    objective: Objective | None = None,
+    overlap: Overlapping = NEVER,
     maps: Maps | None = None,
 ) -> Plan | ContractionPlan:
     """Find the cheapest plan of a move, or of a contraction of several sharded arrays.
@@ -234,10 +234,6 @@ def plan_contraction(  # noqa: PLR0913, PLR0917  a cached function: its argument
     dtype_name = name_of(dtype)
     if not objective:
         objective = BOTH if precision(dtype_name) else FORWARD
-    if overlap not in OVERLAPS:
-        raise PlanError(f"no overlap {overlap!r}", hint=f"there are: {', '.join(OVERLAPS)}")
-    if objective not in OBJECTIVES:
-        raise PlanError(f"no objective {objective!r}", hint=f"there are: {', '.join(OBJECTIVES)}")
     for layout in (*call.operands, call.result):
         check_axes(layout, mesh, call.text)
     request = ContractionRequest(

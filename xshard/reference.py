@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -236,6 +236,16 @@ def run(plan: Plan | ContractionPlan, *operands: Arrays) -> list[Block]:
     for step, sharding, _ in plan.stages:
         current = step.run(current, sharding)
     return current
+
+
+@overload
+def pullback(plan: Plan, given: Arrays, cotangents: Arrays) -> list[Block]: ...
+
+
+@overload
+def pullback(
+    plan: ContractionPlan, given: Sequence[Arrays], cotangents: Arrays
+) -> list[list[Block]]: ...
 
 
 @api_boundary

@@ -233,6 +233,8 @@ def _evaluated(annotation: Any, names: dict[str, Any]) -> Any:
     if not isinstance(annotation, str):
         return annotation
     try:
-        return eval(annotation, names)
+        value = eval(annotation, names)
     except NameError:
         return Any
+    bound = getattr(value, "__bound__", None)
+    return value if bound is None else bound  # of a type variable what it stands for

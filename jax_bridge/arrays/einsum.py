@@ -13,13 +13,19 @@ import numpy as np
 from jax_bridge.arrays.program import LOG
 from jax_bridge.arrays.stored import ArrayMesh, StoredArray, check_order, record_order
 from jax_bridge.calls import are_keys, as_array
-from jax_bridge.einsum import EinsumOptions, Given, check_operands, check_shapes, einsum_blocks
+from jax_bridge.contractions import (
+    EinsumOptions,
+    Given,
+    check_operands,
+    check_shapes,
+    einsum_blocks,
+)
 from jax_bridge.mesh.axis_types import as_tagged, bound_sizes
 from jax_bridge.mesh.context import AnyMesh, free_axes, machine_profile
 from xshard import ContractionPlan, ProfileLike
 from xshard.contractions.expression import Contraction
 from xshard.contractions.plan import contraction_of, known_lengths
-from xshard.contractions.ring import NEVER
+from xshard.contractions.ring import NEVER, Overlapping
 from xshard.contractions.shapes import Shapes, for_operands, shapes_of
 from xshard.dtypes import name_of
 from xshard.errors import DtypeError, api_boundary
@@ -36,7 +42,7 @@ def einsum(  # noqa: PLR0913  one option more than the limit; torch_bridge has t
     shape: Sequence[Sequence[int]] | None = None,
     sizes: Mapping[str, int] | None = None,
     profile: ProfileLike = "auto",
-    overlap: str = NEVER,
+    overlap: Overlapping = NEVER,
     preferred_element_type: jax.typing.DTypeLike | None = None,
     precision: jax.lax.PrecisionLike = None,
     maps: Maps | None = None,

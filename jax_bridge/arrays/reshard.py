@@ -8,13 +8,11 @@ Explicit axes.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, overload
 
 import jax
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import AbstractMesh
-from jax.sharding import Mesh as JaxMesh
 from numpy.typing import NDArray
 
 from jax_bridge.arrays import stored
@@ -27,8 +25,16 @@ from jax_bridge.arrays.stored import (
     known_layout,
     recorded_order,
 )
-from jax_bridge.calls import are_keys, as_array, as_words, check_dtype, is_expression, sides_of
-from jax_bridge.mesh.context import jax_mesh, machine_profile
+from jax_bridge.calls import (
+    JaxLayoutsLike,
+    are_keys,
+    as_array,
+    as_words,
+    check_dtype,
+    is_expression,
+    sides_of,
+)
+from jax_bridge.mesh.context import AnyJaxMesh, jax_mesh, machine_profile
 from jax_bridge.specs import storage_layout
 from jax_bridge.trees import array_leaves, is_array, leaves_with_given_values
 from xshard import Layout, Plan, ProfileLike, Rules
@@ -37,17 +43,19 @@ from xshard.notation.maps import Maps
 from xshard.notation.parser import with_map_digests
 from xshard.plans.expression import Sides, sides_or_one
 
+T = TypeVar("T")
+
 
 @api_boundary
 def reshard(
-    arrays: Any,
-    layouts: Any,
-    mesh: JaxMesh | AbstractMesh | None = None,
+    arrays: T,
+    layouts: JaxLayoutsLike,
+    mesh: AnyJaxMesh | None = None,
     *,
     profile: ProfileLike = "auto",
     donate: bool = False,
     maps: Maps | None = None,
-) -> Any:
+) -> T:
     """Move global arrays from one layout to another, differentiably, outside `shard_map`.
 
         y = reshard(x, "s/cp c -> s c/cp")     # [s, c] sharded by rows -> by columns
@@ -182,11 +190,33 @@ def arrive(x: jax.Array, target: StoredArray) -> jax.Array:
         return target.bring(moved)
 
 
+@overload
+def place(
+    tree: np.ndarray,
+    layouts: JaxLayoutsLike,
+    mesh: AnyJaxMesh,
+    *,
+    profile: ProfileLike = "auto",
+    maps: Maps | None = None,
+) -> jax.Array: ...
+
+
+@overload
+def place(
+    tree: T,
+    layouts: JaxLayoutsLike,
+    mesh: AnyJaxMesh,
+    *,
+    profile: ProfileLike = "auto",
+    maps: Maps | None = None,
+) -> T: ...
+
+
 @api_boundary
 def place(
     tree: Any,
-    layouts: Any,
-    mesh: JaxMesh | AbstractMesh,
+    layouts: JaxLayoutsLike,
+    mesh: AnyJaxMesh,
     *,
     profile: ProfileLike = "auto",
     maps: Maps | None = None,

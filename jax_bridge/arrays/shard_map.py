@@ -11,16 +11,14 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial, wraps
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict, TypeVar, Unpack, overload
 
 import jax
-from jax.sharding import AbstractMesh
-from jax.sharding import Mesh as JaxMesh
 
 from jax_bridge.arrays.reshard import arrive
 from jax_bridge.arrays.stored import ArrayMesh, StoredArray, record_order, stored_sharding
-from jax_bridge.calls import MoveCall, as_array
-from jax_bridge.mesh.context import free_axes, jax_mesh
+from jax_bridge.calls import JaxLayoutsLike, MoveCall, as_array
+from jax_bridge.mesh.context import AnyJaxMesh, free_axes, jax_mesh
 from jax_bridge.trees import array_leaves, is_array
 from xshard import Layout, Mesh, ProfileLike, Sharding, XshardError
 from xshard.errors import NotationError, api_boundary, located
@@ -32,12 +30,43 @@ from xshard.plans.expression import Sides, sides_or_one
 from xshard.signatures import short_repr
 from xshard.trees import Leaf
 
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+class ShardMapKeywords(TypedDict, total=False):
+    """The keywords of `shard_map`."""
+
+    sizes: Mapping[str, int] | None
+    profile: ProfileLike
+    check_vma: bool
+    donate_argnums: int | Sequence[int]
+    maps: Maps | None
+
+
+@overload
+def shard_map(
+    f: Function,
+    layouts: JaxLayoutsLike,
+    mesh: AnyJaxMesh | None = None,
+    **options: Unpack[ShardMapKeywords],
+) -> Function: ...
+
+
+@overload
+def shard_map(
+    f: None = None,
+    *,
+    layouts: JaxLayoutsLike,
+    mesh: AnyJaxMesh | None = None,
+    **options: Unpack[ShardMapKeywords],
+) -> Callable[[Function], Function]: ...
+
 
 @api_boundary
 def shard_map(
     f: Callable[..., Any] | None = None,
-    layouts: Any = None,
-    mesh: JaxMesh | AbstractMesh | None = None,
+    layouts: JaxLayoutsLike | None = None,
+    mesh: AnyJaxMesh | None = None,
     *,
     sizes: Mapping[str, int] | None = None,
     profile: ProfileLike = "auto",
@@ -322,7 +351,7 @@ class _MappedFunction:
     f: Callable[..., Any]
     in_layouts: Any
     out_layouts: Any
-    mesh: JaxMesh | AbstractMesh | None
+    mesh: AnyJaxMesh | None
     sizes: Mapping[str, int]
     has_types: bool
     donated: tuple[int, ...]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, Unpack, overload
 
 import jax
 import numpy as np
@@ -30,8 +30,8 @@ from xshard.signatures import Bytes
 from xshard.state import Names
 from xshard.state.files import Checkpoint, FileError
 from xshard.state.files import verify as compare_checksums
-from xshard.state.files.folder import open_on_all
-from xshard.state.files.loading import Load, plan_load, read_block
+from xshard.state.files.folder import CheckpointLike, open_on_all
+from xshard.state.files.loading import Load, LoadKeywords, plan_load, read_block
 from xshard.state.files.saving import Saving, Source, plan_save, save_blocks
 from xshard.trees import Leaf, named_once, place_of
 
@@ -108,9 +108,37 @@ def save(
     save_blocks(plan.saving, Path(path), plan.block_of, all_or_none, process, leads=process == 0)
 
 
+class JaxLoadKeywords(LoadKeywords, total=False):
+    """The keywords of `load` on which the type of its result does not depend."""
+
+    dtype: jax.typing.DTypeLike | None
+
+
+@overload
+def load(
+    path: CheckpointLike,
+    rules: RulesLike | None,
+    mesh: jax.sharding.Mesh,
+    *,
+    like: None = None,
+    **options: Unpack[JaxLoadKeywords],
+) -> dict[str, jax.Array]: ...
+
+
+@overload
+def load(
+    path: CheckpointLike,
+    rules: RulesLike | None,
+    mesh: jax.sharding.Mesh,
+    *,
+    like: T,
+    **options: Unpack[JaxLoadKeywords],
+) -> T: ...
+
+
 @api_boundary
 def load(  # noqa: PLR0913  one option for each decision of the user
-    path: str | Path | Checkpoint,
+    path: CheckpointLike,
     rules: RulesLike | None,
     mesh: jax.sharding.Mesh,
     *,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar, Unpack, overload
 
 import jax
 from jax.core import Tracer
@@ -36,19 +36,56 @@ from xshard.errors import DtypeError, MeshError, ShapeError, api_boundary, locat
 from xshard.layout.layout import check_axes
 from xshard.notation.parser import ARROW, mark_errors
 from xshard.plans.expression import Sides, sides_or_one
-from xshard.rules import RulesLike
 from xshard.signatures import Bytes
 from xshard.state import Names, TreePlan, plan_transfer
 from xshard.state.progress import Progress, reporting
-from xshard.state.transfer import BUCKET
+from xshard.state.transfer import BUCKET, TransferKeywords, TransferRules
 from xshard.state.tree_plan import ArrayPlan
 from xshard.trees import Leaf, named_once, place_of
+
+T = TypeVar("T")
+
+
+@overload
+def transfer(
+    tree: object,
+    rules: TransferRules,
+    dst_mesh: JaxMesh,
+    *,
+    names: Names | None = None,
+    dry_run: Literal[True],
+    **options: Unpack[TransferKeywords],
+) -> TreePlan: ...
+
+
+@overload
+def transfer(
+    tree: object,
+    rules: TransferRules,
+    dst_mesh: JaxMesh,
+    *,
+    names: Names,
+    dry_run: Literal[False] = False,
+    **options: Unpack[TransferKeywords],
+) -> dict[str, jax.Array]: ...
+
+
+@overload
+def transfer(
+    tree: T,
+    rules: TransferRules,
+    dst_mesh: JaxMesh,
+    *,
+    names: None = None,
+    dry_run: bool = False,
+    **options: Unpack[TransferKeywords],
+) -> T: ...
 
 
 @api_boundary
 def transfer(  # noqa: PLR0913  one option for each decision of the user
     tree: Any,
-    rules: RulesLike | tuple[RulesLike | None, RulesLike],
+    rules: TransferRules,
     dst_mesh: JaxMesh,
     *,
     names: Names | None = None,

@@ -6,7 +6,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import jax
 from jax.sharding import Mesh as JaxMesh
@@ -24,6 +24,7 @@ from xshard.signatures import short_repr
 from xshard.step.record.fuse import fuse_operations
 from xshard.step.record.repeat import find_repeated
 from xshard.step.record.trace import Trace, input_name
+from xshard.step.suggest import SuggestKeywords
 from xshard.trees import Leaf, named_once
 
 # Operations that decide the layouts of their results; XLA is told these layouts.
@@ -209,7 +210,7 @@ class JaxSuggestion(Suggestion):
 
 @api_boundary
 def suggest(
-    f: Callable[..., Any], args: Sequence[Any], mesh: AnyMesh, **options: Any
+    f: Callable[..., Any], args: Sequence[Any], mesh: AnyMesh, **options: Unpack[SuggestKeywords]
 ) -> JaxSuggestion:
     """Find the shardings of a loss's parameters, inputs and activations for the fastest step.
 

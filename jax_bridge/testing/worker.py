@@ -23,7 +23,7 @@ from jax.sharding import Mesh as JaxMesh
 from jax.sharding import PartitionSpec as P
 
 from jax_bridge.calls import redistribute
-from jax_bridge.einsum import EinsumOptions, einsum_blocks
+from jax_bridge.contractions import EinsumOptions, einsum_blocks
 from jax_bridge.mesh.axis_types import as_varying, varying_axes
 from jax_bridge.testing.stacked import DeviceProgram
 from xshard import ContractionPlan, Layout, Plan, Sharding, XshardError, replicas

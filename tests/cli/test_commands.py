@@ -126,7 +126,7 @@ def test_plan_of_a_contraction_explains_both_passes():
 def test_plan_of_both_passes_tells_their_sum():
     plan = ("plan", *ULYSSES, "--objective")
     assert "with the backward's" in xshard(*plan, "forward+backward").stdout
-    assert "no objective 'backward'" in xshard(*plan, "backward", code=2).stderr
+    assert "objective is 'backward', not Objective" in xshard(*plan, "backward", code=2).stderr
 
 
 @pytest.mark.parametrize(

@@ -178,7 +178,11 @@ def test_wrong_lengths_are_marked():
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"overlap": "often"}, "PlanError", "no overlap 'often'\n  there are: never, auto, always"),
+        (
+            {"overlap": "often"},
+            "XshardError",
+            "overlap is 'often', not Overlapping\n  plan takes Literal['never', 'auto', 'always']",
+        ),
         (
             {"sizes": SIZES | {"d": -4}},
             "ShapeError",

@@ -21,6 +21,7 @@ REGISTERS |= {"cloudpickle.register_pickle_by_value", "jax.config.update", "mlir
 REGISTERS |= {
     "register_constant",
     "register_optimizer_step_pre_hook",
+    "sys.meta_path.insert",
     "signal.signal",
     "torch.set_num_threads",
 }

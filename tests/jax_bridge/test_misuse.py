@@ -59,7 +59,8 @@ def calls(path: str) -> dict[str, Callable[[], Call]]:
         mesh=mesh,
     )
     add("load", xj.load, later, path=path, rules={"**": "..."}, mesh=mesh)
-    add("place", xj.place, later, tree=x, layouts="a/tp b", mesh=mesh)
+    placed = {**later, "layouts": "a mapping"}  # its key is named
+    add("place", xj.place, placed, tree=x, layouts="a/tp b", mesh=mesh)
     add("positions", xj.positions, layout="a/tp b", mesh=mesh, shape=(4, 4), dim=0)
     add("redistribute", inside(xj.redistribute), {"x": ANYTHING}, x=x, layouts="a/tp b -> a b")
     add("reshard", xj.reshard, later, arrays=x, layouts="a b -> a/tp b", mesh=mesh)

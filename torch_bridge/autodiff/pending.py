@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -101,7 +101,15 @@ def begin(executable: Executable | BucketedExecutable, *blocks: Tensor) -> Calla
     return partial(Redistribute.apply, Half(in_flight, begins=False), token)
 
 
-class PendingTensor:
+if (
+    TYPE_CHECKING
+):  # it may be used as a tensor; as one to Python, torch would read its memory at once
+    Waiting = Tensor
+else:
+    Waiting = object
+
+
+class PendingTensor(Waiting):
     """The result of a redistribution in flight.
 
         y = xt.redistribute(x, "s/cp c -> s c", mesh, async_op=True)    # [s/4, c] -> [s, c], on its way
@@ -172,7 +180,7 @@ class PendingTensor:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.wait(), name)
 
-    def __repr__(self) -> str:
+    def __repr__(self) -> str:  # type: ignore[override]  # a tensor may be given its text
         state = "arrived" if isinstance(self._result, Tensor) else "under way"
         return f"PendingTensor({state}, shape={tuple(self.shape)}, dtype={self.dtype})"
 

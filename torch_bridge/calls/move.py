@@ -72,7 +72,7 @@ class MoveCall(NamedTuple):
     @classmethod
     def of(
         cls,
-        expression: Expression,
+        expression: Any,
         mesh: MeshLike | None,
         shape: Any,
         profile: Any,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 from types import NoneType
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from torch_bridge.mesh.process_mesh import MeshLike, mesh_of
 from torch_bridge.versions.modes import is_any_autocast_enabled
 from xshard import ProfileLike
 from xshard.contractions.plan import ContractionPlan
-from xshard.contractions.ring import NEVER
+from xshard.contractions.ring import NEVER, Overlapping
 from xshard.contractions.shapes import for_operands, shapes_of, written_shardings
 from xshard.errors import (
     MeshError,
@@ -39,6 +39,38 @@ from xshard.signatures import Bytes
 SAVES = ("used", "given")  # which operands the backward pass keeps
 
 
+class EinsumKeywords(TypedDict, total=False):
+    """The keywords of `einsum` on which the type of its result does not depend."""
+
+    mesh: MeshLike | None
+    shape: Sequence[Sequence[int]] | None
+    sizes: Mapping[str, int] | None
+    profile: ProfileLike
+    memory_limit: Bytes
+    save: Literal["used", "given"]
+    overlap: Overlapping
+    comm_dtype: CommDtypeLike
+    maps: Maps | None
+
+
+@overload
+def einsum(
+    expression: str | ContractionPlan,
+    *operands: Tensor,
+    async_op: Literal[True],
+    **options: Unpack[EinsumKeywords],
+) -> PendingTensor: ...
+
+
+@overload
+def einsum(
+    expression: str | ContractionPlan,
+    *operands: Tensor,
+    async_op: bool = False,
+    **options: Unpack[EinsumKeywords],
+) -> Tensor: ...
+
+
 def einsum(  # noqa: PLR0913  a verb with the options of plans and of calls
     expression: str | ContractionPlan,
     *operands: Tensor,
@@ -48,11 +80,11 @@ def einsum(  # noqa: PLR0913  a verb with the options of plans and of calls
     profile: ProfileLike = "auto",
     memory_limit: Bytes = None,
     save: Literal["used", "given"] = "used",
-    overlap: str = NEVER,
+    overlap: Overlapping = NEVER,
     comm_dtype: CommDtypeLike = None,
     async_op: bool = False,
     maps: Maps | None = None,
-) -> Tensor | PendingTensor:
+) -> Tensor:
     """Contract sharded operands, differentiably: this process's blocks -> its block of the result.
 
         y = xt.einsum("b s/tp d, d f/tp -> b s f/tp", x, w, mesh=mesh)  # [b, s/4, d], [d, f/4] -> [b, s, f/4]

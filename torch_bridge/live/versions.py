@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -24,6 +23,7 @@ from torch_bridge.errors import DesyncError
 from torch_bridge.live.endpoint import PAUSE_S, Endpoint, LostVersionError
 from torch_bridge.mesh.desync import CallFacts, compare_ranks
 from torch_bridge.mesh.machine import machine_profile
+from torch_bridge.mesh.process_mesh import DeviceLike
 from torch_bridge.redistribution.blocks import tensor_device_of
 from torch_bridge.state.facts import PROFILE, describe_tree, first_on_device, rebuild_tree
 from xshard import ProfileLike, XshardError, load_profile
@@ -216,7 +216,7 @@ class Subscriber(Endpoint):
     """
 
     is_trainer = False
-    device: torch.device | str | None = None
+    device: DeviceLike | None = None
     tree: Any = field(default=None, init=False, repr=False)
     _latest: int = field(default=0, init=False, repr=False)
 

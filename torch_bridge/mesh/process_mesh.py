@@ -137,6 +137,7 @@ class ProcessMesh:
         return self._factored[split]
 
 
+DeviceLike = torch.device | str
 MeshLike = Mesh | DeviceMesh | ProcessMesh
 WorldKey = tuple[Any, bool]  # the group of the world, and whether `on_this_process_alone` is active
 # Whether `on_this_process_alone` is active, for all threads: threads of a backward pass have no
@@ -339,7 +340,7 @@ def positions(
     *,
     shape: Sequence[int],
     dim: int | str,
-    device: torch.device | str | None = None,
+    device: DeviceLike | None = None,
     maps: Maps | None = None,
 ) -> Tensor:
     """Return the global index of every row that this process's block holds along a dim.

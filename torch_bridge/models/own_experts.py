@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from torch import nn
+from typing import Unpack
 
 from torch_bridge.mesh.process_mesh import MeshLike
-from torch_bridge.models.parallelize import parallelize
+from torch_bridge.models.parallelize import Model, ParallelizeKeywords, parallelize
 from xshard.errors import api_boundary
 from xshard.ops import Axes
 
 
 @api_boundary
-def own_experts(module: nn.Module, axis: Axes, mesh: MeshLike, **options: Any) -> nn.Module:
+def own_experts(
+    module: Model, axis: Axes, mesh: MeshLike, **options: Unpack[ParallelizeKeywords]
+) -> Model:
     """Shard a module of experts, and send rows to the processes of the experts they chose.
 
         module = xt.own_experts(module, "ep", mesh)     # parameters [e, ...] -> [e/ep, ...]

@@ -5,14 +5,14 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict, TypeVar
 
 import torch
 from torch import nn
 
 from torch_bridge.comm_dtype import CommDtypeLike
 from torch_bridge.mesh.desync import CallFacts, compare_ranks
-from torch_bridge.mesh.process_mesh import MeshLike, ProcessMesh
+from torch_bridge.mesh.process_mesh import DeviceLike, MeshLike, ProcessMesh
 from torch_bridge.models.block_guards import check_parametrizations
 from torch_bridge.models.experts import Count, route_experts
 from torch_bridge.models.gradients import Gradients
@@ -38,6 +38,8 @@ from xshard.models import rule_of
 from xshard.rules import Pattern, RulesLike, match_objects
 from xshard.signatures import Bytes, did_you_mean
 
+Model = TypeVar("Model", bound=nn.Module)
+
 
 class _ModelRules(NamedTuple):
     """The rules of `parallelize`, as you wrote them."""
@@ -58,9 +60,23 @@ class _PreparedModel(NamedTuple):
     parameters: ModelParameters
 
 
+class ParallelizeKeywords(TypedDict, total=False):
+    """The keywords of `parallelize`, which `own_experts` hands on."""
+
+    outputs: RulesLike | None
+    counts: RulesLike | None
+    gathers: Pattern | None
+    init: Init
+    device: DeviceLike | None
+    keep: bool | Pattern
+    bucket_bytes: Bytes
+    comm_dtype: CommDtypeLike
+    profile: ProfileLike
+
+
 @api_boundary
 def parallelize(  # noqa: PLR0913  public: rules of several kinds, and how they travel
-    model: nn.Module,
+    model: Model,
     parameters: RulesLike,
     inputs: RulesLike,
     mesh: MeshLike,
@@ -69,13 +85,13 @@ def parallelize(  # noqa: PLR0913  public: rules of several kinds, and how they 
     counts: RulesLike | None = None,
     gathers: Pattern | None = None,
     init: Init = None,
-    device: torch.device | str | None = None,
+    device: DeviceLike | None = None,
     keep: bool | Pattern = False,
     bucket_bytes: Bytes = "25MiB",
     prefetch: Bytes = 1,
     comm_dtype: CommDtypeLike = None,
     profile: ProfileLike = "auto",
-) -> nn.Module:
+) -> Model:
     """Shard a model of whole tensors in place, by layouts that go by name, and return it.
 
         xt.parallelize(model, {"**.weight": "o/dp i -> o i", "**": "..."}, {"": "b i -> b/dp i"}, mesh)

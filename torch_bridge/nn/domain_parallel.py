@@ -16,7 +16,7 @@ from torch_bridge.autodiff.blocks import check_no_checkpoint
 from torch_bridge.mesh.process_mesh import MeshLike, process_mesh
 from torch_bridge.models.calls import call_of_hook, is_running
 from torch_bridge.models.parallel import ATTRIBUTE
-from torch_bridge.models.parallelize import replicated
+from torch_bridge.models.parallelize import Model, replicated
 from torch_bridge.models.parameters import ParallelContext
 from torch_bridge.nn.function_call import tensors_in
 from torch_bridge.nn.layers import (
@@ -66,7 +66,7 @@ FOLLOWED = (
 
 @api_boundary
 def domain_parallel(
-    model: nn.Module,
+    model: Model,
     layout: Layout | str,
     mesh: MeshLike,
     *,
@@ -74,7 +74,7 @@ def domain_parallel(
     outputs: OutputRule = "",
     sum_gradients: bool = True,
     converters: Converters | None = None,
-) -> nn.Module:
+) -> Model:
     """Return a model of blocks with the outputs and gradients that `model` has on whole arrays.
 
         parallel = xt.nn.domain_parallel(model, "b c h/sp w", mesh)
@@ -127,7 +127,7 @@ def domain_parallel(
     """
     layout = Layout.parse(layout)
     conversion = _Conversion(layout, mesh, outputs, {} if converters is None else converters)
-    root = conversion.converted(model, "")
+    root: Any = conversion.converted(model, "")
     processes = process_mesh(mesh)
     axes = tuple(axis for axis in processes.mesh.axes if axis in layout.axes)
     lengths = None if shape is None else tuple(shape)

@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import lru_cache, partial
 from operator import attrgetter
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.utils.checkpoint
@@ -525,8 +525,11 @@ def _of_blocks(call: FunctionCall) -> Any:
     return rule(call)
 
 
+R = TypeVar("R")
+
+
 @api_boundary
-def checkpoint(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+def checkpoint(function: Callable[..., R], *arguments: Any, **options: Any) -> R:
     """Call a function without keeping its activations: the backward pass computes them again.
 
         y = xt.nn.checkpoint(self.block, x)         # in the code of a model

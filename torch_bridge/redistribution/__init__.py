@@ -26,6 +26,7 @@ from xshard.cost.model import ProfileLike
 from xshard.errors import PlanError, XshardError, check_arguments, end_at_user
 from xshard.notation.maps import Maps
 from xshard.notation.parser import with_map_digests
+from xshard.plans.expression import LayoutsLike
 from xshard.plans.plan import Plan
 from xshard.signatures import Bytes
 
@@ -36,24 +37,30 @@ T = TypeVar("T")
 
 @overload
 def redistribute(
-    x: T,
-    layouts: Any,
+    x: Tensor,
+    layouts: LayoutsLike,
     mesh: MeshLike | None = None,
     *,
-    async_op: Literal[False] = False,
+    async_op: Literal[True],
     **options: Unpack[MoveKeywords],
-) -> T: ...
+) -> PendingTensor: ...
 
 
 @overload
 def redistribute(
-    x: Tensor,
-    layouts: Any,
+    x: None, layouts: LayoutsLike, **options: Unpack[MoveKeywords]
+) -> Tensor | None: ...
+
+
+@overload
+def redistribute(
+    x: T,
+    layouts: LayoutsLike,
     mesh: MeshLike | None = None,
     *,
-    async_op: bool,
+    async_op: bool = False,
     **options: Unpack[MoveKeywords],
-) -> Tensor | PendingTensor: ...
+) -> T: ...
 
 
 @overload
@@ -69,7 +76,7 @@ def redistribute(
 
 def redistribute(  # noqa: PLR0913  one verb for all moves: most calls pass three of its options
     x: Any,
-    layouts: Any,
+    layouts: LayoutsLike,
     mesh: MeshLike | None = None,
     *,
     shape: Any = None,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torch_bridge.autodiff.blocks import is_dtensor
 from torch_bridge.comm_dtype import CommDtypeLike
-from torch_bridge.mesh.process_mesh import MeshLike
+from torch_bridge.mesh.process_mesh import DeviceLike, MeshLike
 from xshard.cost.model import ProfileLike
 from xshard.errors import MeshError
 from xshard.notation.maps import Maps
@@ -24,7 +24,7 @@ class TwoMeshKeywords(TypedDict, total=False):
     src_mesh: MeshLike | None
     dst_mesh: MeshLike | None
     dtype: torch.dtype | None
-    device: torch.device | str | None
+    device: DeviceLike | None
     requires_grad: bool
     relabel: bool
 
@@ -47,7 +47,7 @@ class TwoMeshOptions(NamedTuple):
     src_mesh: MeshLike | None = None
     dst_mesh: MeshLike | None = None
     dtype: torch.dtype | None = None
-    device: torch.device | str | None = None
+    device: DeviceLike | None = None
     requires_grad: bool = False
     relabel: bool = False
 

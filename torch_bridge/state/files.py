@@ -11,14 +11,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, Unpack, overload
 
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from torch_bridge.mesh.machine import machine_profile
-from torch_bridge.mesh.process_mesh import MeshLike
+from torch_bridge.mesh.process_mesh import DeviceLike, MeshLike
 from torch_bridge.redistribution import redistribute
 from torch_bridge.state import leaves
 from torch_bridge.state.leaves import LocalArray, axes_of, processes_of, rank
@@ -31,10 +31,20 @@ from xshard.signatures import Bytes
 from xshard.state import Names
 from xshard.state.files import Checkpoint
 from xshard.state.files import verify as compare_checksums
-from xshard.state.files.folder import open_on_all
-from xshard.state.files.loading import Load, in_both, load_of, plan_load, read_block, stored_as
+from xshard.state.files.folder import CheckpointLike, open_on_all
+from xshard.state.files.loading import (
+    Load,
+    LoadKeywords,
+    in_both,
+    load_of,
+    plan_load,
+    read_block,
+    stored_as,
+)
 from xshard.state.files.saving import Saving, Source, plan_save, save_blocks
 from xshard.trees import group_by_bytes, leaf_name, place_of
+
+T = TypeVar("T")
 
 BUCKET_BYTES = 256 * 2**20  # of blocks that are read by one process and sent to others
 
@@ -126,9 +136,38 @@ def _source_of(name: str, array: LocalArray) -> Source:
         return Source(array.sharding, dtypes.name_of(array.dtype), array.ranks)
 
 
+class TorchLoadKeywords(LoadKeywords, total=False):
+    """The keywords of `load` on which the type of its result does not depend."""
+
+    dtype: torch.dtype | str | None
+    device: DeviceLike
+
+
+@overload
+def load(
+    path: CheckpointLike,
+    rules: RulesLike | None = None,
+    mesh: MeshLike | None = None,
+    *,
+    like: None = None,
+    **options: Unpack[TorchLoadKeywords],
+) -> dict[str, Tensor]: ...
+
+
+@overload
+def load(
+    path: CheckpointLike,
+    rules: RulesLike | None = None,
+    mesh: MeshLike | None = None,
+    *,
+    like: T,
+    **options: Unpack[TorchLoadKeywords],
+) -> T: ...
+
+
 @api_boundary
 def load(  # noqa: PLR0913  one option for each thing that a file does not say
-    path: str | Path | Checkpoint,
+    path: CheckpointLike,
     rules: RulesLike | None = None,
     mesh: MeshLike | None = None,
     *,
@@ -136,7 +175,7 @@ def load(  # noqa: PLR0913  one option for each thing that a file does not say
     like: Any = None,
     strict: bool = True,
     dtype: torch.dtype | str | None = None,
-    device: torch.device | str = "cpu",
+    device: DeviceLike = "cpu",
     profile: ProfileLike = "auto",
     verify: bool = False,
 ) -> Any:
@@ -288,7 +327,7 @@ class _Loading:
             facts[name] = (load.array.shape, str(load.source.layout))
         return facts
 
-    def read(self, device: torch.device | str) -> dict[str, Tensor]:
+    def read(self, device: DeviceLike) -> dict[str, Tensor]:
         """Read this process's block of every array from the files; return blocks by name.
 
         Replicas of a block share the reading: each reads a part of the rows, and sends it to the
@@ -306,7 +345,7 @@ class _Loading:
         return tensors
 
     def _read_group(
-        self, names: Sequence[str], device: torch.device | str, threads: ThreadPoolExecutor
+        self, names: Sequence[str], device: DeviceLike, threads: ThreadPoolExecutor
     ) -> dict[str, Tensor]:
         """Read this process's blocks of some arrays by threads, share them, and return them by name."""
         tensors = {}

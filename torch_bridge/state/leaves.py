@@ -19,7 +19,7 @@ from torch_bridge.dtensor.function import local_block
 from torch_bridge.dtensor.placements import from_placements
 from torch_bridge.mesh import process_mesh as meshes
 from torch_bridge.mesh.desync import CallFacts, compare_ranks
-from torch_bridge.mesh.process_mesh import MeshLike, mesh_of, process_mesh
+from torch_bridge.mesh.process_mesh import DeviceLike, MeshLike, mesh_of, process_mesh
 from torch_bridge.models.parallel import ATTRIBUTE, parallel_of
 from torch_bridge.versions.pytree import tree_flatten_with_path
 from xshard import Layout, Mesh, Rules, Sharding, XshardError, errors, trees
@@ -118,7 +118,7 @@ class LocalArray:
         """Whether the array has a shape and no values yet."""
         return self.block is not None and self.block.is_meta
 
-    def target(self, device: torch.device | str) -> Tensor:
+    def target(self, device: DeviceLike) -> Tensor:
         """Return the tensor to fill: the block, or new memory on a device."""
         if self.block is not None and not self.block.is_meta:
             return self.block

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, MutableMapping, Sequence
-from typing import Any
+from typing import Any, Literal, TypeVar, Unpack, overload
 
 import numpy as np
 import torch
@@ -17,23 +17,55 @@ from torch_bridge.lower.transfer import lower_transfer, run_transfers_together
 from torch_bridge.mesh.desync import CallFacts, compare_ranks
 from torch_bridge.mesh.machine import machine_profile
 from torch_bridge.mesh.process_groups import rank_in
-from torch_bridge.mesh.process_mesh import MeshLike, check_world, mesh_of
+from torch_bridge.mesh.process_mesh import DeviceLike, MeshLike, check_world, mesh_of
 from torch_bridge.redistribution.blocks import tensor_device_of
 from torch_bridge.state import facts as tree_facts
 from xshard import ProfileLike
 from xshard.errors import MeshError, api_boundary
-from xshard.rules import RulesLike
 from xshard.signatures import Bytes
 from xshard.state import Names
 from xshard.state.progress import Progress, reporting
-from xshard.state.transfer import BUCKET
+from xshard.state.transfer import BUCKET, TransferKeywords, TransferRules
 from xshard.state.tree_plan import ArrayPlan, PartMove, TreePlan
+
+T = TypeVar("T")
+
+
+class TorchTransferKeywords(TransferKeywords, total=False):
+    """The keywords of `transfer` on which the type of its result does not depend."""
+
+    src_mesh: MeshLike | None
+    names: Names | None
+    shapes: Mapping[str, Sequence[int]] | None
+    device: DeviceLike | None
+
+
+@overload
+def transfer(
+    tree: object,
+    rules: TransferRules,
+    dst_mesh: MeshLike,
+    *,
+    dry_run: Literal[True],
+    **options: Unpack[TorchTransferKeywords],
+) -> TreePlan: ...
+
+
+@overload
+def transfer(
+    tree: T,
+    rules: TransferRules,
+    dst_mesh: MeshLike,
+    *,
+    dry_run: bool = False,
+    **options: Unpack[TorchTransferKeywords],
+) -> T: ...
 
 
 @api_boundary
 def transfer(  # noqa: PLR0913  both meshes, and options of plans and of their execution
     tree: Any,
-    rules: RulesLike | tuple[RulesLike | None, RulesLike],
+    rules: TransferRules,
     dst_mesh: MeshLike,
     *,
     src_mesh: MeshLike | None = None,
@@ -44,7 +76,7 @@ def transfer(  # noqa: PLR0913  both meshes, and options of plans and of their e
     progress: Progress = None,
     dry_run: bool = False,
     profile: ProfileLike = "auto",
-    device: torch.device | str | None = None,
+    device: DeviceLike | None = None,
 ) -> Any:
     """Move a tree of local blocks to another mesh.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Unpack
 
 from torch import nn
 
@@ -13,6 +13,7 @@ from xshard import suggest as suggest_step
 from xshard.errors import api_boundary
 from xshard.step.record.fuse import fuse_operations
 from xshard.step.record.repeat import find_repeated
+from xshard.step.suggest import SuggestKeywords
 
 
 class TorchSuggestion(Suggestion):
@@ -34,7 +35,9 @@ class TorchSuggestion(Suggestion):
 
 
 @api_boundary
-def suggest(model: nn.Module, batch: Any, mesh: MeshLike, **options: Any) -> TorchSuggestion:
+def suggest(
+    model: nn.Module, batch: Any, mesh: MeshLike, **options: Unpack[SuggestKeywords]
+) -> TorchSuggestion:
     """Find the layouts of parameters, inputs and activations that make a training step fastest.
 
         plan = xt.suggest(model, {"input_ids": ids}, Mesh(dp=4, tp=2), memory="80GiB")

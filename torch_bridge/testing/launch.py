@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -39,14 +39,17 @@ class RankError(XshardError):
     """A rank failed, or did not end; its own traceback is in the text."""
 
 
+R = TypeVar("R")
+
+
 @api_boundary
 def run_ranks(
     n: Count,
-    function: Callable[..., Any],
+    function: Callable[..., R],
     *args: Any,
     timeout_s: NonNegative = 300.0,
     start_method: str = "fork",
-) -> list[Any]:
+) -> list[R]:
     """Run a function on n ranks: new processes on this machine, with gloo for collectives.
 
         results = xt.testing.run_ranks(4, train, config)     # by rank

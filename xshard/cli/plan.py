@@ -69,7 +69,7 @@ def plan_command(  # noqa: PLR0913, PLR0917  typer makes an option of each
 
     Example: xshard plan "o/dp i -> o/tp i" --src-mesh dp=4 --dst-mesh tp=2 --dst-devices 4-5 --shape 64,32
     """
-    arguments: dict[str, Any] = {}
+    arguments: dict[str, Any] = {"objective": objective}
     for name, text in (("mesh", mesh), ("src_mesh", src_mesh), ("dst_mesh", dst_mesh)):
         if text is not None:
             arguments[name] = Mesh.parse(text)
@@ -82,7 +82,6 @@ def plan_command(  # noqa: PLR0913, PLR0917  typer makes an option of each
         dtype=dtype,
         profile=profile,
         memory_limit=memory_limit,
-        objective=objective,
         **arguments,
     )
     if page is not None:

@@ -5,14 +5,24 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, cast
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Generic,
+    Literal,
+    NamedTuple,
+    TypedDict,
+    Unpack,
+    cast,
+    overload,
+)
 
 from xshard.cost.model import ProfileLike
 from xshard.dtypes import name_of
 from xshard.errors import DtypeError, XshardError, api_boundary
 from xshard.layout import Layout, Sharding
 from xshard.nn import attention as core
-from xshard.nn.attention import AUTO, HEADS, REDUCE, SEQUENCE, Attention, Method
+from xshard.nn.attention import HEADS, REDUCE, SEQUENCE, Attention, Method
 from xshard.notation.parser import Dim
 from xshard.ops import A, M
 from xshard.signatures import Count, Length, Positive, ZeroToOne, short_repr
@@ -343,11 +353,61 @@ class AttentionCall:
         return self.in_score_dtype(~is_dropped) / (1 - self.dropout)
 
 
+class AttentionKeywords(TypedDict, Generic[A], total=False):
+    """The keywords of `attention` on which the type of its result does not depend."""
+
+    how: Method
+    causal: bool
+    documents: A | None
+    kv_documents: A | None
+    window: int | tuple[int | None, int | None] | None
+    offset: int
+    scale: float | None
+    softcap: Positive | None
+    alibi: A | None
+    dropout: ZeroToOne
+    seed: int | A | None
+    kv_layout: Layout | str | None
+    shape: Sequence[int | None] | None
+    kv_heads: Count | None
+    kv_length: Length | None
+    sequence: str
+    heads: str
+    profile: ProfileLike
+    implementation: str | None
+
+
 @dataclass(frozen=True)
 class Verb(Generic[A, M]):
     """A function of `nn` in both bridges, by the `call` that computes it from the arguments."""
 
     call: Callable[..., Any]
+
+    @overload
+    def attention(
+        self,
+        q: A,
+        k: A,
+        v: A,
+        layout: Layout | str,
+        mesh: M | None = None,
+        *,
+        return_lse: Literal[True],
+        **options: Unpack[AttentionKeywords[A]],
+    ) -> tuple[A, A]: ...
+
+    @overload
+    def attention(
+        self,
+        q: A,
+        k: A,
+        v: A,
+        layout: Layout | str,
+        mesh: M | None = None,
+        *,
+        return_lse: bool = False,
+        **options: Unpack[AttentionKeywords[A]],
+    ) -> A: ...
 
     @api_boundary
     def attention(  # noqa: PLR0913  public, with the options of the papers it covers
@@ -358,7 +418,7 @@ class Verb(Generic[A, M]):
         layout: Layout | str,
         mesh: M | None = None,
         *,
-        how: Method = AUTO,
+        how: Method = core.AUTO,
         causal: bool = False,
         documents: A | None = None,
         kv_documents: A | None = None,

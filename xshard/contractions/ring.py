@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, get_args
 
 from xshard.layout import Layout, Sharding
 from xshard.layout.partition import rotated
@@ -23,10 +23,11 @@ from xshard.steps.base import without_tags
 if TYPE_CHECKING:
     from xshard.contractions.plan import Part
 
-NEVER = "never"
+NEVER: Final = "never"
 AUTO = "auto"
 ALWAYS = "always"
-OVERLAPS = (NEVER, AUTO, ALWAYS)
+Overlapping = Literal["never", "auto", "always"]
+OVERLAPS = get_args(Overlapping)
 
 PIECES = (1, 2, 4)  # in how many a part may travel
 # Most products that a contraction is divided into, unless there are more devices: small ones are slow.

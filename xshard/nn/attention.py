@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Final, Literal, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,13 +25,13 @@ from xshard.nn.windows import Interval, ShardedDim, interval_frame
 from xshard.notation.parser import Dim, Shard
 from xshard.signatures import as_whole_number, short_repr
 
+AUTO: Final = "auto"
 GATHER = "gather"
 ULYSSES = "ulysses"
 RING = "ring"
 REDUCE = "reduce"
 METHODS = (GATHER, ULYSSES, RING, REDUCE)
 Method = Literal["auto", "gather", "ulysses", "ring", "reduce"]
-AUTO: Method = "auto"  # the cheapest of the others
 FIRST_DERIVATIVES = (RING, REDUCE)  # methods with only these, and in reverse mode
 
 # The places of dims, counted from the last.

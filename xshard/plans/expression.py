@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from xshard.errors import DtypeError, MeshError, NotationError, PlanError, ShapeError, Span
@@ -24,6 +24,8 @@ class Sides(NamedTuple):
 
 LayoutPair = str | tuple[Layout | str, Layout | str] | Sides  # "layout -> layout", or both sides
 Expression = LayoutPair | Plan
+# For one array, or nested like a tree of arrays; None for what is no array. `Rules` are a mapping.
+LayoutsLike = Expression | Layout | Mapping[Any, "LayoutsLike"] | Sequence["LayoutsLike | None"]
 
 
 def as_expression(expression: Any) -> Any:

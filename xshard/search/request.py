@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
+from typing import Literal, get_args
 
 from xshard.cost.machine import profile_of_devices, profile_of_factors
 from xshard.cost.model import Profile
@@ -19,7 +20,8 @@ from xshard.notation.parser import Dim
 Devices = tuple[int, ...] | range
 FORWARD = "forward"
 BOTH = "forward+backward"
-OBJECTIVES = (FORWARD, BOTH)  # the passes that a plan is cheapest for
+Objective = Literal["forward", "forward+backward"]
+OBJECTIVES = get_args(Objective)  # the passes that a plan is cheapest for
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 from xshard import arguments, trees
 from xshard.cost.machine import load_profile
@@ -20,12 +20,23 @@ from xshard.rules import Rules, RulesLike
 from xshard.search.request import Request, device_numbers
 from xshard.signatures import Bytes
 from xshard.state.names import SAME, Names
+from xshard.state.progress import Progress
 from xshard.state.relations import ArrayPart, PartMapping, Shape, TargetArray
 from xshard.state.tree_plan import ArrayPlan, PartMove, SourceArray, TreePlan, part_of
 from xshard.steps.base import REDUCERS
 
 BUCKET = "256MiB"  # large enough for full bandwidth, small beside a model
 Dtypes = Mapping[str, str]  # by name
+TransferRules = RulesLike | tuple[RulesLike | None, RulesLike]  # with arrows, or of both meshes
+
+
+class TransferKeywords(TypedDict, total=False):
+    """The keywords of `transfer` in both bridges on which the type of its result does not depend."""
+
+    bucket_bytes: Bytes
+    donate: bool
+    progress: Progress
+    profile: ProfileLike
 
 
 class MeshPair(NamedTuple):
@@ -47,7 +58,7 @@ class Layouts(NamedTuple):
 
 def plan_transfer(  # noqa: PLR0913  all but two are keywords
     shapes: Mapping[str, Sequence[int]],
-    rules: RulesLike | tuple[RulesLike | None, RulesLike],
+    rules: TransferRules,
     *,
     src_mesh: Mesh,
     dst_mesh: Mesh,

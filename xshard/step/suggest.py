@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import product
+from typing import TypedDict
 
 import numpy as np
 
@@ -39,6 +40,19 @@ Progress = Callable[[int, int], None]  # the numbers of searches done, and of al
 
 def _no_progress(done: int, total: int) -> None:
     """Show nothing."""
+
+
+class SuggestKeywords(TypedDict, total=False):
+    """The keywords of `suggest`, which the bridges hand on."""
+
+    memory: Bytes
+    profile: ProfileLike
+    fixed: RulesLike | None
+    micro_batches: Count | None
+    recompute: bool | None
+    overlap: ZeroToOne
+    gap: ZeroToOne
+    progress: Progress
 
 
 @api_boundary

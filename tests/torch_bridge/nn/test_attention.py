@@ -173,10 +173,7 @@ def test_what_is_refused() -> None:
     )
     ours = partial(xt.nn.attention, *whole, case.layout, ROW, shape=case.shape)
     assert_refused(
-        (
-            lambda: attended(case, mask, "rings", q, k, v),
-            "XshardError: how is 'rings', not Method",
-        ),
+        (lambda: attended(case, mask, "rings", q, k, v), "XshardError: how is 'rings', not Method"),
         (lambda: attended(case, Mask(window=0), "ring", q, k, v), "XshardError: window=0"),
         (lambda: xt.nn.attention(q, k, v, "b t/cp h k", ROW), "NotationError: ...no dim 's'"),
         (

@@ -35,6 +35,7 @@ from xshard.state.files.header import (
 )
 from xshard.state.names import names_from_json
 
+CheckpointLike = str | Path | Checkpoint  # its file or folder, or itself
 INDEX = "model.safetensors.index.json"
 OURS = re.compile(r"model-[0-9a-f]{8}-\d+-of-\d+\.safetensors")  # files of a save
 MOST_TRIES = 50  # to read a folder whose files saves replace meanwhile
@@ -157,7 +158,7 @@ def _system_of(path: Path) -> System | None:
     return None
 
 
-def open_on_all(path: str | Path | Checkpoint, all_or_none: AllOrNone) -> Checkpoint:
+def open_on_all(path: CheckpointLike, all_or_none: AllOrNone) -> Checkpoint:
     """Open a checkpoint in several processes: the same one in all, also while a save replaces it.
 
     Args:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +27,15 @@ from xshard.state.files.checkpoint import Checkpoint
 from xshard.state.names import SAME, Names
 from xshard.state.relations import TargetArray
 from xshard.steps.base import with_inner
+
+
+class LoadKeywords(TypedDict, total=False):
+    """The keywords of `load` in both bridges on which the type of its result does not depend."""
+
+    names: Names | None
+    strict: bool
+    profile: ProfileLike
+    verify: bool
 
 
 class Load(NamedTuple):

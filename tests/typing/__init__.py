@@ -1,0 +1,1 @@
+"""What type checkers say of users' programs: `mypy` and `pyright` read these files, and nothing runs them."""

@@ -1,0 +1,1 @@
+from jax_bridge.torch_interop import *

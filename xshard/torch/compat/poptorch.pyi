@@ -1,0 +1,1 @@
+from torch_bridge.compat.poptorch import *
