@@ -189,7 +189,7 @@ def check_schedule(seed: int) -> None:
     waiting = made(kind, prefetch=0, **options)
     events: list[object] = [kind.__name__, prefetch, options]
     orders = [[0, 1, 2, 3], [0, 1, 2, 3], draw.sample(range(4), 4), [0, 2, 3], [1, 1, 0, 1]]
-    for _ in range(6):
+    for _ in range(3):
         mode = draw.choice(MODES)
         if kind is Attends and mode == "subset":
             mode = ""
