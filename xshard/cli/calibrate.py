@@ -19,7 +19,7 @@ from xshard.errors import XshardError
 from xshard.formatting import format_bytes, format_seconds
 from xshard.layout import Mesh
 from xshard.pictures.terminal import console, headed_table
-from xshard.runtimes.backends import BACKENDS
+from xshard.runtimes.backends import BACKENDS, backend_named
 from xshard.runtimes.calibrate import ROUNDS, calibrate
 from xshard.runtimes.fit import Sample, median_error
 from xshard.runtimes.samples import SIZES
@@ -51,6 +51,7 @@ def calibrate_command(
     then: xshard plan "b s/cp c -> b s c/cp" --mesh dp=2,cp=2 --shape 2,64,32 --profile mine.json
     Over several nodes: torchrun --nnodes 2 --nproc-per-node 2 ... -m xshard calibrate --mesh n=2,x=2 ...
     """
+    backend_named(backend)
     if output is not None and not output.parent.is_dir():
         raise XshardError(f"no folder {str(output.parent)!r} to write {output.name!r} to")
     if disk is not None and not disk.is_dir():

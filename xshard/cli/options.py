@@ -13,7 +13,7 @@ from typer import Argument, Option
 from xshard.arguments import parse_number
 from xshard.contractions.expression import is_contraction
 from xshard.errors import MeshError, ShapeError
-from xshard.layout.mesh import MOST_DEVICES
+from xshard.layout.mesh import MOST_AXES, MOST_DEVICES
 from xshard.pictures.terminal import console
 
 _MESH = Option("--mesh", metavar="AXES", help="Axes of the mesh and their sizes, as in dp=2,cp=4.")
@@ -94,6 +94,7 @@ def parse_sizes(text: str) -> dict[str, int]:
     Raises:
         ShapeError: A part is no length of a dim, marked with a caret.
     """
+    _check_number(text)
     lengths: dict[str, int] = {}
     for part in _parts(text):
         name, _, number = part.text.partition("=")
@@ -117,6 +118,7 @@ def parse_shape(text: str) -> tuple[int, ...]:
     Raises:
         ShapeError: A part is no length, marked with a caret.
     """
+    _check_number(text)
     lengths = []
     for part in _parts(text):
         length = parse_number(part.text.strip())
@@ -167,3 +169,9 @@ def _parts(text: str) -> list[Part]:
         parts.append(Part(part, (start, start + max(1, len(part)))))
         start += len(part) + 1
     return parts
+
+
+def _check_number(text: str) -> None:
+    """Raise ShapeError for more dims than numpy has: before each of a million parts is read."""
+    if text.count(",") >= MOST_AXES:
+        raise ShapeError(f"{text.count(',') + 1} dims", hint=f"numpy has at most {MOST_AXES}")
