@@ -209,7 +209,11 @@ class Signature:
                 # An alias in full: `Loss` is Callable[[Any], Tensor] | None.
                 meaning = inspect.formatannotation(self.annotations[name])
                 reason = f"{name} is {short_repr(value)}, not {written}"
-                return Wrong(name, reason, f"{self.name} takes {meaning}")
+                hint = f"{self.name} takes {meaning}"
+                if isinstance(value, str):
+                    choices = typing.get_args(self.annotations[name])
+                    hint = did_you_mean(value, [x for x in choices if isinstance(x, str)]) + hint
+                return Wrong(name, reason, hint)
         return self._wrong_name(args, kwargs) if has_failed else None
 
     def _wrong_name(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Wrong | None:

@@ -38,6 +38,11 @@ def inside(function: Any) -> Any:
     return called
 
 
+@functools.wraps(xj.async_save)
+def async_save(*args: Any, **kwargs: Any) -> None:
+    xj.async_save(*args, **kwargs).wait()
+
+
 def calls(path: str) -> dict[str, Callable[[], Call]]:
     made = Calls()
     add = made.add
@@ -65,6 +70,7 @@ def calls(path: str) -> dict[str, Callable[[], Call]]:
     add("redistribute", inside(xj.redistribute), {"x": ANYTHING}, x=x, layouts="a/tp b -> a b")
     add("reshard", xj.reshard, later, arrays=x, layouts="a b -> a/tp b", mesh=mesh)
     add("route", inside(xj.route), x=x, to=labels, axis="tp")
+    add("async_save", async_save, {"mesh": ANYTHING}, tree={"a": x}, path=f"{path} meanwhile")
     add("save", xj.save, {"mesh": ANYTHING}, tree={"a": x}, path=path)  # read with rules
     decorator = {"f": "nothing", "profile": "text"}
     layouts = "a/tp b -> a/tp b"

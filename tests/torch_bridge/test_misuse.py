@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -72,6 +73,11 @@ def no_sync(model: Any) -> None:
         pass
 
 
+@wraps(xt.async_save)
+def async_save(*args: Any, **kwargs: Any) -> None:
+    xt.async_save(*args, **kwargs).wait()
+
+
 def calls(path: str) -> dict[str, Callable[[], Call]]:
     """A right call of each verb, made anew for each wrong one."""
     made = Calls()
@@ -90,9 +96,17 @@ def calls(path: str) -> dict[str, Callable[[], Call]]:
     add("no_sync", no_sync, model=model)
     add("clip_grad_norm_", xt.clip_grad_norm_, model=model, max_norm=1.0)
     add("load_state_dict", xt.load_state_dict, model=model, state=mlp().state_dict())
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.5)
+    optimizer.step()
+    add("optimizer_state_dict", xt.optimizer_state_dict, model=model, optimizer=optimizer)
+    state = {"state": xt.optimizer_state_dict(model, optimizer)}
+    loaded = {"model": model, "optimizer": optimizer} | state
+    add("load_optimizer_state_dict", xt.load_optimizer_state_dict, **loaded)
     add("verify", xt.verify, model=model, batch=x, loss=torch.sum)
     add("einsum", xt.einsum, expression="a/tp b, b c -> a/tp c", operands=[x, x], mesh=MESH)
     add("load", xt.load, path=path, rules={"**": "..."}, mesh=MESH)
+    folder = f"{path} meanwhile"
+    add("async_save", async_save, tree={"a": x}, path=folder, rules={"**": "..."}, mesh=MESH)
     add("save", xt.save, tree={"a": x}, path=path, rules={"**": "..."}, mesh=MESH)
     made["own_experts"] = lambda: Call(
         xt.own_experts, {"module": Experts(), "axis": "tp", "mesh": MESH}

@@ -22,7 +22,7 @@ from torch_bridge.mesh.process_mesh import MeshLike, mesh_of
 from torch_bridge.versions.modes import is_any_autocast_enabled
 from xshard import ProfileLike
 from xshard.contractions.plan import ContractionPlan
-from xshard.contractions.ring import NEVER, Overlapping
+from xshard.contractions.ring import NEVER, OVERLAPS, Overlapping
 from xshard.contractions.shapes import for_operands, shapes_of, written_shardings
 from xshard.errors import (
     MeshError,
@@ -147,12 +147,11 @@ def einsum(  # noqa: PLR0913  a verb with the options of plans and of calls
     try:
         if maps is not None:
             expression = with_map_digests(expression, maps)
-        _check_save(save)
+        _check_choices(save, overlap)
         is_usual = shape is None and memory_limit is None and expression.__hash__ is not None
-        is_usual = is_usual and type(async_op) is bool and type(overlap) is str
-        if not is_usual or type(sizes) not in (dict, NoneType):
+        if not is_usual or type(async_op) is not bool or type(sizes) not in (dict, NoneType):
             given = {"expression": expression, "shape": shape, "sizes": sizes, "async_op": async_op}
-            check_arguments(einsum, memory_limit=memory_limit, overlap=overlap, **given)
+            check_arguments(einsum, memory_limit=memory_limit, **given)
         check_not_swapped()
         call = EinsumCall.of(expression, mesh, **options)
         blocks = list(operands)
@@ -171,11 +170,13 @@ def einsum(  # noqa: PLR0913  a verb with the options of plans and of calls
         raise
 
 
-def _check_save(save: str) -> None:
-    """Raise PlanError for an unknown `save`."""
+def _check_choices(save: str, overlap: str) -> None:
+    """Raise PlanError for an unknown `save` or `overlap`."""
     if save not in SAVES:
         hint = '"used": operands where they are contracted, or "given"'
         raise PlanError(f"save is {save!r}", hint=hint)
+    if overlap not in OVERLAPS:
+        raise PlanError(f"no overlap {overlap!r}", hint=f"there are: {', '.join(OVERLAPS)}")
 
 
 def _compiled(
@@ -193,7 +194,7 @@ def _compiled(
     """
     from torch_bridge.calls import compiled  # slow: it imports torch._dynamo, half a second
 
-    _check_save(save)
+    _check_choices(save, options["overlap"])
     blocks = [_autocast(x) for x in operands]
     if compiled.is_recorded(blocks, expression, mesh, options["profile"]):
         recorded_options = {**options, "save": save}

@@ -98,15 +98,21 @@ class GatherUnderWay:
         self.parameters = parameters
         self._blocks = blocks
         self._end = end
-        self._writes = [writes_to(x) for x in blocks]
+        self._trained = [x.requires_grad for x in blocks]
+        self._writes = [(writes_to(x), x.data_ptr()) for x in blocks]
 
-    def wait(self, blocks: Sequence[Tensor]) -> list[Tensor]:
-        """Return the gathered tensors. Raises XshardError if a block has been written to meanwhile.
+    def wait(self, blocks: Sequence[Tensor]) -> list[Tensor] | None:
+        """Return the gathered tensors; None if a parameter is another one now, or has been frozen.
+
+        Raises XshardError if a block has been written to meanwhile.
 
         blocks: those that the parameters have now.
         """
+        is_same = all(x is block for x, block in zip(blocks, self._blocks, strict=True))
+        if not is_same or [x.requires_grad for x in blocks] != self._trained:
+            return None
         for i, x in enumerate(blocks):
-            if x is not self._blocks[i] or writes_to(x) != self._writes[i]:
+            if (writes_to(x), x.data_ptr()) != self._writes[i]:
                 what = f"{self.parameters[i].name} was written to in a pass, while it was on its way to "
                 what += "the module that uses it"
                 hint = "write to it before or after the pass, or parallelize(..., prefetch=0)"

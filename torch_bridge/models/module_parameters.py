@@ -194,7 +194,9 @@ class ModuleParameters:
         if not torch.compiler.is_compiling():
             begun = self._prefetch.take(self._turn)
             if begun is not None and begun.parameters == missing:
-                return begun.wait(blocks)
+                tensors = begun.wait(blocks)
+                if tensors is not None:
+                    return tensors
         return self._moves.gather(missing, blocks)
 
     @cached_property

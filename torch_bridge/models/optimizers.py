@@ -80,6 +80,11 @@ def load_optimizer_state_dict(
         ShapeError: A tensor has another shape than the whole parameter.
     """
     parallel = parallel_of(model)
+    if not state.keys() >= {"state", "param_groups"}:
+        what = f"the state has {', '.join(state)}" if state else "the state is empty"
+        raise XshardError(
+            what, hint="{'state': ..., 'param_groups': ...}, as of optimizer_state_dict"
+        )
     names = {id(parameter.tensor): parameter.name for parameter in parallel.parameters}
     check_groups(optimizer, names, state["param_groups"])
     blocks: dict[str, dict[str, Any]] = {}

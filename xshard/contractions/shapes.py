@@ -231,10 +231,14 @@ def global_lengths(
     shapes: list[tuple[int, ...]] = []
     for layout, block in operands:
         layout = _with_units(layout, given)
-        # `(h d)` in one array is as long as `(h d)` in another, whatever their shards.
-        known = {
-            dim.name: unsharded.get(str(names_of_dim(dim))) for dim in layout.dims if dim.shards
-        }
+        known: dict[str, int | None] = {}
+        for dim in layout.dims:
+            names = names_of_dim(dim)
+            if dim.shards:
+                # `(h d)` in one array is as long as `(h d)` in another, whatever their shards.
+                known[dim.name] = unsharded.get(str(names))
+            if dim.shards and given.keys() >= set(names):
+                known[dim.name] = math.prod(given[name] for name in names)
         shapes.append(global_shape(layout, mesh, block, call.text, known))
     return shapes_of(call, sizes, tuple(shapes))[1]
 

@@ -125,6 +125,7 @@ def made(kind: Callable[[], nn.Module] = Linear, n_layers: int = 4, **options: A
     model = Net(kind, n_layers).double()
     rules = {"**": "o/dp ... -> o ..."}
     gathers = "layers.*|layers.*.inner" if kind is Gated else "layers.*"
+    options = {"prefetch": 1} | options
     return xt.parallelize(model, rules, {"": "b/dp s c"}, MESH, gathers=gathers, **options)
 
 
@@ -219,6 +220,22 @@ def check_schedule(seed: int) -> None:
 def test_random_schedules_change_no_bit() -> None:
     for seed in range(60):
         check_schedule(seed)
+
+
+@on_two
+def test_what_is_frozen_or_trained_meanwhile_is_gathered_as_it_is_then() -> None:
+    """As a discriminator is frozen while its generator trains."""
+    models = [made(prefetch=prefetch) for prefetch in (2, 0)]
+    for is_trained in (True, False, True, False, True):
+        for model in models:
+
+            def switch(*_: Any, model: Any = model, is_trained: bool = is_trained) -> None:
+                model.layers[1].up.weight.requires_grad_(is_trained)
+
+            handle = model.layers[0].register_forward_pre_hook(switch)
+            one_pass(model, "")
+            handle.remove()
+        assert_alike(*models, is_trained)
 
 
 @on_two

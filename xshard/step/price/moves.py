@@ -92,7 +92,7 @@ class MovePrices:
     _tables: dict[tuple[object, ...], MoveTable] = field(default_factory=dict)
 
     def planned_seconds(
-        self, src: Iterable[int], dst: Iterable[int], lengths: Sequence[int], share: float
+        self, src: Iterable[int], dst: Iterable[int], lengths: Sequence[int], share: float = 1.0
     ) -> float:
         """Price moving an array between two layouts: seconds of the plan that the planner finds.
 
