@@ -18,6 +18,7 @@ from torch_bridge.models.names import module_of
 from torch_bridge.models.parallel import parallel_of
 from torch_bridge.models.parameters import ParallelContext, ShardedParameter, unsharded
 from torch_bridge.redistribution import redistribute
+from torch_bridge.versions.modules import COMPILED
 from xshard import Mesh, Sharding
 from xshard.errors import PlanError, ShapeError, XshardError, api_boundary, located
 from xshard.signatures import short_repr
@@ -48,7 +49,7 @@ def state_dict(model: nn.Module) -> dict[str, Any]:
     """
     parallel = parallel_of(model)
     state = {}
-    for name, x in model.state_dict(keep_vars=True).items():
+    for name, x in _tensors_by_name(model).items():
         state[name] = x.detach() if isinstance(x, Tensor) else x
     # `state_dict()` of the model has blocks for these: they are replaced by DTensors of global
     # shape.
@@ -79,7 +80,7 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Any], strict: bool = T
         ShapeError: A value has another shape than the whole tensor.
     """
     parallel = parallel_of(model)
-    own_state = model.state_dict(keep_vars=True)
+    own_state = _tensors_by_name(model)
     by_name = parallel.by_name
     names = in_both(state, [[name] for name in own_state], strict, ("model", "state dict"))
     # None stands for a name in the model or the state dict alone, which `strict=False` allows.
@@ -97,6 +98,12 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Any], strict: bool = T
             value = state[name].to(parameter.tensor.device)
             block = block_of_value(value, parameter.sharding, parallel.context)
             parameter.tensor.copy_(block)
+
+
+def _tensors_by_name(model: nn.Module) -> dict[str, Any]:
+    """Return the parameters and saved buffers of a model, by their names before anything was compiled."""
+    state = model.state_dict(keep_vars=True)
+    return {name.replace(COMPILED, ""): x for name, x in state.items()}
 
 
 def _check_value(value: Any, own: Any, parameter: ShardedParameter | None) -> None:

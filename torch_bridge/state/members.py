@@ -36,6 +36,7 @@ from torch_bridge.state.leaves import (
     processes_of,
     tensors_and_constants,
 )
+from torch_bridge.versions.modules import uncompiled
 from torch_bridge.versions.pytree import tree_map_with_path
 from xshard import Layout, Rules, Sharding, XshardError, errors, trees
 from xshard.plans.expression import sides_or_one
@@ -88,6 +89,7 @@ class Members:
 
     def _add_model(self, name: str, model: nn.Module) -> None:
         """Add the tensors of a model, of which some parts may be parallel, as in an `AveragedModel`."""
+        model = uncompiled(model)
         parts = list(_parallel_parts(model))
         for path, part in parts:
             prefix = joined(name, path)
@@ -284,10 +286,11 @@ def _arrays_of_parallel(prefix: str, model: nn.Module) -> dict[str, LocalArray]:
     prefix: the name of the model in its tree.
     """
     parallel = parallel_of(model)
-    saved_names = set(model.state_dict(keep_vars=True))
+    # By identity: a part that was compiled meanwhile has other names here.
+    saved = {id(x) for x in model.state_dict(keep_vars=True).values()}
     arrays = {}
     for parameter in parallel.parameters:
-        if saved_names.isdisjoint(parameter.names):  # a buffer that is not persistent
+        if id(parameter.tensor) not in saved:  # a buffer that is not persistent
             continue
         block = parameter.tensor.detach()
         arrays[joined(prefix, parameter.name)] = LocalArray(

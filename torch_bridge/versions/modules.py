@@ -123,12 +123,15 @@ def dim_count_without_batch(layer: Any) -> int:
     return count
 
 
+COMPILED = "_orig_mod."  # what names have in them of modules inside a wrapper of `torch.compile`
+
+
 def uncompiled(model: nn.Module) -> nn.Module:
     """Return the model that `torch.compile` wrapped; or the model itself.
 
     Without it, names of the modules of a compiled model would begin with the name of the wrapper.
     """
-    inner: nn.Module = getattr(model, "_orig_mod", model)
+    inner: nn.Module = getattr(model, COMPILED.removesuffix("."), model)
     return inner
 
 

@@ -352,6 +352,28 @@ def test_replicas_are_compared_before_anything_is_written() -> None:
 
 
 @on_four
+def test_what_is_compiled_is_saved_under_its_own_names() -> None:
+    model = xt.parallelize(
+        torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.LayerNorm(8)),
+        {"**": "o/dp ... -> o ..."},
+        {"": "b c -> b/dp c"},
+        Mesh(dp=4),
+    )
+    expected = {name: x.full_tensor() for name, x in xt.state_dict(model).items()}
+    model[0] = torch.compile(model[0], backend="eager")
+    for compiled in (model, torch.compile(model, backend="eager")):
+        state = xt.state_dict(compiled)
+        assert {
+            name: x.full_tensor() for name, x in state.items() if x.ndim
+        }.keys() == expected.keys()
+        xt.load_state_dict(compiled, state)
+        with one_folder() as folder:
+            xt.save({"model": compiled}, folder)
+            loaded = xt.load(folder)
+        assert all(torch.equal(loaded[f"model.{name}"], x) for name, x in expected.items())
+
+
+@on_four
 def test_training_goes_on_beside_a_save() -> None:
     with one_folder() as folder:
         run = Run("zero").train(3)
