@@ -66,8 +66,8 @@ def explain(model: nn.Module) -> str:
         model: A parallel model.
 
     Returns:
-        Tables of parameters and of moves, with a sum below each; after a pass also the schedule of what
-        modules gather: what starts to travel, and what is awaited, before each of them computes.
+        Tables of parameters and of moves, with a sum below each. With `prefetch=`, after a pass, also the
+        schedule of what modules gather: what starts to travel, and what is awaited, before each computes.
 
     Raises:
         XshardError: The model is not parallel.

@@ -120,6 +120,10 @@ class GatherUnderWay:
         return self._end()
 
 
+def no_gather() -> None:
+    """Return None: no gather has begun."""
+
+
 class ParameterMoves:
     """Moves parameters of a module between storage and use, several together.
 

@@ -137,9 +137,8 @@ class Gradient:
             with torch.enable_grad():
                 share = added_up + share
         elif added_up is not None:
-            share = added_up.add_(
-                share
-            )  # in place, as autograd adds: `.grad` stays the same tensor
+            # In place, as autograd adds: `.grad` stays the same tensor.
+            share = added_up.add_(share)
         self.parameter.grad = share
         if self.axes:
             self.is_share = True

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from torch_bridge.mesh.desync import CallFacts, compare_ranks
 from torch_bridge.models.calls import call_of_hook, is_running
-from torch_bridge.models.gathered import GatherUnderWay
+from torch_bridge.models.gathered import GatherUnderWay, no_gather
 from torch_bridge.models.names import title_of
 from torch_bridge.models.parameters import ParallelContext
 from torch_bridge.versions.autograd import call_after_backward, is_in_backward_pass
@@ -39,10 +39,6 @@ class Turn(NamedTuple):
     name: str
     n_bytes: int
     begin: Callable[[], GatherUnderWay | None]
-
-
-def _no_gather() -> None:
-    """Return None: no gather has begun."""
 
 
 def _labelled(turns: Sequence[Turn]) -> Iterator[tuple[str, Turn]]:
@@ -198,7 +194,7 @@ class Prefetch:
         its turn.
         """
         if not self._is_in_pass or self._to_gather_again is None:
-            return _no_gather
+            return no_gather
         return self._to_gather_again.add(turn)
 
 
@@ -221,7 +217,7 @@ class BackwardOrder:
         if self._queue is None:
             turns = self._turns[::-1]
             self._prefetch.compare(turns)
-            self._prefetch.backward = [turn._replace(begin=_no_gather) for turn in turns]
+            self._prefetch.backward = [turn._replace(begin=no_gather) for turn in turns]
             self._queue = _Queue(turns, self._prefetch.prefetch)
             call_after_backward(self._drop, if_failed=self._drop)
         i = len(self._queue.turns) - 1 - number

@@ -10,7 +10,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torch_bridge.models.gathered import GatheredParameter, GatherUnderWay, ParameterMoves
+from torch_bridge.models.gathered import (
+    GatheredParameter,
+    GatherUnderWay,
+    ParameterMoves,
+    no_gather,
+)
 from torch_bridge.versions.autograd import (
     call_after_backward,
     is_in_backward_pass,
@@ -70,7 +75,7 @@ class Regathering:
         self._moves = moves
         # Whether a backward pass comes to the module, and what takes a gather that has begun before.
         self.is_needed = False
-        self.take_begun: Callable[[], GatherUnderWay | None] = _nothing
+        self.take_begun: Callable[[], GatherUnderWay | None] = no_gather
         self._writes = [writes_to(x) for x in blocks]
         self._dtypes = [x.dtype for x in tensors]
         # Autograd may save any view of a parameter, as a transposed weight. A view begins in the
@@ -168,10 +173,6 @@ class Regathering:
             _, unpack = self._hooks_around
             return unpack(saved.packed)
         return saved
-
-
-def _nothing() -> None:
-    """Return None: no gather has begun."""
 
 
 def _take_back(parameters: Sequence[GatheredParameter], tensors: list[Tensor]) -> None:

@@ -154,12 +154,9 @@ def tensors_and_constants(
         else:
             hint = "tensors, numbers and text are moved and saved: leave it out of the tree"
             if isinstance(x, nn.Module):
-                is_parallel = hasattr(x, ATTRIBUTE)
-                hint = (
-                    "xt.state_dict(model) is a tree"
-                    if is_parallel
-                    else "model.state_dict() is a tree"
-                )
+                hint = "model.state_dict() is a tree"
+                if hasattr(x, ATTRIBUTE):
+                    hint = "xt.state_dict(model) is a tree"
             place = trees.place_of(name) if name else "the tree"
             raise XshardError(f"{place} is {short_repr(x)}", hint=hint)
     return tensors, constants

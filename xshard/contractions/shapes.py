@@ -220,25 +220,24 @@ def global_lengths(
     ShapeError if they do not fit.
     """
     operands = list(zip(call.arrays, blocks, strict=False))
-    unsharded: dict[str, int] = {}
+    unsharded: dict[str, int] = {}  # lengths that are known, by the names of a dim
     for layout, block in operands:
         for dim, rows in zip(layout.dims, block, strict=True):
             if not dim.shards:
                 unsharded[str(names_of_dim(dim))] = rows
     # Given lengths count more: so an error marks the block that contradicts them.
     given = dict(sizes or ()) | _numbers_in(call.arrays)
-    unsharded |= {str([name]): length for name, length in given.items()}
+    for layout in call.arrays:
+        for names in map(names_of_dim, layout.dims):
+            if given.keys() >= set(names):
+                unsharded[str(names)] = math.prod(given[name] for name in names)
     shapes: list[tuple[int, ...]] = []
     for layout, block in operands:
         layout = _with_units(layout, given)
-        known: dict[str, int | None] = {}
-        for dim in layout.dims:
-            names = names_of_dim(dim)
-            if dim.shards:
-                # `(h d)` in one array is as long as `(h d)` in another, whatever their shards.
-                known[dim.name] = unsharded.get(str(names))
-            if dim.shards and given.keys() >= set(names):
-                known[dim.name] = math.prod(given[name] for name in names)
+        # `(h d)` in one array is as long as `(h d)` in another, whatever their shards.
+        known = {
+            dim.name: unsharded.get(str(names_of_dim(dim))) for dim in layout.dims if dim.shards
+        }
         shapes.append(global_shape(layout, mesh, block, call.text, known))
     return shapes_of(call, sizes, tuple(shapes))[1]
 
