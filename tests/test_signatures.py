@@ -18,6 +18,8 @@ import xshard as xs
 from jax_bridge import torch_interop
 from jax_bridge.arrays.shard_map import ShardMapKeywords
 from jax_bridge.state.files import JaxLoadKeywords
+from jax_bridge.torch_interop import to_jax, to_torch
+from jax_bridge.torch_interop.hand_over import HandOverKeywords, ToJaxKeywords
 from torch_bridge.contractions.einsum import EinsumKeywords
 from torch_bridge.models.parallelize import ParallelizeKeywords
 from torch_bridge.redistribution.options import MoveKeywords, TwoMeshKeywords, TwoMeshOptions
@@ -97,9 +99,11 @@ KEYWORDS = {
     "xj.load": (xj.load, JaxLoadKeywords),
     "xj.shard_map": (xj.shard_map, ShardMapKeywords),
     "xj.transfer": (xj.transfer, TransferKeywords),
+    "to_jax": (to_jax, ToJaxKeywords),
+    "to_torch": (to_torch, HandOverKeywords),
 }
 # Keywords on which the type of a result depends: overloads name them.
-OVERLOADED = {"async_op", "dry_run", "like", "return_lse"}
+OVERLOADED = {"async_op", "dry_run", "dtensor", "like", "return_lse", "writable"}
 
 
 def plain(annotation: str) -> str:

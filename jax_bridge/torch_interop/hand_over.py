@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import jax
 from jax.core import Tracer
@@ -34,11 +34,46 @@ from torch_bridge.dtensor.placements import checked_global_shape, local_block_un
 from xshard import Layout, Rules, XshardError
 from xshard.errors import DtypeError, MeshError, ShapeError, api_boundary, located
 from xshard.plans.expression import Expression, sides_or_one
-from xshard.rules import Pattern
+from xshard.rules import RulesLike
 from xshard.state.progress import Progress, reporting
 
-Given = Layout | Expression | Mapping[Pattern, Layout | Expression]
+Given = Layout | Expression | RulesLike
 Prepare = Callable[[Any, Layout | Expression], Callable[[], Any]]
+
+
+class HandOverKeywords(TypedDict, total=False):
+    """The keywords of both hand-overs on which the type of the result does not depend."""
+
+    copy: bool | None
+    profile: Profiles
+    via: Literal["torch", "jax"] | None
+    progress: Progress
+
+
+class ToJaxKeywords(HandOverKeywords, total=False):
+    """Those of `to_jax`."""
+
+    torch_mesh: TorchMesh | None
+    shape: Sequence[int] | None
+
+
+@overload
+def to_jax(
+    x: Tensor | list[Tensor],
+    layout: Layout | Expression,
+    mesh: JaxMesh,
+    **options: Unpack[ToJaxKeywords],
+) -> jax.Array: ...
+
+
+@overload
+def to_jax(
+    x: Mapping[str, Tensor], layout: Given, mesh: JaxMesh, **options: Unpack[ToJaxKeywords]
+) -> dict[str, jax.Array]: ...
+
+
+@overload
+def to_jax(x: Any, layout: Given, mesh: JaxMesh, **options: Unpack[ToJaxKeywords]) -> Any: ...
 
 
 @api_boundary
@@ -109,6 +144,43 @@ def to_jax(  # noqa: PLR0913  one option for each decision of the user
 
     prepare = partial(prepare_to_jax, mesh=mesh, torch_mesh=torch_mesh, options=options)
     return _hand_over(x, layout, prepare, "to JAX", progress, is_list_of_blocks)
+
+
+@overload
+def to_torch(
+    array: jax.Array,
+    layout: Layout | Expression,
+    mesh: TorchMesh | JaxMesh | None = None,
+    *,
+    dtensor: Literal[True],
+    writable: bool = True,
+    **options: Unpack[HandOverKeywords],
+) -> DTensor: ...
+
+
+# A process with several devices gets a list: `| Any` lets others use the tensor without a check.
+@overload
+def to_torch(
+    array: jax.Array,
+    layout: Layout | Expression,
+    mesh: TorchMesh | JaxMesh | None = None,
+    *,
+    dtensor: bool = False,
+    writable: bool = True,
+    **options: Unpack[HandOverKeywords],
+) -> Tensor | Any: ...
+
+
+@overload
+def to_torch(
+    array: Any,
+    layout: Given,
+    mesh: TorchMesh | JaxMesh | None = None,
+    *,
+    dtensor: bool = False,
+    writable: bool = True,
+    **options: Unpack[HandOverKeywords],
+) -> Any: ...
 
 
 @api_boundary

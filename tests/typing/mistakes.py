@@ -1,4 +1,4 @@
-"""Thirty mistakes of users, one a line: a checker that misses one says that its comment ignores nothing."""
+"""32 mistakes of users, one a line: a checker that misses one says that its comment ignores nothing."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from torch import Tensor, nn
 import jax_bridge as xj
 import torch_bridge as xt
 import xshard as xs
+from jax_bridge.torch_interop import to_jax
 
 MESH = xs.Mesh(dp=2)
 RULES = {"**": "..."}
@@ -57,3 +58,8 @@ def in_jax(x: jax.Array, mesh: jax.sharding.Mesh) -> None:
     xj.transfer({"w": x}, RULES, "dp=2")  # type: ignore[call-overload]  # pyright: ignore[reportArgumentType]
     xj.nn.attention(x, x, x, "b s/dp h k", how="rign")  # type: ignore[call-overload]  # pyright: ignore[reportArgumentType]
     xj.shard_map(lambda x: x, "n/dp -> n", mesh, check_vam=False)  # type: ignore[call-overload]  # pyright: ignore[reportCallIssue]
+
+
+def of_hand_overs(x: Tensor, mesh: jax.sharding.Mesh) -> None:
+    print(to_jax(x, "n/dp c", mesh).shpae)  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]
+    to_jax(x, "n/dp c", mesh, vai="jax")  # type: ignore[call-overload]  # pyright: ignore[reportCallIssue]

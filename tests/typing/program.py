@@ -9,10 +9,12 @@ import jax
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 import jax_bridge as xj
 import torch_bridge as xt
 import xshard as xs
+from jax_bridge.torch_interop import to_jax, to_torch
 from torch_bridge.autodiff.pending import PendingTensor
 from xshard.state import TreePlan
 
@@ -126,3 +128,12 @@ def of_functions_in_jax(x: jax.Array, mesh: jax.sharding.Mesh) -> None:
     assert_type(of_tree(x, {"w": x}, 2), jax.Array)
     plan = xj.suggest(lambda p, x: (x @ p).sum(), (x, x), MESH, memory="80GiB", gap=0.01)
     print(plan.specs, plan.seconds)
+
+
+def of_hand_overs(block: Tensor, mesh: jax.sharding.Mesh) -> None:
+    array = to_jax(block, "n/dp c", mesh, shape=(8, 4), copy=False)
+    assert_type(array, jax.Array)
+    parameters = dict(Network().named_parameters())
+    assert_type(to_jax(parameters, RULES, mesh), dict[str, jax.Array])
+    assert_type(to_torch(array, "n/dp c", dtensor=True), DTensor)
+    print(to_torch(array, "n/dp c").sum(), to_torch({"w": array}, RULES, via="jax")["w"])
