@@ -2,12 +2,13 @@
 
 An sdist is built from a copy of the checkout, and the wheel from the sdist, by the installed build backend.
 The wheel is installed into an empty environment. Beside it, links show the packages that an extra declares,
-with all that they need: an import of anything else fails. The copy of the checkout is in a folder called
-xshard, which no script in the folder above may take for the package.
+with all that they need: an import of anything else fails; there README's first blocks run. The copy of the
+checkout is in a folder called xshard, which no script in the folder above may take for the package.
 """
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -60,10 +61,35 @@ ops = [xs.Op("y", "b i, o i -> b o", ("x", "w")), xs.Op("loss", "b o ->", ("y",)
 step = xs.TrainingStep(ops, dict(b=8, i=8, o=8), inputs={"x": "b i"}, parameters={"w": "o i"})
 assert xs.suggest(step, xs.Mesh(a=2)).seconds > 0
 """
+OF_TORCH, OF_JAX, OF_PLANS, *_ = re.findall(
+    r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL
+)
+# What torchrun sets, on ranks that are forked.
+TORCH = f"""
+import os, socket
+import torch.multiprocessing, torch_bridge.nn, torch_bridge.compat
+from xshard.torch import verify
+
+with socket.create_server(("127.0.0.1", 0)) as free:
+    port = str(free.getsockname()[1])
+
+def run(rank):
+    os.environ.update(RANK=str(rank), WORLD_SIZE="4", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    exec({OF_TORCH!r}, dict())
+
+torch.multiprocessing.start_processes(run, nprocs=4, start_method="fork")
+"""
+JAX = f"""
+import os
+os.environ["JAX_NUM_CPU_DEVICES"] = "4"
+import jax_bridge.nn, jax_bridge.compat.credit
+from xshard.jax import reshard
+exec({OF_JAX!r})
+"""
 EXTRAS = {
-    "": ALONE + MISSING,
-    "torch": "import torch_bridge.nn, torch_bridge.compat; from xshard.torch import verify",
-    "jax": "import jax_bridge.nn, jax_bridge.compat.credit; from xshard.jax import reshard",
+    "": ALONE + MISSING + OF_PLANS,
+    "torch": TORCH,
+    "jax": JAX,
     "orbax": "import jax_bridge.state.orbax",
     "cli": "import xshard.cli.app",
     "explore": "import xshard.cli.explore.server; xshard.cli.explore.server.live_page()",

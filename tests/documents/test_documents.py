@@ -3,8 +3,8 @@
 The python blocks of a document run in order, as one script. A block that begins with the command that runs
 it runs alone: `# torchrun --nproc-per-node N FILE` on N forked gloo ranks,
 `# JAX_NUM_CPU_DEVICES=N python FILE` in a process in which JAX has N host devices. Processes start once and
-run many blocks; the first block of README for torch is started as torchrun starts it. A block without a
-language that follows code is what it prints.
+run many blocks. A block without a language that follows code is what it prints. README's blocks for
+several devices run from the wheel, in tests/test_package.
 """
 
 import ast
@@ -131,8 +131,7 @@ WITH_PYTHON = [
 ON_DEVICES = [
     block for document in WITH_PYTHON for block in python_blocks(document) if block.special
 ]
-UNDER_TORCHRUN = next(block for block in ON_DEVICES if block.special[0] == "torchrun")
-LAUNCHES = in_one_launch(block for block in ON_DEVICES if block is not UNDER_TORCHRUN)
+LAUNCHES = in_one_launch(block for block in ON_DEVICES if block.document != "README.md")
 
 
 @pytest.mark.parametrize("document", WITH_PYTHON)
@@ -170,13 +169,6 @@ def test_the_code_runs_on_several_devices(launch, tmp_path):
     for block, text in zip(some, texts, strict=True):
         shown = [each._replace(code=TIMES.sub("TIME", each.code)) for each in printed_by(block)]
         assert_shown(shown, TIMES.sub("TIME", text))
-
-
-def test_torchrun_runs_the_readme(tmp_path):
-    from tests.torch_bridge.helpers import torchrun
-
-    assert UNDER_TORCHRUN.document == "README.md"
-    torchrun(UNDER_TORCHRUN.special[1], printed, script_of([UNDER_TORCHRUN], tmp_path))
 
 
 def test_the_readme_shows_both_frameworks():
