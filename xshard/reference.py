@@ -298,8 +298,10 @@ def _pull_back_max_min(plan: Plan, blocks: list[Block], cotangents: Arrays) -> l
     gradients = run(plans.cotangent, cotangents)  # of the maxima, where the input blocks are
     shares = []
     for device, gradient in enumerate(gradients):
-        # Without a winner, as with nan, there is nothing to share, and nothing to divide by.
-        shares.append(gradient * has_won[device] / np.maximum(n_winners[device], 1))
+        # Without a winner, as with nan, there is nothing to share, and nothing to divide by. The one
+        # has the dtype of the count: with a plain 1 numpy 2.0 makes float32 of bfloat16.
+        one = np.ones((), n_winners[device].dtype)
+        shares.append(gradient * has_won[device] / np.maximum(n_winners[device], one))
     return shares
 
 
