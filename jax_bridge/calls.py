@@ -33,6 +33,8 @@ from jax_bridge.trees import leaves_with_given_values
 from jax_bridge.versions import is_constant, manual_type, unreduced_kind
 from xshard import Layout, Plan, ProfileLike, planner
 from xshard.arguments import lengths_of
+from xshard.cost.machine import with_addends
+from xshard.cost.model import FREE, Addends
 from xshard.errors import DtypeError, NotationError, Span, api_boundary, located
 from xshard.layout.lengths import global_shape
 from xshard.notation.maps import Maps
@@ -327,13 +329,14 @@ def _with_words(layout: Layout, text: str) -> Layout:
 
 
 @api_boundary
-def redistribute(
+def redistribute(  # noqa: PLR0913  one verb for all moves; torch_bridge has the same
     x: T,
     layouts: JaxLayoutsLike,
     mesh: AnyMesh | None = None,
     *,
     shape: Any = None,
     profile: ProfileLike = "auto",
+    addends: Addends = FREE,
     check_replicated: bool | None = None,
     ad: Derivatives = "linear",
     maps: Maps | None = None,
@@ -355,6 +358,8 @@ def redistribute(
             `n/sizes(dp,2,3)`, else all blocks are taken to be equal. An uneven block has the shape
             of the largest: its padding may hold anything on the way in and is zero on the way out.
         profile: The machine to plan for.
+        addends: "ranks" adds in the order of the mesh's devices, forward and backward: every path
+            gives equal bits. By default, "free", XLA adds in an order of its own.
         check_replicated: For debugging, compare replicas and copies, forward and backward. By
             default as the environment variable XSHARD_CHECK_REPLICATED says.
         ad: "linear" supports every mode of differentiation. "custom_vjp" has reverse mode only, and
@@ -382,6 +387,7 @@ def redistribute(
         (1, 4, 2)
     """
     layouts = with_map_digests(layouts, maps)
+    profile = with_addends(profile, addends)
     call_of = partial(
         MoveCall.of, mesh=mesh, ad=ad, profile=profile, check_replicated=check_replicated
     )

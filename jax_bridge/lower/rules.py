@@ -329,7 +329,8 @@ def _all_to_all(step: steps.AllToAll, x: jax.Array, context: StepContext) -> jax
 
 def _exchange(step: steps.Exchange, x: jax.Array, context: StepContext) -> jax.Array:
     """Send boxes of elements between any devices."""
-    return exchange(step, x, context.before, context.after, context.transport)
+    in_order = context.fabric.profile.adds_in_order
+    return exchange(step, x, context.before, context.after, context.transport, in_order=in_order)
 
 
 def _mask(step: steps.Mask, x: jax.Array, context: StepContext) -> jax.Array:

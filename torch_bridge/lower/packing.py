@@ -30,6 +30,8 @@ _COMBINE: dict[str, Callable[..., Tensor]] = {
     "min": torch.minimum,
 }
 
+_SHORT_FLOATS = (torch.bfloat16, torch.float16)
+
 
 class Interval(NamedTuple):
     """Rows [start, stop) of one dim."""
@@ -61,6 +63,7 @@ class Packing:
     counts: tuple[int, ...] | None = None  # messages per rank; None: one each
     op: str | None = None  # how messages that share rows combine (max, min: all rows or none)
     fills: tuple[Fill, ...] = ()  # constant rows that no message brings, in order
+    rounds_once: bool = False  # sums of short floats are added in float32
 
     @cached_property
     def sizes(self) -> list[int]:
@@ -179,6 +182,11 @@ class Packing:
             ]
         if can_concatenate:
             return self._concatenated(parts)
+        if self.rounds_once and like.dtype in _SHORT_FLOATS:
+            # A compiler would not round in between either.
+            wide_parts = [part.float() for part in parts]
+            wide = self._place_one_by_one(like.new_empty(0, dtype=torch.float32), wide_parts)
+            return wide.to(like.dtype)
         return self._place_one_by_one(like, parts)
 
     def _concatenated(self, parts: Sequence[Tensor]) -> Tensor:

@@ -115,7 +115,10 @@ def lower_transfer(
         outgoing, incoming = _parts(plan, tensor_device, rank)
         if rank in plan.dst_devices:
             shape = transfer.target.local_shape(plan.dst_devices.index(rank))
-            assembly = Assembly.of(shape, outgoing, incoming, rank, transfer.op)
+            in_order = plan.profile.adds_in_order
+            assembly = Assembly.of(
+                shape, outgoing, incoming, rank, transfer.op, rounds_once=in_order
+            )
     # Rows that stay on this rank do not travel: the assembly reads them from the block.
     sent = tuple(part for part in outgoing if part.peer != rank)
     received = tuple(part for part in incoming if part.peer != rank)

@@ -33,6 +33,8 @@ from torch_bridge.redistribution.blocks import tensor_device_of
 from torch_bridge.versions.modules import modules_by_name
 from xshard import ProfileLike, Rules, Sharding, XshardError, models
 from xshard.arguments import limit_of
+from xshard.cost.machine import with_addends
+from xshard.cost.model import FREE, Addends
 from xshard.errors import ShapeError, api_boundary, located
 from xshard.models import rule_of
 from xshard.rules import Pattern, RulesLike, match_objects
@@ -72,6 +74,7 @@ class ParallelizeKeywords(TypedDict, total=False):
     bucket_bytes: Bytes
     prefetch: Bytes
     comm_dtype: CommDtypeLike
+    addends: Addends
     profile: ProfileLike
 
 
@@ -91,6 +94,7 @@ def parallelize(  # noqa: PLR0913  public: rules of several kinds, and how they 
     bucket_bytes: Bytes = "25MiB",
     prefetch: Bytes = 0,
     comm_dtype: CommDtypeLike = None,
+    addends: Addends = FREE,
     profile: ProfileLike = "auto",
 ) -> Model:
     """Shard a model of whole tensors in place, by layouts that go by name, and return it.
@@ -131,6 +135,7 @@ def parallelize(  # noqa: PLR0913  public: rules of several kinds, and how they 
             backward pass goes on. All processes of the mesh then run the same passes. 0: each module
             waits for its own.
         comm_dtype: The dtype in which parameters and gradients travel, as in `redistribute`.
+        addends: As in `redistribute`, for gradients and for what rules move.
         profile: The machine to plan for.
 
     Returns:
@@ -168,7 +173,7 @@ def parallelize(  # noqa: PLR0913  public: rules of several kinds, and how they 
     """
     if hasattr(model, ATTRIBUTE):
         raise XshardError("the model is parallel already", hint="write all rules in one call")
-    context = ParallelContext(mesh, profile, comm_dtype)
+    context = ParallelContext(mesh, with_addends(profile, addends), comm_dtype)
     ahead = Prefetch(context, prefetch)
     if outputs is None:
         outputs = {}
@@ -183,7 +188,7 @@ def parallelize(  # noqa: PLR0913  public: rules of several kinds, and how they 
     def facts() -> CallFacts:
         prepared.append(_prepare(model, context, rules, ahead))
         check_whole(prepared[0].parameters.sharded, init)
-        options = (context.axes, gathers, keep, bucket_bytes, prefetch, comm_dtype, profile)
+        options = (context.axes, gathers, keep, bucket_bytes, prefetch, comm_dtype, context.profile)
         flags = _facts_of(rules, prepared[0]) | {"options": str(options)}
         return CallFacts(flags, peers=context.processes.ranks)
 

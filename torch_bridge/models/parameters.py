@@ -61,7 +61,7 @@ class ParallelContext:
     def reduced(self, x: Tensor, kind: str) -> Tensor:
         """Return the "sum", "max" or "min" of a tensor over all processes, which all call it."""
         axes = ",".join(self.axes.axes)
-        return redistribute(x, f"... | {kind}({axes}) -> ...", self.mesh)
+        return redistribute(x, f"... | {kind}({axes}) -> ...", self.mesh, profile=self.profile)
 
     def compare(self, blocks: Iterable[tuple[str, Tensor, Sharding]]) -> None:
         """Raise ReplicaError on all processes if replicas of a block are not equal.

@@ -21,7 +21,7 @@ from xshard.contractions.shapes import (
     written_shardings,
 )
 from xshard.contractions.types import local_type
-from xshard.cost.machine import load_profile
+from xshard.cost.machine import load_profile, machine_of_plan
 from xshard.cost.model import Profile
 from xshard.dtypes import itemsize, name_of
 from xshard.errors import PlanError
@@ -317,7 +317,7 @@ class ContractionPlan(Pictured):
         """
         with reading_plan():
             data = json.loads(text)
-            machine = load_profile(data["profile"] if profile is None else profile)
+            machine = machine_of_plan(data["profile"], profile)
             # Maps of rows (`Owners`, `Needs`) that layouts below may name. A text finds them as
             # long as something refers to them, so the variable has to live until the plan is built.
             _maps = maps_in(data)

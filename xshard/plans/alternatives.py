@@ -69,7 +69,7 @@ def alternatives(plan: Plan) -> tuple[Alternative, ...]:
     for name, find_steps in searches.items():
         try:
             steps = with_copies(find_steps(), start, goal)
-            scaled = with_scale(steps, plan.scale, start, goal)
+            scaled = with_scale(steps, plan.scale, start, goal, plan.profile)
             # split=(): these steps divide no mesh axis into sub-axes, as those of the plan may.
             other = replace(plan, steps=(*scaled, *transposition), split=())
         except PlanError as error:

@@ -35,7 +35,7 @@ from xshard.search.request import (
     target_sharding,
 )
 from xshard.search.solve import solve
-from xshard.steps import Scale, Step, Transpose
+from xshard.steps import AllReduce, ReduceScatter, Scale, Step, Transpose
 from xshard.steps.base import REDUCERS
 
 
@@ -108,6 +108,7 @@ class Plan(Pictured):
         # refused.
         self._check_destination()
         self._check_sums_on_whole_axes()
+        self._check_addends()
         self._check_scale()
         self._resolve_devices()
         if self.memory_limit is not None and self.peak_bytes > self.memory_limit:
@@ -140,6 +141,15 @@ class Plan(Pictured):
                             f"axis {axis!r} is divided and holds addends",
                             hint="reduce along whole axes",
                         )
+
+    def _check_addends(self) -> None:
+        """Raise PlanError if a step adds in another order than the machine's."""
+        for step in self.steps:
+            if self.profile.adds_in_order and isinstance(step, AllReduce | ReduceScatter):
+                raise PlanError(
+                    f"'{step}' adds in an order of its own, {self.profile.name!r} in that of ranks",
+                    hint='search for it: xshard.plan(..., addends="ranks")',
+                )
 
     def _check_scale(self) -> None:
         """Raise PlanError unless the steps multiply by `scale`, no more and no less."""

@@ -16,7 +16,7 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from xshard.cost.machine import load_profile
+from xshard.cost.machine import machine_of_plan
 from xshard.cost.model import Profile
 from xshard.dtypes import name_of
 from xshard.errors import PlanError, XshardError
@@ -216,7 +216,7 @@ def plan_from_plain(data: dict[str, Any], profile: Profile | str | None) -> Read
         data: The parsed JSON, which may hold anything.
         profile: The machine to price the plan for. None: the one that the JSON names.
     """
-    machine = load_profile(data["profile"] if profile is None else profile)
+    machine = machine_of_plan(data["profile"], profile)
     # Layouts name maps of rows by their digests, and the parser looks these up in a table of weak
     # references. This local is used nowhere, but keeps the maps alive while the texts are parsed.
     _maps = maps_in(data)

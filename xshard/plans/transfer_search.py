@@ -153,9 +153,10 @@ def _path_by(
     src_split: Split = ()
     # A mean is a sum times a factor such as 1/4. It is applied once: by the steps before the
     # transfer, which reduce the sums (the factor that is left is then 1), or if there are none, by
-    # the steps after it.
+    # the steps after it. In a fixed order it is applied to the addends, as on one mesh.
     factor = request.factor
-    if leaving.layout != source.normal_layout:
+    scales_addends = request.profile.adds_in_order and factor != 1
+    if leaving.layout != source.normal_layout or scales_addends:
         before = request.for_part(source, leaving, src_devices, factor)
         steps_before, src_split = solve(before)
         factor = Fraction(1)

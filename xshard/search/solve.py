@@ -12,6 +12,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from xshard.caches import layout_cache
+from xshard.cost.model import Profile
 from xshard.dtypes import check_reduction, itemsize
 from xshard.errors import PlanError
 from xshard.layout import Sharding
@@ -91,7 +92,8 @@ def _completed(steps: Steps, request: Request, start: Sharding, goal: Sharding) 
 
     start, goal: the normal forms, with copies, on the mesh of the steps.
     """
-    return with_scale(with_copies(steps, start, goal), request.factor, start, goal)
+    steps = with_copies(steps, start, goal)
+    return with_scale(steps, request.factor, start, goal, request.profile)
 
 
 @layout_cache(maxsize=4096)
@@ -142,12 +144,16 @@ def check_moves(source: Sharding, target: Sharding, dtype: str) -> None:
         raise PlanError(reason, hint="reduce first, then redistribute")
 
 
-def with_scale(steps: Steps, factor: Fraction, start: Sharding, goal: Sharding) -> Steps:
+def with_scale(
+    steps: Steps, factor: Fraction, start: Sharding, goal: Sharding, profile: Profile
+) -> Steps:
     """Add a `Scale` to the steps where blocks are smaller: first or last."""
     if factor == 1:
         return steps
-    # Rows that a boundary fills are values of the result: they are not scaled.
-    is_first = goal.layout.has_overlap or start.max_local_size <= goal.max_local_size
+    # Rows that a boundary fills are values of the result: they are not scaled. So a mean in a fixed
+    # order is a sum of shares everywhere.
+    is_first = goal.layout.has_overlap or profile.adds_in_order
+    is_first = is_first or start.max_local_size <= goal.max_local_size
     return (Scale(factor), *steps) if is_first else (*steps, Scale(factor))
 
 
