@@ -93,6 +93,14 @@ def test_whole_matrices_for_one_device_each() -> None:
     assert "elements per device [10240, 10240, 11264, 11264], largest difference 0.0" in text
 
 
+def test_stages_on_meshes_of_different_shape_train_as_one_device() -> None:
+    lines = printed("pipeline").splitlines()
+    assert "1F1B, stage 0: F0 F1 F2 B0 F3 B1 B2 B3" in lines
+    assert any(line.startswith("zero bubble, stage 1: F0 I0 ") and " W3" in line for line in lines)
+    results = [line for line in lines if line.endswith("as on one device: True")]
+    assert len(results) == 4 and len(lines) == 8
+
+
 def test_a_graph_network_on_a_sphere_is_that_of_one_device(tmp_path: Path) -> None:
     picture = tmp_path / "parts.svg"
     text = printed("graph_sphere", "--refinements", "2", "--parts", "4", "--picture", str(picture))

@@ -54,11 +54,10 @@ def raise_lost_peer(error: RuntimeError, what: str, ranks: Sequence[int]) -> Non
     waited = ""
     if world is not None:
         waited = f" within {timeout_of(world).total_seconds():g} s"
-    ranks_text = ", ".join(map(str, ranks))
-    lines = [
-        f"one of the ranks {ranks_text} has ended, has failed, did not come{waited},"
-        " or made another call"
-    ]
+    suspects = f"one of the ranks {', '.join(map(str, ranks))}"
+    if len(ranks) == 1:
+        suspects = f"rank {ranks[0]}"
+    lines = [f"{suspects} has ended, has failed, did not come{waited}, or made another call"]
     backend_lines = str(error).strip().splitlines()
     if backend_lines:
         lines.append(f"the backend says: {backend_lines[0]}")
