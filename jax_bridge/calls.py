@@ -387,7 +387,7 @@ def redistribute(  # noqa: PLR0913  one verb for all moves; torch_bridge has the
         (1, 4, 2)
     """
     layouts = with_map_digests(layouts, maps)
-    profile = with_addends(profile, addends)
+    profile = with_addends(profile, addends, layouts)
     call_of = partial(
         MoveCall.of, mesh=mesh, ad=ad, profile=profile, check_replicated=check_replicated
     )

@@ -80,6 +80,8 @@ class Reduction:
         addends = list(self.addends)
         if self.kind == "mean":
             addends = [(addend.astype(wide) / len(addends)).astype(dtype) for addend in addends]
+        if self.kind == "max":
+            return np.maximum.reduce(addends)
         total = addends[0].astype(wide)
         for addend in addends[1:]:
             total = total + addend.astype(wide)
@@ -144,7 +146,7 @@ def random_reductions(n: int, seed: int = 0) -> Iterator[Reduction]:
             src=src,
             middle=rng.choice((f"n/({','.join(summed)}) d", f"n d/({','.join(summed)})")),
             dst=dst,
-            kind=rng.choice(("sum", "sum", "mean")),
+            kind=rng.choice(("sum", "sum", "mean", "max")),
             dtype=rng.choice(tuple(DTYPES)),
             shape=shape,
         )

@@ -114,7 +114,7 @@ def einsum(  # noqa: PLR0913  one option more than the limit; torch_bridge has t
     product_dtype = dtype
     if preferred_element_type is not None:
         product_dtype = np.dtype(name_of(preferred_element_type))
-    profile = with_addends(profile, addends)
+    profile = with_addends(profile, addends, expression)
     options = EinsumOptions(profile, overlap, product_dtype, precision, known_sizes)
     if _are_blocks(call):
         return einsum_blocks(given, arrays, mesh, shapes, options)

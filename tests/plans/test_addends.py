@@ -1,6 +1,7 @@
 """Sums in the order of ranks, in plans: every path has the same bits, and the plan says what it costs."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -65,11 +66,9 @@ def test_gradients_and_files_of_plans_keep_the_order() -> None:
     data["steps"] = [{"step": "reduce_scatter", "dim": "n", "shards": ["a"], "op": "sum"}]
     with pytest.raises(PlanError, match=r"adds in an order of its own, 'h100:ranks' in that of"):
         xs.Plan.from_json(json.dumps(data))
+    sums = xs.plan("n | sum(a) -> n", MESH, (4,), addends="ranks")
     with pytest.raises(PlanError, match="adds in an order of its own"):
-        sums = xs.plan("n | sum(a) -> n", MESH, (4,), addends="ranks")
-        xs.Plan(
-            sums.src, sums.dst, MESH, (4,), "float32", (AllReduce(("a",)),), profile=sums.profile
-        )
+        replace(sums, steps=(AllReduce(("a",)),))
 
 
 def test_contractions_add_in_order_and_never_in_rounds() -> None:
@@ -104,6 +103,10 @@ def test_any_profile_may_add_in_order() -> None:
     with use_profile("a100:4"):
         assert resolve_profile("auto:ranks").name == "a100:4:ranks"
         assert xs.plan("n -> n", MESH, (4,), profile="auto", addends="ranks").profile.adds_in_order
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XSHARD_PROFILE", "auto:ranks")
+        assert resolve_profile("auto") == "auto:ranks"
+        assert xs.plan("n -> n", MESH, (4,), profile="auto").profile.name == "h100:ranks"
     with use_profile("a100:ranks"):
         assert resolve_profile("auto").name == "a100:ranks"
     with pytest.raises(ProfileError, match="no profile 'h100:rank'"):

@@ -137,10 +137,12 @@ def einsum(  # noqa: PLR0913  a verb with the options of plans and of calls
         >>> xt.testing.run_ranks(2, layer)
         [[[0], [0]], [[4], [4]]]
     """
+    if addends != FREE:
+        profile = with_addends(profile, addends, expression)
     options: dict[str, Any] = {
         "shape": shape,
         "sizes": sizes,
-        "profile": with_addends(profile, addends),
+        "profile": profile,
         "overlap": overlap,
         "memory_limit": memory_limit,
         "comm_dtype": comm_dtype,

@@ -174,7 +174,7 @@ def redistribute(  # noqa: PLR0913  one verb for all moves: most calls pass thre
         {'w': (2, 6), 'b': (2,)}
     """
     if addends != FREE:
-        profile = with_addends(profile, addends)
+        profile = with_addends(profile, addends, layouts)
     # Outside of the `try`, in which Dynamo could not break its graph.
     is_compiling = torch.compiler.is_compiling()
     if is_compiling and maps is not None:

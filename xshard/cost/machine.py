@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from xshard.arguments import parse_number
 from xshard.cost.model import FREE, RANKS, Addends, Link, Profile, ProfileLike
-from xshard.errors import ProfileError, api_boundary
+from xshard.errors import PlanError, ProfileError, api_boundary
 from xshard.layout import Mesh
 from xshard.layout.sub_axes import Refinement
 from xshard.signatures import did_you_mean, short_repr
@@ -248,13 +248,17 @@ def resolve_profile(profile: ProfileLike) -> ProfileLike:
     return load_profile(asked)
 
 
-def with_addends(profile: ProfileLike, addends: Addends) -> ProfileLike:
+def with_addends(profile: ProfileLike, addends: Addends, given: object = None) -> ProfileLike:
     """Return the same machine, which adds as `addends` says: "h100" with "ranks" -> "h100:ranks".
 
-    Raises ProfileError for another word.
+    given: what is to be planned, or a plan, whose order is settled. Raises ProfileError for another
+    word, PlanError for a plan in another order.
     """
     if addends not in get_args(Addends):
         raise ProfileError(f"addends is {short_repr(addends)}", hint="'free' or 'ranks'")
+    planned = getattr(given, "profile", None)
+    if addends == RANKS and planned is not None and not planned.adds_in_order:
+        raise PlanError("the plan adds in any order", hint='xshard.plan(..., addends="ranks")')
     if addends == FREE or str(profile).endswith(IN_ORDER):
         return profile
     return in_order(profile) if isinstance(profile, Profile) else f"{profile}{IN_ORDER}"

@@ -119,6 +119,9 @@ def test_float64_rounds_once_by_every_path() -> None:
 
 
 def test_another_order_is_named() -> None:
-    for verb in (xt.redistribute, xt.einsum):
+    plan = xs.plan("n | sum(a) -> n", MESH, (2,))
+    for verb in (xt.redistribute, lambda x, text, **options: xt.einsum(text, x, **options)):
         with pytest.raises(XshardError, match="addends is 'rank'"):
             verb(torch.ones(2), "n -> n", mesh=MESH, addends="rank")
+        with pytest.raises(XshardError, match="the plan adds in any order"):
+            verb(torch.ones(2), plan, mesh=MESH, addends="ranks")

@@ -372,3 +372,24 @@ def test_rules_of_unusual_parameters_are_priced():
     assert plan.estimate(dict(plan.parameters)).seconds == pytest.approx(plan.seconds)
     sharded = {**plan.parameters, "embed.weight|head.weight": "o/dp i -> o i"}
     assert plan.estimate(sharded).seconds > plan.estimate(sharded, once="embed.*|head.*").seconds
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_experts_that_are_multiplied_in_groups_are_cut_inside(dtype: torch.dtype) -> None:
+    """As gpt-oss loads: rows are sorted by expert, and their groups end where the data says."""
+    config = transformers.GptOssConfig(
+        **{"vocab_size": 64, **SIZES, **HEADS}, num_local_experts=4, head_dim=8
+    )
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(
+            config, attn_implementation="eager", dtype=dtype
+        )
+    step, _ = record_step(model, torch.zeros(4, 6, dtype=torch.int64))
+    ops = {op.name.rpartition(":")[2]: op for op in step.ops}
+    assert ops["histc"].kind != "opaque"  # a rule is known: of all rows
+    for name in ("_grouped_mm", "_grouped_mm_2"):
+        rows, matrices, groups = ops[name].text.partition(" ->")[0].split(", ")
+        experts, inside, _ = matrices.split()
+        assert ops[name].kind == "contraction" and groups == experts
+        assert rows.endswith(inside) and experts in ops[name].whole
+        assert not {inside, matrices.split()[-1]} & set(ops[name].whole)
