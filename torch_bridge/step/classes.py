@@ -177,8 +177,9 @@ def _grouped_product(call: Invocation) -> Call | None:
 @describes("histc")
 def _histogram(call: Invocation) -> Call:
     """Describe how many elements fall into each bin, of which no device knows a part."""
-    op = describe_by_places(call.shapes, call.out.shape, [[None] * call.first.ndim])
-    return Call(call.tensors, op._replace(whole=op.arrays[0] + op.arrays[-1]))
+    dims = dim_letters(call.first.ndim)
+    op = LetteredOp([dims, ["bins"]], "linear", [*dims, "bins"])
+    return Call(call.tensors, op)
 
 
 def grouped_product(rows: Tensor, matrices: Tensor, *_: Any, **__: Any) -> Tensor:
