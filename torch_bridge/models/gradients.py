@@ -234,8 +234,8 @@ class Gradients:
 
     There is a `BackwardPass` from the first gradient of a backward pass to its end, and None otherwise.
     In between, full buckets are sent, always in the order of `_buckets`: a later one waits for those before
-    it. A pass that fails, by any exception, changes nothing. After the first pass that sums, `after_first`
-    is called once.
+    it. A pass that fails, by any exception, changes nothing. `before_pass` is called first in each pass, and
+    `after_first` once, after the first pass that sums.
     """
 
     # A new copy follows no parameters yet: `prepare` does, before the first forward pass.
@@ -256,11 +256,12 @@ class Gradients:
         self.bucket_bytes = bucket_bytes
         self.syncs = True
         self.sharded = sharded
+        self.before_pass: Callable[[], None] | None = None
         self.after_first: Callable[[], None] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy or a pickle has: no hooks, which stay with the tensors of the original."""
-        copied = ("context", "bucket_bytes", "syncs", "sharded", "after_first")
+        copied = ("context", "bucket_bytes", "syncs", "sharded", "before_pass", "after_first")
         return {name: getattr(self, name) for name in copied}
 
     @property
@@ -286,6 +287,8 @@ class Gradients:
     def begin_pass(self) -> BackwardPass:
         """Return the running backward pass; the first call in it makes autograd call `_end`."""
         if self._pass is None:
+            if self.before_pass is not None:
+                self.before_pass()
             self._pass = BackwardPass(missing=set(self._gradients))
             call_after_backward(self._end, if_failed=partial(self._undo, self._pass))
         return self._pass

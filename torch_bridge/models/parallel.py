@@ -22,6 +22,7 @@ from torch_bridge.models.module_parameters import tensors_with_gradient
 from torch_bridge.models.names import is_inside
 from torch_bridge.models.notes import has_note, leaves_call_of_hook, note_on
 from torch_bridge.models.parameters import ParallelContext, ShardedParameter
+from torch_bridge.models.penalties import Penalties
 from torch_bridge.models.prefetch import Prefetch
 from torch_bridge.models.structure import check_structure, watch_structures
 from xshard import Layout, Sharding, XshardError
@@ -70,6 +71,8 @@ class ParallelModel:
     is_verified: bool = False
 
     def __post_init__(self) -> None:
+        self.penalties = Penalties(self.parameters)
+        self.gradients.before_pass = self.penalties.check
         self.gradients.after_first = self.check_first_pass
         self._become_known()
 

@@ -256,6 +256,8 @@ def _attach(model: nn.Module, parallel: ParallelModel) -> None:
             module.register_forward_pre_hook(hooks.before_forward, with_kwargs=True)
             module.register_forward_hook(hooks.after_forward, always_call=True)
         if hooks is not None or module is model:
+            module.register_forward_pre_hook(parallel.penalties.before_forward)
+            module.register_forward_hook(parallel.penalties.after_forward, always_call=True)
             module.register_forward_hook(parallel.add_note, always_call=True)
     model.register_forward_pre_hook(parallel.begin, prepend=True)
     guard_attention(model, parallel.hooks)

@@ -248,6 +248,7 @@ def _on_one_device(
         on_this_process_alone(),
         _eager(),
         watch(model),
+        _whole_in_place(parallel, whole_tensors),
         _same_random_numbers(parallel) as has_drawn,
     ):
         try:
@@ -264,6 +265,40 @@ def _on_one_device(
     scalar = Sharding(Layout("()"), context.axes, ())
     wanted_loss = Wanted("output", "loss", scalar, value, value.abs().item())
     return [wanted_loss, *_cut_gradients(whole_tensors, parallel)]
+
+
+@contextmanager
+def _whole_in_place(parallel: ParallelModel, whole_tensors: Mapping[str, Tensor]) -> Iterator[None]:
+    """Let the parallel model have whole tensors, those of the copy: `loss` may read its parameters.
+
+    Raises XshardError if `loss` has read blocks, which it must have from elsewhere.
+    """
+    blocks = {parameter: parameter.tensor for parameter in parallel.parameters}
+    gradients = {parameter: block.grad for parameter, block in blocks.items()}
+    has_read_block = None
+    # The copy has no rules that could be checked.
+    check_penalties = parallel.gradients.before_pass
+    check_of_first = parallel.gradients.after_first
+    parallel.gradients.before_pass = None
+    parallel.gradients.after_first = None
+    for parameter, block in blocks.items():
+        block.grad = None
+        for place in parameter.places:
+            place.set_tensor(whole_tensors[parameter.name])
+    try:
+        yield
+    finally:
+        parallel.gradients.before_pass = check_penalties
+        parallel.gradients.after_first = check_of_first
+        for parameter, block in blocks.items():
+            if block.grad is not None:
+                has_read_block = parameter.name
+            block.grad = gradients[parameter]
+            for place in parameter.places:
+                place.set_tensor(block)
+    if has_read_block is not None:
+        what = f"loss= has kept the block of {has_read_block}, which one device does not have"
+        raise XshardError(what, hint="read model.parameters() inside of loss=")
 
 
 def _cut_gradients(tensors: dict[str, Tensor], parallel: ParallelModel) -> list[Wanted]:
@@ -345,7 +380,8 @@ def _copied(source: Module, parallel: ParallelModel) -> tuple[Module, dict[str, 
 
 def _states_by_id(parallel: ParallelModel) -> dict[int, Any]:
     """Return the objects whose methods are the hooks of a parallel model, by their ids."""
-    return {id(state): state for state in (parallel, *parallel.hooks.values())}
+    states = (parallel, parallel.penalties, *parallel.hooks.values())
+    return {id(state): state for state in states}
 
 
 def _whole_tensor(parameter: ShardedParameter, context: ParallelContext) -> Tensor:

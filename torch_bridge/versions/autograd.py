@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import torch
@@ -20,6 +22,9 @@ with private_names():
 
     _backward_pass_id = torch._C._current_graph_task_id
     _engine: Any = torch.autograd.Variable._execution_engine
+    _run_backward_code = torch.autograd.graph._engine_run_backward.__code__
+    # The number that the next node of autograd made on this thread will have.
+    number_of_next_node = torch._C._autograd._get_sequence_nr
     # Lets autograd save what one function returns, in place of tensors, until `remove_saving_hooks`.
     # Without it: torch's context is for a `with` block, which cannot begin in one hook and end in another.
     push_saving_hooks = torch._C._autograd._push_saved_tensors_default_hooks
@@ -29,6 +34,8 @@ with private_names():
 # The node of autograd that makes a DTensor of a block, by its name: the gradient of the DTensor is
 # the block's, not the array's. torch gives no other sign of it.
 FROM_LOCAL_NODE = "_FromTorchTensorBackward"
+# The node of a compiled function begins with this name: it stands for all that was computed inside.
+COMPILED_NODE = "CompiledFunction"
 
 
 def writes_to(x: Tensor) -> int:
@@ -108,5 +115,46 @@ def shape_in_graph(parameter: nn.Parameter) -> tuple[int, ...]:
     with torch.enable_grad():
         view = parameter.view_as(parameter)
     use: Any = view.grad_fn
-    node: Any = use.next_functions[0][0]
+    return shape_of_node(use.next_functions[0][0])
+
+
+def shape_of_node(node: Any) -> tuple[int, ...]:
+    """Return the shape of the first tensor that a node of autograd made, or accumulates a gradient of.
+
+    Without it, a weight that is added to activations would be taken for a penalty, which is a scalar.
+    """
     return tuple(node._input_metadata[0].shape)
+
+
+def number_of_node(node: Any) -> int:
+    """Return the number of a node of autograd, ascending on each thread.
+
+    Without it, nothing would tell whether a node was made in the forward pass of a module.
+    """
+    return node._sequence_nr()  # type: ignore[no-any-return]
+
+
+def roots_of_backward_pass() -> list[Any]:
+    """Return the nodes of the tensors on which `backward` was called; none if that is not known.
+
+    Hooks run in it, on a GPU on another thread. Without the stacks of threads, hooks would never see
+    the loss that they are called for, nor what was added to it outside of modules.
+    """
+    own = _roots_on_stack(sys._getframe(1))
+    if own is not None:
+        return own
+    found = [_roots_on_stack(frame) for frame in sys._current_frames().values()]
+    roots = [nodes for nodes in found if nodes is not None]
+    # Several threads may run passes: which one is this?
+    return roots[0] if len(roots) == 1 else []
+
+
+def _roots_on_stack(frame: FrameType | None) -> list[Any] | None:
+    """Return the roots of the outermost backward pass on a stack; None if there is none."""
+    roots = None
+    while frame is not None:
+        if frame.f_code is _run_backward_code:
+            outputs = frame.f_locals["t_outputs"]
+            roots = [x.grad_fn for x in outputs if getattr(x, "grad_fn", None) is not None]
+        frame = frame.f_back
+    return roots
