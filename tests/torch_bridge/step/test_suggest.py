@@ -1,5 +1,6 @@
 """Models of transformers as steps: every operation has a rule, equal layers are one, and the rules train."""
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -17,6 +18,7 @@ from tests.step.prober import N, disagreeing, judged, numbers
 from tests.torch_bridge.helpers import on_ranks
 from torch_bridge.step.classes import call_of
 from torch_bridge.step.record import record_step
+from torch_bridge.step.suggest import mean_over_rows
 from xshard.step.record.trace import Trace
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
@@ -114,23 +116,54 @@ def _searched(name):
     return parameters, inputs, outputs, plan.once, plan.result
 
 
+def summed_and_counted(logits, labels):
+    """Cross entropy, and the number of labels that count."""
+    logits, labels = logits.flatten(0, -2), labels.flatten()
+    return F.cross_entropy(logits, labels, reduction="sum"), (labels >= 0).sum()
+
+
 def _train(plans):
     for name, (parameters, inputs, outputs, once, result) in plans.items():
         mesh = _mesh(name)
         model, batch = build(name)
-        whole = " ".join(dim.partition("/")[0] for dim in result.partition("|")[0].split())
+        logits_of = xs.Layout.parse(result)
 
-        def loss(y, move=f"{result} -> {whole}", mesh=mesh):
-            logits = xt.redistribute(y.logits, move, mesh)
-            return (logits**2).mean() + logits.sin().mean()
+        # Labels, and the logits of a whole row; every third label does not count.
+        lengths = (4, *{"T5": (6,), "ViT": (), "Mamba": (4,)}.get(name, (8,)))
+        labels = torch.arange(math.prod(lengths)).view(lengths)
+        labels = labels.remainder(8).where(labels.remainder(3) > 0, -100)
+
+        def loss(y, labels=labels, logits_of=logits_of, mesh=mesh):
+            return mean_over_rows(summed_and_counted, y.logits, [labels], logits_of, mesh)
 
         xt.parallelize(model, parameters, inputs, mesh, outputs=outputs, keep=once)
         tol = 1e-5 if name in IN_FLOAT32 else 1e-10
         xt.verify(model, batch, loss=loss, tol=tol)
 
 
+def _rows_of_all_layouts():
+    """Means over rows whose classes are sharded, of uneven blocks, and a mean that is one already."""
+    mesh, logits = xs.Mesh(dp=2, tp=2), torch.arange(6 * 3 * 8.0).view(6, 3, 8).sin()
+    labels = torch.arange(18).view(6, 3)
+    labels = labels.remainder(8).where(
+        labels > 2, -100
+    )  # the first row of the batch does not count
+    expected = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+    for text in ("b s v", "b s v/tp", "b/dp s v/tp", "b s v/dp/tp"):
+        layout = xs.Layout.parse(text)
+        block = xt.redistribute(logits, (layout.unsharded, layout), mesh)
+        mean = mean_over_rows(summed_and_counted, block, [labels], layout, mesh)
+        torch.testing.assert_close(mean, expected)
+        scores = mean_over_rows(torch.square, block, [], layout, mesh)
+        torch.testing.assert_close(scores, logits.square().mean())
+    with pytest.raises(xs.errors.ShapeError, match="a mean of means") as error:
+        mean_over_rows(lambda y: y.mean(), logits, [], xs.Layout("b s v"), mesh)
+    assert 'reduction="none"' in str(error.value)
+
+
 def _search_and_train():
     """Each rank searches for some of the models, and all train all of them."""
+    _rows_of_all_layouts()
     found = [{}] * 4
     dist.all_gather_object(
         found, {name: _searched(name) for name in [*MODELS][dist.get_rank() :: 4]}
