@@ -351,7 +351,7 @@ def use_of(text: str, ndim: int, mesh: Mesh, varying_axes: frozenset[str]) -> Pa
         raise ShapeError(
             f"{len(rule.src.dims)} dims, the parameter has {ndim}",
             text=text,
-            hint="'...' is any number of dims",
+            hint="'...' is any number of dims; a rule for its name comes before the others",
         )
     # In the layout in use only sums are left, in which devices hold addends of the parameter: `copy`
     # and `mean` speak of gradients, and have become `whole_axes` and `varying_axes`.

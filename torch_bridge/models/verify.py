@@ -541,7 +541,9 @@ def _difference(
     for wanted, block in [pairs[i] for i in wrong_numbers]:
         mismatch = mismatch_of(wanted, block, largest_by_kind[wanted.kind], tol, context)
         if first_wrong is not None and mismatch.cause is None:
-            cause = Cause("module", f"wrong already: {first_wrong.place}")
+            cause = first_wrong.cause
+            if cause is None:
+                cause = Cause("module", f"wrong already: {first_wrong.place}")
             mismatch = replace(mismatch, cause=cause)
         mismatches.append(mismatch)
     if first_wrong is not None:  # the long text about the module goes with the first array only
@@ -568,7 +570,12 @@ def _first_wrong(
         tol: The tolerance.
         run: Runs both models, each inside the context that it is given, which watches modules.
     """
-    from torch_bridge.models.first_wrong import WrongTensor, first_wrong, watching
+    from torch_bridge.models.first_wrong import (
+        WrongTensor,
+        cause_in_loss,
+        first_wrong,
+        watching,
+    )
 
     # Each run appends what its modules got and returned: first the copy on one device, then the
     # parallel model.
@@ -588,4 +595,5 @@ def _first_wrong(
     place = f"the {title}, while outputs of modules with rules are right"
     paths_around = [path for path in parallel.hooks if is_inside(name, path)]  # outer ones first
     text = described(place, parallel, paths_around[-1]) if paths_around else place
-    return WrongTensor(place, text)
+    cause = cause_in_loss(one_device_run, parallel_run, parallel, tol)
+    return WrongTensor(place, text, cause)

@@ -100,6 +100,11 @@ def test_mistakes_are_named() -> None:
     )
     found = named(_parallel(), lambda y: y.square().mean())  # that of each process
     assert found == [("output", "loss", "not averaged"), *gradients("summed")]
+    _, text = error_of(lambda: xt.verify(_parallel(), _x()[:3], loss=_mean))  # 2 rows and 1
+    cause = (
+        "the gradient of the output of the model is right but for factors 0.75, 0.75, 1.5, 1.5 of"
+    )
+    assert f"likely cause: {cause} the devices: means over each one's own count along dp" in text
     model = _parallel()
     model.mlp.register_forward_hook(lambda module, args, y: y.detach())
     assert named(model, original=_net()) == gradients("module", 0, 2) + gradients("zero", 2)
