@@ -277,9 +277,19 @@ def test_every_device_has_its_own_look() -> None:
     assert len({tuple(look) for look in many.values()}) == 32
 
 
-def test_replicas_share_one_look() -> None:
-    assert looks("n d/b", "a=2,b=2", 4, 4)[0] == looks("n d", "a=4", 4, 4)[3] == [SHARED]
+def test_replicas_have_the_colour_of_the_device_in_front() -> None:
+    halves = looks("n d/b", "a=2,b=2", 4, 4)
+    assert halves[0] == [COLOURS[0]] and halves[1] == [COLOURS[1]]
+    for copy, front in ((2, 0), (3, 1)):
+        colour, hatch = halves[copy]
+        assert colour == COLOURS[front] and "replica" in str(hatch)
+    assert {look[0] for look in looks("n d", "a=4", 4, 4).values()} == {COLOURS[0]}
     assert looks("n | copy(a)", "a=2", 4)[1][0] == COLOURS[1]
+    # Rows of a lane are on replicas of one device, or in parts on several.
+    lanes = [looks(layout, "a=2,b=2", 8, 4) for layout in ("n/a:halo(1,1) d", "n/a:halo(1,1) d/b")]
+    assert SHARED not in str(lanes[0]) and SHARED in str(lanes[1])
+    drawn = sharding_svg(picture(sharding("n d/b", "a=2,b=2", 4, 4)))
+    assert "hatched: a copy, in the colour of the device in front" in drawn
 
 
 def test_a_device_without_rows_is_named() -> None:
