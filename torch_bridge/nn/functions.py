@@ -15,11 +15,11 @@ from torch_bridge.nn import conv as convs
 from torch_bridge.nn import norm as norms
 from torch_bridge.nn.conv import Convolution, padding_pairs
 from torch_bridge.nn.function_call import FunctionCall, Rule
-from torch_bridge.nn.placed import Outputs, placement_of, record, recorded_placement
+from torch_bridge.nn.layers import layer_of
+from torch_bridge.nn.placed import placement_of, record, recorded_placement
 from torch_bridge.nn.views import dim_of_groups
-from torch_bridge.nn.window import interpolate, per_dim
+from torch_bridge.nn.window import per_dim
 from torch_bridge.ops import all_reduce
-from torch_bridge.versions.modes import without_torch_function
 from xshard import XshardError
 from xshard.errors import ShapeError
 
@@ -32,11 +32,6 @@ def _check_whole_parameters(call: FunctionCall, *parameters: Tensor | None) -> N
             message = f"{call.name}() with a weight that is sharded as '{placement.layout}'"
             hint = "redistribute the weight first: each process needs all of it"
             raise XshardError(message, hint=hint)
-
-
-def _recorded(outputs: Outputs) -> Tensor:
-    """Return a block of outputs, with a note of its placement."""
-    return record(*outputs)
 
 
 def _conv(call: FunctionCall) -> Tensor:
@@ -55,7 +50,7 @@ def _conv(call: FunctionCall) -> Tensor:
         kernel, per_dim(stride, rank), pairs, dilations, groups, outputs=call.outputs
     )
     _check_whole_parameters(call, weight, bias)
-    return _recorded(convs.conv(x, placement_of(x), weight, bias, form))
+    return record(*convs.conv(x, placement_of(x), weight, bias, form))
 
 
 def _conv_transpose(call: FunctionCall) -> Tensor:
@@ -70,36 +65,25 @@ def _conv_transpose(call: FunctionCall) -> Tensor:
     layer.weight = weight
     layer.bias = bias
     _check_whole_parameters(call, weight, bias)
-    return _recorded(convs.conv_transpose(layer, x, placement_of(x)))
+    return record(*convs.conv_transpose(layer, x, placement_of(x)))
 
 
-def _max_pool(call: FunctionCall, kind: type[Any]) -> Tensor:
-    """Take maxima of windows, as `nn.MaxPool2d` does."""
-    options = {"padding": 0, "dilation": 1, "ceil_mode": False}
-    x, kernel, stride, *values = call.arguments("input", "kernel_size", stride=None, **options)
-    pool = kind(kernel, stride or None, **dict(zip(options, values, strict=True)))
-    pool.outputs = call.outputs
-    return _recorded(convs.max_pool(pool, x, placement_of(x)))
+def _as_layer(call: FunctionCall, kind: type[nn.Module], names: str) -> Tensor:
+    """Compute what the layer of a module computes.
 
-
-def _avg_pool(call: FunctionCall, kind: type[Any]) -> Tensor:
-    """Average windows, as `nn.AvgPool2d` does."""
-    options: dict[str, Any] = {"padding": 0, "ceil_mode": False, "count_include_pad": True}
-    if kind is not nn.AvgPool1d:
-        options["divisor_override"] = None
-    x, kernel, stride, *values = call.arguments("input", "kernel_size", stride=None, **options)
-    pool = kind(kernel, stride or None, **dict(zip(options, values, strict=True)))
-    pool.outputs = call.outputs
-    return _recorded(convs.avg_pool(pool, x, placement_of(x)))
-
-
-def _global_avg_pool(call: FunctionCall, kind: type[Any]) -> Tensor:
-    """Average whole dims, as `nn.AdaptiveAvgPool2d(1)` does."""
-    x, output_size = call.arguments("input", "output_size")
-    if set(per_dim(output_size, 1)) != {1}:
-        message = f"{call.name}() to {output_size}"
-        raise XshardError(message, hint="1 has an exact form for sharded dims")
-    return _recorded(convs.global_avg_pool(kind(1), x, placement_of(x)))
+    names: of the arguments after the input, which are those of the module.
+    """
+    x, *values = call.args
+    options = dict(zip(names.split(), values, strict=False)) | call.kwargs
+    placement = placement_of(x)
+    if options.pop("antialias", False):
+        raise XshardError(f"{call.name}() with antialias=True", hint="without it")
+    if options.get("size") is not None:
+        options["size"] = _global_size(x, options["size"])
+    layer = layer_of(
+        kind(**options), placement.layout, placement.processes, call.name, call.outputs
+    )
+    return layer(x)  # type: ignore[no-any-return]  # a tensor
 
 
 def _group_norm(call: FunctionCall) -> Tensor:
@@ -110,30 +94,7 @@ def _group_norm(call: FunctionCall) -> Tensor:
     layer.weight = weight
     layer.bias = bias
     _check_whole_parameters(call, weight, bias)
-    return _recorded(norms.group_norm(layer, x, placement_of(x)))
-
-
-def _interpolate(call: FunctionCall) -> Tensor:
-    """Resample, as `nn.Upsample` does; a size that was read from a block is one of the block."""
-    names = ("size", "scale_factor", "mode", "align_corners", "recompute_scale_factor", "antialias")
-    options = dict(zip(names, (None, None, "nearest", None, None, False), strict=True))
-    x, size, scale_factor, mode, align_corners, recompute, antialias = call.arguments(
-        "input", **options
-    )
-    if antialias:
-        raise XshardError("interpolate() with antialias=True", hint="without it")
-    placement = placement_of(x)
-    return _recorded(
-        interpolate(
-            x,
-            placement,
-            None if size is None else _global_size(x, size),
-            scale_factor,
-            mode,
-            align_corners=align_corners,
-            recompute_scale_factor=recompute,
-        )
-    )
+    return record(*norms.group_norm(layer, x, placement_of(x)))
 
 
 def _global_size(x: Tensor, size: Any) -> list[int]:
@@ -204,37 +165,35 @@ def total_over_blocks(call: FunctionCall, dims: Sequence[int]) -> Tensor:
     return record(total, placement.with_dims(whole_dims, shape))
 
 
-def _without_mode(rule: Rule) -> Rule:
-    """Return a rule that the mode which follows blocks does not see into."""
-
-    def apply(call: FunctionCall) -> Any:
-        with without_torch_function():
-            return rule(call)
-
-    return apply
+def _of_ranks(prefix: str, rule: Rule) -> dict[str, Rule]:
+    """Return the rows of a table for 1 to 3 dims: `conv1d`, ..."""
+    return {f"{prefix}{rank}d": rule for rank in (1, 2, 3)}
 
 
-def _of_ranks(prefix: str, suffix: str, rule: Rule, classes: str = "") -> dict[str, Rule]:
-    """Return the rows of a table for 1 to 3 dims: `max_pool1d`, ...
-
-    classes: the name of the modules, as "MaxPool"; "" for a rule that needs none.
-    """
+def _pools(prefix: str, classes: str, names: str) -> dict[str, Rule]:
+    """Return the rows of a table for pools of 1 to 3 dims, which are modules without parameters."""
     rules: dict[str, Rule] = {}
     for rank in (1, 2, 3):
-        of_rank = rule
-        if classes:
-            of_rank = partial(rule, kind=getattr(nn, f"{classes}{rank}d"))
-        rules[f"{prefix}{rank}{suffix}"] = _without_mode(of_rank)
+        kind = getattr(nn, f"{classes}{rank}d")
+        rules[f"{prefix}{rank}d"] = partial(_as_layer, kind=kind, names=names)
     return rules
 
 
 FUNCTIONS: dict[str, Rule] = {
-    **_of_ranks("conv", "d", _conv),
-    **_of_ranks("conv_transpose", "d", _conv_transpose),
-    **_of_ranks("max_pool", "d", _max_pool, "MaxPool"),
-    **_of_ranks("avg_pool", "d", _avg_pool, "AvgPool"),
-    **_of_ranks("adaptive_avg_pool", "d", _global_avg_pool, "AdaptiveAvgPool"),
-    "group_norm": _without_mode(_group_norm),
-    "interpolate": _without_mode(_interpolate),
-    "pixel_shuffle": _without_mode(_pixel_shuffle),
+    **_of_ranks("conv", _conv),
+    **_of_ranks("conv_transpose", _conv_transpose),
+    **_pools("max_pool", "MaxPool", "kernel_size stride padding dilation ceil_mode"),
+    **_pools(
+        "avg_pool",
+        "AvgPool",
+        "kernel_size stride padding ceil_mode count_include_pad divisor_override",
+    ),
+    **_pools("adaptive_avg_pool", "AdaptiveAvgPool", "output_size"),
+    "interpolate": partial(
+        _as_layer,
+        kind=nn.Upsample,
+        names="size scale_factor mode align_corners recompute_scale_factor",
+    ),
+    "group_norm": _group_norm,
+    "pixel_shuffle": _pixel_shuffle,
 }

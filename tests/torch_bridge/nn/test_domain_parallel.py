@@ -350,7 +350,7 @@ NO_FUNCTION: tuple[tuple[Callable[[Tensor], Any], str], ...] = (
     ),
     (lambda x: F.interpolate(x, size=(16, 6), mode="area"), "of the block, or of the array?"),
     (lambda x: F.conv2d(x, x), "conv2d() with a weight that is sharded as 'b c h/sp w'"),
-    (lambda x: F.adaptive_avg_pool2d(x, 2), "adaptive_avg_pool2d() to 2"),
+    (lambda x: F.adaptive_avg_pool2d(x, 2), "adaptive_avg_pool2d: output_size=2"),
     (
         lambda x: F.max_pool2d(x, 2, return_indices=True),
         "max_pool2d_with_indices() of a block is not",
