@@ -458,9 +458,10 @@ def test_errors_name_their_module() -> None:
     model = copy.deepcopy(heads(num_heads="h/tp"))
     torch.manual_seed(0)
     assert torch.allclose(model(x), Heads()(x)) and model.num_heads == 2
-    model.head_dim = 4  # times 2 heads, which are local already, it is as long as the weight
+    other = heads(num_heads="h/tp")
+    other.head_dim = 4  # times 2 heads, which are local already, it is as long as the weight
     with pytest.raises(RuntimeError) as caught:
-        model(x)
+        other(x)
     assert "counts=" not in caught.value.__notes__[0]
     xt.verify(model, x, loss=torch.sum)  # as the model was: with all heads
     xt.verify(model, x, loss=torch.sum, original=Heads())
