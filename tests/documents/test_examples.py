@@ -138,6 +138,22 @@ def test_a_server_outlives_its_trainer() -> None:
     assert lines[-1].startswith("version 3: ") and lines[-1].endswith("moved a version")
 
 
+# Few processes, and in JAX few programs to compile: each is another mesh than dp=2,tp=2.
+ELSEWHERE = {"torch": ("--elsewhere", "dp=1,tp=2"), "jax": ("--elsewhere", "dp=1,tp=1", "--jax")}
+
+
+@pytest.mark.parametrize("framework", ELSEWHERE)
+def test_a_killed_run_goes_on_with_its_own_bits_and_elsewhere_as_on_one_device(
+    framework: str,
+) -> None:
+    text = printed("kill_and_resume", *ELSEWHERE[framework], "--steps", "7", "--save-every", "2")
+    assert "Resumed, the same mesh has its own bits, and another the losses of one device" in text
+    rows = {line[:20].strip(): line[20:].split() for line in text.splitlines()}
+    assert rows["undisturbed"][1:4] == ["1", "to", "7"]
+    assert int(rows["resumed"][1]) > 2
+    assert rows["resumed elsewhere"][0] == ELSEWHERE[framework][1]
+
+
 def test_the_demo_fails_where_a_gradient_or_a_loss_is_wrong() -> None:
     with imported("demo") as demo:
         quiet = demo.Console(quiet=True)
