@@ -23,8 +23,10 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
@@ -32,7 +34,7 @@ from support.losses import verdict
 from support.runs import EXAMPLES, options
 
 from xshard import Mesh
-from xshard.state.files import latest, open_checkpoint
+from xshard.state.files import open_checkpoint
 
 TOLERANCE = 1e-6  # of a loss in float32, relative
 SAME = "dp=2,tp=2"
@@ -48,7 +50,7 @@ class Story:
     steps: int
     save_every: int
     killed_after: int  # a step
-    killed_in_s: float  # after that step is reported
+    killed_within: float  # the next step: a fraction of the time that one takes
     elsewhere: str  # the other mesh
 
 
@@ -76,14 +78,17 @@ class Run:
     def follow(self, story: Story, *, kill: bool = False) -> None:
         """Run the program to its end, or until it is killed."""
         processes = self.start(story)
+        reported_s = time.monotonic()
         try:
             for line in processes[0].stdout or ():
                 if not line.startswith("{"):
                     continue
                 values = json.loads(line)
                 self.losses[values["step"]] = values["loss"]
+                step_s = time.monotonic() - reported_s
+                reported_s += step_s
                 if kill and values["step"] == story.killed_after:
-                    time.sleep(story.killed_in_s)
+                    time.sleep(story.killed_within * step_s)
                     break
             if not kill:
                 check_ended(processes)
@@ -141,33 +146,37 @@ def differences(runs: Mapping[str, Run]) -> dict[str, float]:
     }
 
 
+def arrays_of(run: Run) -> dict[str, NDArray[Any]]:
+    """All arrays that a run has saved at its end."""
+    with open_checkpoint(run.folder / f"step_{max(run.losses)}") as checkpoint:
+        return {name: checkpoint.read(name) for name in checkpoint}
+
+
+def bits_of(run: Run) -> dict[str, bytes]:
+    """All that a run has saved at its end, numbers and texts too."""
+    with open_checkpoint(run.folder / f"step_{max(run.losses)}") as checkpoint:
+        constants = {name: repr(value).encode() for name, value in checkpoint.constants.items()}
+    arrays = {name: array.tobytes() for name, array in arrays_of(run).items()}
+    return {**constants, **arrays}
+
+
 def final_differences(one: Run, other: Run) -> list[str]:
     """The names of what two runs have saved at their ends with other bits."""
-    paths = [latest(run.folder) for run in (one, other)]
-    with open_checkpoint(paths[0]) as first, open_checkpoint(paths[1]) as second:
-        names = sorted({*first.arrays, *second.arrays})
-        if names != sorted(first.arrays) or names != sorted(second.arrays):
-            return names
-        arrays = [
-            name for name in names if first.read(name).tobytes() != second.read(name).tobytes()
-        ]
-        constants = [
-            name for name in first.constants if first.constants[name] != second.constants[name]
-        ]
-        return arrays + constants
+    first = bits_of(one)
+    second = bits_of(other)
+    names = sorted({*first, *second})
+    return [name for name in names if first.get(name) != second.get(name)]
 
 
 def average_difference(one: Run, other: Run) -> float:
     """How far the averages of weights are apart, relative to the largest of each array."""
-    paths = [latest(run.folder) for run in (one, other)]
-    apart = 0.0
-    with open_checkpoint(paths[0]) as first, open_checkpoint(paths[1]) as second:
-        for name in first:
-            expected = first.read(name)
-            if "average" in name and expected.ndim > 0:
-                difference = np.abs(expected - second.read(name)).max()
-                apart = max(apart, difference / np.abs(expected).max())
-    return float(apart)
+    found = arrays_of(other)
+    apart = []
+    for name, expected in arrays_of(one).items():
+        if "average" in name and expected.ndim > 0:
+            difference = np.abs(expected - found[name]).max() / np.abs(expected).max()
+            apart.append(float(difference))
+    return max(apart)
 
 
 def complaints(story: Story, runs: Mapping[str, Run]) -> Iterator[str]:
@@ -219,19 +228,20 @@ def main() -> int:
     parser.add_argument("--elsewhere", default="dp=4,tp=1", help="the other mesh")
     parser.add_argument("--seed", type=int, default=int.from_bytes(os.urandom(2)))
     chosen = parser.parse_args()
+    earliest = 2 * chosen.save_every + 1  # then one save is complete, since the next has begun
+    if chosen.steps - 1 <= earliest:
+        parser.error(f"--steps has to be {earliest + 2} at least, to be killed between two saves")
     draw = random.Random(chosen.seed)
     story = Story(
         program="run_jax" if chosen.jax else "run",
         steps=chosen.steps,
         save_every=chosen.save_every,
-        killed_after=draw.randrange(2 * chosen.save_every, chosen.steps),  # a save is complete
-        killed_in_s=draw.random() * 0.05,
+        killed_after=draw.randrange(earliest, chosen.steps - 1),
+        killed_within=draw.random(),
         elsewhere=chosen.elsewhere,
     )
     console = Console()
-    console.print(
-        f"Seed {chosen.seed}: killed {story.killed_in_s:.3f} s after step {story.killed_after}."
-    )
+    console.print(f"Seed {chosen.seed}: killed in step {story.killed_after + 1}.")
     with tempfile.TemporaryDirectory() as folder:
         return judge(story, tell(story, Path(folder)), console)
 

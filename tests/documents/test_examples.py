@@ -146,10 +146,10 @@ ELSEWHERE = {"torch": ("--elsewhere", "dp=1,tp=2"), "jax": ("--elsewhere", "dp=1
 def test_a_killed_run_goes_on_with_its_own_bits_and_elsewhere_as_on_one_device(
     framework: str,
 ) -> None:
-    text = printed("kill_and_resume", *ELSEWHERE[framework], "--steps", "7", "--save-every", "2")
+    text = printed("kill_and_resume", *ELSEWHERE[framework], "--steps", "8", "--save-every", "2")
     assert "Resumed, the same mesh has its own bits, and another the losses of one device" in text
     rows = {line[:20].strip(): line[20:].split() for line in text.splitlines()}
-    assert rows["undisturbed"][1:4] == ["1", "to", "7"]
+    assert rows["undisturbed"][1:4] == ["1", "to", "8"]
     assert int(rows["resumed"][1]) > 2
     assert rows["resumed elsewhere"][0] == ELSEWHERE[framework][1]
 
