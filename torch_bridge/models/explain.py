@@ -13,6 +13,7 @@ from torch_bridge.mesh.machine import machine_profile
 from torch_bridge.models.hooks import ModuleHooks, TensorFacts
 from torch_bridge.models.parallel import ParallelModel, parallel_of
 from torch_bridge.models.parameters import ShardedParameter
+from torch_bridge.models.precision import parameter_dtypes
 from xshard import dtypes, load_profile, planner
 from xshard.cost.model import Profile
 from xshard.errors import api_boundary
@@ -172,8 +173,13 @@ def _gathers(parallel: ParallelModel, machine: _Machine) -> list[_MoveRow]:
         for gathered in hooks.parameters.parameters:
             x = gathered.parameter.tensor
             rule = rule_of(gathered.to_use, machine.axes)
-            facts = TensorFacts(gathered.parameter.sharding.shape, x.dtype, x.requires_grad)
+            if not rule.moves:  # it is cast alone
+                continue
+            travels = gathered.dtypes(parallel.context.comm_dtype)
+            facts = TensorFacts(gathered.parameter.sharding.shape, travels.forward, x.requires_grad)
             received = _received_bytes(rule, machine, facts)
+            summed = _received_bytes(rule, machine, facts._replace(dtype=travels.backward))
+            received = received._replace(backward=summed.backward)
             if not gathered.is_kept:  # the backward pass gathers it again
                 received = received._replace(backward=sum(received))
             rows.append(_MoveRow(gathered.name, layout_text(gathered.to_use), received))
@@ -218,7 +224,9 @@ def _gradient_sums(parallel: ParallelModel, machine: _Machine) -> list[_MoveRow]
         axes = [axis for axis in machine.axes.axes if axis in parameter.axes_summed_later]
         text = f"n | sum({','.join(axes)}) -> n"
         block = parameter.tensor
-        facts = TensorFacts((block.numel(),), block.dtype, requires_grad=False)
+        comm_dtype = parallel.context.comm_dtype
+        travels = parameter_dtypes(parameter.precision, comm_dtype, block.dtype)
+        facts = TensorFacts((block.numel(),), travels.backward, requires_grad=False)
         # The forward direction of this move is a part of the step's backward pass.
         all_reduce = _received_bytes(rule_of(text, machine.axes), machine, facts)
         received = _Received(forward=0, backward=all_reduce.forward)

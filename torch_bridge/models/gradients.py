@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_bridge.comm_dtype import comm_dtype_of
 from torch_bridge.models.parameters import ParallelContext, ShardedParameter
+from torch_bridge.models.precision import parameter_dtypes
 from torch_bridge.redistribution import redistribute
 from torch_bridge.versions.autograd import (
     call_after_backward,
@@ -47,12 +47,14 @@ class Gradient:
         parameter: The parameter.
         axes: The axes over which its shares are summed; without any, what a pass adds is the sum.
         is_share: Whether `.grad` was a share at the end of the last pass.
+        reduce_dtype: The dtype in which shares are summed.
         earlier_sum: Beside a share: the sum of the passes before those inside `no_sync`.
     """
 
     name: str
     parameter: Tensor
     axes: tuple[str, ...]
+    reduce_dtype: torch.dtype
     is_share: bool = False
     earlier_sum: Tensor | None = None
     _share: Tensor | None = None  # what `.grad` was when it became a share beside an earlier sum,
@@ -190,7 +192,7 @@ def _begin_sums(bucket: Sequence[Gradient], context: ParallelContext) -> Callabl
         f"n | sum({','.join(bucket[0].axes)}) -> n",
         context.mesh,
         profile=context.profile,
-        comm_dtype=comm_dtype_of(context.comm_dtype, message.dtype).backward,
+        comm_dtype=bucket[0].reduce_dtype,
         async_op=True,
     )
 
@@ -327,10 +329,15 @@ class Gradients:
                 axes = ()
             if not axes and not x.is_leaf:
                 continue  # of `torch.func.functional_call`; the gradient goes on to what it is made of
-            gradient = known.get(id(x), Gradient(parameter.name, x, axes))
+            gradient = known.get(id(x))
             if x.requires_grad:
+                if gradient is None:
+                    travels = parameter_dtypes(
+                        parameter.precision, self.context.comm_dtype, x.dtype
+                    )
+                    gradient = Gradient(parameter.name, x, axes, travels.backward)
                 self._register_hooks(gradient)
-            elif not gradient.has_share():
+            elif gradient is None or not gradient.has_share():
                 continue  # frozen; a share that it has is still summed
             gradients.append(gradient)
         self._gradients = gradients
@@ -352,13 +359,15 @@ class Gradients:
     def _make_buckets(self) -> list[list[Gradient]]:
         """Group gradients into buckets, one message each, in the order of a backward pass.
 
-        Gradients of a bucket have the same axes, dtype and device, and at most `bucket_bytes`
+        Gradients of a bucket have the same axes, dtypes and device, and at most `bucket_bytes`
         together. With parameters a, b, c, d and room for two: [[d, c], [b, a]].
         """
         # A backward pass comes to the parameters of the last modules first.
         last_first = [gradient for gradient in self._gradients[::-1] if gradient.axes]
         sizes = [gradient.parameter.nbytes for gradient in last_first]
-        kinds = [(g.axes, g.parameter.dtype, g.parameter.device) for g in last_first]
+        kinds = [
+            (g.axes, g.parameter.dtype, g.reduce_dtype, g.parameter.device) for g in last_first
+        ]
         groups = trees.group_by_bytes(sizes, self.bucket_bytes, kinds)  # numbers in `last_first`
         # A bucket is sent when its last gradient is there: buckets are in the order of these.
         groups.sort(key=itemgetter(-1))

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch_bridge.models.module_parameters import ModuleParameters
 from torch_bridge.models.names import title_of
 from torch_bridge.models.parameters import ParallelContext
+from torch_bridge.models.precision import Precision
 from torch_bridge.redistribution import redistribute
 from xshard import XshardError
 from xshard.errors import ShapeError, with_path
@@ -121,6 +122,7 @@ class ModuleHooks:
         varying: Axes along which activations differ inside.
         gathers: Whether it gathers the parameters inside it.
         parameters: What it gathers.
+        precision: The dtypes of the parameters inside it, and of what it takes and returns.
         parameter_dims: Sharded dims of its own parameters, which its output may have, too.
         experts: The routing of rows, if a rule sends them to experts.
         known_dims: The dims known inside, in the running forward pass.
@@ -136,6 +138,7 @@ class ModuleHooks:
     varying: frozenset[str]
     gathers: bool
     parameters: ModuleParameters
+    precision: Precision | None = None
     parameter_dims: KnownDims = ()
     experts: RoutedExperts | None = None
     known_dims: KnownDims = ()
@@ -161,6 +164,8 @@ class ModuleHooks:
         they are sent to the processes of their experts. `after_forward` undoes both.
         """
         self.was_called = True
+        if self.precision is not None:
+            args, kwargs = self.precision.before_forward(module, args, kwargs)
         if self.parameters.end_unfinished_passes() and self.experts is not None:
             self.experts.forget_passes()
         # Modules around this one know the global lengths of some named dims, as s = 8192. A name
@@ -187,6 +192,8 @@ class ModuleHooks:
         It is always called, also after an error: then `result` is None.
         """
         self.parameters.end_pass(result)
+        if self.precision is not None:
+            result = self.precision.after_forward(module, args, result)
         if self.experts is not None:
             result = self.experts.leave(result)
         if result is None:

@@ -81,7 +81,7 @@ class ModuleParameters:
     def count_bytes(self, used: Mapping[str, Sharding]) -> None:
         """Count the bytes that the gathered parameters have; used: their layouts in use, by name."""
         for gathered in self.parameters:
-            itemsize = gathered.parameter.tensor.element_size()
+            itemsize = gathered.dtypes().result.itemsize
             self.n_bytes += itemsize * used[gathered.name].max_local_size
 
     def share_between_passes(self, gradients: Gradients) -> None:

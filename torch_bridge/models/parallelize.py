@@ -22,6 +22,7 @@ from torch_bridge.models.names import module_of, title_of
 from torch_bridge.models.own_attention import guard_attention
 from torch_bridge.models.parallel import ATTRIBUTE, ParallelModel
 from torch_bridge.models.parameters import Init, ParallelContext, check_whole, shard_all
+from torch_bridge.models.precision import Precision, PrecisionLike
 from torch_bridge.models.prefetch import Prefetch
 from torch_bridge.models.uses import (
     ModelParameters,
@@ -50,6 +51,7 @@ class _ModelRules(NamedTuple):
     counts: RulesLike
     gathers: Pattern | None
     keep: bool | Pattern
+    precision: PrecisionLike
 
 
 class _PreparedModel(NamedTuple):
@@ -72,6 +74,7 @@ class ParallelizeKeywords(TypedDict, total=False):
     bucket_bytes: Bytes
     prefetch: Bytes
     comm_dtype: CommDtypeLike
+    precision: PrecisionLike
     profile: ProfileLike
 
 
@@ -91,6 +94,7 @@ def parallelize(  # noqa: PLR0913  public: rules of several kinds, and how they 
     bucket_bytes: Bytes = "25MiB",
     prefetch: Bytes = 0,
     comm_dtype: CommDtypeLike = None,
+    precision: PrecisionLike = None,
     profile: ProfileLike = "auto",
 ) -> Model:
     """Shard a model of whole tensors in place, by layouts that go by name, and return it.
@@ -131,6 +135,9 @@ def parallelize(  # noqa: PLR0913  public: rules of several kinds, and how they 
             backward pass goes on. All processes of the mesh then run the same passes. 0: each module
             waits for its own.
         comm_dtype: The dtype in which parameters and gradients travel, as in `redistribute`.
+        precision: The dtypes in which modules use their parameters, and in which gradients are summed:
+            one `Precision` for the model and each module that gathers, or a dict by patterns of modules,
+            where the nearest one around a parameter counts. Not beside `comm_dtype`.
         profile: The machine to plan for.
 
     Returns:
@@ -168,13 +175,14 @@ def parallelize(  # noqa: PLR0913  public: rules of several kinds, and how they 
     """
     if hasattr(model, ATTRIBUTE):
         raise XshardError("the model is parallel already", hint="write all rules in one call")
+    _check_dtypes(precision, comm_dtype)
     context = ParallelContext(mesh, profile, comm_dtype)
     ahead = Prefetch(context, prefetch)
     if outputs is None:
         outputs = {}
     if counts is None:
         counts = {}
-    rules = _ModelRules(parameters, inputs, outputs, counts, gathers, keep)
+    rules = _ModelRules(parameters, inputs, outputs, counts, gathers, keep, precision)
     largest_bucket = limit_of(bucket_bytes, "bucket_bytes")
 
     # Processes compare their calls before any of them cuts a tensor: it would not be undone.
@@ -183,7 +191,9 @@ def parallelize(  # noqa: PLR0913  public: rules of several kinds, and how they 
     def facts() -> CallFacts:
         prepared.append(_prepare(model, context, rules, ahead))
         check_whole(prepared[0].parameters.sharded, init)
-        options = (context.axes, gathers, keep, bucket_bytes, prefetch, comm_dtype, profile)
+        options = (
+            context.axes, gathers, keep, bucket_bytes, prefetch, comm_dtype, precision, profile
+        )  # fmt: skip
         flags = _facts_of(rules, prepared[0]) | {"options": str(options)}
         return CallFacts(flags, peers=context.processes.ranks)
 
@@ -209,6 +219,14 @@ def parallelize(  # noqa: PLR0913  public: rules of several kinds, and how they 
     )
     _attach(model, parallel)
     return model
+
+
+def _check_dtypes(precision: PrecisionLike, comm_dtype: CommDtypeLike) -> None:
+    """Raise XshardError if two options say how parameters travel."""
+    if precision is not None and comm_dtype is not None:
+        what = f"comm_dtype={comm_dtype} and precision= both say in which dtypes parameters travel"
+        hint = "leave comm_dtype= out: they travel in param_dtype, and gradients in reduce_dtype"
+        raise XshardError(what, hint=hint)
 
 
 def _prepare(
@@ -325,7 +343,8 @@ def _module_hooks(
     input_texts = match_objects(Rules(rules.inputs), modules, "module")
     output_texts = match_objects(Rules(rules.outputs), modules, "module")
     gathering_names = _gathering_modules(rules.gathers, modules, input_texts)
-    hooked_names = {*input_texts, *output_texts, *gathering_names}
+    precisions = _precisions(rules.precision, modules, gathering_names)
+    hooked_names = {*input_texts, *output_texts, *gathering_names, *precisions}
 
     hooks: dict[str, ModuleHooks] = {}
     hooks_of_module: dict[nn.Module, ModuleHooks] = {}
@@ -353,6 +372,7 @@ def _module_hooks(
             varying,
             gathers=name in gathering_names,
             parameters=ModuleParameters(name, context, prefetch),
+            precision=precisions.get(name),
         )
         first = hooks_of_module.setdefault(module, module_hooks)
         if input_rules:
@@ -393,6 +413,17 @@ def _gathering_modules(
     matched = match_objects(Rules({gathers: "..."}), modules, "module")
     # The model gathers what no other module does.
     return {"", *matched}
+
+
+def _precisions(
+    precision: PrecisionLike, modules: Mapping[str, nn.Module], gathering_names: Collection[str]
+) -> dict[str, Precision]:
+    """Return the precision of each module that has one, by name."""
+    if precision is None:
+        return {}
+    if isinstance(precision, Precision):
+        return dict.fromkeys(["", *gathering_names], precision)
+    return match_objects(Rules(precision), modules, "module")
 
 
 def _called_modules(modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from torch_bridge.comm_dtype import CommDtypeLike
 from torch_bridge.mesh.process_mesh import MeshLike, ProcessMesh, mesh_of, process_mesh
+from torch_bridge.models.precision import Precision
 from torch_bridge.redistribution import redistribute
 from torch_bridge.replicas import Comparison, compare_all
 from torch_bridge.versions.autograd import shape_in_graph
@@ -121,12 +122,14 @@ class ShardedParameter:
         places: Where it is, a place for each name.
         sharding: How it is stored, with its global shape.
         axes_summed_later: Axes over which its gradient is summed after the backward pass of all its uses.
+        precision: That of its first use, which says the dtype of this sum.
     """
 
     names: list[str]
     places: list[Place]
     sharding: Sharding
     axes_summed_later: frozenset[str] = frozenset()
+    precision: Precision | None = None
     _block: Tensor | None = None  # while modules have gathered tensors in its place
     _n_gathered: int = 0  # how many `GatheredParameter`s have put one there
 

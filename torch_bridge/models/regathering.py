@@ -19,6 +19,8 @@ from torch_bridge.models.gathered import (
 from torch_bridge.versions.autograd import (
     call_after_backward,
     is_in_backward_pass,
+    origin_of,
+    origin_of_cast,
     push_saving_hooks,
     remove_saving_hooks,
     top_saving_hooks,
@@ -28,9 +30,13 @@ from xshard import XshardError
 
 
 class _SavedView(NamedTuple):
-    """What autograd saves instead of a gathered parameter: which one, and the view of it that was used."""
+    """What autograd saves instead of a gathered parameter: which one, and the view of it that was used.
+
+    dtype: another one than the parameter's if a cast was used, as under autocast.
+    """
 
     number: int
+    dtype: torch.dtype
     shape: torch.Size
     stride: tuple[int, ...]
     offset: int | torch.SymInt
@@ -84,6 +90,10 @@ class Regathering:
         for i, x in enumerate(tensors):
             if x.numel():
                 self._index_of_memory[x.untyped_storage().data_ptr()] = i
+        # A cast has memory of its own. Its parameter is found by the node that has gathered it.
+        self._index_of_origin = {
+            origin_of(x): i for i, x in enumerate(tensors) if x.grad_fn is not None
+        }
         self._hooks_around: Any = None
         # While GATHERED. Emptied, not replaced, at its end, which must not refer to this object.
         self._gathered: list[Tensor] = []
@@ -153,8 +163,10 @@ class Regathering:
         self.is_needed = True
         if x.layout is torch.strided:
             i = self._index_of_memory.get(x.untyped_storage().data_ptr())
-            if i is not None and x.dtype == self._dtypes[i]:
-                return _SavedView(i, x.shape, x.stride(), x.storage_offset())
+            if i is None or x.dtype != self._dtypes[i]:
+                i = self._index_of_origin.get(origin_of_cast(x))
+            if i is not None:
+                return _SavedView(i, x.dtype, x.shape, x.stride(), x.storage_offset())
         if self._hooks_around is None:
             return x
         pack, _ = self._hooks_around
@@ -167,7 +179,7 @@ class Regathering:
         """
         self.open()
         if isinstance(saved, _SavedView):
-            whole = self._gathered[saved.number]
+            whole = self._gathered[saved.number].to(saved.dtype)
             return whole.as_strided(saved.shape, saved.stride, saved.offset)
         if isinstance(saved, _SavedByOthers):
             _, unpack = self._hooks_around

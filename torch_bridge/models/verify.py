@@ -243,6 +243,7 @@ def _on_one_device(
     """
     context = parallel.context
     model, whole_tensors = _copied(source, parallel)
+    _use_precision(model, whole_tensors, parallel)
     # Inside, a loss function that redistributes does so on a mesh of one process: it sends nothing.
     with (
         on_this_process_alone(),
@@ -264,6 +265,24 @@ def _on_one_device(
     scalar = Sharding(Layout("()"), context.axes, ())
     wanted_loss = Wanted("output", "loss", scalar, value, value.abs().item())
     return [wanted_loss, *_cut_gradients(whole_tensors, parallel)]
+
+
+def _use_precision(model: Module, tensors: dict[str, Tensor], parallel: ParallelModel) -> None:
+    """Let modules of the copy use their parameters, take and return floats in the dtypes of `precision=`.
+
+    tensors: the whole tensors, by name: gradients come to them.
+    """
+    for hooks in parallel.hooks.values():
+        for gathered in hooks.parameters.parameters:
+            with torch.enable_grad():
+                used = tensors[gathered.parameter.name].to(gathered.dtypes().result)
+            for place in gathered.places:
+                module = model.get_submodule(parallel.names[place.module])
+                Place(module, place.attribute).set_tensor(used)
+        if hooks.precision is not None:
+            module = model.get_submodule(hooks.name)
+            module.register_forward_pre_hook(hooks.precision.before_forward, with_kwargs=True)
+            module.register_forward_hook(hooks.precision.after_forward)
 
 
 def _cut_gradients(tensors: dict[str, Tensor], parallel: ParallelModel) -> list[Wanted]:
@@ -469,7 +488,11 @@ def _compare(pairs: list[Pair], parallel: ParallelModel, tol: float | None, run:
         run: Makes both runs again, to find the first module that is wrong.
     """
     if tol is None:
-        tol = tolerances.rounding(dtypes.name_of(block.dtype) for _, block in pairs)
+        in_use = [block.dtype for _, block in pairs]
+        for hooks in parallel.hooks.values():
+            for gathered in hooks.parameters.parameters:
+                in_use += gathered.dtypes()
+        tol = tolerances.rounding(map(dtypes.name_of, in_use))
     flags = compare_on_all(pairs, tol, parallel.context)
     wrong_numbers = [i for i, flag in enumerate(flags) if flag != EQUAL]
     if not wrong_numbers:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from functools import partial
 from typing import Any
 
@@ -29,6 +29,7 @@ with private_names():
 # The node of autograd that makes a DTensor of a block, by its name: the gradient of the DTensor is
 # the block's, not the array's. torch gives no other sign of it.
 FROM_LOCAL_NODE = "_FromTorchTensorBackward"
+CAST_NODE = "ToCopyBackward0"  # the node of a cast
 
 
 def writes_to(x: Tensor) -> int:
@@ -46,6 +47,25 @@ def viewed_tensor(x: Tensor) -> Tensor | None:
     Without it, an operation that writes to a slice would not be seen to change the array.
     """
     return x._base
+
+
+def origin_of(x: Tensor) -> Hashable:
+    """Return what tells a tensor from all others: its node, its number there, and how it lies in memory."""
+    return x.grad_fn, x.output_nr, x.stride(), x.device
+
+
+def origin_of_cast(x: Tensor) -> Hashable:
+    """Return the origin of the tensor of which this one is a cast, or a view of one; None for others.
+
+    Without it, autograd would save what autocast makes of a gathered parameter.
+    """
+    viewed = viewed_tensor(x)
+    cast = x if viewed is None else viewed
+    node: Any = cast.grad_fn
+    if node is None or node.name() != CAST_NODE:
+        return None
+    (source,) = node.next_functions
+    return *source, cast.stride(), cast.device
 
 
 def is_in_backward_pass() -> bool:
