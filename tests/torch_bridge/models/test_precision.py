@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import tempfile
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, gelu
 from torch.utils.checkpoint import checkpoint
 
 import torch_bridge as xt
@@ -49,7 +48,7 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor, gain: Tensor) -> Tensor:
         assert self.scale.dtype == gain.new_empty(0, dtype=F32).dtype  # buffers are as they were
-        hidden = self.up(self.norm(x)).relu()
+        hidden = gelu(self.up(self.norm(x)))
         return x + self.down(hidden) * gain * self.scale.to(x.dtype)
 
 
@@ -219,7 +218,7 @@ def test_parameters_that_nothing_gathers_are_cast_too() -> None:
         found = model.get_parameter(name)
         right = parallel.by_name[name].block_of(x.grad, parallel.context)
         assert found.grad.dtype == F32 and found.dtype == F32
-        assert (found.grad - right).abs().max() < 0.06 * x.grad.abs().max(), name
+        assert (found.grad - right).norm() < 0.05 * right.norm(), name
     folder = [tempfile.mkdtemp()]
     dist.broadcast_object_list(folder)
     xt.save(model, folder[0])
