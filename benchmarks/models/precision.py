@@ -39,11 +39,11 @@ def llama(layers: int, checkpointed: bool) -> Any:
     return model.train()
 
 
-def by_rules(model: nn.Module, low: bool) -> Step:
+def by_rules(model: nn.Module, low: bool, prefetch: int = 0) -> Step:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     precision = xt.Precision(**LOW) if low else None
     rules = {"**": "o/dp ... -> o ..."}
-    options: Any = {"gathers": "model.layers.*", "precision": precision}
+    options: Any = {"gathers": "model.layers.*", "precision": precision, "prefetch": prefetch}
     return step_of(xt.parallelize(model, rules, {"": "b/dp s"}, mesh, **options))
 
 
@@ -75,7 +75,9 @@ def most_bytes(step: Step, ids: torch.Tensor) -> int:
 
 def beside_fsdp2(layers: int, tokens: int, rounds: int) -> dict[str, dict[str, float]]:
     """On one of two gloo ranks, by case: the median ratio of a turn, and that of the most bytes."""
-    ids = torch.randint(0, SIZES["vocab_size"], (4, tokens), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(
+        0, SIZES["vocab_size"], (4, tokens), generator=torch.Generator().manual_seed(0)
+    )
     own = ids.chunk(2)[dist.get_rank()]
     torch.set_num_threads(1)
     figures = {}
@@ -89,9 +91,9 @@ def beside_fsdp2(layers: int, tokens: int, rounds: int) -> dict[str, dict[str, f
         calls = {name: (lambda step=step: step(own)) for name, step in steps.items()}
         times = by_turns.slowest(calls, rounds)
         nbytes = {name: most_bytes(step, own) for name, step in steps.items()}
-        figures[case] = {
-            f"{name} s": statistics.median(turns) for name, turns in times.items()
-        } | {f"{name} bytes": float(n) for name, n in nbytes.items()}
+        figures[case] = {f"{name} s": statistics.median(turns) for name, turns in times.items()} | {
+            f"{name} bytes": float(n) for name, n in nbytes.items()
+        }
         figures[case]["step"] = by_turns.ratio(times, OURS, FSDP2)
         figures[case]["memory"] = nbytes[OURS] / nbytes[FSDP2]
     return figures

@@ -13,7 +13,7 @@ from torch_bridge.mesh.machine import machine_profile
 from torch_bridge.models.hooks import ModuleHooks, TensorFacts
 from torch_bridge.models.parallel import ParallelModel, parallel_of
 from torch_bridge.models.parameters import ShardedParameter
-from torch_bridge.models.precision import parameter_dtypes
+from torch_bridge.precision import parameter_dtypes
 from xshard import dtypes, load_profile, planner
 from xshard.cost.model import Profile
 from xshard.errors import api_boundary

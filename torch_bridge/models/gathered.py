@@ -17,7 +17,7 @@ from torch_bridge.comm_dtype import CommDtype, CommDtypeLike
 from torch_bridge.mesh import desync
 from torch_bridge.mesh.process_mesh import world_key
 from torch_bridge.models.parameters import ParallelContext, Place, ShardedParameter
-from torch_bridge.models.precision import Precision, parameter_dtypes
+from torch_bridge.precision import Precision, parameter_dtypes
 from torch_bridge.redistribution import redistribute
 from torch_bridge.redistribution.tree import SharedMove, share_collectives
 from torch_bridge.versions.autograd import writes_to

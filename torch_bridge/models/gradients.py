@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from torch_bridge.models.parameters import ParallelContext, ShardedParameter
-from torch_bridge.models.precision import parameter_dtypes
+from torch_bridge.precision import parameter_dtypes
 from torch_bridge.redistribution import redistribute
 from torch_bridge.versions.autograd import (
     call_after_backward,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch_bridge.models.module_parameters import ModuleParameters
 from torch_bridge.models.names import title_of
 from torch_bridge.models.parameters import ParallelContext
-from torch_bridge.models.precision import Precision
+from torch_bridge.precision import Precision
 from torch_bridge.redistribution import redistribute
 from xshard import XshardError
 from xshard.errors import ShapeError, with_path

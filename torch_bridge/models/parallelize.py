@@ -22,7 +22,6 @@ from torch_bridge.models.names import module_of, title_of
 from torch_bridge.models.own_attention import guard_attention
 from torch_bridge.models.parallel import ATTRIBUTE, ParallelModel
 from torch_bridge.models.parameters import Init, ParallelContext, check_whole, shard_all
-from torch_bridge.models.precision import Precision, PrecisionLike
 from torch_bridge.models.prefetch import Prefetch
 from torch_bridge.models.uses import (
     ModelParameters,
@@ -30,6 +29,7 @@ from torch_bridge.models.uses import (
     enclosing,
     parameters_by_rules,
 )
+from torch_bridge.precision import Precision, PrecisionLike
 from torch_bridge.redistribution.blocks import tensor_device_of
 from torch_bridge.versions.modules import modules_by_name
 from xshard import ProfileLike, Rules, Sharding, XshardError, models

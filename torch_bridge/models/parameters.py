@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from torch_bridge.comm_dtype import CommDtypeLike
 from torch_bridge.mesh.process_mesh import MeshLike, ProcessMesh, mesh_of, process_mesh
-from torch_bridge.models.precision import Precision
+from torch_bridge.precision import Precision
 from torch_bridge.redistribution import redistribute
 from torch_bridge.replicas import Comparison, compare_all
 from torch_bridge.versions.autograd import shape_in_graph

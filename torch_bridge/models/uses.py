@@ -14,7 +14,7 @@ from torch_bridge.models.gathered import GatheredParameter
 from torch_bridge.models.hooks import ModuleHooks
 from torch_bridge.models.names import is_inside, module_of, title_of
 from torch_bridge.models.parameters import ParallelContext, Place, ShardedParameter
-from torch_bridge.models.precision import Precision, parameter_dtypes
+from torch_bridge.precision import Precision, parameter_dtypes
 from xshard import Layout, Mesh, Rules, Sharding, models
 from xshard.errors import PlanError, ShapeError, located
 from xshard.models import ParameterUse, layout_text, use_of

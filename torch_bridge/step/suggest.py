@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Unpack
 
+import torch
 from torch import nn
 
 from torch_bridge.mesh.process_mesh import MeshLike, mesh_of
+from torch_bridge.precision import Precision, parameter_dtypes
 from torch_bridge.step.record import record_step
 from xshard import Rules, Suggestion
 from xshard import suggest as suggest_step
+from xshard.dtypes import name_of
 from xshard.errors import api_boundary
 from xshard.step.record.fuse import fuse_operations
 from xshard.step.record.repeat import find_repeated
@@ -36,7 +40,12 @@ class TorchSuggestion(Suggestion):
 
 @api_boundary
 def suggest(
-    model: nn.Module, batch: Any, mesh: MeshLike, **options: Unpack[SuggestKeywords]
+    model: nn.Module,
+    batch: Any,
+    mesh: MeshLike,
+    *,
+    precision: Precision | None = None,
+    **options: Unpack[SuggestKeywords],
 ) -> TorchSuggestion:
     """Find the layouts of parameters, inputs and activations that make a training step fastest.
 
@@ -52,6 +61,7 @@ def suggest(
         batch: Examples of the arguments of `forward`: a tensor, a tuple, or a dict by name. Only
             shapes and dtypes matter. The first dim of the first tensor is the batch.
         mesh: The devices: an `xshard.Mesh`, or a `DeviceMesh` with named dims.
+        precision: As for `parallelize`, one for all modules.
         **options: As for `xshard.suggest`.
 
     Returns:
@@ -72,6 +82,14 @@ def suggest(
         ('o/dp/tp i', 'b s8192 -> b s8192 | copy(dp,tp)', 'b n8192/dp/tp')
     """
     step, unused = record_step(model, batch)
+    if precision is not None:
+        travels = parameter_dtypes(precision, None, getattr(torch, step.dtype))
+        step = replace(
+            step,
+            dtype=name_of(travels.result),
+            stored_dtype=step.dtype,
+            reduce_dtype=name_of(travels.backward),
+        )
     # Equal layers become one, and light operations join their neighbours: fewer of both to search.
     step, _ = find_repeated(step)
     plan = suggest_step(fuse_operations(step), mesh_of(mesh), **options)

@@ -1,6 +1,6 @@
 """Mixed precision: the dtypes in which modules use parameters that are stored in another one.
 
-It knows no tensor of a model: what is cast when is said in `gathered`, `gradients` and `hooks`.
+It knows no tensor of a model: `models` casts parameters, gradients and what modules take and return.
 """
 
 from __future__ import annotations
