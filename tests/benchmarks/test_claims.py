@@ -29,7 +29,9 @@ def judged_models(data: dict[str, Any]) -> Any:
     for row in data["steps"]:
         by_kind.setdefault(row["parameters"], {})[row["way"]] = row
     assert models.shown(by_kind).row_count == 4
-    return models.claims(by_kind)
+    in_turns = {row["case"]: row for row in data["beside_fsdp2"]}
+    assert models.shown_beside_fsdp2(in_turns).row_count == 3
+    return [*models.claims(by_kind), *models.claims_beside_fsdp2(in_turns)]
 
 
 JUDGED: dict[str, Callable[[Any], Any]] = {
@@ -199,6 +201,8 @@ BREAKS: dict[str, list[tuple[dict[str, Any], list[str]]]] = {
         ({"steps/0/collectives": 1e9}, ["collectives"]),
         ({"steps/0/bytes": 1e9}, ["bytes"]),
         ({"steps/0/step_s": 1e9}, ["seconds of a step"]),
+        ({"beside_fsdp2/0/step": 1e9}, ["time of a turn"]),
+        ({"beside_fsdp2/0/memory": 1e9}, ["most bytes"]),
     ],
     "nodes": [
         ({"cases/*/seconds/nodes known": 4.0}, ["best", "DTensor", "blind to nodes", "by hand"]),

@@ -24,7 +24,7 @@ from torch_bridge.lower.subarray import (
 from xshard.layout.runs import Runs, common_segments
 
 # How a message combines with rows that an earlier one has put into the block.
-_COMBINE: dict[str, Callable[..., Tensor]] = {
+COMBINE: dict[str, Callable[..., Tensor]] = {
     "sum": torch.add,
     "max": torch.maximum,
     "min": torch.minimum,
@@ -150,7 +150,11 @@ class Packing:
         sizes = iter(self.sizes)
         messages: list[Tensor] = []
         for part, count in zip(parts, self.counts, strict=True):
-            messages.extend(part.split(list(itertools.islice(sizes, count))))
+            sizes_of_rank = list(itertools.islice(sizes, count))
+            if count == 1:  # most often: the part is the message
+                messages.append(part)
+            elif count:
+                messages.extend(part.split_with_sizes(sizes_of_rank))
         return self._in_their_shapes(messages)
 
     def _in_their_shapes(self, parts: Sequence[Tensor]) -> list[Tensor]:
@@ -208,7 +212,7 @@ class Packing:
         for i, (message, part) in enumerate(zip(self.messages, parts, strict=True)):
             # Rows to which an earlier message has written are combined with it. Others hold zeros,
             # fills or uninitialised memory: they are overwritten.
-            combine = _COMBINE[str(self.op)] if self._shares_rows[i] else None
+            combine = COMBINE[str(self.op)] if self._shares_rows[i] else None
             for box, piece in zip(message.boxes, message.views_of_boxes(part), strict=True):
                 out = write(out, box.block, piece, combine)
         return out
