@@ -3,9 +3,9 @@
     python -m benchmarks.models           # 4 layers, 256 tokens
     python -m benchmarks.models --quick   # 1 layer, few rounds
 
-All have tensor, sequence and data parallelism, 2x2. Then ZeRO-3 on 2 ranks beside FSDP2 in float32, in bfloat16,
-and with activations computed again: seconds of a turn, and the most bytes that live at once. Prints a table and writes a JSON file. Exit status 1 if a
-claim fails.
+All have tensor, sequence and data parallelism, 2x2. Then ZeRO-3 on 2 ranks beside FSDP2: in float32, in
+bfloat16, and with activations computed again, the seconds of a turn and the most bytes. Prints tables, writes
+a JSON file. Exit status 1 if a claim fails.
 """
 
 import os

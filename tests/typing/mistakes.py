@@ -1,4 +1,4 @@
-"""Thirty-two mistakes of users, one a line: a checker that misses one says that its comment ignores nothing."""
+"""Thirty-two mistakes of users, one a line: a checker that misses one says its comment ignores nothing."""
 
 from __future__ import annotations
 

@@ -372,3 +372,29 @@ def test_rules_of_unusual_parameters_are_priced():
     assert plan.estimate(dict(plan.parameters)).seconds == pytest.approx(plan.seconds)
     sharded = {**plan.parameters, "embed.weight|head.weight": "o/dp i -> o i"}
     assert plan.estimate(sharded).seconds > plan.estimate(sharded, once="embed.*|head.*").seconds
+
+
+def test_a_precision_says_what_is_stored_used_and_summed() -> None:
+    """Float32 parameters used in bfloat16 need no copy for the optimizer; wider sums take longer."""
+    with torch.device("meta"):
+        layers = [torch.nn.Linear(4096, 4096, bias=False) for _ in range(2)]
+        model, batch = torch.nn.Sequential(*layers), torch.empty(65536, 4096)
+    fixed = {"*.weight": "o/dp i", "input": "b/dp s"}  # so that weights are gathered
+    options = {"fixed": fixed, "micro_batches": 1, "recompute": False, "overlap": 0.0}
+    low = xt.Precision(torch.bfloat16)
+    wide = xt.Precision(torch.bfloat16, reduce_dtype=torch.float32)
+    stored, used, summed = (
+        xt.suggest(model, batch, xs.Mesh(dp=4), precision=precision, **options)
+        for precision in (None, low, wide)
+    )
+    narrow = xt.suggest(model.bfloat16(), batch, xs.Mesh(dp=4), **options)
+    whole = 2 * 4096 * 4096  # elements of both weights, which are gathered once
+    for plan, stored_bytes, used_bytes, state_bytes in (
+        (stored, 4, 4, 8),
+        (used, 4, 2, 8),
+        (narrow, 2, 2, 12),  # with a copy in full precision
+    ):
+        expected = stored_bytes * whole // 4 + used_bytes * whole
+        assert plan.memory["parameters"] == expected, plan
+        assert plan.memory["optimizer state"] == state_bytes * whole // 4, plan
+    assert used.seconds < summed.seconds < stored.seconds
