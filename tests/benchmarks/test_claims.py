@@ -58,6 +58,7 @@ JUDGED: dict[str, Callable[[Any], Any]] = {
 }
 FAILING = {
     "gpu": ["forward call, us", "with the gradient, us", "to copy as many bytes, GPU"],
+    "models": ["time of a turn"],  # 1.07 on a busy machine
     "planner": ["for h100_nvlink: geometric mean", "planned for h100: geometric mean"],  # aims
     "state": ["orbax / ours"],
     "suggest": ["the gap to the bound"],  # of DeepSeek-V3
@@ -108,6 +109,7 @@ COMPILED["xla"] = {
 }
 COMPILED["ours"] = dict.fromkeys((*PROFILES, *map(jax_reshard.within, PROFILES)), OURS)
 START: dict[str, dict[str, Any]] = {
+    "models": {"beside_fsdp2/*/step": 0.9},
     "jax_reshard": {"compiled": [COMPILED]},
     "nodes": {
         "cases/*/seconds": {
