@@ -9,9 +9,9 @@ from torch_bridge.models.optimizers import load_optimizer_state_dict, optimizer_
 from torch_bridge.models.own_experts import own_experts
 from torch_bridge.models.parallel import check_replicas, clip_grad_norm_, grad_norm, no_sync
 from torch_bridge.models.parallelize import parallelize
-from torch_bridge.precision import Precision
 from torch_bridge.models.state import load_state_dict, state_dict
 from torch_bridge.models.verify import verify
+from torch_bridge.precision import Precision
 from torch_bridge.redistribution import redistribute
 from torch_bridge.routing import route
 from torch_bridge.state.files import async_save, load, save

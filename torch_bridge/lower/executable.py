@@ -13,7 +13,6 @@ from torch import Tensor
 from torch_bridge.comm_dtype import CommDtype
 from torch_bridge.lower.collectives import CARRIERS, Pending
 from torch_bridge.lower.packed_collective import (
-    LocalReduction,
     PackedCollective,
     begin_together,
     compare_new,
@@ -55,9 +54,6 @@ class computed_once(Generic[T]):  # noqa: N801 (read as the decorator that it is
         value = self.compute(instance)
         instance.__dict__[self.name] = value  # found first from now on
         return value
-
-
-HALVES = (torch.bfloat16, torch.float16)
 
 
 class Casts(NamedTuple):
@@ -169,8 +165,8 @@ class Executable:
     def enter(self, block: Tensor) -> Tensor:
         """Return a block as the first move takes it. Raises ShapeError if it is not dense."""
         block = dense(block)
-        if self.casts and block.dtype != self.entering:
-            block = block.to(self.entering, memory_format=torch.contiguous_format)
+        if self.casts and block.dtype != self.dtype:
+            block = block.to(self.dtype, memory_format=torch.contiguous_format)
         if self.carrier is self.dtype:
             return block
         return block.view(self.carrier)
@@ -256,21 +252,7 @@ class Executable:
             raise DtypeError(message, hint=f"it travels in the same dtype: comm_dtype={self.dtype}")
         if all(dtype == self.dtype for dtype in (block_dtype, *travels)):
             return self
-        moves = self.moves
-        first = moves[0] if moves else None
-        is_widened = block_dtype in HALVES and self.dtype in (torch.float32, torch.float64)
-        if is_widened and isinstance(first, LocalReduction) and first.op == "sum":
-            # What is added on this process may travel as narrow as it is: the sum has the same bits.
-            moves = (replace(first, dtype=self.dtype), *moves[1:])
-        return replace(self, moves=moves, casts=Casts(block_dtype, travels))
-
-    @cached_property
-    def entering(self) -> torch.dtype:
-        """The dtype in which the first move takes blocks."""
-        first = self.moves[0] if self.moves else None
-        if self.casts and isinstance(first, LocalReduction) and first.dtype is not None:
-            return self.casts.block
-        return self.dtype
+        return replace(self, casts=Casts(block_dtype, travels))
 
     @cached_property
     def is_linear(self) -> bool:
@@ -389,7 +371,7 @@ class BucketedExecutable:
                 continue
             # Equal collectives, in one order, can run as one. Process groups, not groups: meshes
             # with more axes have other groups of the same processes.
-            signature: list[Any] = [executable.carrier, executable.entering]
+            signature: list[Any] = [executable.carrier]
             for move in executable.collectives:
                 collective = move.collective
                 signature += [collective.kind, collective.op, collective.group.process_group]

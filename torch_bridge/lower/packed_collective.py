@@ -59,14 +59,10 @@ class PackedCollective:
 
 
 @dataclass(frozen=True, eq=False)
-class LocalReduction(PackedCollective):
-    """An all-to-all whose messages each rank reduces to the one message of `received`.
-
-    dtype: in which messages of a narrower one are added; None: their own.
-    """
+class _LocalReduction(PackedCollective):
+    """An all-to-all whose messages each rank reduces to the one message of `received`."""
 
     op: str
-    dtype: torch.dtype | None = None
 
     @cached_property
     def arriving(self) -> tuple[int, ...]:
@@ -76,17 +72,13 @@ class LocalReduction(PackedCollective):
         """Reduce the messages of all ranks, stacked on a leading dim, rounding once."""
         if self.op == "sum":
             # With a dtype, torch does not widen small integers to int64.
-            dtype = arrived.dtype if self.dtype is None else self.dtype
-            return arrived.sum(0, dtype=dtype)
+            return arrived.sum(0, dtype=arrived.dtype)
         return arrived.amax(0) if self.op == "max" else arrived.amin(0)
 
     def place(self, block: Tensor, parts: Sequence[Tensor]) -> Tensor:
         messages = [part.view(self.received.shape) for part in parts]
         if len(messages) == 2:  # without the copy that `stack` makes
-            first, second = messages
-            if self.dtype is not None:
-                first = first.to(self.dtype)
-            return COMBINE[self.op](first, second)
+            return COMBINE[self.op](*messages)
         return self.unpack(block, torch.stack(messages))
 
 
@@ -112,7 +104,7 @@ def reduce_scattered(
     # only.
     received_sizes = part.sizes * len(group.devices)
     collective = Collective("all_to_all", group, sent.sizes_by_rank, received_sizes, is_even=True)
-    return LocalReduction(collective, sent, part, op)
+    return _LocalReduction(collective, sent, part, op)
 
 
 def run_together(packed: Sequence[PackedCollective], blocks: Sequence[Tensor]) -> list[Tensor]:
