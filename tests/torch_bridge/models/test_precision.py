@@ -235,6 +235,12 @@ def test_sums_over_replicas_are_added_in_the_reduce_dtype() -> None:
         xt.parallelize(model, {"**": "..."}, {"": "b/dp i"}, MESH, precision=precision)
         model(torch.tensor([[1.0 if dist.get_rank() else 2.0**-9]])).sum().backward()
         assert model.weight.grad.item() == whole
+    # All compute the same: in bfloat16 the copy on one device has the same bits.
+    torch.manual_seed(0)
+    same = nn.Linear(8, 8)
+    xt.parallelize(same, {"**": "..."}, {"": "b i"}, MESH, precision=xt.Precision(BF16))
+    x = torch.linspace(0, 1, 32).view(4, 8)
+    xt.verify(same, x, loss=lambda y: y.float().square().mean(), tol=1e-6)
 
 
 @on_two
