@@ -20,6 +20,7 @@ from torch_bridge.lower.packed_collective import (
 from torch_bridge.mesh import desync
 from torch_bridge.mesh.failures import name_place, with_place_in_errors
 from torch_bridge.mesh.process_mesh import ProcessMesh
+from torch_bridge.versions.autograd import lazy_copies
 from xshard import Plan
 from xshard.dtypes import name_of
 from xshard.errors import DtypeError, ShapeError
@@ -397,7 +398,8 @@ def _begin_in_lock_step(
 ) -> Callable[[], list[Tensor]]:
     """Run several plans together until their last collective is under way; return what ends them."""
     if len(executables) == 1:
-        end_one = executables[0].begin(blocks[0])
+        # Its messages may be the block itself, which the caller may write to meanwhile.
+        end_one = executables[0].begin(*lazy_copies(blocks))
         return lambda: [end_one()]
     n_collectives = len(executables[0].collectives)
     outs = _run_up_to(n_collectives - 1, executables, blocks)

@@ -174,7 +174,7 @@ def _messages_by_move(joint: Tensor, sizes: MessageSizes) -> list[Sequence[Tenso
     rank_major_sizes: list[int] = []
     for sizes_of_moves in zip(*sizes, strict=True):
         rank_major_sizes.extend(sizes_of_moves)
-    parts = joint.split(rank_major_sizes)
+    parts = joint.split_with_sizes(rank_major_sizes)
     return [parts[i::move_count] for i in range(move_count)]
 
 

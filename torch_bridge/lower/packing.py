@@ -150,7 +150,11 @@ class Packing:
         sizes = iter(self.sizes)
         messages: list[Tensor] = []
         for part, count in zip(parts, self.counts, strict=True):
-            messages.extend(part.split(list(itertools.islice(sizes, count))))
+            own_sizes = list(itertools.islice(sizes, count))
+            if count == 1:  # most exchanges: there is nothing to split
+                messages.append(part)
+            else:
+                messages.extend(part.split_with_sizes(own_sizes))
         return self._in_their_shapes(messages)
 
     def _in_their_shapes(self, parts: Sequence[Tensor]) -> list[Tensor]:

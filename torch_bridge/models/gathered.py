@@ -19,9 +19,8 @@ from torch_bridge.mesh.process_mesh import world_key
 from torch_bridge.models.parameters import ParallelContext, Place, ShardedParameter
 from torch_bridge.redistribution import redistribute
 from torch_bridge.redistribution.tree import SharedMove, share_collectives
-from torch_bridge.versions.autograd import writes_to
+from torch_bridge.versions.autograd import is_written, lazy_copies
 from torch_bridge.versions.functorch import has_functorch_transforms
-from xshard import XshardError
 from xshard.cost.machine import resolve_profile
 from xshard.errors import located
 from xshard.replicas import are_replicas_checked
@@ -87,7 +86,10 @@ class GatheredParameter:
 
 
 class GatherUnderWay:
-    """Parameters on their way, begun before their module needs them."""
+    """Parameters on their way, begun before their module needs them.
+
+    What travels are the values of the beginning: blocks that are written to meanwhile are seen.
+    """
 
     def __init__(
         self,
@@ -99,24 +101,25 @@ class GatherUnderWay:
         self._blocks = blocks
         self._end = end
         self._trained = [x.requires_grad for x in blocks]
-        self._writes = [(writes_to(x), x.data_ptr()) for x in blocks]
+        self._copies = lazy_copies(blocks)
 
-    def wait(self, blocks: Sequence[Tensor]) -> list[Tensor] | None:
-        """Return the gathered tensors; None if a parameter is another one now, or has been frozen.
+    def wait(
+        self, parameters: Sequence[GatheredParameter], blocks: Sequence[Tensor]
+    ) -> list[Tensor] | None:
+        """Return the gathered tensors; None if a gather that begins now would differ.
 
-        Raises XshardError if a block has been written to meanwhile.
+        Meanwhile a parameter may have been written to, replaced or frozen, or shared between passes.
 
-        blocks: those that the parameters have now.
+        Args:
+            parameters: Those to gather now.
+            blocks: Their blocks.
         """
-        is_same = all(x is block for x, block in zip(blocks, self._blocks, strict=True))
-        if not is_same or [x.requires_grad for x in blocks] != self._trained:
+        if list(parameters) != self.parameters:
             return None
-        for i, x in enumerate(blocks):
-            if (writes_to(x), x.data_ptr()) != self._writes[i]:
-                what = f"{self.parameters[i].name} was written to in a pass, while it was on its way to "
-                what += "the module that uses it"
-                hint = "write to it before or after the pass, or parallelize(..., prefetch=0)"
-                raise XshardError(what, hint=hint)
+        then = zip(blocks, self._blocks, self._trained, self._copies, strict=True)
+        for x, block, is_trained, copy in then:
+            if x is not block or x.requires_grad != is_trained or is_written(x, copy):
+                return None
         return self._end()
 
 

@@ -51,6 +51,7 @@ class ModuleParameters:
     _tensors: Sequence[Tensor] = ()
     _writes: Sequence[int] = ()  # to the gathered tensors, before the pass
     _regathering: Regathering | None = None  # while autograd saves references
+    _changes_in_passes = False  # whether passes have written to them before they came to the module
 
     def __init__(self, name: str, context: ParallelContext, prefetch: Prefetch) -> None:
         self.name = name  # of the module
@@ -83,6 +84,8 @@ class ModuleParameters:
         for gathered in self.parameters:
             itemsize = gathered.parameter.tensor.element_size()
             self.n_bytes += itemsize * used[gathered.name].max_local_size
+            for sharding in (gathered.parameter.sharding, used[gathered.name]):
+                self._prefetch.axes.update(sharding.layout.axes)
 
     def share_between_passes(self, gradients: Gradients) -> None:
         """Let passes inside `no_sync` share the parameters that are marked so.
@@ -193,10 +196,12 @@ class ModuleParameters:
         """Gather parameters for a pass, or await what has begun to travel."""
         if not torch.compiler.is_compiling():
             begun = self._prefetch.take(self._turn)
-            if begun is not None and begun.parameters == missing:
-                tensors = begun.wait(blocks)
+            if begun is not None:
+                tensors = begun.wait(missing, blocks)
                 if tensors is not None:
                     return tensors
+                self._changes_in_passes = True
+                self._prefetch.compare_pass()
         return self._moves.gather(missing, blocks)
 
     @cached_property
@@ -205,6 +210,8 @@ class ModuleParameters:
 
     def _begin_gather(self) -> GatherUnderWay | None:
         """Begin to gather what the module's next pass will gather; nothing changes."""
+        if self._changes_in_passes:
+            return None
         if any(parameter.in_place is not None for parameter in self.parameters):
             return None
         missing = self.parameters

@@ -111,12 +111,13 @@ class ParallelModel:
     def end(self, module: nn.Module, args: Any, result: Any) -> None:
         """End a forward pass; a hook of the model, after all others, also after an error."""
         if not torch.compiler.is_compiling():
-            self.prefetch.end_pass(result)
+            self.prefetch.end_pass()
 
     def end_unfinished_passes(self) -> None:
         """Give blocks back to modules whose call was interrupted."""
         for hooks in self.hooks.values():
             hooks.parameters.end_unfinished_passes()
+        self.prefetch.end_unfinished_pass()
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy has. It is asked before the modules are copied, which need their blocks."""

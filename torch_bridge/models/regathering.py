@@ -135,7 +135,7 @@ class Regathering:
         # With gradients: a reentrant checkpoint runs a backward pass of its own to the blocks.
         with torch.enable_grad():
             begun = self.take_begun()
-            tensors = None if begun is None else begun.wait(self._blocks)
+            tensors = None if begun is None else begun.wait(self._parameters, self._blocks)
             if tensors is not None:
                 return tensors
             return self._moves.gather(self._parameters, self._blocks)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -25,6 +25,8 @@ with private_names():
     push_saving_hooks = torch._C._autograd._push_saved_tensors_default_hooks
     _pop_saving_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
     _top_saving_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+    _lazy_clone = torch._lazy_clone
+    _address: Any = torch._C._data_address  # type: ignore[attr-defined]
 
 # The node of autograd that makes a DTensor of a block, by its name: the gradient of the DTensor is
 # the block's, not the array's. torch gives no other sign of it.
@@ -38,6 +40,26 @@ def writes_to(x: Tensor) -> int:
     it, a backward pass could use other values than its forward pass.
     """
     return x._version
+
+
+def lazy_copies(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copy each tensor when it, or its copy, is first written to; at once, where its memory is foreign.
+
+    Foreign is what torch has not allocated, as shared memory.
+    """
+    with torch.no_grad():
+        try:
+            return list(map(_lazy_clone, tensors))
+        except RuntimeError:
+            return [x.clone() for x in tensors]
+
+
+def is_written(x: Tensor, copy: Tensor) -> bool:
+    """Return whether a tensor was written to since its lazy copy, or has other memory.
+
+    Without it, writes through `.data`, which torch does not count, would not be seen.
+    """
+    return _address(x) != _address(copy)
 
 
 def viewed_tensor(x: Tensor) -> Tensor | None:
