@@ -26,8 +26,9 @@ from xshard.pictures.elements import COLOURS, SHARED
 from xshard.pictures.grid import Picture, picture, title
 from xshard.pictures.html import html
 from xshard.pictures.rows import MAX_BLOCKS
-from xshard.pictures.svg import MAX_DEVICES, plan_svg, sharding_svg
+from xshard.pictures.svg import EXPOSED_COLOUR, MAX_DEVICES, plan_svg, sharding_svg, timeline_svg
 from xshard.pictures.terminal import renderable
+from xshard.schedule import COMPUTING, EXPOSED, Start, Turn, prefetched
 from xshard.testing.diagnosis.causes import Cause
 from xshard.testing.mismatch import EquivalenceError, Mismatch, Subject
 
@@ -414,3 +415,30 @@ def test_show_displays_in_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "IPython.display", display)
     xs.show(MESH)
     assert shown == [html(MESH)]
+
+
+def test_a_timeline_has_a_lane_for_the_device_and_one_for_each_link() -> None:
+    moves = [
+        Start(name, 8, link=link, seconds=1.0) for name, link in (("a", "nodes"), ("b", "fast"))
+    ]
+    turns = [Turn(f"module {move.name}", 2.0, move) for move in moves]
+    timeline = prefetched(turns, prefetch=1).timeline()
+    svg = timeline_svg(timeline)
+    tops: dict[str, set[float]] = {}
+    waited = 0.0
+    for box, span in zip(elements(svg, "rect"), timeline.spans, strict=True):
+        lane = COMPUTING if span.lane == EXPOSED else span.lane
+        tops.setdefault(lane, set()).add(float(box.attrib["y"]))
+        assert float(box.attrib["width"]) == pytest.approx(
+            720 * (span.end_s - span.begin_s) / 5, abs=0.01
+        )
+        if box.attrib["fill"] == EXPOSED_COLOUR:
+            waited += span.end_s - span.begin_s
+    assert {lane: len(of_lane) for lane, of_lane in tops.items()} == {
+        COMPUTING: 1,
+        "nodes": 1,
+        "fast": 1,
+    }
+    assert len(set.union(*tops.values())) == 3
+    assert waited == timeline.exposed_s == 1.0
+    assert "1.00 s exposed" in html(timeline) and svg in html(timeline)
