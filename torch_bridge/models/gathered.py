@@ -19,7 +19,7 @@ from torch_bridge.mesh.process_mesh import world_key
 from torch_bridge.models.parameters import ParallelContext, Place, ShardedParameter
 from torch_bridge.redistribution import redistribute
 from torch_bridge.redistribution.tree import SharedMove, share_collectives
-from torch_bridge.versions.autograd import is_written, lazy_copies
+from torch_bridge.versions.autograd import addresses_of, lazy_copies
 from torch_bridge.versions.functorch import has_functorch_transforms
 from xshard.cost.machine import resolve_profile
 from xshard.errors import located
@@ -97,11 +97,11 @@ class GatherUnderWay:
         blocks: Sequence[Tensor],
         end: Callable[[], list[Tensor]],
     ) -> None:
-        self.parameters = parameters
-        self._blocks = blocks
+        self._parameters = parameters
         self._end = end
-        self._trained = [x.requires_grad for x in blocks]
-        self._copies = lazy_copies(blocks)
+        # As long as there is a copy, a write to a block moves the block.
+        self._held = (blocks, lazy_copies(blocks))
+        self._state = _state_of(blocks)
 
     def wait(
         self, parameters: Sequence[GatheredParameter], blocks: Sequence[Tensor]
@@ -114,13 +114,14 @@ class GatherUnderWay:
             parameters: Those to gather now.
             blocks: Their blocks.
         """
-        if list(parameters) != self.parameters:
+        if list(parameters) != self._parameters or _state_of(blocks) != self._state:
             return None
-        then = zip(blocks, self._blocks, self._trained, self._copies, strict=True)
-        for x, block, is_trained, copy in then:
-            if x is not block or x.requires_grad != is_trained or is_written(x, copy):
-                return None
         return self._end()
+
+
+def _state_of(blocks: Sequence[Tensor]) -> list[object]:
+    """Return what changes when somebody writes to blocks, replaces or freezes one."""
+    return [*map(id, blocks), *addresses_of(blocks), *[x.requires_grad for x in blocks]]
 
 
 def no_gather() -> None:
@@ -152,14 +153,13 @@ class ParameterMoves:
         self, parameters: Sequence[GatheredParameter], blocks: Sequence[Tensor]
     ) -> GatherUnderWay | None:
         """Begin to gather parameters; None where they cannot be gathered ahead, on all processes alike."""
-        if not parameters or any(x.is_inference() for x in blocks):
+        if not parameters or any(map(Tensor.is_inference, blocks)):
             return None
-        if torch.is_inference_mode_enabled():  # asked first, as to leave it is slow
-            with torch.inference_mode(False):
+        if not torch.is_grad_enabled():
+            # Who awaits it decides whether its gradient is recorded: a graph is prepared in any case.
+            with torch.inference_mode(False):  # which enables gradients, too
                 return self.begin_gather(parameters, blocks)
-        # Who awaits it decides whether its gradient is recorded: a graph is prepared in any case.
-        with torch.enable_grad():
-            end = self._move_of(parameters, is_gradient=False).begin(blocks)
+        end = self._move_of(parameters, is_gradient=False).begin(blocks)
         if end is None:
             return None
         return GatherUnderWay(list(parameters), blocks, end)

@@ -212,8 +212,6 @@ class ModuleParameters:
         """Begin to gather what the module's next pass will gather; nothing changes."""
         if self._changes_in_passes:
             return None
-        if any(parameter.in_place is not None for parameter in self.parameters):
-            return None
         missing = self.parameters
         if self._shared is not None and self._shared.serves_next_pass:
             missing = [parameter for parameter in missing if not parameter.is_shared]

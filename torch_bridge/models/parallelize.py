@@ -89,7 +89,7 @@ def parallelize(  # noqa: PLR0913  public: rules of several kinds, and how they 
     device: DeviceLike | None = None,
     keep: bool | Pattern = False,
     bucket_bytes: Bytes = "25MiB",
-    prefetch: Bytes = 0,
+    prefetch: Bytes = 1,
     comm_dtype: CommDtypeLike = None,
     profile: ProfileLike = "auto",
 ) -> Model:
@@ -127,9 +127,8 @@ def parallelize(  # noqa: PLR0913  public: rules of several kinds, and how they 
             The model always keeps its own for one pass.
         bucket_bytes: How much of the gradients travels together, as 2**20 or "25MiB"; None for all.
         prefetch: How much of what modules gather travels ahead, while earlier ones compute, forward and
-            backward: a number of modules, bytes as "64MiB", or None for all. Gradients travel while the
-            backward pass goes on. All processes of the mesh then run the same passes. 0: each module
-            waits for its own.
+            backward: a number of modules, bytes as "64MiB", or None for all. It needs memory. Gradients
+            travel while the backward pass goes on. 0: each module waits for its own.
         comm_dtype: The dtype in which parameters and gradients travel, as in `redistribute`.
         profile: The machine to plan for.
 

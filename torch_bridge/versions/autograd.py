@@ -54,12 +54,12 @@ def lazy_copies(tensors: Sequence[Tensor]) -> list[Tensor]:
             return [x.clone() for x in tensors]
 
 
-def is_written(x: Tensor, copy: Tensor) -> bool:
-    """Return whether a tensor was written to since its lazy copy, or has other memory.
+def addresses_of(tensors: Sequence[Tensor]) -> list[int]:
+    """Return where the elements of tensors are; a write to one that has a lazy copy moves them.
 
     Without it, writes through `.data`, which torch does not count, would not be seen.
     """
-    return _address(x) != _address(copy)
+    return list(map(_address, tensors))
 
 
 def viewed_tensor(x: Tensor) -> Tensor | None:
