@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import itertools
 import os
 import pathlib
 import pickle
 import random
 import signal
+import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -27,6 +30,7 @@ import torch_bridge as xt
 import xshard as xs
 from tests.torch_bridge.helpers import SharedRanks, check_error, on_ranks
 from torch_bridge.lower import collectives
+from torch_bridge.models.calls import is_running
 from torch_bridge.models.parallel import parallel_of
 from xshard.schedule import Compute, Schedule
 
@@ -577,6 +581,26 @@ def test_what_is_no_amount_is_refused() -> None:
     check_error(lambda: made(prefetch="two"), "XshardError", "two", "prefetch")
     check_error(lambda: made(prefetch=1.5), "PlanError", "prefetch is 1.5")
     check_error(lambda: made(prefetch=-1), "XshardError", "prefetch is -1")
+
+
+class Thing:
+    """An object that only a stack refers to."""
+
+
+def test_to_ask_whether_a_call_runs_keeps_nothing_on_the_stack_alive() -> None:
+    """What is on the way lives on stacks, and is awaited when it dies."""
+    ended = (lambda: sys._getframe())()
+
+    def asks() -> weakref.ref[Thing]:
+        thing = Thing()
+        assert not is_running(ended)
+        return weakref.ref(thing)
+
+    gc.disable()
+    try:
+        assert asks()() is None
+    finally:
+        gc.enable()
 
 
 # ---- ranks that differ
