@@ -169,8 +169,9 @@ class ShardedParameter:
         new = block
         if isinstance(old, nn.Parameter):
             # `.data` cannot lead to another device, nor be set on a tensor made in inference mode.
-            is_reused = old.device == block.device and not old.is_inference()
-            new = old if is_reused else nn.Parameter(block, old.requires_grad)
+            if old.device != block.device or old.is_inference():
+                torch.utils.swap_tensors(old, nn.Parameter(block, old.requires_grad))
+            new = old
             new.data = block
         for place in self.places:
             place.set_tensor(new)

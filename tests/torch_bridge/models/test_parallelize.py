@@ -312,7 +312,7 @@ def test_state_is_saved_whole() -> None:
     zigzag = {"blocks.0.up.weight": "o i/zigzag(tp) -> o i", **RULES["parameters"]}
     odd = xt.parallelize(net(), mesh=MESH, **RULES | {"parameters": zigzag})
     assert torch.equal(xt.state_dict(odd)["blocks.0.up.weight"], whole["blocks.0.up.weight"])
-    check_error(lambda: xt.load_state_dict(odd, {}), "XshardError", "extra is in the model alone")
+    check_error(lambda: xt.load_state_dict(odd, {}), "XshardError", "in the model alone: extra")
     before = [x.clone() for x in odd.state_dict(keep_vars=True).values()]
     for last in (torch.ones(5), 3):
         wrong = {name: x + 1 for name, x in whole.items()} | {list(whole)[-1]: last}
