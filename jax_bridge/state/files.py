@@ -215,8 +215,8 @@ def load(  # noqa: PLR0913  one option for each decision of the user
         like: A tree of arrays, or of types as `jax.eval_shape` gives, maybe of flax or equinox: the
             result has its structure and dtypes. Its other leaves take the checkpoint's value if
             that has one.
-        strict: Every name has to be in both. Else arrays of the tree that are not in the checkpoint
-            stay.
+        strict: Every array, number and text has to be in both. Else those of the tree that are not in
+            the checkpoint stay, and a warning names them.
         dtype: The dtype of all floats, without `like`.
         profile: The machine. If it has a disk, devices that need the same rows may read a part each
             and share it.

@@ -308,7 +308,8 @@ def load(  # noqa: PLR0913  one option for each thing that a file does not say
         names: Maps stored names to this program's names.
         like: A model or a tree, as for `save`, with tensors to fill in place, on their devices and
             in their dtypes. Optimizers need no state yet.
-        strict: Every name has to be in both `like` and the files.
+        strict: Every array, number and text has to be in both `like` and the files. Otherwise a warning names
+            those that are not; they stay as they are.
         dtype: The dtype of all floats, without `like`.
         device: For new tensors. Parameters of a parallel model on the meta device are made there,
             too.

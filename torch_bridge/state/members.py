@@ -109,7 +109,7 @@ class Members:
     def _add_state(self, name: str, value: Any, load: Callable[[Any], object]) -> None:
         """Add the state of an object, whose numbers and texts are one value, and its tensors leaves."""
         tensors: dict[str, Tensor] = {}
-        self.states[name] = ObjectState(value, to_json(value, name, is_tensor, tensors), load)
+        self.states[name] = ObjectState(value, to_json(value, name, Tensor, tensors), load)
         self._add_leaves(tensors)
 
     def _add_model(self, name: str, model: nn.Module) -> None:
@@ -241,7 +241,7 @@ class OptimizerState:
     def groups(self) -> ArraysAndConstants:
         """Return the options of all groups as one value, and the tensors in it, by name in the tree."""
         tensors: dict[str, Tensor] = {}
-        groups = to_json(self.state["param_groups"], self._groups_name, is_tensor, tensors)
+        groups = to_json(self.state["param_groups"], self._groups_name, Tensor, tensors)
         arrays = {}
         for leaf, x in tensors.items():
             arrays[leaf] = _state_array(leaf, x, next(iter(self.parameters.values())))
@@ -340,11 +340,6 @@ class _Key(NamedTuple):
 
     parameter: str
     key: str
-
-
-def is_tensor(x: Any) -> bool:
-    """Return whether a value is a tensor."""
-    return isinstance(x, Tensor)
 
 
 def is_part(leaf: str, name: str) -> bool:

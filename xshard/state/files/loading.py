@@ -6,6 +6,7 @@ profile is slow.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple, TypedDict
@@ -213,7 +214,7 @@ def in_both(
         stored: The names in the checkpoint.
         leaves: For each array of the tree its names. A shared array, as of tied weights, has
             several.
-        strict: Whether every array has to be in both places.
+        strict: Whether every array has to be in both places. If not, a warning names what is not.
         places: The words for the two places in errors.
 
     Returns:
@@ -223,15 +224,16 @@ def in_both(
         XshardError: With `strict`, for an array that is in one of the two places alone.
     """
     stored_names = [_first_stored(names, stored) for names in leaves]
-    if not strict:
-        return stored_names
     in_tree_alone = [leaves[i][0] for i, name in enumerate(stored_names) if name is None]
     in_tree = set(chain.from_iterable(leaves))
     stored_alone = [name for name in stored if name not in in_tree]
     for place, names in zip(places, (in_tree_alone, stored_alone), strict=True):
-        if names:
+        what = f"in the {place} alone: {listed_names(names)}"
+        if names and strict:
             hint = "names= maps stored names; strict=False skips what is not in both"
-            raise XshardError(f"in the {place} alone: {listed_names(names)}", hint=hint)
+            raise XshardError(what, hint=hint)
+        if names:
+            warnings.warn(f"{what}, and skipped", stacklevel=2)
     return stored_names
 
 

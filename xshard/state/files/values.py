@@ -32,17 +32,17 @@ def number_of(x: Any) -> Any:
     return x.item() if isinstance(x, np.generic) else x
 
 
-def to_json(x: Any, name: str, is_array: Callable[[Any], bool], arrays: dict[str, Any]) -> Any:
+def to_json(x: Any, name: str, array_type: type | tuple[()], arrays: dict[str, Any]) -> Any:
     """Return a value as JSON, from which `from_json` makes an equal one; add its arrays to `arrays`.
 
     {"seen": (1, 2), "w": x} called "loader" -> {"seen": {"": ["tuple", [1, 2]]}, "w": {"": ["array"]}},
-    and x under "loader.w".
+    and x under "loader.w". array_type: the class of arrays.
 
     Raises:
         XshardError: It has an object of another class, or two arrays of one name.
     """
     x = number_of(x)
-    if is_array(x):
+    if isinstance(x, array_type):
         if name in arrays:
             raise XshardError(f"two leaves are called {name!r}", hint="a key without dots")
         arrays[name] = x
@@ -53,12 +53,12 @@ def to_json(x: Any, name: str, is_array: Callable[[Any], bool], arrays: dict[str
     if type(x) in _MAPPINGS.values():
         items = []
         for key, item in x.items():
-            key_json = to_json(key, name, lambda _: False, {})
-            items.append([key_json, to_json(item, joined(name, str(key)), is_array, arrays)])
+            key_json = to_json(key, name, (), {})
+            items.append([key_json, to_json(item, joined(name, str(key)), array_type, arrays)])
         is_plain = kind == "dict" and all(isinstance(key, str) and key for key in x)
         return dict(items) if is_plain else {_KIND: [kind, items]}
     if type(x) in _SEQUENCES.values():
-        items = [to_json(y, joined(name, str(i)), is_array, arrays) for i, y in enumerate(x)]
+        items = [to_json(y, joined(name, str(i)), array_type, arrays) for i, y in enumerate(x)]
         return items if kind == "list" else {_KIND: [kind, items]}
     hint = "tensors, numbers and texts are saved, in dicts, lists, tuples and Counters: "
     hint += "make it one of these (torch.from_numpy of an array), or leave it out"
