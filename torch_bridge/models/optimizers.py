@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -194,7 +195,8 @@ def matched_groups(own: Groups, stored: Groups, strict: bool = True) -> list[dic
             if differing:
                 why = f"parameters of one group had other values of {listed_names(differing)}"
                 raise _unmatched(own, stored, why)
-        matched.append({**group, **(found[0] if found else {})})
+        # Copies: a rate that is a tensor may change in one group alone.
+        matched.append({**group, **copy.deepcopy(dict(*found[:1]))})
     if strict and alone:
         raise _unmatched(own, stored, f"one of them lacks {listed_names(list(alone))}")
     return matched

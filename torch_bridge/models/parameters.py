@@ -170,11 +170,19 @@ class ShardedParameter:
         if isinstance(old, nn.Parameter):
             # `.data` cannot lead to another device, nor be set on a tensor made in inference mode.
             if old.device != block.device or old.is_inference():
-                torch.utils.swap_tensors(old, nn.Parameter(block, old.requires_grad))
+                self._replace(old, nn.Parameter(block, old.requires_grad))
             new = old
             new.data = block
         for place in self.places:
             place.set_tensor(new)
+
+    def _replace(self, old: Tensor, new: Tensor) -> None:
+        """Let the object that others have be another tensor."""
+        try:
+            torch.utils.swap_tensors(old, new)
+        except RuntimeError as error:
+            hint = "give the model values before others, as a compiler, watch its parameters"
+            raise XshardError(f"{self.name}: {error}", hint=hint) from None
 
 
 def unsharded(layout: Layout) -> Layout:

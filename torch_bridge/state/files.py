@@ -548,7 +548,7 @@ class _Loading:
         for name, state in self.members.states.items():
             value = self.with_constants(name, state.value)
             if name in self.taken:
-                value = self.checkpoint.value(name, read)
+                value = self.checkpoint.value(name, self.members.tensors)  # filled in place
             state.load(value)
 
     def with_constants(self, name: str, tree: Any) -> Any:

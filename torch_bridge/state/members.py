@@ -175,8 +175,9 @@ class Members:
                         x = arrays[leaf]
                         self.tensors[leaf] = torch.empty(x.shape, dtype=getattr(torch, x.dtype))
             elif stored:
-                _, constants = tensors_and_constants(named_leaves(state.value))
-                self.constants.update({joined(name, key): x for key, x in constants.items()})
+                for key, x in named_leaves(state.value).items():
+                    if not isinstance(x, Tensor):
+                        self.constants[joined(name, key)] = x
             else:
                 self.constants[name] = state.value  # the checkpoint lacks it
         return taken

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.swa_utils import AveragedModel
 
@@ -450,6 +451,48 @@ def test_what_parallel_models_have_beside_their_parameters() -> None:
         both["a"].late = nn.Linear(2, 2)
         changed = "XshardError: the model has changed since parallelize: late.weight came into it"
         assert_refused((lambda: xt.save({"models": both}, folder), changed))
+
+
+class Held:
+    """An object with any state."""
+
+    def __init__(self, state: Any) -> None:
+        self.state = state
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = state
+
+
+@on_four
+def test_tensors_in_the_state_of_an_object_keep_their_layouts() -> None:
+    model = net("zero")
+    rank = torch.tensor([dist.get_rank()])
+    with one_folder() as folder:
+        for path in ("ours", "dcp"):
+            held = {"weights": xt.state_dict(model), "seen": [1]}
+            own = {"weights": xt.state_dict(net("tp")), "seen": [0]}
+            rules = None
+            if path == "ours":  # DCP has leaves alone, which fill those of the object
+                held |= {"rank": rank}
+                own |= {"rank": torch.zeros_like(rank), "seen": []}
+                rules = {"held.rank": "n/dp", "**": "..."}
+                xt.save({"held": Held(held)}, f"{folder}/{path}", rules, Mesh(dp=4))
+            else:
+                dcp.save({"held": held}, checkpoint_id=f"{folder}/{path}")
+            with torch.no_grad():
+                for x in own["weights"].values():
+                    x.mul_(0)
+            loaded = Held(own)
+            xt.load(f"{folder}/{path}", rules, Mesh(dp=4), like={"held": loaded})
+            assert loaded.state["seen"] == [1]
+            assert path == "dcp" or torch.equal(loaded.state["rank"], rank)
+            for name, x in xt.state_dict(model).items():
+                found = loaded.state["weights"][name]
+                wholes = [y.full_tensor() if isinstance(y, DTensor) else y for y in (found, x)]
+                assert torch.equal(*wholes), (path, name)
 
 
 @on_four

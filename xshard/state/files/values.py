@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -77,15 +78,16 @@ def from_json(x: Any, name: str, arrays: Mapping[str, Any]) -> Any:
         return x
     if _KIND not in x:
         return {key: from_json(item, joined(name, str(key)), arrays) for key, item in x.items()}
-    match x[_KIND]:
-        case ["array"]:
-            return arrays.get(name)
-        case [kind, [*items]] if kind in _SEQUENCES:
-            return _SEQUENCES[kind](from_json(items, name, arrays))
-        case [kind, [*pairs]] if kind in _MAPPINGS:
-            mapping = _MAPPINGS[kind]()
-            for key_json, item in pairs:
-                key = from_json(key_json, name, {})
-                mapping[key] = from_json(item, joined(name, str(key)), arrays)
-            return mapping
+    with suppress(TypeError, ValueError):  # of content that `to_json` does not make
+        match x[_KIND]:
+            case ["array"]:
+                return arrays.get(name)
+            case [str(kind), [*items]] if kind in _SEQUENCES:
+                return _SEQUENCES[kind](from_json(items, name, arrays))
+            case [str(kind), [*pairs]] if kind in _MAPPINGS:
+                mapping = _MAPPINGS[kind]()
+                for key_json, item in pairs:
+                    key = from_json(key_json, name, {})
+                    mapping[key] = from_json(item, joined(name, str(key)), arrays)
+                return mapping
     raise FileError(f"{name} is stored as {short_repr(x)}, which says no value")
