@@ -282,7 +282,7 @@ def load(  # noqa: PLR0913  one option for each decision of the user
             move = (load.source.layout, load.target.layout)
             arrays[name] = reshard(arrays[name], move, mesh, donate=True, profile=profile)
     if like is None:
-        return {**checkpoint.readable_constants, **arrays}
+        return {**checkpoint.readable_constants(arrays), **arrays}
     found = {**arrays, **constants}
     new_leaves = [found.get(leaf.name, leaf.x) for leaf in leaves]
     return jax.tree.unflatten(jax.tree.structure(like), new_leaves)

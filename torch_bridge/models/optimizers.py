@@ -86,13 +86,12 @@ def load_optimizer_state_dict(
         ShapeError: A tensor has another shape than the whole parameter.
     """
     parallel = parallel_of(model)
-    for key, kind in (("state", Mapping), ("param_groups", list | tuple)):
-        if not isinstance(state.get(key), kind):
-            what = f"the state's '{key}' is {short_repr(state.get(key))}"
-            hint = "{'state': ..., 'param_groups': ...}, as of optimizer_state_dict"
-            raise XshardError(what, hint=hint)
+    if not isinstance(state.get("state"), Mapping):
+        what = f"the state's 'state' is {short_repr(state.get('state'))}"
+        hint = "{'state': ..., 'param_groups': ...}, as of optimizer_state_dict"
+        raise XshardError(what, hint=hint)
     names = {id(parameter.tensor): parameter.name for parameter in parallel.parameters}
-    groups = matched_groups(_named_groups(optimizer, names), state["param_groups"])
+    groups = matched_groups(_named_groups(optimizer, names), state.get("param_groups"))
     trained = {name for group in groups for name in group["params"]}
     blocks: dict[str, dict[str, Any]] = {}
     for name, values in state["state"].items():
@@ -165,14 +164,18 @@ def _check_value(name: str, key: str, x: Any) -> None:
         raise XshardError(what, hint="tensors, numbers and texts are saved")
 
 
-def matched_groups(own: Groups, stored: Groups, strict: bool = True) -> list[dict[str, Any]]:
+def matched_groups(own: Groups, stored: Any, strict: bool = True) -> list[dict[str, Any]]:
     """Return the groups of an optimizer with the options that their parameters had when stored.
 
     Groups may be in another order, or split. They may be merged if their options were equal.
 
-    own: of the optimizer, by names of parameters. stored: likewise. strict: every parameter has to be
-    in both. Raises XshardError for other parameters, and for one group of different options.
+    own: of the optimizer, by names of parameters. stored: likewise, if it is right. strict: every
+    parameter has to be in both. Raises XshardError for other parameters, and for one group of
+    different options.
     """
+    if not isinstance(stored, list | tuple):
+        what = f"param_groups is {short_repr(stored)}"
+        raise XshardError(what, hint="[{'params': [name, ...], 'lr': ...}, ...]")
     options_of: dict[Any, dict[str, Any]] = {}
     for group in stored:
         if not isinstance(group, Mapping) or not isinstance(group.get("params"), list | tuple):

@@ -347,7 +347,7 @@ def load(  # noqa: PLR0913  one option for each thing that a file does not say
         checkpoint.close()
     loading.replace_meta(tensors)
     if like is None:
-        return {**loading.constants, **tensors}
+        return {**checkpoint.readable_constants(tensors), **tensors}
     leaves.all_or_none(ranks, call, lambda: loading.fill_objects(tensors))
     return loading.with_constants("", like)
 
@@ -364,7 +364,7 @@ class _Loading:
     """A load in phases: open and plan, compare `facts` between ranks, read and share.
 
     loads: by stored name, or by this program's name without a tree to fill.
-    constants: stored numbers and texts by name: of the tree to fill, or all without one.
+    constants: stored numbers and texts for the tree to fill, by name.
     members: what the tree to fill has. optimizers: the optimizers in it. taken: the objects in it
     whose state is stored as a value. strict: every name is in the tree and in the checkpoint.
     """
@@ -393,7 +393,6 @@ class _Loading:
             on_mesh = axes if mesh is None else mesh
             array = LocalArray([name], None, array_dtype, load.target, on_mesh, self.ranks)
             self.loads[name] = _ArrayLoad(load, array)
-        self.constants = self.checkpoint.readable_constants
 
     def plan_into(
         self,

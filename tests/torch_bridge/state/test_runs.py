@@ -297,7 +297,7 @@ def test_states_that_no_layout_follows_for() -> None:
             (lambda: load(model, optimizer, {}), "XshardError: the state's 'state' is None"),
             (
                 lambda: load(model, optimizer, state | {"param_groups": None}),
-                "XshardError: the state's 'param_groups' is None",
+                "XshardError: param_groups is None",
             ),
             (
                 lambda: load(model, optimizer, state | {"param_groups": [{"lr": 1}]}),

@@ -102,13 +102,16 @@ class Checkpoint(Mapping[str, Stored], AbstractContextManager["Checkpoint"]):
             self.bytes_read += out.nbytes
         return out
 
-    @property
-    def readable_constants(self) -> dict[str, Any]:
-        """The leaves that are no arrays, without those of DCP that only a pickle could bring back."""
+    def readable_constants(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the leaves that are no arrays, without those of DCP that only a pickle could bring back.
+
+        Args:
+            arrays: The arrays by stored name, for values with arrays in them.
+        """
         constants = {}
         for name in self.constants:
             with suppress(FileError):
-                constants[name] = from_json(self.constants[name], name, {})
+                constants[name] = from_json(self.constants[name], name, arrays)
         return constants
 
     def value(self, name: str, arrays: Mapping[str, Any]) -> Any:
