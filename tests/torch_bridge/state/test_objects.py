@@ -352,7 +352,7 @@ def test_moments_keep_their_bits_and_dtypes(dtypes: tuple[str, str], tmp_path: P
 
 def test_one_optimizer_of_several_models_and_tensors(tmp_path: Path) -> None:
     def begun() -> dict[str, Any]:
-        tree = {"a": net(), "b": nn.ModuleDict({"c": net()}), "t": nn.Parameter(torch.ones(1))}
+        tree = {"a": net(), "b": net(), "t": nn.Parameter(torch.ones(1))}  # names twice
         parameters = [*tree["a"].parameters(), *tree["b"].parameters(), tree["t"]]
         return tree | {"o": AdamW(parameters, 0.1)}
 

@@ -162,16 +162,22 @@ def one_folder() -> Iterator[str]:
 
 @on_four
 def test_a_run_goes_on_as_one_device_on_any_mesh() -> None:
-    for name, make in OPTIMIZERS.items():
-        n_steps = 20 if name == "AdamW" else 3
+    for number, (name, make) in enumerate(OPTIMIZERS.items()):
+        n_steps = 3
+        cuts = ["zero", "whole"]
+        if name == "AdamW":
+            n_steps = 20
+        else:  # of what differs between optimizers, either shows it
+            del cuts[number % 2]
         alone = Run("whole", make).train(6)
         with one_folder() as folder:
             run = Run("tp", make).train(6)
             check_equal(run, alone)
             xt.save(run.tree, folder)
             alone.train(n_steps)
-            check_equal(run.train(n_steps), alone)
-            for cut in ("zero", "whole"):
+            if name == "AdamW":
+                check_equal(run.train(n_steps), alone)
+            for cut in cuts:
                 try:
                     check_equal(Run(cut, make).resumed(folder).train(n_steps), alone)
                 except AssertionError as error:
