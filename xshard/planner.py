@@ -10,7 +10,13 @@ from xshard.caches import layout_cache
 from xshard.contractions.expression import Contraction, contraction, is_contraction
 from xshard.contractions.plan import ContractionPlan
 from xshard.contractions.ring import NEVER, Overlapping
-from xshard.contractions.shapes import Shapes, checked_lengths, shapes_of, written_shardings
+from xshard.contractions.shapes import (
+    Shapes,
+    checked_lengths,
+    on_sub_axes,
+    shapes_of,
+    written_shardings,
+)
 from xshard.contractions.solve import ContractionRequest, find_contraction
 from xshard.cost.machine import load_profile, without_devices
 from xshard.cost.model import ProfileLike
@@ -236,6 +242,7 @@ def plan_contraction(  # noqa: PLR0913, PLR0917  a cached function: its argument
         objective = BOTH if precision(dtype_name) else FORWARD
     for layout in (*call.operands, call.result):
         check_axes(layout, mesh, call.text)
+    call, mesh = on_sub_axes(call, mesh, shapes)
     request = ContractionRequest(
         contraction=call,
         mesh=mesh,

@@ -19,7 +19,7 @@ from xshard.errors import PlanError
 from xshard.formatting import Pictured
 from xshard.layout import Layout, Mesh, Sharding
 from xshard.layout.layout import NONLINEAR
-from xshard.layout.sub_axes import Split, SubAxisMesh
+from xshard.layout.sub_axes import Split, SubAxisMesh, common_mesh, root_of
 from xshard.plans import alternatives, table
 from xshard.plans.disk_cache import read_or_make
 from xshard.plans.serialize import plan_from_plain, plan_to_plain, reading_plan
@@ -126,16 +126,17 @@ class Plan(Pictured):
             )
 
     def _check_sums_on_whole_axes(self) -> None:
-        """Raise PlanError if an axis that is split into sub-axes holds addends.
+        """Raise PlanError if an axis that steps split into sub-axes holds addends.
 
         The steps may divide dp=8 into sub-axes of 2 and 4 devices. A reduction over the first alone
         would leave partial sums over the second, for which the user's mesh has no name.
         """
+        named_axes = {axis for end in self._normal_ends for axis in end.mesh.axes}
         for stage in self.stages:
             for sharding in (stage.before, stage.after):
                 for sub_axis in sharding.layout.tagged(*REDUCERS):  # axes with addends
-                    axis = sharding.mesh.origin(sub_axis)
-                    if axis != sub_axis:  # a whole axis is its own origin
+                    if sub_axis not in named_axes:
+                        axis = sharding.mesh.origin(sub_axis)
                         raise PlanError(
                             f"axis {axis!r} is divided and holds addends",
                             hint="reduce along whole axes",
@@ -182,9 +183,8 @@ class Plan(Pictured):
         """The mesh of the destination."""
         if self.transfer is None:
             return self.mesh
-        mesh = self.transfer.target.mesh
         # The transfer may land on sub-axes; the user's mesh has whole axes.
-        return mesh.base if isinstance(mesh, SubAxisMesh) else mesh
+        return root_of(self.transfer.target.mesh)
 
     @property
     def src_devices(self) -> tuple[int, ...]:
@@ -209,14 +209,22 @@ class Plan(Pictured):
     @cached_property
     def _normal_ends(self) -> tuple[Sharding, Sharding]:
         """The shardings at the start and at the end in normal form, both with the source's order of dims."""
-        target = self.target.in_order(self.source.layout.names)
-        start = self.source.with_layout(self.source.normal_layout)
+        source = self.source
+        target = self.target.in_order(source.layout.names)
+        if self.transfer is None and source.mesh != target.mesh:
+            # A `spread` on either side stands for sub-axes.
+            mesh = common_mesh(source.mesh, target.mesh)
+            if mesh is None:
+                raise PlanError(f"no mesh splits the axes of '{source}' and of '{target}'")
+            source = source.on_sub_axes(mesh)
+            target = target.on_sub_axes(mesh)
+        start = source.with_layout(source.normal_layout)
         return start, target.with_layout(target.normal_layout)
 
     @cached_property
     def steps_mesh(self) -> Mesh:
         """The mesh with the axes that the first steps name: `mesh`, with the axes of `split` split."""
-        return SubAxisMesh(self.mesh, self.split) if self.split else self.mesh
+        return SubAxisMesh(root_of(self.mesh), self.split) if self.split else self.mesh
 
     @cached_property
     def _start(self) -> Sharding:
@@ -427,8 +435,8 @@ def _product_of_scales(steps: Iterable[Step]) -> Fraction:
 
 def _on_sub_axes(sharding: Sharding, mesh: Mesh) -> Sharding:
     """Write a sharding with the sub-axes of `mesh`, if `mesh` splits axes of the sharding's mesh."""
-    if isinstance(mesh, SubAxisMesh) and mesh.base == sharding.mesh:
-        return mesh.factored(sharding)
+    if root_of(mesh) == root_of(sharding.mesh):
+        return sharding.on_sub_axes(mesh)
     return sharding
 
 

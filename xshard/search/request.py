@@ -14,7 +14,7 @@ from xshard.cost.model import Profile
 from xshard.errors import MeshError
 from xshard.layout import Layout, Mesh, Sharding
 from xshard.layout.layout import factored
-from xshard.layout.sub_axes import refine
+from xshard.layout.sub_axes import common_mesh, refine
 from xshard.notation.parser import Dim
 
 Devices = tuple[int, ...] | range
@@ -158,7 +158,8 @@ class Request:
         if self.src_devices != self.dst_devices:
             return None
         if self.src_mesh == self.dst_mesh:
-            return self
+            can_split = common_mesh(self.source.mesh, self.target.mesh) is not None
+            return self if can_split else None
         common = refine(self.src_mesh, self.dst_mesh)
         if common is None:
             return None
@@ -169,6 +170,23 @@ class Request:
             src_mesh=common.mesh,
             dst_mesh=common.mesh,
             profile=profile_of_factors(self.profile, common),
+        ).on_one_mesh
+
+    @property
+    def on_sub_axes(self) -> Request:
+        """The same request without `spread`: on the sub-axes for which it stands on either side."""
+        source = self.source
+        target = self.target
+        mesh = common_mesh(source.mesh, target.mesh)
+        assert mesh is not None  # `on_one_mesh` has looked
+        if mesh == self.src_mesh:
+            return self
+        return replace(
+            self,
+            src=source.on_sub_axes(mesh).layout,
+            dst=target.on_sub_axes(mesh).layout,
+            src_mesh=mesh,
+            dst_mesh=mesh,
         )
 
 

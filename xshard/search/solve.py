@@ -15,7 +15,7 @@ from xshard.caches import layout_cache
 from xshard.dtypes import check_reduction, itemsize
 from xshard.errors import PlanError
 from xshard.layout import Sharding
-from xshard.layout.sub_axes import Split, SubAxisMesh
+from xshard.layout.sub_axes import Split, root_of, split_as, split_of
 from xshard.search import overlap_paths
 from xshard.search.a_star import Path, Search
 from xshard.search.moves import NamedRoute, SearchRoute, normal_form
@@ -55,6 +55,7 @@ def solve(request: Request) -> Solution:
     such as halos, a few fixed paths are compared; else A* searches, on the mesh itself, or on the
     finer mesh that splits some axes, if that is cheaper.
     """
+    request = request.on_sub_axes
     check_moves(request.source, request.target, request.dtype)
     profile = request.machine
     start = normal_form(request.source)
@@ -67,20 +68,20 @@ def solve(request: Request) -> Solution:
         steps = overlap_paths.best_path(
             bare_start, bare_goal, request.dtype, profile, request.memory_limit
         )
-        return Solution(_completed(steps, request, start, goal), ())
+        return Solution(_completed(steps, request, start, goal), split_of(start.mesh))
 
     space = NamedRoute(bare_start, bare_goal, itemsize(request.dtype), profile)
     scaled_elements = 0
     if request.factor != 1:  # the step that multiplies holds the smaller block, and its result
         scaled_elements = 2 * min(start.max_local_size, goal.max_local_size)
     best = best_path(space.route, request.memory_limit, scaled_elements)
-    split = best.split if isinstance(best, SubAxisPath) else ()
-    if split:
-        # The best path splits axes of the mesh: layouts and steps are written on the finer mesh.
-        fine = SubAxisMesh(start.mesh, split)
-        start = normal_form(fine.factored(request.source))
-        goal = normal_form(fine.factored(request.target))
+    if isinstance(best, SubAxisPath):
+        # The best path may split axes of the mesh: layouts and steps are written on the finer mesh.
+        fine = split_as(root_of(start.mesh), best.route.grid.mesh.sizes)
+        start = normal_form(request.source.on_sub_axes(fine))
+        goal = normal_form(request.target.on_sub_axes(fine))
         space = NamedRoute(without_copies(start), without_copies(goal), space.itemsize, profile)
+    split = split_of(start.mesh)
     return Solution(_completed(space.steps(best.moves), request, start, goal), split)
 
 
