@@ -326,6 +326,8 @@ def _plan_between(
     with mark_errors(text):
         _ = request.source
         _ = request.target
+        if request.src_mesh == request.dst_mesh:
+            _ = request.on_sub_axes
     try:
         return find_plan(request, options.objective)
     except ShapeError as error:  # more pieces of rows than can be compared

@@ -16,6 +16,7 @@ from xshard.layout import Layout, Mesh, Sharding
 from xshard.layout.layout import factored, without_spread
 from xshard.layout.lengths import global_shape
 from xshard.layout.sub_axes import axis_factors, common_mesh
+from xshard.search.request import NEST_HINT
 from xshard.notation.parser import ELLIPSIS, Dim, mark_errors, names_of_dim, text_spans
 from xshard.signatures import as_whole_number, short_repr
 
@@ -288,8 +289,8 @@ def on_sub_axes(call: Contraction, mesh: Mesh, shapes: Shapes) -> tuple[Contract
     for _, array_mesh in arrays:
         fine = common_mesh(fine, array_mesh) if fine else None
     if fine is None:
-        hint = "move one of them first, to a layout without spread"
-        raise PlanError("arrays are spread in groups that do not nest", text=call.text, hint=hint)
+        reason = "arrays spread units over groups that do not nest"
+        raise PlanError(reason, text=call.text, hint=NEST_HINT)
     layouts = [factored(layout, axis_factors(old, fine)) for layout, old in arrays]
     return Contraction.of(layouts, call.text), fine
 

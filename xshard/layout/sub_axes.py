@@ -123,7 +123,7 @@ def axis_factors(mesh: Mesh, fine: Mesh) -> dict[str, Axes]:
     if isinstance(fine, SubAxisMesh) and fine.base == mesh:
         return dict(fine.sub_axes)
     factors: dict[str, Axes] = {}
-    left = list(fine.axes)  # both meshes have the axes of one in its order
+    left = list(fine.long_axes)  # both meshes have the axes of one in its order
     for axis in mesh.axes:
         parts: Axes = ()
         while left and fine.size(*parts) < mesh.size(axis):
@@ -141,6 +141,33 @@ def common_mesh(first: Mesh, second: Mesh) -> Mesh | None:
     """
     refinement = refine(first, second)
     return None if refinement is None else split_as(root_of(first), refinement.mesh.sizes)
+
+
+def unfactored(mesh: Mesh, axes: Sequence[str]) -> tuple[Mesh, Axes]:
+    """Return the base mesh and its axes for sub-axes of it: x_0, x_1 -> x.
+
+    Unless the sub-axes of each axis are complete and in order, both are returned as given.
+    """
+    if not isinstance(mesh, SubAxisMesh):
+        return mesh, tuple(axes)
+    whole_axes = tuple(dict.fromkeys(map(mesh.origin, axes)))
+    complete = itertools.chain.from_iterable(mesh.sub_axes[axis] for axis in whole_axes)
+    if tuple(complete) != tuple(axes):
+        return mesh, tuple(axes)
+    return mesh.base, whole_axes
+
+
+def _sub_axis_names(base: Mesh, split: Split) -> dict[str, Axes]:
+    """Name the sub-axes of each axis: x -> x_0, x_1; an axis that is not split keeps its name."""
+    taken = set(base.axes)
+    sub_axes: dict[str, Axes] = {axis: (axis,) for axis in base.axes}
+    for axis, sizes in split:
+        names = [f"{axis}_{i}" for i in range(len(sizes))]
+        while taken & set(names):  # the mesh has an axis of that name
+            names = [f"{name}_" for name in names]
+        taken |= set(names)
+        sub_axes[axis] = tuple(names)
+    return sub_axes
 
 
 # ---- the coarsest mesh that refines two others

@@ -19,7 +19,7 @@ from xshard.errors import PlanError
 from xshard.formatting import Pictured
 from xshard.layout import Layout, Mesh, Sharding
 from xshard.layout.layout import NONLINEAR
-from xshard.layout.sub_axes import Split, SubAxisMesh, common_mesh, root_of
+from xshard.layout.sub_axes import Split, SubAxisMesh, root_of
 from xshard.plans import alternatives, table
 from xshard.plans.disk_cache import read_or_make
 from xshard.plans.serialize import plan_from_plain, plan_to_plain, reading_plan
@@ -31,6 +31,7 @@ from xshard.search.request import (
     OBJECTIVES,
     Devices,
     Request,
+    on_common_mesh,
     device_numbers,
     target_sharding,
 )
@@ -210,14 +211,10 @@ class Plan(Pictured):
     def _normal_ends(self) -> tuple[Sharding, Sharding]:
         """The shardings at the start and at the end in normal form, both with the source's order of dims."""
         source = self.source
-        target = self.target.in_order(source.layout.names)
-        if self.transfer is None and source.mesh != target.mesh:
-            # A `spread` on either side stands for sub-axes.
-            mesh = common_mesh(source.mesh, target.mesh)
-            if mesh is None:
-                raise PlanError(f"no mesh splits the axes of '{source}' and of '{target}'")
-            source = source.on_sub_axes(mesh)
-            target = target.on_sub_axes(mesh)
+        target = self.target
+        if self.transfer is None:
+            source, target = on_common_mesh(source, target)
+        target = target.in_order(source.layout.names)
         start = source.with_layout(source.normal_layout)
         return start, target.with_layout(target.normal_layout)
 

@@ -11,13 +11,14 @@ from typing import Literal, get_args
 
 from xshard.cost.machine import profile_of_devices, profile_of_factors
 from xshard.cost.model import Profile
-from xshard.errors import MeshError
+from xshard.errors import MeshError, PlanError
 from xshard.layout import Layout, Mesh, Sharding
 from xshard.layout.layout import factored
 from xshard.layout.sub_axes import common_mesh, refine
 from xshard.notation.parser import Dim
 
 Devices = tuple[int, ...] | range
+NEST_HINT = "move it first, to a layout without spread"
 FORWARD = "forward"
 BOTH = "forward+backward"
 Objective = Literal["forward", "forward+backward"]
@@ -158,8 +159,7 @@ class Request:
         if self.src_devices != self.dst_devices:
             return None
         if self.src_mesh == self.dst_mesh:
-            can_split = common_mesh(self.source.mesh, self.target.mesh) is not None
-            return self if can_split else None
+            return self
         common = refine(self.src_mesh, self.dst_mesh)
         if common is None:
             return None
@@ -170,24 +170,30 @@ class Request:
             src_mesh=common.mesh,
             dst_mesh=common.mesh,
             profile=profile_of_factors(self.profile, common),
-        ).on_one_mesh
+        )
 
     @property
     def on_sub_axes(self) -> Request:
         """The same request without `spread`: on the sub-axes for which it stands on either side."""
-        source = self.source
-        target = self.target
-        mesh = common_mesh(source.mesh, target.mesh)
-        assert mesh is not None  # `on_one_mesh` has looked
+        source, target = on_common_mesh(self.source, self.target)
+        mesh = source.mesh
         if mesh == self.src_mesh:
             return self
-        return replace(
-            self,
-            src=source.on_sub_axes(mesh).layout,
-            dst=target.on_sub_axes(mesh).layout,
-            src_mesh=mesh,
-            dst_mesh=mesh,
-        )
+        return replace(self, src=source.layout, dst=target.layout, src_mesh=mesh, dst_mesh=mesh)
+
+
+def on_common_mesh(source: Sharding, target: Sharding) -> tuple[Sharding, Sharding]:
+    """Write two shardings, either of which may be on sub-axes of a mesh, on one mesh.
+
+    Raises PlanError if the groups of one are no parts of those of the other.
+    """
+    if source.mesh == target.mesh:
+        return source, target
+    mesh = common_mesh(source.mesh, target.mesh)
+    if mesh is None:
+        reason = f"'{source.layout}' and '{target.layout}' share units in groups that do not nest"
+        raise PlanError(reason, hint=NEST_HINT)
+    return source.on_sub_axes(mesh), target.on_sub_axes(mesh)
 
 
 def target_sharding(source: Sharding, dst: Layout, mesh: Mesh) -> Sharding:
