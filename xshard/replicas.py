@@ -12,6 +12,7 @@ from numpy.typing import ArrayLike
 from xshard import arguments, tolerances
 from xshard.errors import ReplicaError, with_path
 from xshard.layout import Mesh, Sharding
+from xshard.layout.sub_axes import SubAxisMesh, split_of
 from xshard.notation.parser import ARROW
 
 # True if calls without `check_replicated=` compare replicas.
@@ -123,12 +124,9 @@ def checks_of(
         name: The array's name in errors.
     """
     source = plan.source
-    # The two ends of a plan may be on two meshes, with other devices.
-    source_mesh = source.mesh if mesh is None else mesh
-    target_mesh = plan.target.mesh if mesh is None else mesh
     check = ReplicaCheck(
         sharding=source,
-        mesh=source_mesh,
+        mesh=_mesh_of_callers(source, mesh),
         dtype=plan.dtype,
         text=text,
         cotangents=False,
@@ -137,7 +135,17 @@ def checks_of(
     if not plan.dst.is_linear:
         return check, None
     dual = plan.target.dual
+    target_mesh = _mesh_of_callers(plan.target, mesh)
     return check, check._replace(sharding=dual, mesh=target_mesh, cotangents=True)
+
+
+def _mesh_of_callers(array: Sharding, mesh: Mesh | None) -> Mesh:
+    """Return the mesh of all devices that call, with the sub-axes of the array's."""
+    # The two ends of a plan may be on two meshes, with other devices.
+    if mesh is None:
+        return array.mesh
+    split = split_of(array.mesh)
+    return SubAxisMesh(mesh, split) if split else mesh
 
 
 def are_replicas_checked(asked: bool | None) -> bool:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from torch_bridge.comm_dtype import comm_dtype_of
+from torch_bridge.mesh.process_mesh import MeshLike
 from torch_bridge.models.parameters import ParallelContext, ShardedParameter
 from torch_bridge.redistribution import redistribute
 from torch_bridge.versions.autograd import (
@@ -46,6 +47,7 @@ class Gradient:
         name: The name of the parameter.
         parameter: The parameter.
         axes: The axes over which its shares are summed; without any, what a pass adds is the sum.
+        mesh: The mesh that has these axes.
         is_share: Whether `.grad` was a share at the end of the last pass.
         earlier_sum: Beside a share: the sum of the passes before those inside `no_sync`.
     """
@@ -53,6 +55,7 @@ class Gradient:
     name: str
     parameter: Tensor
     axes: tuple[str, ...]
+    mesh: MeshLike
     is_share: bool = False
     earlier_sum: Tensor | None = None
     _share: Tensor | None = None  # what `.grad` was when it became a share beside an earlier sum,
@@ -188,7 +191,7 @@ def _begin_sums(bucket: Sequence[Gradient], context: ParallelContext) -> Callabl
     pending: Any = redistribute(
         message,
         f"n | sum({','.join(bucket[0].axes)}) -> n",
-        context.mesh,
+        bucket[0].mesh,
         profile=context.profile,
         comm_dtype=comm_dtype_of(context.comm_dtype, message.dtype).backward,
         async_op=True,
@@ -319,15 +322,14 @@ class Gradients:
         self._handles = ()
         known = {id(gradient.parameter): gradient for gradient in self._gradients}
         gradients = []
-        mesh = self.context.axes
         for x, parameter in zip(parameters, self.sharded, strict=True):
-            # In the order of the mesh: a bucket is for equal tuples of axes.
-            axes = tuple(axis for axis in mesh.axes if axis in parameter.axes_summed_later)
-            if mesh.size(*axes) == 1:
+            axes = parameter.axes_in_buckets
+            if parameter.sharding.mesh.size(*axes) == 1:
                 axes = ()
             if not axes and not x.is_leaf:
                 continue  # of `torch.func.functional_call`; the gradient goes on to what it is made of
-            gradient = known.get(id(x), Gradient(parameter.name, x, axes))
+            mesh = self.context.mesh_of(parameter.sharding)
+            gradient = known.get(id(x), Gradient(parameter.name, x, axes, mesh))
             if x.requires_grad:
                 self._register_hooks(gradient)
             elif not gradient.has_share():
@@ -352,13 +354,13 @@ class Gradients:
     def _make_buckets(self) -> list[list[Gradient]]:
         """Group gradients into buckets, one message each, in the order of a backward pass.
 
-        Gradients of a bucket have the same axes, dtype and device, and at most `bucket_bytes`
+        Gradients of a bucket have the same mesh, axes, dtype and device, and at most `bucket_bytes`
         together. With parameters a, b, c, d and room for two: [[d, c], [b, a]].
         """
         # A backward pass comes to the parameters of the last modules first.
         last_first = [gradient for gradient in self._gradients[::-1] if gradient.axes]
         sizes = [gradient.parameter.nbytes for gradient in last_first]
-        kinds = [(g.axes, g.parameter.dtype, g.parameter.device) for g in last_first]
+        kinds = [(g.mesh, g.axes, g.parameter.dtype, g.parameter.device) for g in last_first]
         groups = trees.group_by_bytes(sizes, self.bucket_bytes, kinds)  # numbers in `last_first`
         # A bucket is sent when its last gradient is there: buckets are in the order of these.
         groups.sort(key=itemgetter(-1))

@@ -325,10 +325,7 @@ def _norms_to_count(parallel: ParallelModel, norm_type: float) -> Tensor:
 
     Returns a tensor `[1 + n]`, float32 or wider. The first norm is 0, so that it is never empty.
     """
-    context = parallel.context
-    position = context.axes.coords(context.processes.device)
-    # Axes along which other processes come before this one.
-    later_axes = {context.axes.axes[i] for i, coordinate in enumerate(position) if coordinate}
+    device = parallel.context.processes.device
     example = parallel.parameters[0].tensor if parallel.parameters else torch.zeros(())
     dtype = torch.promote_types(example.dtype, torch.float32)
 
@@ -338,7 +335,9 @@ def _norms_to_count(parallel: ParallelModel, norm_type: float) -> Tensor:
         if gradient is None or not gradient.numel():
             continue
         # Along an axis that does not shard this gradient, an earlier process has the same block.
-        if later_axes.difference(parameter.sharding.layout.axes):
+        sharding = parameter.sharding
+        replica_axes = [a for a in sharding.mesh.axes if a not in sharding.layout.axes]
+        if sharding.mesh.index(device, replica_axes) > 0:
             continue
         wide = torch.promote_types(gradient.dtype, torch.float32)
         norm = torch.linalg.vector_norm(gradient, norm_type, dtype=wide)

@@ -17,7 +17,7 @@ from torch_bridge.versions.autograd import shape_in_graph
 from torch_bridge.versions.modules import buffers_of, parameters_of
 from xshard import Layout, Mesh, ProfileLike, Sharding, XshardError
 from xshard.dtypes import name_of
-from xshard.models import layout_text
+from xshard.models import layout_text, uncut_axes
 from xshard.replicas import ReplicaCheck
 from xshard.tolerances import SAME_SEED
 
@@ -52,11 +52,22 @@ class ParallelContext:
     def processes(self) -> ProcessMesh:
         return process_mesh(self.mesh)
 
+    def mesh_of(self, sharding: Sharding) -> MeshLike:
+        """Return the processes of an array, perhaps on sub-axes of the mesh."""
+        return self.mesh if sharding.mesh == self.axes else self.processes.on(sharding.mesh)
+
     def redistribute(
-        self, x: Tensor, src: Layout, dst: Layout, shape: Sequence[int] | None
+        self,
+        x: Tensor,
+        src: Layout,
+        dst: Layout,
+        shape: Sequence[int] | None,
+        mesh: MeshLike | None = None,
     ) -> Tensor:
-        """Move a block, without its history, to another layout."""
-        return redistribute(x.detach(), (src, dst), self.mesh, shape=shape, profile=self.profile)
+        """Move a block, without its history, to another layout; mesh: that of the layouts, if another."""
+        if mesh is None:
+            mesh = self.mesh
+        return redistribute(x.detach(), (src, dst), mesh, shape=shape, profile=self.profile)
 
     def reduced(self, x: Tensor, kind: str) -> Tensor:
         """Return the "sum", "max" or "min" of a tensor over all processes, which all call it."""
@@ -77,7 +88,7 @@ class ParallelContext:
         for name, block, sharding in blocks:
             check = ReplicaCheck(
                 sharding,
-                self.axes,
+                sharding.mesh,
                 name_of(block.dtype),
                 layout_text(sharding.layout),
                 cotangents=False,
@@ -85,7 +96,8 @@ class ParallelContext:
             )
             if check.axes:  # along which there are replicas
                 # Every process has a block, and every one calls it: the mesh stands for both.
-                comparison = Comparison(check, processes.ranks, processes, callers=processes)
+                own_processes = processes.on(sharding.mesh)
+                comparison = Comparison(check, processes.ranks, own_processes, callers=processes)
                 pairs.append((comparison, block.detach()))
         if pairs:
             compare_all(pairs, COMPARED)
@@ -154,14 +166,22 @@ class ShardedParameter:
         """Return this process's block of a whole tensor."""
         layout = self.sharding.layout
         if layout.axes:
-            return context.redistribute(x, unsharded(layout), layout, self.sharding.shape)
+            mesh = context.mesh_of(self.sharding)
+            return context.redistribute(x, unsharded(layout), layout, self.sharding.shape, mesh)
         # A whole tensor is its own block. One of inference mode could not be trained.
         return x.clone() if x.is_inference() else x.detach()
 
     def gathered(self, context: ParallelContext) -> Tensor:
         """Return the whole tensor. All processes call it."""
         layout = self.sharding.layout
-        return context.redistribute(self.tensor, layout, unsharded(layout), self.sharding.shape)
+        mesh = context.mesh_of(self.sharding)
+        shape = self.sharding.shape
+        return context.redistribute(self.tensor, layout, unsharded(layout), shape, mesh)
+
+    @property
+    def axes_in_buckets(self) -> tuple[str, ...]:
+        """The axes of its sharding's mesh over which buckets sum its gradient, in order."""
+        return uncut_axes(self.sharding, self.axes_summed_later)
 
     def set_block(self, block: Tensor) -> None:
         """Let modules have this block. A parameter stays the same object, which optimisers may have."""

@@ -185,7 +185,7 @@ def _read_rule(
         use = use._replace(stored=use.used)
     stored = Sharding(use.stored, axes, tuple(x.shape))
     # Both sides may name dims in another order; a tensor has one.
-    used = stored.with_layout(use.used.in_order(use.stored.names))
+    used = Sharding(use.used.in_order(use.stored.names), axes, stored.shape)
     return _ReadRule(use, stored, used)
 
 

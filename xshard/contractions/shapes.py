@@ -16,8 +16,8 @@ from xshard.layout import Layout, Mesh, Sharding
 from xshard.layout.layout import factored, without_spread
 from xshard.layout.lengths import global_shape
 from xshard.layout.sub_axes import axis_factors, common_mesh
-from xshard.search.request import NEST_HINT
 from xshard.notation.parser import ELLIPSIS, Dim, mark_errors, names_of_dim, text_spans
+from xshard.search.request import NEST_HINT
 from xshard.signatures import as_whole_number, short_repr
 
 Shapes = tuple[tuple[int, ...], ...]

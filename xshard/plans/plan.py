@@ -31,8 +31,8 @@ from xshard.search.request import (
     OBJECTIVES,
     Devices,
     Request,
-    on_common_mesh,
     device_numbers,
+    on_common_mesh,
     target_sharding,
 )
 from xshard.search.solve import solve
