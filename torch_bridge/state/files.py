@@ -503,7 +503,9 @@ class _Loading:
         parts_by_mesh: dict[MeshLike, dict[str, Tensor]] = {}
         for name, part in parts.items():
             if part is not None:
-                parts_on_mesh = parts_by_mesh.setdefault(self.loads[name].array.mesh, {})
+                array = self.loads[name].array
+                mesh = ParallelContext(array.mesh).mesh_of(array.sharding)
+                parts_on_mesh = parts_by_mesh.setdefault(mesh, {})
                 parts_on_mesh[name] = part
         for mesh, parts_on_mesh in parts_by_mesh.items():
             moves = {}

@@ -19,7 +19,7 @@ from xshard.errors import PlanError
 from xshard.formatting import Pictured
 from xshard.layout import Layout, Mesh, Sharding
 from xshard.layout.layout import NONLINEAR
-from xshard.layout.sub_axes import Split, SubAxisMesh, root_of
+from xshard.layout.sub_axes import Split, SubAxisMesh, root_of, split_of
 from xshard.plans import alternatives, table
 from xshard.plans.disk_cache import read_or_make
 from xshard.plans.serialize import plan_from_plain, plan_to_plain, reading_plan
@@ -69,6 +69,7 @@ class Plan(Pictured):
         split: Axes of `mesh` that the steps split, with the sizes of their sub-axes: `x` of 4 into
             `x_0` and `x_1` of 2, which steps and stages name. Devices and blocks remain the same.
         devices: The number of every device of `mesh`, in its order. Default: 0, 1, 2, ...
+        dst_split: Axes of the mesh on which a transfer lands that `dst` names as sub-axes, likewise.
 
     Raises:
         PlanError: The steps do not lead from `src` to `dst`, or do not fit the memory limit.
@@ -99,6 +100,7 @@ class Plan(Pictured):
     objective: str = FORWARD
     split: Split = ()
     devices: Devices = ()
+    dst_split: Split = ()
 
     def __post_init__(self) -> None:
         if self.objective not in OBJECTIVES:
@@ -184,8 +186,9 @@ class Plan(Pictured):
         """The mesh of the destination."""
         if self.transfer is None:
             return self.mesh
-        # The transfer may land on sub-axes; the user's mesh has whole axes.
-        return root_of(self.transfer.target.mesh)
+        # The transfer may land on more sub-axes than those of the destination.
+        mesh = root_of(self.transfer.target.mesh)
+        return SubAxisMesh(mesh, self.dst_split) if self.dst_split else mesh
 
     @property
     def src_devices(self) -> tuple[int, ...]:
@@ -546,4 +549,5 @@ def _make_plan(request: Request, steps: tuple[Step, ...], split: Split) -> Plan:
         memory_limit=request.memory_limit,
         split=split,
         devices=request.src_devices,
+        dst_split=split_of(request.dst_mesh),
     )

@@ -190,6 +190,7 @@ def plan_to_plain(plan: Plan) -> dict[str, Any]:
         "dst": str(plan.dst),
         **mesh_to_plain(plan.steps_mesh),
         "own_split": dict(split_of(plan.mesh)),  # before the steps split more
+        "dst_split": dict(plan.dst_split),
         "src_devices": src_devices,
         "shape": list(plan.shape),
         "dtype": plan.dtype,
@@ -236,6 +237,7 @@ def plan_from_plain(data: dict[str, Any], profile: Profile | str | None) -> Read
         "objective": data["objective"],
         "memory_limit": from_plain(int | None, data["memory_limit"]),
         "split": split_from_plain(data.get("split", {})),
+        "dst_split": split_from_plain(data.get("dst_split", {})),
         "steps": tuple(_step_from_plain(step, machine) for step in data["steps"]),
     }
     return ReadPlan(arguments, data["after"])

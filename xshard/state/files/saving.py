@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 from xshard import arguments, dtypes, trees
 from xshard.errors import XshardError, located
 from xshard.layout import Sharding
+from xshard.layout.sub_axes import root_of
 from xshard.notation.maps import with_values
 from xshard.signatures import Bytes
 from xshard.state.files.boxes import BoxPair, box_pairs, check_whole
@@ -208,7 +209,9 @@ def _group_arrays(
 def _common_mesh(sources: Mapping[str, Source]) -> str | None:
     """Return the mesh of all arrays that are sharded, as text; None if there are several, or none."""
     meshes = {
-        str(source.sharding.mesh) for source in sources.values() if source.sharding.layout.axes
+        str(root_of(source.sharding.mesh))
+        for source in sources.values()
+        if source.sharding.layout.axes
     }
     if len(meshes) != 1:
         return None
@@ -294,8 +297,10 @@ def _layouts(arrays: Mapping[str, TargetArray], sources: Mapping[str, Source]) -
         src, dst, order = array.pieces[0]
         if len(array.pieces) > 1 or src.dim is not None or dst.dim is not None:
             continue  # joined, split or stacked: no layout of a source is its layout
-        layout = sources[src.name].sharding.layout
-        if layout.axes:
+        sharding = sources[src.name].sharding
+        layout = sharding.layout
+        # The mesh that is noted has no sub-axes, along which devices share units.
+        if layout.axes and sharding.mesh == root_of(sharding.mesh):
             layouts[name] = str(layout.in_order([layout.names[i] for i in order]))
     return layouts
 
