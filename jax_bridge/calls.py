@@ -241,6 +241,7 @@ def with_entry_type(
             otherwise.
     """
     src = plan.src
+    src_axes = set(map(plan.mesh.origin, src.axes))
     block_type = manual_type(x)
     kind = unreduced_kind(block_type)  # "sum", or how else the addends are to be combined
     equal_axes = axes_of_equal_blocks(x, src.tagged("sum"))
@@ -259,7 +260,7 @@ def with_entry_type(
                 f"JAX sums gradients of whole arguments itself: write copy({axis}), or mean({axis}); "
                 f"jax.lax.pcast(x, {axis!r}, to='varying') declares equal addends"
             )
-        elif axis in src.axes or not is_typed(axis) or axis not in varying_axes(x):
+        elif axis in src_axes or not is_typed(axis) or axis not in varying_axes(x):
             continue  # the block is what the source says
         elif axis_size(axis) == 1:
             # "Varying" over a single device is one value: `psum` over it changes only the type.
@@ -270,7 +271,7 @@ def with_entry_type(
             kinds = f"sum({axis}), mean({axis}), or copy({axis}) for copies"
             hint = f"write what it is on the left: {kinds}"
         raise NotationError(what, text=text, span=axis_span(axis, text, layout), hint=hint)
-    return as_varying(x, src.axes)
+    return as_varying(x, src_axes)
 
 
 # PRNG keys.

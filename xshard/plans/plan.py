@@ -260,7 +260,7 @@ class Plan(Pictured):
     @cached_property
     def axes(self) -> tuple[str, ...]:
         """The axes that the layouts name, and axes with replicas that the steps use."""
-        axes = [*self.src.axes, *self.dst.axes]
+        axes = [*map(self.mesh.origin, self.src.axes), *map(self.dst_mesh.origin, self.dst.axes)]
         for stage in self.stages:
             axes += [stage.after.mesh.origin(axis) for axis in stage.after.layout.axes]
         return tuple(dict.fromkeys(axes))  # in a fixed order, without repetitions
