@@ -241,7 +241,8 @@ def with_entry_type(
             otherwise.
     """
     src = plan.src
-    src_axes = set(map(plan.mesh.origin, src.axes))
+    source = plan.source
+    src_axes = set(map(source.mesh.origin, source.layout.axes))
     block_type = manual_type(x)
     kind = unreduced_kind(block_type)  # "sum", or how else the addends are to be combined
     equal_axes = axes_of_equal_blocks(x, src.tagged("sum"))

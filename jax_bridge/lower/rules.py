@@ -121,7 +121,9 @@ def run(plan: Plan, x: jax.Array, transport: Transport = PERMUTE) -> jax.Array:
         y = _run_steps(plan, x, axes, transport)
     # The steps say nothing of replicas: the plan's target does, and along other axes than the
     # plan's the block is what it was.
-    stays_varying = block_axes.difference(plan.axes).union(map(plan.mesh.origin, plan.dst.axes))
+    target = plan.target
+    different = map(target.mesh.origin, target.layout.axes)
+    stays_varying = block_axes.difference(plan.axes).union(different)
     # A permutation makes the block varying along all axes of the mesh, more than the plan's.
     return axis_types.as_invariant(y, varying_axes(y) - stays_varying)
 
