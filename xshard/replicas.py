@@ -101,9 +101,11 @@ class ReplicaCheck(NamedTuple):
 
     def _way_out(self, axis: str) -> str:
         """Return what to write or do, for blocks that differ along an axis."""
+        is_copied = axis in self.sharding.layout.tagged("copy")
+        axis = self.sharding.mesh.origin(axis)  # as a layout names it
         if not self.cotangents:
             return f"write what they are, as in sum({axis}) or mean({axis}) on the left, or make them equal"
-        if axis in self.sharding.layout.tagged("copy"):
+        if is_copied:
             return f"addends have one gradient: reduce sum({axis}) before devices use it in different ways"
         return f"if each device uses its result in its own way, say so: copy({axis}) on the right"
 

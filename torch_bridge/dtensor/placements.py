@@ -282,7 +282,7 @@ def _hint_of_unplaceable(dim: Dim, normal: Dim, *, has_shape: bool) -> str:
     if dim.overlap is not None:
         return hint
     if has_shape and dim.spread_axes:
-        return "devices share its units: a DTensor of it is whole, as in xt.state_dict; xt.save writes each once"
+        return "devices share its units: xt.state_dict has it whole, xt.save writes each unit once"
     if not has_shape and "zigzag" not in orders:
         return f"{hint}; pass shape=, which may make it one of them"
     if has_shape and orders == {"block"}:

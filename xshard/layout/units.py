@@ -58,8 +58,8 @@ def dims_in_rows(dims: Sequence[Dim], shape: Sequence[int], mesh: Mesh) -> tuple
 
 
 GROUPS_HINT = (
-    "as many devices share each unit: their number is a multiple of the units; or say how many each "
-    "device has, as in sizes(tp,2,1,1)"
+    "a group of devices for each unit, all as large; or say how many each device has, as in "
+    "sizes(tp,2,1,1)"
 )
 
 
