@@ -8,7 +8,8 @@ from tests.messages import refused, rows
 from tests.spread_cases import random_move, random_product
 from tests.two_meshes import run_tree
 from xshard import Layout, Mesh, Sharding
-from xshard.errors import PlanError
+from xshard.errors import PlanError, ShapeError
+from xshard.nn.attention import attention
 from xshard.state import Names, concat, plan_transfer
 
 # A layout, the length of its dim, and how a sharding on dp=2, tp=8 writes it: the layout, and the mesh.
@@ -128,3 +129,11 @@ def test_trees_move_shared_units_at_the_bound():
             for block, expected in zip(found[array.name], right, strict=True):
                 assert np.array_equal(block, expected)
         assert plan.bytes_received == plan.bytes_lower_bound
+
+
+def test_attention_wants_heads_that_no_devices_share():
+    four = Mesh(tp=4)
+    queries = Sharding(Layout("b h/tp s d"), four, (1, 8, 4, 3))
+    keys = Sharding(Layout("b g/spread(tp) s d"), four, (1, 2, 4, 3))
+    with pytest.raises(ShapeError, match="devices share heads of 'b g/tp_0 s d'"):
+        attention(queries, keys, keys)
