@@ -27,8 +27,8 @@ from xshard import ContractionPlan, Layout, Mesh, Plan, Sharding, XshardError
 from xshard.arguments import is_on as is_set
 from xshard.errors import MeshError, ShapeError, api_boundary
 from xshard.layout.runs import row_numbers
-from xshard.notation.maps import Maps
 from xshard.layout.sub_axes import root_of
+from xshard.notation.maps import Maps
 from xshard.notation.parser import SPREAD, Dim, Shard, mark_errors
 
 STRICT = is_set("XSHARD_DEBUG")  # unknown orders are refused, too

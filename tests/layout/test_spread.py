@@ -9,6 +9,7 @@ from tests.spread_cases import random_move, random_product
 from tests.two_meshes import run_tree
 from xshard import Layout, Mesh, Sharding
 from xshard.errors import PlanError, ShapeError
+from xshard.layout.lengths import global_shape
 from xshard.nn.attention import attention
 from xshard.state import Names, concat, plan_transfer
 
@@ -137,3 +138,8 @@ def test_attention_wants_heads_that_no_devices_share():
     keys = Sharding(Layout("b g/spread(tp) s d"), four, (1, 2, 4, 3))
     with pytest.raises(ShapeError, match="devices share heads of 'b g/tp_0 s d'"):
         attention(queries, keys, keys)
+
+
+def test_a_block_does_not_say_how_many_units_there_are():
+    with pytest.raises(ShapeError, match="1 rows do not say how long dim 'h' is"):
+        global_shape(Layout("h/spread(tp) d"), Mesh(tp=4), (1, 3), "h/spread(tp) d")
