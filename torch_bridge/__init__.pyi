@@ -5,6 +5,7 @@ from torch_bridge.autodiff.pending import PendingTensor
 from torch_bridge.contractions.einsum import einsum
 from torch_bridge.mesh.process_mesh import positions
 from torch_bridge.models.explain import explain
+from torch_bridge.models.halves import halves
 from torch_bridge.models.optimizers import load_optimizer_state_dict, optimizer_state_dict
 from torch_bridge.models.own_experts import own_experts
 from torch_bridge.models.parallel import check_replicas, clip_grad_norm_, grad_norm, no_sync
@@ -19,7 +20,7 @@ from torch_bridge.step.suggest import suggest
 
 __all__ = [
     "PendingTensor", "async_save", "check_replicas", "clip_grad_norm_", "compat", "dtensor",
-    "einsum", "errors", "explain", "grad_norm", "live", "load", "load_optimizer_state_dict",
+    "einsum", "errors", "explain", "grad_norm", "halves", "live", "load", "load_optimizer_state_dict",
     "load_state_dict", "nn", "no_sync", "ops", "optimizer_state_dict", "own_experts", "parallelize",
     "positions", "redistribute", "route", "save", "state_dict", "suggest", "testing", "transfer",
     "verify",

@@ -108,6 +108,7 @@ def calls(path: str) -> dict[str, Callable[[], Call]]:
     folder = f"{path} meanwhile"
     add("async_save", async_save, tree={"a": x}, path=folder, rules={"**": "..."}, mesh=MESH)
     add("save", xt.save, tree={"a": x}, path=path, rules={"**": "..."}, mesh=MESH)
+    made["halves"] = lambda: Call(xt.halves, {"model": parallel()})
     made["own_experts"] = lambda: Call(
         xt.own_experts, {"module": Experts(), "axis": "tp", "mesh": MESH}
     )

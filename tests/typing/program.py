@@ -79,6 +79,7 @@ def of_models_in_torch(batch: Tensor) -> None:
     model = xt.parallelize(Network(), plan.parameters, plan.inputs, MESH, bucket_bytes="1MiB")
     assert_type(model, Network)
     print(model.width, plan.seconds)
+    assert_type(xt.halves(model, 3, module="body", dims={"x": 0, 1: None}), Network)
     assert_type(xt.own_experts(Network(), "ep", MESH, device="cuda", keep=True), Network)
     with xt.no_sync(model):
         assert_type(xt.grad_norm(model), Tensor)

@@ -7,6 +7,7 @@ from types import FrameType
 
 import torch
 
+from torch_bridge.autodiff.turns import suspended_frames
 from torch_bridge.versions.modules import CALL_CODE
 
 
@@ -21,10 +22,10 @@ def call_of_hook() -> FrameType | None:
 
 
 def is_running(call: FrameType) -> bool:
-    """Return whether a call is on the stack of some thread."""
+    """Return whether a call is on the stack of some thread, or of a coroutine that computes in turn."""
     stacks = sys._current_frames()
     # This thread's is asked first: most calls that are asked for are on it, a few frames up.
-    for top in (sys._getframe(1), *stacks.values()):
+    for top in (sys._getframe(1), *stacks.values(), *suspended_frames()):
         frame: FrameType | None = top
         while frame is not None:
             if frame is call:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -18,6 +19,7 @@ with private_names():
     # stack, which is slow.
     is_forward_mode_enabled = torch._C._is_fwd_grad_enabled
 
+    _set_forward_mode_enabled: Any = torch.autograd.forward_ad._set_fwd_grad_enabled
     _backward_pass_id = torch._C._current_graph_task_id
     _engine: Any = torch.autograd.Variable._execution_engine
     # Lets autograd save what one function returns, in place of tensors, until `remove_saving_hooks`.
@@ -25,6 +27,8 @@ with private_names():
     push_saving_hooks = torch._C._autograd._push_saved_tensors_default_hooks
     _pop_saving_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
     _top_saving_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+
+SavingHooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]  # pack, unpack
 
 # The node of autograd that makes a DTensor of a block, by its name: the gradient of the DTensor is
 # the block's, not the array's. torch gives no other sign of it.
@@ -89,6 +93,39 @@ def remove_saving_hooks(pack: Callable[[Tensor], Any], unpack: Callable[[Any], T
     was_there = remove_saving_hooks(pack, unpack)
     push_saving_hooks(*top)
     return was_there
+
+
+@contextmanager
+def outside_function() -> Iterator[None]:
+    """Record as around the forward pass of an `autograd.Function` in which this is called.
+
+    Without it, code that has nothing to do with the function would record nothing.
+    """
+    with torch.enable_grad(), _set_forward_mode_enabled(True):
+        yield
+
+
+def take_off_saving_hooks(pairs: Sequence[SavingHooks]) -> bool:
+    """Remove pairs of hooks, if they are on top, in this order; return whether they were.
+
+    Without it, hooks of one coroutine would pack what another saves, as torch keeps them for a thread.
+    """
+    for i in reversed(range(len(pairs))):
+        if top_saving_hooks() != pairs[i]:
+            for pair in pairs[i + 1 :]:
+                push_saving_hooks(*pair)
+            return False
+        _pop_saving_hooks()
+    return True
+
+
+def drop_saving_hooks_above(hooks: SavingHooks | None) -> None:
+    """Remove all hooks above a pair, or all of them for None.
+
+    Without it, hooks of a coroutine that was interrupted would stay.
+    """
+    while top_saving_hooks() not in (None, hooks):
+        _pop_saving_hooks()
 
 
 def top_saving_hooks() -> Any:
