@@ -33,6 +33,8 @@ from jax_bridge.trees import leaves_with_given_values
 from jax_bridge.versions import is_constant, manual_type, unreduced_kind
 from xshard import Layout, Plan, ProfileLike, planner
 from xshard.arguments import lengths_of
+from xshard.cost.machine import with_addends
+from xshard.cost.model import FREE, Addends
 from xshard.errors import DtypeError, NotationError, Span, api_boundary, located
 from xshard.layout.lengths import global_shape
 from xshard.notation.maps import Maps
@@ -241,6 +243,8 @@ def with_entry_type(
             otherwise.
     """
     src = plan.src
+    source = plan.source
+    src_axes = set(map(source.mesh.origin, source.layout.axes))
     block_type = manual_type(x)
     kind = unreduced_kind(block_type)  # "sum", or how else the addends are to be combined
     equal_axes = axes_of_equal_blocks(x, src.tagged("sum"))
@@ -259,7 +263,7 @@ def with_entry_type(
                 f"JAX sums gradients of whole arguments itself: write copy({axis}), or mean({axis}); "
                 f"jax.lax.pcast(x, {axis!r}, to='varying') declares equal addends"
             )
-        elif axis in src.axes or not is_typed(axis) or axis not in varying_axes(x):
+        elif axis in src_axes or not is_typed(axis) or axis not in varying_axes(x):
             continue  # the block is what the source says
         elif axis_size(axis) == 1:
             # "Varying" over a single device is one value: `psum` over it changes only the type.
@@ -270,7 +274,7 @@ def with_entry_type(
             kinds = f"sum({axis}), mean({axis}), or copy({axis}) for copies"
             hint = f"write what it is on the left: {kinds}"
         raise NotationError(what, text=text, span=axis_span(axis, text, layout), hint=hint)
-    return as_varying(x, src.axes)
+    return as_varying(x, src_axes)
 
 
 # PRNG keys.
@@ -327,13 +331,14 @@ def _with_words(layout: Layout, text: str) -> Layout:
 
 
 @api_boundary
-def redistribute(
+def redistribute(  # noqa: PLR0913  one verb for all moves; torch_bridge has the same
     x: T,
     layouts: JaxLayoutsLike,
     mesh: AnyMesh | None = None,
     *,
     shape: Any = None,
     profile: ProfileLike = "auto",
+    addends: Addends = FREE,
     check_replicated: bool | None = None,
     ad: Derivatives = "linear",
     maps: Maps | None = None,
@@ -355,6 +360,8 @@ def redistribute(
             `n/sizes(dp,2,3)`, else all blocks are taken to be equal. An uneven block has the shape
             of the largest: its padding may hold anything on the way in and is zero on the way out.
         profile: The machine to plan for.
+        addends: "ranks" adds in the order of the mesh's devices, forward and backward: every path
+            gives equal bits. By default, "free", XLA adds in an order of its own.
         check_replicated: For debugging, compare replicas and copies, forward and backward. By
             default as the environment variable XSHARD_CHECK_REPLICATED says.
         ad: "linear" supports every mode of differentiation. "custom_vjp" has reverse mode only, and
@@ -382,6 +389,7 @@ def redistribute(
         (1, 4, 2)
     """
     layouts = with_map_digests(layouts, maps)
+    profile = with_addends(profile, addends, layouts)
     call_of = partial(
         MoveCall.of, mesh=mesh, ad=ad, profile=profile, check_replicated=check_replicated
     )

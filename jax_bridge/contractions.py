@@ -31,6 +31,7 @@ from xshard.contractions.plan import Part, contraction_of
 from xshard.contractions.ring import ContractionRing
 from xshard.contractions.shapes import Shapes, Sizes, global_lengths, named_block
 from xshard.errors import ShapeError
+from xshard.layout.sub_axes import SubAxisMesh, root_of, split_of
 from xshard.notation.parser import text_spans
 from xshard.plans.expression import check_given
 
@@ -97,8 +98,10 @@ class _Mover(NamedTuple):
     def move(self, x: jax.Array, plan: Plan) -> jax.Array:
         """Redistribute a block on the mesh around the call, in the dtype that it has."""
         # Products may have another dtype than the operands that the plan is for.
-        if plan.mesh != self.mesh or plan.dtype != x.dtype.name:
-            plan = replace(plan, mesh=self.mesh, dtype=x.dtype.name, devices=())
+        if root_of(plan.mesh) != self.mesh or plan.dtype != x.dtype.name:
+            split = split_of(plan.mesh)
+            mesh = SubAxisMesh(self.mesh, split) if split else self.mesh
+            plan = replace(plan, mesh=mesh, dtype=x.dtype.name, devices=())
         return execute(plan, x, self.text)
 
 
@@ -188,7 +191,8 @@ def _planned(
     call = contraction_of(given)
     dtype = jnp.result_type(*blocks)
     if isinstance(given, ContractionPlan):
-        part_of_mesh = planned_mesh_in_context(mesh, given.mesh, given.axes, call.text)
+        whole_mesh = root_of(given.mesh)
+        part_of_mesh = planned_mesh_in_context(mesh, whole_mesh, given.axes, call.text)
         check_operands(given, given.shapes if shapes is None else shapes, dtype.name)
         return given, part_of_mesh
     layouts = (*call.operands, call.result)

@@ -18,6 +18,7 @@ from jax import lax
 
 from jax_bridge.autodiff.function import apply
 from jax_bridge.lower.row_tables import with_zero_padding
+from jax_bridge.lower.rules import reduced
 from jax_bridge.mesh.axis_types import bound_sizes, is_typed, varying_axes
 from jax_bridge.versions import (
     ACCELERATORS,
@@ -28,6 +29,7 @@ from jax_bridge.versions import (
     linear_primitive,
 )
 from xshard import Mesh, Plan, XshardError, replicas
+from xshard.layout.sub_axes import root_of
 from xshard.replicas import ReplicaCheck, checks_of
 
 
@@ -46,7 +48,7 @@ def apply_checked(plan: Plan, x: jax.Array, text: str, ad: str) -> jax.Array:
     Returns:
         The block under `plan.dst`.
     """
-    check, cotangent_check = checks_of(plan, Mesh(bound_sizes(plan.mesh.axes)), text)
+    check, cotangent_check = checks_of(plan, Mesh(bound_sizes(root_of(plan.mesh).axes)), text)
     x = _expect(x, entering=_watched(check), returning=None)  # checks the block on its way in
     y = apply(plan, x, ad)
     if cotangent_check is None:
@@ -85,7 +87,7 @@ def _compare(
         return x
     if entering.see is not None:  # a watcher takes the block instead
         is_checked = _show(x, entering, entering.see)
-    elif any(_may_differ(x, axis) for axis in entering.axes):
+    elif any(_may_differ(x, entering.mesh.origin(axis)) for axis in entering.axes):
         is_checked = _verdict(entering, _differences(x, entering), on_cpu)
     else:
         return x
@@ -102,16 +104,17 @@ def _differences(x: jax.Array, check: ReplicaCheck) -> jax.Array:
     values = _comparable(with_zero_padding(x, check.sharding))
     along_axes = []
     for axis in check.axes:
-        if _may_differ(x, axis):
-            along_axes.append(_difference_along(axis, values))
+        if _may_differ(x, check.mesh.origin(axis)):
+            along_axes.append(_difference_along(axis, values, check.mesh))
         else:
             along_axes.append(jnp.zeros(2, np.float32))
-    device = lax.axis_index(check.mesh.axes)
+    whole_axes = root_of(check.mesh).axes
+    device = lax.axis_index(whole_axes)
     shape = (check.mesh.n_devices, len(check.axes), 2)
     differences = jnp.zeros(shape, np.float32).at[device].set(jnp.stack(along_axes))
     # Every device gets the findings of all, also along axes that are not compared: then all raise,
     # or none. If some went on, they would wait in the next collective for ever.
-    for axis in check.mesh.axes:
+    for axis in whole_axes:
         differences = lax.pmax(differences, axis)
     return differences
 
@@ -122,12 +125,12 @@ def _show(x: jax.Array, check: ReplicaCheck, see: Callable[[int, Any], object]) 
     def show(device: np.ndarray, block: np.ndarray) -> None:
         see(int(device), block.copy())  # XLA will use the memory again
 
-    device = lax.axis_index(check.mesh.axes)
+    device = lax.axis_index(root_of(check.mesh).axes)
     return _on_host(show, device, with_zero_padding(x, check.sharding))
 
 
-def _difference_along(axis: str, values: jax.Array) -> jax.Array:
-    """Compare blocks along a mesh axis.
+def _difference_along(axis: str, values: jax.Array, mesh: Mesh) -> jax.Array:
+    """Compare blocks along an axis of a check's mesh.
 
     Returns:
         Two float32: the largest difference of an element between two devices, and the largest
@@ -137,8 +140,8 @@ def _difference_along(axis: str, values: jax.Array) -> jax.Array:
     # since the lowest integer has no negative.
     is_float = jnp.issubdtype(values.dtype, jnp.floating)
     reversed_order = jnp.negative if is_float else jnp.invert
-    largest = lax.pmax(values, axis)
-    smallest = reversed_order(lax.pmax(reversed_order(values), axis))
+    largest = reduced(values, "max", mesh, (axis,))
+    smallest = reversed_order(reduced(reversed_order(values), "max", mesh, (axis,)))
     # Equal infinities differ by 0. A difference of whole numbers may wrap around, but not to 0.
     difference = jnp.where(largest == smallest, 0, largest - smallest)
     difference = jnp.abs(difference.astype(np.float32))

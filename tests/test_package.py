@@ -97,6 +97,7 @@ EXTRAS = {
     "relabel": RELABEL,
     "suggest": SUGGEST,
     "calibrate": "import xshard.runtimes.fit, scipy.optimize",
+    "halves": "import greenlet",
     "testing": "import xshard.testing.plugin; from xshard.testing import assert_equivalent",
 }
 

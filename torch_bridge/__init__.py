@@ -3,7 +3,7 @@
 Move blocks:     redistribute, transfer (trees, between meshes), route (rows by their values), einsum
 Train a model:   suggest (which rules), parallelize, explain, verify, clip_grad_norm_, grad_norm, no_sync
 Save a run:      save, async_save, load; state_dict, optimizer_state_dict and their load_... for DCP
-Also:            positions (of a block's rows), check_replicas, own_experts, PendingTensor
+Also:            positions (of a block's rows), check_replicas, halves, own_experts, PendingTensor
 
 Rooms beside the names below, imported when they are first used:
 `ops` collectives by their usual names; `nn` layers on sharded tensors; `dtensor` layouts and placements;

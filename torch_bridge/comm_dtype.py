@@ -10,18 +10,28 @@ from xshard.errors import DtypeError
 
 
 class CommDtype(NamedTuple):
-    """The dtypes in which blocks and their gradients travel."""
+    """The dtypes in which blocks and their gradients travel, and the one in which blocks arrive.
+
+    Gradients arrive in the dtype of the blocks that were sent.
+    """
 
     forward: torch.dtype
     backward: torch.dtype
+    result: torch.dtype
+
+    def adjoint(self, block: torch.dtype) -> CommDtype:
+        """Return the dtypes in which gradients move, for blocks of a dtype."""
+        return CommDtype(self.backward, self.forward, block)
 
 
 # One dtype for both directions, or one for each; None for the block's own.
 CommDtypeLike = torch.dtype | tuple[torch.dtype | None, torch.dtype | None] | None
 
 
-def comm_dtypes(comm_dtype: Any) -> tuple[torch.dtype | None, torch.dtype | None]:
+def comm_dtypes(comm_dtype: Any) -> CommDtype | tuple[torch.dtype | None, torch.dtype | None]:
     """Return a dtype for each direction from `comm_dtype=`. Raises DtypeError for another value."""
+    if isinstance(comm_dtype, CommDtype):  # resolved already
+        return comm_dtype
     if isinstance(comm_dtype, list | tuple):
         pair = tuple(comm_dtype)
     else:
@@ -32,8 +42,10 @@ def comm_dtypes(comm_dtype: Any) -> tuple[torch.dtype | None, torch.dtype | None
     return pair
 
 
-def comm_dtype_of(comm_dtype: CommDtypeLike, block: torch.dtype) -> CommDtype:
+def comm_dtype_of(comm_dtype: CommDtypeLike | CommDtype, block: torch.dtype) -> CommDtype:
     """Resolve `comm_dtype=` for blocks of a dtype. Raises DtypeError if values would change their kind."""
+    if isinstance(comm_dtype, CommDtype):
+        return comm_dtype
     travels: list[torch.dtype] = []
     for asked in comm_dtypes(comm_dtype):
         dtype = block if asked is None else asked
@@ -43,7 +55,8 @@ def comm_dtype_of(comm_dtype: CommDtypeLike, block: torch.dtype) -> CommDtype:
             )
             raise DtypeError(f"blocks of {block} do not travel as {dtype}", hint=hint)
         travels.append(dtype)
-    return CommDtype(*travels)
+    forward, backward = travels
+    return CommDtype(forward, backward, result=block)
 
 
 def _kind(dtype: torch.dtype) -> object:

@@ -233,7 +233,7 @@ def comparison_of(check: ReplicaCheck | None, processes: ProcessMesh) -> Check |
         return partial(replicas.WATCH(check), dist.get_rank())
     if not check.axes:
         return None
-    return Comparison(check, processes.ranks, processes, processes)
+    return Comparison(check, processes.ranks, processes.on(check.mesh), processes)
 
 
 def _comparable(block: Tensor) -> Tensor:

@@ -276,7 +276,9 @@ def dims_of_parameter(sharding: Sharding, device: int) -> tuple[KnownDim, ...]:
     dims = []
     for dim, length, rows in zip(sharding.layout.dims, sharding.shape, local_shape, strict=True):
         if dim.axes:  # an unsharded one says nothing that a block does not
-            dims.append(KnownDim(dim.name, frozenset(dim.axes), length, rows))
+            # As rules name them: a `spread` stands for sub-axes.
+            axes = frozenset(map(sharding.mesh.origin, dim.axes))
+            dims.append(KnownDim(dim.name, axes, length, rows))
     return tuple(dims)
 
 
@@ -295,7 +297,8 @@ class ParameterUse(NamedTuple):
     @property
     def summed_axes(self) -> frozenset[str]:
         """Axes over which the gradient of this use is summed."""
-        return self.varying_axes - set(self.used.axes)
+        # Devices that share a unit use it in different ways: it is copied along what cuts nothing.
+        return self.varying_axes - _cutting_axes(self.used)
 
     @property
     def unsummed_axes(self) -> frozenset[str]:
@@ -351,7 +354,7 @@ def use_of(text: str, ndim: int, mesh: Mesh, varying_axes: frozenset[str]) -> Pa
         raise ShapeError(
             f"{len(rule.src.dims)} dims, the parameter has {ndim}",
             text=text,
-            hint="'...' is any number of dims",
+            hint="'...' is any number of dims; a rule for its name comes before the others",
         )
     # In the layout in use only sums are left, in which devices hold addends of the parameter: `copy`
     # and `mean` speak of gradients, and have become `whole_axes` and `varying_axes`.
@@ -406,7 +409,19 @@ def axes_summed_after_all_uses(uses: Sequence[ParameterUse]) -> frozenset[str]:
     # Over an axis that some use does not sum, a sum of all uses would count that one too often.
     for use in uses[1:]:
         of_all_uses &= use.summed_axes
-    return of_all_uses.difference(uses[0].stored.axes)
+    return of_all_uses - _cutting_axes(uses[0].stored)
+
+
+def uncut_axes(sharding: Sharding, axes: Collection[str]) -> tuple[str, ...]:
+    """Return those of some axes that do not cut an array: of one that spreads units, the sub-axis."""
+    mesh = sharding.mesh
+    uncut = [axis for axis in mesh.axes if axis not in sharding.layout.sharding_axes]
+    return tuple(axis for axis in uncut if mesh.origin(axis) in axes)
+
+
+def _cutting_axes(layout: Layout) -> set[str]:
+    """Return the axes along which no two devices share a unit."""
+    return set(layout.axes).difference(layout.spread_axes)
 
 
 def layout_text(layout: Layout | str) -> str:

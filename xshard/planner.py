@@ -10,10 +10,16 @@ from xshard.caches import layout_cache
 from xshard.contractions.expression import Contraction, contraction, is_contraction
 from xshard.contractions.plan import ContractionPlan
 from xshard.contractions.ring import NEVER, Overlapping
-from xshard.contractions.shapes import Shapes, checked_lengths, shapes_of, written_shardings
+from xshard.contractions.shapes import (
+    Shapes,
+    checked_lengths,
+    on_sub_axes,
+    shapes_of,
+    written_shardings,
+)
 from xshard.contractions.solve import ContractionRequest, find_contraction
-from xshard.cost.machine import load_profile, without_devices
-from xshard.cost.model import ProfileLike
+from xshard.cost.machine import load_profile, with_addends, without_devices
+from xshard.cost.model import FREE, Addends, ProfileLike
 from xshard.dtypes import name_of, precision
 from xshard.errors import MeshError, ShapeError, api_boundary
 from xshard.layout import Mesh
@@ -61,6 +67,7 @@ def plan(
     profile: ProfileLike = "h100",
     memory_limit: Bytes = None,
     objective: Objective | None = None,
+    addends: Addends = FREE,
     maps: Maps | None = None,
 ) -> Plan: ...
 @overload
@@ -76,6 +83,7 @@ def plan(
     flops_limit: int | None = None,
     objective: Objective | None = None,
     overlap: Overlapping = NEVER,
+    addends: Addends = FREE,
     maps: Maps | None = None,
 ) -> ContractionPlan: ...
 @api_boundary
@@ -96,6 +104,7 @@ def plan(  # noqa: PLR0913  public, for moves, for two meshes, and for contracti
     flops_limit: int | None = None,
     objective: Objective | None = None,
     overlap: Overlapping = NEVER,
+    addends: Addends = FREE,
     maps: Maps | None = None,
 ) -> Plan | ContractionPlan:
     """Find the cheapest plan of a move, or of a contraction of several sharded arrays.
@@ -135,6 +144,8 @@ def plan(  # noqa: PLR0913  public, for moves, for two meshes, and for contracti
         overlap: Whether a gather may run while its parts are contracted, and a reduce-scatter while its
             addends are: "never", "auto" (if that is predicted to save a tenth of the seconds) or "always"
             (if possible).
+        addends: The order of sums over devices. "ranks": rows travel to who adds them, in the order of
+            ranks, so that every path has equal bits; "free": collectives add as they like.
         maps: The `Owners` and `Needs` that the expression names.
 
     Returns:
@@ -159,7 +170,7 @@ def plan(  # noqa: PLR0913  public, for moves, for two meshes, and for contracti
         'transfer, 3 messages'
     """
     expression = as_expression(with_map_digests(expression, maps))
-    profile = without_devices(profile)
+    profile = with_addends(without_devices(profile), addends)
     if getattr(dtype, "__hash__", None) is None:
         name_of(dtype)  # raises: caches, which come first below, would raise TypeError
     for given in (mesh, src_mesh, dst_mesh):
@@ -236,6 +247,7 @@ def plan_contraction(  # noqa: PLR0913, PLR0917  a cached function: its argument
         objective = BOTH if precision(dtype_name) else FORWARD
     for layout in (*call.operands, call.result):
         check_axes(layout, mesh, call.text)
+    call, mesh = on_sub_axes(call, mesh, shapes)
     request = ContractionRequest(
         contraction=call,
         mesh=mesh,
@@ -319,6 +331,8 @@ def _plan_between(
     with mark_errors(text):
         _ = request.source
         _ = request.target
+        if request.src_mesh == request.dst_mesh:
+            _ = request.on_sub_axes
     try:
         return find_plan(request, options.objective)
     except ShapeError as error:  # more pieces of rows than can be compared

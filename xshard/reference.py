@@ -64,7 +64,9 @@ def scatter(
     blocks = []
     for device in range(mesh.n_devices):
         block = np.zeros(sharding.local_shape(device), x.dtype)
-        if mesh.index(device, sums) == 0:  # one addend has the value, and zeros change no sum
+        if (
+            sharding.mesh.index(device, sums) == 0
+        ):  # one addend has the value, and zeros change no sum
             _fill(block, x, sharding, device)
         blocks.append(block)
     return blocks

@@ -12,6 +12,7 @@ from numpy.typing import ArrayLike
 from xshard import arguments, tolerances
 from xshard.errors import ReplicaError, with_path
 from xshard.layout import Mesh, Sharding
+from xshard.layout.sub_axes import SubAxisMesh, split_of
 from xshard.notation.parser import ARROW
 
 # True if calls without `check_replicated=` compare replicas.
@@ -100,9 +101,11 @@ class ReplicaCheck(NamedTuple):
 
     def _way_out(self, axis: str) -> str:
         """Return what to write or do, for blocks that differ along an axis."""
+        is_copied = axis in self.sharding.layout.tagged("copy")
+        axis = self.sharding.mesh.origin(axis)  # as a layout names it
         if not self.cotangents:
             return f"write what they are, as in sum({axis}) or mean({axis}) on the left, or make them equal"
-        if axis in self.sharding.layout.tagged("copy"):
+        if is_copied:
             return f"addends have one gradient: reduce sum({axis}) before devices use it in different ways"
         return f"if each device uses its result in its own way, say so: copy({axis}) on the right"
 
@@ -123,12 +126,9 @@ def checks_of(
         name: The array's name in errors.
     """
     source = plan.source
-    # The two ends of a plan may be on two meshes, with other devices.
-    source_mesh = source.mesh if mesh is None else mesh
-    target_mesh = plan.target.mesh if mesh is None else mesh
     check = ReplicaCheck(
         sharding=source,
-        mesh=source_mesh,
+        mesh=_mesh_of_callers(source, mesh),
         dtype=plan.dtype,
         text=text,
         cotangents=False,
@@ -137,7 +137,17 @@ def checks_of(
     if not plan.dst.is_linear:
         return check, None
     dual = plan.target.dual
+    target_mesh = _mesh_of_callers(plan.target, mesh)
     return check, check._replace(sharding=dual, mesh=target_mesh, cotangents=True)
+
+
+def _mesh_of_callers(array: Sharding, mesh: Mesh | None) -> Mesh:
+    """Return the mesh of all devices that call, with the sub-axes of the array's."""
+    # The two ends of a plan may be on two meshes, with other devices.
+    if mesh is None:
+        return array.mesh
+    split = split_of(array.mesh)
+    return SubAxisMesh(mesh, split) if split else mesh
 
 
 def are_replicas_checked(asked: bool | None) -> bool:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from xshard.arguments import limit_of
 from xshard.errors import PlanError
-from xshard.formatting import align_columns, format_bytes, format_seconds
+from xshard.formatting import Pictured, align_columns, format_bytes, format_seconds
 from xshard.signatures import Bytes
 
 COMPUTING = "computing"  # the lane of the device
@@ -70,11 +70,18 @@ class Span(NamedTuple):
     end_s: float
 
 
-class Timeline(NamedTuple):
-    """What a schedule does when, and how long it takes."""
+@dataclass(frozen=True)
+class Timeline(Pictured):
+    """What a schedule does when, and how long it takes. Notebooks draw it."""
 
     spans: tuple[Span, ...]
     seconds: float
+
+    @property
+    def lanes(self) -> list[str]:
+        """The lane of the device, in which it waits, too; then one for each level of links."""
+        lanes = [COMPUTING, *(span.lane for span in self.spans if span.lane != EXPOSED)]
+        return list(dict.fromkeys(lanes))
 
     @property
     def exposed_s(self) -> float:

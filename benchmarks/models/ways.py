@@ -45,7 +45,7 @@ INPUTS = {
 OUTPUTS = {"**.{self_attn,mlp}": "b s c | sum(tp) -> b s/tp c", "lm_head": "b s v/tp -> b s v"}
 
 
-def _step(model: nn.Module, after: Callable[[], object] = lambda: None) -> Step:
+def step_of(model: nn.Module, after: Callable[[], object] = lambda: None) -> Step:
     def step(ids: Tensor) -> Tensor:
         model.zero_grad()
         logits = model(ids).logits[:, :-1]
@@ -65,7 +65,7 @@ def rules(columns: str, rows: str, others: str, gathers: str | None = None) -> C
         "**.{o,down}_proj.weight": rows,
         "**": others,
     }
-    return lambda model, mesh: _step(
+    return lambda model, mesh: step_of(
         xt.parallelize(model, parameters, INPUTS, mesh, outputs=OUTPUTS, gathers=gathers)
     )
 
@@ -115,7 +115,7 @@ def by_hand(model: nn.Module, mesh: DeviceMesh) -> Step:
         for name, gradient in xt.redistribute(gradients, sums, mesh).items():
             model.get_parameter(name).grad = gradient
 
-    return _step(model, after)
+    return step_of(model, after)
 
 
 def dtensor(model: nn.Module, mesh: DeviceMesh) -> Step:
@@ -147,7 +147,7 @@ def dtensor(model: nn.Module, mesh: DeviceMesh) -> Step:
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh["dp"])
     fully_shard(model, mesh=mesh["dp"])
-    return _step(model)
+    return step_of(model)
 
 
 COPIES = {"rules": rules("o/tp i", "o i/tp", "..."), "by hand": by_hand}
@@ -167,15 +167,15 @@ def steps(layers: int, tokens: int, rounds: int) -> dict[str, Figures]:
     own = ids.chunk(2)[dist.get_rank() // 2]
     figures: dict[str, Figures] = {}
     for kind, ways in (("copies", COPIES), ("gathered", GATHERED)):
-        step_of: dict[str, Step] = {}
+        step_by_way: dict[str, Step] = {}
         for name, way in ways.items():
             torch.manual_seed(0)
-            step_of[name] = way(
+            step_by_way[name] = way(
                 LlamaForCausalLM(LlamaConfig(num_hidden_layers=layers, **SIZES)), mesh
             )
         counts = {}
         losses = []
-        for name, step in step_of.items():
+        for name, step in step_by_way.items():
             step(own)
             with Meter() as meter:
                 losses.append(step(own))
@@ -184,8 +184,8 @@ def steps(layers: int, tokens: int, rounds: int) -> dict[str, Figures]:
                 "bytes": float(sum(meter.received)),
             }
         assert all(torch.allclose(loss, losses[0], rtol=1e-4) for loss in losses), losses
-        calls = {name: (lambda step=step: step(own)) for name, step in step_of.items()}
+        calls = {name: (lambda step=step: step(own)) for name, step in step_by_way.items()}
         times = by_turns.seconds(calls, rounds, before=dist.barrier)
         # On a busy machine the best of many says more than the median: nothing makes a step faster.
-        figures[kind] = {name: counts[name] | {"step_s": min(times[name])} for name in step_of}
+        figures[kind] = {name: counts[name] | {"step_s": min(times[name])} for name in step_by_way}
     return figures

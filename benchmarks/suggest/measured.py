@@ -183,7 +183,9 @@ def rows_of(
     plans = {SUGGESTED: plan}
     for by_hand, (search, vector) in plan.by_hand.items():
         chosen = next(each for each, own in search.vectors.items() if (own == vector).all())
-        plans[by_hand] = TorchSuggestion(search, chosen, 0.0, {}, unused=plan.unused)
+        plans[by_hand] = TorchSuggestion(
+            search, chosen, 0.0, {}, unused=plan.unused, mesh=plan.mesh
+        )
     runs = {
         each: Run(*(dict(getattr(p, side)) for side in Run._fields[:3]), p.once, p.result)
         for each, p in plans.items()

@@ -3,8 +3,8 @@
     python -m benchmarks.time            # 100, 400 and 1,600 Mbit/s; needs namespaces
     python -m benchmarks.time --quick    # 400 Mbit/s, one model
 
-Two nodes of one and of two ranks on this machine. Prints a table and writes a JSON file. Exit status 1 if a
-claim fails.
+Two nodes of one and of two ranks on this machine; batches in halves on two nodes of one. Prints tables and
+writes a JSON file. Exit status 1 if a claim fails.
 """
 
 import os
@@ -16,13 +16,14 @@ from rich.table import Table
 
 from benchmarks import record
 from benchmarks.claim import Claim, Row, finish, worst
-from benchmarks.time import measures
+from benchmarks.time import measures, turns
 from benchmarks.time.measures import ALONE, FSDP2, MODELS, OURS, WAITING
 from xshard.formatting import format_seconds
 from xshard.testing.nodes import nodes
 
 MBIT = 100, 400, 1600
 BALANCED = 0.5, 1.5  # seconds of moving over those of computing
+HALVES_MBIT = 25, 50, 100, 200, 400
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -30,6 +31,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     quick = options.quick
     layers, hidden, tokens, rounds = (3, 256, 64, 3) if quick else (6, 512, 256, 5)
     rows: list[Row] = []
+    halves: list[Row] = []
+    for mbit in (100,) if quick else HALVES_MBIT:
+        with nodes(2, ranks=1, rate=f"{mbit}mbit") as cluster:
+            for kind in turns.KINDS:
+                work = kind, 3, hidden, 8, tokens // 2, rounds
+                row = cluster.run_torch(turns.turns, *work, timeout_s=1800.0)[0]
+                halves.append({"mbit": mbit, **row})
     for ranks in (1,) if quick else (1, 2):
         for mbit in (400,) if quick else MBIT:
             with nodes(2, ranks=ranks, rate=f"{mbit}mbit") as cluster:
@@ -38,9 +46,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     row = cluster.run_torch(measures.zero3, *work, timeout_s=1800.0)[0]
                     rows.append({"ranks": ranks, "mbit": mbit, **row})
     record.console().print(shown(rows))
-    judged = judge(rows)
+    record.console().print(halves_shown(halves))
+    judged = [*judge(rows), *judge_halves(halves)]
     libraries = ("torch", "transformers")
-    files = {"zero3": rows}
+    files = {"zero3": rows, "halves": halves}
     return finish(
         options, "The time of a step", judged, *libraries, rows=files, load=os.getloadavg()
     )
@@ -67,6 +76,28 @@ def judge(rows: Sequence[Row]) -> list[Claim]:
     if others:
         judged.append(worst("ZeRO-3: FSDP2 / ours elsewhere", others, 0.98, at_least=True))
     return judged
+
+
+def judge_halves(rows: Sequence[Row]) -> list[Claim]:
+    judged = []
+    for kind in turns.KINDS:
+        own = [row for row in rows if row["kind"] == kind]
+        # The link on which moving takes most nearly as long as computing.
+        balanced = min(own, key=lambda row: abs(row["moving"] - 1))
+        what = f"{kind}: in halves / whole, where moving takes as long as computing"
+        judged.append(Claim(what, balanced["ratio"], 0.75, False, 1))
+    return judged
+
+
+def halves_shown(rows: Sequence[Row]) -> Table:
+    ways = (turns.ALONE, turns.WHOLE, turns.HALVES)
+    lines = []
+    for row in rows:
+        seconds = [format_seconds(row["seconds"][way]) for way in ways]
+        name = f"{row['kind']}, {row['mbit']} Mbit/s"
+        lines.append((name, f"{row['moving']:.2f}", *seconds, f"{row['ratio']:.2f}"))
+    heads = ("case", "moving / computing", *ways, "halves / whole")
+    return record.table("A step forward and backward, in halves", heads, lines, n_left=1)
 
 
 def shown(rows: Sequence[Row]) -> Table:

@@ -22,7 +22,14 @@ from pictures import CELL, picture
 log = logging.getLogger("mkdocs.hooks")
 ROOT = Path(__file__).parents[2]
 # Files outside docs/ that are pages.
-PAGES = {"index.md": "README.md", "contributing.md": "CONTRIBUTING.md"}
+SKILL = "xshard/skills/xshard/"
+PAGES = {
+    "index.md": "README.md",
+    "contributing.md": "CONTRIBUTING.md",
+    "skill/SKILL.md": f"{SKILL}SKILL.md",
+    "skill/references/recipes.md": f"{SKILL}references/recipes.md",
+    "skill/references/errors.md": f"{SKILL}references/errors.md",
+}
 API = (
     "xshard",
     "xshard.errors",
@@ -209,7 +216,9 @@ def _cells_of(notebook: Path) -> str:
 def _moved(text: str) -> str:
     """Links of a file of the root as its page has them."""
     return _relinked(
-        text.replace("](docs/", "](").replace("](CONTRIBUTING.md", "](contributing.md")
+        text.replace("](docs/", "](")
+        .replace("](CONTRIBUTING.md", "](contributing.md")
+        .replace(f"]({SKILL}", "](skill/")
     )
 
 

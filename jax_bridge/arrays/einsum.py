@@ -27,6 +27,8 @@ from xshard.contractions.expression import Contraction
 from xshard.contractions.plan import contraction_of, known_lengths
 from xshard.contractions.ring import NEVER, Overlapping
 from xshard.contractions.shapes import Shapes, for_operands, shapes_of
+from xshard.cost.machine import with_addends
+from xshard.cost.model import FREE, Addends
 from xshard.dtypes import name_of
 from xshard.errors import DtypeError, api_boundary
 from xshard.formatting import format_bytes
@@ -43,6 +45,7 @@ def einsum(  # noqa: PLR0913  one option more than the limit; torch_bridge has t
     sizes: Mapping[str, int] | None = None,
     profile: ProfileLike = "auto",
     overlap: Overlapping = NEVER,
+    addends: Addends = FREE,
     preferred_element_type: jax.typing.DTypeLike | None = None,
     precision: jax.lax.PrecisionLike = None,
     maps: Maps | None = None,
@@ -68,6 +71,7 @@ def einsum(  # noqa: PLR0913  one option more than the limit; torch_bridge has t
         profile: The machine to plan for.
         overlap: Whether gathers and reduce-scatters may run in rounds, so that XLA can send while
             it contracts: "never", "auto" or "always", as for `xshard.plan`.
+        addends: As in `redistribute`, for the moves.
         preferred_element_type: As for `jax.numpy.einsum`, for the local products. Sums over devices
             are in the dtype of these.
         precision: As for `jax.numpy.einsum`, for the local products.
@@ -110,6 +114,7 @@ def einsum(  # noqa: PLR0913  one option more than the limit; torch_bridge has t
     product_dtype = dtype
     if preferred_element_type is not None:
         product_dtype = np.dtype(name_of(preferred_element_type))
+    profile = with_addends(profile, addends, expression)
     options = EinsumOptions(profile, overlap, product_dtype, precision, known_sizes)
     if _are_blocks(call):
         return einsum_blocks(given, arrays, mesh, shapes, options)

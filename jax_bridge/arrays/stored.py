@@ -27,8 +27,9 @@ from xshard import ContractionPlan, Layout, Mesh, Plan, Sharding, XshardError
 from xshard.arguments import is_on as is_set
 from xshard.errors import MeshError, ShapeError, api_boundary
 from xshard.layout.runs import row_numbers
+from xshard.layout.sub_axes import root_of
 from xshard.notation.maps import Maps
-from xshard.notation.parser import Dim, Shard, mark_errors
+from xshard.notation.parser import SPREAD, Dim, Shard, mark_errors
 
 STRICT = is_set("XSHARD_DEBUG")  # unknown orders are refused, too
 _RECORD = "_xshard_order"  # the attribute of an array with the order of its rows
@@ -336,7 +337,11 @@ def known_layout(x: jax.Array, sharding: JaxSharding | None, default: Sharding) 
 
 
 def check_even(array: Sharding, text: str) -> None:
-    """Raise ShapeError unless all devices have blocks of one size."""
+    """Raise ShapeError unless all devices have blocks of one size, and share no units."""
+    if array.mesh != root_of(array.mesh):
+        reason = f"a jax.Array cannot have units that devices share, as in '{array.layout}'"
+        hint = "it has them whole; blocks have their units, at shard_map's border or inside of it"
+        raise ShapeError(reason, text=text, hint=hint)
     if not array.is_even:
         reason = (
             "a jax.Array cannot have uneven blocks: "
@@ -352,7 +357,7 @@ def stored_sharding(layout: Layout, mesh: Mesh, shape: tuple[int, ...], text: st
     """Simplify a layout of blocks to one that a `jax.Array` can have.
 
     Dropped are tags (`| sum(tp)`: each device has an addend), overlaps (`:halo(...)`: rows of the
-    neighbours), and axes that would leave blocks of different sizes.
+    neighbours), and axes that would leave blocks of different sizes, or let devices share units.
 
     "h/sp:halo(1,1,zero) | sum(tp)" -> "h/sp"
 
@@ -380,6 +385,10 @@ def _even_dim(dim: Dim, mesh: Mesh, length: int, text: str) -> Dim:
     """
     plain = replace(dim, overlap=None)
     alone = Sharding(Layout((plain,)), mesh, (length,))
+    if alone.mesh != mesh:  # devices share units, which no array of JAX can say: it is whole there
+        orders = [shard.order for shard in dim.shards]
+        outer = replace(plain, shards=dim.shards[: orders.index(SPREAD)])
+        return _even_dim(outer, mesh, length, text)
     if alone.is_even:
         return plain
     if stored_rows(alone, 0) is not None:

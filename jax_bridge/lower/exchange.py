@@ -42,6 +42,9 @@ from xshard import Layout, Mesh, Sharding
 from xshard.steps import Exchange
 from xshard.steps.exchange.messages import Message, rows_at
 
+# Sums of short floats are rounded once, as XLA may leave out to round in between.
+_SUM_DTYPES = {np.dtype(short): np.dtype(np.float32) for short in (jnp.bfloat16, jnp.float16)}
+
 COMBINE = {"sum": jnp.add, "max": jnp.maximum, "min": jnp.minimum}
 
 # How boxes tile a device's block: the first row of each box along every dim, sorted, and the number
@@ -58,17 +61,29 @@ class _Delivery(NamedTuple):
     op: str | None  # a key of COMBINE; None if no two boxes meet
     after: Sharding
     transport: Transport
+    in_order: bool  # boxes that meet are added in the order of their senders
+
+    @property
+    def adds_in_order(self) -> bool:
+        """Whether the order of boxes matters: a max or min has none."""
+        return self.in_order and self.op == "sum"
 
 
 def exchange(
-    step: Exchange, x: jax.Array, before: Sharding, after: Sharding, transport: Transport
+    step: Exchange,
+    x: jax.Array,
+    before: Sharding,
+    after: Sharding,
+    transport: Transport,
+    *,
+    in_order: bool = False,
 ) -> jax.Array:
     """Send sub-arrays of this device's block to other devices, and build the new block from theirs.
 
     This is the general step, for what no collective of JAX does: halos, zigzag order, uneven
     blocks. The messages, each a sub-array (a box) with its sender and receiver, follow from the two
     shardings. They go in rounds: in a round a device sends and receives at most one box.
-    Boxes that meet are added in the order of the rounds, after a device's own box.
+    Boxes that meet are added in the order of the rounds, after a device's own box, or `in_order`.
 
     Args:
         step: The step.
@@ -76,6 +91,7 @@ def exchange(
         before: The sharding before it.
         after: The sharding after it.
         transport: How boxes travel.
+        in_order: Whether boxes that meet are added in the order of their senders.
 
     Returns:
         The block after it, of the shape of the largest; elements that nobody sends are zero.
@@ -84,7 +100,7 @@ def exchange(
     # JAX types a received box as varying (different on each device). One that stays on its device
     # gets this type, too, since both may be results of the branches of one `switch`.
     axes = long_axes(after.mesh)
-    delivery = _Delivery(rounds(step, before), step.op(before), after, transport)
+    delivery = _Delivery(rounds(step, before), step.op(before), after, transport, in_order)
     return _delivered(delivery, as_varying(x, axes), as_varying(out, axes))
 
 
@@ -100,6 +116,14 @@ def _delivered(delivery: _Delivery, x: jax.Array, out: jax.Array) -> jax.Array:
     # Slices are written or added; for max and min there are tables alone.
     if delivery.op in (None, "sum") and all(map(_are_slices, all_rounds)):
         deliver = _by_slices
+    if delivery.adds_in_order:
+        wide = out.astype(_SUM_DTYPES.get(out.dtype, out.dtype))
+        if deliver is _by_slices and tilings(all_rounds, delivery.after) is not None:
+            # Slices are added to what is there. Zeros would turn -0.0 into 0.0.
+            wide = jnp.full_like(wide, -0.0)
+        else:
+            deliver = _by_tables
+        return deliver(delivery, x, wide).astype(out.dtype)
 
     messages = itertools.chain.from_iterable(all_rounds)
     has_negative = any(message.sign < 0 for message in messages)
@@ -141,10 +165,58 @@ def _by_slices(delivery: _Delivery, x: jax.Array, out: jax.Array) -> jax.Array:
         tiling_of_device = tilings(all_rounds, delivery.after)
         if tiling_of_device is not None:
             return _tiled_by_device(tiling_of_device, arrived, axes)
-    for r, messages in enumerate(all_rounds):
-        receives = _receivers(messages, mesh.n_devices)
-        out = _with_box(out, arrived(r), starts[r].received, receives, delivery.op, axes)
+    arrivals = [_Arrival(messages, arrived(r)) for r, messages in enumerate(all_rounds)]
+    if delivery.adds_in_order:
+        arrivals = _by_sender(arrivals, mesh)
+        starts = _box_starts([arrival.messages for arrival in arrivals], mesh.n_devices, axes)
+    for arrival, start in zip(arrivals, starts, strict=True):
+        receives = _receivers(arrival.messages, mesh.n_devices)
+        out = _with_box(out, arrival.box, start.received, receives, delivery.op, axes)
     return out
+
+
+class _Arrival(NamedTuple):
+    """The box that a device receives or keeps in a round, and the messages of all devices in it."""
+
+    messages: Round
+    box: jax.Array
+
+
+def _by_sender(arrivals: Sequence[_Arrival], mesh: Mesh) -> list[_Arrival]:
+    """Sort the boxes that each device receives by their senders.
+
+    On 3 devices a round may bring device 0 the box of device 1, and device 1 that of device 2. Of
+    the results, the first has the box of device 0 on every device, the second that of device 1.
+    """
+    n_devices = mesh.n_devices
+    senders = np.full((n_devices, len(arrivals)), n_devices)  # so many where nothing arrives
+    for r, arrival in enumerate(arrivals):
+        for message in arrival.messages:
+            senders[message.dst, r] = message.src
+    order = np.argsort(senders, axis=1, kind="stable")  # [devices, rounds]
+
+    boxes = _stacked([arrival.box for arrival in arrivals])
+    # Else XLA may fuse a box that stays on its device with the product that made it, unrounded.
+    boxes = lax.optimization_barrier(boxes)
+    boxes = boxes[row_of_this_device(order, long_axes(mesh))]
+    results = []
+    for k in range(len(arrivals)):
+        messages: list[Message] = []
+        for r, arrival in enumerate(arrivals):
+            messages += [message for message in arrival.messages if order[message.dst, k] == r]
+        if messages:
+            results.append(_Arrival(tuple(messages), boxes[k]))
+    return results
+
+
+def _stacked(boxes: Sequence[jax.Array]) -> jax.Array:
+    """Stack boxes, padded to the longest along every dim."""
+    longest = np.max([box.shape for box in boxes], axis=0)
+    padded = []
+    for box in boxes:
+        missing = [(0, length) for length in longest - box.shape]
+        padded.append(jnp.pad(box, missing))
+    return jnp.stack(padded)
 
 
 def _with_box(
@@ -200,9 +272,12 @@ def _by_tables(delivery: _Delivery, x: jax.Array, out: jax.Array) -> jax.Array:
         packed.append(box)
     received = delivery.transport.send(packed[n_local:], schedule.sent, mesh)
 
-    boxes = packed[:n_local] + received
+    arrivals = list(map(_Arrival, all_rounds, packed[:n_local] + received))
+    if delivery.adds_in_order:
+        arrivals = _by_sender(arrivals, mesh)
+        tables_of_rounds = [_round_tables(arrival.messages, delivery.after) for arrival in arrivals]
     is_written = jnp.zeros(out.shape, bool)
-    for messages, box, tables in zip(all_rounds, boxes, tables_of_rounds, strict=True):
+    for (messages, box), tables in zip(arrivals, tables_of_rounds, strict=True):
         box = _signed(box, messages, mesh)
         for dim, table in enumerate(tables):
             box = pick_rows(box, dim, table.placing, axes)
@@ -413,13 +488,14 @@ class SentPart(NamedTuple):
     """The messages that take parts of a block to a new block.
 
     `block` is the block's number; its elements are seen as an array of `shape`. `op` says how boxes
-    at one place combine.
+    at one place combine, `in_order` whether in the order of their senders.
     """
 
     block: int
     shape: Shape
     messages: tuple[Message, ...]
     op: str | None
+    in_order: bool
 
 
 class NewBlock(NamedTuple):
@@ -464,6 +540,7 @@ def transfer(
         for part in new.parts:
             x = blocks[part.block].reshape(part.shape).astype(travel_dtype)
             schedule = scheduled(part.messages, adds=part.op is not None)
-            out = _delivered(_Delivery(schedule, part.op, after, transport), x, out)
+            delivery = _Delivery(schedule, part.op, after, transport, part.in_order)
+            out = _delivered(delivery, x, out)
         # Messages keep the order of a source's dims. Only then are dims put into the new order.
         yield out.transpose(new.order).reshape(new.block).astype(dtype)

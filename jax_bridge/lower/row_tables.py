@@ -17,6 +17,7 @@ import numpy as np
 from jax import lax
 from numpy.typing import NDArray
 
+from jax_bridge.mesh.axis_types import over_whole_axes
 from xshard import Mesh, Sharding
 from xshard.layout.block_rows import block_fills
 
@@ -177,7 +178,8 @@ def rows_of_this_device(sharding: Sharding, dim: int | str) -> jax.Array:
     """Return the global numbers of the rows of a dim in this device's block; VOID in its padding."""
     number = sharding.layout.dim_index(dim)
     axes = sharding.layout.dims[number].axes
-    return row_of_this_device(row_table(sharding, number), axes)
+    table = row_table(sharding, number)
+    return row_of_this_device(*over_whole_axes(table, axes, sharding.mesh))
 
 
 def valid_elements(sharding: Sharding) -> jax.Array:
@@ -187,7 +189,8 @@ def valid_elements(sharding: Sharding) -> jax.Array:
     for dim, sizes in enumerate(sharding.local_sizes):
         if len(set(sizes)) > 1:  # else no device has padding along this dim
             axes = sharding.layout.dims[dim].axes
-            length = row_of_this_device(np.array(sizes, np.int32), axes)
+            lengths = np.array(sizes, np.int32)
+            length = row_of_this_device(*over_whole_axes(lengths, axes, sharding.mesh))
             mask &= lax.broadcasted_iota(np.int32, shape, dim) < length
     return mask
 
@@ -221,9 +224,11 @@ def with_boundary_constants(x: jax.Array, sharding: Sharding) -> jax.Array:
         # `where` on an empty array would return the dtype of the constant, not that of x.
         if x.size and is_outside.any():
             long_axes = [axis for axis in dim.axes if axis in mesh.long_axes]
-            local_constants = row_of_this_device(constants, long_axes).astype(x.dtype)
+            constants, whole = over_whole_axes(constants, long_axes, mesh)
+            is_outside, _ = over_whole_axes(is_outside, long_axes, mesh)
+            local_constants = row_of_this_device(constants, whole).astype(x.dtype)
             fills = along_dim(local_constants, d, x.ndim)
-            mask = along_dim(row_of_this_device(is_outside, long_axes), d, x.ndim)
+            mask = along_dim(row_of_this_device(is_outside, whole), d, x.ndim)
             x = jnp.where(mask, fills, x)
     # The fills along one dim went over the whole extent of the others, padding included.
     return with_zero_padding(x, sharding)

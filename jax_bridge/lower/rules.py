@@ -25,6 +25,7 @@ from jax_bridge.lower.row_tables import (
     group_table,
     inverse,
     pick_rows,
+    row_of_this_device,
     with_lengths,
     with_zero_padding,
 )
@@ -35,12 +36,13 @@ from jax_bridge.mesh.axis_types import (
     as_varying,
     group_arguments,
     is_vmapped,
+    over_whole_axes,
     subgroup_arguments,
     varying_axes,
     whole_axes,
 )
 from jax_bridge.versions import cuts_of
-from xshard import Plan, Sharding, steps
+from xshard import Mesh, Plan, Sharding, steps
 from xshard.cost.model import Fabric
 from xshard.errors import ShapeError
 from xshard.layout.runs import row_numbers
@@ -119,7 +121,9 @@ def run(plan: Plan, x: jax.Array, transport: Transport = PERMUTE) -> jax.Array:
         y = _run_steps(plan, x, axes, transport)
     # The steps say nothing of replicas: the plan's target does, and along other axes than the
     # plan's the block is what it was.
-    stays_varying = block_axes.difference(plan.axes).union(plan.dst.axes)
+    target = plan.target
+    different = map(target.mesh.origin, target.layout.axes)
+    stays_varying = block_axes.difference(plan.axes).union(different)
     # A permutation makes the block varying along all axes of the mesh, more than the plan's.
     return axis_types.as_invariant(y, varying_axes(y) - stays_varying)
 
@@ -247,7 +251,8 @@ def _embed(step: steps.Embed, x: jax.Array, context: StepContext) -> jax.Array:
     def places(device: int) -> NDArray[np.int64]:
         return inverse(_rows_kept(before, step.dim, step.shards, device), length)
 
-    return pick_rows(x, dim, group_table(before.mesh, axes, length, places), axes)
+    table = group_table(before.mesh, axes, length, places)
+    return pick_rows(x, dim, *over_whole_axes(table, axes, before.mesh))
 
 
 def _all_reduce(step: steps.AllReduce, x: jax.Array, context: StepContext) -> jax.Array:
@@ -258,11 +263,11 @@ def _all_reduce(step: steps.AllReduce, x: jax.Array, context: StepContext) -> ja
     block of 8 numbers is scattered in pieces of 2 within nodes; these are summed between nodes.
     """
     phases = context.phases(step.axes, step.op)
-    if not phases.has_several_speeds:
-        return ALL_REDUCE[step.op](x, step.axes)
-
     # Each phase has the arguments that tell a collective its devices, the fastest links first.
     scatter_phases = context.group_arguments(phases)
+    if step.op != "sum" or scatter_phases == [{"axis_name": step.axes}]:
+        return reduced(x, step.op, context.before.mesh, step.axes)
+
     sum_phases = []
     # The last phase is a `psum` if its devices are all of some axes. In smaller groups JAX has no
     # `psum` of typed values (check_vma): there a scatter and a gather do the same.
@@ -277,6 +282,15 @@ def _all_reduce(step: steps.AllReduce, x: jax.Array, context: StepContext) -> ja
     for devices in reversed(scatter_phases):
         pieces = lax.all_gather(pieces, **devices, tiled=True)
     return pieces[: x.size].reshape(x.shape)
+
+
+def reduced(x: jax.Array, op: str, mesh: Mesh, axes: Sequence[str]) -> jax.Array:
+    """Reduce blocks over the devices along axes of a plan's mesh; all get the result."""
+    devices = group_arguments(mesh, axes)
+    if "axis_index_groups" not in devices:
+        return ALL_REDUCE[op](x, **devices)
+    # JAX reduces typed values (check_vma) over whole axes alone.
+    return REDUCE_BLOCKS[op](lax.all_gather(x, **devices), axis=0)
 
 
 def _reduce_scatter(step: steps.ReduceScatter, x: jax.Array, context: StepContext) -> jax.Array:
@@ -300,8 +314,10 @@ def _reduce_scatter(step: steps.ReduceScatter, x: jax.Array, context: StepContex
 
     # XLA has a reduce-scatter for sums alone. For a max or min each device sends piece i to device
     # i, which reduces what arrives, [devices, *block]. A reduce-scatter would send as many bytes.
+    devices = group_arguments(before.mesh, axes)
     arrived = as_bits(
-        lambda bits: lax.all_to_all(bits, axes, split_axis=0, concat_axis=0, tiled=True), pieces
+        lambda bits: lax.all_to_all(bits, **devices, split_axis=0, concat_axis=0, tiled=True),
+        pieces,
     )
     return REDUCE_BLOCKS[step.op](arrived, axis=0)
 
@@ -329,12 +345,16 @@ def _all_to_all(step: steps.AllToAll, x: jax.Array, context: StepContext) -> jax
 
 def _exchange(step: steps.Exchange, x: jax.Array, context: StepContext) -> jax.Array:
     """Send boxes of elements between any devices."""
-    return exchange(step, x, context.before, context.after, context.transport)
+    in_order = context.fabric.profile.adds_in_order
+    return exchange(step, x, context.before, context.after, context.transport, in_order=in_order)
 
 
 def _mask(step: steps.Mask, x: jax.Array, context: StepContext) -> jax.Array:
     """Keep the block on the first device along the step's axes; zeros elsewhere: a sum."""
-    return jnp.where(lax.axis_index(step.axes) == 0, x, jnp.zeros_like(x))
+    mesh = context.before.mesh
+    is_first = np.arange(mesh.size(*step.axes)) == 0
+    is_kept = row_of_this_device(*over_whole_axes(is_first, step.axes, mesh))
+    return jnp.where(is_kept, x, jnp.zeros_like(x))
 
 
 def _permute(step: steps.Permute, x: jax.Array, context: StepContext) -> jax.Array:

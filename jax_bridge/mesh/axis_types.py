@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec
+from numpy.typing import NDArray
 
 from jax_bridge import versions
 from jax_bridge.versions import linear_primitive, manual_type
@@ -310,6 +311,20 @@ def subgroup_arguments(
     if tuple(groups) == (tuple(range(len(devices))),):
         return {"axis_name": span.names}
     return {"axis_name": span.names, "axis_index_groups": tuple(groups)}
+
+
+def over_whole_axes(
+    values: NDArray[Any], axes: Sequence[str], mesh: Mesh
+) -> tuple[NDArray[Any], tuple[str, ...]]:
+    """Return a table of the devices along sub-axes as one of those along JAX's axes, with their names.
+
+    Over x_1=2 of x split into x_0=2 and x_1=2, [a, b] -> [a, b, a, b] over x.
+    """
+    span = whole_axes(mesh, axes)
+    if span.sub_axes == tuple(axes):
+        return values, span.names
+    numbers = [mesh.index(device, axes) for device in mesh.group(0, span.sub_axes)]
+    return values[numbers], span.names
 
 
 class AxisSpan(NamedTuple):

@@ -13,7 +13,7 @@ from jax.sharding import Mesh as JaxMesh
 from jax_bridge.mesh.axis_types import bound_sizes, is_vmapped
 from xshard import Layout, Mesh, Profile, ProfileLike, Sharding, load_profile
 from xshard.arguments import lengths_of
-from xshard.cost.machine import AUTO, machine_of, node_processes, resolve_profile
+from xshard.cost.machine import AUTOS, machine_of, node_processes, resolve_profile, with_order_of
 from xshard.errors import MeshError, Span
 from xshard.layout.layout import check_axes
 from xshard.layout.lengths import sharding_of_block
@@ -293,11 +293,12 @@ def machine_profile(profile: ProfileLike, mesh: Any = None) -> ProfileLike:
         mesh: The mesh whose devices count; one without devices, or None: JAX's default ones.
     """
     asked = resolve_profile(profile)
-    if asked != AUTO:
+    if asked not in AUTOS:
         return asked
+    device = jax.devices()[0]
     if isinstance(mesh, jax.sharding.Mesh):
-        return _machine_of_device(mesh.devices.flat[0])
-    return _machine_of_device(jax.devices()[0])
+        device = mesh.devices.flat[0]
+    return with_order_of(asked, _machine_of_device(device))
 
 
 # Cached, since each call with profile="auto" asks: all devices of JAX are looked at.

@@ -76,7 +76,8 @@ def execute(
             source = _run_before(move, arrays[move.name], senders)
             shape = _with_added_dim(move.src, source.shape)
             messages = tuple(_messages(move, numbers))
-            parts.append(SentPart(len(sources), shape, messages, move.transfer.op))
+            in_order = move.plan.profile.adds_in_order
+            parts.append(SentPart(len(sources), shape, messages, move.transfer.op, in_order))
             sources.append(source)
         new_blocks.append(_new_block(array, tuple(parts)))
     participants = [devices[number] for number in numbers]

@@ -32,7 +32,13 @@ from xshard.state.files import BackgroundSave, Checkpoint, FileError
 from xshard.state.files import verify as compare_checksums
 from xshard.state.files.background import Writers, save_beside
 from xshard.state.files.folder import CheckpointLike, open_on_all
-from xshard.state.files.loading import Load, LoadKeywords, plan_load, read_block
+from xshard.state.files.loading import (
+    Load,
+    LoadKeywords,
+    plan_load,
+    read_block,
+    stored_constants,
+)
 from xshard.state.files.runs import check_numbered
 from xshard.state.files.saving import (
     Saving,
@@ -46,6 +52,7 @@ from xshard.trees import Leaf, named_once, place_of
 Wait = Callable[[], jax.Array]  # until an array is read
 T = TypeVar("T")
 
+_Constant = bool | int | float | str
 _ALIGNED = 64  # bytes: host memory that begins at a multiple becomes a device's without a copy
 
 
@@ -208,8 +215,8 @@ def load(  # noqa: PLR0913  one option for each decision of the user
         like: A tree of arrays, or of types as `jax.eval_shape` gives, maybe of flax or equinox: the
             result has its structure and dtypes. Its other leaves take the checkpoint's value if
             that has one.
-        strict: Every name has to be in both. Else arrays of the tree that are not in the checkpoint
-            stay.
+        strict: Every array, number and text has to be in both. Else those of the tree that are not in
+            the checkpoint stay, and a warning names them.
         dtype: The dtype of all floats, without `like`.
         profile: The machine. If it has a disk, devices that need the same rows may read a part each
             and share it.
@@ -244,9 +251,13 @@ def load(  # noqa: PLR0913  one option for each decision of the user
         types = {leaf.name: leaf.x for leaf in leaves if is_array(leaf.x)}
 
     checkpoint = open_on_all(path, all_or_none)
+    constants: dict[str, Any] = {}
 
     def plan_reads() -> dict[str, Load]:
-        """Plan how each array is read, by name."""
+        """Plan how each array is read, by name, and look up numbers and texts."""
+        if like is not None:
+            own = {leaf.name: leaf.x for leaf in leaves if isinstance(leaf.x, _Constant)}
+            constants.update(stored_constants(checkpoint, own, names, strict))
         planned = plan_load(
             checkpoint,
             rules,
@@ -271,11 +282,9 @@ def load(  # noqa: PLR0913  one option for each decision of the user
             move = (load.source.layout, load.target.layout)
             arrays[name] = reshard(arrays[name], move, mesh, donate=True, profile=profile)
     if like is None:
-        return {**checkpoint.readable_constants, **arrays}
-    new_leaves = []
-    for leaf in leaves:
-        stored = arrays.get(leaf.name, leaf.x)
-        new_leaves.append(stored if is_array(leaf.x) else checkpoint.constant(leaf.name, leaf.x))
+        return {**checkpoint.readable_constants(arrays), **arrays}
+    found = {**arrays, **constants}
+    new_leaves = [found.get(leaf.name, leaf.x) for leaf in leaves]
     return jax.tree.unflatten(jax.tree.structure(like), new_leaves)
 
 
@@ -412,7 +421,7 @@ def _plan_save(tree: Any, names: Names | None, shard_bytes: Bytes) -> _SavePlan:
             arrays[name] = x
             with located(place_of(name)):
                 sources[name] = _source(x)
-        elif isinstance(x, bool | int | float | str):
+        elif isinstance(x, _Constant):
             constants[name] = x
     saving = plan_save(sources, names, shard_bytes=shard_bytes, constants=constants)
     return _SavePlan(saving, arrays)

@@ -51,9 +51,11 @@ def in_this_world() -> Iterator[None]:
 class Forked:
     """What `subprocess.Popen` is to examples: `python -m MODULE ...`, whose lines are read."""
 
-    def __init__(self, command: list[str], **_: object) -> None:
+    def __init__(
+        self, command: list[str], env: Mapping[str, str] = os.environ, **_: object
+    ) -> None:
         out, into = os.pipe()
-        self.process = FORK.Process(target=_module, args=(command[2:], into))
+        self.process = FORK.Process(target=_module, args=(command[2:], dict(env), into))
         self.process.start()
         os.close(into)
         self.stdout = os.fdopen(out)
@@ -64,8 +66,8 @@ class Forked:
     def __exit__(self, *_: object) -> None:
         self.wait()
 
-    def wait(self) -> int | None:
-        self.process.join()
+    def wait(self, timeout: float | None = None) -> int | None:
+        self.process.join(timeout)
         return self.returncode
 
     @property
@@ -80,9 +82,12 @@ class Forked:
         self.wait()
 
 
-def _module(arguments: list[str], into: int) -> None:
+def _module(arguments: list[str], environment: dict[str, str], into: int) -> None:
     os.dup2(into, 1)
     os.close(into)
+    os.environ.update(environment)
+    if "OMP_NUM_THREADS" in environment:  # which torch has read when it was imported
+        sys.modules["torch"].set_num_threads(int(environment["OMP_NUM_THREADS"]))
     sys.argv = arguments
     _serve_forks()
     runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
@@ -100,7 +105,7 @@ def script(
 
     def popen(command: list[str], *args: Any, **more: Any) -> Any:
         return (
-            Forked(command)
+            Forked(command, **more)
             if command[:2] == [sys.executable, "-m"]
             else start(command, *args, **more)
         )

@@ -93,6 +93,14 @@ def test_whole_matrices_for_one_device_each() -> None:
     assert "elements per device [10240, 10240, 11264, 11264], largest difference 0.0" in text
 
 
+def test_stages_on_meshes_of_different_shape_train_as_one_device() -> None:
+    lines = printed("pipeline").splitlines()
+    assert "1F1B, stage 0: F0 F1 F2 B0 F3 B1 B2 B3" in lines
+    assert any(line.startswith("zero bubble, stage 1: F0 I0 ") and " W3" in line for line in lines)
+    results = [line for line in lines if line.endswith("as on one device: True")]
+    assert len(results) == 4 and len(lines) == 8
+
+
 def test_a_graph_network_on_a_sphere_is_that_of_one_device(tmp_path: Path) -> None:
     picture = tmp_path / "parts.svg"
     text = printed("graph_sphere", "--refinements", "2", "--parts", "4", "--picture", str(picture))
@@ -136,6 +144,22 @@ def test_a_server_outlives_its_trainer() -> None:
     assert lines[at].endswith("version 1 stays") and lines[at - 1].startswith("version 1: ")
     assert any("the last of these answers, by version 1, is later" in line for line in lines[at:])
     assert lines[-1].startswith("version 3: ") and lines[-1].endswith("moved a version")
+
+
+# Few processes, and in JAX few programs to compile: each is another mesh than dp=2,tp=2.
+ELSEWHERE = {"torch": ("--elsewhere", "dp=1,tp=2"), "jax": ("--elsewhere", "dp=1,tp=1", "--jax")}
+
+
+@pytest.mark.parametrize("framework", ELSEWHERE)
+def test_a_killed_run_goes_on_with_its_own_bits_and_elsewhere_as_on_one_device(
+    framework: str,
+) -> None:
+    text = printed("kill_and_resume", *ELSEWHERE[framework], "--steps", "8", "--save-every", "2")
+    assert "Resumed, the same mesh has its own bits, and another the losses of one device" in text
+    rows = {line[:20].strip(): line[20:].split() for line in text.splitlines()}
+    assert rows["undisturbed"][1:4] == ["1", "to", "8"]
+    assert int(rows["resumed"][1]) > 2
+    assert rows["resumed elsewhere"][0] == ELSEWHERE[framework][1]
 
 
 def test_the_demo_fails_where_a_gradient_or_a_loss_is_wrong() -> None:

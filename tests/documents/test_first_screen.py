@@ -38,6 +38,12 @@ def steps():
     return [rows[kept, False] / rows[kept, True] for kept in ("copies", "gathered")]
 
 
+def beside_fsdp2(figure):
+    """FSDP2's figure over ours, in each precision: the mean and the worst."""
+    ratios = [1 / row[figure] for row in recorded("models")["beside_fsdp2"]]
+    return math.prod(ratios) ** (1 / len(ratios)), min(ratios)
+
+
 def both(name, statement):
     """The mean of a ratio, and its worst case."""
     return claim(name, f"{statement}: geometric mean"), claim(name, f"{statement}: worst")
@@ -60,6 +66,8 @@ MEASURED = [
     (math.prod(transfers()) ** 0.5, min(transfers())),
     (claim("state", "orbax / ours"), None),
     (math.prod(steps()) ** 0.5, min(steps())),
+    beside_fsdp2("step"),
+    beside_fsdp2("memory"),
     (claim("planner", BOUND), None),
 ]
 

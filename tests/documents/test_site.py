@@ -187,6 +187,19 @@ def test_every_error_is_explained_on_its_page_as_in_the_skill() -> None:
     assert len(re.findall(r"^## \d+\. ", recipes, re.MULTILINE)) == 10
 
 
+def test_the_menu_says_what_you_do_before_what_was_decided(site: Path) -> None:
+    menu = " ".join(re.sub(r"<.*?>", " ", (site / "start.html").read_text()).split())
+    done = menu.index("Do I want to ...")
+    decided = menu.index("Measured and decided Why xshard")
+    assert done < menu.index("Train in a pipeline") < decided < menu.index("Decisions The house")
+
+
+def test_the_skill_is_a_page_that_the_readme_links(site: Path) -> None:
+    assert 'href="skill/SKILL.html"' in (site / "index.html").read_text()
+    page = (site / "skill/SKILL.html").read_text()
+    assert 'href="references/recipes.html"' in page and "<h2" in page
+
+
 def test_nothing_is_fetched(site: Path) -> None:
     for page in site.glob("**/*.html"):
         found = re.findall(

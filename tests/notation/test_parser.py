@@ -114,7 +114,7 @@ b n/a «n»   dim 'n' is named twice   an einsum takes diagonals: i i -> i
 ...«/»a   '...' stands for unsharded dims   name the dim to shard or widen it
 ...«:»halo(1,1)   '...' stands for unsharded dims   name the dim to shard or widen it
 n/ «|» sum(a)   expected a name, found '|'   a mesh axis follows '/', as in s/cp or s/zigzag(cp)
-s/«zagzig»(a)   unknown order 'zagzig'   orders are: block, balanced, zigzag, cyclic, sizes, intervals, by
+s/«zagzig»(a)   unknown order 'zagzig'   orders are: block, balanced, zigzag, cyclic, sizes, intervals, by, spread
 s/(a «b»)   expected ')', found 'b'
 s/(a,«)»   expected a name, found ')'
 n |«»   expected a name, found the end   tags are: sum, mean, max, min, copy
@@ -174,9 +174,9 @@ n/a «→» n   unexpected character '→'   did you mean '->'? an expression re
 n/a «-»-> n   unexpected character '-'   did you mean '->'? an expression reads: layout -> layout
 n/a«*»b -> n   unexpected character '*'   axes taken as one are listed, as in s/(dp,cp)
 n/«striped»(a) -> n   unknown order 'striped'
-    did you mean 'cyclic'? orders are: block, balanced, zigzag, cyclic, sizes, intervals, by
+    did you mean 'cyclic'? orders are: block, balanced, zigzag, cyclic, sizes, intervals, by, spread
 n/«zig_zag»(a) -> n   unknown order 'zig_zag'
-    did you mean 'zigzag'? orders are: block, balanced, zigzag, cyclic, sizes, intervals, by
+    did you mean 'zigzag'? orders are: block, balanced, zigzag, cyclic, sizes, intervals, by, spread
 n/by(a,«cells») d -> n   no map 'cells'   pass maps={'cells': xs.Owners(...)}
 n:reads(«near») -> n   no map 'near'   pass maps={'near': xs.Needs(...)}
 n/by(a«)» -> n   expected ',', found ')'   by takes its axes and a map, as in by(gp,cells)

@@ -26,8 +26,9 @@ from xshard.pictures.elements import COLOURS, SHARED
 from xshard.pictures.grid import Picture, picture, title
 from xshard.pictures.html import html
 from xshard.pictures.rows import MAX_BLOCKS
-from xshard.pictures.svg import MAX_DEVICES, plan_svg, sharding_svg
+from xshard.pictures.svg import EXPOSED_COLOUR, MAX_DEVICES, plan_svg, sharding_svg, timeline_svg
 from xshard.pictures.terminal import renderable
+from xshard.schedule import COMPUTING, EXPOSED, Start, Turn, prefetched
 from xshard.testing.diagnosis.causes import Cause
 from xshard.testing.mismatch import EquivalenceError, Mismatch, Subject
 
@@ -277,9 +278,19 @@ def test_every_device_has_its_own_look() -> None:
     assert len({tuple(look) for look in many.values()}) == 32
 
 
-def test_replicas_share_one_look() -> None:
-    assert looks("n d/b", "a=2,b=2", 4, 4)[0] == looks("n d", "a=4", 4, 4)[3] == [SHARED]
+def test_replicas_have_the_colour_of_the_device_in_front() -> None:
+    halves = looks("n d/b", "a=2,b=2", 4, 4)
+    assert halves[0] == [COLOURS[0]] and halves[1] == [COLOURS[1]]
+    for copy, front in ((2, 0), (3, 1)):
+        colour, hatch = halves[copy]
+        assert colour == COLOURS[front] and "replica" in str(hatch)
+    assert {look[0] for look in looks("n d", "a=4", 4, 4).values()} == {COLOURS[0]}
     assert looks("n | copy(a)", "a=2", 4)[1][0] == COLOURS[1]
+    # Rows of a lane are on replicas of one device, or in parts on several.
+    lanes = [looks(layout, "a=2,b=2", 8, 4) for layout in ("n/a:halo(1,1) d", "n/a:halo(1,1) d/b")]
+    assert SHARED not in str(lanes[0]) and SHARED in str(lanes[1])
+    drawn = sharding_svg(picture(sharding("n d/b", "a=2,b=2", 4, 4)))
+    assert "hatched: a copy, in the colour of the device in front" in drawn
 
 
 def test_a_device_without_rows_is_named() -> None:
@@ -414,3 +425,30 @@ def test_show_displays_in_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "IPython.display", display)
     xs.show(MESH)
     assert shown == [html(MESH)]
+
+
+def test_a_timeline_has_a_lane_for_the_device_and_one_for_each_link() -> None:
+    moves = [
+        Start(name, 8, link=link, seconds=1.0) for name, link in (("a", "nodes"), ("b", "fast"))
+    ]
+    turns = [Turn(f"module {move.name}", 2.0, move) for move in moves]
+    timeline = prefetched(turns, prefetch=1).timeline()
+    svg = timeline_svg(timeline)
+    tops: dict[str, set[float]] = {}
+    waited = 0.0
+    for box, span in zip(elements(svg, "rect"), timeline.spans, strict=True):
+        lane = COMPUTING if span.lane == EXPOSED else span.lane
+        tops.setdefault(lane, set()).add(float(box.attrib["y"]))
+        assert float(box.attrib["width"]) == pytest.approx(
+            720 * (span.end_s - span.begin_s) / 5, abs=0.01
+        )
+        if box.attrib["fill"] == EXPOSED_COLOUR:
+            waited += span.end_s - span.begin_s
+    assert {lane: len(of_lane) for lane, of_lane in tops.items()} == {
+        COMPUTING: 1,
+        "nodes": 1,
+        "fast": 1,
+    }
+    assert len(set.union(*tops.values())) == 3
+    assert waited == timeline.exposed_s == 1.0
+    assert "1.00 s exposed" in html(timeline) and svg in html(timeline)

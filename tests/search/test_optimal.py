@@ -226,7 +226,7 @@ def least_over_parts(mesh, shape, src, dst, profile):
     if src.tags or dst.tags or not split:
         return math.inf
     fine = SubAxisMesh(mesh, split)
-    start, goal = (fine.factored(xs.Sharding(end, mesh, shape)) for end in (src, dst))
+    start, goal = (xs.Sharding(end, mesh, shape).on_sub_axes(fine) for end in (src, dst))
     start, goal = (end.with_layout(end.normal_layout) for end in (start, goal))
     free = [part for a in changing for part in fine.sub_axes[a]]
     blocks = tuple(map(math.gcd, start.max_local_shape, goal.max_local_shape))

@@ -67,7 +67,7 @@ STEPS = [
 def test_a_step_over_all_parts_costs_what_it_costs_over_the_axis(layout, step, profile):
     fine = SubAxisMesh(MESH, (("x", (2, 2)),))
     here = xs.Sharding(xs.Layout.parse(layout), MESH, (64, 128))
-    there = fine.factored(here)
+    there = here.on_sub_axes(fine)
     there = there.with_layout(there.normal_layout)
     ways = (here, step((Shard(("x",)),))), (there, step((Shard(("x_0",)), Shard(("x_1",)))))
     one, other = (astuple(price(s, at, s.after(at), 4, profile)) for at, s in ways)

@@ -208,8 +208,10 @@ def test_dtypes_of_another_kind_are_refused(comm_dtype, block: torch.dtype, reas
 
 
 def test_what_is_said_for_both_ways() -> None:
-    assert comm_dtype_of(torch.float16, torch.float32) == CommDtype(torch.float16, torch.float16)
-    assert comm_dtype_of((None, torch.complex64), torch.complex128) == CommDtype(
-        torch.complex128, torch.complex64
+    assert comm_dtype_of(torch.float16, torch.float32) == CommDtype(
+        torch.float16, torch.float16, torch.float32
     )
-    assert comm_dtype_of(None, torch.int8) == CommDtype(torch.int8, torch.int8)
+    assert comm_dtype_of((None, torch.complex64), torch.complex128) == CommDtype(
+        torch.complex128, torch.complex64, torch.complex128
+    )
+    assert comm_dtype_of(None, torch.int8) == CommDtype(torch.int8, torch.int8, torch.int8)

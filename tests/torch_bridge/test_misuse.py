@@ -25,6 +25,7 @@ ROOMS = (xt, xt.nn, xt.ops, xt.dtensor)
 # Verbs that no wrong argument reaches, by the reason.
 LEFT = {
     "PendingTensor": "calls make it",
+    "Precision": "its dtypes are tried in tests of precision",
     "nn.checkpoint": "all its arguments are the function's",
 }
 COMPAT = {
@@ -108,6 +109,7 @@ def calls(path: str) -> dict[str, Callable[[], Call]]:
     folder = f"{path} meanwhile"
     add("async_save", async_save, tree={"a": x}, path=folder, rules={"**": "..."}, mesh=MESH)
     add("save", xt.save, tree={"a": x}, path=path, rules={"**": "..."}, mesh=MESH)
+    made["halves"] = lambda: Call(xt.halves, {"model": parallel()})
     made["own_experts"] = lambda: Call(
         xt.own_experts, {"module": Experts(), "axis": "tp", "mesh": MESH}
     )

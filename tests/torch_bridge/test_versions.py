@@ -184,6 +184,14 @@ def test_autograd_tells_of_writes_views_and_backward_passes():
     assert events == [True, "end", "over", True, "over"]
     events.clear()
 
+    root = weight.exp().sum()
+    weight.register_hook(lambda _: events.extend(autograd.roots_of_backward_pass()))
+    numbers = [autograd.number_of_node(root.grad_fn), autograd.number_of_next_node()]
+    assert numbers[1] == numbers[0] + 1 and autograd.shape_of_node(root.grad_fn) == ()
+    with pytest.raises(ZeroDivisionError):
+        root.backward()
+    assert autograd.roots_of_backward_pass() == []
+
     class Asks(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):

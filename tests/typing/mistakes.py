@@ -1,4 +1,4 @@
-"""32 mistakes of users, one a line: a checker that misses one says that its comment ignores nothing."""
+"""34 mistakes of users, one a line: a checker that misses one says that its comment ignores nothing."""
 
 from __future__ import annotations
 
@@ -40,6 +40,8 @@ def in_torch(x: Tensor) -> None:
 
 def of_models(x: Tensor, network: Network) -> None:
     xt.suggest(network, x, MESH, memroy="80GiB")  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
+    xt.parallelize(network, RULES, RULES, MESH, precision=xt.Precision("bfloat16"))  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    xt.parallelize(network, RULES, RULES, MESH, precision={"**": "bfloat16"})  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
     xt.own_experts(network, "ep", MESH, gahters="layers.*")  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
     linear: nn.Linear = xt.parallelize(network, RULES, RULES, MESH)  # type: ignore[assignment]  # pyright: ignore[reportAssignmentType]
     linear = xt.load("step_1", like=network)  # type: ignore[assignment]  # pyright: ignore[reportAssignmentType]

@@ -79,8 +79,14 @@ def of_layers_in_torch(x: Tensor, has_lse: bool) -> None:
 def of_models_in_torch(batch: Tensor) -> None:
     plan = xt.suggest(Network(), {"x": batch}, MESH, memory="80GiB", recompute=True)
     model = xt.parallelize(Network(), plan.parameters, plan.inputs, MESH, bucket_bytes="1MiB")
+    low = xt.Precision(torch.bfloat16, reduce_dtype=torch.float32)
+    xt.parallelize(Network(), RULES, RULES, MESH, precision=low)
+    by_name = {"**.norm": xt.Precision(torch.float32, output_dtype=torch.bfloat16), "": low}
+    xt.own_experts(Network(), "ep", MESH, precision=by_name)
+    xt.suggest(Network(), torch.ones(2), MESH, precision=low, memory="80GiB")
     assert_type(model, Network)
     print(model.width, plan.seconds)
+    assert_type(xt.halves(model, 3, module="body", dims={"x": 0, 1: None}), Network)
     assert_type(xt.own_experts(Network(), "ep", MESH, device="cuda", keep=True), Network)
     with xt.no_sync(model):
         assert_type(xt.grad_norm(model), Tensor)

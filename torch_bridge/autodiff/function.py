@@ -134,4 +134,4 @@ def apply(executable: Executable, block: Tensor) -> Tensor:
         return Redistribute.apply(executable, block)
     # The winners of a max or min are those in the communication dtype, where more values are equal.
     uncast = replace(executable, casts=None)
-    return Redistribute.apply(uncast, block.to(executable.casts.forward)).to(block.dtype)
+    return Redistribute.apply(uncast, block.to(executable.dtype)).to(block.dtype)

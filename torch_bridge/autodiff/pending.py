@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from torch_bridge.autodiff.function import Redistribute
+from torch_bridge.autodiff.turns import current_part, let_others_compute
 from torch_bridge.errors import CollectiveError
 from torch_bridge.lower.executable import BucketedExecutable, Executable
 from torch_bridge.lower.transfer import TransferExecutable
@@ -18,14 +19,12 @@ from torch_bridge.mesh.desync import Compared
 from torch_bridge.versions.pytree import tree_map
 from xshard.errors import end_at_user
 
-Runnable = Executable | BucketedExecutable | TransferExecutable
-
 
 @dataclass(eq=False)
 class InFlight:
     """One execution of a plan, or of several together, between its beginning and its end."""
 
-    executable: Runnable
+    executable: Any  # one of `lower`, or another map that can `begin`
     finish: Callable[[], Any] | None = None  # ends it; None before it begins, and afterwards
     # Executions of its derivatives that one half has begun and the other has to end: "backward",
     # "tangent", or the size of a batch.
@@ -88,7 +87,7 @@ class Half:
         return Half(derivatives[kind], begins, batch)
 
 
-def begin(executable: Runnable, *blocks: Tensor) -> Callable[[], Any]:
+def begin(executable: Any, *blocks: Tensor) -> Callable[[], Any]:
     """Start a move, differentiably, that goes on while you compute; return a function that ends it.
 
     All processes begin and end theirs in the same order. For autograd it is two functions, each a
@@ -96,12 +95,28 @@ def begin(executable: Runnable, *blocks: Tensor) -> Callable[[], Any]:
     only links the two. In the backward pass they change roles.
 
     Args:
-        executable: The move, ready to run.
+        executable: The move, ready to run: a linear map that can `begin`.
         *blocks: This process's block of each tensor that it moves.
     """
     in_flight = InFlight(executable)
     token = Redistribute.apply(Half(in_flight, begins=True), *blocks)
-    return partial(Redistribute.apply, Half(in_flight, begins=False), token)
+
+    def end() -> Any:
+        try:
+            let_others_compute()
+        except BaseException:
+            in_flight.finish = None  # what is dropped is awaited: nothing stays on the way
+            raise
+        return Redistribute.apply(Half(in_flight, begins=False), token)
+
+    return end
+
+
+def move_in_turn(executable: Any, *blocks: Tensor) -> Any:
+    """Run a linear move, differentiably; in a part of a batch, others compute while it is under way."""
+    if current_part() is None:
+        return Redistribute.apply(executable, *blocks)
+    return begin(executable, *blocks)()
 
 
 if TYPE_CHECKING:

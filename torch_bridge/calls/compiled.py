@@ -17,7 +17,7 @@ from torch_bridge.autodiff.blocks import is_dtensor
 from torch_bridge.autodiff.function import apply
 from torch_bridge.autodiff.pending import PendingTensor
 from torch_bridge.calls.move import TRACED, MoveCall, check_no_transform
-from torch_bridge.comm_dtype import CommDtypeLike, comm_dtype_of
+from torch_bridge.comm_dtype import CommDtype, CommDtypeLike, comm_dtype_of
 from torch_bridge.lower.rules import lower
 from torch_bridge.mesh.process_mesh import ProcessMesh, mesh_of
 from torch_bridge.versions.compiler import first_value, nonstrict_trace, unwrapped_mesh
@@ -107,7 +107,7 @@ def _recorded(
     """
     if "comm_dtype" in options:
         names = options["comm_dtype"]
-        comm_dtype = [getattr(torch, name.removeprefix("torch.")) for name in names]
+        comm_dtype = CommDtype(*[getattr(torch, name.removeprefix("torch.")) for name in names])
         options = {**options, "comm_dtype": comm_dtype}
     if isinstance(mesh, tuple):
         axes, sizes = mesh
@@ -159,8 +159,8 @@ def _redistribute(
     traced = _plan_for_variable_lengths(call, x, shape)
     symbols = {traced.plan.source.layout.names[d]: x.shape[d] for d in traced.variable_dims}
     executable = lower(traced.plan, traced.processes, x.device, symbols)
-    backward_dtype = comm_dtype_of(call.comm_dtype, x.dtype).backward
-    return apply(executable.casting(x.dtype, backward_dtype), x)
+    travels = comm_dtype_of(call.comm_dtype, x.dtype)
+    return apply(executable.casting(x.dtype, travels), x)
 
 
 TRACED["redistribute"] = _redistribute
@@ -232,12 +232,12 @@ def _plan_traced(call: MoveCall, x: Tensor, shape: Any, lengths: dict[int, int])
     local_shape = planned(x.shape)
     if shape is not None:
         call = call._replace(shape=planned(shape))
-    backward_dtype = comm_dtype_of(call.comm_dtype, x.dtype).backward
+    travels = comm_dtype_of(call.comm_dtype, x.dtype)
     # Planning makes process groups and tensors that are cached for later calls: these must not be
     # fake.
     with unset_fake_temporarily():
         plan, processes = call.plan((local_shape, x.dtype, x.device))
-        executable = lower(plan, processes, x.device).casting(x.dtype, backward_dtype)
+        executable = lower(plan, processes, x.device).casting(x.dtype, travels)
         derivatives: list[Plan] = []
         if x.requires_grad and torch.is_grad_enabled():
             if executable.is_linear:

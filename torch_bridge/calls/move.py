@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from torch_bridge.comm_dtype import CommDtypeLike, comm_dtype_of, comm_dtypes
+from torch_bridge.comm_dtype import CommDtype, CommDtypeLike, comm_dtype_of, comm_dtypes
 from torch_bridge.lower.executable import Executable, check_dense
 from torch_bridge.lower.rules import lower
 from torch_bridge.mesh import process_mesh as meshes
@@ -67,7 +67,7 @@ class MoveCall(NamedTuple):
     mesh: MeshLike
     shape: tuple[int, ...] | None = None  # the global shape; None: inferred from the block
     profile: ProfileLike = AUTO
-    comm_dtype: CommDtypeLike = None
+    comm_dtype: CommDtypeLike | CommDtype = None
 
     @classmethod
     def of(
@@ -209,8 +209,8 @@ def _executable(call: MoveCall, block: Block, world: object) -> Executable:
     # Errors are not cached: a wrong call raises each time.
     plan, processes = call.plan(block)
     _, dtype, device = block
-    backward_dtype = comm_dtype_of(call.comm_dtype, dtype).backward
-    return lower(plan, processes, device).casting(dtype, backward_dtype)
+    travels = comm_dtype_of(call.comm_dtype, dtype)
+    return lower(plan, processes, device).casting(dtype, travels)
 
 
 def call_cached(cached: Callable[..., Any], blocks: Sequence[Tensor], *key: Any) -> Any:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
 from torch_bridge.calls import move as calls
-from torch_bridge.comm_dtype import CommDtypeLike, comm_dtype_of, comm_dtypes
+from torch_bridge.comm_dtype import CommDtype, CommDtypeLike, comm_dtype_of, comm_dtypes
 from torch_bridge.contractions.executable import ContractionExecutable, Lowering
 from torch_bridge.contractions.local import LocalContraction
 from torch_bridge.lower.rules import lower
@@ -56,7 +56,7 @@ class EinsumCall(NamedTuple):
     sizes: Sizes | None  # lengths by name that are known
     profile: ProfileLike
     memory_limit: int | None
-    comm_dtype: CommDtypeLike
+    comm_dtype: CommDtypeLike | CommDtype
     overlap: str
 
     @classmethod

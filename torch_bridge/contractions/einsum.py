@@ -24,6 +24,8 @@ from xshard import ProfileLike
 from xshard.contractions.plan import ContractionPlan
 from xshard.contractions.ring import NEVER, OVERLAPS, Overlapping
 from xshard.contractions.shapes import for_operands, shapes_of, written_shardings
+from xshard.cost.machine import with_addends
+from xshard.cost.model import FREE, Addends
 from xshard.errors import (
     MeshError,
     PlanError,
@@ -50,6 +52,7 @@ class EinsumKeywords(TypedDict, total=False):
     save: Literal["used", "given"]
     overlap: Overlapping
     comm_dtype: CommDtypeLike
+    addends: Addends
     maps: Maps | None
 
 
@@ -82,6 +85,7 @@ def einsum(  # noqa: PLR0913  a verb with the options of plans and of calls
     save: Literal["used", "given"] = "used",
     overlap: Overlapping = NEVER,
     comm_dtype: CommDtypeLike = None,
+    addends: Addends = FREE,
     async_op: bool = False,
     maps: Maps | None = None,
 ) -> Tensor:
@@ -111,6 +115,7 @@ def einsum(  # noqa: PLR0913  a verb with the options of plans and of calls
         overlap: Whether a gather or a reduce-scatter may run in rounds, in which one part is contracted while
             the next travels: "never", "auto" where the profile predicts a gain, "always" where it can.
         comm_dtype: As in `redistribute`.
+        addends: As in `redistribute`, for the moves. Which products are added follows from the plan.
         async_op: Return at once, with a `PendingTensor`; the move of the result is under way.
         maps: As in `redistribute`.
 
@@ -132,6 +137,8 @@ def einsum(  # noqa: PLR0913  a verb with the options of plans and of calls
         >>> xt.testing.run_ranks(2, layer)
         [[[0], [0]], [[4], [4]]]
     """
+    if addends != FREE:
+        profile = with_addends(profile, addends, expression)
     options: dict[str, Any] = {
         "shape": shape,
         "sizes": sizes,

@@ -222,7 +222,7 @@ class Lowering:
         stages = plain
         # The ring adds while pieces travel. With a communication dtype other than the blocks',
         # sums would be added in that dtype: then operands are moved as a whole instead.
-        if part.ring is not None and self.travels == (self.block, self.block):
+        if part.ring is not None and self.travels == (self.block, self.block, self.block):
             stages = self._in_rounds(plain, local, part.ring, text)
         return PartExecutable(part.operand_indices, plain, stages, receives)
 
@@ -249,7 +249,7 @@ class Lowering:
         # No cast without a message.
         dtype = self.travels.forward if plan.bytes_received else self.block
         move = self.lower(in_dtype(plan, dtype), self.processes, self.tensor_device)
-        move = move.casting(self.block, self.travels.backward)
+        move = move.casting(self.block, self.travels._replace(forward=dtype))
         move = replace(move, may_return_input=may_return_input, contraction=text)
         if self.differentiated:
             move.plan_gradient()

@@ -176,7 +176,7 @@ def check_placed(x: DTensor, layout: Layout, text: str, span: Span | None = None
     stated = Sharding(layout, mesh, shape)
     inferred = from_placements(x.placements, mesh, x.ndim, shape)
     # What the placements say, with the names of dims that the user wrote.
-    placed = stated.with_layout(inferred.with_names(stated.layout.names))
+    placed = Sharding(inferred.with_names(stated.layout.names), mesh, shape)
     # "copy" says that gradients of replicas are to be summed. Placements cannot say that: it is left
     # out of the comparison.
     uncopied = stated.with_layout(without_tags(stated.layout, stated.layout.tagged("copy")))
@@ -261,9 +261,10 @@ def _split_factors(
     if shape is not None and not _is_nesting(dim):
         simplest = Sharding(layout, mesh, tuple(shape)).normal_layout.dims[d]
     length = None if shape is None else shape[d]
-    factors = factors_of(simplest, mesh, length)
-    if factors is not None:
-        return factors
+    if set(simplest.axes) <= set(mesh.axes):  # and not sub-axes, for which `spread` stands
+        factors = factors_of(simplest, mesh, length)
+        if factors is not None:
+            return factors
     text = str(layout)
     spans_by_dim = dict(text_spans(text).dims)
     hint = _hint_of_unplaceable(dim, simplest, has_shape=shape is not None)
@@ -280,6 +281,8 @@ def _hint_of_unplaceable(dim: Dim, normal: Dim, *, has_shape: bool) -> str:
     hint = "its placements cut into contiguous parts, or deal out rows in turn"
     if dim.overlap is not None:
         return hint
+    if has_shape and dim.spread_axes:
+        return "devices share its units: xt.state_dict has it whole, xt.save writes each unit once"
     if not has_shape and "zigzag" not in orders:
         return f"{hint}; pass shape=, which may make it one of them"
     if has_shape and orders == {"block"}:

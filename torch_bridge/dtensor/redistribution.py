@@ -15,7 +15,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torch_bridge.autodiff.blocks import check_not_swapped
 from torch_bridge.autodiff.pending import compare_gradients_of
 from torch_bridge.calls.move import MoveCall
-from torch_bridge.comm_dtype import comm_dtype_of
+from torch_bridge.comm_dtype import CommDtype, comm_dtype_of
 from torch_bridge.dtensor import function as moves
 from torch_bridge.dtensor.function import DTensorMove, End, RedistributeDTensor
 from torch_bridge.dtensor.placements import (
@@ -407,7 +407,8 @@ def local_part(x: DTensor, call: MoveCall) -> LocalPart | None:
     def finish(y: Tensor) -> Tensor:
         return _permuted(move.dst.dtensor(y, x.shape), call)
 
-    return LocalPart(block, executable.casting(x.dtype, move.op_dtype), finish)
+    travels = CommDtype(move.op_dtype, move.op_dtype, result=x.dtype)
+    return LocalPart(block, executable.casting(x.dtype, travels), finish)
 
 
 def _permuted(y: DTensor, call: MoveCall) -> Tensor:

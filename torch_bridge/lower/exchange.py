@@ -54,6 +54,8 @@ class Assembly(NamedTuple):
         me: int,
         op: str | None,
         fills: tuple[Fill, ...] = (),
+        *,
+        rounds_once: bool = False,
     ) -> Assembly:
         """Make a block of `shape` of all messages, in the order of `incoming`.
 
@@ -61,7 +63,8 @@ class Assembly(NamedTuple):
         """
         own_rows = iter([part.rows for part in outgoing if part.peer == me])
         kept = tuple(next(own_rows) if part.peer == me else None for part in incoming)
-        return cls(kept, Packing(shape, tuple(part.rows for part in incoming), None, op, fills))
+        rows = tuple(part.rows for part in incoming)
+        return cls(kept, Packing(shape, rows, None, op, fills, rounds_once))
 
     def place(self, block: Tensor, messages: Iterable[Tensor]) -> Tensor:
         """Return the new block, of the old one and the messages of others, each in its shape."""
@@ -91,12 +94,16 @@ def exchange(step: steps.Exchange, context: StepContext) -> Move:
 
     # Rows of this process's own block do not travel: they are read from it at the end.
     ordered = _in_order_of_addition(incoming, axes, context, me)
-    assembly = Assembly.of(context.shapes.after, outgoing, ordered, me, op, _fills(context))
+    in_order = context.adds_in_order
+    assembly = Assembly.of(
+        context.shapes.after, outgoing, ordered, me, op, _fills(context), rounds_once=in_order
+    )
     traffic = steps.Exchange(after.layout).traffic(before)
     if not traffic.received:  # by any device of the mesh, so that all or none call the collective
         return partial(assembly.place, messages=())
     sent = _packing_of_others(context.shapes.before, outgoing, group, me, op)
     received = _packing_of_others(context.shapes.after, incoming, group, me, op)
+    received = replace(received, rounds_once=in_order)
     collective = Collective("all_to_all", group, sent.sizes_by_rank, received.sizes_by_rank)
     if any(assembly.kept) or assembly.whole.fills:
         return _ExchangeOfRows(collective, sent, received, assembly)
@@ -133,12 +140,15 @@ def _parts(messages: Iterable[Message], end: int, context: StepContext, group: G
 def _in_order_of_addition(
     incoming: list[Part], axes: Sequence[str], context: StepContext, me: int
 ) -> list[Part]:
-    """Return messages in the order of the ranks, so that replicas and copies add in one order."""
+    """Return messages in the order of the ranks where that matters, else own rows first.
+
+    Replicas and copies have to add in one order, and all blocks if a plan asks for it.
+    """
     layout = context.after.layout
     are_results_unique = set(axes) <= set(layout.axes) - set(layout.tagged("copy"))
-    if not are_results_unique:
+    if context.adds_in_order or not are_results_unique:
         return incoming
-    # No replicas or copies, which would have to add in one order: own rows come first.
+    # Own rows first: what others add to a fold is small beside them.
     return sorted(incoming, key=lambda part: part.peer != me)
 
 

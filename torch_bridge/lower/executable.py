@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from torch_bridge.comm_dtype import CommDtype
 from torch_bridge.lower.collectives import CARRIERS, Pending
 from torch_bridge.lower.packed_collective import (
     PackedCollective,
@@ -20,6 +21,7 @@ from torch_bridge.lower.packed_collective import (
 from torch_bridge.mesh import desync
 from torch_bridge.mesh.failures import name_place, with_place_in_errors
 from torch_bridge.mesh.process_mesh import ProcessMesh
+from torch_bridge.versions.autograd import lazy_copies
 from xshard import Plan
 from xshard.dtypes import name_of
 from xshard.errors import DtypeError, ShapeError
@@ -56,11 +58,10 @@ class computed_once(Generic[T]):  # noqa: N801 (read as the decorator that it is
 
 
 class Casts(NamedTuple):
-    """The dtype of blocks, and the dtypes in which they and their gradients travel."""
+    """The dtype of blocks, and the dtypes in which they and their gradients travel and arrive."""
 
     block: torch.dtype
-    forward: torch.dtype
-    backward: torch.dtype
+    travels: CommDtype
 
 
 class WinnerExecutables(NamedTuple):
@@ -135,9 +136,9 @@ class Executable:
         except Exception as error:
             name_place(error, self._place(move))
             raise
-        # Without any move the result would be the input itself, and callers may write to the
+        # Without any move or cast the result would be the input itself, and callers may write to the
         # result.
-        if out is start and not self.may_return_input:
+        if out is start and block.dtype == self.dtype and not self.may_return_input:
             out = start.clone(memory_format=torch.contiguous_format)
         return self.leave(out)
 
@@ -165,8 +166,8 @@ class Executable:
     def enter(self, block: Tensor) -> Tensor:
         """Return a block as the first move takes it. Raises ShapeError if it is not dense."""
         block = dense(block)
-        if self.casts and block.dtype != self.casts.forward:
-            block = block.to(self.casts.forward, memory_format=torch.contiguous_format)
+        if self.casts and block.dtype != self.dtype:
+            block = block.to(self.dtype, memory_format=torch.contiguous_format)
         if self.carrier is self.dtype:
             return block
         return block.view(self.carrier)
@@ -176,7 +177,7 @@ class Executable:
         if self.carrier is not self.dtype:
             out = out.view(self.dtype)
         if self.casts:
-            return out.to(self.casts.block)
+            return out.to(self.casts.travels.result)
         return out
 
     def begin(self, block: Tensor) -> Pending:
@@ -233,26 +234,26 @@ class Executable:
             return f"{step}, for '{self.contraction}'"
         return step
 
-    def casting(self, block_dtype: torch.dtype, gradient_dtype: torch.dtype) -> Executable:
+    def casting(self, block_dtype: torch.dtype, travels: CommDtype) -> Executable:
         """Return this executable for blocks of another dtype, which are cast before and after it.
 
-        A plan in bfloat16 with casting(float32, float32): float32 blocks travel in bfloat16, their
-        gradients in float32.
+        A plan in bfloat16 with casting(float32, (bfloat16, float32, float32)): float32 blocks travel in
+        bfloat16 and arrive in float32; their gradients travel in float32.
 
         Args:
-            block_dtype: The dtype of blocks before and after.
-            gradient_dtype: The dtype in which gradients travel.
+            block_dtype: The dtype of blocks before.
+            travels: The dtypes in which blocks travel, that of the plan, and arrive, and gradients travel.
 
         Raises:
             DtypeError: For a max or min, whose gradient travels as its values do.
         """
-        if not self.is_linear and self.dtype != gradient_dtype:
+        if not self.is_linear and self.dtype != travels.backward:
             text = self.plan.src
             message = f"the gradient of '{text}' goes to the values that are equal to the result"
             raise DtypeError(message, hint=f"it travels in the same dtype: comm_dtype={self.dtype}")
-        if block_dtype == self.dtype == gradient_dtype:
+        if all(dtype == self.dtype for dtype in (block_dtype, *travels)):
             return self
-        return replace(self, casts=Casts(block_dtype, self.dtype, gradient_dtype))
+        return replace(self, casts=Casts(block_dtype, travels))
 
     @cached_property
     def is_linear(self) -> bool:
@@ -266,8 +267,9 @@ class Executable:
             adjoint = self.lower(self.plan.backward)
         else:
             # Cotangents travel in their own dtype, and their cotangents in the one of the blocks.
-            block, forward, backward = self.casts
-            adjoint = self.lower(in_dtype(self.plan, backward).backward).casting(block, forward)
+            block, travels = self.casts
+            adjoint = self.lower(in_dtype(self.plan, travels.backward).backward)
+            adjoint = adjoint.casting(travels.result, travels.adjoint(block))
         if self.contraction:
             return replace(adjoint, contraction=self.contraction)
         return adjoint
@@ -397,7 +399,8 @@ def _begin_in_lock_step(
 ) -> Callable[[], list[Tensor]]:
     """Run several plans together until their last collective is under way; return what ends them."""
     if len(executables) == 1:
-        end_one = executables[0].begin(blocks[0])
+        # Its messages may be the block itself, which the caller may write to meanwhile.
+        end_one = executables[0].begin(*lazy_copies(blocks))
         return lambda: [end_one()]
     n_collectives = len(executables[0].collectives)
     outs = _run_up_to(n_collectives - 1, executables, blocks)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from torch_bridge.errors import DesyncError
 from torch_bridge.lower.collectives import Collective, Pending
-from torch_bridge.lower.packing import Packing
+from torch_bridge.lower.packing import COMBINE, Packing
 from torch_bridge.mesh.desync import CallFacts, compare_ranks
 from torch_bridge.mesh.process_mesh import Group
 from torch_bridge.versions.modes import without_modes
@@ -77,6 +77,8 @@ class _LocalReduction(PackedCollective):
 
     def place(self, block: Tensor, parts: Sequence[Tensor]) -> Tensor:
         messages = [part.view(self.received.shape) for part in parts]
+        if len(messages) == 2:  # without the copy that `stack` makes
+            return COMBINE[self.op](*messages)
         return self.unpack(block, torch.stack(messages))
 
 
@@ -174,7 +176,7 @@ def _messages_by_move(joint: Tensor, sizes: MessageSizes) -> list[Sequence[Tenso
     rank_major_sizes: list[int] = []
     for sizes_of_moves in zip(*sizes, strict=True):
         rank_major_sizes.extend(sizes_of_moves)
-    parts = joint.split(rank_major_sizes)
+    parts = joint.split_with_sizes(rank_major_sizes)
     return [parts[i::move_count] for i in range(move_count)]
 
 

@@ -24,11 +24,13 @@ from torch_bridge.lower.subarray import (
 from xshard.layout.runs import Runs, common_segments
 
 # How a message combines with rows that an earlier one has put into the block.
-_COMBINE: dict[str, Callable[..., Tensor]] = {
+COMBINE: dict[str, Callable[..., Tensor]] = {
     "sum": torch.add,
     "max": torch.maximum,
     "min": torch.minimum,
 }
+
+_SHORT_FLOATS = (torch.bfloat16, torch.float16)
 
 
 class Interval(NamedTuple):
@@ -61,6 +63,7 @@ class Packing:
     counts: tuple[int, ...] | None = None  # messages per rank; None: one each
     op: str | None = None  # how messages that share rows combine (max, min: all rows or none)
     fills: tuple[Fill, ...] = ()  # constant rows that no message brings, in order
+    rounds_once: bool = False  # sums of short floats are added in float32
 
     @cached_property
     def sizes(self) -> list[int]:
@@ -150,7 +153,11 @@ class Packing:
         sizes = iter(self.sizes)
         messages: list[Tensor] = []
         for part, count in zip(parts, self.counts, strict=True):
-            messages.extend(part.split(list(itertools.islice(sizes, count))))
+            sizes_of_rank = list(itertools.islice(sizes, count))
+            if count == 1:  # most often: the part is the message
+                messages.append(part)
+            elif count:
+                messages.extend(part.split_with_sizes(sizes_of_rank))
         return self._in_their_shapes(messages)
 
     def _in_their_shapes(self, parts: Sequence[Tensor]) -> list[Tensor]:
@@ -179,6 +186,11 @@ class Packing:
             ]
         if can_concatenate:
             return self._concatenated(parts)
+        if self.rounds_once and like.dtype in _SHORT_FLOATS:
+            # A compiler would not round in between either.
+            wide_parts = [part.float() for part in parts]
+            wide = self._place_one_by_one(like.new_empty(0, dtype=torch.float32), wide_parts)
+            return wide.to(like.dtype)
         return self._place_one_by_one(like, parts)
 
     def _concatenated(self, parts: Sequence[Tensor]) -> Tensor:
@@ -208,7 +220,7 @@ class Packing:
         for i, (message, part) in enumerate(zip(self.messages, parts, strict=True)):
             # Rows to which an earlier message has written are combined with it. Others hold zeros,
             # fills or uninitialised memory: they are overwritten.
-            combine = _COMBINE[str(self.op)] if self._shares_rows[i] else None
+            combine = COMBINE[str(self.op)] if self._shares_rows[i] else None
             for box, piece in zip(message.boxes, message.views_of_boxes(part), strict=True):
                 out = write(out, box.block, piece, combine)
         return out

@@ -100,7 +100,7 @@ def _context(
     return StepContext(
         before=before,
         after=after,
-        processes=processes.factored(plan.split),
+        processes=processes.on(plan.steps_mesh),
         tensor_device=tensor_device,
         dtype=plan.dtype,
         lengths=lengths,

@@ -60,6 +60,11 @@ class StepContext(NamedTuple):
         return self.processes.device
 
     @property
+    def adds_in_order(self) -> bool:
+        """Whether the plan asks for sums in the order of ranks."""
+        return self.fabric is not None and self.fabric.profile.adds_in_order
+
+    @property
     def shapes(self) -> BlockShapes:
         return BlockShapes(self._local_shape(self.before), self._local_shape(self.after))
 

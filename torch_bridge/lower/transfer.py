@@ -14,13 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torch_bridge.lower.collectives import CARRIERS, Works
+from torch_bridge.lower.collectives import CARRIERS
 from torch_bridge.lower.exchange import Assembly, Part
 from torch_bridge.lower.executable import Executable, computed_once, dense
 from torch_bridge.lower.rules import lower, no_arithmetic
 from torch_bridge.lower.subarray import box_rows, subarray
 from torch_bridge.mesh.failures import call_backend, with_place_in_errors
-from torch_bridge.mesh.process_groups import rank_in
+from torch_bridge.mesh.process_groups import naming_who_has_not_come, rank_in
 from torch_bridge.mesh.process_mesh import ProcessMesh, mesh_of_ranks
 from xshard import Mesh, Plan
 from xshard.errors import MeshError, PlanError
@@ -115,7 +115,10 @@ def lower_transfer(
         outgoing, incoming = _parts(plan, tensor_device, rank)
         if rank in plan.dst_devices:
             shape = transfer.target.local_shape(plan.dst_devices.index(rank))
-            assembly = Assembly.of(shape, outgoing, incoming, rank, transfer.op)
+            in_order = plan.profile.adds_in_order
+            assembly = Assembly.of(
+                shape, outgoing, incoming, rank, transfer.op, rounds_once=in_order
+            )
     # Rows that stay on this rank do not travel: the assembly reads them from the block.
     sent = tuple(part for part in outgoing if part.peer != rank)
     received = tuple(part for part in incoming if part.peer != rank)
@@ -255,11 +258,15 @@ def _begin_exchange(
         rank: _Message.like(tensors, blocks[0].device) for rank, tensors in expected.items()
     }
     works: list[dist.Work] = []
+    peers: list[Sequence[int]] = []  # those that each work waits for
     operations: list[dist.P2POp] = []
     # Only shapes are asked for on meta.
     if (outgoing or incoming) and not blocks[0].is_meta:
         operations = _operations(outgoing, incoming, crossings[0].group)
         works = call_backend("an exchange", ranks, dist.batch_isend_irecv, operations)
+        peers = [[operation.peer] for operation in operations]
+        if len(works) < len(operations):  # NCCL has one work for all
+            peers = [ranks] * len(works)
     # While messages travel: of a move that does nothing, the result must be no view of the block.
     outs = [
         block if crossing.makes_new_tensor else block.clone(memory_format=torch.contiguous_format)
@@ -267,8 +274,8 @@ def _begin_exchange(
     ]
 
     def arrive() -> list[Tensor]:
-        if works:
-            call_backend("an exchange", ranks, Works(works).wait)
+        for work, others in zip(works, peers, strict=True):
+            call_backend("an exchange", others, work.wait)
         operations.clear()  # which kept what is sent until now
         arrived = {rank: iter(message.tensors) for rank, message in incoming.items()}
         return [
@@ -375,7 +382,9 @@ def _processes(mesh: Mesh, ranks: tuple[int, ...], world: dist.ProcessGroup) -> 
 @functools.cache
 def _connect(tensor_device: torch.device, group: dist.ProcessGroup) -> None:
     """Call the whole group once, which NCCL wants; later some processes may have nothing to send."""
-    dist.all_reduce(torch.zeros(1, device=tensor_device), group=group)
+    meet = functools.partial(dist.all_reduce, torch.zeros(1, device=tensor_device), group=group)
+    ranks = dist.get_process_group_ranks(group)
+    naming_who_has_not_come(f"xshard/meeting on {tensor_device}", ranks, group, meet)
 
 
 def _seen_as(dtype: torch.dtype, tensor: Tensor) -> Tensor:

@@ -29,6 +29,7 @@ from torch_bridge.mesh.process_mesh import calling_ranks
 from torch_bridge.versions.functorch import active_transforms, is_batched, is_forward_mode
 from torch_bridge.versions.process_groups import default_store
 from xshard.arguments import is_on
+from xshard.errors import MeshError
 from xshard.layout.runs import run_columns
 
 # The environment is read once, at import: it has to be set before the program starts, and equal for
@@ -143,7 +144,9 @@ def compare_ranks(
     `prepare` raised on some. If it raised on all, each raises its own error.
     """
     world = dist.group.WORLD
-    assert world is not None  # there are no ranks without a world
+    if world is None:
+        hint = "destroy_process_group() comes last: after the wait() of a save, too"
+        raise MeshError(f"{asked}: the process group has been destroyed", hint=hint)
     error: Exception | None = None
     try:
         own_report = {"asked": asked, **asdict(prepare())}

@@ -16,7 +16,7 @@ from torch_bridge.errors import CollectiveError
 from torch_bridge.mesh.failures import call_within, timeout_of
 from torch_bridge.versions.process_groups import default_store
 from xshard import Profile, ProfileLike
-from xshard.cost.machine import AUTO, machine_of, node_processes, resolve_profile
+from xshard.cost.machine import AUTOS, machine_of, node_processes, resolve_profile, with_order_of
 
 
 def machine_profile(profile: ProfileLike, device: torch.device | None = None) -> ProfileLike:
@@ -25,13 +25,13 @@ def machine_profile(profile: ProfileLike, device: torch.device | None = None) ->
     device: where the blocks are, if this process has any.
     """
     asked = resolve_profile(profile)
-    if asked != AUTO:
+    if asked not in AUTOS:
         return asked
     if device is not None:
         device_type = device.type
     else:
         device_type = "cuda" if torch.cuda.is_available() else "cpu"
-    return _agreed_profile(device_type, dist.group.WORLD)
+    return with_order_of(asked, _agreed_profile(device_type, dist.group.WORLD))
 
 
 # Cached by the world too: its store ends with it.

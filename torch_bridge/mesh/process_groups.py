@@ -8,20 +8,23 @@ from __future__ import annotations
 
 import functools
 import hashlib
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]  # public, and in no `__all__`
 
-from torch_bridge.mesh.failures import call_backend, check_store, timeout_of
+from torch_bridge.mesh.failures import call_backend, can_ask_store, raise_lost_peer, timeout_of
 from torch_bridge.versions.process_groups import (
     backend_and_store,
     new_group,
     register_backend,
     register_name,
 )
+
+T = TypeVar("T")
 
 
 def process_group_of(
@@ -55,7 +58,7 @@ def group_of_programs(
     world = dist.group.WORLD
     assert world is not None
     backend, _ = backend_and_store(world)
-    check_store(store, timeout)  # without an answer, making a group would wait for ever
+    can_ask_store(store, timeout)  # without an answer, making a group would wait for ever
     return new_group(tuple(range(size)), rank, name, store, backend, timeout)
 
 
@@ -72,8 +75,33 @@ def _group_of(ranks: tuple[int, ...], world: dist.ProcessGroup) -> dist.ProcessG
     if world is not dist.group.WORLD:
         name = f"{world.group_name}/{name}"
     timeout = timeout_of(world)
-    check_store(store, timeout)  # without an answer, making a group would wait for ever
-    return new_group(ranks, rank_in(world), name, store, backend, timeout)
+    group = functools.partial(new_group, ranks, rank_in(world), name, store, backend, timeout)
+    return naming_who_has_not_come(name, ranks, world, group)
+
+
+def naming_who_has_not_come(
+    name: str, ranks: Sequence[int], world: dist.ProcessGroup, meet: Callable[[], T]
+) -> T:
+    """Call a function that waits for all ranks; its CollectiveError names those that have not come.
+
+    Args:
+        name: By which ranks tell each other, in the store, that they are there.
+        ranks: All of them.
+        world: The group that counts the ranks.
+        meet: Waits for the others.
+    """
+    _, store = backend_and_store(world)
+    # Without an answer, the others would be waited for for ever.
+    if not can_ask_store(store, timeout_of(world)):
+        return meet()
+    store.set(f"{name}/{rank_in(world)} has come", "")
+    try:
+        return meet()
+    except RuntimeError as error:
+        missing = [rank for rank in ranks if not store.check([f"{name}/{rank} has come"])]
+        if missing:
+            raise_lost_peer(error, "the first meeting", missing)
+        raise
 
 
 class _Work(dist.Work):

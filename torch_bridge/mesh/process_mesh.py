@@ -23,7 +23,7 @@ from torch_bridge.mesh.process_groups import process_group_of, rank_in, step_gro
 from torch_bridge.versions.modes import dispatch_mode_count
 from xshard import Layout, Mesh, errors
 from xshard.errors import MeshError, api_boundary
-from xshard.layout.sub_axes import Split, SubAxisMesh, unfactored
+from xshard.layout.sub_axes import Split, SubAxisMesh, split_of, unfactored
 from xshard.notation.maps import Maps
 from xshard.signatures import short_repr
 
@@ -80,6 +80,7 @@ class ProcessMesh:
     _groups: dict[tuple[str, ...], Group] = field(default_factory=dict)
     _submeshes: dict[tuple[str, ...], ProcessMesh] = field(default_factory=dict)
     _factored: dict[Split, ProcessMesh] = field(default_factory=dict)
+    _whole: ProcessMesh | None = None  # the mesh whose axes this one splits
 
     def group(self, axes: Sequence[str]) -> Group:
         """Return the processes that differ from this one along `axes` only.
@@ -132,9 +133,16 @@ class ProcessMesh:
                 return process_group_of(tuple(sorted(self.ranks[d] for d in devices)))
 
             self._factored[split] = ProcessMesh(
-                sub_axis_mesh, self.ranks, self.device, process_group
+                sub_axis_mesh, self.ranks, self.device, process_group, _whole=self
             )
         return self._factored[split]
+
+    def on(self, mesh: Mesh) -> ProcessMesh:
+        """Return the same processes on a mesh that splits axes, as that of a sharding may."""
+        if mesh == self.mesh:
+            return self
+        whole = self if self._whole is None else self._whole
+        return whole.factored(split_of(mesh))
 
 
 DeviceLike = torch.device | str

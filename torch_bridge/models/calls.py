@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
+import threading
 from types import FrameType
 
 import torch
 
+from torch_bridge.autodiff.turns import suspended_frames
 from torch_bridge.versions.modules import CALL_CODE
 
 
@@ -21,13 +23,21 @@ def call_of_hook() -> FrameType | None:
 
 
 def is_running(call: FrameType) -> bool:
-    """Return whether a call is on the stack of some thread."""
-    stacks = sys._current_frames()
+    """Return whether a call is on the stack of some thread, or of a coroutine that computes in turn."""
     # This thread's is asked first: most calls that are asked for are on it, a few frames up.
-    for top in (sys._getframe(1), *stacks.values()):
-        frame: FrameType | None = top
-        while frame is not None:
-            if frame is call:
-                return True
-            frame = frame.f_back
+    if is_in_stack(call, sys._getframe(1)):
+        return True
+    tops = sys._current_frames()
+    # This function's own frame would refer to itself: all that is on the stack would live on.
+    del tops[threading.get_ident()]
+    return any(is_in_stack(call, top) for top in (*tops.values(), *suspended_frames()))
+
+
+def is_in_stack(call: FrameType, top: FrameType) -> bool:
+    """Return whether a call is on the stack that ends with a frame."""
+    frame: FrameType | None = top
+    while frame is not None:
+        if frame is call:
+            return True
+        frame = frame.f_back
     return False

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from torch_bridge.autodiff.turns import OfPart
 from torch_bridge.models.names import module_of
 from torch_bridge.models.parameters import ParallelContext, ShardedParameter
 from torch_bridge.routing import RouteCall, Routed
@@ -53,7 +55,10 @@ class RoutedExperts:
     module: nn.Module
     call: RouteCall
     last: tuple[int, int] | None = None
-    _under_way: list[_UnderWay] = field(default_factory=list)  # one for each pass that has begun
+    # One for each pass that has begun, of each part of a batch.
+    _under_way: OfPart[Sequence[_UnderWay]] = field(
+        default_factory=partial(OfPart[Sequence[_UnderWay]], ())
+    )
 
     def enter(self, key: Any, values: Values) -> None:
         """Send the rows of a call to the processes of their experts; replace the arguments in place.
@@ -86,11 +91,11 @@ class RoutedExperts:
             # `order` has, for each of the n rows, the number of its choice in the flat [copies * k].
             values[weight_key] = weights.reshape(-1)[routed.order][:, None]
         copy_bytes = sum(_row_bytes(x) for x in arrived)
-        self._under_way.append(_UnderWay(routed, copy_bytes))
+        self._under_way.value = (*self._under_way.value, _UnderWay(routed, copy_bytes))
 
     def forget_passes(self) -> None:
         """Forget passes that have begun, and end no more."""
-        self._under_way.clear()
+        self._under_way.value = ()
 
     def leave(self, result: Any) -> Any:
         """Send the results of experts back, and add up those of each row: [n, c] -> [t, c].
@@ -99,9 +104,10 @@ class RoutedExperts:
         also if it failed: then the result is None, and None is returned. Sets `last`, the bytes that
         this pass has received.
         """
-        if not self._under_way:
+        if not self._under_way.value:
             return None  # the call failed before its rows were sent
-        under_way = self._under_way.pop()  # of the innermost pass, if a module calls itself
+        *outer, under_way = self._under_way.value  # the last is of the innermost pass
+        self._under_way.value = outer
         if result is None:
             return None
         if not isinstance(result, Tensor):

@@ -13,12 +13,13 @@ from torch_bridge.mesh.machine import machine_profile
 from torch_bridge.models.hooks import ModuleHooks, TensorFacts
 from torch_bridge.models.parallel import ParallelModel, parallel_of
 from torch_bridge.models.parameters import ShardedParameter
+from torch_bridge.precision import parameter_dtypes
 from xshard import dtypes, load_profile, planner
 from xshard.cost.model import Profile
 from xshard.errors import api_boundary
 from xshard.formatting import align_columns, format_bytes
 from xshard.layout import Mesh
-from xshard.models import ActivationRule, ParameterUse, layout_text, rule_of
+from xshard.models import ActivationRule, ParameterUse, layout_text, rule_of, uncut_axes
 
 
 class _ParameterRow(NamedTuple):
@@ -125,8 +126,7 @@ def _parameter_row(
     if x.requires_grad:
         # All axes over which its gradient is summed: by the gathering module's backward move at
         # once, or in buckets after the backward pass.
-        axes = [axis for axis in parallel.context.axes.axes if axis in use.summed_axes]
-        summed_over = " ".join(axes)
+        summed_over = " ".join(uncut_axes(parallel.used_shardings[name], use.summed_axes))
     else:
         summed_over = "frozen"
     used = "as stored" if use.used == use.stored else layout_text(use.used)
@@ -172,8 +172,13 @@ def _gathers(parallel: ParallelModel, machine: _Machine) -> list[_MoveRow]:
         for gathered in hooks.parameters.parameters:
             x = gathered.parameter.tensor
             rule = rule_of(gathered.to_use, machine.axes)
-            facts = TensorFacts(gathered.parameter.sharding.shape, x.dtype, x.requires_grad)
+            if not rule.moves:  # it is cast alone
+                continue
+            travels = gathered.dtypes(parallel.context.comm_dtype)
+            facts = TensorFacts(gathered.parameter.sharding.shape, travels.forward, x.requires_grad)
             received = _received_bytes(rule, machine, facts)
+            summed = _received_bytes(rule, machine, facts._replace(dtype=travels.backward))
+            received = received._replace(backward=summed.backward)
             if not gathered.is_kept:  # the backward pass gathers it again
                 received = received._replace(backward=sum(received))
             rows.append(_MoveRow(gathered.name, layout_text(gathered.to_use), received))
@@ -211,16 +216,18 @@ def _gradient_sums(parallel: ParallelModel, machine: _Machine) -> list[_MoveRow]
     """
     rows = []
     for parameter in parallel.trained:
-        if not parameter.axes_summed_later:
+        if not parameter.axes_in_buckets:
             continue
         # In a run, one message has many gradients; the number of bytes is the same. Here each is an
         # array of one dim n, with the layouts of an all-reduce: "n | sum(dp) -> n".
-        axes = [axis for axis in machine.axes.axes if axis in parameter.axes_summed_later]
-        text = f"n | sum({','.join(axes)}) -> n"
+        text = f"n | sum({','.join(parameter.axes_in_buckets)}) -> n"
+        mesh = parameter.sharding.mesh
         block = parameter.tensor
-        facts = TensorFacts((block.numel(),), block.dtype, requires_grad=False)
+        comm_dtype = parallel.context.comm_dtype
+        travels = parameter_dtypes(parameter.precision, comm_dtype, block.dtype)
+        facts = TensorFacts((block.numel(),), travels.backward, requires_grad=False)
         # The forward direction of this move is a part of the step's backward pass.
-        all_reduce = _received_bytes(rule_of(text, machine.axes), machine, facts)
+        all_reduce = _received_bytes(rule_of(text, mesh), machine._replace(axes=mesh), facts)
         received = _Received(forward=0, backward=all_reduce.forward)
         rows.append(_MoveRow("gradients, in buckets", text, received))
     return rows

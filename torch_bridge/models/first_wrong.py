@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -31,14 +32,18 @@ from torch_bridge.versions.modules import uncompiled
 from xshard import Layout, Sharding, XshardError
 from xshard.models import layout_inside, layout_text, with_outer_axes
 from xshard.notation.parser import ELLIPSIS
+from xshard.testing.diagnosis.causes import Cause
 from xshard.testing.diagnosis.evidence import Case
 from xshard.testing.mismatch import Mismatch, Subject, located, mismatch_text
 
+GRADIENT = "gradient of the output"  # a side
+
 
 class Place(NamedTuple):
-    """Where a tensor goes into a module, or comes out of it.
+    """Where a tensor goes into a module, or comes out of it, or a gradient comes back.
 
-    side: "input" or "output". rule: the number of its rule on that side. call: how many came before it there.
+    side: "input", "output" or `GRADIENT`. rule: the number of its rule on that side. call: how many
+    came before it there.
     """
 
     module: str
@@ -71,10 +76,11 @@ Seen = dict[Place, _SeenTensor]  # of one forward pass, in its order
 
 
 class WrongTensor(NamedTuple):
-    """The first wrong tensor: where it is in a sentence, and a text about it."""
+    """The first wrong tensor: where it is in a sentence, a text about it, and what may explain others."""
 
     place: str
     text: str
+    cause: Cause | None = None
 
 
 @dataclass(eq=False)
@@ -118,6 +124,13 @@ class _Watcher:
             self.calls[first_call] += 1
             # A clone, because the module may write to its input afterwards.
             self.seen[place] = _SeenTensor(x.detach().clone(), layout, axes)
+            if side == "output" and x.requires_grad:
+                x.register_hook(partial(self._note_gradient, place))
+
+    def _note_gradient(self, output: Place, gradient: Tensor) -> None:
+        """Note the gradient of an output, under the layout of that; a hook of the output."""
+        seen = self.seen[output]._replace(value=gradient.detach().clone())
+        self.seen[output._replace(side=GRADIENT)] = seen
 
 
 @contextmanager
@@ -166,7 +179,8 @@ def first_wrong(
     """
     context = parallel.context
     pairs = _pairs(one_device_run, parallel_run, parallel)
-    is_right = _compared_pairs(pairs, tol, context)
+    forward = {place: pair for place, pair in pairs.items() if place.side != GRADIENT}
+    is_right = _compared_pairs(forward, tol, context)
     place = _first_wrong_place(is_right)
     if place is None:
         return None
@@ -175,6 +189,27 @@ def first_wrong(
     mismatch = mismatch_of(wanted._replace(name=name), block, wanted.largest, tol, context)
     title = mismatch_text(mismatch).replace("\n", "\n  ")
     return WrongTensor(str(place), described(title, parallel, place.module))
+
+
+def cause_in_loss(
+    one_device_run: Seen, parallel_run: Seen, parallel: ParallelModel, tol: float
+) -> Cause | None:
+    """Find what a loss does wrong, by the first gradient that it sends back; None if that tells nothing.
+
+    A mean over each process's own rows has gradients that are too large where rows are few. All
+    processes call it, when all outputs are right.
+    """
+    pairs = _pairs(one_device_run, parallel_run, parallel)
+    gradients = [place for place in pairs if place.side == GRADIENT]
+    for place in gradients[:1]:  # it comes back first
+        is_right = _compared_pairs({place: pairs[place]}, tol, parallel.context)
+        if is_right.get(place, True):
+            return None
+        wanted, block = pairs[place]
+        cause = mismatch_of(wanted, block, wanted.largest, tol, parallel.context).cause
+        if cause is not None:
+            return cause._replace(text=f"{place} is {cause.text}")
+    return None
 
 
 def _pairs(one_device_run: Seen, parallel_run: Seen, parallel: ParallelModel) -> dict[Place, Pair]:
@@ -258,6 +293,8 @@ def _pair(place: Place, tensor: _SeenTensor, whole: Tensor, parallel: ParallelMo
     hooks = parallel.hooks[place.module]
     outer_layout = _layout_inside(hooks.parent if place.side == "input" else hooks)
     layout = with_outer_axes(tensor.layout.resolved(x.ndim), tensor.named_axes, outer_layout)
+    if place.side == GRADIENT and layout.tags:
+        return None  # gradients of addends and of copies are no parts of that of one device
     without_tags = Layout(layout.dims)
     try:
         block = context.redistribute(whole, unsharded(layout), without_tags, whole.shape)

@@ -13,15 +13,15 @@ from torch import Tensor
 from torch_bridge.autodiff.blocks import check_not_swapped
 from torch_bridge.autodiff.pending import begin
 from torch_bridge.calls.move import PLAIN_TYPES, MoveCall
-from torch_bridge.comm_dtype import CommDtypeLike, comm_dtypes
+from torch_bridge.comm_dtype import CommDtype, CommDtypeLike
 from torch_bridge.mesh import desync
 from torch_bridge.mesh.process_mesh import world_key
 from torch_bridge.models.parameters import ParallelContext, Place, ShardedParameter
+from torch_bridge.precision import Precision, parameter_dtypes
 from torch_bridge.redistribution import redistribute
 from torch_bridge.redistribution.tree import SharedMove, share_collectives
-from torch_bridge.versions.autograd import writes_to
+from torch_bridge.versions.autograd import addresses_of, lazy_copies
 from torch_bridge.versions.functorch import has_functorch_transforms
-from xshard import XshardError
 from xshard.cost.machine import resolve_profile
 from xshard.errors import located
 from xshard.replicas import are_replicas_checked
@@ -44,6 +44,7 @@ class GatheredParameter:
         is_kept: Whether autograd keeps the gathered tensor until the backward pass, which gathers it again
             otherwise.
         is_shared: Whether passes inside `no_sync` and the next one outside gather it once.
+        precision: The dtypes in which it is used and its gradients are added; None: that in storage.
     """
 
     name: str
@@ -53,7 +54,12 @@ class GatheredParameter:
     to_storage: str
     is_kept: bool
     is_shared: bool
+    precision: Precision | None = None
     _in_place: list[Tensor] = field(default_factory=list)  # gathered, in the place of the block
+
+    def dtypes(self, comm_dtype: CommDtypeLike = None) -> CommDtype:
+        """Return how it travels into use; comm_dtype: how it travels without a precision."""
+        return parameter_dtypes(self.precision, comm_dtype, self.parameter.tensor.dtype)
 
     @property
     def in_place(self) -> Tensor | None:
@@ -87,7 +93,10 @@ class GatheredParameter:
 
 
 class GatherUnderWay:
-    """Parameters on their way, begun before their module needs them."""
+    """Parameters on their way, begun before their module needs them.
+
+    What travels are the values of the beginning: blocks that are written to meanwhile are seen.
+    """
 
     def __init__(
         self,
@@ -95,29 +104,31 @@ class GatherUnderWay:
         blocks: Sequence[Tensor],
         end: Callable[[], list[Tensor]],
     ) -> None:
-        self.parameters = parameters
-        self._blocks = blocks
+        self._parameters = parameters
         self._end = end
-        self._trained = [x.requires_grad for x in blocks]
-        self._writes = [(writes_to(x), x.data_ptr()) for x in blocks]
+        # As long as there is a copy, a write to a block moves the block.
+        self._held = (blocks, lazy_copies(blocks))
+        self._state = _state_of(blocks)
 
-    def wait(self, blocks: Sequence[Tensor]) -> list[Tensor] | None:
-        """Return the gathered tensors; None if a parameter is another one now, or has been frozen.
+    def wait(
+        self, parameters: Sequence[GatheredParameter], blocks: Sequence[Tensor]
+    ) -> list[Tensor] | None:
+        """Return the gathered tensors; None if a gather that begins now would differ.
 
-        Raises XshardError if a block has been written to meanwhile.
+        Meanwhile a parameter may have been written to, replaced or frozen, or shared between passes.
 
-        blocks: those that the parameters have now.
+        Args:
+            parameters: Those to gather now.
+            blocks: Their blocks.
         """
-        is_same = all(x is block for x, block in zip(blocks, self._blocks, strict=True))
-        if not is_same or [x.requires_grad for x in blocks] != self._trained:
+        if list(parameters) != self._parameters or _state_of(blocks) != self._state:
             return None
-        for i, x in enumerate(blocks):
-            if (writes_to(x), x.data_ptr()) != self._writes[i]:
-                what = f"{self.parameters[i].name} was written to in a pass, while it was on its way to "
-                what += "the module that uses it"
-                hint = "write to it before or after the pass, or parallelize(..., prefetch=0)"
-                raise XshardError(what, hint=hint)
         return self._end()
+
+
+def _state_of(blocks: Sequence[Tensor]) -> list[object]:
+    """Return what changes when somebody writes to blocks, replaces or freezes one."""
+    return [*map(id, blocks), *addresses_of(blocks), *[x.requires_grad for x in blocks]]
 
 
 def no_gather() -> None:
@@ -149,14 +160,13 @@ class ParameterMoves:
         self, parameters: Sequence[GatheredParameter], blocks: Sequence[Tensor]
     ) -> GatherUnderWay | None:
         """Begin to gather parameters; None where they cannot be gathered ahead, on all processes alike."""
-        if not parameters or any(x.is_inference() for x in blocks):
+        if not parameters or any(map(Tensor.is_inference, blocks)):
             return None
-        if torch.is_inference_mode_enabled():  # asked first, as to leave it is slow
-            with torch.inference_mode(False):
+        if not torch.is_grad_enabled():
+            # Who awaits it decides whether its gradient is recorded: a graph is prepared in any case.
+            with torch.inference_mode(False):  # which enables gradients, too
                 return self.begin_gather(parameters, blocks)
-        # Who awaits it decides whether its gradient is recorded: a graph is prepared in any case.
-        with torch.enable_grad():
-            end = self._move_of(parameters, is_gradient=False).begin(blocks)
+        end = self._move_of(parameters, is_gradient=False).begin(blocks)
         if end is None:
             return None
         return GatherUnderWay(list(parameters), blocks, end)
@@ -199,16 +209,13 @@ class _Move:
         self, parameters: Sequence[GatheredParameter], context: ParallelContext, is_gradient: bool
     ) -> None:
         self._context = context
-        self._names = [parameter.name for parameter in parameters]
+        self._parameters = parameters
+        self._is_gradient = is_gradient
         self._shapes = [gathered.parameter.sharding.shape for gathered in parameters]
-        self._comm_dtype: CommDtypeLike = context.comm_dtype
         # Texts "layout -> layout", one per parameter.
         self._layouts = [parameter.to_use for parameter in parameters]
         if is_gradient:
             self._layouts = [parameter.to_storage for parameter in parameters]
-            # A dtype forward and one backward: this move runs forward, with gradients, which travel
-            # in the second.
-            _, self._comm_dtype = comm_dtypes(context.comm_dtype)
         self._prepared: dict[Hashable, list[SharedMove]] = {}
 
     def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -219,13 +226,12 @@ class _Move:
         """
         if not tensors:
             return []
-        if torch.compiler.is_compiling():
-            # One by one: the compiler joins the collectives of a graph by itself.
-            moves = zip(tensors, self._layouts, self._shapes, strict=True)
-            return [self._redistribute(x, layout, shape) for x, layout, shape in moves]
-        prepared = self._prepared_for(tensors)
+        prepared = None
+        if not torch.compiler.is_compiling():
+            prepared = self._prepared_for(tensors)
         if prepared is None:
-            return self._redistribute(list(tensors), self._layouts, self._shapes)
+            # One by one: the compiler joins the collectives of a graph by itself.
+            return [self._redistribute(i, x) for i, x in enumerate(tensors)]
         return _in_order(prepared, [shared.run(tensors) for shared in prepared])
 
     def begin(self, tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]] | None:
@@ -264,28 +270,36 @@ class _Move:
         """
         executables = {}
         for i, x in enumerate(tensors):
-            with located(self._names[i]):
+            with located(self._parameters[i].name):
                 call = MoveCall.of(
                     self._layouts[i],
                     self._context.mesh,
                     self._shapes[i],
                     self._context.profile,
-                    self._comm_dtype,
+                    self._travels(i),
                 )
                 # Only linear moves can share collectives. All are: rules of parameters shard, copy
                 # and sum, and never take a max or min.
                 executables[i] = call.executable_for(x)
         return share_collectives(executables, dict(enumerate(tensors)), bucket_bytes=None)
 
-    def _redistribute(self, x: Any, layouts: Any, shapes: Any) -> Any:
-        """Move one tensor, or several together, by the public verb."""
+    def _travels(self, i: int) -> Any:
+        """Return the dtypes in which a tensor travels and arrives, by its number."""
+        parameter = self._parameters[i]
+        travels = parameter.dtypes(self._context.comm_dtype)
+        if self._is_gradient:
+            return travels.adjoint(parameter.parameter.tensor.dtype)
+        return travels
+
+    def _redistribute(self, i: int, x: Tensor) -> Tensor:
+        """Move one tensor by the public verb."""
         return redistribute(
             x,
-            layouts,
+            self._layouts[i],
             self._context.mesh,
-            shape=shapes,
+            shape=self._shapes[i],
             profile=self._context.profile,
-            comm_dtype=self._comm_dtype,
+            comm_dtype=self._travels(i),
         )
 
 

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_bridge.comm_dtype import comm_dtype_of
+from torch_bridge.mesh.process_mesh import MeshLike
 from torch_bridge.models.parameters import ParallelContext, ShardedParameter
+from torch_bridge.precision import parameter_dtypes
 from torch_bridge.redistribution import redistribute
 from torch_bridge.versions.autograd import (
     call_after_backward,
@@ -46,13 +47,17 @@ class Gradient:
         name: The name of the parameter.
         parameter: The parameter.
         axes: The axes over which its shares are summed; without any, what a pass adds is the sum.
+        mesh: The mesh that has these axes.
         is_share: Whether `.grad` was a share at the end of the last pass.
+        reduce_dtype: The dtype in which shares are summed.
         earlier_sum: Beside a share: the sum of the passes before those inside `no_sync`.
     """
 
     name: str
     parameter: Tensor
     axes: tuple[str, ...]
+    mesh: MeshLike
+    reduce_dtype: torch.dtype
     is_share: bool = False
     earlier_sum: Tensor | None = None
     _share: Tensor | None = None  # what `.grad` was when it became a share beside an earlier sum,
@@ -188,9 +193,9 @@ def _begin_sums(bucket: Sequence[Gradient], context: ParallelContext) -> Callabl
     pending: Any = redistribute(
         message,
         f"n | sum({','.join(bucket[0].axes)}) -> n",
-        context.mesh,
+        bucket[0].mesh,
         profile=context.profile,
-        comm_dtype=comm_dtype_of(context.comm_dtype, message.dtype).backward,
+        comm_dtype=bucket[0].reduce_dtype,
         async_op=True,
     )
 
@@ -234,8 +239,8 @@ class Gradients:
 
     There is a `BackwardPass` from the first gradient of a backward pass to its end, and None otherwise.
     In between, full buckets are sent, always in the order of `_buckets`: a later one waits for those before
-    it. A pass that fails, by any exception, changes nothing. After the first pass that sums, `after_first`
-    is called once.
+    it. A pass that fails, by any exception, changes nothing. `before_pass` is called first in each pass, and
+    `after_first` once, after the first pass that sums.
     """
 
     # A new copy follows no parameters yet: `prepare` does, before the first forward pass.
@@ -256,11 +261,12 @@ class Gradients:
         self.bucket_bytes = bucket_bytes
         self.syncs = True
         self.sharded = sharded
+        self.before_pass: Callable[[], None] | None = None
         self.after_first: Callable[[], None] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy or a pickle has: no hooks, which stay with the tensors of the original."""
-        copied = ("context", "bucket_bytes", "syncs", "sharded", "after_first")
+        copied = ("context", "bucket_bytes", "syncs", "sharded", "before_pass", "after_first")
         return {name: getattr(self, name) for name in copied}
 
     @property
@@ -286,6 +292,8 @@ class Gradients:
     def begin_pass(self) -> BackwardPass:
         """Return the running backward pass; the first call in it makes autograd call `_end`."""
         if self._pass is None:
+            if self.before_pass is not None:
+                self.before_pass()
             self._pass = BackwardPass(missing=set(self._gradients))
             call_after_backward(self._end, if_failed=partial(self._undo, self._pass))
         return self._pass
@@ -319,18 +327,22 @@ class Gradients:
         self._handles = ()
         known = {id(gradient.parameter): gradient for gradient in self._gradients}
         gradients = []
-        mesh = self.context.axes
         for x, parameter in zip(parameters, self.sharded, strict=True):
-            # In the order of the mesh: a bucket is for equal tuples of axes.
-            axes = tuple(axis for axis in mesh.axes if axis in parameter.axes_summed_later)
-            if mesh.size(*axes) == 1:
+            axes = parameter.axes_in_buckets
+            if parameter.sharding.mesh.size(*axes) == 1:
                 axes = ()
             if not axes and not x.is_leaf:
                 continue  # of `torch.func.functional_call`; the gradient goes on to what it is made of
-            gradient = known.get(id(x), Gradient(parameter.name, x, axes))
+            gradient = known.get(id(x))
             if x.requires_grad:
+                if gradient is None:
+                    travels = parameter_dtypes(
+                        parameter.precision, self.context.comm_dtype, x.dtype
+                    )
+                    mesh = self.context.mesh_of(parameter.sharding)
+                    gradient = Gradient(parameter.name, x, axes, mesh, travels.backward)
                 self._register_hooks(gradient)
-            elif not gradient.has_share():
+            elif gradient is None or not gradient.has_share():
                 continue  # frozen; a share that it has is still summed
             gradients.append(gradient)
         self._gradients = gradients
@@ -352,13 +364,16 @@ class Gradients:
     def _make_buckets(self) -> list[list[Gradient]]:
         """Group gradients into buckets, one message each, in the order of a backward pass.
 
-        Gradients of a bucket have the same axes, dtype and device, and at most `bucket_bytes`
+        Gradients of a bucket have the same mesh, axes, dtypes and device, and at most `bucket_bytes`
         together. With parameters a, b, c, d and room for two: [[d, c], [b, a]].
         """
         # A backward pass comes to the parameters of the last modules first.
         last_first = [gradient for gradient in self._gradients[::-1] if gradient.axes]
         sizes = [gradient.parameter.nbytes for gradient in last_first]
-        kinds = [(g.axes, g.parameter.dtype, g.parameter.device) for g in last_first]
+        kinds = [
+            (g.mesh, g.axes, g.parameter.dtype, g.reduce_dtype, g.parameter.device)
+            for g in last_first
+        ]
         groups = trees.group_by_bytes(sizes, self.bucket_bytes, kinds)  # numbers in `last_first`
         # A bucket is sent when its last gradient is there: buckets are in the order of these.
         groups.sort(key=itemgetter(-1))

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from torch_bridge.autodiff.turns import OfPart
 from torch_bridge.models.module_parameters import ModuleParameters
 from torch_bridge.models.names import title_of
 from torch_bridge.models.parameters import ParallelContext
+from torch_bridge.precision import Precision
 from torch_bridge.redistribution import redistribute
+from torch_bridge.versions.autograd import is_in_backward_pass
 from xshard import XshardError
 from xshard.errors import ShapeError, with_path
 from xshard.models import ActivationRule, KnownDim, arriving_shape, known_inside
@@ -121,10 +125,11 @@ class ModuleHooks:
         varying: Axes along which activations differ inside.
         gathers: Whether it gathers the parameters inside it.
         parameters: What it gathers.
+        precision: The dtypes of the parameters inside it, and of what it takes and returns.
         parameter_dims: Sharded dims of its own parameters, which its output may have, too.
         experts: The routing of rows, if a rule sends them to experts.
-        known_dims: The dims known inside, in the running forward pass.
         was_called: Whether the module has ever been called.
+        dim_in_parts: The name of the batch's dim, if `halves` computes it in parts.
     """
 
     name: str
@@ -136,10 +141,37 @@ class ModuleHooks:
     varying: frozenset[str]
     gathers: bool
     parameters: ModuleParameters
+    precision: Precision | None = None
     parameter_dims: KnownDims = ()
     experts: RoutedExperts | None = None
-    known_dims: KnownDims = ()
     was_called: bool = False
+    dim_in_parts: str | None = None
+    _known_dims: OfPart[KnownDims] = field(default_factory=partial(OfPart[KnownDims], ()))
+
+    @property
+    def known_dims(self) -> KnownDims:
+        """The dims known inside, in the running forward pass, or where a checkpoint computes a part of it."""
+        if self.dim_in_parts is None:
+            return self._known_dims.value
+        # A checkpoint may compute any part again, and what is compiled computes all of them.
+        if torch.compiler.is_compiling() or is_in_backward_pass():
+            return self.known_in_part
+        return self._known_dims.value
+
+    @known_dims.setter
+    def known_dims(self, known_dims: KnownDims) -> None:
+        self._known_dims.value = known_dims
+        self._known_dims.outside = known_dims  # which checkpoints read in a backward pass
+
+    @property
+    def known_in_part(self) -> KnownDims:
+        """What any part of the batch knows: the dims that are not in parts."""
+        known_dims = self._known_dims.value
+        return tuple(dim for dim in known_dims if dim.name != self.dim_in_parts)
+
+    def begin_part(self, known_dims: KnownDims) -> None:
+        """Let the part of a batch that begins know of this module, which is around it."""
+        self._known_dims.value = known_dims
 
     @property
     def title(self) -> str:
@@ -161,6 +193,8 @@ class ModuleHooks:
         they are sent to the processes of their experts. `after_forward` undoes both.
         """
         self.was_called = True
+        if self.precision is not None:
+            args, kwargs = self.precision.before_forward(module, args, kwargs)
         if self.parameters.end_unfinished_passes() and self.experts is not None:
             self.experts.forget_passes()
         # Modules around this one know the global lengths of some named dims, as s = 8192. A name
@@ -187,6 +221,8 @@ class ModuleHooks:
         It is always called, also after an error: then `result` is None.
         """
         self.parameters.end_pass(result)
+        if self.precision is not None:
+            result = self.precision.after_forward(module, args, result)
         if self.experts is not None:
             result = self.experts.leave(result)
         if result is None:
@@ -231,18 +267,8 @@ class ModuleHooks:
                 hint = 'rules for several, or for some that may be absent, go by name: {"labels": "b s"}'
                 raise ShapeError(what, hint=hint)
             return first  # type: ignore[no-any-return]  # a key of `values`
-        passed_as = self._passed_as(key, values)
-        return passed_as if isinstance(values.get(passed_as), Tensor) else None
-
-    def _passed_as(self, key: str | int, values: Mapping[Any, Any]) -> str | int:
-        """Return the key of an argument in a call: rules and calls may use positions or names."""
-        if isinstance(key, str):
-            if key in values or key not in self.arguments:  # that of a `**kwargs`
-                return key
-            return self.arguments.index(key)
-        if 0 <= key < len(self.arguments) and self.arguments[key] in values:
-            return self.arguments[key]
-        return key
+        key = passed_as(key, values, self.arguments)
+        return key if isinstance(values.get(key), Tensor) else None
 
     def results(self, result: Any) -> list[Any]:
         """Return the parts of a result that rules are for; without rules the first tensor."""
@@ -275,6 +301,23 @@ class ModuleHooks:
         if hasattr(result, "_fields"):  # a NamedTuple takes its fields one by one
             return make(*parts.values())
         return make(parts.values())
+
+
+def passed_as(key: str | int, values: Mapping[Any, Any], arguments: Sequence[str]) -> str | int:
+    """Return the key of an argument in a call: rules and calls may use positions or names.
+
+    Args:
+        key: Its position or name.
+        values: The arguments of the call, in the same way.
+        arguments: The names of all arguments, in order.
+    """
+    if isinstance(key, str):
+        if key in values or key not in arguments:  # that of a `**kwargs`
+            return key
+        return arguments.index(key)
+    if 0 <= key < len(arguments) and arguments[key] in values:
+        return arguments[key]
+    return key
 
 
 def _parts_of(result: Any) -> dict[Any, Any]:

@@ -5,21 +5,66 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from torch_bridge.autodiff.turns import OfPart, Part, current_part, without_pauses
 from torch_bridge.models.calls import call_of_hook, is_running
 from torch_bridge.models.gathered import GatheredParameter, GatherUnderWay, ParameterMoves
 from torch_bridge.models.gradients import Gradients
 from torch_bridge.models.parameters import ParallelContext
 from torch_bridge.models.prefetch import Prefetch, Turn
-from torch_bridge.models.regathering import Regathering
+from torch_bridge.models.regathering import Regathering, Saving
 from torch_bridge.models.shared import SharedParameters
-from torch_bridge.versions.autograd import writes_to
+from torch_bridge.versions.autograd import is_in_backward_pass, writes_to
 from torch_bridge.versions.pytree import tree_leaves
 from xshard import Sharding, XshardError
+
+
+class _Gathered:
+    """What one gather has brought to the modules: the tensors, and who uses them.
+
+    One pass does. If a batch is computed in parts, one of each part does: the first one gathers, and modules
+    have the tensors until all parts have left.
+
+    Attributes:
+        blocks: The blocks in storage from which they were gathered.
+        tensors: The gathered tensors.
+        is_recorded: Whether autograd knows of the gather.
+        writes: The writes to the tensors before the pass.
+        regathering: Gathers them again in the backward pass, if autograd does not keep them.
+        turns: The parts of the batch; None for a pass of the whole batch.
+        left: The parts that have used them, and do not use them again now.
+    """
+
+    def __init__(self, blocks: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
+        self.blocks = blocks
+        self.tensors = tensors
+        self.is_recorded = torch.is_grad_enabled()
+        self.writes: Sequence[int] = ()
+        self.regathering: Regathering | None = None
+        part = current_part()
+        self.turns = None if part is None else part.turns
+        self.left: set[Part] = set()
+
+    @property
+    def is_left(self) -> bool:
+        """Whether all parts of the batch have used them."""
+        return self.turns is None or self.left.issuperset(self.turns.parts)
+
+    def serves(self, part: Part | None) -> bool:
+        """Return whether a pass that begins can use them, too."""
+        is_same_batch = part is not None and part.turns is self.turns
+        return is_same_batch and (self.is_recorded or not torch.is_grad_enabled())
+
+
+class _Pass(NamedTuple):
+    """The outermost call of the module that runs: what it uses, and what autograd saves in it."""
+
+    gathered: _Gathered
+    saving: Saving | None
 
 
 class ModuleParameters:
@@ -34,7 +79,8 @@ class ModuleParameters:
     are replaced only between passes, by `ShardedParameter.set_block`. `begin_pass` and `end_pass` are called
     before and after each forward pass of the module, also of one that fails by an `Exception`. What another
     exception leaves, as when a notebook's cell is stopped, `end_unfinished_passes` mends before the next
-    pass. A module may call itself: only the outermost pass counts.
+    pass. A module may call itself: only the outermost pass counts. If a batch is computed in parts
+    (`autodiff.turns`), each part has a pass of its own, and all of them use what the first one gathers.
 
     Their gather may have begun before the pass (`Prefetch`): what is on its way is no state of the module.
 
@@ -45,12 +91,7 @@ class ModuleParameters:
     - It is shared by the passes inside `no_sync` and the next one (`is_shared`, `SharedParameters`).
     """
 
-    # The calls of the module that run, and what the outermost one has gathered from which blocks.
-    _calls: Sequence[FrameType | None] = ()
-    _blocks: Sequence[Tensor] = ()
-    _tensors: Sequence[Tensor] = ()
-    _writes: Sequence[int] = ()  # to the gathered tensors, before the pass
-    _regathering: Regathering | None = None  # while autograd saves references
+    _changes_in_passes = False  # whether passes have written to them before they came to the module
 
     def __init__(self, name: str, context: ParallelContext, prefetch: Prefetch) -> None:
         self.name = name  # of the module
@@ -59,11 +100,22 @@ class ModuleParameters:
         self._moves = ParameterMoves(context)
         self._prefetch = prefetch
         self._shared: SharedParameters | None = None
+        self._forget_passes()
+
+    def _forget_passes(self) -> None:
+        # The calls of the module that run, the outermost first, and what that one uses.
+        self._calls = OfPart[Sequence[FrameType | None]](())
+        self._pass = OfPart[_Pass | None](None)
+        self._for_parts: list[_Gathered] = []  # what parts of a batch use that have not all left
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy or a pickle has: no pass, as frames cannot be copied."""
         copied = ("name", "parameters", "n_bytes", "_moves", "_prefetch", "_shared")
         return {name: getattr(self, name) for name in copied}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._forget_passes()
 
     @property
     def has_unsummed_gradients(self) -> bool:
@@ -81,8 +133,10 @@ class ModuleParameters:
     def count_bytes(self, used: Mapping[str, Sharding]) -> None:
         """Count the bytes that the gathered parameters have; used: their layouts in use, by name."""
         for gathered in self.parameters:
-            itemsize = gathered.parameter.tensor.element_size()
+            itemsize = gathered.dtypes().result.itemsize
             self.n_bytes += itemsize * used[gathered.name].max_local_size
+            for sharding in (gathered.parameter.sharding, used[gathered.name]):
+                self._prefetch.axes.update(sharding.layout.axes)
 
     def share_between_passes(self, gradients: Gradients) -> None:
         """Let passes inside `no_sync` share the parameters that are marked so.
@@ -99,19 +153,51 @@ class ModuleParameters:
         STORED -> GATHERED, before each forward pass of the module. A module may call itself: an
         inner pass uses what the outermost one has gathered, and nothing changes.
         """
-        self._calls = (*self._calls, call_of_hook())
-        if len(self._calls) > 1 or not self.parameters:
+        self._calls.value = (*self._calls.value, call_of_hook())
+        if len(self._calls.value) > 1 or not self.parameters:
             return
+        part = current_part()
+        gathered = self._gathered_for(part)
+        if gathered is None:
+            gathered = self._gather_and_put()
+        if part is not None:
+            gathered.left.discard(part)  # it may come again before others have come
+        saving = None
+        if gathered.regathering is not None and torch.is_grad_enabled():
+            saving = Saving(gathered.regathering)
+            # Not a `with` block: this hook runs before the forward pass, and `end_pass` in one after it.
+            saving.begin()
+        self._pass.value = _Pass(gathered, saving)
+
+    def _gathered_for(self, part: Part | None) -> _Gathered | None:
+        """Return what another part of the batch has gathered, if this one can use it."""
+        for gathered in self._for_parts:
+            if gathered.serves(part):
+                return gathered
+        return None
+
+    def _gather_and_put(self) -> _Gathered:
+        """Gather the parameters, and let modules have them: STORED -> GATHERED."""
         # All are gathered before any is replaced: an error leaves the modules as they were.
-        self._blocks = [gathered.parameter.tensor for gathered in self.parameters]
-        tensors = self._gather_for_pass()
+        blocks = [gathered.parameter.tensor for gathered in self.parameters]
+        # What another part of a batch has, and this one cannot use, autograd has not recorded.
+        may_have_in_place = current_part() is None or is_in_backward_pass()
+        with without_pauses():
+            tensors = self._gather_for_pass(blocks, may_have_in_place)
+        gathered = _Gathered(blocks, tensors)
         if not torch.compiler.is_compiling():
-            if torch.is_grad_enabled():
-                self._begin_regathering(tensors)
-            self._writes = [writes_to(x) for x in tensors if not x.is_inference()]
-        self._tensors = tensors
-        for parameter, x in zip(self.parameters, tensors, strict=True):
+            if gathered.is_recorded:
+                # Frozen parameters, too: the gradients of activations need them.
+                numbers = [i for i, p in enumerate(self.parameters) if not p.is_kept]
+                if numbers:
+                    gathered.regathering = self._regathering_of(numbers, gathered)
+            gathered.writes = [writes_to(x) for x in gathered.tensors if not x.is_inference()]
+        if gathered.turns is not None:
+            self._for_parts.append(gathered)
+            gathered.turns.at_end.append(self._end_parts)
+        for parameter, x in zip(self.parameters, gathered.tensors, strict=True):
             parameter.put(x)
+        return gathered
 
     def end_pass(self, result: Any) -> None:
         """Give modules their blocks in storage again: GATHERED -> STORED, after the outermost pass.
@@ -121,68 +207,84 @@ class ModuleParameters:
 
         result: what the forward pass returned; None if it raised.
         """
-        if not self._calls:
+        calls = self._calls.value
+        if not calls:
             return  # an error came before `begin_pass`
         call = call_of_hook()
-        innermost = self._calls[-1]
+        innermost = calls[-1]
         # Compiled code has no frame: its call is None, and fits any.
         have_frames = call is not None and innermost is not None
         if have_frames and call is not innermost:
             return  # an error came before `begin_pass` of an inner call
-        self._calls = self._calls[:-1]
-        if self._calls or not self._tensors:
+        self._calls.value = calls[:-1]
+        ending = self._pass.value
+        if self._calls.value or ending is None:
             return
-        tensors = self._tensors
-        self._take_back()
+        self._leave(ending)
         if result is not None and not torch.compiler.is_compiling():
-            self._check_not_written(tensors)
+            self._check_not_written(ending.gathered)
             if torch.is_grad_enabled():
-                self._keep_for_backward(tensors, result)
+                self._keep_for_backward(ending.gathered, result)
 
     def end_unfinished_passes(self) -> bool:
         """End passes of calls that run no more, as after KeyboardInterrupt: GATHERED -> STORED.
 
         Returns whether there were any.
         """
-        if not self._calls:  # hot: asked for every module with rules, before each forward pass
+        calls = self._calls.value
+        if not calls:  # hot: asked for every module with rules, before each forward pass
             return False
-        running = [call for call in self._calls if call is None or is_running(call)]
-        is_unfinished = len(running) < len(self._calls)
-        self._calls = running
-        if is_unfinished and not running:
-            self._take_back()
+        running = [call for call in calls if call is None or is_running(call)]
+        is_unfinished = len(running) < len(calls)
+        self._calls.value = running
+        unfinished = self._pass.value
+        if is_unfinished and not running and unfinished is not None:
+            self._leave(unfinished)
         return is_unfinished
 
-    def _take_back(self) -> None:
-        """Give modules their blocks, and let autograd save tensors as usual."""
-        if self._tensors:
-            for parameter, x in zip(self.parameters, self._tensors, strict=True):
-                parameter.take_back(x)
-        self._tensors = ()
-        regathering = self._regathering
-        if regathering is None:
-            return
-        self._regathering = None
-        regathering.end_saving()
-        if regathering.is_needed:
+    def _leave(self, ending: _Pass) -> None:
+        """End a pass: let autograd save tensors as usual; after the last part modules have their blocks."""
+        self._pass.value = None
+        if ending.saving is not None:
+            ending.saving.end()
+        part = current_part()
+        if part is not None:
+            ending.gathered.left.add(part)
+        if ending.gathered.is_left:
+            self._take_back(ending.gathered)
+
+    def _end_parts(self) -> None:
+        """Give modules their blocks at the end of a batch; called also if a part failed or never came."""
+        while self._for_parts:
+            self._take_back(self._for_parts[-1])
+
+    def _take_back(self, gathered: _Gathered) -> None:
+        """Give modules their blocks: GATHERED -> STORED."""
+        for parameter, x in zip(self.parameters, gathered.tensors, strict=True):
+            parameter.take_back(x)
+        if gathered.turns is not None:
+            self._for_parts.remove(gathered)
+        regathering = gathered.regathering
+        if regathering is not None and regathering.is_needed:
             turn = self._turn._replace(begin=regathering.begin_gather)
             regathering.take_begun = self._prefetch.gathers_again(turn)
 
-    def _gather_for_pass(self) -> list[Tensor]:
+    def _gather_for_pass(self, blocks: Sequence[Tensor], may_have_in_place: bool) -> list[Tensor]:
         """Return the tensor of every parameter: one that modules have, a shared one, or gathered now.
 
         Modules have gathered tensors already if a backward pass is in this module, and computes it
         again. All that are gathered now are gathered together.
         """
         tensors: dict[str, Tensor] = {}
-        for parameter in self.parameters:
-            if parameter.in_place is not None:
-                tensors[parameter.name] = parameter.in_place
+        if may_have_in_place:
+            for parameter in self.parameters:
+                if parameter.in_place is not None:
+                    tensors[parameter.name] = parameter.in_place
         if self._shared is not None and not tensors and not torch.compiler.is_compiling():
             tensors = self._shared.take()
         numbers = [i for i, p in enumerate(self.parameters) if p.name not in tensors]
         missing = [self.parameters[i] for i in numbers]
-        gathered = self._gather(missing, [self._blocks[i] for i in numbers])
+        gathered = self._gather(missing, [blocks[i] for i in numbers])
         for parameter, x in zip(missing, gathered, strict=True):
             tensors[parameter.name] = x
         return [tensors[parameter.name] for parameter in self.parameters]
@@ -193,10 +295,12 @@ class ModuleParameters:
         """Gather parameters for a pass, or await what has begun to travel."""
         if not torch.compiler.is_compiling():
             begun = self._prefetch.take(self._turn)
-            if begun is not None and begun.parameters == missing:
-                tensors = begun.wait(blocks)
+            if begun is not None:
+                tensors = begun.wait(missing, blocks)
                 if tensors is not None:
                     return tensors
+                self._changes_in_passes = True
+                self._prefetch.compare_pass()
         return self._moves.gather(missing, blocks)
 
     @cached_property
@@ -205,7 +309,7 @@ class ModuleParameters:
 
     def _begin_gather(self) -> GatherUnderWay | None:
         """Begin to gather what the module's next pass will gather; nothing changes."""
-        if any(parameter.in_place is not None for parameter in self.parameters):
+        if self._changes_in_passes:
             return None
         missing = self.parameters
         if self._shared is not None and self._shared.serves_next_pass:
@@ -213,43 +317,30 @@ class ModuleParameters:
         blocks = [gathered.parameter.tensor for gathered in missing]
         return self._moves.begin_gather(missing, blocks)
 
-    def _begin_regathering(self, tensors: Sequence[Tensor]) -> None:
-        """Save memory: from now on, autograd does not keep gathered tensors for the backward pass.
-
-        It keeps references to them instead, and the backward pass gathers the parameters again. This
-        ends after the module's forward pass. Parameters with `is_kept` are kept as usual.
-        """
-        # Frozen parameters, too: the gradients of activations need them.
-        numbers = [i for i, p in enumerate(self.parameters) if not p.is_kept]
-        if numbers:
-            self._regathering = self._regathering_of(numbers, tensors)
-            # Not a `with` block: this hook runs before the forward pass, and `end_pass` in one after it.
-            self._regathering.begin_saving()
-
-    def _keep_for_backward(self, tensors: Sequence[Tensor], result: Any) -> None:
+    def _keep_for_backward(self, gathered: _Gathered, result: Any) -> None:
         """Let modules have the kept tensors again, when the backward pass comes to what they returned."""
         numbers = [i for i, p in enumerate(self.parameters) if p.is_kept]
         if numbers:
-            kept = self._regathering_of(numbers, tensors)
-            kept.keep([tensors[i] for i in numbers])
+            kept = self._regathering_of(numbers, gathered)
+            kept.keep([gathered.tensors[i] for i in numbers])
             for x in tensors_with_gradient(result):
                 x.register_hook(kept.open)
 
-    def _regathering_of(self, numbers: Sequence[int], tensors: Sequence[Tensor]) -> Regathering:
+    def _regathering_of(self, numbers: Sequence[int], gathered: _Gathered) -> Regathering:
         """Prepare the backward pass for some of the parameters, by their numbers."""
         parameters = [self.parameters[i] for i in numbers]
         return Regathering(
             parameters,
-            [self._blocks[i] for i in numbers],
-            [tensors[i] for i in numbers],
+            [gathered.blocks[i] for i in numbers],
+            [gathered.tensors[i] for i in numbers],
             self._moves,
         )
 
-    def _check_not_written(self, tensors: Sequence[Tensor]) -> None:
+    def _check_not_written(self, gathered: _Gathered) -> None:
         """Raise XshardError if a pass wrote to a gathered tensor, whose memory is not the block's."""
-        for i, writes in enumerate(self._writes):
-            x = tensors[i]
-            if writes_to(x) != writes and x.data_ptr() != self._blocks[i].data_ptr():
+        for i, writes in enumerate(gathered.writes):
+            x = gathered.tensors[i]
+            if writes_to(x) != writes and x.data_ptr() != gathered.blocks[i].data_ptr():
                 name = self.parameters[i].name
                 what = f"{name} was written to in a forward pass, in which it is gathered: "
                 what += "the write is lost"

@@ -98,7 +98,9 @@ def note_on(error: BaseException, parallel: ParallelModel) -> str:
 
     sharded_lengths = _sharded_lengths(parallel, paths[-1])
     for path, module in zip(paths, modules, strict=True):
-        attributes = ", ".join(_attributes_of_length(module, sharded_lengths)[:LISTED])
+        # What counts= has made local may be as long as another dim by chance.
+        local = {count.attribute for count in parallel.counts if count.module is module}
+        attributes = ", ".join(_attributes_of_length(module, local, sharded_lengths)[:LISTED])
         if attributes:
             hint = "whole lengths of sharded dims: counts= makes them local"
             lines.append(f"{title_of(path)} has {attributes}, {hint}")
@@ -125,13 +127,15 @@ def _sharded_lengths(parallel: ParallelModel, path: str) -> set[int]:
     return lengths
 
 
-def _attributes_of_length(module: nn.Module, lengths: Collection[int]) -> list[str]:
+def _attributes_of_length(
+    module: nn.Module, left_out: Collection[str], lengths: Collection[int]
+) -> list[str]:
     """Write the attributes of a module, and products of two, that are equal to one of the lengths."""
     if isinstance(module, nn.Linear | nn.Embedding):  # which do not read theirs
         return []
     counts = {}
     for name, value in vars(module).items():
-        if type(value) is int and value > 1:
+        if type(value) is int and value > 1 and name not in left_out:
             counts[name] = value
     counted = [f"{name}={n}" for name, n in counts.items() if n in lengths]
     # A view may have the product of two lengths, as heads * head_dim.

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -14,10 +16,14 @@ from torch_bridge.models.parallel import parallel_of
 from torch_bridge.models.state import block_of_value, stored_block
 from xshard import Layout, Sharding, XshardError
 from xshard.errors import ShapeError, api_boundary, located
+from xshard.rules import listed_names
 from xshard.signatures import short_repr
 
 Names = Mapping[int, str]  # of parameters, by the id of the tensor
 State = dict[str, Any]  # {"state": {name: {key: value}}, "param_groups": [{"params": [name]}]}
+Groups = Sequence[Mapping[str, Any]]
+
+_NAMES_IN_GROUP = ("params", "param_names")  # which are no options
 
 
 @api_boundary
@@ -80,20 +86,24 @@ def load_optimizer_state_dict(
         ShapeError: A tensor has another shape than the whole parameter.
     """
     parallel = parallel_of(model)
-    if not state.keys() >= {"state", "param_groups"}:
-        what = f"the state has {', '.join(state)}" if state else "the state is empty"
-        raise XshardError(
-            what, hint="{'state': ..., 'param_groups': ...}, as of optimizer_state_dict"
-        )
+    if not isinstance(state.get("state"), Mapping):
+        what = f"the state's 'state' is {short_repr(state.get('state'))}"
+        hint = "{'state': ..., 'param_groups': ...}, as of optimizer_state_dict"
+        raise XshardError(what, hint=hint)
     names = {id(parameter.tensor): parameter.name for parameter in parallel.parameters}
-    check_groups(optimizer, names, state["param_groups"])
+    groups = matched_groups(_named_groups(optimizer, names), state.get("param_groups"))
+    trained = {name for group in groups for name in group["params"]}
     blocks: dict[str, dict[str, Any]] = {}
     for name, values in state["state"].items():
-        if name not in parallel.by_name:
-            raise XshardError(f"a state of {name}, which the model lacks")
+        if name not in trained:
+            raise XshardError(f"a state of {name}, which the optimizer does not train")
+        if not isinstance(values, Mapping):
+            what = f"the state of {name} is {short_repr(values)}"
+            raise XshardError(what, hint="{key: a tensor or a number}")
         parameter = parallel.by_name[name]
         blocks[name] = dict(values)
         for key, x in values.items():
+            _check_value(name, key, x)
             if isinstance(x, Tensor):
                 with located(f"{name}: {key}"):
                     own = sharding_of_state(x.shape, parameter.sharding.shape, parameter.sharding)
@@ -101,31 +111,38 @@ def load_optimizer_state_dict(
                     block = block_of_value(value, own, parallel.context)
                 # A copy: torch would let the optimizer write to the caller's tensors.
                 blocks[name][key] = block.clone()
-    load_named(optimizer, names, {"state": blocks, "param_groups": state["param_groups"]})
+    load_named(optimizer, names, {"state": blocks, "param_groups": groups})
 
 
 def named_state(optimizer: Optimizer, names: Names) -> State:
     """Return the state of an optimizer with names in place of parameters: tensors are as they are.
 
-    Raises XshardError for a parameter without a name, and for a value that is no tensor, number or text.
+    Raises XshardError for a parameter without a name, for a value that is no tensor, number or text,
+    and for an optimizer that has more of a state than these.
     """
     state: dict[str, dict[str, Any]] = {}
     for parameter, values in optimizer.state.items():
         name = _name_of(parameter, names)
         for key, x in values.items():
-            if not isinstance(x, Tensor | int | float | str | None):
-                what = f"the state '{key}' of {name} is {short_repr(x)}"
-                raise XshardError(what, hint="tensors, numbers and texts are saved")
+            _check_value(name, key, x)
         state[name] = dict(values)
+    return {"state": state, "param_groups": _named_groups(optimizer, names)}
+
+
+def _named_groups(optimizer: Optimizer, names: Names) -> list[dict[str, Any]]:
+    """Return the groups of an optimizer with names in place of parameters. Raises as `named_state`."""
+    if getattr(optimizer.state_dict, "__func__", None) is not Optimizer.state_dict:
+        what = f"{type(optimizer).__name__} has a state_dict() of its own"
+        hint = (
+            "what it has beside torch's optimizers would be lost: pass the optimizer inside of it; "
+        )
+        hint += 'moments are in shards as parameters are: AdamW, and a rule as "o/dp ... -> o ..."'
+        raise XshardError(what, hint=hint)
     groups = []
-    for group, group_names in zip(optimizer.param_groups, names_in(optimizer, names), strict=True):
+    for group in optimizer.param_groups:
+        group_names = [_name_of(x, names) for x in group["params"]]
         groups.append({**group, "params": group_names})
-    return {"state": state, "param_groups": groups}
-
-
-def names_in(optimizer: Optimizer, names: Names) -> list[list[str]]:
-    """Return the names of the parameters in each group of an optimizer."""
-    return [[_name_of(x, names) for x in group["params"]] for group in optimizer.param_groups]
+    return groups
 
 
 def _name_of(parameter: Any, names: Names) -> str:
@@ -140,14 +157,63 @@ def _name_of(parameter: Any, names: Names) -> str:
     return names[id(parameter)]
 
 
-def check_groups(optimizer: Optimizer, names: Names, stored: Sequence[Mapping[str, Any]]) -> None:
-    """Raise XshardError unless stored groups have the parameters of the optimizer's, in this order."""
-    own = names_in(optimizer, names)
-    stored_names = [list(group["params"]) for group in stored]
-    if own != stored_names:
-        hint = "make the optimizer as it was made, with the same groups of parameters in the same order"
-        what = f"the optimizer has groups {short_repr(own)}, and the stored one {short_repr(stored_names)}"
-        raise XshardError(what, hint=hint)
+def _check_value(name: str, key: str, x: Any) -> None:
+    """Raise XshardError for a value in the state of a parameter that cannot be saved."""
+    if not isinstance(x, Tensor | int | float | str | np.generic | None):
+        what = f"the state '{key}' of {name} is {short_repr(x)}"
+        raise XshardError(what, hint="tensors, numbers and texts are saved")
+
+
+def matched_groups(own: Groups, stored: Any, strict: bool = True) -> list[dict[str, Any]]:
+    """Return the groups of an optimizer with the options that their parameters had when stored.
+
+    Groups may be in another order, or split. They may be merged if their options were equal.
+
+    own: of the optimizer, by names of parameters. stored: likewise, if it is right. strict: every
+    parameter has to be in both. Raises XshardError for other parameters, and for one group of
+    different options.
+    """
+    if not isinstance(stored, list | tuple):
+        what = f"param_groups is {short_repr(stored)}"
+        raise XshardError(what, hint="[{'params': [name, ...], 'lr': ...}, ...]")
+    options_of: dict[Any, dict[str, Any]] = {}
+    for group in stored:
+        if not isinstance(group, Mapping) or not isinstance(group.get("params"), list | tuple):
+            what = f"one of param_groups is {short_repr(group)}"
+            raise XshardError(what, hint="{'params': [name, ...], 'lr': ...}")
+        options = {key: x for key, x in group.items() if key not in _NAMES_IN_GROUP}
+        options_of.update(dict.fromkeys(map(str, group["params"]), options))
+    alone = dict.fromkeys(options_of)  # a set with an order
+    matched = []
+    for group in own:
+        found = []
+        for name in group["params"]:
+            if name in options_of:
+                found.append(options_of[name])
+                del alone[name]
+            else:
+                alone[name] = None
+        for options in found[1:]:
+            differing = [key for key, x in options.items() if found[0].get(key) != x]
+            if differing:
+                why = f"parameters of one group had other values of {listed_names(differing)}"
+                raise _unmatched(own, stored, why)
+        # Copies: a rate that is a tensor may change in one group alone.
+        matched.append({**group, **copy.deepcopy(dict(*found[:1]))})
+    if strict and alone:
+        raise _unmatched(own, stored, f"one of them lacks {listed_names(list(alone))}")
+    return matched
+
+
+def _unmatched(own: Groups, stored: Groups, why: str) -> XshardError:
+    """Return the error for groups that do not belong together."""
+    texts = []
+    for groups in (own, stored):
+        names = [f"({listed_names(list(map(str, group['params'])))})" for group in groups]
+        texts.append(listed_names(names))
+    what = f"the optimizer has groups {texts[0]}, and the stored one {texts[1]}: {why}"
+    hint = "make the optimizer with groups of parameters whose options were equal, as it was made"
+    return XshardError(what, hint=hint)
 
 
 def sharding_of_state(
@@ -170,12 +236,29 @@ def sharding_of_state(
 
 
 def load_named(optimizer: Optimizer, names: Names, state: State) -> None:
-    """Give an optimizer this process's blocks, by the names of parameters."""
+    """Give an optimizer this process's blocks, by the names of parameters, with their own bits.
+
+    Raises XshardError, with the optimizer as it was, for a state that it does not take.
+    """
     numbers: dict[str, int] = {}
+    parameters = {}
     groups = []
-    for group, group_names in zip(state["param_groups"], names_in(optimizer, names), strict=True):
-        for name in group_names:
+    for group, own in zip(state["param_groups"], optimizer.param_groups, strict=True):
+        for name, x in zip(group["params"], own["params"], strict=True):
             numbers[name] = len(numbers)
-        groups.append({**group, "params": [numbers[name] for name in group_names]})
+            parameters[name] = x
+        groups.append({**group, "params": [numbers[name] for name in group["params"]]})
     numbered = {numbers[name]: values for name, values in state["state"].items()}
-    optimizer.load_state_dict({"state": numbered, "param_groups": groups})
+    before = {"state": optimizer.state, "param_groups": optimizer.param_groups}
+    try:
+        optimizer.load_state_dict({"state": numbered, "param_groups": groups})
+    except Exception as error:  # of any kind: it is the optimizer's own code
+        optimizer.__dict__.update(before)
+        what = f"{type(optimizer).__name__} does not take this state: {error!r}"
+        raise XshardError(what, hint="a state of an optimizer of the same class") from error
+    for name, values in state["state"].items():
+        loaded = optimizer.state[parameters[name]]
+        for key, x in values.items():
+            # torch casts floats to the dtype of the parameter: float32 moments of bfloat16 ones.
+            if isinstance(x, Tensor) and key in loaded and loaded[key].dtype != x.dtype:
+                loaded[key] = x.to(loaded[key].device)

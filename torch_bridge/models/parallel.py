@@ -22,6 +22,7 @@ from torch_bridge.models.module_parameters import tensors_with_gradient
 from torch_bridge.models.names import is_inside
 from torch_bridge.models.notes import has_note, leaves_call_of_hook, note_on
 from torch_bridge.models.parameters import ParallelContext, ShardedParameter
+from torch_bridge.models.penalties import Penalties
 from torch_bridge.models.prefetch import Prefetch
 from torch_bridge.models.structure import check_structure, watch_structures
 from xshard import Layout, Sharding, XshardError
@@ -70,6 +71,8 @@ class ParallelModel:
     is_verified: bool = False
 
     def __post_init__(self) -> None:
+        self.penalties = Penalties(self.parameters)
+        self.gradients.before_pass = self.penalties.check
         self.gradients.after_first = self.check_first_pass
         self._become_known()
 
@@ -111,12 +114,13 @@ class ParallelModel:
     def end(self, module: nn.Module, args: Any, result: Any) -> None:
         """End a forward pass; a hook of the model, after all others, also after an error."""
         if not torch.compiler.is_compiling():
-            self.prefetch.end_pass(result)
+            self.prefetch.end_pass()
 
     def end_unfinished_passes(self) -> None:
         """Give blocks back to modules whose call was interrupted."""
         for hooks in self.hooks.values():
             hooks.parameters.end_unfinished_passes()
+        self.prefetch.end_unfinished_pass()
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy has. It is asked before the modules are copied, which need their blocks."""
@@ -325,10 +329,7 @@ def _norms_to_count(parallel: ParallelModel, norm_type: float) -> Tensor:
 
     Returns a tensor `[1 + n]`, float32 or wider. The first norm is 0, so that it is never empty.
     """
-    context = parallel.context
-    position = context.axes.coords(context.processes.device)
-    # Axes along which other processes come before this one.
-    later_axes = {context.axes.axes[i] for i, coordinate in enumerate(position) if coordinate}
+    device = parallel.context.processes.device
     example = parallel.parameters[0].tensor if parallel.parameters else torch.zeros(())
     dtype = torch.promote_types(example.dtype, torch.float32)
 
@@ -338,7 +339,9 @@ def _norms_to_count(parallel: ParallelModel, norm_type: float) -> Tensor:
         if gradient is None or not gradient.numel():
             continue
         # Along an axis that does not shard this gradient, an earlier process has the same block.
-        if later_axes.difference(parameter.sharding.layout.axes):
+        sharding = parameter.sharding
+        replica_axes = [a for a in sharding.mesh.axes if a not in sharding.layout.axes]
+        if sharding.mesh.index(device, replica_axes) > 0:
             continue
         wide = torch.promote_types(gradient.dtype, torch.float32)
         norm = torch.linalg.vector_norm(gradient, norm_type, dtype=wide)

@@ -29,10 +29,13 @@ from torch_bridge.models.uses import (
     enclosing,
     parameters_by_rules,
 )
+from torch_bridge.precision import Precision, PrecisionLike
 from torch_bridge.redistribution.blocks import tensor_device_of
 from torch_bridge.versions.modules import modules_by_name
 from xshard import ProfileLike, Rules, Sharding, XshardError, models
 from xshard.arguments import limit_of
+from xshard.cost.machine import with_addends
+from xshard.cost.model import FREE, Addends
 from xshard.errors import ShapeError, api_boundary, located
 from xshard.models import rule_of
 from xshard.rules import Pattern, RulesLike, match_objects
@@ -50,6 +53,7 @@ class _ModelRules(NamedTuple):
     counts: RulesLike
     gathers: Pattern | None
     keep: bool | Pattern
+    precision: PrecisionLike
 
 
 class _PreparedModel(NamedTuple):
@@ -72,6 +76,8 @@ class ParallelizeKeywords(TypedDict, total=False):
     bucket_bytes: Bytes
     prefetch: Bytes
     comm_dtype: CommDtypeLike
+    addends: Addends
+    precision: PrecisionLike
     profile: ProfileLike
 
 
@@ -89,8 +95,10 @@ def parallelize(  # noqa: PLR0913  public: rules of several kinds, and how they 
     device: DeviceLike | None = None,
     keep: bool | Pattern = False,
     bucket_bytes: Bytes = "25MiB",
-    prefetch: Bytes = 0,
+    prefetch: Bytes = 1,
     comm_dtype: CommDtypeLike = None,
+    addends: Addends = FREE,
+    precision: PrecisionLike = None,
     profile: ProfileLike = "auto",
 ) -> Model:
     """Shard a model of whole tensors in place, by layouts that go by name, and return it.
@@ -127,10 +135,13 @@ def parallelize(  # noqa: PLR0913  public: rules of several kinds, and how they 
             The model always keeps its own for one pass.
         bucket_bytes: How much of the gradients travels together, as 2**20 or "25MiB"; None for all.
         prefetch: How much of what modules gather travels ahead, while earlier ones compute, forward and
-            backward: a number of modules, bytes as "64MiB", or None for all. Gradients travel while the
-            backward pass goes on. All processes of the mesh then run the same passes. 0: each module
-            waits for its own.
+            backward: a number of modules, bytes as "64MiB", or None for all. It needs memory. Gradients
+            travel while the backward pass goes on. 0: each module waits for its own.
         comm_dtype: The dtype in which parameters and gradients travel, as in `redistribute`.
+        addends: As in `redistribute`, for gradients and for what rules move.
+        precision: The dtypes in which modules use their parameters, and in which gradients are summed:
+            one `Precision` for the model and each module that gathers, or a dict by patterns of modules,
+            where the nearest one around a parameter counts. Not beside `comm_dtype`.
         profile: The machine to plan for.
 
     Returns:
@@ -168,13 +179,14 @@ def parallelize(  # noqa: PLR0913  public: rules of several kinds, and how they 
     """
     if hasattr(model, ATTRIBUTE):
         raise XshardError("the model is parallel already", hint="write all rules in one call")
-    context = ParallelContext(mesh, profile, comm_dtype)
+    _check_dtypes(precision, comm_dtype)
+    context = ParallelContext(mesh, with_addends(profile, addends), comm_dtype)
     ahead = Prefetch(context, prefetch)
     if outputs is None:
         outputs = {}
     if counts is None:
         counts = {}
-    rules = _ModelRules(parameters, inputs, outputs, counts, gathers, keep)
+    rules = _ModelRules(parameters, inputs, outputs, counts, gathers, keep, precision)
     largest_bucket = limit_of(bucket_bytes, "bucket_bytes")
 
     # Processes compare their calls before any of them cuts a tensor: it would not be undone.
@@ -183,7 +195,9 @@ def parallelize(  # noqa: PLR0913  public: rules of several kinds, and how they 
     def facts() -> CallFacts:
         prepared.append(_prepare(model, context, rules, ahead))
         check_whole(prepared[0].parameters.sharded, init)
-        options = (context.axes, gathers, keep, bucket_bytes, prefetch, comm_dtype, profile)
+        options = (
+            context.axes, gathers, keep, bucket_bytes, prefetch, comm_dtype, precision, context.profile
+        )  # fmt: skip
         flags = _facts_of(rules, prepared[0]) | {"options": str(options)}
         return CallFacts(flags, peers=context.processes.ranks)
 
@@ -209,6 +223,14 @@ def parallelize(  # noqa: PLR0913  public: rules of several kinds, and how they 
     )
     _attach(model, parallel)
     return model
+
+
+def _check_dtypes(precision: PrecisionLike, comm_dtype: CommDtypeLike) -> None:
+    """Raise XshardError if two options say how parameters travel."""
+    if precision is not None and comm_dtype is not None:
+        what = f"comm_dtype={comm_dtype} and precision= both say in which dtypes parameters travel"
+        hint = "leave comm_dtype= out: they travel in param_dtype, and gradients in reduce_dtype"
+        raise XshardError(what, hint=hint)
 
 
 def _prepare(
@@ -256,6 +278,8 @@ def _attach(model: nn.Module, parallel: ParallelModel) -> None:
             module.register_forward_pre_hook(hooks.before_forward, with_kwargs=True)
             module.register_forward_hook(hooks.after_forward, always_call=True)
         if hooks is not None or module is model:
+            module.register_forward_pre_hook(parallel.penalties.before_forward)
+            module.register_forward_hook(parallel.penalties.after_forward, always_call=True)
             module.register_forward_hook(parallel.add_note, always_call=True)
     model.register_forward_pre_hook(parallel.begin, prepend=True)
     guard_attention(model, parallel.hooks)
@@ -325,7 +349,8 @@ def _module_hooks(
     input_texts = match_objects(Rules(rules.inputs), modules, "module")
     output_texts = match_objects(Rules(rules.outputs), modules, "module")
     gathering_names = _gathering_modules(rules.gathers, modules, input_texts)
-    hooked_names = {*input_texts, *output_texts, *gathering_names}
+    precisions = _precisions(rules.precision, modules, gathering_names)
+    hooked_names = {*input_texts, *output_texts, *gathering_names, *precisions}
 
     hooks: dict[str, ModuleHooks] = {}
     hooks_of_module: dict[nn.Module, ModuleHooks] = {}
@@ -353,6 +378,7 @@ def _module_hooks(
             varying,
             gathers=name in gathering_names,
             parameters=ModuleParameters(name, context, prefetch),
+            precision=precisions.get(name),
         )
         first = hooks_of_module.setdefault(module, module_hooks)
         if input_rules:
@@ -393,6 +419,17 @@ def _gathering_modules(
     matched = match_objects(Rules({gathers: "..."}), modules, "module")
     # The model gathers what no other module does.
     return {"", *matched}
+
+
+def _precisions(
+    precision: PrecisionLike, modules: Mapping[str, nn.Module], gathering_names: Collection[str]
+) -> dict[str, Precision]:
+    """Return the precision of each module that has one, by name."""
+    if precision is None:
+        return {}
+    if isinstance(precision, Precision):
+        return dict.fromkeys(["", *gathering_names], precision)
+    return match_objects(Rules(precision), modules, "module")
 
 
 def _called_modules(modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:

@@ -11,13 +11,14 @@ from torch import Tensor, nn
 
 from torch_bridge.comm_dtype import CommDtypeLike
 from torch_bridge.mesh.process_mesh import MeshLike, ProcessMesh, mesh_of, process_mesh
+from torch_bridge.precision import Precision
 from torch_bridge.redistribution import redistribute
 from torch_bridge.replicas import Comparison, compare_all
 from torch_bridge.versions.autograd import shape_in_graph
 from torch_bridge.versions.modules import buffers_of, parameters_of
 from xshard import Layout, Mesh, ProfileLike, Sharding, XshardError
 from xshard.dtypes import name_of
-from xshard.models import layout_text
+from xshard.models import layout_text, uncut_axes
 from xshard.replicas import ReplicaCheck
 from xshard.tolerances import SAME_SEED
 
@@ -52,16 +53,27 @@ class ParallelContext:
     def processes(self) -> ProcessMesh:
         return process_mesh(self.mesh)
 
+    def mesh_of(self, sharding: Sharding) -> MeshLike:
+        """Return the processes of an array, perhaps on sub-axes of the mesh."""
+        return self.mesh if sharding.mesh == self.axes else self.processes.on(sharding.mesh)
+
     def redistribute(
-        self, x: Tensor, src: Layout, dst: Layout, shape: Sequence[int] | None
+        self,
+        x: Tensor,
+        src: Layout,
+        dst: Layout,
+        shape: Sequence[int] | None,
+        mesh: MeshLike | None = None,
     ) -> Tensor:
-        """Move a block, without its history, to another layout."""
-        return redistribute(x.detach(), (src, dst), self.mesh, shape=shape, profile=self.profile)
+        """Move a block, without its history, to another layout; mesh: that of the layouts, if another."""
+        if mesh is None:
+            mesh = self.mesh
+        return redistribute(x.detach(), (src, dst), mesh, shape=shape, profile=self.profile)
 
     def reduced(self, x: Tensor, kind: str) -> Tensor:
         """Return the "sum", "max" or "min" of a tensor over all processes, which all call it."""
         axes = ",".join(self.axes.axes)
-        return redistribute(x, f"... | {kind}({axes}) -> ...", self.mesh)
+        return redistribute(x, f"... | {kind}({axes}) -> ...", self.mesh, profile=self.profile)
 
     def compare(self, blocks: Iterable[tuple[str, Tensor, Sharding]]) -> None:
         """Raise ReplicaError on all processes if replicas of a block are not equal.
@@ -77,7 +89,7 @@ class ParallelContext:
         for name, block, sharding in blocks:
             check = ReplicaCheck(
                 sharding,
-                self.axes,
+                sharding.mesh,
                 name_of(block.dtype),
                 layout_text(sharding.layout),
                 cotangents=False,
@@ -85,7 +97,8 @@ class ParallelContext:
             )
             if check.axes:  # along which there are replicas
                 # Every process has a block, and every one calls it: the mesh stands for both.
-                comparison = Comparison(check, processes.ranks, processes, callers=processes)
+                own_processes = processes.on(sharding.mesh)
+                comparison = Comparison(check, processes.ranks, own_processes, callers=processes)
                 pairs.append((comparison, block.detach()))
         if pairs:
             compare_all(pairs, COMPARED)
@@ -121,12 +134,14 @@ class ShardedParameter:
         places: Where it is, a place for each name.
         sharding: How it is stored, with its global shape.
         axes_summed_later: Axes over which its gradient is summed after the backward pass of all its uses.
+        precision: That of its first use, which says the dtype of this sum.
     """
 
     names: list[str]
     places: list[Place]
     sharding: Sharding
     axes_summed_later: frozenset[str] = frozenset()
+    precision: Precision | None = None
     _block: Tensor | None = None  # while modules have gathered tensors in its place
     _n_gathered: int = 0  # how many `GatheredParameter`s have put one there
 
@@ -154,14 +169,22 @@ class ShardedParameter:
         """Return this process's block of a whole tensor."""
         layout = self.sharding.layout
         if layout.axes:
-            return context.redistribute(x, unsharded(layout), layout, self.sharding.shape)
+            mesh = context.mesh_of(self.sharding)
+            return context.redistribute(x, unsharded(layout), layout, self.sharding.shape, mesh)
         # A whole tensor is its own block. One of inference mode could not be trained.
         return x.clone() if x.is_inference() else x.detach()
 
     def gathered(self, context: ParallelContext) -> Tensor:
         """Return the whole tensor. All processes call it."""
         layout = self.sharding.layout
-        return context.redistribute(self.tensor, layout, unsharded(layout), self.sharding.shape)
+        mesh = context.mesh_of(self.sharding)
+        shape = self.sharding.shape
+        return context.redistribute(self.tensor, layout, unsharded(layout), shape, mesh)
+
+    @property
+    def axes_in_buckets(self) -> tuple[str, ...]:
+        """The axes of its sharding's mesh over which buckets sum its gradient, in order."""
+        return uncut_axes(self.sharding, self.axes_summed_later)
 
     def set_block(self, block: Tensor) -> None:
         """Let modules have this block. A parameter stays the same object, which optimisers may have."""
@@ -169,11 +192,20 @@ class ShardedParameter:
         new = block
         if isinstance(old, nn.Parameter):
             # `.data` cannot lead to another device, nor be set on a tensor made in inference mode.
-            is_reused = old.device == block.device and not old.is_inference()
-            new = old if is_reused else nn.Parameter(block, old.requires_grad)
+            if old.device != block.device or old.is_inference():
+                self._replace(old, nn.Parameter(block, old.requires_grad))
+            new = old
             new.data = block
         for place in self.places:
             place.set_tensor(new)
+
+    def _replace(self, old: Tensor, new: Tensor) -> None:
+        """Let the object that others have be another tensor."""
+        try:
+            torch.utils.swap_tensors(old, new)
+        except RuntimeError as error:
+            hint = "give the model values before others, as a compiler, watch its parameters"
+            raise XshardError(f"{self.name}: {error}", hint=hint) from None
 
 
 def unsharded(layout: Layout) -> Layout:

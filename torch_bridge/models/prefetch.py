@@ -10,15 +10,16 @@ pass.
 
 from __future__ import annotations
 
-import threading
+import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from types import FrameType
 from typing import Any, NamedTuple
 
+from torch_bridge.autodiff.turns import caller_of_part
 from torch_bridge.mesh.desync import CallFacts, compare_ranks
-from torch_bridge.models.calls import call_of_hook, is_running
+from torch_bridge.models.calls import call_of_hook, is_in_stack, is_running
 from torch_bridge.models.gathered import GatherUnderWay, no_gather
 from torch_bridge.models.names import title_of
 from torch_bridge.models.parameters import ParallelContext
@@ -26,8 +27,6 @@ from torch_bridge.versions.autograd import call_after_backward, is_in_backward_p
 from xshard.schedule import Schedule, Start, last_started, training_step
 from xshard.schedule import Turn as ScheduledTurn
 from xshard.signatures import Bytes
-
-MOST_ORDERS = 64  # remembered as equal on all processes
 
 
 class Turn(NamedTuple):
@@ -75,57 +74,66 @@ class Prefetch:
         IDLE --the model is called--> EXPECTED --a module comes out of order--> UNEXPECTED
         EXPECTED, UNEXPECTED --the model returns or raises--> IDLE
 
-    EXPECTED: modules come as in the last forward pass, and their gathers begin ahead. UNEXPECTED: they
-    gather when they are called, as in a first pass. The order of this pass is what the next one expects.
+    EXPECTED: modules come as in the last two forward passes, and their gathers begin ahead. UNEXPECTED: they
+    gather when they are called, as in the first two passes, or where the last two differ.
 
-    All processes start the same gathers in the same order: they compare a new order before they use it, and
-    the module that comes out of it.
+    Processes that gather together start the same gathers in the same order. The order of a pass is that of
+    the gathers that it has awaited, whether it fails or not: so these processes know the same orders. They
+    compare a new order before they use it, and the module that comes out of it.
     """
 
     # In a forward pass:
     _call: FrameType | None = None  # of the model
-    _thread: int = 0
     _used: list[Turn]
     _expected: _Queue | None = None
     _to_gather_again: BackwardOrder | None = None
 
-    def __init__(self, context: ParallelContext, prefetch: Bytes) -> None:
+    def __init__(self, context: ParallelContext, prefetch: Bytes, axes: Iterable[str] = ()) -> None:
         # Raises XshardError for a text that is no number of bytes.
         last_started([], prefetch)
         self._context = context
         self.prefetch = prefetch
+        self.axes = set(axes)  # along which processes gather
+        # The orders of the last passes.
         self.forward: Sequence[Turn] = ()
         self.backward: Sequence[Turn] = ()
-        self._compared: set[tuple[str, ...]] = set()
+        self._is_repeated = False  # whether the last two forward passes had one order
+        self._is_compared = False  # whether this is that of all processes
 
     def __reduce__(self) -> tuple[type, tuple[Any, ...]]:
         """Copy without orders: their turns are of the original's modules."""
-        return Prefetch, (self._context, self.prefetch)
+        return Prefetch, (self._context, self.prefetch, self.axes)
 
     def begin_pass(self) -> None:
-        """Expect the modules of the last forward pass; called before each pass, which may be inside one."""
-        if self.prefetch == 0 or is_in_backward_pass():
-            return
-        if self._call is not None and is_running(self._call):
+        """Expect the modules of the last forward passes; called before each pass, which may be inside one."""
+        if self.prefetch == 0 or is_in_backward_pass() or self._call is not None:
             return
         self._call = call_of_hook()
-        self._thread = threading.get_ident()
         self._used = []
         self._to_gather_again = BackwardOrder(self)
-        self._expected = None
-        if len(self.forward) > 1:
-            self.compare(self.forward)
+        if self._is_repeated and len(self.forward) > 1:
+            if not self._is_compared:
+                self._compare(self.forward)
+                self._is_compared = True
             self._expected = _Queue(self.forward, self.prefetch)
 
-    def end_pass(self, result: Any) -> None:
-        """Drop what no module has used; the order of a pass that has not failed is the next one's.
+    def end_pass(self) -> None:
+        """End the pass whose hook calls this, also one that fails."""
+        if self._call is not None and call_of_hook() is self._call:
+            self._end()
 
-        result: of the model; None if it raised.
-        """
-        if self._call is None or call_of_hook() is not self._call:
-            return
-        if result is not None:
-            self.forward = self._used
+    def end_unfinished_pass(self) -> None:
+        """End the pass of a call that runs no more, as after KeyboardInterrupt."""
+        if self._call is not None and not is_running(self._call):
+            self._end()
+
+    def _end(self) -> None:
+        """Drop what no module has used, and remember the order of the pass."""
+        if self._used:  # else nothing has travelled: others may not know of this pass
+            self._is_repeated = self._used == self.forward
+            if not self._is_repeated:
+                self.forward = self._used
+                self._is_compared = False
         self._call = None
         # What is under way is awaited when it is dropped.
         self._expected = None
@@ -134,8 +142,12 @@ class Prefetch:
     @property
     def _is_in_pass(self) -> bool:
         """Whether the running code is the model's forward pass, not a part that is computed again."""
-        is_begun = self._call is not None and self._thread == threading.get_ident()
-        return is_begun and not is_in_backward_pass()
+        if self._call is None or is_in_backward_pass():
+            return False
+        if is_in_stack(self._call, sys._getframe()):
+            return True
+        caller = caller_of_part()  # a part of a batch has a stack of its own
+        return caller is not None and is_in_stack(self._call, caller)
 
     def take(self, turn: Turn) -> GatherUnderWay | None:
         """Return what has begun for the turn of a module, which has come; None if it gathers now."""
@@ -147,10 +159,13 @@ class Prefetch:
             return None
         if i < len(self.forward) and self.forward[i] is turn:
             return self._expected.take(i)
-        # It gathers now, which processes have to do alike.
         self._expected = None
-        self.compare(self._used, again=True)
+        self.compare_pass()
         return None
+
+    def compare_pass(self) -> None:
+        """Compare what processes have gathered in this pass: the last module gathers now, on all of them."""
+        self._compare(self._used)
 
     def schedule(self) -> Schedule:
         """Return the schedule of a step: passes as the last ones."""
@@ -171,21 +186,13 @@ class Prefetch:
             backward.append(scheduled)
         return training_step(forward, backward, self.prefetch)
 
-    def compare(self, turns: Sequence[Turn], again: bool = False) -> None:
-        """Raise DesyncError, on all processes, unless modules come in one order on all of them.
-
-        Each order is compared once, or `again`.
-        """
-        names = tuple(turn.name for turn in turns)
-        if again or names not in self._compared:
-            ranks = self._context.processes.ranks
-            facts = {"modules": ", ".join(map(title_of, names))}
-            compare_ranks(
-                ranks, "the order of modules in a pass", lambda: CallFacts(facts, peers=ranks)
-            )
-            if len(self._compared) == MOST_ORDERS:
-                self._compared.clear()  # layers that are dropped at random have a new order in each pass
-            self._compared.add(names)
+    def _compare(self, turns: Sequence[Turn]) -> None:
+        """Raise DesyncError unless modules come in one order on all processes that gather together."""
+        ranks = self._context.processes.submesh(tuple(self.axes)).ranks
+        facts = {"modules": ", ".join(title_of(turn.name) for turn in turns)}
+        compare_ranks(
+            ranks, "the order of modules in a pass", lambda: CallFacts(facts, peers=ranks)
+        )
 
     def gathers_again(self, turn: Turn) -> Callable[[], GatherUnderWay | None]:
         """Note that a backward pass will gather parameters of a module again; return what takes them.
@@ -216,7 +223,6 @@ class BackwardOrder:
             return None  # somebody looks at what a graph has saved
         if self._queue is None:
             turns = self._turns[::-1]
-            self._prefetch.compare(turns)
             self._prefetch.backward = [turn._replace(begin=no_gather) for turn in turns]
             self._queue = _Queue(turns, self._prefetch.prefetch)
             call_after_backward(self._drop, if_failed=self._drop)

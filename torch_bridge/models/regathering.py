@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from torch_bridge.autodiff.turns import add_saving_hooks, forget_saving_hooks
 from torch_bridge.models.gathered import (
     GatheredParameter,
     GatherUnderWay,
@@ -19,7 +20,8 @@ from torch_bridge.models.gathered import (
 from torch_bridge.versions.autograd import (
     call_after_backward,
     is_in_backward_pass,
-    push_saving_hooks,
+    origin_of,
+    origin_of_cast,
     remove_saving_hooks,
     top_saving_hooks,
     writes_to,
@@ -28,9 +30,13 @@ from xshard import XshardError
 
 
 class _SavedView(NamedTuple):
-    """What autograd saves instead of a gathered parameter: which one, and the view of it that was used."""
+    """What autograd saves instead of a gathered parameter: which one, and the view of it that was used.
+
+    dtype: another one than the parameter's if a cast was used, as under autocast.
+    """
 
     number: int
+    dtype: torch.dtype
     shape: torch.Size
     stride: tuple[int, ...]
     offset: int | torch.SymInt
@@ -84,7 +90,10 @@ class Regathering:
         for i, x in enumerate(tensors):
             if x.numel():
                 self._index_of_memory[x.untyped_storage().data_ptr()] = i
-        self._hooks_around: Any = None
+        # A cast has memory of its own. Its parameter is found by the node that has gathered it.
+        self._index_of_origin = {
+            origin_of(x): i for i, x in enumerate(tensors) if x.grad_fn is not None
+        }
         # While GATHERED. Emptied, not replaced, at its end, which must not refer to this object.
         self._gathered: list[Tensor] = []
         self._taking_back: weakref.finalize[..., Any] | None = None
@@ -92,20 +101,6 @@ class Regathering:
     def keep(self, tensors: Sequence[Tensor]) -> None:
         """Keep the tensors of the forward pass for the backward pass, instead of gathering them again."""
         self._gathered += tensors
-
-    def begin_saving(self) -> None:
-        """From now on, let autograd save references instead of gathered parameters."""
-        # Ours hide the hooks around them, which are called for all other tensors.
-        self._hooks_around = top_saving_hooks()
-        push_saving_hooks(self._pack, self._unpack)
-
-    def end_saving(self) -> None:
-        """Let autograd save tensors as before `begin_saving`."""
-        was_there = remove_saving_hooks(self._pack, self._unpack)
-        if not was_there and self._hooks_around is not None:
-            # The call was interrupted, and the context around it, as a checkpoint's, has ended since: it has
-            # removed the last hooks, which were ours, and has left its own.
-            remove_saving_hooks(*self._hooks_around)
 
     def open(self, _: Any = None) -> None:
         """Let modules have the gathered parameters in the running backward pass; WAITING -> GATHERED.
@@ -135,7 +130,7 @@ class Regathering:
         # With gradients: a reentrant checkpoint runs a backward pass of its own to the blocks.
         with torch.enable_grad():
             begun = self.take_begun()
-            tensors = None if begun is None else begun.wait(self._blocks)
+            tensors = None if begun is None else begun.wait(self._parameters, self._blocks)
             if tensors is not None:
                 return tensors
             return self._moves.gather(self._parameters, self._blocks)
@@ -145,16 +140,56 @@ class Regathering:
         """The function that begins to gather them; it does not refer to this object."""
         return partial(self._moves.begin_gather, self._parameters, self._blocks)
 
-    def _pack(self, x: Tensor) -> Any:
-        """Return what autograd saves of a tensor: a reference, if it is a view of a gathered parameter.
+    def reference_to(self, x: Tensor) -> _SavedView | None:
+        """Return what stands for a tensor that is a view of a gathered parameter; None for any other.
 
         Hot: called for every tensor that is saved.
         """
         self.is_needed = True
         if x.layout is torch.strided:
             i = self._index_of_memory.get(x.untyped_storage().data_ptr())
-            if i is not None and x.dtype == self._dtypes[i]:
-                return _SavedView(i, x.shape, x.stride(), x.storage_offset())
+            if i is None or x.dtype != self._dtypes[i]:
+                i = self._index_of_origin.get(origin_of_cast(x))
+            if i is not None:
+                return _SavedView(i, x.dtype, x.shape, x.stride(), x.storage_offset())
+        return None
+
+    def view(self, saved: _SavedView) -> Tensor:
+        """Return the view that a reference stands for, of what has been gathered again."""
+        whole = self._gathered[saved.number].to(saved.dtype)
+        return whole.as_strided(saved.shape, saved.stride, saved.offset)
+
+
+class Saving:
+    """What autograd saves in one call of a module: references in place of gathered parameters.
+
+    Several calls may use what one gather has brought, each inside hooks of its own, as of a checkpoint.
+    """
+
+    def __init__(self, regathering: Regathering) -> None:
+        self._regathering = regathering
+        self._hooks_around: Any = None
+
+    def begin(self) -> None:
+        """From now on, let autograd save references instead of gathered parameters."""
+        # Ours hide the hooks around them, which are called for all other tensors.
+        self._hooks_around = top_saving_hooks()
+        add_saving_hooks((self._pack, self._unpack))
+
+    def end(self) -> None:
+        """Let autograd save tensors as before `begin`."""
+        forget_saving_hooks((self._pack, self._unpack))
+        was_there = remove_saving_hooks(self._pack, self._unpack)
+        if not was_there and self._hooks_around is not None:
+            # The call was interrupted, and the context around it, as a checkpoint's, has ended since: it has
+            # removed the last hooks, which were ours, and has left its own.
+            remove_saving_hooks(*self._hooks_around)
+
+    def _pack(self, x: Tensor) -> Any:
+        """Return what autograd saves of a tensor: a reference, if it is a view of a gathered parameter."""
+        reference = self._regathering.reference_to(x)
+        if reference is not None:
+            return reference
         if self._hooks_around is None:
             return x
         pack, _ = self._hooks_around
@@ -165,10 +200,9 @@ class Regathering:
 
         The first call gathers all parameters again, in one message: the backward pass is in the module.
         """
-        self.open()
+        self._regathering.open()
         if isinstance(saved, _SavedView):
-            whole = self._gathered[saved.number]
-            return whole.as_strided(saved.shape, saved.stride, saved.offset)
+            return self._regathering.view(saved)
         if isinstance(saved, _SavedByOthers):
             _, unpack = self._hooks_around
             return unpack(saved.packed)

@@ -129,6 +129,8 @@ class SharedParameters:
             if not blocks[i].requires_grad:  # frozen
                 continue
             leaf.requires_grad_()
+            if self.parameters[i].precision is not None:
+                leaf.grad_dtype = self.parameters[i].dtypes().backward
             # Before each gradient, the hook notes `.grad` of the block, to see a later `zero_grad()`.
             leaf.register_hook(partial(self._before_gradient, i))
             if earlier_leaves:

@@ -126,20 +126,33 @@ def stored_block(block: Tensor, sharding: Sharding, context: ParallelContext) ->
     mesh = context.mesh
     if not isinstance(mesh, DeviceMesh):
         mesh = _device_mesh(mesh, block.device.type)
-    try:  # some layouts have no placements
-        to_placements(layout, mesh, sharding.shape)
-    except PlanError:
-        return context.redistribute(block, layout, unsharded(layout), sharding.shape)
+    if not _has_placements(sharding, mesh):
+        own_mesh = context.mesh_of(sharding)
+        return context.redistribute(block, layout, unsharded(layout), sharding.shape, own_mesh)
     return dtensor_of_block(block, layout, mesh, sharding.shape)
+
+
+def _has_placements(sharding: Sharding, mesh: DeviceMesh) -> bool:
+    """Return whether a DTensor on the model's mesh can have these blocks: not if devices share units."""
+    if sharding.mesh != dtensor_axes(mesh):
+        return False
+    try:
+        to_placements(sharding.layout, mesh, sharding.shape)
+    except PlanError:
+        return False
+    return True
 
 
 def block_of_value(value: Tensor, sharding: Sharding, context: ParallelContext) -> Tensor:
     """Return this process's block of a value, which is whole or a DTensor."""
     layout = sharding.layout
+    mesh = context.mesh_of(sharding)
+    if isinstance(value, DTensor) and mesh is not context.mesh:
+        value = value.full_tensor()  # no placements lead to sub-axes
     if not isinstance(value, DTensor):
         if not layout.axes:
             return value
-        return context.redistribute(value, unsharded(layout), layout, sharding.shape)
+        return context.redistribute(value, unsharded(layout), layout, sharding.shape, mesh)
     # Placements have no names of dims: those of the parameter tell which dims are the same.
     dst = layout.resolved(value.ndim)
     axes = dtensor_axes(value.device_mesh)

@@ -14,7 +14,8 @@ from torch_bridge.models.gathered import GatheredParameter
 from torch_bridge.models.hooks import ModuleHooks
 from torch_bridge.models.names import is_inside, module_of, title_of
 from torch_bridge.models.parameters import ParallelContext, Place, ShardedParameter
-from xshard import Mesh, Rules, Sharding, models
+from torch_bridge.precision import Precision, parameter_dtypes
+from xshard import Layout, Mesh, Rules, Sharding, models
 from xshard.errors import PlanError, ShapeError, located
 from xshard.models import ParameterUse, layout_text, use_of
 from xshard.rules import Pattern, match_objects
@@ -41,9 +42,9 @@ class ModelParameters(NamedTuple):
 
 
 def enclosing(
-    path: str, hooks: Hooks, has: Literal["inputs", "outputs", "gathers"]
+    path: str, hooks: Hooks, has: Literal["inputs", "outputs", "gathers", "precision"]
 ) -> ModuleHooks | None:
-    """Return the hooks of this module, or of the nearest around it, that have rules of a kind, or gather."""
+    """Return the hooks of this module, or of the nearest around it, that have this."""
     for candidate in _hooks_around(path, hooks):
         if getattr(candidate, has):
             return candidate
@@ -185,7 +186,7 @@ def _read_rule(
         use = use._replace(stored=use.used)
     stored = Sharding(use.stored, axes, tuple(x.shape))
     # Both sides may name dims in another order; a tensor has one.
-    used = stored.with_layout(use.used.in_order(use.stored.names))
+    used = Sharding(use.used.in_order(use.stored.names), axes, stored.shape)
     return _ReadRule(use, stored, used)
 
 
@@ -250,6 +251,8 @@ def _plan_uses(parameter: ShardedParameter, uses: Uses, hooks: Hooks, keep_rules
     # A tied parameter has one gradient: only what no use sums is left for later.
     names = parameter.names
     parameter.axes_summed_later = models.axes_summed_after_all_uses([uses[name] for name in names])
+    precisions = {name: _precision_around(name, hooks) for name in names}
+    parameter.precision = precisions[parameter.name]
     is_named = any(keep_rules.pattern_for(name) is not None for name in names)
     names_of_place: dict[Place, list[str]] = {}  # several if its module has several
     for name, place in zip(names, parameter.places, strict=True):
@@ -263,10 +266,10 @@ def _plan_uses(parameter: ShardedParameter, uses: Uses, hooks: Hooks, keep_rules
         if use.unsummed_axes:
             check = partial(check_apart, name, use)
             changes.append(partial(place.module.register_forward_pre_hook, check, with_kwargs=True))
-        move = use.move(parameter.axes_summed_later)
-        if move is None:  # used as it is stored
+        ends = _ends_of_use(parameter, use, precisions[name])
+        if ends is None:
             continue
-        stored, used = move
+        stored, used = ends
         gatherer = _gatherer(aliases, hooks)
         gathered = GatheredParameter(
             name,
@@ -279,10 +282,30 @@ def _plan_uses(parameter: ShardedParameter, uses: Uses, hooks: Hooks, keep_rules
             is_kept=is_named or gatherer.parent is None,
             # Passes cannot share a tied parameter: the one gathered tensor would lack the gradients
             # of its other uses.
-            is_shared=is_named and len(names) == 1,
+            is_shared=stored != used and is_named and len(names) == 1,
+            precision=precisions[name],
         )
         gatherer.parameters.add(gathered)
     return changes
+
+
+def _ends_of_use(
+    parameter: ShardedParameter, use: ParameterUse, precision: Precision | None
+) -> tuple[Layout, Layout] | None:
+    """Return the layouts of a parameter in storage and in use; None if it is used as it is stored."""
+    move = use.move(parameter.axes_summed_later)
+    if move is not None:
+        return move
+    stored_dtype = parameter.tensor.dtype
+    if parameter_dtypes(precision, None, stored_dtype).result == stored_dtype:
+        return None
+    return use.stored, use.stored  # it is cast alone
+
+
+def _precision_around(name: str, hooks: Hooks) -> Precision | None:
+    """Return the precision of the nearest module around a parameter that has one."""
+    around = enclosing(module_of(name), hooks, "precision")
+    return None if around is None else around.precision
 
 
 def check_varying_alike(

@@ -243,11 +243,13 @@ def _on_one_device(
     """
     context = parallel.context
     model, whole_tensors = _copied(source, parallel)
+    _use_precision(model, whole_tensors, parallel)
     # Inside, a loss function that redistributes does so on a mesh of one process: it sends nothing.
     with (
         on_this_process_alone(),
         _eager(),
         watch(model),
+        _whole_in_place(parallel, whole_tensors),
         _same_random_numbers(parallel) as has_drawn,
     ):
         try:
@@ -264,6 +266,58 @@ def _on_one_device(
     scalar = Sharding(Layout("()"), context.axes, ())
     wanted_loss = Wanted("output", "loss", scalar, value, value.abs().item())
     return [wanted_loss, *_cut_gradients(whole_tensors, parallel)]
+
+
+@contextmanager
+def _whole_in_place(parallel: ParallelModel, whole_tensors: Mapping[str, Tensor]) -> Iterator[None]:
+    """Let the parallel model have whole tensors, those of the copy: `loss` may read its parameters.
+
+    Raises XshardError if `loss` has read blocks, which it must have from elsewhere.
+    """
+    blocks = {parameter: parameter.tensor for parameter in parallel.parameters}
+    gradients = {parameter: block.grad for parameter, block in blocks.items()}
+    has_read_block = None
+    # The copy has no rules that could be checked.
+    check_penalties = parallel.gradients.before_pass
+    check_of_first = parallel.gradients.after_first
+    parallel.gradients.before_pass = None
+    parallel.gradients.after_first = None
+    for parameter, block in blocks.items():
+        block.grad = None
+        for place in parameter.places:
+            place.set_tensor(whole_tensors[parameter.name])
+    try:
+        yield
+    finally:
+        parallel.gradients.before_pass = check_penalties
+        parallel.gradients.after_first = check_of_first
+        for parameter, block in blocks.items():
+            if block.grad is not None:
+                has_read_block = parameter.name
+            block.grad = gradients[parameter]
+            for place in parameter.places:
+                place.set_tensor(block)
+    if has_read_block is not None:
+        what = f"loss= has kept the block of {has_read_block}, which one device does not have"
+        raise XshardError(what, hint="read model.parameters() inside of loss=")
+
+
+def _use_precision(model: Module, tensors: dict[str, Tensor], parallel: ParallelModel) -> None:
+    """Let modules of the copy use their parameters, take and return floats in the dtypes of `precision=`.
+
+    tensors: the whole tensors, by name: gradients come to them.
+    """
+    for hooks in parallel.hooks.values():
+        for gathered in hooks.parameters.parameters:
+            with torch.enable_grad():
+                used = tensors[gathered.parameter.name].to(gathered.dtypes().result)
+            for place in gathered.places:
+                module = model.get_submodule(parallel.names[place.module])
+                Place(module, place.attribute).set_tensor(used)
+        if hooks.precision is not None:
+            module = model.get_submodule(hooks.name)
+            module.register_forward_pre_hook(hooks.precision.before_forward, with_kwargs=True)
+            module.register_forward_hook(hooks.precision.after_forward)
 
 
 def _cut_gradients(tensors: dict[str, Tensor], parallel: ParallelModel) -> list[Wanted]:
@@ -345,7 +399,8 @@ def _copied(source: Module, parallel: ParallelModel) -> tuple[Module, dict[str, 
 
 def _states_by_id(parallel: ParallelModel) -> dict[int, Any]:
     """Return the objects whose methods are the hooks of a parallel model, by their ids."""
-    return {id(state): state for state in (parallel, *parallel.hooks.values())}
+    states = (parallel, parallel.penalties, *parallel.hooks.values())
+    return {id(state): state for state in states}
 
 
 def _whole_tensor(parameter: ShardedParameter, context: ParallelContext) -> Tensor:
@@ -469,7 +524,11 @@ def _compare(pairs: list[Pair], parallel: ParallelModel, tol: float | None, run:
         run: Makes both runs again, to find the first module that is wrong.
     """
     if tol is None:
-        tol = tolerances.rounding(dtypes.name_of(block.dtype) for _, block in pairs)
+        in_use = [block.dtype for _, block in pairs]
+        for hooks in parallel.hooks.values():
+            for gathered in hooks.parameters.parameters:
+                in_use += gathered.dtypes()
+        tol = tolerances.rounding(map(dtypes.name_of, in_use))
     flags = compare_on_all(pairs, tol, parallel.context)
     wrong_numbers = [i for i, flag in enumerate(flags) if flag != EQUAL]
     if not wrong_numbers:
@@ -505,7 +564,9 @@ def _difference(
     for wanted, block in [pairs[i] for i in wrong_numbers]:
         mismatch = mismatch_of(wanted, block, largest_by_kind[wanted.kind], tol, context)
         if first_wrong is not None and mismatch.cause is None:
-            cause = Cause("module", f"wrong already: {first_wrong.place}")
+            cause = first_wrong.cause
+            if cause is None:
+                cause = Cause("module", f"wrong already: {first_wrong.place}")
             mismatch = replace(mismatch, cause=cause)
         mismatches.append(mismatch)
     if first_wrong is not None:  # the long text about the module goes with the first array only
@@ -532,7 +593,12 @@ def _first_wrong(
         tol: The tolerance.
         run: Runs both models, each inside the context that it is given, which watches modules.
     """
-    from torch_bridge.models.first_wrong import WrongTensor, first_wrong, watching
+    from torch_bridge.models.first_wrong import (
+        WrongTensor,
+        cause_in_loss,
+        first_wrong,
+        watching,
+    )
 
     # Each run appends what its modules got and returned: first the copy on one device, then the
     # parallel model.
@@ -552,4 +618,5 @@ def _first_wrong(
     place = f"the {title}, while outputs of modules with rules are right"
     paths_around = [path for path in parallel.hooks if is_inside(name, path)]  # outer ones first
     text = described(place, parallel, paths_around[-1]) if paths_around else place
-    return WrongTensor(place, text)
+    cause = cause_in_loss(one_device_run, parallel_run, parallel, tol)
+    return WrongTensor(place, text, cause)

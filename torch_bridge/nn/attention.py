@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from torch_bridge.autodiff.blocks import as_tensor
+from torch_bridge.autodiff.turns import with_pauses_in_function
 from torch_bridge.calls.move import between_graphs
 from torch_bridge.mesh.machine import machine_profile
 from torch_bridge.mesh.process_mesh import MeshLike, ProcessMesh, process_mesh
@@ -168,7 +169,8 @@ class ProcessAttention(AttentionCall):
             kv = F.pad(kv, (0, 0, 0, missing_rows))
         elif is_plain and self.attn.method != REDUCE:
             return self._fused(q, kv), q[..., 0]  # log-sum-exps are not returned
-        return BlockAttention.apply(self, q, kv)  # type: ignore[no-any-return]  # torch has no type for it
+        with with_pauses_in_function():  # while the blocks of a ring travel
+            return BlockAttention.apply(self, q, kv)  # type: ignore[no-any-return]  # torch has no type for it
 
     def global_positions(self, dim: int) -> Tensor:
         return self.as_integers(rows_of(self.attn.queries, dim, self.processes.device))

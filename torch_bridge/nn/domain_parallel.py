@@ -53,9 +53,10 @@ Converters = Mapping[type[nn.Module], Callable[[Any], nn.Module]]
 FOLLOWED = (
     nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict, nn.Identity,
     nn.Flatten, nn.Unflatten, nn.Linear, nn.Embedding, nn.Dropout, nn.AlphaDropout, nn.Softmax, nn.Softmax2d,
-    nn.Softmin, nn.LogSoftmax, nn.GLU, nn.LocalResponseNorm, nn.ChannelShuffle, nn.ELU, nn.Hardshrink,
-    nn.Hardsigmoid, nn.Hardtanh, nn.Hardswish, nn.LeakyReLU, nn.LogSigmoid, nn.PReLU, nn.ReLU, nn.ReLU6,
-    nn.SELU, nn.CELU, nn.GELU, nn.Sigmoid, nn.SiLU, nn.Mish, nn.Softplus, nn.Softshrink, nn.Softsign,
+    nn.Softmin, nn.LogSoftmax, nn.GLU, nn.LocalResponseNorm, nn.ChannelShuffle, nn.PixelShuffle, nn.ELU,
+    nn.Hardshrink, nn.Hardsigmoid, nn.Hardtanh, nn.Hardswish, nn.LeakyReLU, nn.LogSigmoid, nn.PReLU, nn.ReLU,
+    nn.ReLU6, nn.SELU, nn.CELU, nn.GELU, nn.Sigmoid, nn.SiLU, nn.Mish, nn.Softplus, nn.Softshrink,
+    nn.Softsign,
     nn.Tanh, nn.Tanhshrink, nn.Threshold,
     nn.ConstantPad1d, nn.ConstantPad2d, nn.ConstantPad3d, nn.ZeroPad1d, nn.ZeroPad2d, nn.ZeroPad3d,
     nn.CircularPad1d, nn.CircularPad2d, nn.CircularPad3d,
@@ -132,7 +133,7 @@ def domain_parallel(
     axes = tuple(axis for axis in processes.mesh.axes if axis in layout.axes)
     lengths = None if shape is None else tuple(shape)
     shares = () if sum_gradients else axes
-    entrance = _Entrance(layout, mesh, lengths, conversion.paths, shares)
+    entrance = _Entrance(layout, mesh, lengths, conversion.paths, outputs, shares)
     entrance.attach(root)
     # What `xt.verify`, `xt.grad_norm` and others look for.
     if sum_gradients:
@@ -231,6 +232,7 @@ class _Entrance:
     mesh: MeshLike
     shape: tuple[int | None, ...] | None
     paths: dict[nn.Module, str]
+    outputs: str  # how the outputs of convolutions and pools are sharded
     shares: tuple[str, ...]  # axes along which processes keep their shares of gradients
     running: list[_RunningModule] = field(default_factory=list)  # outer ones first
 
@@ -284,7 +286,7 @@ class _Entrance:
         kwargs = {name: with_record(x) for name, x in kwargs.items()}
         self._copy_parameters(module, first)
         if not is_followed:
-            mode = Propagation(self.paths)
+            mode = Propagation(self.paths, self.outputs)
             self.running[-1].ending.callback(remove_function_mode, mode)
             mode.__enter__()
         return args, kwargs

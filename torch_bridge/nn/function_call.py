@@ -13,11 +13,15 @@ Rule = Callable[..., Any]  # applies a function to blocks: takes a `FunctionCall
 
 
 class FunctionCall(NamedTuple):
-    """A call `func(*args, **kwargs)` that has not run yet."""
+    """A call `func(*args, **kwargs)` that has not run yet.
+
+    outputs: how the outputs of convolutions and pools are sharded, as for `domain_parallel`.
+    """
 
     func: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    outputs: str = ""
 
     @property
     def name(self) -> str:

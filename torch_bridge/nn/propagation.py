@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch_bridge.nn.conv import pad
 from torch_bridge.nn.fft import KINDS, fft
 from torch_bridge.nn.function_call import FunctionCall, Rule, rows, tensors_in
+from torch_bridge.nn.functions import FUNCTIONS, total_over_blocks
 from torch_bridge.nn.placed import (
     Placement,
     check_whole,
@@ -33,6 +34,7 @@ from torch_bridge.nn.placed import (
 )
 from torch_bridge.nn.views import VIEWS, new_dims, view
 from torch_bridge.ops import copy_to
+from torch_bridge.versions.modes import function_modes
 from xshard import XshardError
 from xshard.errors import api_boundary, with_path
 from xshard.notation.parser import Dim
@@ -177,6 +179,17 @@ def _along_dims(call: FunctionCall, position: int | None = 1, default: int | Non
     return y
 
 
+def _total(call: FunctionCall) -> Any:
+    """Apply `sum` or `mean`, along dims that are sharded, too."""
+    placement = placement_of(call.args[0])
+    named = _named_dims(call, 1)
+    dims = range(placement.ndim)
+    numbers = {placement.layout.dim_index(d) for d in (named if named else dims)}
+    if placement.axes_of(sorted(numbers)):
+        return total_over_blocks(call, sorted(numbers))
+    return _along_dims(call)
+
+
 def _named_dims(call: FunctionCall, position: int | None) -> list[int]:
     """Return the dims that a call names: `x.sum((0, 1))` -> [0, 1], `softmax(x, dim=-1)` -> [-1]."""
     candidates: Any = [call.kwargs[key] for key in _DIMS_KEYWORDS if key in call.kwargs]
@@ -316,9 +329,10 @@ _RULES: dict[str, Rule | None] = {
     # Along dims, which must be whole: these dims stay, or they are reduced.
     **rows(
         "all amax amin any argmax argmin count_nonzero cumprod cumsum log_softmax logcumsumexp logsumexp"
-        " mean median prod softmax softmin std sum var",
+        " median prod softmax softmin std var",
         _along_dims,
     ),
+    **rows("mean sum", _total),
     **rows("max min", _extremum),
     "flip": _flip,
     "index_select": _index_select,
@@ -338,6 +352,7 @@ _RULES: dict[str, Rule | None] = {
     "stack": _stack,
     "pad": _pad,
     **VIEWS,
+    **FUNCTIONS,
 }  # fmt: skip
 
 
@@ -470,18 +485,24 @@ def _not_of_blocks(name: str) -> XshardError:
 
 
 class Propagation(TorchFunctionMode):
-    """Records the placements of results, or refuses a function. paths: of the modules of the model."""
+    """Records the placements of results, or refuses a function.
 
-    def __init__(self, paths: Mapping[nn.Module, str]) -> None:
+    Args:
+        paths: Of the modules of the model.
+        outputs: How the outputs of convolutions and pools are sharded.
+    """
+
+    def __init__(self, paths: Mapping[nn.Module, str], outputs: str = "") -> None:
         super().__init__()
         self.paths = paths
+        self.outputs = outputs
 
     # Hot: called for every torch function of the model's code.
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         """Apply the rule of a function of blocks; leave others as they are."""
-        call = FunctionCall(func, args, {} if kwargs is None else kwargs)
+        call = FunctionCall(func, args, {} if kwargs is None else kwargs, self.outputs)
         placements = recorded_placements(call.tensors())
         if not placements or _only_reads(call):
             return call.run()
@@ -521,7 +542,7 @@ def _of_blocks(call: FunctionCall) -> Any:
         raise _not_of_blocks(call.name)
     if not call.args:  # called as f(input=x): the rules expect the first tensor by position
         kwargs = dict(call.kwargs)
-        call = FunctionCall(call.func, (kwargs.pop("input"),), kwargs)
+        call = call._replace(args=(kwargs.pop("input"),), kwargs=kwargs)
     return rule(call)
 
 
@@ -560,4 +581,5 @@ def checkpoint(function: Callable[..., R], *arguments: Any, **options: Any) -> R
 
 def _checkpoint_contexts() -> tuple[Any, Any]:
     """Return the contexts of the first computation, and of the second, which no model follows by itself."""
-    return nullcontext(), Propagation({})
+    outputs = [mode.outputs for mode in function_modes() if isinstance(mode, Propagation)]
+    return nullcontext(), Propagation({}, *outputs[:1])

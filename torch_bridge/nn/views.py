@@ -178,7 +178,7 @@ class _Trial(NamedTuple):
             rows_per_row, remainder = divmod(stride, self.target.stride(number))
             has_all_rows = length == rows_per_row * self.source.shape[d]
             if rows_per_row > 1 and remainder == 0 and has_all_rows:
-                dim = _dim_of_groups(self.placement, d, rows_per_row)
+                dim = dim_of_groups(self.placement, d, rows_per_row)
                 return _ViewedDim(number, dim, rows_per_row * self.placement.shape[d])
         return None
 
@@ -205,7 +205,7 @@ def _dims_with(x: Tensor, stride: int, length: int | None) -> list[int]:
     return dims
 
 
-def _dim_of_groups(placement: Placement, d: int, rows_per_row: int) -> Dim:
+def dim_of_groups(placement: Placement, d: int, rows_per_row: int) -> Dim:
     """Return a sharded dim with several rows in place of each row, on the same devices."""
     dim = placement.dims[d]
     # Equal consecutive blocks stay so; others have other rows, which intervals list.

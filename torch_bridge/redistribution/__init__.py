@@ -22,7 +22,8 @@ from torch_bridge.redistribution.options import (
     TwoMeshOptions,
 )
 from torch_bridge.redistribution.tree import redistribute_tree, transfer_tree
-from xshard.cost.model import ProfileLike
+from xshard.cost.machine import with_addends
+from xshard.cost.model import FREE, Addends, ProfileLike
 from xshard.errors import PlanError, XshardError, check_arguments, end_at_user
 from xshard.notation.maps import Maps
 from xshard.notation.parser import with_map_digests
@@ -82,6 +83,7 @@ def redistribute(  # noqa: PLR0913  one verb for all moves: most calls pass thre
     shape: Any = None,
     profile: ProfileLike = "auto",
     comm_dtype: CommDtypeLike = None,
+    addends: Addends = FREE,
     bucket_bytes: Bytes = None,
     async_op: bool = False,
     debug: bool = False,
@@ -115,6 +117,8 @@ def redistribute(  # noqa: PLR0913  one verb for all moves: most calls pass thre
         profile: The machine to plan for.
         comm_dtype: The dtype in which blocks travel and are added, or a pair for forward and backward.
             None is the dtype of `x`. A narrower one compresses, a wider one adds exactly.
+        addends: "ranks" adds in the order of ranks, forward and backward: every path gives equal bits. By
+            default, "free", backends add in an order of their own, and less may travel.
         bucket_bytes: About how many bytes of a tree a device sends together. All, the default, needs a
             copy.
         async_op: Return at once, with a `PendingTensor`, or a tree of them. Any use of it waits, in one order
@@ -169,6 +173,8 @@ def redistribute(  # noqa: PLR0913  one verb for all moves: most calls pass thre
         >>> xt.testing.run_ranks(2, gather)[0]
         {'w': (2, 6), 'b': (2,)}
     """
+    if addends != FREE:
+        profile = with_addends(profile, addends, layouts)
     # Outside of the `try`, in which Dynamo could not break its graph.
     is_compiling = torch.compiler.is_compiling()
     if is_compiling and maps is not None:

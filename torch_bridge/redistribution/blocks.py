@@ -13,7 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torch_bridge.autodiff.blocks import as_tensor, is_dtensor
 from torch_bridge.autodiff.function import Redistribute, apply
-from torch_bridge.autodiff.pending import PendingTensor, compare_gradients_of
+from torch_bridge.autodiff.pending import PendingTensor, compare_gradients_of, move_in_turn
+from torch_bridge.autodiff.turns import RUNNING, current_part
 from torch_bridge.calls.move import (
     PLAIN_TYPES,
     MoveCall,
@@ -21,6 +22,7 @@ from torch_bridge.calls.move import (
     check_source_block,
     ranks_of,
 )
+from torch_bridge.lower.executable import Executable
 from torch_bridge.lower.transfer import TransferExecutable, lower_transfer, ranks_of_plans
 from torch_bridge.mesh.desync import CallFacts, Compared, compare_call, derivative_facts
 from torch_bridge.mesh.process_groups import process_group_of
@@ -87,9 +89,19 @@ def move_one(
         return PendingTensor.begin(x, executable)
     if compares:
         y = checked(x, executable, process_mesh(call.mesh), call.text, name)
+    elif (
+        RUNNING and executable.is_linear and current_part() is not None and _travels(x, executable)
+    ):
+        y = move_in_turn(executable, x)
     else:
         y = apply(executable, x)
     return PendingTensor(y, y.shape, y) if async_op else y  # pending in name: it has arrived
+
+
+def _travels(x: Tensor, executable: Executable) -> bool:
+    """Return whether a process sends something, forward or backward."""
+    is_recorded = x.requires_grad and torch.is_grad_enabled()
+    return executable.plan.bytes_received > 0 or (is_recorded and executable.sends_gradient)
 
 
 def check_awaitable(x: Tensor) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch_bridge.autodiff.blocks import is_dtensor
 from torch_bridge.comm_dtype import CommDtypeLike
 from torch_bridge.mesh.process_mesh import DeviceLike, MeshLike
-from xshard.cost.model import ProfileLike
+from xshard.cost.model import Addends, ProfileLike
 from xshard.errors import MeshError
 from xshard.notation.maps import Maps
 from xshard.plans.plan import Plan
@@ -35,6 +35,7 @@ class MoveKeywords(TwoMeshKeywords, total=False):
     shape: Any
     profile: ProfileLike
     comm_dtype: CommDtypeLike
+    addends: Addends
     bucket_bytes: Bytes
     debug: bool
     check_replicated: bool | None

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from torch_bridge.autodiff.blocks import as_tensor, is_dtensor
-from torch_bridge.autodiff.function import Redistribute
-from torch_bridge.autodiff.pending import PendingTensor, compare_gradients_of
+from torch_bridge.autodiff.pending import PendingTensor, compare_gradients_of, move_in_turn
 from torch_bridge.calls.move import MoveCall
 from torch_bridge.lower.executable import BucketedExecutable, Executable
 from torch_bridge.mesh.desync import CallFacts, Compared, compare_call
@@ -65,7 +64,7 @@ class SharedMove(NamedTuple):
 
     def run(self, blocks: Sequence[Tensor] | Mapping[int, Tensor]) -> tuple[Tensor, ...]:
         """Move the blocks at `indices`, differentiably."""
-        moved: tuple[Tensor, ...] = Redistribute.apply(self.executable, *self.own_blocks(blocks))
+        moved: tuple[Tensor, ...] = move_in_turn(self.executable, *self.own_blocks(blocks))
         return moved
 
     def begin(self, blocks: Sequence[Tensor] | Mapping[int, Tensor]) -> list[PendingTensor]:

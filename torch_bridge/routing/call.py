@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from torch_bridge.autodiff.function import Redistribute
+from torch_bridge.autodiff.pending import move_in_turn
+from torch_bridge.autodiff.turns import current_part
 from torch_bridge.calls.move import mesh_with_ranks
 from torch_bridge.lower.collectives import Collective
 from torch_bridge.mesh import desync
@@ -49,6 +50,11 @@ class RouteCall(NamedTuple):
         is_whole = not (to.is_floating_point() or to.is_complex() or to.dtype == torch.bool)
         check_rows(blocks[0].shape, to.shape, is_whole, capacity=self.capacity, sizes=self.sizes)
         check_device(to.device)
+        is_limited = self.capacity is not None or self.sizes is not None
+        if is_limited and current_part() is not None:
+            what = "rows beyond a limit are dropped, and here the limit would be one of each part of a batch"
+            hint = "no capacity= and no sizes=, or halves(model, module=...) of a module without it"
+            raise PlanError(what, hint=hint)
         # How much each process is sent follows from the values of `to`: a tensor on meta has none,
         # and under vmap there would be other lengths for each item of the batch.
         if is_batched(to) or to.is_meta:
@@ -99,7 +105,7 @@ class RouteCall(NamedTuple):
         # `copies` is a linear map, which autograd calls with its adjoint: gradients return to their
         # rows.
         copies = _copies(selection, lengths, group, groups, is_padded=self.sizes is not None)
-        moved: Any = Redistribute.apply(copies, *blocks)
+        moved: Any = move_in_turn(copies, *blocks)
         tensors = list(moved) if isinstance(moved, tuple) else [moved]
 
         # One row per choice, sorted by group; a stable sort leaves rows of a group in the order in
@@ -239,6 +245,7 @@ def _exchange_lengths(
     own_reports = _own_reports(selection, chosen, blocks)
     sizes = [own_reports.shape[1]] * len(own_reports)
     exchange = Collective("all_to_all", group, sizes, sizes, is_even=True)
+    # Parts of a batch take no turns here: the rows of this one would then wait in vain for others.
     arrived = exchange.run(own_reports.view(-1), own_reports.shape)
     # The host waits here, and nowhere else.
     own_numbers, arrived_numbers = torch.stack([own_reports, arrived]).tolist()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_bridge.autodiff.function import Redistribute
+from torch_bridge.autodiff.pending import move_in_turn
 from torch_bridge.calls.move import between_graphs
-from torch_bridge.lower.collectives import Collective
+from torch_bridge.lower.collectives import Collective, Pending
 from torch_bridge.mesh.desync import Compared
 from torch_bridge.mesh.process_mesh import Group
 from xshard.errors import ShapeError, api_boundary
@@ -64,46 +64,64 @@ class Copies:
         return replace(self, n_batch_dims=self.n_batch_dims + 1)
 
     def __call__(self, *blocks: Tensor) -> Any:
+        return self.begin(*blocks)()
+
+    def begin(self, *blocks: Tensor) -> Callable[[], Any]:
+        """Begin to send the copies; return a function that waits, and returns what came."""
         # All dims but the rows become one: a table [rows, elements] for each tensor.
         d = self.n_batch_dims
         element_shapes = [(*x.shape[:d], *x.shape[d + 1 :]) for x in blocks]
         tables = []
         for x, shape in zip(blocks, element_shapes, strict=True):
             tables.append(x.movedim(d, 0).reshape(x.shape[d], math.prod(shape)))
-        results = self._return(tables) if self.is_adjoint else self._send(tables)
-        # The rows go back to where they were among the dims.
-        moved = []
-        for x, shape in zip(results, element_shapes, strict=True):
-            moved.append(x.view(len(x), *shape).movedim(0, d))
-        return moved[0] if len(moved) == 1 else tuple(moved)
+        arrive = self._begin_return(tables) if self.is_adjoint else self._begin_sending(tables)
 
-    def _send(self, tables: list[Tensor]) -> list[Tensor]:
-        """Send the copies of rows, and `beside` with them."""
+        def end() -> Any:
+            # The rows go back to where they were among the dims.
+            moved = []
+            for x, shape in zip(arrive(), element_shapes, strict=True):
+                moved.append(x.view(len(x), *shape).movedim(0, d))
+            return moved[0] if len(moved) == 1 else tuple(moved)
+
+        return end
+
+    def _begin_sending(self, tables: list[Tensor]) -> Callable[[], list[Tensor]]:
+        """Begin to send the copies of rows, and `beside` with them."""
         messages = []
         for table in tables:
             if self.is_padded:  # one row of zeros more
                 table = torch.cat([table, table.new_zeros(1, table.shape[1])])
             messages.append(table.index_select(0, self.index))
         if self.beside is None:
-            return self._exchange(messages, self.sent, self.received)
-        *results, arrived = self._exchange([*messages, self.beside], self.sent, self.received)
-        self.arrived.append(arrived)
-        return results
+            return self._begin_exchange(messages, self.sent, self.received)
+        arrive = self._begin_exchange([*messages, self.beside], self.sent, self.received)
 
-    def _return(self, tables: list[Tensor]) -> list[Tensor]:
-        """Return copies to the processes of their rows, and add them up by row."""
-        sums = []
-        for copies in self._exchange(tables, self.received, self.sent):
-            total = copies.new_zeros(self.n_rows + self.is_padded, copies.shape[1])
-            total.index_add_(0, self.index, copies)
-            # The last row has what padding returned. A clone, as a view would hold its memory.
-            sums.append(total[:-1].clone() if self.is_padded else total)
-        return sums
+        def end() -> list[Tensor]:
+            *results, arrived = arrive()
+            self.arrived.append(arrived)
+            return results
 
-    def _exchange(
+        return end
+
+    def _begin_return(self, tables: list[Tensor]) -> Callable[[], list[Tensor]]:
+        """Begin to return copies to the processes of their rows, which add them up by row."""
+        arrive = self._begin_exchange(tables, self.received, self.sent)
+
+        def end() -> list[Tensor]:
+            sums = []
+            for copies in arrive():
+                total = copies.new_zeros(self.n_rows + self.is_padded, copies.shape[1])
+                total.index_add_(0, self.index, copies)
+                # The last row has what padding returned. A clone, as a view would hold its memory.
+                sums.append(total[:-1].clone() if self.is_padded else total)
+            return sums
+
+        return end
+
+    def _begin_exchange(
         self, tables: list[Tensor], sent: Sequence[int], received: Sequence[int]
-    ) -> list[Tensor]:
-        """Send several tables of rows in one all-to-all, and return the tables that arrive.
+    ) -> Callable[[], list[Tensor]]:
+        """Begin to send several tables of rows in one all-to-all; return what waits for those that arrive.
 
         float32 [5, 8] and int32 [5, 2] travel as one table of bytes, [5, 40], and are split up
         again.
@@ -115,26 +133,33 @@ class Copies:
         """
         # Tables have several dtypes, as rows and their choices: bytes travel together.
         byte_tables = [_seen_as(torch.uint8, x) for x in tables]
-        if len(tables) == 1:
-            return [_seen_as(tables[0].dtype, self._exchange_bytes(byte_tables[0], sent, received))]
-        arrived = self._exchange_bytes(torch.cat(byte_tables, 1), sent, received)
-        columns = arrived.split([x.shape[1] for x in byte_tables], 1)
-        # Cloned, because a view in the middle of the bytes may begin at an address that is not a
-        # multiple of the size of the table's elements, as its dtype needs.
-        return [
-            _seen_as(table.dtype, column.clone(memory_format=torch.contiguous_format))
-            for column, table in zip(columns, tables, strict=True)
-        ]
+        dtypes = [x.dtype for x in tables]
+        widths = [x.shape[1] for x in byte_tables]
+        together = byte_tables[0] if len(tables) == 1 else torch.cat(byte_tables, 1)
+        arrive = self._begin_exchange_of_bytes(together, sent, received)
 
-    def _exchange_bytes(
+        def end() -> list[Tensor]:
+            arrived = arrive()
+            if len(dtypes) == 1:
+                return [_seen_as(dtypes[0], arrived)]
+            # Cloned, because a view in the middle of the bytes may begin at an address that is not a
+            # multiple of the size of the table's elements, as its dtype needs.
+            return [
+                _seen_as(dtype, column.clone(memory_format=torch.contiguous_format))
+                for column, dtype in zip(arrived.split(widths, 1), dtypes, strict=True)
+            ]
+
+        return end
+
+    def _begin_exchange_of_bytes(
         self, table: Tensor, sent: Sequence[int], received: Sequence[int]
-    ) -> Tensor:
-        """Send a table of bytes, `[rows, n]`, and return the rows that arrive."""
+    ) -> Pending:
+        """Begin to send a table of bytes, `[rows, n]`; return what waits for the rows that arrive."""
         width = table.shape[1]
         sent_bytes = [n * width for n in sent]
         received_bytes = [n * width for n in received]
         exchange = Collective("all_to_all", self.group, sent_bytes, received_bytes)
-        return exchange.run(table.view(-1), (sum(received), width))
+        return exchange.begin(table.view(-1), (sum(received), width))
 
 
 def _seen_as(dtype: torch.dtype, table: Tensor) -> Tensor:
@@ -226,7 +251,7 @@ class Routed:
         table = weights if weights.ndim == 2 else weights[:, None]
         if table.shape != (self._copies.n_rows, self.k):
             raise ShapeError(f"weights have shape {tuple(weights.shape)}", hint="the shape of to")
-        arrived = Redistribute.apply(self._copies.tangent, table)  # [copies, k]
+        arrived = move_in_turn(self._copies.tangent, table)  # [copies, k]
         # A copy came with the weights of all choices of its row: each row here takes its own.
         return arrived.reshape(-1).index_select(0, self.order)
 
@@ -244,7 +269,7 @@ class Routed:
         # The empty sum ties the result to the rows where none came, too: in the backward pass this process
         # then sends to others, which wait for it.
         tied = y + self.copies[:0].sum().to(y.dtype)
-        result = Redistribute.apply(self._copies.backward, tied)
+        result = move_in_turn(self._copies.backward, tied)
         if self._compared is None:
             return result
         return self._compared.compare_gradients_of(result, self.copies)

@@ -28,6 +28,7 @@ from torch_bridge.versions import pytree
 from xshard import Layout, Mesh, ProfileLike, Rules, trees
 from xshard.dtypes import name_of
 from xshard.errors import MeshError, located
+from xshard.layout.sub_axes import root_of
 from xshard.notation.parser import ARROW
 from xshard.plans.expression import Sides, sides_or_one
 from xshard.signatures import Bytes
@@ -146,7 +147,7 @@ def _block_on_mesh(local: LocalArray, axes: Mesh, ranks: Sequence[int]) -> Tenso
 
     Raises MeshError if the array is on another mesh than its tree: a transfer has one source.
     """
-    is_on_mesh = local.sharding.mesh == axes and local.ranks == ranks
+    is_on_mesh = root_of(local.sharding.mesh) == axes and local.ranks == ranks
     if not is_on_mesh or local.block is None:
         raise MeshError(f"it is on {local.mesh!r}, the tree on {axes!r} of ranks {ranks}")
     return local.block

@@ -23,7 +23,7 @@ from torch_bridge.models.parameters import ParallelContext
 from torch_bridge.redistribution import redistribute
 from torch_bridge.state import leaves
 from torch_bridge.state.leaves import LocalArray, axes_of, processes_of, rank
-from torch_bridge.state.members import Members, OptimizerState
+from torch_bridge.state.members import Members, OptimizerState, is_part
 from torch_bridge.versions.pytree import tree_map_with_path
 from xshard import Profile, ProfileLike, XshardError, dtypes, errors, load_profile
 from xshard.cost.machine import node_processes
@@ -43,6 +43,7 @@ from xshard.state.files.loading import (
     plan_load,
     read_block,
     stored_as,
+    stored_constants,
 )
 from xshard.state.files.runs import check_numbered
 from xshard.state.files.saving import (
@@ -200,9 +201,9 @@ def _plan(
 
     def planned() -> dict[str, Any]:
         check_numbered(path, keep)
-        members.add_tree("", tree)
+        members.add_tree(tree)
         members.add_arrays(rules, mesh, shapes)
-        members.add_optimizers()
+        members.add_states()
         sources = {name: _source_of(name, array) for name, array in members.arrays.items()}
         plan = plan_save(sources, names, shard_bytes=shard_bytes, constants=members.constants)
         plans.append(plan)
@@ -307,7 +308,8 @@ def load(  # noqa: PLR0913  one option for each thing that a file does not say
         names: Maps stored names to this program's names.
         like: A model or a tree, as for `save`, with tensors to fill in place, on their devices and
             in their dtypes. Optimizers need no state yet.
-        strict: Every name has to be in both `like` and the files.
+        strict: Every array, number and text has to be in both `like` and the files. Otherwise a warning names
+            those that are not; they stay as they are.
         dtype: The dtype of all floats, without `like`.
         device: For new tensors. Parameters of a parallel model on the meta device are made there,
             too.
@@ -345,8 +347,8 @@ def load(  # noqa: PLR0913  one option for each thing that a file does not say
         checkpoint.close()
     loading.replace_meta(tensors)
     if like is None:
-        return {**loading.constants, **tensors}
-    loading.fill_objects(tensors)
+        return {**checkpoint.readable_constants(tensors), **tensors}
+    leaves.all_or_none(ranks, call, lambda: loading.fill_objects(tensors))
     return loading.with_constants("", like)
 
 
@@ -362,8 +364,9 @@ class _Loading:
     """A load in phases: open and plan, compare `facts` between ranks, read and share.
 
     loads: by stored name, or by this program's name without a tree to fill.
-    constants: stored numbers and texts by name: of the tree to fill, or all without one.
-    members: what the tree to fill has. optimizers: the optimizers in it, with their stored options.
+    constants: stored numbers and texts for the tree to fill, by name.
+    members: what the tree to fill has. optimizers: the optimizers in it. taken: the objects in it
+    whose state is stored as a value. strict: every name is in the tree and in the checkpoint.
     """
 
     checkpoint: Checkpoint
@@ -372,7 +375,9 @@ class _Loading:
     loads: dict[str, _ArrayLoad] = field(default_factory=dict)
     constants: dict[str, Any] = field(default_factory=dict)
     members: Members = field(default_factory=Members)
-    optimizers: list[tuple[OptimizerState, list[dict[str, Any]]]] = field(default_factory=list)
+    optimizers: list[OptimizerState] = field(default_factory=list)
+    taken: Sequence[str] = ()
+    strict: bool = True
 
     def plan_new(
         self, rules: RulesLike | None, mesh: MeshLike | None, names: Names | None, dtype: Any
@@ -388,7 +393,6 @@ class _Loading:
             on_mesh = axes if mesh is None else mesh
             array = LocalArray([name], None, array_dtype, load.target, on_mesh, self.ranks)
             self.loads[name] = _ArrayLoad(load, array)
-        self.constants = self.checkpoint.readable_constants
 
     def plan_into(
         self,
@@ -403,20 +407,26 @@ class _Loading:
         Nothing is read from the arrays yet.
 
         like: the model or tree. rules: layouts of its tensors by patterns of names. names: how names
-        in the files differ from the model's. strict: raise for tensors that only one side has.
+        in the files differ from the model's. strict: raise for what only one side has.
         """
+        self.strict = strict
         # The arrays in the files, by the names that the model has for them.
         stored = stored_as(self.checkpoint, names)
         shapes = {name: array.shape for name, array in stored.items()}
         # The files tell global shapes: without them, all blocks would have to have one size.
-        self.members.add_tree("", like)
+        self.members.add_tree(like)
+        self.taken = self.members.take_stored(self.checkpoint, stored)
         self.members.add_arrays(rules, mesh, shapes)
         for optimizer_name in self.members.optimizers:
             state = self.members.optimizer_state(optimizer_name)
             self.members.arrays.update(state.targets(stored))
-            self.optimizers.append((state, state.stored_groups(self.checkpoint)))
-        for leaf, x in self.members.constants.items():
-            self.constants[leaf] = self.checkpoint.constant(leaf, x)
+            self.optimizers.append(state)
+            # The names of tensors stand for them until they are read.
+            state.stored_groups(self.checkpoint, {name: name for name in stored}, strict)
+            self.members.constants.update(state.needed_constants(self.checkpoint))
+        self.constants = stored_constants(
+            self.checkpoint, self.members.constants, names, strict, self._is_taken
+        )
         arrays = list(self.members.arrays.values())
         # For each tensor the name under which it is stored (a tied one has several), or None.
         stored_names = in_both(stored, [array.names for array in arrays], strict)
@@ -431,6 +441,12 @@ class _Loading:
                 dtype = dtypes.name_of(array.dtype)
                 load = load_of(self.checkpoint, stored[name], dtype, array.sharding, self.profile)
             self.loads[name] = _ArrayLoad(load, array)
+
+    def _is_taken(self, leaf: str) -> bool:
+        """Return whether an object or an optimizer takes what is stored under a name."""
+        if any(optimizer.takes(leaf) for optimizer in self.optimizers):
+            return True
+        return any(is_part(leaf, name) for name in self.taken)
 
     def facts(self) -> dict[str, Any]:
         """Return the shape and the layout in which each array is read: all ranks have to agree."""
@@ -503,7 +519,9 @@ class _Loading:
         parts_by_mesh: dict[MeshLike, dict[str, Tensor]] = {}
         for name, part in parts.items():
             if part is not None:
-                parts_on_mesh = parts_by_mesh.setdefault(self.loads[name].array.mesh, {})
+                array = self.loads[name].array
+                mesh = ParallelContext(array.mesh).mesh_of(array.sharding)
+                parts_on_mesh = parts_by_mesh.setdefault(mesh, {})
                 parts_on_mesh[name] = part
         for mesh, parts_on_mesh in parts_by_mesh.items():
             moves = {}
@@ -526,10 +544,13 @@ class _Loading:
         for name, (_, array) in self.loads.items():
             if name in tensors:
                 read[array.names[0]] = tensors[name]
-        for state, groups in self.optimizers:
-            state.load(read, groups, self.checkpoint)
-        for name, (x, template) in self.members.stateful.items():
-            x.load_state_dict(self.with_constants(name, template))
+        for optimizer in self.optimizers:
+            optimizer.load(read, self.checkpoint, self.strict)
+        for name, state in self.members.states.items():
+            value = self.with_constants(name, state.value)
+            if name in self.taken:
+                value = self.checkpoint.value(name, self.members.tensors)  # filled in place
+            state.load(value)
 
     def with_constants(self, name: str, tree: Any) -> Any:
         """Return a tree, which is called `name` in the whole one, with stored numbers and texts."""

@@ -27,6 +27,7 @@ from xshard.arguments import lengths_of
 from xshard.layout.lengths import global_shape
 from xshard.plans.expression import Sides, check_block, sides_or_one
 from xshard.signatures import short_repr
+from xshard.state.files.values import number_of
 
 Constant = int | float | str | None  # bools are ints
 _LARGE_BYTES = 2**20  # smaller blocks share their pages with others
@@ -146,7 +147,8 @@ def tensors_and_constants(
     """
     tensors = {}
     constants = {}
-    for name, x in leaves.items():
+    for name, leaf in leaves.items():
+        x = number_of(leaf)
         if isinstance(x, Tensor):
             tensors[name] = x
         elif isinstance(x, Constant):

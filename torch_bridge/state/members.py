@@ -6,7 +6,8 @@ the like have a `state_dict()` of numbers and tensors.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -18,15 +19,16 @@ from torch.optim import Optimizer
 
 from torch_bridge.dtensor.placements import dtensor_of
 from torch_bridge.mesh.process_mesh import MeshLike
-from torch_bridge.models.names import is_inside
+from torch_bridge.models.names import is_inside, module_of
 from torch_bridge.models.optimizers import (
     State,
-    check_groups,
     load_named,
+    matched_groups,
     named_state,
     sharding_of_state,
 )
 from torch_bridge.models.parallel import ATTRIBUTE, parallel_of
+from torch_bridge.models.structure import check_structure
 from torch_bridge.state.leaves import (
     Constant,
     LocalArray,
@@ -36,20 +38,33 @@ from torch_bridge.state.leaves import (
     processes_of,
     tensors_and_constants,
 )
-from torch_bridge.versions.modules import uncompiled
-from torch_bridge.versions.pytree import tree_map_with_path
-from xshard import Layout, Rules, Sharding, XshardError, errors, trees
+from torch_bridge.versions.modules import COMPILED, uncompiled
+from xshard import Layout, Rules, Sharding, errors, trees
 from xshard.plans.expression import sides_or_one
 from xshard.state.files import Checkpoint
+from xshard.state.files.values import number_of, to_json
 from xshard.state.relations import TargetArray
-from xshard.trees import joined, leaf_name
+from xshard.trees import joined
+
+ArraysAndConstants = tuple[dict[str, LocalArray], dict[str, Constant]]
 
 
 class Owner(NamedTuple):
-    """Where a parameter is: the name of its model in the tree, and its own name in the model."""
+    """Where a parameter is: the name of its model in the tree, and its own name in the model.
+
+    The model is "" for a tensor of the tree itself.
+    """
 
     model: str
     parameter: str
+
+
+class ObjectState(NamedTuple):
+    """The state of an object, such as a scheduler, as it is and as JSON, and what gives it another one."""
+
+    value: Any
+    json: Any
+    load: Callable[[Any], object]
 
 
 @dataclass
@@ -57,55 +72,66 @@ class Members:
     """What a tree has, by name.
 
     arrays: those of parallel models at first, and at last all. tensors: all others, of models that
-    are not parallel, too. stateful: objects with the state that they returned. owners: of each
-    parameter, by the id of its tensor.
+    are not parallel, too. states: of objects that have one. owners: of each parameter, by the id of
+    its tensor.
     """
 
     arrays: dict[str, LocalArray] = field(default_factory=dict)
     tensors: dict[str, Tensor] = field(default_factory=dict)
     constants: dict[str, Constant] = field(default_factory=dict)
     optimizers: dict[str, Optimizer] = field(default_factory=dict)
-    stateful: dict[str, tuple[Any, Any]] = field(default_factory=dict)
+    states: dict[str, ObjectState] = field(default_factory=dict)
     owners: dict[int, Owner] = field(default_factory=dict)
 
-    def add_tree(self, name: str, tree: Any) -> None:
-        """Add the leaves of a tree. Raises XshardError for one without a state."""
+    def add_tree(self, tree: Any) -> None:
+        """Add the leaves of a tree. Raises XshardError for one without a state, and for a name twice."""
         others = {}
-        for key, x in named_leaves(tree).items():
-            leaf = joined(name, key)
+        for leaf, x in named_leaves(tree).items():
             if isinstance(x, nn.Module):
                 self._add_model(leaf, x)
             elif isinstance(x, Optimizer):
                 self.optimizers[leaf] = x
-            elif isinstance(x, Stateful):
-                state = x.state_dict()
-                self.stateful[leaf] = (x, state)
-                self.add_tree(leaf, state)
+            elif isinstance(x, Stateful) and not isinstance(x, type):
+                self._add_state(leaf, x.state_dict(), x.load_state_dict)
             else:
                 others[leaf] = x
-        tensors, constants = tensors_and_constants(others)
+                self.owners.setdefault(id(x), Owner("", leaf))
+        self._add_leaves(others)
+
+    def _add_leaves(self, leaves: Mapping[str, Any]) -> None:
+        """Add tensors, numbers and texts."""
+        tensors, constants = tensors_and_constants(leaves)
+        known = (self.arrays, self.tensors, self.constants)
+        trees.named_once(itertools.chain(tensors.items(), *(names.items() for names in known)))
         self.tensors.update(tensors)
         self.constants.update(constants)
+
+    def _add_state(self, name: str, value: Any, load: Callable[[Any], object]) -> None:
+        """Add the state of an object, whose numbers and texts are one value, and its tensors leaves."""
+        tensors: dict[str, Tensor] = {}
+        self.states[name] = ObjectState(value, to_json(value, name, Tensor, tensors), load)
+        self._add_leaves(tensors)
 
     def _add_model(self, name: str, model: nn.Module) -> None:
         """Add the tensors of a model, of which some parts may be parallel, as in an `AveragedModel`."""
         model = uncompiled(model)
-        parts = list(_parallel_parts(model))
-        for path, part in parts:
-            prefix = joined(name, path)
+        in_parts = set()
+        for path, part in _parallel_parts(model):
+            self.arrays.update(_arrays_of_parallel(joined(name, path), part))
             for parameter in parallel_of(part).parameters:
-                self.owners.setdefault(id(parameter.tensor), Owner(prefix, parameter.name))
-            self.arrays.update(_arrays_of_parallel(prefix, part))
-        if parts and not parts[0][0]:
-            return  # the model itself is parallel
+                in_parts.add(id(parameter.tensor))
+                owner = Owner(name, joined(path, parameter.name))
+                self.owners.setdefault(id(parameter.tensor), owner)
         others = {}
         for key, x in model.state_dict(keep_vars=True).items():
-            if not any(is_inside(key, path) for path, _ in parts):
-                others[joined(name, key)] = x
-                self.owners.setdefault(id(x), Owner(name, key))
-        tensors, constants = tensors_and_constants(others)
-        self.tensors.update(tensors)
-        self.constants.update(constants)
+            own_name = key.replace(COMPILED, "")
+            if key.endswith("_extra_state"):
+                module = model.get_submodule(module_of(key))
+                self._add_state(joined(name, own_name), x, module.set_extra_state)
+            elif id(x) not in in_parts:
+                others[joined(name, own_name)] = x
+                self.owners.setdefault(id(x), Owner(name, own_name))
+        self._add_leaves(others)
 
     def add_arrays(
         self, rules: Any, mesh: MeshLike | None, shapes: Mapping[str, Sequence[int]] | None
@@ -118,18 +144,53 @@ class Members:
         ranks = processes_of(mesh)
         if mesh is None:
             mesh = axes_of(None)
+        names_of: dict[int, list[str]] = {}  # tied weights have several
+        for name, x in self.tensors.items():
+            names_of.setdefault(id(x), []).append(name)
         for name, x in self.tensors.items():
             with errors.located(trees.place_of(name)):
                 rule = sides_or_one(Layout.parse(layouts[name])) if name in layouts else None
                 shape = None if shapes is None else shapes.get(name)
                 self.arrays[name] = local_array(name, x, rule, mesh, ranks, shape)
+                self.arrays[name].names = names_of[id(x)]
 
-    def add_optimizers(self) -> None:
-        """Add the arrays, numbers and texts of all optimizers. Raises as `optimizer_state` does."""
+    def take_stored(self, checkpoint: Checkpoint, arrays: Mapping[str, TargetArray]) -> list[str]:
+        """Prepare the states of objects for a load, before `add_arrays`; return those stored as values.
+
+        An object gets the value that is stored, with the tensors that are stored in it. If another
+        program has stored the leaves, as DCP does, they fill what the object has.
+
+        arrays: the stored ones, by name in the tree.
+        """
+        taken = []
+        for name, state in self.states.items():
+            stored = [leaf for leaf in (*checkpoint.constants, *arrays) if is_part(leaf, name)]
+            if name in stored:
+                taken.append(name)
+                for leaf in [leaf for leaf in self.tensors if is_part(leaf, name)]:
+                    if leaf not in arrays:
+                        del self.tensors[leaf]
+                for leaf in stored:
+                    if leaf in arrays and leaf not in self.tensors:
+                        x = arrays[leaf]
+                        self.tensors[leaf] = torch.empty(x.shape, dtype=getattr(torch, x.dtype))
+            elif stored:
+                for key, x in named_leaves(state.value).items():
+                    if not isinstance(x, Tensor):
+                        self.constants[joined(name, key)] = x
+            else:
+                self.constants[name] = state.value  # the checkpoint lacks it
+        return taken
+
+    def add_states(self) -> None:
+        """Add what objects and optimizers have, for a save. Raises as `optimizer_state` does."""
+        for name, state in self.states.items():
+            self.constants[name] = state.json
         for name in self.optimizers:
-            arrays, constants = self.optimizer_state(name).arrays_and_constants()
-            self.arrays.update(arrays)
-            self.constants.update(constants)
+            state_of_optimizer = self.optimizer_state(name)
+            for arrays, constants in (state_of_optimizer.moments(), state_of_optimizer.groups()):
+                self.arrays.update(arrays)
+                self.constants.update(constants)
 
     def optimizer_state(self, name: str) -> OptimizerState:
         """Return the state of an optimizer by names of parameters, and the arrays of these.
@@ -141,16 +202,12 @@ class Members:
         for x in _parameters_of(optimizer):
             if id(x) in self.owners:
                 owners[id(x)] = self.owners[id(x)]
-        models = {owner.model for owner in owners.values()}
+        names = {key: owner.parameter for key, owner in owners.items()}
+        if len({owner.model for owner in owners.values()}) > 1:
+            names = {key: joined(*owner) for key, owner in owners.items()}
         with errors.located(trees.place_of(name)):
-            if len(models) > 1:
-                hint = "an nn.ModuleDict of them is one model"
-                raise XshardError(f"it trains {len(models)} models: {sorted(models)}", hint=hint)
-            names = {key: owner.parameter for key, owner in owners.items()}
             state = named_state(optimizer, names)
-        arrays = {}
-        for owner in owners.values():
-            arrays[owner.parameter] = self.arrays[joined(owner.model, owner.parameter)]
+        arrays = {names[key]: self.arrays[joined(*owner)] for key, owner in owners.items()}
         return OptimizerState(name, optimizer, names, arrays, state)
 
 
@@ -167,8 +224,8 @@ class OptimizerState:
     parameters: dict[str, LocalArray]
     state: State
 
-    def arrays_and_constants(self) -> tuple[dict[str, LocalArray], dict[str, Constant]]:
-        """Return the tensors of the state as arrays, and its numbers and texts, by name in the tree."""
+    def moments(self) -> ArraysAndConstants:
+        """Return the state of all parameters: tensors as arrays, and numbers, by name in the tree."""
         arrays = {}
         constants = {}
         for parameter_name, values in self.state["state"].items():
@@ -179,14 +236,17 @@ class OptimizerState:
                     with errors.located(trees.place_of(leaf)):
                         arrays[leaf] = _state_array(leaf, x, parameter)
                 else:
-                    constants[leaf] = x
-        tensors, numbers = tensors_and_constants(named_leaves(self.state["param_groups"]))
-        for key, x in tensors.items():
-            leaf = joined(self.name, f"param_groups.{key}")
-            arrays[leaf] = _state_array(leaf, x, next(iter(self.parameters.values())))
-        for key, number in numbers.items():
-            constants[joined(self.name, f"param_groups.{key}")] = number
+                    constants[leaf] = number_of(x)
         return arrays, constants
+
+    def groups(self) -> ArraysAndConstants:
+        """Return the options of all groups as one value, and the tensors in it, by name in the tree."""
+        tensors: dict[str, Tensor] = {}
+        groups = to_json(self.state["param_groups"], self._groups_name, Tensor, tensors)
+        arrays = {}
+        for leaf, x in tensors.items():
+            arrays[leaf] = _state_array(leaf, x, next(iter(self.parameters.values())))
+        return arrays, {self._groups_name: groups}
 
     def targets(self, stored: Mapping[str, TargetArray]) -> dict[str, LocalArray]:
         """Return arrays to fill with what is stored of this state; an optimizer may not have one yet.
@@ -195,56 +255,74 @@ class OptimizerState:
 
         stored: by name in the tree.
         """
-        arrays, _ = self.arrays_and_constants()
+        arrays, _ = self.moments()
         for leaf, x in stored.items():
+            dtype = getattr(torch, x.dtype)
+            if is_part(leaf, self._groups_name):
+                arrays[leaf] = _whole_array(leaf, x, next(iter(self.parameters.values())))
+                continue
             parameter = self.parameters.get(self._key_of(leaf).parameter)
             if parameter is None:
                 continue
             with errors.located(trees.place_of(leaf)):
                 sharding = sharding_of_state(x.shape, parameter.sharding.shape, parameter.sharding)
-            if leaf not in arrays or arrays[leaf].sharding.shape != sharding.shape:
-                dtype = getattr(torch, x.dtype)
+            own = arrays.get(leaf)
+            if own is None or own.sharding.shape != sharding.shape or own.dtype != dtype:
                 block = _new_block(sharding, parameter, dtype)
                 arrays[leaf] = LocalArray(
                     [leaf], block, dtype, sharding, parameter.mesh, parameter.ranks
                 )
         return arrays
 
-    def stored_groups(self, checkpoint: Checkpoint) -> list[dict[str, Any]]:
-        """Return the stored options of all groups. Raises XshardError for groups of other parameters."""
-        prefix = joined(self.name, "param_groups")
-        groups: list[dict[str, Any]] = tree_map_with_path(
-            lambda path, own: checkpoint.constant(f"{prefix}.{leaf_name(path)}", own),
-            self.state["param_groups"],
-        )
-        for i, group in enumerate(groups):
-            for leaf in checkpoint.constants:  # options that the optimizer does not have yet
-                option = leaf.removeprefix(f"{prefix}.{i}.")
-                if option != leaf and "." not in option:
-                    group.setdefault(option, checkpoint.constant(leaf, None))
-        with errors.located(trees.place_of(self.name)):
-            check_groups(self.optimizer, self.names, groups)
-        return groups
+    def takes(self, leaf: str) -> bool:
+        """Return whether a leaf of the tree is of this optimizer: of its groups, or of a parameter."""
+        is_of_parameter = self._key_of(leaf).parameter in self.parameters
+        return is_of_parameter or is_part(leaf, self._groups_name)
 
-    def load(
-        self,
-        tensors: Mapping[str, Tensor],
-        groups: list[dict[str, Any]],
-        checkpoint: Checkpoint,
-    ) -> None:
-        """Give the optimizer the state that was read: tensors by name in the tree, and numbers."""
+    def needed_constants(self, checkpoint: Checkpoint) -> dict[str, Constant]:
+        """Return the numbers that a checkpoint has to have: of states, and groups if it lacks them."""
+        _, needed = self.moments()
+        if not checkpoint.value(self._groups_name, {}):
+            needed[self._groups_name] = ""  # what stands there is never used: the name is missing
+        return needed
+
+    def stored_groups(
+        self, checkpoint: Checkpoint, arrays: Mapping[str, Any], strict: bool
+    ) -> list[dict[str, Any]]:
+        """Return the stored options for its groups; its own if none are stored. Raises as `matched_groups`.
+
+        arrays: those in the options, by name in the tree.
+        """
+        own = self.state["param_groups"]
+        stored = checkpoint.value(self._groups_name, arrays)
+        if not stored:
+            return own
+        with errors.located(trees.place_of(self.name)):
+            return matched_groups(own, stored, strict)
+
+    def load(self, arrays: Mapping[str, Tensor], checkpoint: Checkpoint, strict: bool) -> None:
+        """Give the optimizer the state that was read: tensors by name in the tree, and numbers.
+
+        What is not stored stays, which `strict` has refused.
+        """
         parameters = {self.names[id(x)]: x for x in _parameters_of(self.optimizer)}
-        state: dict[str, dict[str, Any]] = {}
-        for leaf in (*tensors, *checkpoint.constants):
+        state = {name: dict(values) for name, values in self.state["state"].items()}
+        for leaf in (*arrays, *checkpoint.constants):
             name, key = self._key_of(leaf)
             if name not in parameters:
                 continue
-            if leaf in tensors:
-                value = _placed_as(tensors[leaf], parameters[name])
+            if leaf in arrays:
+                value = _placed_as(arrays[leaf], parameters[name])
             else:
                 value = checkpoint.constant(leaf, None)
             state.setdefault(name, {})[key] = value
+        groups = self.stored_groups(checkpoint, arrays, strict)
         load_named(self.optimizer, self.names, {"state": state, "param_groups": groups})
+
+    @property
+    def _groups_name(self) -> str:
+        """The name of its groups in the tree."""
+        return joined(self.name, "param_groups")
 
     def _key_of(self, leaf: str) -> _Key:
         """Return which state a leaf of the tree is: "optimizer.state.up.weight.step" -> up.weight, step.
@@ -263,6 +341,11 @@ class _Key(NamedTuple):
 
     parameter: str
     key: str
+
+
+def is_part(leaf: str, name: str) -> bool:
+    """Return whether a leaf has this name, or is inside of what has it."""
+    return leaf == name or is_inside(leaf, name)
 
 
 def _parallel_parts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -286,6 +369,7 @@ def _arrays_of_parallel(prefix: str, model: nn.Module) -> dict[str, LocalArray]:
     prefix: the name of the model in its tree.
     """
     parallel = parallel_of(model)
+    check_structure(model, parallel)  # a layer that came later would be left out
     # By identity: a part that was compiled meanwhile has other names here.
     saved = {id(x) for x in model.state_dict(keep_vars=True).values()}
     arrays = {}
@@ -318,13 +402,22 @@ def _state_array(leaf: str, x: Tensor, parameter: LocalArray) -> LocalArray:
     return LocalArray([leaf], x.detach(), x.dtype, sharding, parameter.mesh, parameter.ranks)
 
 
+def _whole_array(leaf: str, x: TargetArray, parameter: LocalArray) -> LocalArray:
+    """Return a stored tensor as an array that every process of a parameter's mesh has whole."""
+    sharding = Sharding(Layout.parse("..."), parameter.sharding.mesh, x.shape)
+    dtype = getattr(torch, x.dtype)
+    return LocalArray([leaf], None, dtype, sharding, parameter.mesh, parameter.ranks)
+
+
 def _new_block(sharding: Sharding, parameter: LocalArray, dtype: torch.dtype) -> Tensor | None:
-    """Return memory for this process's block of a state; None on a process without a block."""
-    if parameter.block is None:
+    """Return memory for this process's block of a state; None if the parameter has none yet."""
+    if not sharding.shape:
+        # Optimizers count their steps on the CPU, and torch moves the count where they do not.
+        return torch.empty((), dtype=dtype)
+    if parameter.block is None or parameter.is_meta:
         return None
-    # Optimizers count their steps on the CPU, and torch moves the count where they do not.
-    device = parameter.block.device if sharding.shape else torch.device("cpu")
-    return torch.empty(sharding.local_shape(parameter.device), dtype=dtype, device=device)
+    shape = sharding.local_shape(parameter.device)
+    return torch.empty(shape, dtype=dtype, device=parameter.block.device)
 
 
 def _placed_as(block: Tensor, parameter: Tensor) -> Tensor:

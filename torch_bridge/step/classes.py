@@ -157,6 +157,36 @@ def _matrix_product(call: Invocation) -> Call:
     return Call(call.tensors, op)
 
 
+@describes("_grouped_mm")
+def _grouped_product(call: Invocation) -> Call | None:
+    """Describe rows, sorted by expert, that are multiplied with the matrix of their expert.
+
+    "t k, e k n, e -> t n". Where the rows of an expert end is known when they are there: neither rows
+    nor experts can be sharded, but each matrix can.
+    """
+    rows = call.args["self"]
+    matrices = call.args["mat2"]
+    if (rows.ndim, matrices.ndim) != (2, 3):
+        return None  # of gradients
+    # A row meets one of the matrices: the planner counts all letters.
+    work = {"flops": 2.0 / len(matrices)}
+    op = LetteredOp(["tk", "ekn", "e", "tn"], "contraction", "te", work)
+    return Call([rows, matrices, call.args["offs"]], op)
+
+
+@describes("histc")
+def _histogram(call: Invocation) -> Call:
+    """Describe how many elements fall into each bin, of which no device knows a part."""
+    dims = dim_letters(call.first.ndim)
+    op = LetteredOp([dims, ["bins"]], "linear", [*dims, "bins"])
+    return Call(call.tensors, op)
+
+
+def grouped_product(rows: Tensor, matrices: Tensor, *_: Any, **__: Any) -> Tensor:
+    """Return an empty tensor in the place of a grouped product: on meta torch has it in bfloat16 alone."""
+    return rows.new_empty(*rows.shape[:-1], matrices.shape[-1])
+
+
 @describes(
     "view _unsafe_view _reshape_alias unsqueeze squeeze alias detach clone _to_copy lift_fresh"
 )

@@ -20,7 +20,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from torch_bridge.step.classes import Call, attention_call, bias_call, call_of
+from torch_bridge.step.classes import Call, attention_call, bias_call, call_of, grouped_product
 from torch_bridge.versions.autograd import viewed_tensor
 from torch_bridge.versions.modes import TorchDispatchMode, schema_of
 from torch_bridge.versions.modules import buffers_of, modules_by_name, parameters_of
@@ -101,8 +101,9 @@ class StepRecorder(TorchDispatchMode):
             return self._number(args[0])
         # Tensors that the code makes on the CPU, as of a literal, go to the meta device, too.
         meta_args = tree_map_only(Tensor, _to_meta, args)
+        run = grouped_product if name == "_grouped_mm" else func
         try:
-            out = func(*meta_args, **_on_device(kwargs, "meta"))
+            out = run(*meta_args, **_on_device(kwargs, "meta"))
         except NotImplementedError as error:  # the shape of its result depends on data
             raise self._depends_on_data(f"calls '{name}'") from error
         results = [x for x in tree_leaves(out) if isinstance(x, Tensor)]

@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Unpack
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from torch_bridge.mesh.process_mesh import MeshLike, mesh_of
+from torch_bridge.precision import Precision, parameter_dtypes
+from torch_bridge.redistribution import redistribute
 from torch_bridge.step.record import record_step
-from xshard import Rules, Suggestion
+from xshard import Layout, Rules, Suggestion
 from xshard import suggest as suggest_step
-from xshard.errors import api_boundary
+from xshard.dtypes import name_of
+from xshard.errors import ShapeError, api_boundary
 from xshard.step.record.fuse import fuse_operations
 from xshard.step.record.repeat import find_repeated
 from xshard.step.suggest import SuggestKeywords
 
+Losses = Tensor | tuple[Tensor, Tensor]
 
+
+@dataclass(eq=False)
 class TorchSuggestion(Suggestion):
     """A suggestion for a module; its unused parameters have a rule, too."""
+
+    mesh: MeshLike = field(kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -33,10 +44,79 @@ class TorchSuggestion(Suggestion):
         name, *_ = self.search.problem.step.ops[-1].operands
         return str(self.layouts[name][1])
 
+    @api_boundary
+    def mean(self, loss: Callable[..., Losses], result: Tensor, *targets: Tensor) -> Tensor:
+        """Return the mean of a loss over all rows, whatever the layout of the model's result.
+
+            def loss_of(result):
+                return plan.mean(loss, result.logits, labels)
+
+        The last dim, as of classes, is whole in each row: where it arrives sharded, rows are sharded
+        in its place. Every process computes the loss of its rows, and two numbers are summed.
+
+        Args:
+            loss: A function of rows of the result, and of the same rows of the targets. It returns
+                the losses, as with `reduction="none"`, or two scalars: a sum, and what divides it, as
+                the number of labels that count.
+            result: This process's block of the model's result, under `plan.result`.
+            targets: Whole tensors, the same on all processes, with the first dims of the result.
+
+        Returns:
+            A scalar, the same on all processes.
+
+        Raises:
+            ShapeError: The loss is a mean already, or targets have other rows.
+        """
+        return mean_over_rows(loss, result, targets, Layout.parse(self.result), self.mesh)
+
+
+def mean_over_rows(
+    loss: Callable[..., Losses],
+    result: Tensor,
+    targets: Sequence[Tensor],
+    layout: Layout,
+    mesh: MeshLike,
+) -> Tensor:
+    """Return the mean of a loss over rows of a result under a layout; `TorchSuggestion.mean` explains it."""
+    rows = _with_whole_rows(layout)
+    own_rows = redistribute(result, (layout, rows), mesh)
+    own_targets = []
+    for target in targets:
+        target_layout = Layout(rows.dims[: target.ndim])
+        own_targets.append(redistribute(target, (target_layout.unsharded, target_layout), mesh))
+    losses = loss(own_rows, *own_targets)
+    if isinstance(losses, Tensor):
+        if losses.ndim == 0:
+            what = "the loss is a scalar: a mean of means is another one where rows are uneven"
+            hint = 'losses with reduction="none", or two scalars: (sum, number)'
+            raise ShapeError(what, hint=hint)
+        losses = (losses.sum(), losses.new_tensor(losses.numel()))
+    total, number = losses
+    # The two travel together, and the number is exact in the dtype of a loss.
+    shares = torch.stack([total, number.to(total.dtype)])
+    if rows.axes:
+        shares = redistribute(shares, f"n | sum({','.join(rows.axes)}) -> n", mesh)
+    return shares[0] / shares[1]
+
+
+def _with_whole_rows(layout: Layout) -> Layout:
+    """Return a layout in which the last dim is whole: `b/dp s v/tp` -> `b/dp/tp s v`."""
+    if len(layout.dims) < 2:
+        return Layout(layout.dims)
+    first, *others, last = layout.dims
+    first = replace(first, shards=(*first.shards, *last.shards))
+    last = replace(last, shards=())
+    return Layout((first, *others, last))
+
 
 @api_boundary
 def suggest(
-    model: nn.Module, batch: Any, mesh: MeshLike, **options: Unpack[SuggestKeywords]
+    model: nn.Module,
+    batch: Any,
+    mesh: MeshLike,
+    *,
+    precision: Precision | None = None,
+    **options: Unpack[SuggestKeywords],
 ) -> TorchSuggestion:
     """Find the layouts of parameters, inputs and activations that make a training step fastest.
 
@@ -52,6 +132,7 @@ def suggest(
         batch: Examples of the arguments of `forward`: a tensor, a tuple, or a dict by name. Only
             shapes and dtypes matter. The first dim of the first tensor is the batch.
         mesh: The devices: an `xshard.Mesh`, or a `DeviceMesh` with named dims.
+        precision: As for `parallelize`, one for all modules.
         **options: As for `xshard.suggest`.
 
     Returns:
@@ -72,7 +153,17 @@ def suggest(
         ('o/dp/tp i', 'b s8192 -> b s8192 | copy(dp,tp)', 'b n8192/dp/tp')
     """
     step, unused = record_step(model, batch)
+    if precision is not None:
+        travels = parameter_dtypes(precision, None, getattr(torch, step.dtype))
+        step = replace(
+            step,
+            dtype=name_of(travels.result),
+            stored_dtype=step.dtype,
+            reduce_dtype=name_of(travels.backward),
+        )
     # Equal layers become one, and light operations join their neighbours: fewer of both to search.
     step, _ = find_repeated(step)
     plan = suggest_step(fuse_operations(step), mesh_of(mesh), **options)
-    return TorchSuggestion(plan.search, plan.assignment, plan.bound, plan.by_hand, unused=unused)
+    return TorchSuggestion(
+        plan.search, plan.assignment, plan.bound, plan.by_hand, unused=unused, mesh=mesh
+    )

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_bridge.versions.autograd import is_forward_mode_enabled
 from torch_bridge.versions.support import private_names
 
 with private_names():
@@ -52,13 +53,16 @@ with private_names():
     from torch.overrides import _pop_mode, _push_mode
 
     _dispatch_mode = torch._C._get_dispatch_mode
+    _is_torch_function_enabled = torch._C._is_torch_function_enabled
+    # What runs in place of Python's frames: the compiler's, in what it has compiled.
+    _frame_evaluation = torch._C._dynamo.eval_frame.get_eval_frame_callback
     _FAKE = torch._C._TorchDispatchModeKey.FAKE
 
 __all__ = [
     "FakeTensor", "FakeTensorMode", "TorchDispatchMode", "constant_while_traced", "dispatch_mode_count",
     "function_modes",
     "is_any_autocast_enabled", "is_faking", "is_profiling", "plain_torch_function",
-    "remove_function_mode", "schema_of", "subclass_of",
+    "remove_function_mode", "schema_of", "state_of_thread", "subclass_of",
     "unset_fake_temporarily", "without_modes", "without_torch_function",
 ]  # fmt: skip
 
@@ -80,6 +84,28 @@ def is_faking() -> bool:
     ordinary calls.
     """
     return _dispatch_mode(_FAKE) is not None
+
+
+def state_of_thread() -> tuple[Any, ...]:
+    """Return what torch keeps for a thread, but for hooks of saved tensors: autocast, modes, the stream.
+
+    Without it, a coroutine would go on under `no_grad` or autocast of another one of its thread.
+    """
+    autocast: list[Any] = [torch.is_autocast_cache_enabled()]
+    for kind in ("cpu", "cuda"):
+        autocast += [torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)]
+    stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        is_forward_mode_enabled(),
+        tuple(autocast),
+        tuple(map(id, function_modes())),
+        _is_torch_function_enabled(),
+        dispatch_mode_count(),
+        _frame_evaluation(),
+        stream,
+    )
 
 
 def schema_of(operation: Any) -> Any:

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.amp import GradScaler
+from torch.distributed import utils
 from torch.nn.utils import get_total_norm
 
 from torch_bridge.versions.support import private_names
@@ -14,6 +15,8 @@ from xshard import XshardError
 with private_names():
     norm_of = get_total_norm.__closure__[0].cell_contents  # type: ignore[index]
     unscale_gradients = GradScaler._unscale_grads_
+    # As FSDP2 finds tensors in arguments and results. Without it, those in a dataclass would not be cast.
+    apply_to_tensors = utils._apply_to_tensors
 
 # The code of a module's call, by which its frame is found on the stack.
 CALL_CODE = nn.Module._call_impl.__code__

@@ -17,16 +17,18 @@ from xshard.contractions.shapes import (
     Shapes,
     Sizes,
     checked_lengths,
+    on_sub_axes,
     shapes_of,
     written_shardings,
 )
 from xshard.contractions.types import local_type
-from xshard.cost.machine import load_profile
+from xshard.cost.machine import load_profile, machine_of_plan
 from xshard.cost.model import Profile
 from xshard.dtypes import itemsize, name_of
 from xshard.errors import PlanError
 from xshard.formatting import Pictured
 from xshard.layout import Mesh, Sharding
+from xshard.layout.sub_axes import root_of
 from xshard.notation.maps import maps_in, with_values
 from xshard.plans.plan import Plan
 from xshard.plans.serialize import from_plain, plan_to_plain, reading_plan, to_plain
@@ -291,7 +293,7 @@ class ContractionPlan(Pictured):
         """Return the plan as text, with all that is needed to check and run it elsewhere."""
         values = {
             "contraction": self.text,
-            "mesh": to_plain(self.mesh),
+            "mesh": to_plain(root_of(self.mesh)),
             "shapes": to_plain(self.shapes),
             "dtype": self.dtype,
             "profile": self.profile.name,
@@ -317,7 +319,7 @@ class ContractionPlan(Pictured):
         """
         with reading_plan():
             data = json.loads(text)
-            machine = load_profile(data["profile"] if profile is None else profile)
+            machine = machine_of_plan(data["profile"], profile)
             # Maps of rows (`Owners`, `Needs`) that layouts below may name. A text finds them as
             # long as something refers to them, so the variable has to live until the plan is built.
             _maps = maps_in(data)
@@ -326,9 +328,10 @@ class ContractionPlan(Pictured):
             # Replace `...` by as many dims as the shapes have. They have a length for each name:
             # for `(b d)` two, so that dims are counted by names, not as the text writes them.
             call = call.resolved(map(len, shapes), call.operands)
+            call, mesh = on_sub_axes(call, Mesh(data["mesh"]), shapes)
             return ContractionPlan(
                 contraction=call,
-                mesh=Mesh(data["mesh"]),
+                mesh=mesh,
                 shapes=shapes,
                 dtype=name_of(data["dtype"]),
                 parts=tuple(_part_from_plain(part, machine) for part in data["parts"]),

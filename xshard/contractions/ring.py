@@ -138,7 +138,8 @@ def _gathered_dim(part: Part, i: int) -> TravellingDim | None:
     is_summed = gather.dim not in result.names
     # Each device begins with another part. If the dim is summed and the result is the same on all
     # devices, they would add in different orders, and round differently.
-    if is_summed and gather.copies[0] in result.tagged("copy"):
+    has_one_order = move.profile.adds_in_order or gather.copies[0] in result.tagged("copy")
+    if is_summed and has_one_order:
         return None
     tags = without_tags(move.dst, gather.copies).tags
     return TravellingDim(i, gather.dim, move.source, Layout(move.src.dims, tags))

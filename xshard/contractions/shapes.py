@@ -11,10 +11,13 @@ from xshard.arguments import lengths_of
 from xshard.caches import layout_cache
 from xshard.contractions.expression import Contraction
 from xshard.contractions.placements import dim_lengths
-from xshard.errors import ShapeError
+from xshard.errors import PlanError, ShapeError
 from xshard.layout import Layout, Mesh, Sharding
+from xshard.layout.layout import factored, without_spread
 from xshard.layout.lengths import global_shape
-from xshard.notation.parser import ELLIPSIS, Dim, names_of_dim, text_spans
+from xshard.layout.sub_axes import axis_factors, common_mesh
+from xshard.notation.parser import ELLIPSIS, Dim, mark_errors, names_of_dim, text_spans
+from xshard.search.request import NEST_HINT
 from xshard.signatures import as_whole_number, short_repr
 
 Shapes = tuple[tuple[int, ...], ...]
@@ -251,14 +254,45 @@ def written_shardings(
 
     shapes: for every operand, a length for each name, as (8, 3).
     """
+    arrays = _written_arrays(call, shapes)
+    return tuple(Sharding(layout, mesh, shape) for layout, shape in arrays)
+
+
+def _written_arrays(
+    call: Contraction, shapes: Sequence[Sequence[int]]
+) -> list[tuple[Layout, tuple[int, ...]]]:
+    """Return the layout and the shape of each array, with the units of composed dims."""
     lengths = dim_lengths(call.operands, shapes)
-    arrays: list[Sharding] = []
+    arrays = []
     for layout in call.arrays:
         shape = []
         for dim in layout.dims:
             shape.append(math.prod(lengths[name] for name in names_of_dim(dim)))
-        arrays.append(Sharding(_with_units(layout, lengths), mesh, tuple(shape)))
-    return tuple(arrays)
+        arrays.append((_with_units(layout, lengths), tuple(shape)))
+    return arrays
+
+
+def on_sub_axes(call: Contraction, mesh: Mesh, shapes: Shapes) -> tuple[Contraction, Mesh]:
+    """Write a contraction without `spread`, over the sub-axes that it stands for.
+
+    `b (h 4)/tp, h/spread(tp) -> ...` of 2 units on tp=8 is one over tp_0=2 and tp_1=4, in all its
+    arrays, since an axis has one role in a contraction.
+
+    Raises:
+        PlanError: No mesh has the sub-axes of all arrays.
+    """
+    if not any(layout.spread_axes for layout in call.arrays):
+        return call, mesh
+    with mark_errors(call.text):
+        arrays = [without_spread(*array, mesh) for array in _written_arrays(call, shapes)]
+    fine: Mesh | None = mesh
+    for _, array_mesh in arrays:
+        fine = common_mesh(fine, array_mesh) if fine else None
+    if fine is None:
+        reason = "arrays spread units over groups that do not nest"
+        raise PlanError(reason, text=call.text, hint=NEST_HINT)
+    layouts = [factored(layout, axis_factors(old, fine)) for layout, old in arrays]
+    return Contraction.of(layouts, call.text), fine
 
 
 def _with_units(layout: Layout, lengths: Mapping[str, int]) -> Layout:

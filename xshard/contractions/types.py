@@ -58,6 +58,9 @@ def einsum_type(expression: str, mesh: Mesh) -> Layout:
     wanted = parsed.result
     for layout in (*parsed.operands, wanted):
         check_axes(layout, mesh, text)
+        if layout.spread_axes:
+            reason = f"lengths say which devices share units of '{layout}'"
+            raise PlanError(reason, text=text, hint="xshard.plan(expression, mesh, sizes=...)")
     result = local_type(parsed.operands, wanted.names, text)
     if wanted.axes and result != wanted:
         what = f"the local contraction gives '{result}'"

@@ -14,19 +14,21 @@ from dataclasses import replace
 from functools import lru_cache
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from xshard.arguments import parse_number
-from xshard.cost.model import Link, Profile, ProfileLike
-from xshard.errors import ProfileError, api_boundary
+from xshard.cost.model import FREE, RANKS, Addends, Link, Profile, ProfileLike
+from xshard.errors import PlanError, ProfileError, api_boundary
 from xshard.layout import Mesh
 from xshard.layout.sub_axes import Refinement
 from xshard.signatures import did_you_mean, short_repr
 
 AUTO = "auto"
+IN_ORDER = ":ranks"  # ends the name of a machine that adds in the order of ranks
+AUTOS = (AUTO, AUTO + IN_ORDER)  # the machine is that of the devices
 DEFAULT = "h100"
 VARIABLE = "XSHARD_PROFILE"
 
@@ -79,6 +81,8 @@ def load_profile(profile: ProfileLike) -> Profile:
     """
     if isinstance(profile, Profile):
         return profile
+    if str(profile).endswith(IN_ORDER):
+        return in_order(load_profile(str(profile).removesuffix(IN_ORDER)))
     changed_ns = 0
     # A shipped name wins over a file of that name, and costs no look at the disk.
     if str(profile).partition(":")[0] not in shipped() and os.path.isfile(profile):
@@ -181,6 +185,7 @@ def _profile_of_values(data: dict[str, Any]) -> Profile:
         flops_per_s=_pairs(data.get("flops_per_s", {})),
         disk=_link_of(data.get("disk")),
         ring_s=_pairs(data.get("ring_s", {})),
+        addends=data.get("addends", FREE),
     )
 
 
@@ -230,17 +235,53 @@ def resolve_profile(profile: ProfileLike) -> ProfileLike:
     profile is returned as it is, and of a file the Profile that is in it.
     """
     asked = profile
-    if profile == AUTO:
+    if profile in AUTOS:
         # Hot: every call asks. In a function of its own this would be one more call.
         override: ProfileLike | None = _USED.get()
         if override is None:
             override = os.environ.get(VARIABLE)
         if not override:  # unset, or set to nothing
-            return AUTO
-        asked = override
-    if isinstance(asked, Profile) or asked in (AUTO, *shipped()):
+            return profile
+        asked = override if profile == AUTO else with_order_of(profile, override)
+    if isinstance(asked, Profile) or asked in (*AUTOS, *shipped()):
         return asked
     return load_profile(asked)
+
+
+def with_addends(profile: ProfileLike, addends: Addends, given: object = None) -> ProfileLike:
+    """Return the same machine, which adds as `addends` says: "h100" with "ranks" -> "h100:ranks".
+
+    given: what is to be planned, or a plan, whose order is settled. Raises ProfileError for another
+    word, PlanError for a plan in another order.
+    """
+    if addends not in get_args(Addends):
+        raise ProfileError(f"addends is {short_repr(addends)}", hint="'free' or 'ranks'")
+    planned = getattr(given, "profile", None)
+    if addends == RANKS and planned is not None and not planned.adds_in_order:
+        raise PlanError("the plan adds in any order", hint='xshard.plan(..., addends="ranks")')
+    if addends == FREE or str(profile).endswith(IN_ORDER):
+        return profile
+    return in_order(profile) if isinstance(profile, Profile) else f"{profile}{IN_ORDER}"
+
+
+def in_order(machine: Profile) -> Profile:
+    """Return the same machine, which adds in the order of ranks."""
+    if machine.adds_in_order:
+        return machine
+    return replace(machine, name=f"{machine.name}{IN_ORDER}", addends=RANKS)
+
+
+def machine_of_plan(written: str, given: ProfileLike | None) -> Profile:
+    """Return the machine of a plan that is read: by the name in it, or the given one in its order."""
+    if given is None:
+        return load_profile(written)
+    machine = load_profile(given)
+    return in_order(machine) if written.endswith(IN_ORDER) else machine
+
+
+def with_order_of(asked: ProfileLike, machine: ProfileLike) -> ProfileLike:
+    """Return the machine found for "auto", adding in order for "auto:ranks"."""
+    return with_addends(machine, RANKS if asked == AUTO + IN_ORDER else FREE)
 
 
 def node_processes(n: int) -> int | None:
@@ -314,7 +355,7 @@ def _profile_name(kind: str) -> str | None:
 def without_devices(profile: ProfileLike) -> ProfileLike:
     """Return the profile that a call asks for, where no device is known: DEFAULT if it is "auto"."""
     asked = resolve_profile(profile)
-    return DEFAULT if asked == AUTO else asked
+    return with_order_of(asked, DEFAULT) if asked in AUTOS else asked
 
 
 def are_on_two_nodes(

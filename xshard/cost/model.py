@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property, lru_cache
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, Literal, get_args
 
 from xshard.dtypes import itemsize, name_of
 from xshard.errors import DtypeError, PlanError, ProfileError, api_boundary
@@ -22,6 +22,9 @@ from xshard.steps.traffic import Hop, LinkSpan, LinkSpans
 
 DIRECT = ("all_to_all", "permute", "exchange")  # kinds with messages from any device to any other
 TOPOLOGIES = ("switch", "ring", "port")
+FREE: Final = "free"  # collectives add in any order
+RANKS: Final = "ranks"  # rows travel to who adds them, in the order of ranks
+Addends = Literal["free", "ranks"]
 LOCAL = (*VIEW_KINDS, "slice", "embed", "mask", "scale")  # kinds of steps that send nothing
 
 
@@ -92,6 +95,8 @@ class Profile:
         disk: The link over which the devices of a node read files, shared by them; None if unknown.
         ring_s: Seconds of each round of a collective that runs as a ring, by kind, beside its messages:
             n - 1 rounds among n devices, twice as many for an all-reduce.
+        addends: "free" where collectives reduce, in an order of their own. "ranks" where none does:
+            addends travel to who needs their sum, and are added in the order of ranks.
     """
 
     name: str
@@ -107,6 +112,7 @@ class Profile:
     flops_per_s: tuple[tuple[str, float], ...] = ()
     disk: Link | None = None
     ring_s: tuple[tuple[str, float], ...] = ()
+    addends: str = FREE
 
     def __post_init__(self) -> None:
         is_right: Mapping[str, bool] = {
@@ -115,6 +121,7 @@ class Profile:
             "launch_s": all(_is_time(seconds) for _, seconds in self.launch_s),
             "ring_s": all(_is_time(seconds) for _, seconds in self.ring_s),
             "copy_bytes_per_s": _is_rate(self.copy_bytes_per_s),
+            "addends": self.addends in get_args(Addends),
         }
         for field, fits in is_right.items():
             if not fits:
@@ -126,6 +133,11 @@ class Profile:
                 what = f"no such rate: {short_repr(rate)} operations per second in {dtype!r}"
                 hint = 'a rate is > 0, by the name of a dtype, as in {"bfloat16": 9.9e14}'
                 raise ProfileError(what, hint=hint)
+
+    @property
+    def adds_in_order(self) -> bool:
+        """Whether sums are added in the order of ranks."""
+        return self.addends == RANKS
 
     def __hash__(self) -> int:  # cheap: a part of the key of every cached call
         return hash(self.name)

@@ -15,7 +15,8 @@ from xshard.formatting import Pictured
 from xshard.layout.block_rows import held_rows
 from xshard.layout.mesh import Axes, Mesh, check_mesh
 from xshard.layout.runs import Runs, count_rows, row_numbers
-from xshard.layout.units import dims_in_rows
+from xshard.layout.sub_axes import axis_factors, with_cut
+from xshard.layout.units import GROUPS_HINT, count_groups, dims_in_rows
 from xshard.layout.validation import check_dims, check_fit
 from xshard.notation import parser
 from xshard.notation.maps import Maps, RowMap, named_maps
@@ -133,7 +134,18 @@ class Layout(Pictured):
     @cached_property
     def axes(self) -> Axes:
         """Every axis that the layout names, shards first."""
-        return self.sharding_axes + self.tagged(*parser.TAGS)
+        # An axis that spreads units may have a tag too, which is of the devices that share one.
+        return tuple(dict.fromkeys(self.sharding_axes + self.tagged(*parser.TAGS)))
+
+    @cached_property
+    def spread_axes(self) -> Axes:
+        """Every axis along which several devices may share a unit: `(h 64)/spread(tp)` -> tp."""
+        return tuple(chain.from_iterable(dim.spread_axes for dim in self.dims))
+
+    @cached_property
+    def counts_units(self) -> bool:
+        """Whether a shard counts units of several rows, or spreads them: a shape says which rows."""
+        return any(dim.unit != 1 or dim.spread_axes for dim in self.dims)
 
     @cached_property
     def sharding_axes(self) -> Axes:
@@ -304,12 +316,12 @@ class Layout(Pictured):
         check_mesh(mesh)
         shape = lengths_of(shape)
         layout = self.resolved(len(shape))
-        device_coords = mesh.coords(device)
         check_axes(layout, mesh)
-        dims = dims_in_rows(layout.dims, shape, mesh)
-        check_fit(dims, shape, mesh)
+        layout, mesh = in_rows(layout, mesh, shape)
+        device_coords = mesh.coords(device)
+        check_fit(layout.dims, shape, mesh)
         block_rows = []
-        for dim, length in zip(dims, shape, strict=True):
+        for dim, length in zip(layout.dims, shape, strict=True):
             coords = [device_coords[mesh.position(axis)] for axis in dim.axes]
             block_rows.append(held_rows(dim, length, mesh.sizes_of(dim.axes), coords))
         return tuple(block_rows)
@@ -428,14 +440,7 @@ def check_form(
     for _, tagged_axes in tags:
         axes.extend(tagged_axes)
     if len(set(axes)) != len(axes):
-        if text is None:
-            text = parser.write(dims, tags)
-        axis, _ = Counter(axes).most_common(1)[0]
-        second_span = _axis_spans(text, axis, side)[1]
-        hint = "an axis shards one dim or carries one tag"
-        raise NotationError(
-            f"mesh axis {axis!r} is used twice", text=text, span=second_span, hint=hint
-        )
+        _check_axes_are_used_once(dims, axes, text or parser.write(dims, tags), side)
     if len({dim.name for dim in dims}) != len(dims):
         raise NotationError("a dim name is used twice", text=parser.write(dims, tags))
     reductions = sorted({kind for kind, _ in tags} - {"copy"})
@@ -445,6 +450,23 @@ def check_form(
             text=text or parser.write(dims, tags),
             hint="the result depends on their order: reduce one of them first",
         )
+
+
+def _check_axes_are_used_once(
+    dims: tuple[Dim, ...], axes: Sequence[str], text: str, side: slice
+) -> None:
+    """Raise NotationError if a layout uses an axis twice; one that spreads units may have a tag."""
+    uses = Counter(axes)
+    # The tag of (h 64)/spread(tp) | copy(tp) is of the devices that share a unit.
+    uses.subtract(axis for dim in dims for axis in dim.spread_axes if uses[axis] > 1)
+    n_shards = Counter(chain.from_iterable(dim.axes for dim in dims))
+    for axis, count in uses.items():
+        if count > 1 or n_shards[axis] > 1:
+            second_span = _axis_spans(text, axis, side)[1]
+            hint = "an axis shards one dim or carries one tag"
+            raise NotationError(
+                f"mesh axis {axis!r} is used twice", text=text, span=second_span, hint=hint
+            )
 
 
 def check_axes(
@@ -476,6 +498,64 @@ def _axis_spans(text: str, axis: str, side: slice = slice(None)) -> list[Span]:
     positions = range(len(text))[side]
     spans = parser.text_spans(text).axes
     return [span for name, span in spans if name == axis and span[0] in positions]
+
+
+def in_rows(layout: Layout, mesh: Mesh, shape: Sequence[int]) -> tuple[Layout, Mesh]:
+    """Write a layout of a shape with shards that count rows, over axes that no two devices share.
+
+    `(h 4)/spread(tp) | copy(tp)` of 2 units on tp=8 becomes `h_4/tp_0 | copy(tp_1)`, on a mesh with
+    tp split into tp_0=2 and tp_1=4. What follows knows neither units nor `spread`: devices that
+    share a unit are replicas along an axis, as all others are.
+
+    Raises:
+        ShapeError: A dim has no whole number of units, or groups of devices cannot share them.
+    """
+    if not layout.counts_units:
+        return layout, mesh
+    layout, mesh = without_spread(layout, shape, mesh)
+    return replace(layout, dims=dims_in_rows(layout.dims, shape, mesh)), mesh
+
+
+def without_spread(layout: Layout, shape: Sequence[int], mesh: Mesh) -> tuple[Layout, Mesh]:
+    """Write a layout of a shape over axes that no two devices share: `h/spread(tp)` -> `h/tp_0`.
+
+    Returns the layout, whose shards may still count units, and the mesh with these axes.
+    """
+    while layout.spread_axes:
+        layout, mesh = _without_first_spread(layout, mesh, shape)
+    return layout, mesh
+
+
+def _without_first_spread(layout: Layout, mesh: Mesh, shape: Sequence[int]) -> tuple[Layout, Mesh]:
+    """Write the first `spread` of a layout as a plain shard: over all its axes, or the first of them."""
+    index = next(i for i, dim in enumerate(layout.dims) if dim.spread_axes)
+    dim = layout.dims[index]
+    at = next(i for i, shard in enumerate(dim.shards) if shard.order == parser.SPREAD)
+    n_groups = count_groups(dim, at, shape[index], mesh)
+    fine = with_cut(mesh, dim.shards[at].axes, n_groups)
+    if fine is None:
+        n_devices = mesh.size(*dim.shards[at].axes)
+        reason = f"no equal groups of {n_devices} devices for {n_groups} units of '{dim.text}'"
+        raise ShapeError(reason, text=str(dim), hint=GROUPS_HINT)
+    layout = factored(layout, axis_factors(mesh, fine))
+    dim = layout.dims[index]
+    spread = dim.shards[at]
+    n_cutting = next(
+        i for i in range(len(spread.axes) + 1) if fine.size(*spread.axes[:i]) == n_groups
+    )
+    cutting_axes = spread.axes[:n_cutting]
+    plain = (parser.Shard(cutting_axes),) if cutting_axes else ()
+    dim = replace(dim, shards=(*dim.shards[:at], *plain, *dim.shards[at + 1 :]))
+    dims = (*layout.dims[:index], dim, *layout.dims[index + 1 :])
+    # Devices differ along the axes that cut: a tag is of the others, which share a unit.
+    return Layout(dims, without_axes(layout.tags, cutting_axes)), fine
+
+
+def without_axes(tags: Tags, axes: Sequence[str]) -> Tags:
+    """Return tags without some axes."""
+    return tuple(
+        (kind, tuple(axis for axis in tagged if axis not in axes)) for kind, tagged in tags
+    )
 
 
 def factored(layout: Layout, factors: Mapping[str, Axes]) -> Layout:

@@ -10,7 +10,7 @@ from xshard.layout.mesh import Mesh
 from xshard.layout.partition import Ints, rows_in_numbers, shards_with_parts
 from xshard.layout.sharding import Sharding
 from xshard.notation.overlap import Halo, unfolded
-from xshard.notation.parser import Dim, mark_errors
+from xshard.notation.parser import SPREAD, Dim, mark_errors
 
 HINT = "pass shape= (the global shape)"
 # Lengths of dims by name: a length, several lengths that the dim may have, or None if unknown.
@@ -140,6 +140,8 @@ def _inferred_length(dim: Dim, rows: int, sizes: tuple[int, ...]) -> int | None:
     """
     n_blocks = 1  # number of blocks into which the shards so far cut the dim
     for shard, n_parts in shards_with_parts(dim, sizes):
+        if shard.order == SPREAD and n_parts > 1:
+            return None  # devices may share a unit, so that blocks are more than the dim
         rows_in_block = rows_in_numbers(shard)  # of the block that this shard cuts
         if rows_in_block is not None:  # units, in a composed dim
             return None if dim.unit is None else rows_in_block * dim.unit * n_blocks

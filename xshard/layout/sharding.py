@@ -15,11 +15,11 @@ from xshard.caches import layout_cache
 from xshard.errors import ShapeError, api_boundary
 from xshard.formatting import Pictured
 from xshard.layout.block_rows import all_held_rows, meaning
-from xshard.layout.layout import Layout, check_axes
+from xshard.layout.layout import Layout, check_axes, factored, in_rows
 from xshard.layout.mesh import Mesh, all_coords, check_mesh
 from xshard.layout.partition import all_owned_rows, block_length, cut_by_shard
 from xshard.layout.runs import Runs, are_equal, count_rows
-from xshard.layout.units import dims_in_rows
+from xshard.layout.sub_axes import axis_factors
 from xshard.layout.validation import MOST_ELEMENTS, check_fit
 from xshard.notation.overlap import Fold, Overlap, Reads, Window, unfolded
 from xshard.notation.parser import SEGMENTS, SIZES, Dim, Shard, Tags
@@ -63,9 +63,10 @@ class Sharding(Pictured):
         object.__setattr__(self, "layout", Layout.parse(self.layout).resolved(len(self.shape)))
         check_axes(self.layout, self.mesh)
         _check_shape(self.shape)
-        if any(dim.unit != 1 for dim in self.layout.dims):
-            dims = dims_in_rows(self.layout.dims, self.shape, self.mesh)
-            object.__setattr__(self, "layout", replace(self.layout, dims=dims))
+        if self.layout.counts_units:
+            layout, mesh = in_rows(self.layout, self.mesh, self.shape)
+            object.__setattr__(self, "layout", layout)
+            object.__setattr__(self, "mesh", mesh)
         check_fit(self.layout.dims, self.shape, self.mesh)
 
     def __repr__(self) -> str:
@@ -91,6 +92,12 @@ class Sharding(Pictured):
     def dual(self) -> Sharding:
         """The sharding of cotangents."""
         return self.with_layout(self.layout.dual)
+
+    def on_sub_axes(self, mesh: Mesh) -> Sharding:
+        """Return the same blocks on a mesh that splits axes of this one: `n/x` -> `n/(x_0,x_1)`."""
+        if mesh == self.mesh:
+            return self
+        return Sharding(factored(self.layout, axis_factors(self.mesh, mesh)), mesh, self.shape)
 
     def in_order(self, names: Sequence[str]) -> Sharding:
         """Return the sharding of an array with the dims of these names, in their order."""

@@ -10,15 +10,13 @@ from functools import cached_property
 from typing import NamedTuple
 
 from xshard.errors import MeshError
-from xshard.layout.layout import factored
-from xshard.layout.mesh import Axes, Mesh
-from xshard.layout.sharding import Sharding
+from xshard.layout.mesh import Axes, Mesh, Sizes
 
 # Axes with the sizes of their sub-axes, the slowest first.
 Split = tuple[tuple[str, tuple[int, ...]], ...]
 
 
-@dataclass(frozen=True, init=False)
+@dataclass(frozen=True, init=False, repr=False)
 class SubAxisMesh(Mesh):
     """A mesh with some axes split into sub-axes, the slowest first: `x=4` into `x_0=2,x_1=2`.
 
@@ -66,9 +64,83 @@ class SubAxisMesh(Mesh):
                 return whole_axis
         raise MeshError(f"no sub-axis {axis!r}", hint=f"the mesh has: {self.describe()}")
 
-    def factored(self, sharding: Sharding) -> Sharding:
-        """Turn a sharding on `base` into the same sharding on this mesh."""
-        return Sharding(factored(sharding.layout, self.sub_axes), self, sharding.shape)
+
+def root_of(mesh: Mesh) -> Mesh:
+    """Return the mesh of which another has sub-axes; any other mesh is its own."""
+    return root_of(mesh.base) if isinstance(mesh, SubAxisMesh) else mesh
+
+
+def split_of(mesh: Mesh) -> Split:
+    """Return the axes that a mesh splits, as `SubAxisMesh` takes them; () for any other mesh."""
+    return mesh.split if isinstance(mesh, SubAxisMesh) else ()
+
+
+def split_as(base: Mesh, sizes: Sequence[int]) -> Mesh:
+    """Split axes into sub-axes of these sizes, in order: x=8,y=2 and 2, 4, 2 -> x_0=2,x_1=4,y=2."""
+    left = [size for size in sizes if size > 1]
+    split = []
+    for axis in base.axes:
+        parts: Sizes = ()
+        while math.prod(parts) < base.size(axis):
+            parts += (left.pop(0),)
+        if len(parts) > 1:
+            split.append((axis, parts))
+    return SubAxisMesh(base, tuple(split)) if split else base
+
+
+def with_cut(mesh: Mesh, axes: Sequence[str], n_devices: int) -> Mesh | None:
+    """Split one of some axes, so that the first of them have a number of devices together.
+
+    x=8 and 2 devices -> x_0=2,x_1=4. A mesh on which they have it is returned as it is; None if no
+    split makes it so.
+    """
+    left = n_devices
+    for axis in axes:
+        if left == 1:
+            break
+        size = mesh.size(axis)
+        if left % size == 0:
+            left //= size
+            continue
+        if size % left:
+            return None
+        at = mesh.position(axis)
+        sizes = (*mesh.sizes[:at], left, size // left, *mesh.sizes[at + 1 :])
+        return split_as(root_of(mesh), sizes)
+    return mesh
+
+
+def axis_factors(mesh: Mesh, fine: Mesh) -> dict[str, Axes]:
+    """Return the axes of a finer mesh that each axis is: x -> x_0, x_1.
+
+    Both meshes are one, with some of its axes split, the second as far as the first or further.
+
+    Raises:
+        MeshError: The second is not split as far.
+    """
+    if mesh == fine:
+        return {axis: (axis,) for axis in mesh.axes}
+    if isinstance(fine, SubAxisMesh) and fine.base == mesh:
+        return dict(fine.sub_axes)
+    factors: dict[str, Axes] = {}
+    left = list(fine.long_axes)  # both meshes have the axes of one in its order
+    for axis in mesh.axes:
+        parts: Axes = ()
+        while left and fine.size(*parts) < mesh.size(axis):
+            parts += (left.pop(0),)
+        if fine.size(*parts) != mesh.size(axis):
+            raise MeshError(f"{fine!r} does not split the axes of {mesh!r}")
+        factors[axis] = parts
+    return factors
+
+
+def common_mesh(first: Mesh, second: Mesh) -> Mesh | None:
+    """Return the mesh with the fewest sub-axes that splits the axes of two splits of one mesh.
+
+    x_0=2,x_1=4 and x_0=4,x_1=2 -> x_0=2,x_1=2,x_2=2. None for x_0=2,x_1=3 and x_0=3,x_1=2.
+    """
+    refinement = refine(first, second)
+    return None if refinement is None else split_as(root_of(first), refinement.mesh.sizes)
 
 
 def unfactored(mesh: Mesh, axes: Sequence[str]) -> tuple[Mesh, Axes]:

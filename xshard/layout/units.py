@@ -10,7 +10,14 @@ import numpy as np
 from xshard.caches import layout_cache
 from xshard.errors import ShapeError
 from xshard.layout.mesh import Mesh
-from xshard.layout.partition import Sizes, all_owned_rows, find_misfit, map_of, rows_in_numbers
+from xshard.layout.partition import (
+    Sizes,
+    all_owned_rows,
+    block_lengths,
+    find_misfit,
+    map_of,
+    rows_in_numbers,
+)
 from xshard.layout.runs import (
     Rows,
     Run,
@@ -48,6 +55,44 @@ def dims_in_rows(dims: Sequence[Dim], shape: Sequence[int], mesh: Mesh) -> tuple
             dim = replace(_in_rows(dim, length, mesh.sizes_of(dim.axes)), parts=dim.parts)
         counted.append(dim)
     return tuple(counted)
+
+
+GROUPS_HINT = (
+    "a group of devices for each unit, all as large; or say how many each device has, as in "
+    "sizes(tp,2,1,1)"
+)
+
+
+def count_groups(dim: Dim, at: int, length: int, mesh: Mesh) -> int:
+    """Count the groups of devices among which a `spread` deals out units: 2 units on tp=8 -> 2.
+
+    There is a group for each unit. With as many units as devices, or more, each device is one.
+
+    Args:
+        dim: The dim, whose units are spread.
+        at: Which of its shards is the `spread`; it deals out the units of each block before it.
+        length: The rows of the dim.
+        mesh: The mesh.
+
+    Raises:
+        ShapeError: The dim has no whole number of units, or blocks before the `spread` differ.
+    """
+    n_devices = mesh.size(*dim.shards[at].axes)
+    unit = 1 if dim.unit == 1 else _rows_of_unit(dim, length)
+    outer = Dim(dim.name, dim.shards[:at])
+    sizes = mesh.sizes_of(outer.axes)
+    misfit = find_misfit(outer, length // unit, sizes)
+    if misfit is not None:
+        raise ShapeError(misfit, text=str(dim))
+    units = sorted(block_lengths(outer, length // unit, sizes))
+    if units[0] >= n_devices or units[-1] == 0:
+        return n_devices
+    if len(units) > 1:
+        reason = (
+            f"blocks of {' and '.join(map(str, units))} units are spread over {n_devices} devices"
+        )
+        raise ShapeError(reason, text=str(dim), hint=GROUPS_HINT)
+    return units[0]
 
 
 @layout_cache(maxsize=4096)

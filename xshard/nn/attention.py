@@ -21,6 +21,7 @@ from xshard.errors import NotationError, ShapeError, XshardError
 from xshard.layout import Layout, Sharding
 from xshard.layout.partition import rotated
 from xshard.layout.runs import row_numbers
+from xshard.layout.sub_axes import root_of
 from xshard.nn.windows import Interval, ShardedDim, interval_frame
 from xshard.notation.parser import Dim, Shard
 from xshard.signatures import as_whole_number, short_repr
@@ -419,6 +420,11 @@ def attention(
 def _check_shapes(q: Sharding, k: Sharding, v: Sharding) -> None:
     """Raise ShapeError unless the shapes of queries, keys and values fit."""
     text = str(k.layout)
+    for array in (q, k, v):
+        if array.mesh != root_of(array.mesh):
+            what = f"devices share heads of '{array.layout}'"
+            hint = "blocks of such heads are attended without a layout, as on one device; or move them first"
+            raise ShapeError(what, text=text, hint=hint)
     if k.shape[:HEADS] != q.shape[:HEADS] or k.shape[WIDTH] != q.shape[WIDTH]:
         what = f"queries of shape {q.shape}, keys of shape {k.shape}"
         raise ShapeError(what, text=text, hint="keys have the batch and the width of queries")

@@ -25,6 +25,7 @@ SIZES = "sizes"  # an order that lists the number of rows of each part
 INTERVALS = "intervals"  # an order that lists the intervals of each part
 BY = "by"  # the order of a map: `Owners`
 SEGMENTS = "segments"  # written block(axes, numbers)
+SPREAD = "spread"  # units shared by several devices, if there are fewer units than devices
 ROUTED = "to"  # rows lie where values say: in a rule for the input of experts alone
 ELLIPSIS = "..."
 ARROW = "->"
@@ -91,6 +92,12 @@ class Dim:
     def axes(self) -> tuple[str, ...]:
         """Every mesh axis that shards this dim, outermost first."""
         return tuple(chain.from_iterable(shard.axes for shard in self.shards))
+
+    @cached_property
+    def spread_axes(self) -> tuple[str, ...]:
+        """The axes along which several devices may share a unit of this dim."""
+        spread = (shard.axes for shard in self.shards if shard.order == SPREAD)
+        return tuple(chain.from_iterable(spread))
 
 
 Tags = tuple[tuple[str, tuple[str, ...]], ...]
@@ -263,7 +270,7 @@ def write(dims: tuple[Dim, ...], tags: Tags) -> str:
 
 # ---- the grammar
 
-_WRITTEN_ORDERS = (*ORDERS, SIZES, INTERVALS, BY)
+_WRITTEN_ORDERS = (*ORDERS, SIZES, INTERVALS, BY, SPREAD)
 _CLOSES = re.compile(r"\s*\)")
 
 # Names that tags and orders have in other systems.
@@ -288,6 +295,7 @@ _ORDERS_ELSEWHERE = {
 # The least and the most numbers of an order after its axes; other orders take any number.
 _NUMBER_COUNTS = {
     "balanced": (0, 0),
+    SPREAD: (0, 0),
     "cyclic": (0, 1),
     ROUTED: (0, 0),
     SIZES: (1, math.inf),
@@ -296,6 +304,7 @@ _NUMBER_COUNTS = {
 _NUMBER_HINTS = {
     "block": "block takes no number, or the lengths of segments, as in block(tp,512,128,128)",
     "balanced": "balanced takes no number, as in s/balanced(cp)",
+    SPREAD: "spread takes no number, as in (h 128)/spread(tp)",
     "zigzag": "zigzag takes no number, or the lengths of documents, as in zigzag(cp,4,8,4)",
     "cyclic": "cyclic takes no number, or the rows dealt out together, 1 or more, as in cyclic(cp,16)",
     ROUTED: "to takes no number, as in t/to(ep)",

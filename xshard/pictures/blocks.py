@@ -68,8 +68,8 @@ def grid_drawing(drawn: Picture) -> Shape:
         shapes += _card(drawn, card, down, across)
     shapes += _side_texts(down, across)
     place = across.pixels + (n_cards - 1) * OFFSET + el.GAP
-    shapes += _lanes(down, place, is_down=True)
-    shapes += _lanes(across, down.pixels + 2 * el.LINE, is_down=False)
+    shapes += _lanes(drawn, down, place, is_down=True)
+    shapes += _lanes(drawn, across, down.pixels + 2 * el.LINE, is_down=False)
     low = max(shape.box[3] for shape in shapes) + el.LINE
     for number, line in enumerate(_captions(drawn, sides)):
         shapes.append(el.label(0, low + number * el.LINE, line, "start"))
@@ -126,7 +126,7 @@ def _card(drawn: Picture, card: int, down: Side, across: Side) -> Iterator[Shape
         for j, (left, right) in enumerate(across.blocks):
             device = int(drawn.cards[card, i, j])
             box = (x + left, y + top, x + right, y + bottom)
-            fill = el.SHARED if drawn.has_replicas else el.colour((device,))
+            fill = el.colour(drawn.fronts_of([device]))
             data = f'data-device="{device}" data-card="{card}"'
             yield el.rectangle(box, fill, f"d{device}", data)
             for name in _block_patterns(drawn, device):
@@ -144,15 +144,17 @@ def _card(drawn: Picture, card: int, down: Side, across: Side) -> Iterator[Shape
 
 
 def _block_patterns(drawn: Picture, device: int) -> Iterator[str]:
-    """Name the patterns over a block: what its values are, and whether its colour is used already."""
+    """Name the patterns over a block: what its values are, whether its colour is used, and a copy's."""
     for role, _ in drawn.roles:
         if role in TAGS:
             yield role if role in el.STROKES else "sum"
-    if not drawn.has_replicas:
-        # There are fewer colours than devices: with patterns "1" to "3" there are four times as many.
-        pattern = str(device // len(el.COLOURS) % 4)
-        if pattern in el.STROKES:
-            yield pattern
+    front = drawn.fronts[device]
+    # There are fewer colours than devices: with patterns "1" to "3" there are four times as many.
+    pattern = str(front // len(el.COLOURS) % 4)
+    if pattern in el.STROKES:
+        yield pattern
+    if front != device:
+        yield "replica"
 
 
 def _visible_parts(box: el.Box, *, is_first_row: bool, is_last_column: bool) -> list[el.Box]:
@@ -169,19 +171,23 @@ def _area(box: el.Box) -> float:
     return (right - left) * (bottom - top)
 
 
-def _lanes(side: Side, first_place: float, *, is_down: bool) -> Iterator[Shape]:
+def _lanes(drawn: Picture, side: Side, first_place: float, *, is_down: bool) -> Iterator[Shape]:
     """Draw the lanes of a dim side by side."""
     for number, lane in enumerate(side.strip.lanes):
-        yield from _lane(lane, side, first_place + number * (LANE + 4), is_down=is_down)
+        place = first_place + number * (LANE + 4)
+        yield from _lane(drawn, lane, side, place, is_down=is_down)
 
 
-def _lane(lane: Lane, side: Side, place: float, *, is_down: bool) -> Iterator[Shape]:
+def _lane(
+    drawn: Picture, lane: Lane, side: Side, place: float, *, is_down: bool
+) -> Iterator[Shape]:
     """Yield a strip that shows which rows one block holds, where blocks overlap (halos).
 
     A block of rows 4-7 with a halo of 1 has the groups 3, 4-7 and 8: each group is a rectangle with
     the colour of the device that owns its rows. Rows outside of the array have a dashed border.
 
     Args:
+        drawn: The picture.
         lane: The block's groups of rows, and the devices that hold it.
         side: The dim, with its scale in pixels per row.
         place: Where the strip stands, in pixels: its left edge if the dim goes down, else its top.
@@ -195,11 +201,13 @@ def _lane(lane: Lane, side: Side, place: float, *, is_down: bool) -> Iterator[Sh
     pattern = "fold" if is_fold else "halo"
     for group, (first, last) in zip(lane.groups, edges, strict=True):
         box = (place, first, place + LANE, last) if is_down else (first, place, last, place + LANE)
-        yield from _row_group(group, box, f"d{devices_text(lane.devices)}", arrow, pattern)
+        fill = el.colour(drawn.fronts_of(group.owner)) if group.owner else "none"
+        holder = f"d{devices_text(lane.devices)}"
+        yield from _row_group(group, box, fill, holder, arrow, pattern)
 
 
 def _row_group(
-    group: RowGroup, box: el.Box, holder: str, arrow: str, pattern: str
+    group: RowGroup, box: el.Box, fill: str, holder: str, arrow: str, pattern: str
 ) -> Iterator[Shape]:
     """Yield a rectangle for rows that one device owns, with its number, within another one's block.
 
@@ -209,11 +217,11 @@ def _row_group(
     Args:
         group: The rows. `origin` is "own", "near" (of a neighbour), or "before" or "after" the array.
         box: Their place.
+        fill: The colour of their owner, "none" without one.
         holder: The devices that hold the block, as text.
         arrow: Says which way rows of another owner move: "←" to the holder, "→" to the owner.
         pattern: The name of the pattern over rows of another owner.
     """
-    fill = el.colour(group.owner) if group.owner else "none"
     is_of_another = bool(group.owner) and group.origin != "own"
     if not is_of_another:
         arrow = ""
@@ -250,6 +258,8 @@ def _captions(drawn: Picture, sides: Sequence[Side]) -> Iterator[str]:
         n_cards = len(drawn.cards)
         partly = f" ({MAX_CARDS} drawn)" if n_cards > MAX_CARDS else ""
         yield f"{n_cards} cards{partly}: {roles_text(drawn)}"
+    if len(set(drawn.fronts.values())) < len(drawn.fronts):
+        yield "hatched: a copy, in the colour of the device in front"
     for side in sides:
         if side.is_shorter:
             yield f"≈: {side.strip.dim.name} is drawn shorter than at the scale of the other dim"

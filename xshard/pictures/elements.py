@@ -10,7 +10,7 @@ from zlib import crc32
 # Light hues that people who do not see some colours can tell apart; with black text on all of them
 # (Paul Tol, "Colour schemes", 2021, scheme "light"). Device numbers say the same without colour.
 COLOURS = ("#77AADD", "#EE8866", "#EEDD88", "#FFAABB", "#99DDFF", "#44BB99", "#BBCC33", "#AAAA00")
-SHARED = "#DDDDDD"  # what several devices hold
+SHARED = "#DDDDDD"  # rows whose parts are on several devices
 # In pixels.
 CHAR = 7.3  # width of a letter
 GAP = 10.0  # between pictures
@@ -19,12 +19,14 @@ BORDER = 1  # around a picture, for strokes on its edge
 FONT_SIZES = (12, 9)  # of labels in blocks: the first one that fits
 FONT_SIZE = FONT_SIZES[0]
 
-# Patterns over blocks: copied rows, contributions, addends, and devices with a colour that is used already.
+# Patterns over blocks: copied rows, contributions, addends, copies of a block in front, and devices with a
+# colour that is used already.
 STROKES = {
     "halo": ("M0 8L8 0", 1.6),
     "fold": ("M0 0L8 8M0 8L8 0", 1.2),
     "sum": ("M4 2v4M2 4h4", 1.2),
     "copy": ("M4 4h.01", 2.4),
+    "replica": ("M0 0L8 8", 1.2),
     "1": ("M0 4h8", 1.0),
     "2": ("M4 0v8", 1.0),
     "3": ("M0 4h8M4 0v8", 1.0),

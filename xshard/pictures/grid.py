@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -95,6 +95,7 @@ class Picture:
             that is not drawn; and the axes.
         empty: Devices without elements.
         notes: The roles of the mesh axes, in words.
+        fronts: For each device the one whose copy of its blocks is in front, which may be itself.
     """
 
     sharding: Sharding
@@ -103,16 +104,16 @@ class Picture:
     roles: tuple[tuple[str, tuple[str, ...]], ...]
     empty: tuple[int, ...]
     notes: tuple[str, ...]
+    fronts: Mapping[int, int]
 
     @property
     def strips(self) -> tuple[Strip, ...]:
         """The drawn dims, at most two."""
         return tuple(side for side in self.sides if side.dim.name)
 
-    @property
-    def has_replicas(self) -> bool:
-        """Whether several devices hold the same values."""
-        return any(role == "replicas" for role, _ in self.roles)
+    def fronts_of(self, devices: Sequence[int]) -> list[int]:
+        """Return the devices in front of some devices, each once: one for replicas of one block."""
+        return list(dict.fromkeys(self.fronts[device] for device in devices))
 
 
 def picture(sharding: Sharding, dims: Sequence[str] = (), devices: Sequence[int] = ()) -> Picture:
@@ -155,7 +156,24 @@ def picture(sharding: Sharding, dims: Sequence[str] = (), devices: Sequence[int]
         roles=roles,
         empty=tuple(numbers[is_empty].tolist()),
         notes=_notes(sharding, drawn),
+        fronts=_fronts(sharding, numbers),
     )
+
+
+def _fronts(sharding: Sharding, numbers: Ints) -> dict[int, int]:
+    """Return, for each device, the first of those that hold the same values.
+
+    "n/dp" on dp=2, tp=2 -> {0: 0, 1: 0, 2: 2, 3: 2}. numbers: the device's number at each position of
+    the mesh.
+    """
+    replica_axes = _replica_axes(sharding)
+    mesh = sharding.mesh
+    other_axes = [axis for axis in mesh.axes if axis not in replica_axes]
+    fronts: dict[int, int] = {}
+    first_at: dict[int, int] = {}  # by the place along the other axes
+    for number, place in zip(numbers.tolist(), mesh.indices(other_axes).tolist(), strict=True):
+        fronts[number] = first_at.setdefault(place, number)
+    return fronts
 
 
 def _roles(sharding: Sharding, drawn_axes: set[str]) -> tuple[tuple[str, tuple[str, ...]], ...]:

@@ -14,10 +14,11 @@ from xshard.formatting import format_bytes, format_seconds
 from xshard.layout import Layout, Mesh, Sharding
 from xshard.pictures.elements import COLOURS
 from xshard.pictures.grid import Picture, picture, title
-from xshard.pictures.svg import mesh_svg, plan_svg, sharding_svg
+from xshard.pictures.svg import mesh_svg, plan_svg, sharding_svg, timeline_svg
 from xshard.plans import table
 from xshard.plans.plan import Plan
 from xshard.plans.table import HEAD, Row
+from xshard.schedule import Timeline
 from xshard.step.say.suggestion import Suggestion
 
 _FONT = "font-size:13px;font-family:ui-monospace,monospace"
@@ -71,6 +72,11 @@ def _html_of_plan(plan: Plan) -> str:
         alternatives = _folded("alternatives", preformatted(plan.explain()))
     table_of_steps = steps(table.rows(plan), table.total(plan))
     return _block(table.title(plan), plan_svg(plan), table_of_steps, alternatives)
+
+
+@html.register
+def _html_of_timeline(timeline: Timeline) -> str:
+    return _block(str(timeline).splitlines()[-1], timeline_svg(timeline))
 
 
 @html.register

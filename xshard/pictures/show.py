@@ -13,8 +13,9 @@ from xshard.layout import Layout, Mesh, Sharding
 from xshard.notation.maps import Maps
 from xshard.pictures.grid import picture
 from xshard.plans.plan import Plan
+from xshard.schedule import Timeline
 
-Shown = Layout | str | Sharding | Mesh | Plan | ContractionPlan
+Shown = Layout | str | Sharding | Mesh | Plan | ContractionPlan | Timeline
 
 
 @api_boundary
@@ -33,8 +34,8 @@ def show(
     A notebook shows a picture, a terminal the grid and tables of `xshard show` and `xshard plan`.
 
     Args:
-        what: A layout, with the mesh and the global shape of the array; or a sharding, a mesh or a plan
-            alone.
+        what: A layout, with the mesh and the global shape of the array; or a sharding, a mesh, a plan
+            or the timeline of a schedule alone.
         mesh: The mesh of a layout.
         shape: The global shape of the array.
         dims: The one or two dims of a sharding to draw. Default: the first two that are cut.

@@ -12,6 +12,7 @@ from xshard.pictures.blocks import grid_drawing
 from xshard.pictures.elements import Shape
 from xshard.pictures.grid import Picture, picture, title
 from xshard.plans.plan import Plan, Stage
+from xshard.schedule import COMPUTING, EXPOSED, Timeline
 
 MAX_DEVICES = 64  # up to here they are drawn one by one
 # In pixels.
@@ -22,6 +23,8 @@ DEVICE_RADIUS = 11
 DEVICE_LEFT = 14  # middle of the first device
 DEVICE_TOP = 12.0  # middle of the upper devices
 LINE_GAP = 22.0  # from the edge of a band to the end of a line
+TIMELINE_WIDTH = 720.0
+EXPOSED_COLOUR = "#CC3311"  # where a device waits
 
 
 def sharding_svg(drawn: Picture) -> str:
@@ -84,6 +87,24 @@ def mesh_svg(mesh: Mesh) -> str:
             fill = el.colour((first + j,))
             shapes += [el.rectangle(box, fill), *el.label_in(box, str(first + j), fill)]
     return el.element(el.framed(shapes), f"devices of {mesh}")
+
+
+def timeline_svg(timeline: Timeline) -> str:
+    """Draw a timeline as SVG: a lane for the device, red where it waits, and one for each link."""
+    per_second = TIMELINE_WIDTH / max(timeline.seconds, 1e-9)
+    shapes = []
+    for row, lane in enumerate(timeline.lanes):
+        shapes.append(el.label(-6, row * ROW + 16, lane, "end"))
+    for span in timeline.spans:
+        row = timeline.lanes.index(COMPUTING)
+        fill = EXPOSED_COLOUR
+        if span.lane != EXPOSED:
+            row = timeline.lanes.index(span.lane)
+            fill = el.colour((row,))
+        box = (span.begin_s * per_second, row * ROW, span.end_s * per_second, (row + 1) * ROW)
+        said = f"{span.name}: {format_seconds(span.end_s - span.begin_s)}, {span.lane}"
+        shapes += [el.rectangle(box, fill, said), *el.label_in(box, span.name, fill)]
+    return el.element(el.framed(shapes), "what computes and travels when")
 
 
 def _messages(

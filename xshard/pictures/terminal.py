@@ -58,7 +58,6 @@ def print_error(error: XshardError) -> None:
 # Further devices have them again, underlined.
 _HUES = ("cyan", "yellow", "green", "magenta")
 _COLOURS = (*(f"bright_{hue}" for hue in _HUES), "bright_red", *_HUES)
-_SHARED = "black on white"
 
 
 @singledispatch
@@ -168,8 +167,8 @@ def _grids(drawn: Picture, width: int) -> Iterator[Table]:
         for i, side in enumerate(down.texts):
             row = [Text(f"{side} ")]
             for j in band:
-                # Several devices have the block if there are several cards, [cards, rows, columns].
-                style = _SHARED if len(drawn.cards) > 1 else _style(drawn.cards[0, i, j])
+                # The device in front, where several have the block: [cards, rows, columns].
+                style = _style(int(drawn.cards[0, i, j]))
                 row.append(Text(columns[j][i + 1].center(widths[j]), style))
             grid.add_row(*row)
         yield grid
@@ -207,7 +206,7 @@ def _legend(drawn: Picture) -> Table:
         "device", *sharding.mesh.axes, "local shape", *columns, left=list(columns)
     )
     for device in range(sharding.mesh.n_devices):
-        style = _SHARED if drawn.has_replicas else _style(device)
+        style = _style(drawn.fronts[device])
         rows = [rows_text(rows_of(device)) for rows_of in columns.values()]
         legend.add_row(
             Text(f" {device} ", style),

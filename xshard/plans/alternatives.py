@@ -12,7 +12,7 @@ from xshard.dtypes import itemsize
 from xshard.errors import PlanError
 from xshard.formatting import align_columns, format_bytes, format_seconds
 from xshard.layout import Sharding
-from xshard.layout.sub_axes import Split
+from xshard.layout.sub_axes import split_of
 from xshard.notation.parser import Shard
 from xshard.search import overlap_paths
 from xshard.search.a_star import Search
@@ -62,16 +62,21 @@ def alternatives(plan: Plan) -> tuple[Alternative, ...]:
     start, goal = plan._normal_ends
     has_transposition = plan.source.layout.names != plan.target.layout.names
     transposition = plan.steps[-1:] if has_transposition else ()
+    own_split = split_of(start.mesh)  # that of `spread`
     searches = _searches(
-        without_copies(start), without_copies(goal), plan.dtype, plan.request.machine, plan.split
+        without_copies(start),
+        without_copies(goal),
+        plan.dtype,
+        plan.request.machine,
+        are_axes_split=plan.split != own_split,
     )
     options = [Alternative("the plan", plan)]
     for name, find_steps in searches.items():
         try:
             steps = with_copies(find_steps(), start, goal)
-            scaled = with_scale(steps, plan.scale, start, goal)
-            # split=(): these steps divide no mesh axis into sub-axes, as those of the plan may.
-            other = replace(plan, steps=(*scaled, *transposition), split=())
+            scaled = with_scale(steps, plan.scale, start, goal, plan.profile)
+            # These steps divide no mesh axis into sub-axes, as those of the plan may.
+            other = replace(plan, steps=(*scaled, *transposition), split=own_split)
         except PlanError as error:
             options.append(Alternative(name, None, error.reason))
         else:
@@ -83,13 +88,13 @@ StepsFinder = Callable[[], Sequence[Step]]
 
 
 def _searches(
-    start: Sharding, goal: Sharding, dtype: str, profile: Profile, split: Split
+    start: Sharding, goal: Sharding, dtype: str, profile: Profile, *, are_axes_split: bool
 ) -> dict[str, StepsFinder]:
     """Return the other ways from one layout to another, by name, each as a function to call later.
 
     Each function returns the collectives of that way in order, or raises PlanError where the way is
     not possible, as in {"direct exchange": find_steps, "all-gather and slice": find_steps}.
-    `split` holds the mesh axes that the plan divides into sub-axes; () if it divides none.
+    are_axes_split: whether the steps of the plan divide mesh axes into sub-axes.
     """
     # Blocks with halos (rows of their neighbours) move by a few fixed ways, without a search.
     if start.layout.has_overlap or goal.layout.has_overlap:
@@ -107,7 +112,7 @@ def _searches(
 
     searches: dict[str, StepsFinder] = {}
     # A plan that divides no axes is on whole axes itself, and would be its own alternative.
-    if split:
+    if are_axes_split:
         searches["whole axes"] = partial(by_search, search)
     searches["direct exchange"] = by_exchange
     searches["collectives alone"] = partial(by_search, replace(search, exchanges=False))

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from xshard.errors import DtypeError, MeshError, NotationError, PlanError, ShapeError, Span
 from xshard.layout import Layout, Mesh
 from xshard.layout.layout import parse_expression
+from xshard.layout.sub_axes import root_of
 from xshard.layout.validation import check_dims
 from xshard.notation.parser import ARROW, ELLIPSIS, text_spans
 from xshard.plans.plan import Plan
@@ -101,7 +102,7 @@ def check_given(
     """
     # The plan of a contraction has a shape for each operand.
     planned = plan.shape if isinstance(plan, Plan) else plan.shapes
-    if mesh not in (None, plan.mesh):
+    if mesh not in (None, root_of(plan.mesh)):
         raise MeshError(f"the plan is for {plan.mesh!r}, this is {mesh!r}", **about)
     if dtype != plan.dtype:
         raise DtypeError(f"{what} {dtype}, the plan is for {plan.dtype}", **about)

@@ -19,7 +19,7 @@ from xshard.errors import PlanError
 from xshard.formatting import Pictured
 from xshard.layout import Layout, Mesh, Sharding
 from xshard.layout.layout import NONLINEAR
-from xshard.layout.sub_axes import Split, SubAxisMesh
+from xshard.layout.sub_axes import Split, SubAxisMesh, root_of, split_of
 from xshard.plans import alternatives, table
 from xshard.plans.disk_cache import read_or_make
 from xshard.plans.serialize import plan_from_plain, plan_to_plain, reading_plan
@@ -32,10 +32,11 @@ from xshard.search.request import (
     Devices,
     Request,
     device_numbers,
+    on_common_mesh,
     target_sharding,
 )
 from xshard.search.solve import solve
-from xshard.steps import Scale, Step, Transpose
+from xshard.steps import AllReduce, ReduceScatter, Scale, Step, Transpose
 from xshard.steps.base import REDUCERS
 
 
@@ -68,6 +69,7 @@ class Plan(Pictured):
         split: Axes of `mesh` that the steps split, with the sizes of their sub-axes: `x` of 4 into
             `x_0` and `x_1` of 2, which steps and stages name. Devices and blocks remain the same.
         devices: The number of every device of `mesh`, in its order. Default: 0, 1, 2, ...
+        dst_split: Axes of the mesh on which a transfer lands that `dst` names as sub-axes, likewise.
 
     Raises:
         PlanError: The steps do not lead from `src` to `dst`, or do not fit the memory limit.
@@ -98,6 +100,7 @@ class Plan(Pictured):
     objective: str = FORWARD
     split: Split = ()
     devices: Devices = ()
+    dst_split: Split = ()
 
     def __post_init__(self) -> None:
         if self.objective not in OBJECTIVES:
@@ -108,6 +111,7 @@ class Plan(Pictured):
         # refused.
         self._check_destination()
         self._check_sums_on_whole_axes()
+        self._check_addends()
         self._check_scale()
         self._resolve_devices()
         if self.memory_limit is not None and self.peak_bytes > self.memory_limit:
@@ -126,20 +130,30 @@ class Plan(Pictured):
             )
 
     def _check_sums_on_whole_axes(self) -> None:
-        """Raise PlanError if an axis that is split into sub-axes holds addends.
+        """Raise PlanError if an axis that steps split into sub-axes holds addends.
 
         The steps may divide dp=8 into sub-axes of 2 and 4 devices. A reduction over the first alone
         would leave partial sums over the second, for which the user's mesh has no name.
         """
+        named_axes = {axis for end in self._normal_ends for axis in end.mesh.axes}
         for stage in self.stages:
             for sharding in (stage.before, stage.after):
                 for sub_axis in sharding.layout.tagged(*REDUCERS):  # axes with addends
-                    axis = sharding.mesh.origin(sub_axis)
-                    if axis != sub_axis:  # a whole axis is its own origin
+                    if sub_axis not in named_axes:
+                        axis = sharding.mesh.origin(sub_axis)
                         raise PlanError(
                             f"axis {axis!r} is divided and holds addends",
                             hint="reduce along whole axes",
                         )
+
+    def _check_addends(self) -> None:
+        """Raise PlanError if a step adds in another order than the machine's."""
+        for step in self.steps:
+            if self.profile.adds_in_order and isinstance(step, AllReduce | ReduceScatter):
+                raise PlanError(
+                    f"'{step}' adds in an order of its own, {self.profile.name!r} in that of ranks",
+                    hint='search for it: xshard.plan(..., addends="ranks")',
+                )
 
     def _check_scale(self) -> None:
         """Raise PlanError unless the steps multiply by `scale`, no more and no less."""
@@ -182,9 +196,9 @@ class Plan(Pictured):
         """The mesh of the destination."""
         if self.transfer is None:
             return self.mesh
-        mesh = self.transfer.target.mesh
-        # The transfer may land on sub-axes; the user's mesh has whole axes.
-        return mesh.base if isinstance(mesh, SubAxisMesh) else mesh
+        # The transfer may land on more sub-axes than those of the destination.
+        mesh = root_of(self.transfer.target.mesh)
+        return SubAxisMesh(mesh, self.dst_split) if self.dst_split else mesh
 
     @property
     def src_devices(self) -> tuple[int, ...]:
@@ -209,14 +223,18 @@ class Plan(Pictured):
     @cached_property
     def _normal_ends(self) -> tuple[Sharding, Sharding]:
         """The shardings at the start and at the end in normal form, both with the source's order of dims."""
-        target = self.target.in_order(self.source.layout.names)
-        start = self.source.with_layout(self.source.normal_layout)
+        source = self.source
+        target = self.target
+        if self.transfer is None:
+            source, target = on_common_mesh(source, target)
+        target = target.in_order(source.layout.names)
+        start = source.with_layout(source.normal_layout)
         return start, target.with_layout(target.normal_layout)
 
     @cached_property
     def steps_mesh(self) -> Mesh:
         """The mesh with the axes that the first steps name: `mesh`, with the axes of `split` split."""
-        return SubAxisMesh(self.mesh, self.split) if self.split else self.mesh
+        return SubAxisMesh(root_of(self.mesh), self.split) if self.split else self.mesh
 
     @cached_property
     def _start(self) -> Sharding:
@@ -252,7 +270,7 @@ class Plan(Pictured):
     @cached_property
     def axes(self) -> tuple[str, ...]:
         """The axes that the layouts name, and axes with replicas that the steps use."""
-        axes = [*self.src.axes, *self.dst.axes]
+        axes = [*map(self.mesh.origin, self.src.axes), *map(self.dst_mesh.origin, self.dst.axes)]
         for stage in self.stages:
             axes += [stage.after.mesh.origin(axis) for axis in stage.after.layout.axes]
         return tuple(dict.fromkeys(axes))  # in a fixed order, without repetitions
@@ -427,8 +445,8 @@ def _product_of_scales(steps: Iterable[Step]) -> Fraction:
 
 def _on_sub_axes(sharding: Sharding, mesh: Mesh) -> Sharding:
     """Write a sharding with the sub-axes of `mesh`, if `mesh` splits axes of the sharding's mesh."""
-    if isinstance(mesh, SubAxisMesh) and mesh.base == sharding.mesh:
-        return mesh.factored(sharding)
+    if root_of(mesh) == root_of(sharding.mesh):
+        return sharding.on_sub_axes(mesh)
     return sharding
 
 
@@ -541,4 +559,5 @@ def _make_plan(request: Request, steps: tuple[Step, ...], split: Split) -> Plan:
         memory_limit=request.memory_limit,
         split=split,
         devices=request.src_devices,
+        dst_split=split_of(request.dst_mesh),
     )

@@ -16,12 +16,12 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from xshard.cost.machine import load_profile
+from xshard.cost.machine import machine_of_plan
 from xshard.cost.model import Profile
 from xshard.dtypes import name_of
 from xshard.errors import PlanError, XshardError
 from xshard.layout import Layout, Mesh, Sharding
-from xshard.layout.sub_axes import Split, SubAxisMesh
+from xshard.layout.sub_axes import Split, SubAxisMesh, split_of
 from xshard.notation.maps import maps_in, with_values
 from xshard.notation.parser import Shard
 from xshard.signatures import short_repr
@@ -144,11 +144,14 @@ def _read_shard(text: str) -> Shard:
     return shards[0]
 
 
+def _mesh_from_plain(axes: dict[str, int], split: dict[str, list[int]]) -> Mesh:
+    """Read the sizes of axes, and how some are split, as `mesh_to_plain` wrote them."""
+    mesh = Mesh(axes)
+    return SubAxisMesh(mesh, split_from_plain(split)) if split else mesh
+
+
 def _read_sharding(data: dict[str, Any]) -> Sharding:
-    mesh = Mesh(data["mesh"])
-    split = split_from_plain(data["split"])
-    if split:
-        mesh = SubAxisMesh(mesh, split)
+    mesh = _mesh_from_plain(data["mesh"], data["split"])
     return Sharding(Layout.parse(data["layout"]), mesh, from_plain(tuple[int, ...], data["shape"]))
 
 
@@ -186,6 +189,8 @@ def plan_to_plain(plan: Plan) -> dict[str, Any]:
         "src": str(plan.src),
         "dst": str(plan.dst),
         **mesh_to_plain(plan.steps_mesh),
+        "own_split": dict(split_of(plan.mesh)),  # before the steps split more
+        "dst_split": dict(plan.dst_split),
         "src_devices": src_devices,
         "shape": list(plan.shape),
         "dtype": plan.dtype,
@@ -216,14 +221,14 @@ def plan_from_plain(data: dict[str, Any], profile: Profile | str | None) -> Read
         data: The parsed JSON, which may hold anything.
         profile: The machine to price the plan for. None: the one that the JSON names.
     """
-    machine = load_profile(data["profile"] if profile is None else profile)
+    machine = machine_of_plan(data["profile"], profile)
     # Layouts name maps of rows by their digests, and the parser looks these up in a table of weak
     # references. This local is used nowhere, but keeps the maps alive while the texts are parsed.
     _maps = maps_in(data)
     arguments = {
         "src": Layout.parse(data["src"]),
         "dst": Layout.parse(data["dst"]),
-        "mesh": Mesh(data["mesh"]),
+        "mesh": _mesh_from_plain(data["mesh"], data.get("own_split", {})),
         "devices": tuple(data.get("src_devices", ())),
         "shape": tuple(data["shape"]),
         "dtype": name_of(data["dtype"]),
@@ -232,6 +237,7 @@ def plan_from_plain(data: dict[str, Any], profile: Profile | str | None) -> Read
         "objective": data["objective"],
         "memory_limit": from_plain(int | None, data["memory_limit"]),
         "split": split_from_plain(data.get("split", {})),
+        "dst_split": split_from_plain(data.get("dst_split", {})),
         "steps": tuple(_step_from_plain(step, machine) for step in data["steps"]),
     }
     return ReadPlan(arguments, data["after"])

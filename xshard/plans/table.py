@@ -128,7 +128,7 @@ def title(plan: Plan) -> str:
     if plan.transfer:
         devices = f"devices {device_ranges(plan.src_devices)} -> {device_ranges(plan.dst_devices)}"
         return f"{array} from {plan.mesh} to {plan.dst_mesh}, {devices}"
-    if plan.split:
+    if plan.steps_mesh != plan.mesh:
         return f"{array} on {plan.mesh}, divided as {plan.steps_mesh}"
     return f"{array} on {plan.mesh}"
 

@@ -18,7 +18,7 @@ from xshard.layout.runs import Segment
 from xshard.plans.transfer_pieces import Ints, SentPieces, find_pieces
 from xshard.plans.transfer_senders import balanced
 from xshard.search.request import device_numbers
-from xshard.steps.base import REDUCERS, Block, Blocks, Step
+from xshard.steps.base import REDUCERS, Block, Blocks, Step, reduction_dtype
 from xshard.steps.exchange.messages import Message, Messages
 from xshard.steps.traffic import Hop, LinkSpans, PairTraffic, Traffic
 
@@ -155,8 +155,9 @@ class Transfer(Step):
         # Nothing moves: every device has the block that it needs.
         if self.is_in_place:
             return [blocks[self.src_devices.index(device)] for device in self.dst_devices]
+        dtype = blocks[0].dtype
         results = [
-            np.zeros(self.target.local_shape(device), blocks[0].dtype)
+            np.zeros(self.target.local_shape(device), reduction_dtype(self.op, dtype))
             for device in range(self.target.mesh.n_devices)
         ]
         is_written = [np.zeros(result.shape, bool) for result in results]  # by an earlier message
@@ -170,7 +171,7 @@ class Transfer(Step):
                 box = np.where(written[index], REDUCERS[self.op](result[index], box), box)
             result[index] = box
             written[index] = True
-        return results
+        return [result.astype(dtype, copy=False) for result in results]
 
     def pair_traffic(self, before: Sharding) -> tuple[PairTraffic, ...]:
         """Return what every sender gives to every receiver, as positions on the two meshes."""

@@ -20,7 +20,7 @@ from xshard.cost.bounds import shared_elements
 from xshard.dtypes import check_reduction
 from xshard.errors import PlanError
 from xshard.layout import Sharding
-from xshard.layout.sub_axes import Split, SubAxisMesh
+from xshard.layout.sub_axes import Split, SubAxisMesh, root_of, split_of
 from xshard.notation.parser import Shard
 from xshard.plans.transfer import Transfer
 from xshard.search.request import Request
@@ -150,18 +150,19 @@ def _path_by(
     if relabel:
         dst_devices = relabelled(leaving, landing, src_devices, dst_devices)
     steps_before: tuple[Step, ...] = ()
-    src_split: Split = ()
+    src_split = split_of(source.mesh)
     # A mean is a sum times a factor such as 1/4. It is applied once: by the steps before the
     # transfer, which reduce the sums (the factor that is left is then 1), or if there are none, by
-    # the steps after it.
+    # the steps after it. In a fixed order it is applied to the addends, as on one mesh.
     factor = request.factor
-    if leaving.layout != source.normal_layout:
+    scales_addends = request.profile.adds_in_order and factor != 1
+    if leaving.layout != source.normal_layout or scales_addends:
         before = request.for_part(source, leaving, src_devices, factor)
         steps_before, src_split = solve(before)
         factor = Fraction(1)
     after = request.for_part(landing, target, dst_devices, factor)
     steps_after: tuple[Step, ...] = ()
-    dst_split: Split = ()
+    dst_split = split_of(target.mesh)
     if landing.layout != target.normal_layout or after.scale != 1:
         steps_after, dst_split = solve(after)
     transfer = Transfer(
@@ -177,7 +178,7 @@ def _path_by(
 def _normal_on_sub_axes(sharding: Sharding, split: Split) -> Sharding:
     """Return the normal form of a sharding, written with sub-axes if steps split axes."""
     if split:
-        sharding = SubAxisMesh(sharding.mesh, split).factored(sharding)
+        sharding = sharding.on_sub_axes(SubAxisMesh(root_of(sharding.mesh), split))
     return sharding.with_layout(sharding.normal_layout)
 
 

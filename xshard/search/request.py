@@ -11,13 +11,14 @@ from typing import Literal, get_args
 
 from xshard.cost.machine import profile_of_devices, profile_of_factors
 from xshard.cost.model import Profile
-from xshard.errors import MeshError
+from xshard.errors import MeshError, PlanError
 from xshard.layout import Layout, Mesh, Sharding
 from xshard.layout.layout import factored
-from xshard.layout.sub_axes import refine
+from xshard.layout.sub_axes import common_mesh, refine
 from xshard.notation.parser import Dim
 
 Devices = tuple[int, ...] | range
+NEST_HINT = "move it first, to a layout without spread"
 FORWARD = "forward"
 BOTH = "forward+backward"
 Objective = Literal["forward", "forward+backward"]
@@ -170,6 +171,29 @@ class Request:
             dst_mesh=common.mesh,
             profile=profile_of_factors(self.profile, common),
         )
+
+    @property
+    def on_sub_axes(self) -> Request:
+        """The same request without `spread`: on the sub-axes for which it stands on either side."""
+        source, target = on_common_mesh(self.source, self.target)
+        mesh = source.mesh
+        if mesh == self.src_mesh:
+            return self
+        return replace(self, src=source.layout, dst=target.layout, src_mesh=mesh, dst_mesh=mesh)
+
+
+def on_common_mesh(source: Sharding, target: Sharding) -> tuple[Sharding, Sharding]:
+    """Write two shardings, either of which may be on sub-axes of a mesh, on one mesh.
+
+    Raises PlanError if the groups of one are no parts of those of the other.
+    """
+    if source.mesh == target.mesh:
+        return source, target
+    mesh = common_mesh(source.mesh, target.mesh)
+    if mesh is None:
+        reason = f"'{source.layout}' and '{target.layout}' share units in groups that do not nest"
+        raise PlanError(reason, hint=NEST_HINT)
+    return source.on_sub_axes(mesh), target.on_sub_axes(mesh)
 
 
 def target_sharding(source: Sharding, dst: Layout, mesh: Mesh) -> Sharding:

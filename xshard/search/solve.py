@@ -12,10 +12,11 @@ from itertools import chain
 from typing import NamedTuple
 
 from xshard.caches import layout_cache
+from xshard.cost.model import Profile
 from xshard.dtypes import check_reduction, itemsize
 from xshard.errors import PlanError
 from xshard.layout import Sharding
-from xshard.layout.sub_axes import Split, SubAxisMesh
+from xshard.layout.sub_axes import Split, root_of, split_as, split_of
 from xshard.search import overlap_paths
 from xshard.search.a_star import Path, Search
 from xshard.search.moves import NamedRoute, SearchRoute, normal_form
@@ -55,6 +56,7 @@ def solve(request: Request) -> Solution:
     such as halos, a few fixed paths are compared; else A* searches, on the mesh itself, or on the
     finer mesh that splits some axes, if that is cheaper.
     """
+    request = request.on_sub_axes
     check_moves(request.source, request.target, request.dtype)
     profile = request.machine
     start = normal_form(request.source)
@@ -67,20 +69,20 @@ def solve(request: Request) -> Solution:
         steps = overlap_paths.best_path(
             bare_start, bare_goal, request.dtype, profile, request.memory_limit
         )
-        return Solution(_completed(steps, request, start, goal), ())
+        return Solution(_completed(steps, request, start, goal), split_of(start.mesh))
 
     space = NamedRoute(bare_start, bare_goal, itemsize(request.dtype), profile)
     scaled_elements = 0
     if request.factor != 1:  # the step that multiplies holds the smaller block, and its result
         scaled_elements = 2 * min(start.max_local_size, goal.max_local_size)
     best = best_path(space.route, request.memory_limit, scaled_elements)
-    split = best.split if isinstance(best, SubAxisPath) else ()
-    if split:
-        # The best path splits axes of the mesh: layouts and steps are written on the finer mesh.
-        fine = SubAxisMesh(start.mesh, split)
-        start = normal_form(fine.factored(request.source))
-        goal = normal_form(fine.factored(request.target))
+    if isinstance(best, SubAxisPath):
+        # The best path may split axes of the mesh: layouts and steps are written on the finer mesh.
+        fine = split_as(root_of(start.mesh), best.route.grid.mesh.sizes)
+        start = normal_form(request.source.on_sub_axes(fine))
+        goal = normal_form(request.target.on_sub_axes(fine))
         space = NamedRoute(without_copies(start), without_copies(goal), space.itemsize, profile)
+    split = split_of(start.mesh)
     return Solution(_completed(space.steps(best.moves), request, start, goal), split)
 
 
@@ -91,7 +93,8 @@ def _completed(steps: Steps, request: Request, start: Sharding, goal: Sharding) 
 
     start, goal: the normal forms, with copies, on the mesh of the steps.
     """
-    return with_scale(with_copies(steps, start, goal), request.factor, start, goal)
+    steps = with_copies(steps, start, goal)
+    return with_scale(steps, request.factor, start, goal, request.profile)
 
 
 @layout_cache(maxsize=4096)
@@ -142,12 +145,16 @@ def check_moves(source: Sharding, target: Sharding, dtype: str) -> None:
         raise PlanError(reason, hint="reduce first, then redistribute")
 
 
-def with_scale(steps: Steps, factor: Fraction, start: Sharding, goal: Sharding) -> Steps:
+def with_scale(
+    steps: Steps, factor: Fraction, start: Sharding, goal: Sharding, profile: Profile
+) -> Steps:
     """Add a `Scale` to the steps where blocks are smaller: first or last."""
     if factor == 1:
         return steps
-    # Rows that a boundary fills are values of the result: they are not scaled.
-    is_first = goal.layout.has_overlap or start.max_local_size <= goal.max_local_size
+    # Rows that a boundary fills are values of the result: they are not scaled. So a mean in a fixed
+    # order is a sum of shares everywhere.
+    is_first = goal.layout.has_overlap or profile.adds_in_order
+    is_first = is_first or start.max_local_size <= goal.max_local_size
     return (Scale(factor), *steps) if is_first else (*steps, Scale(factor))
 
 

@@ -161,8 +161,8 @@ def _divided(route: SearchRoute, split: Split) -> SearchRoute:
     """Return the route on a mesh with some axes split."""
     grid = route.grid
     mesh = SubAxisMesh(grid.mesh, split)
-    start = normal_form(mesh.factored(grid.sharding(route.start)))
-    goal = normal_form(mesh.factored(grid.sharding(route.goal)))
+    start = normal_form(grid.sharding(route.start).on_sub_axes(mesh))
+    goal = normal_form(grid.sharding(route.goal).on_sub_axes(mesh))
     return NamedRoute(start, goal, grid.itemsize, grid.profile).route
 
 

@@ -188,8 +188,11 @@ class Successors:
     def _reductions(self, state: State) -> Iterator[Move]:
         """Yield reductions of sums that end: to replicas, or to new shards of a dim.
 
-        They are an all-reduce over some of the axes, and reduce-scatters over the same axes.
+        They are an all-reduce over some of the axes, and reduce-scatters over the same axes. Where
+        receivers add in a fixed order there are none: exchanges bring them the addends.
         """
+        if self.grid.profile.adds_in_order:
+            return
         for axes in self._subsets(self.grid.ended(state, self.goal)):
             after = state.without_sums(axes)
             yield Move("all_reduce", (axes,), after)
@@ -271,6 +274,9 @@ class Successors:
         ending = self.grid.ended(state, self.goal)
         beginning = self.grid.ended(self.goal, state)
         some_ending = ((), *self._subsets(ending))
+        if self.grid.profile.adds_in_order:
+            # All at once: sums of sums would be rounded otherwise.
+            some_ending = ((), ending)
         some_beginning = ((), *self._subsets(beginning))
         for still_there, already_there in product(some_ending, some_beginning):
             sums = tuple(sorted((*kept, *still_there, *already_there)))

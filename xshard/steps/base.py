@@ -235,12 +235,19 @@ def put_rows(out: Block, dim: int, runs: Runs, block: Block) -> None:
     out[index] = block
 
 
+def reduction_dtype(op: str | None, dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """Return the dtype in which values are reduced: sums of short floats are rounded once."""
+    is_short_float = dtype.kind == "V" or dtype == np.float16  # bfloat16 and others of ml_dtypes: V
+    return np.dtype(np.float32) if op == "sum" and is_short_float else dtype
+
+
 def reduce_blocks(op: str, blocks: Sequence[Block]) -> Block:
     """Combine blocks of one shape by a "sum", "max" or "min", in the order given."""
-    total = blocks[0].copy()
+    dtype = blocks[0].dtype
+    total = blocks[0].astype(reduction_dtype(op, dtype))
     for block in blocks[1:]:
         total = REDUCERS[op](total, block)
-    return total
+    return total.astype(dtype)
 
 
 def write_or_reduce(

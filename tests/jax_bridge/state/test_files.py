@@ -128,7 +128,7 @@ def test_a_load_gives_what_is_asked_for(tmp_path: Path) -> None:
     part = xj.load(tmp_path, None, here, like=like, strict=False)
     assert bits(part["norm"]) == bits(np.ones(3, np.float32)) and part["new"] is like["new"]
     for wanted, kind, words in (
-        (like, xs.XshardError, "new is in the tree alone\n  names= maps"),
+        (like, xs.XshardError, "in the tree alone: new\n  names= maps"),
         (None, xs.errors.DtypeError, "norm: the block is float64, which JAX would make float32"),
         (
             {"norm": jnp.ones(4), "w": x},

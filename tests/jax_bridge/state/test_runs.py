@@ -82,6 +82,26 @@ def test_numbers_and_texts_come_back_without_a_tree(tmp_path: Path) -> None:
 
 
 @in_jax
+def test_numbers_and_texts_are_in_both_the_tree_and_the_checkpoint(tmp_path: Path) -> None:
+    here = device_mesh(xs.Mesh(dp=8))
+    tree = {"w": jnp.ones(8), "losses": [1, 2.5], "name": "a"}
+    xj.save(tree, tmp_path)
+    like = {"w": jnp.zeros(8), "losses": [0, 0], "name": ""}
+    assert xj.load(tmp_path, None, here, like=like)["losses"] == [1, 2.5]
+    for wanted, words in (
+        (like | {"step": 0}, "in the tree alone: step\n"),
+        (like | {"losses": [0]}, "in the checkpoint alone: losses.1\n"),
+        (like | {"losses": [0, 0, 0]}, "in the tree alone: losses.2\n"),
+        ({"w": like["w"]}, "in the checkpoint alone: losses.0, losses.1, name\n"),
+    ):
+        with pytest.raises(xs.XshardError, match=words):
+            xj.load(tmp_path, None, here, like=wanted)
+    with pytest.warns(UserWarning, match="in the tree alone: step, and skipped"):
+        found = xj.load(tmp_path, None, here, like=like | {"step": 4}, strict=False)
+    assert (found["step"], found["losses"], found["name"]) == (4, [1, 2.5], "a")
+
+
+@in_jax
 def test_arrays_may_be_donated_beside_a_save(tmp_path: Path) -> None:
     here = device_mesh(xs.Mesh(dp=8))
     state = xj.place({"w": jnp.arange(16.0), "b": jnp.ones(3)}, {"w": "n/dp", "b": "n"}, here)

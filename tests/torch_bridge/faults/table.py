@@ -15,7 +15,7 @@ LATE_S = 5.0  # beyond the timeout
 # What an error says of where it was, in the words of the user, and of who was there.
 _PLACE = (
     r"(step \d of \d, '.+', of|the messages between the meshes of) '.+ -> .+' failed on rank {rank}\n"
-    r"  one of the ranks \d(, \d)+ has ended, .+ within \d+ s, .+\n"
+    r"  (?:one of the ranks \d(, \d)+|rank \d) has ended, .+ within \d+ s, .+\n"
     r"  (the backend says: .+\n  )?with XSHARD_DEBUG=1"
 )
 _DIFFERS = (

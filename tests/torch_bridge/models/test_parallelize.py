@@ -312,7 +312,7 @@ def test_state_is_saved_whole() -> None:
     zigzag = {"blocks.0.up.weight": "o i/zigzag(tp) -> o i", **RULES["parameters"]}
     odd = xt.parallelize(net(), mesh=MESH, **RULES | {"parameters": zigzag})
     assert torch.equal(xt.state_dict(odd)["blocks.0.up.weight"], whole["blocks.0.up.weight"])
-    check_error(lambda: xt.load_state_dict(odd, {}), "XshardError", "extra is in the model alone")
+    check_error(lambda: xt.load_state_dict(odd, {}), "XshardError", "in the model alone: extra")
     before = [x.clone() for x in odd.state_dict(keep_vars=True).values()]
     for last in (torch.ones(5), 3):
         wrong = {name: x + 1 for name, x in whole.items()} | {list(whole)[-1]: last}
@@ -458,6 +458,11 @@ def test_errors_name_their_module() -> None:
     model = copy.deepcopy(heads(num_heads="h/tp"))
     torch.manual_seed(0)
     assert torch.allclose(model(x), Heads()(x)) and model.num_heads == 2
+    other = heads(num_heads="h/tp")
+    other.head_dim = 4  # times 2 heads, which are local already, it is as long as the weight
+    with pytest.raises(RuntimeError) as caught:
+        other(x)
+    assert "counts=" not in caught.value.__notes__[0]
     xt.verify(model, x, loss=torch.sum)  # as the model was: with all heads
     xt.verify(model, x, loss=torch.sum, original=Heads())
     try:

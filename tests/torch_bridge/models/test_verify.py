@@ -100,6 +100,11 @@ def test_mistakes_are_named() -> None:
     )
     found = named(_parallel(), lambda y: y.square().mean())  # that of each process
     assert found == [("output", "loss", "not averaged"), *gradients("summed")]
+    _, text = error_of(lambda: xt.verify(_parallel(), _x()[:3], loss=_mean))  # 2 rows and 1
+    cause = (
+        "the gradient of the output of the model is right but for factors 0.75, 0.75, 1.5, 1.5 of"
+    )
+    assert f"likely cause: {cause} the devices: means over each one's own count along dp" in text
     model = _parallel()
     model.mlp.register_forward_hook(lambda module, args, y: y.detach())
     assert named(model, original=_net()) == gradients("module", 0, 2) + gradients("zero", 2)
@@ -239,6 +244,87 @@ def test_what_is_refused() -> None:
     assert "not parallel" in refused(_net())
     xt.verify(model, _x(), loss=_mean)
     assert still_connected()
+
+
+class Scaled(nn.Module):
+    """Leaves its head and a temperature to the loss, as models with losses in chunks do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(6, 6)
+        self.head = nn.Linear(6, 6, bias=False)
+        self.temperature = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x).tanh()
+
+
+def _penalty(model: nn.Module) -> Tensor:
+    return 0.1 * sum((x - 1).square().sum() for x in model.parameters())
+
+
+@on_four
+def test_penalties_count_once_or_are_refused() -> None:
+    def judged(rules: dict[str, str], losses: dict[str, Any]) -> dict[str, str]:
+        torch.manual_seed(0)
+        model = xt.parallelize(Scaled().double(), rules, {"": "b c -> b/dp c"}, MESH)
+        found = {}
+        for name, loss in losses.items():
+            try:
+                xt.verify(model, _x(), loss=functools.partial(loss, model))
+            except (xs.errors.PlanError, EquivalenceError) as error:
+                found[name] = str(error)
+            else:
+                found[name] = "equal"
+        return found
+
+    def over_dp(loss: Tensor, kind: str = "mean") -> Tensor:
+        return xt.redistribute(loss, f"() | {kind}(dp) -> ()", MESH)
+
+    def beside(model: nn.Module, y: Tensor) -> Tensor:
+        return over_dp(y.square().mean()) + _penalty(model)
+
+    def inside(model: nn.Module, y: Tensor) -> Tensor:
+        return over_dp(y.square().mean() + _penalty(model))
+
+    def summed(model: nn.Module, y: Tensor) -> Tensor:
+        return over_dp(y.square().mean()) + over_dp(_penalty(model), "sum")
+
+    losses = {"beside": beside, "inside": inside, "summed": summed}
+    times_2 = "would count 2 times, as it is summed over 'dp'"
+    found = judged({"**": "..."}, losses)
+    assert found.pop("inside") == "equal"
+    assert all(times_2 in text and ".grad after backward" in text for text in found.values()), found
+
+    rows = {"body.*": "o/dp ... -> o ...", "head.*": "o/dp i", "temperature": "..."}
+    of_blocks = {}  # of the body alone, whose parameters are in shards
+    for name in ("inside", "summed"):
+        of_blocks[name] = functools.partial(lambda loss, m, y: loss(m.body, y), losses[name])
+    found = judged(rows, of_blocks)
+    assert found["summed"] == "equal"
+    assert "would count 1/2, by the mean over 'dp' in 'o/dp" in found["inside"]
+
+    # Uses outside of modules that vary as activations do are summed as those inside.
+    def of_logits(model: nn.Module, y: Tensor) -> Tensor:
+        scores = nn.functional.linear(y, model.head.weight) * model.temperature.exp()
+        return over_dp(scores.square().mean() + y.mean() / model.temperature)
+
+    def with_gradient_penalty(model: nn.Module, y: Tensor) -> Tensor:
+        [gradient] = torch.autograd.grad(y.sum(), y, create_graph=True)
+        return over_dp(y.square().mean() + (gradient * y).mean())
+
+    def of_direct_call(model: nn.Module, y: Tensor) -> Tensor:
+        return over_dp((y.detach() + model.head(y)).square().mean())
+
+    varying = {"logits": of_logits, "direct": of_direct_call, "gradient": with_gradient_penalty}
+    assert set(judged({"**": "..."}, varying).values()) == {"equal"}
+
+    # One device cannot know blocks that the loss has kept.
+    model = xt.parallelize(_net(), mesh=MESH, **RULES)
+    kept = list(model.parameters())
+    text = error_of(lambda: xt.verify(model, _x(), loss=lambda y: _mean(y) + kept[0].sum()))[1]
+    assert "loss= has kept the block of first.weight" in text
+    assert all(x.grad is None and x is y for x, y in zip(model.parameters(), kept, strict=True))
 
 
 def test_the_next_output_of_a_module_tells_whether_what_is_in_it_counts() -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import pickle
+import runpy
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +28,7 @@ from tests.torch_bridge.nn.helpers import (
 )
 from torch_bridge.testing.byte_counter import Meter
 
+ROOT = Path(__file__).parents[3]
 ROW = xs.Mesh(sp=4)
 PAIR = xs.Mesh(sp=2)
 GRID = xs.Mesh(x=2, y=2)
@@ -214,6 +217,31 @@ def _spectrum(x: Tensor) -> Tensor:
     return y + y * torch.fft.hfft(torch.fft.ihfft(x, dim=-2), dim=-2)
 
 
+class Functions(nn.Module):
+    """Calls what layers compute by the functions of torch, at two scales."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.rand(4, 3, 3, 3)), nn.Parameter(torch.rand(4))
+        self.wide, self.scale = nn.Parameter(torch.rand(4, 2, 4, 4)), nn.Parameter(torch.rand(8))
+        self.shuffle = nn.PixelShuffle(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = F.conv2d(x, self.weight / 2, self.bias, padding="same")
+        low = F.max_pool2d(first, 3, 2, padding=1) + F.avg_pool2d(first, 2)
+        wide = F.conv_transpose2d(low, self.wide, stride=2, padding=1, groups=2)
+        up = F.interpolate(low, size=x.shape[2:], mode="bilinear") + F.interpolate(
+            low, scale_factor=2.0
+        )
+        y = F.group_norm(torch.cat([wide, up], 1), 2, self.scale, eps=1e-3)
+        y = (
+            y * F.adaptive_avg_pool2d(y, (1, 1))
+            + y.mean((2, 3), keepdim=True)
+            - y.sum(-2).mean(dim=-1)[..., None, None]
+        )
+        return self.shuffle(y) * F.pixel_shuffle(y, upscale_factor=2).mean()
+
+
 FOLLOWED: list[tuple[Callable[[], nn.Module], str]] = [
     (lambda: LayerNorm2d(3), "b c h/sp w"),
     (lambda: Code(lambda x: x.index_select(1, torch.tensor([2, 0, 0, 1]))), "b c h/sp w"),
@@ -239,6 +267,14 @@ def test_functions_that_keep_rows_are_followed() -> None:
     torch.manual_seed(0)
     for make, layout in FOLLOWED:
         check_layer(make(), (2, 3, 8, 6), layout, PAIR)
+    for layout in ("b c h/sp w", "b c h/sizes(sp,2,6) w", "b c h w/sizes(sp,5,1)", "b/sp c h w"):
+        check_layer(Functions(), (2, 3, 8, 6), layout, PAIR)
+    aligned = xt.nn.domain_parallel(
+        Code(lambda x: F.avg_pool2d(x, 3, 2)), "b c h/sp w", PAIR, outputs="aligned"
+    )
+    module = xt.nn.domain_parallel(nn.AvgPool2d(3, 2), "b c h/sp w", PAIR, outputs="aligned")
+    block = torch.ones(1, 2, 4, 6)
+    assert xt.nn.sharding_of(aligned(block)) == xt.nn.sharding_of(module(block))
     x = torch.randn(5, 4).double()
     y = xt.nn.fft(
         scattered(x, "h/sp w", PAIR), "h/sp w", PAIR, "w h", kind="rfft", shape=(5, 4), norm="ortho"
@@ -248,6 +284,11 @@ def test_functions_that_keep_rows_are_followed() -> None:
     thin = xt.nn.domain_parallel(Code(lambda x: x.squeeze()), "b c h/sp w", PAIR)
     y = thin(torch.ones(1, 2, 1, 6))  # one row of two
     assert y.shape == (2, 1, 6) and xt.nn.sharding_of(y).shape == (2, 2, 6)
+
+
+def test_the_page_lists_what_is_followed() -> None:
+    followed = runpy.run_path(str(ROOT / "docs/site/followed.py"))
+    assert followed["PAGE"].read_text() == followed["page"]()  # python docs/site/followed.py
 
 
 @on_two
@@ -302,8 +343,19 @@ NO_FUNCTION: tuple[tuple[Callable[[Tensor], Any], str], ...] = (
     ),  # half of the rows, as many as a block has
     (lambda x: x[:, :, 0], "a slice needs dim 'h' whole"),
     (lambda x: x[:, :, [0, 1]], "a block indexed by more than slices"),
-    (lambda x: x.mean((2, 3)), "mean() needs dim 'h' whole"),
-    (lambda x: x.mean(), "mean() needs dim 'h' whole"),
+    (lambda x: x.std((2, 3)), "std() needs dim 'h' whole"),
+    (
+        lambda x: F.interpolate(x, size=(16, 6)),
+        "interpolate() to 16 rows of dim 'h/sp': of the block, or",
+    ),
+    (lambda x: F.interpolate(x, size=(16, 6), mode="area"), "of the block, or of the array?"),
+    (lambda x: F.conv2d(x, x), "conv2d() with a weight that is sharded as 'b c h/sp w'"),
+    (lambda x: F.adaptive_avg_pool2d(x, 2), "adaptive_avg_pool2d: output_size=2"),
+    (
+        lambda x: F.max_pool2d(x, 2, return_indices=True),
+        "max_pool2d_with_indices() of a block is not",
+    ),
+    (lambda x: F.adaptive_max_pool2d(x, 1), "of a block is not a block of"),
     (lambda x: x.cumsum(2), "cumsum() needs dim 'h' whole"),
     (lambda x: x.max(2), "max() needs dim 'h' whole"),
     (lambda x: x.flip(1, 2), "flip() needs dim 'h' whole"),
@@ -325,10 +377,6 @@ NO_FUNCTION: tuple[tuple[Callable[[Tensor], Any], str], ...] = (
     (lambda x: torch.fft.fft(x, 3, 2), "fft() of 3 rows of dim 'h/sp'"),
     (lambda x: x @ x.mT, "of a block is not a block of"),
     (lambda x: torch.equal(x, x), "of a block is not a block of equal()"),
-    (
-        lambda x: F.max_pool2d(x, 2),
-        "of a block is not a block of max_pool2d() of the array",
-    ),  # of neighbours
     (lambda x: x + torch.ones(4, 1), "4 rows without a recorded sharding meet dim 'h/sp'"),
 )
 

@@ -40,6 +40,7 @@ ARGUMENTS: dict[str, Any] = {
     "Softmin": 1, "LogSoftmax": 1, "GLU": 1, "LocalResponseNorm": 2, "ChannelShuffle": 2,
     "Threshold": (0.1, 0.5), "ConstantPad2d": ((1, 2, 3, 2), 1.5), "ZeroPad2d": 1, "CircularPad2d": 1,
     "ReplicationPad2d": 2, "ReflectionPad2d": (1, 0, 2, 2), "PReLU": 4,
+    "PixelShuffle": 2,
 }  # fmt: skip
 # Modules without elements of images: those of other dims have the code of the ones for two.
 NOT_OF_IMAGES = ("1d", "3d", "Sequential", "List", "Dict", "Embedding")
@@ -52,6 +53,7 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "ihfft": lambda x: torch.fft.ihfft(x, dim=2).abs(),
     "views": lambda x: x[:, 1:3].mT.unsqueeze(1).movedim(1, 0) * 2,
     "along": lambda x: x.cumsum(1).sort(1)[0].logsumexp(1),
+    "mean": lambda x: x * x.mean((2, 3), keepdim=True) + x.sum(3, keepdim=True),
     "cat": lambda x: torch.cat([x, torch.where(x > 0, x, 0.1 * x)], 1),
 }  # fmt: skip
 

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import functools
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 import torch_bridge as xt
 from tests.torch_bridge.helpers import SharedRanks, error_of, still_connected
+from torch_bridge.mesh.failures import timeout_of
 
 on_five = SharedRanks(5)
 FIRST = (0, 1)  # the ranks of the first stage, and of the second
 SECOND = (2, 3, 4)
+TIMEOUT_S, LATE_S = 4, 30  # the second is for a slow machine
 BATCHES, ROWS, WIDTH, INNER = 4, 2, 3, 6
 
 
@@ -98,3 +105,52 @@ def test_a_process_of_neither_mesh_need_not_call() -> None:
         kind, told = error_of(lambda: xt.redistribute(block, "n/tp -> n", **ends))
         assert kind == "ShapeError" and "rank 2 is not in the source" in told
     assert still_connected()
+
+
+@contextmanager
+def short_timeouts() -> Iterator[None]:
+    """Groups that are made inside wait for `TIMEOUT_S`; ranks begin together, however slow they are."""
+    world = dist.group.WORLD
+    wait = timeout_of(world)
+    dist.barrier()
+    c10d._set_pg_timeout(timedelta(seconds=TIMEOUT_S), world)
+    yield
+    c10d._set_pg_timeout(wait, world)
+    dist.barrier()
+
+
+def halves(src: tuple[int, ...], dst: tuple[int, ...]) -> torch.Tensor | None:
+    """Move 12 numbers from half to half: each rank sends to one."""
+    rank = dist.get_rank()
+    ends = {"src_mesh": mesh_of(src), "dst_mesh": mesh_of(dst), "shape": (12,)}
+    block = torch.arange(6.0) + 6 * src.index(rank) if rank in src else None
+    return xt.redistribute(block, "n/tp -> n/tp", **ends, dtype="float32")
+
+
+def told_of_a_missing_rank(src: tuple[int, ...], dst: tuple[int, ...]) -> str:
+    """What this rank is told of a move, which must not take longer than the timeout and a little."""
+    start = time.monotonic()
+    kind, told = error_of(lambda: halves(src, dst))
+    assert kind == "CollectiveError", told
+    assert time.monotonic() - start < TIMEOUT_S + LATE_S
+    return told
+
+
+@on_five
+def test_a_missing_rank_is_named_within_the_timeout() -> None:
+    """Rank 3 comes to one move, and not to the next; rank 4 never comes."""
+    rank = dist.get_rank()
+    for ranks in (FIRST, (2, 3), (2, 4)):
+        mesh_of(ranks)
+    missing = f"has ended, has failed, did not come within {TIMEOUT_S} s"
+    with short_timeouts():
+        if rank < 4:
+            y = halves(FIRST, (2, 3))
+            assert y is None or y.tolist() == list(range(6 * rank - 12, 6 * rank - 6))
+        if rank == 1:  # it sends to rank 3 alone: ranks 0 and 2 need not know
+            told = told_of_a_missing_rank(FIRST, (2, 3))
+            assert "the messages between the meshes of 'n/tp -> n/tp' failed on rank 1" in told
+            assert f"rank 3 {missing}" in told
+    with short_timeouts():
+        if rank < 3:
+            assert f"rank 4 {missing}" in told_of_a_missing_rank(FIRST, (2, 4))

@@ -1,5 +1,6 @@
 """Models of transformers as steps: every operation has a rule, equal layers are one, and the rules train."""
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -17,6 +18,7 @@ from tests.step.prober import N, disagreeing, judged, numbers
 from tests.torch_bridge.helpers import on_ranks
 from torch_bridge.step.classes import call_of
 from torch_bridge.step.record import record_step
+from torch_bridge.step.suggest import mean_over_rows
 from xshard.step.record.trace import Trace
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
@@ -114,23 +116,54 @@ def _searched(name):
     return parameters, inputs, outputs, plan.once, plan.result
 
 
+def summed_and_counted(logits, labels):
+    """Cross entropy, and the number of labels that count."""
+    logits, labels = logits.flatten(0, -2), labels.flatten()
+    return F.cross_entropy(logits, labels, reduction="sum"), (labels >= 0).sum()
+
+
 def _train(plans):
     for name, (parameters, inputs, outputs, once, result) in plans.items():
         mesh = _mesh(name)
         model, batch = build(name)
-        whole = " ".join(dim.partition("/")[0] for dim in result.partition("|")[0].split())
+        logits_of = xs.Layout.parse(result)
 
-        def loss(y, move=f"{result} -> {whole}", mesh=mesh):
-            logits = xt.redistribute(y.logits, move, mesh)
-            return (logits**2).mean() + logits.sin().mean()
+        # Labels, and the logits of a whole row; every third label does not count.
+        lengths = (4, *{"T5": (6,), "ViT": (), "Mamba": (4,)}.get(name, (8,)))
+        labels = torch.arange(math.prod(lengths)).view(lengths)
+        labels = labels.remainder(8).where(labels.remainder(3) > 0, -100)
+
+        def loss(y, labels=labels, logits_of=logits_of, mesh=mesh):
+            return mean_over_rows(summed_and_counted, y.logits, [labels], logits_of, mesh)
 
         xt.parallelize(model, parameters, inputs, mesh, outputs=outputs, keep=once)
         tol = 1e-5 if name in IN_FLOAT32 else 1e-10
         xt.verify(model, batch, loss=loss, tol=tol)
 
 
+def _rows_of_all_layouts():
+    """Means over rows whose classes are sharded, of uneven blocks, and a mean that is one already."""
+    mesh, logits = xs.Mesh(dp=2, tp=2), torch.arange(6 * 3 * 8.0).view(6, 3, 8).sin()
+    labels = torch.arange(18).view(6, 3)
+    labels = labels.remainder(8).where(
+        labels > 2, -100
+    )  # the first row of the batch does not count
+    expected = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+    for text in ("b s v", "b s v/tp", "b/dp s v/tp", "b s v/dp/tp"):
+        layout = xs.Layout.parse(text)
+        block = xt.redistribute(logits, (layout.unsharded, layout), mesh)
+        mean = mean_over_rows(summed_and_counted, block, [labels], layout, mesh)
+        torch.testing.assert_close(mean, expected)
+        scores = mean_over_rows(torch.square, block, [], layout, mesh)
+        torch.testing.assert_close(scores, logits.square().mean())
+    with pytest.raises(xs.errors.ShapeError, match="a mean of means") as error:
+        mean_over_rows(lambda y: y.mean(), logits, [], xs.Layout("b s v"), mesh)
+    assert 'reduction="none"' in str(error.value)
+
+
 def _search_and_train():
     """Each rank searches for some of the models, and all train all of them."""
+    _rows_of_all_layouts()
     found = [{}] * 4
     dist.all_gather_object(
         found, {name: _searched(name) for name in [*MODELS][dist.get_rank() :: 4]}
@@ -372,3 +405,50 @@ def test_rules_of_unusual_parameters_are_priced():
     assert plan.estimate(dict(plan.parameters)).seconds == pytest.approx(plan.seconds)
     sharded = {**plan.parameters, "embed.weight|head.weight": "o/dp i -> o i"}
     assert plan.estimate(sharded).seconds > plan.estimate(sharded, once="embed.*|head.*").seconds
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_experts_that_are_multiplied_in_groups_are_cut_inside(dtype: torch.dtype) -> None:
+    """As gpt-oss loads: rows are sorted by expert, and their groups end where the data says."""
+    config = transformers.GptOssConfig(
+        **{"vocab_size": 64, **SIZES, **HEADS}, num_local_experts=4, head_dim=8
+    )
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(
+            config, attn_implementation="eager", dtype=dtype
+        )
+    step, _ = record_step(model, torch.zeros(4, 6, dtype=torch.int64))
+    ops = {op.name.rpartition(":")[2]: op for op in step.ops}
+    assert ops["histc"].kind != "opaque"  # a rule is known: of all rows
+    for name in ("_grouped_mm", "_grouped_mm_2"):
+        rows, matrices, groups = ops[name].text.partition(" ->")[0].split(", ")
+        experts, inside, _ = matrices.split()
+        assert ops[name].kind == "contraction" and groups == experts
+        assert rows.endswith(inside) and experts in ops[name].whole
+        assert not {inside, matrices.split()[-1]} & set(ops[name].whole)
+
+
+def test_a_precision_says_what_is_stored_used_and_summed() -> None:
+    """Float32 parameters used in bfloat16 need no copy for the optimizer; wider sums take longer."""
+    with torch.device("meta"):
+        layers = [torch.nn.Linear(4096, 4096, bias=False) for _ in range(2)]
+        model, batch = torch.nn.Sequential(*layers), torch.empty(65536, 4096)
+    fixed = {"*.weight": "o/dp i", "input": "b/dp s"}  # so that weights are gathered
+    options = {"fixed": fixed, "micro_batches": 1, "recompute": False, "overlap": 0.0}
+    low = xt.Precision(torch.bfloat16)
+    wide = xt.Precision(torch.bfloat16, reduce_dtype=torch.float32)
+    stored, used, summed = (
+        xt.suggest(model, batch, xs.Mesh(dp=4), precision=precision, **options)
+        for precision in (None, low, wide)
+    )
+    narrow = xt.suggest(model.bfloat16(), batch, xs.Mesh(dp=4), **options)
+    whole = 2 * 4096 * 4096  # elements of both weights, which are gathered once
+    for plan, stored_bytes, used_bytes, state_bytes in (
+        (stored, 4, 4, 8),
+        (used, 4, 2, 8),
+        (narrow, 2, 2, 12),  # with a copy in full precision
+    ):
+        expected = stored_bytes * whole // 4 + used_bytes * whole
+        assert plan.memory["parameters"] == expected, plan
+        assert plan.memory["optimizer state"] == state_bytes * whole // 4, plan
+    assert used.seconds < summed.seconds < stored.seconds

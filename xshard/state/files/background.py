@@ -7,10 +7,12 @@ process by files in the folder of the unfinished save, and it puts the new files
 from __future__ import annotations
 
 import json
+import os
 import time
+import warnings
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,13 +29,17 @@ from xshard.state.files.saving import (
     abort,
     begin_locked,
     commit,
+    disk_errors,
+    is_free,
+    lock,
     merge_sums,
     unfinished,
+    untold,
     write,
 )
 
 _POLL_S = 0.05  # between two looks for reports
-_LONGEST_S = 1800.0  # that the first process waits for a report
+_LONGEST_S = 1800.0  # that the first process waits for a report, on a file system without locks
 
 
 @api_boundary
@@ -41,16 +47,19 @@ class BackgroundSave:
     """A save that is being written beside the program.
 
     The checkpoint appears in its folder at once, when all processes have written their blocks, also
-    if nobody waits for it. A program that ends waits for it.
+    if nobody waits for it. A program that ends waits for it. A save that fails warns, and the next one
+    raises its error if nobody has waited.
 
     Args:
         future: What the thread of this process does.
         all_or_none: Calls a function in all processes, or raises in all.
+        token: What names the files of the save.
     """
 
-    def __init__(self, future: Future[None], all_or_none: AllOrNone) -> None:
+    def __init__(self, future: Future[None], all_or_none: AllOrNone, token: str) -> None:
         self._future = future
         self._all_or_none = all_or_none
+        self._token = token
 
     def done(self) -> bool:
         """Return whether this process has nothing more to do for the save."""
@@ -62,7 +71,14 @@ class BackgroundSave:
         Raises:
             FileError: The save has failed; the folder has the checkpoint that it had before.
         """
-        self._all_or_none(self._future.result)
+
+        def result() -> None:
+            try:
+                self._future.result()
+            finally:
+                untold.pop(self._token, None)
+
+        self._all_or_none(result)
 
 
 class Writers(NamedTuple):
@@ -104,6 +120,8 @@ def save_beside(
     copies: dict[tuple[str, int, str], NDArray[Any]] = {}
 
     def copy_blocks() -> None:
+        # Free when this process has ended, also without a report.
+        lock(unfinished(path, token) / _file_of(writers.own), stack, os.O_CREAT)
         for name, device, pairs in saving.writes(writers.own):
             for dtype in {saving.arrays[pair.name].dtype for pair in pairs}:
                 copies[name, device, dtype] = np.array(block_of(name, device, dtype))
@@ -119,13 +137,19 @@ def save_beside(
         locked = stack.pop_all()
 
     def write_copies() -> None:
-        with locked:
-            _write_and_commit(saving, path, token, writers, copies, keep)
+        try:
+            with locked, disk_errors(path):
+                _write_and_commit(saving, path, token, writers, copies, keep)
+        except Exception as error:
+            untold[token] = FileError(f"the save into {path} has failed: {error}")
+            with suppress(Warning):  # which a program may have made an error
+                warnings.warn(str(untold[token]), stacklevel=1)
+            raise
 
     threads = ThreadPoolExecutor(1, thread_name_prefix="xshard-save")
     future = threads.submit(write_copies)
     threads.shutdown(wait=False)
-    return BackgroundSave(future, all_or_none)
+    return BackgroundSave(future, all_or_none, token)
 
 
 def _write_and_commit(
@@ -137,42 +161,45 @@ def _write_and_commit(
     keep: int | None,
 ) -> None:
     """Write the blocks of this process and report it; the first one waits for all, and commits."""
-    error: Exception | None = None
+    folder = unfinished(path, token)
     try:
         sums = write(saving, path, token, writers.own, lambda *block: copies[block])
-        report: dict[str, Any] = {"sums": sums}
-    except Exception as raised:  # of any kind: the first process waits for a report
-        error = raised
-        report = {"error": str(raised)}
-    folder = unfinished(path, token)
-    _write_report(folder, writers.own, report)
-    if writers.leads:
-        try:
-            reports = [_read_report(folder, process) for process in writers.processes]
-            sums_of_all = merge_sums(saving, [report["sums"] for report in reports])
-            commit(saving, path, token, sums_of_all)
-            remove_old(path, keep)
-        except BaseException:
+        if not writers.leads:
+            _write_report(folder, writers.own, {"sums": sums})
+            return
+        reports = [_read_report(folder, process) for process in writers.processes[1:]]
+        sums_of_all = merge_sums(saving, [sums, *[report["sums"] for report in reports]])
+        commit(saving, path, token, sums_of_all)
+        remove_old(path, keep)
+    except BaseException as error:  # of any kind: the first process waits for a report
+        if writers.leads:
             abort(path, token)
-            raise
-    elif error is not None:
-        raise error
+        else:
+            _write_report(folder, writers.own, {"error": str(error)})
+        raise
+
+
+def _file_of(process: int) -> str:
+    """Return the name of the file into which a process writes its report."""
+    return f"{process}.writing"
 
 
 def _write_report(folder: Path, process: int, report: dict[str, Any]) -> None:
     """Write what one process has to say, so that it is seen whole or not at all."""
-    file = folder / f"{process}.writing"
+    file = folder / _file_of(process)
     file.write_text(json.dumps(report))
-    file.rename(folder / f"{process}.json")
+    file.rename(file.with_suffix(".json"))
 
 
 def _read_report(folder: Path, process: int) -> dict[str, Any]:
-    """Wait for the report of a process. Raises FileError if it has failed, or says nothing."""
-    file = folder / f"{process}.json"
+    """Wait for the report of a process. Raises FileError if it has failed, or ended without one."""
+    locked = folder / _file_of(process)
+    file = locked.with_suffix(".json")
     give_up_s = time.monotonic() + _LONGEST_S
     while not file.exists():
-        if time.monotonic() > give_up_s:
-            raise FileError(f"process {process} has not written its blocks in {_LONGEST_S:g} s")
+        has_ended = is_free(locked) and not file.exists()  # it is renamed at the end
+        if has_ended or time.monotonic() > give_up_s:
+            raise FileError(f"process {process} has ended, and has not reported its blocks")
         time.sleep(_POLL_S)
     report: dict[str, Any] = json.loads(file.read_text())
     if "error" in report:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from xshard import dtypes
 from xshard.layout import Layout, Mesh
 from xshard.state.files.header import FileError
+from xshard.state.files.values import from_json
 from xshard.state.names import Names
 
 Box = tuple[slice, ...]  # per dim; steps are > 0
@@ -43,7 +44,7 @@ class Checkpoint(Mapping[str, Stored], AbstractContextManager["Checkpoint"]):
         layouts: The layouts when they were saved, by stored name.
         mesh: The mesh when they were saved.
         names: Maps names of the program that saved to stored names.
-        constants: Leaves that are no arrays.
+        constants: Leaves that are no arrays, as `values.to_json` has them.
         sums: Checksums of the boxes of an array, by stored name.
         places: The file of each array.
         bytes_read: What `read` has read so far.
@@ -101,14 +102,43 @@ class Checkpoint(Mapping[str, Stored], AbstractContextManager["Checkpoint"]):
             self.bytes_read += out.nbytes
         return out
 
-    @property
-    def readable_constants(self) -> dict[str, Any]:
-        """The leaves that are no arrays, without those of DCP that only a pickle could bring back."""
+    def readable_constants(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the leaves that are no arrays, without those of DCP that only a pickle could bring back.
+
+        Args:
+            arrays: The arrays by stored name, for values with arrays in them.
+        """
         constants = {}
         for name in self.constants:
             with suppress(FileError):
-                constants[name] = self.constants[name]
+                constants[name] = from_json(self.constants[name], name, arrays)
         return constants
+
+    def value(self, name: str, arrays: Mapping[str, Any]) -> Any:
+        """Put together what is stored under a name: as one value, or as leaves with longer names.
+
+        {"groups.0.lr": 0.5, "groups.1.lr": 0.1} and the name "groups" -> [{"lr": 0.5}, {"lr": 0.1}]
+
+        Args:
+            name: The name.
+            arrays: The arrays of the value, by stored name.
+
+        Returns:
+            The value; an empty dict if nothing is stored.
+        """
+        if name in self.constants:
+            return from_json(self.constants[name], name, arrays)
+        if name in arrays:
+            return arrays[name]
+        branches: dict[str, None] = {}  # a set with an order
+        for leaf in (*self.constants, *arrays):
+            if leaf.startswith(f"{name}."):
+                key, _, _ = leaf.removeprefix(f"{name}.").partition(".")
+                branches[key] = None
+        items = {key: self.value(f"{name}.{key}", arrays) for key in branches}
+        if items and items.keys() == set(map(str, range(len(items)))):
+            return [items[str(i)] for i in range(len(items))]
+        return items
 
     def constant(self, name: str, default: Any) -> Any:
         """Look up a stored value that is no array, such as a step count, or an item inside of one.
@@ -127,7 +157,8 @@ class Checkpoint(Mapping[str, Stored], AbstractContextManager["Checkpoint"]):
         for n_parts in range(len(parts), -1, -1):  # the leaf, or a list or dict that has it
             stored_name = ".".join(parts[:n_parts])
             if stored_name in self.constants:
-                return _item_at(self.constants[stored_name], parts[n_parts:], default)
+                value = from_json(self.constants[stored_name], stored_name, {})
+                return _item_at(value, parts[n_parts:], default)
         return default
 
     def close(self) -> None:

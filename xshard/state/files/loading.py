@@ -6,7 +6,8 @@ profile is slow.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple, TypedDict
 
@@ -20,13 +21,14 @@ from xshard.errors import DtypeError, ShapeError, XshardError, located
 from xshard.layout import Layout, Mesh, Sharding
 from xshard.notation.parser import Shard
 from xshard.plans.plan import find_plan
-from xshard.rules import Rules, RulesLike
+from xshard.rules import Rules, RulesLike, listed_names
 from xshard.search.request import Request
 from xshard.state.files.boxes import box_pairs, check_whole
 from xshard.state.files.checkpoint import Checkpoint
 from xshard.state.names import SAME, Names
 from xshard.state.relations import TargetArray
 from xshard.steps.base import with_inner
+from xshard.trees import children, joined
 
 
 class LoadKeywords(TypedDict, total=False):
@@ -212,7 +214,7 @@ def in_both(
         stored: The names in the checkpoint.
         leaves: For each array of the tree its names. A shared array, as of tied weights, has
             several.
-        strict: Whether every array has to be in both places.
+        strict: Whether every array has to be in both places. If not, a warning names what is not.
         places: The words for the two places in errors.
 
     Returns:
@@ -222,16 +224,62 @@ def in_both(
         XshardError: With `strict`, for an array that is in one of the two places alone.
     """
     stored_names = [_first_stored(names, stored) for names in leaves]
-    if not strict:
-        return stored_names
     in_tree_alone = [leaves[i][0] for i, name in enumerate(stored_names) if name is None]
     in_tree = set(chain.from_iterable(leaves))
     stored_alone = [name for name in stored if name not in in_tree]
     for place, names in zip(places, (in_tree_alone, stored_alone), strict=True):
+        what = f"in the {place} alone: {listed_names(names)}"
+        if names and strict:
+            hint = "names= maps stored names; strict=False skips what is not in both"
+            raise XshardError(what, hint=hint)
         if names:
-            hint = "names= maps stored names; strict=False skips arrays that are not in both"
-            raise XshardError(f"{names[0]} is in the {place} alone", hint=hint)
+            warnings.warn(f"{what}, and skipped", stacklevel=2)
     return stored_names
+
+
+def stored_constants(
+    opened: Checkpoint,
+    own: Mapping[str, Any],
+    names: Names | None,
+    strict: bool,
+    is_taken: Callable[[str], bool] = lambda _: False,
+) -> dict[str, Any]:
+    """Return the stored numbers and texts for the leaves of a tree; one that is not stored stays.
+
+    Args:
+        opened: The checkpoint.
+        own: The numbers and texts of the tree, by name.
+        names: What maps arrays. Numbers and texts have the same names in both, so that some of the
+            checkpoint may have no place in the tree then.
+        strict: Whether every number and text has to be in both places.
+        is_taken: Whether an object of the tree takes what is stored under a name.
+
+    Raises:
+        XshardError: As `in_both` does.
+    """
+    stored: list[str] = []
+    for name in opened.constants:
+        # A list may be one value there, as in DCP, and leaves here.
+        is_whole = not any(leaf.startswith(f"{name}.") for leaf in own)
+        stored += [name] if is_whole else _leaf_names(name, opened.value(name, {}))
+    if names is not None:
+        stored = [name for name in stored if name in own]
+    stored = [name for name in stored if name in own or not is_taken(name)]
+    # JAX, where None is an empty tree, stores none.
+    needed = [name for name, x in own.items() if x is not None or name in stored]
+    in_both(stored, [(name,) for name in needed], strict)
+    return {name: opened.constant(name, x) for name, x in own.items()}
+
+
+def _leaf_names(name: str, value: Any) -> list[str]:
+    """Return the names of all items inside of lists and dicts; the name itself for another value."""
+    items = children(value)
+    if items is None:
+        return [name]
+    names = []
+    for key, item in items.items():
+        names += _leaf_names(joined(name, str(key)), item)
+    return names
 
 
 def _first_stored(names: Sequence[str], stored: Collection[str]) -> str | None:

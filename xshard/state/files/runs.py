@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 from xshard.errors import XshardError, api_boundary
@@ -57,7 +58,8 @@ def remove_old(path: Path, keep: int | None) -> None:
     for old in numbered[:-keep]:
         if old.name != path.name:
             removed = old.with_name(f"{_REMOVED}{old.name}")
-            old.rename(removed)
+            with suppress(FileNotFoundError):  # the save before this one removes it, too
+                old.rename(removed)
             shutil.rmtree(removed, ignore_errors=True)
 
 

@@ -17,7 +17,7 @@ import shutil
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 from xshard import arguments, dtypes, trees
 from xshard.errors import XshardError, located
 from xshard.layout import Sharding
+from xshard.layout.sub_axes import root_of
 from xshard.notation.maps import with_values
 from xshard.signatures import Bytes
 from xshard.state.files.boxes import BoxPair, box_pairs, check_whole
@@ -42,6 +43,8 @@ from xshard.state.relations import PartMapping, TargetArray
 BlockOf = Callable[[str, int, str], NDArray[Any]]  # name, device, dtype -> carrier of the block
 Report = Callable[[int], object]  # called with the bytes of each box
 Sums = dict[str, list[list[Any]]]  # by array: [[start, stop, step] per dim, checksum] of every box
+# The errors of saves that have failed beside the program, by their tokens, until somebody is told.
+untold: dict[str, FileError] = {}
 _UNFINISHED = ".saving-"  # folders of saves that have not ended begin so
 _UNCHANGED = "nothing was changed: the checkpoint that was there is whole"
 _NONE = "no checkpoint was there, and none is now"
@@ -208,7 +211,9 @@ def _group_arrays(
 def _common_mesh(sources: Mapping[str, Source]) -> str | None:
     """Return the mesh of all arrays that are sharded, as text; None if there are several, or none."""
     meshes = {
-        str(source.sharding.mesh) for source in sources.values() if source.sharding.layout.axes
+        str(root_of(source.sharding.mesh))
+        for source in sources.values()
+        if source.sharding.layout.axes
     }
     if len(meshes) != 1:
         return None
@@ -294,8 +299,10 @@ def _layouts(arrays: Mapping[str, TargetArray], sources: Mapping[str, Source]) -
         src, dst, order = array.pieces[0]
         if len(array.pieces) > 1 or src.dim is not None or dst.dim is not None:
             continue  # joined, split or stacked: no layout of a source is its layout
-        layout = sources[src.name].sharding.layout
-        if layout.axes:
+        sharding = sources[src.name].sharding
+        layout = sharding.layout
+        # The mesh that is noted has no sub-axes, along which devices share units.
+        if layout.axes and sharding.mesh == root_of(sharding.mesh):
             layouts[name] = str(layout.in_order([layout.names[i] for i in order]))
     return layouts
 
@@ -366,7 +373,13 @@ def save_blocks(
 
 
 def begin_locked(saving: Saving, path: Path, leads: bool, stack: ExitStack) -> str | None:
-    """Lock the folder until the stack ends and make the files, as the leader; return the token."""
+    """Lock the folder until the stack ends and make the files, as the leader; return the token.
+
+    Raises the error of an earlier save that has failed beside the program, if nobody has waited for it.
+    """
+    if untold:
+        _, error = untold.popitem()
+        raise error
     if not leads:
         return None
     _lock_folder(path, stack)
@@ -395,7 +408,7 @@ def begin(saving: Saving, path: Path) -> str:
         FileError: The disk is full, or the folder has a file that others would read instead of the
             index. Nothing is left behind.
     """
-    with _disk_errors(path):
+    with disk_errors(path):
         path.mkdir(parents=True, exist_ok=True)
         for other in (path / "model.safetensors", *path.glob("*.safetensors.index.json")):
             if other.exists() and other.name != INDEX:
@@ -450,7 +463,7 @@ def write(
     # Several boxes in turn come from one block: keep the last one, and no more in memory.
     block_of = functools.lru_cache(1)(block_of)
     shard_of = {name: shard for shard in saving.shards for name in shard.starts}
-    with _disk_errors(path), ExitStack() as stack:
+    with disk_errors(path), ExitStack() as stack:
         # A file is opened once, when its first box comes: a process may write to few of many files.
         @functools.cache
         def open_shard(name: str) -> int:
@@ -486,7 +499,7 @@ def commit(saving: Saving, path: Path, token: str, sums: Mapping[str, Any]) -> N
     final_names = {shard.name: f"model-{token}-{shard.name}" for shard in saving.shards}
     weight_map = {name: final_names[shard.name] for shard in saving.shards for name in shard.starts}
     new_files = set(weight_map.values())
-    with _disk_errors(path):
+    with disk_errors(path):
         old_files = _files_of_checkpoint(path)
         total_bytes = sum(shard.n_bytes - len(shard.header) for shard in saving.shards)
         metadata = {"total_size": total_bytes, KEY: {**saving.metadata, "sums": sums}}
@@ -499,7 +512,7 @@ def commit(saving: Saving, path: Path, token: str, sums: Mapping[str, Any]) -> N
         _sync(path)  # the files' names are on the disk before the index that needs them
         (folder / INDEX).rename(path / INDEX)
     committed = "the new checkpoint is in its place, and might not outlast a power failure"
-    with _disk_errors(path, committed):
+    with disk_errors(path, committed):
         _sync(path)
         for name in old_files - new_files:
             (path / name).unlink(missing_ok=True)
@@ -516,16 +529,43 @@ def abort(path: Path, token: str) -> None:
 
 def _lock_folder(path: Path, stack: ExitStack) -> None:
     """Make and lock a folder: another save would remove the files of this one as leftovers."""
-    with _disk_errors(path):
+    with disk_errors(path):
         path.mkdir(parents=True, exist_ok=True)
-        folder = os.open(path, os.O_RDONLY)
-        stack.callback(os.close, folder)
-    with suppress(OSError):  # a file system without locks
         try:
-            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)  # ends with the process
+            lock(path, stack)
         except BlockingIOError:
             hint = "one save at a time into a folder; this one has changed nothing"
             raise FileError(f"{path}: another save is writing into it", hint=hint) from None
+
+
+def lock(path: Path, stack: ExitStack, flags: int = os.O_RDONLY) -> bool:
+    """Lock a file or a folder until the stack or the process ends.
+
+    flags: as of `os.open`. Returns False on a file system without locks. Raises BlockingIOError if
+    another one has locked it.
+    """
+    file = os.open(path, flags)
+    stack.callback(os.close, file)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise
+    except OSError:
+        return False
+    # Closing would not do: a process that was forked meanwhile, as a loader's, has the file open, too.
+    stack.callback(fcntl.flock, file, fcntl.LOCK_UN)
+    return True
+
+
+def is_free(path: Path) -> bool:
+    """Return whether nobody has locked a file; it may be gone. False on a file system without locks."""
+    try:
+        with ExitStack() as stack:
+            return lock(path, stack)
+    except BlockingIOError:
+        return False
+    except FileNotFoundError:
+        return True
 
 
 def _write_box(
@@ -600,7 +640,7 @@ def _sync(folder: Path) -> None:
 
 
 @contextmanager
-def _disk_errors(path: Path, hint: str = "") -> Iterator[None]:
+def disk_errors(path: Path, hint: str = "") -> Iterator[None]:
     """Turn errors of the disk into FileError, which says what state the folder is in."""
     try:
         yield

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from xshard.dtypes import itemsize
 from xshard.step.price.moves import MoveTable
 from xshard.step.price.nodes import Gathering, Node
 from xshard.step.price.options import (
@@ -237,6 +238,9 @@ def _runs(setup: StepSetup, source: Node, op: Op, n_rows: int) -> Floats:
         is_repeated = source.is_gathered(Gathering.PER_USE)
         moves = np.where(is_repeated, 1.0, 1 / setup.micro_batches)
     adjoints = moves
+    if source.gathering is not None:
+        # Gradients may be summed in a wider dtype: they take as many times the seconds.
+        adjoints = moves * (itemsize(setup.step.reduce_dtype) / setup.item_bytes)
     return np.array([[moves, np.zeros(n_rows)], [is_repeated, adjoints]])
 
 
@@ -330,6 +334,9 @@ def _bytes_of_parameter(
     per_step = source.is_gathered(Gathering.PER_STEP)[:, None] & is_first_use
     # Twice: the message, and the parameter that is unpacked from it.
     received_bytes = 2 * used_bytes + _bytes_between_gathers(setup, name, stored, used)
+    # Used in another dtype than the one in storage, it is cast for each use even where nothing moves.
+    is_cast = setup.step.stored_dtype != setup.step.dtype
+    cast_bytes = is_cast * ~is_gathered * used_bytes
     # Gradients are summed first over the axes that shard the parameter in storage alone.
     summed = np.where(used == REPLICAS, stored, used)
     sent_bytes = used_bytes + 2 * setup.bytes_in_use(name, summed)
@@ -345,7 +352,7 @@ def _bytes_of_parameter(
     is_summed_later = is_first_use & has_copies_of_replicas
     sum_bytes = setup.bytes_in_use(name, stored) * max(2 - gradient_ratio, 0)
     return {
-        BlockPart.RECEIVED_BYTES: per_use * received_bytes,
+        BlockPart.RECEIVED_BYTES: per_use * received_bytes + cast_bytes,
         BlockPart.SENT_BYTES: per_use * sent_bytes,
         BlockPart.GATHERED_BYTES: per_step * is_gathered * used_bytes,
         BlockPart.GRADIENT_BYTES: per_step * whole_gradient_bytes,

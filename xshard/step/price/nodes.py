@@ -78,8 +78,8 @@ def price_parameter(setup: StepSetup, name: str) -> Node:
     # Parts of the step are for all layers, not for one.
     full_bytes = gradient_bytes * first_use.times
     # Adam has two moments, and below 32 bits a copy of the parameter in full precision.
-    n_states = 3 if setup.item_bytes < FULL else 2
-    costs[:, StepPart.PARAMETER_BYTES] = full_bytes / setup.gradient_bytes * setup.item_bytes
+    n_states = 3 if setup.stored_bytes < FULL else 2
+    costs[:, StepPart.PARAMETER_BYTES] = full_bytes / setup.gradient_bytes * setup.stored_bytes
     costs[:, StepPart.STATE_BYTES] = n_states * full_bytes
     # The rate of copies counts an element that is read and written once.
     accessed_per_s = 2 * setup.moves.profile.copy_bytes_per_s

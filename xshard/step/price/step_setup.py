@@ -51,6 +51,11 @@ class StepSetup:
         return itemsize(self.step.dtype)
 
     @property
+    def stored_bytes(self) -> int:
+        """Bytes of an element of parameters in storage."""
+        return itemsize(self.step.stored_dtype)
+
+    @property
     def gradient_bytes(self) -> int:
         """Bytes of an element of gradients of parameters."""
         return max(FULL, self.item_bytes)

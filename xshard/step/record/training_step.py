@@ -32,6 +32,8 @@ class TrainingStep:
             `*` for the number of a repeated block.
         batch: The dim that micro-batches divide.
         dtype: For activations and parameters in use.
+        stored_dtype: For parameters in storage; None: `dtype`.
+        reduce_dtype: For sums of their gradients over devices; None: `dtype`.
         moves_anywhere: Activations can move between any two operations, instead of at modules
             (`Op.enters`).
 
@@ -58,12 +60,17 @@ class TrainingStep:
     parameters: Mapping[str, str]
     batch: str = "b"
     dtype: str = "bfloat16"
+    stored_dtype: str | None = None
+    reduce_dtype: str | None = None
     moves_anywhere: bool = False
 
     def __post_init__(self) -> None:
         # Values as users write them become plain ones, in a frozen dataclass.
         object.__setattr__(self, "ops", tuple(self.ops))
         object.__setattr__(self, "dtype", name_of(self.dtype))
+        for name in ("stored_dtype", "reduce_dtype"):
+            dtype = getattr(self, name)
+            object.__setattr__(self, name, self.dtype if dtype is None else name_of(dtype))
         self._check_lengths()
         self._check_operations()
         self._check_parameters()

@@ -11,7 +11,7 @@ from xshard.errors import PlanError
 from xshard.layout import Layout, Sharding
 from xshard.layout.layout import NONLINEAR
 from xshard.notation.overlap import Fold
-from xshard.steps.base import Block, Blocks, Step, write_or_reduce
+from xshard.steps.base import Block, Blocks, Step, reduction_dtype, write_or_reduce
 from xshard.steps.exchange.messages import fill_boundaries, messages_to, node_local_traffic
 from xshard.steps.exchange.sources import carried_dims, views
 from xshard.steps.exchange.traffic import begun_axes, ended_axes, exchange_traffic
@@ -97,7 +97,8 @@ class Exchange(Step):
         op = self.op(before)
         results = []
         for device in range(before.mesh.n_devices):
-            out = np.zeros(after.local_shape(device), blocks[device].dtype)
+            dtype = blocks[device].dtype
+            out = np.zeros(after.local_shape(device), reduction_dtype(op, dtype))
             fill_boundaries(out, after, device)
             is_written = np.zeros(out.shape, bool)
             for message in messages_to(before, after, device, self.node_devices):
@@ -105,7 +106,7 @@ class Exchange(Step):
                 if message.sign < 0:
                     box = -box
                 write_or_reduce(out, is_written, message.dst_index(), box, op)
-            results.append(out)
+            results.append(out.astype(dtype, copy=False))
         return results
 
     def op(self, before: Sharding) -> str | None:

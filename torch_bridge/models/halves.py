@@ -1,0 +1,367 @@
+"""`halves`: a module computes its batch in parts, each while what another one sends is under way.
+
+It splits arguments and joins results. When a part lets others go on is said in `autodiff.turns`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from torch_bridge.autodiff.turns import Turns, current_part, let_others_compute, load_greenlet
+from torch_bridge.mesh.desync import CallFacts, compare_ranks
+from torch_bridge.models.hooks import ModuleHooks, passed_as
+from torch_bridge.models.names import is_inside, title_of
+from torch_bridge.models.parallel import ParallelModel, parallel_of
+from torch_bridge.versions.functorch import has_functorch_transforms
+from torch_bridge.versions.modules import forward_hooks_of, modules_by_name
+from torch_bridge.versions.pytree import (
+    tree_flatten_with_path,
+    tree_leaves,
+    tree_structure,
+    tree_unflatten,
+)
+from xshard import XshardError
+from xshard.errors import ShapeError, api_boundary, located
+from xshard.notation.parser import ELLIPSIS
+from xshard.signatures import Count, did_you_mean
+from xshard.trees import leaf_name
+
+Model = TypeVar("Model", bound=nn.Module)
+Argument = str | int  # its name or position
+BatchDims = Mapping[Argument, int | None]  # None: the argument has no such dim
+Values = Mapping[Argument, Any]  # the arguments of a call, as they were passed
+
+BATCH_NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
+# What is the same for each part of a batch.
+_PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.device)
+
+
+@api_boundary
+def halves(
+    model: Model, parts: Count = 2, *, module: str = "", dims: BatchDims | None = None
+) -> Model:
+    """Compute the batch of a parallel model in parts: one computes while another's activations travel.
+
+        xt.halves(model)        # rows [b, ...] -> [b/2, ...] twice, in turn; the results are joined again
+
+    Outputs and gradients are those of the whole batch. Each part runs the module's code in a coroutine of
+    this thread, and lets the next one go on where it would wait: for moves of rules and of `redistribute`,
+    and for rows of experts. The backward pass does the same. Parameters are gathered once for all parts, and
+    their gradients are summed once.
+
+    A part goes on by itself where it has changed what torch keeps for a thread: inside a checkpoint, a
+    `no_grad` or an autocast of its own. A compiler sees the whole batch, and no parts. Dropout draws for each
+    part in turn.
+
+    Args:
+        model: A model of `parallelize`.
+        parts: How many; 1 is the whole batch again. They are as even as can be: 7 rows are 4 + 3.
+        module: The name of the module inside that is computed in parts, as "model" where a loss follows it.
+        dims: The dim of the batch in arguments without a rule, by name or position; None for an argument that
+            all parts get as it is. In those with a rule it is the dim with the name of the first one.
+
+    Returns:
+        The model itself.
+
+    Raises:
+        XshardError: greenlet is not installed; there is no such module. In a forward pass: an argument may
+            have rows of the batch or not; a result has none, as a loss has; batch statistics would be of a
+            part.
+        DesyncError: On all processes, if their calls differ.
+
+    Examples:
+        >>> import torch, torch_bridge as xt
+        >>> from xshard import Mesh
+        >>> def step():
+        ...     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 4))
+        ...     xt.parallelize(
+        ...         model,
+        ...         {"0.*": "o/tp ...", "1.weight": "o i/tp", "1.bias": "o -> o | sum(tp)"},
+        ...         {"": "b i -> b i | copy(tp)"},
+        ...         Mesh(tp=2),
+        ...         outputs={"1": "b o | sum(tp) -> b o"},
+        ...     )
+        ...     whole = model(torch.ones(7, 4))
+        ...     return torch.allclose(xt.halves(model)(torch.ones(7, 4)), whole)
+        >>> xt.testing.run_ranks(2, step)
+        [True, True]
+    """
+    parallel = parallel_of(model)
+    prepared: list[InParts] = []
+
+    def facts() -> CallFacts:
+        load_greenlet()
+        prepared.append(_prepare(model, parallel, parts, module, dims))
+        return CallFacts({"halves": str((parts, module, dims))}, peers=ranks)
+
+    ranks = parallel.context.processes.ranks
+    compare_ranks(ranks, "halves", facts)  # calls `facts` once
+    (in_parts,) = prepared
+    for middle in in_parts.middles:
+        if _pause not in forward_hooks_of(middle)[0].values():
+            middle.register_forward_pre_hook(_pause)
+    for name, hooks in parallel.hooks.items():
+        if hooks in in_parts.around or is_inside(name, module):
+            hooks.dim_in_parts = in_parts.batch_name if parts > 1 else None
+    vars(in_parts.module).pop("forward", None)
+    if parts > 1:
+        vars(in_parts.module)["forward"] = in_parts
+    elif in_parts.whole != in_parts.module.forward:  # one of the object itself
+        vars(in_parts.module)["forward"] = in_parts.whole
+    return model
+
+
+def _prepare(
+    model: nn.Module, parallel: ParallelModel, parts: int, name: str, dims: BatchDims | None
+) -> InParts:
+    """Check the arguments of `halves`; nothing changes."""
+    modules = modules_by_name(model)
+    if name not in modules:
+        hint = f"{did_you_mean(name, modules)}names are as in named_modules()"
+        raise XshardError(f"the model has no module {name!r}", hint=hint)
+    module = modules[name]
+    whole = module.forward
+    if isinstance(whole, InParts):
+        whole = whole.whole
+    around = []
+    for path, hooks in parallel.hooks.items():
+        if path == name or is_inside(name, path):
+            around.append(hooks)
+    middles = _middles(modules, parallel, name)
+    own = parallel.hooks.get(name)
+    in_parts = InParts(
+        name, module, whole, parts, own, around, middles, {} if dims is None else dims
+    )
+    if not dims and (own is None or in_parts.batch_name is None):
+        what = f"no rule says which dim of the input of {title_of(name)} is the batch"
+        raise XshardError(what, hint="dims={'x': 0} says it of the argument x")
+    return in_parts
+
+
+def _middles(
+    modules: Mapping[str, nn.Module], parallel: ParallelModel, path: str
+) -> list[nn.Module]:
+    """Return a child in the middle of each module inside whose input and whose output move.
+
+    A part pauses there, too, so that another one can await the sum after such a module, and start the gather
+    before the next one. Else only one of these two would hide behind this module.
+    """
+    middles = []
+    for name, hooks in parallel.hooks.items():
+        has_both = all(
+            any(rule.rule.moves for rule in rules) for rules in (hooks.inputs, hooks.outputs)
+        )
+        if has_both and is_inside(name, path):
+            middle = _middle_of(modules[name])
+            if middle is not None:
+                middles.append(middle)
+    return middles
+
+
+def _middle_of(module: nn.Module) -> nn.Module | None:
+    """Return the child before which half of a module has run, by its parameters: of up, down it is down."""
+    total = sum(x.numel() for x in module.parameters())
+    middle = None
+    smallest_difference = total
+    before = 0
+    for child in module.children():
+        difference = abs(total - 2 * before)
+        if difference < smallest_difference:
+            smallest_difference = difference
+            middle = child
+        before += sum(x.numel() for x in child.parameters())
+    return middle
+
+
+def _pause(module: nn.Module, args: Any) -> None:
+    """Let another part go on; a hook before the forward pass of a module."""
+    let_others_compute()
+
+
+@dataclass(eq=False, repr=False)
+class InParts:
+    """The `forward` of a module that computes its batch in parts.
+
+    Attributes:
+        name: The module's; "" is the model.
+        module: The module.
+        whole: Its `forward` of the whole batch.
+        n_parts: How many parts.
+        hooks: The module's, if it has rules.
+        around: The hooks of the modules around it, the outermost first, and its own.
+        middles: The modules before which parts pause, too.
+        dims: The dims of the batch in arguments without a rule.
+    """
+
+    name: str
+    module: nn.Module
+    whole: Callable[..., Any]
+    n_parts: int
+    hooks: ModuleHooks | None
+    around: Sequence[ModuleHooks]
+    middles: Sequence[nn.Module]
+    dims: BatchDims
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """The arguments, by which trainers choose the columns of a data set."""
+        return inspect.signature(self.whole)
+
+    @property
+    def batch_name(self) -> str | None:
+        """The name of the batch's dim: the first of the module's rule, or of the nearest one around it."""
+        for hooks in reversed(self.around):
+            if hooks.inputs:
+                names = hooks.inputs[0].rule.dst.names
+                return names[0] if names and names[0] != ELLIPSIS else None
+        return None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        is_seen_whole = torch.compiler.is_compiling() or has_functorch_transforms()
+        if is_seen_whole or current_part() is not None:
+            return self.whole(*args, **kwargs)
+        self._check_statistics()
+        values: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+        with located(f"input of {title_of(self.name)}"):
+            dims = self._dims_of(values)
+            sizes = self._sizes(_rows_of(values, dims))
+            _check_others(values, dims, sum(sizes))
+        split = {key: _split(value, dims.get(key), sizes) for key, value in values.items()}
+        # Parts know what is known of the batch, but for its length.
+        known_dims = [hooks.known_in_part for hooks in self.around]
+
+        def compute(number: int) -> Any:
+            for hooks, known in zip(self.around, known_dims, strict=True):
+                hooks.begin_part(known)
+            part_args = [split[i][number] for i in range(len(args))]
+            return self.whole(*part_args, **{name: split[name][number] for name in kwargs})
+
+        calls = [partial(compute, number) for number in range(self.n_parts)]
+        # With pauses in the middle, each part is half a module behind the one before.
+        results = Turns(calls, lag=int(bool(self.middles))).run(self)
+        with located(f"result of {title_of(self.name)}"):
+            return _joined(results, sizes)
+
+    def _check_statistics(self) -> None:
+        """Raise XshardError for a norm by statistics of the batch, which would be those of a part."""
+        for name, norm in self.module.named_modules(prefix=self.name):
+            if isinstance(norm, BATCH_NORMS) and (norm.training or norm.running_mean is None):
+                what = f"{name} would normalise each part of the batch by its own statistics"
+                raise XshardError(what, hint="halves(model, module=...) of a module without it")
+
+    def _dims_of(self, values: Values) -> dict[Argument, int | None]:
+        """Return the dim of the batch in each argument of which a rule, or `dims`, speaks."""
+        arguments = list(inspect.signature(self.whole).parameters) if self.dims else []
+        dims = {passed_as(key, values, arguments): dim for key, dim in self.dims.items()}
+        if self.hooks is None:
+            return dims
+        for rule in self.hooks.inputs:
+            key = self.hooks.argument(rule.key, values)
+            if key is not None and key not in dims:
+                names = rule.rule.dst.resolved(values[key].ndim).names
+                dims[key] = names.index(self.batch_name) if self.batch_name in names else None
+        return dims
+
+    def _sizes(self, rows: int) -> list[int]:
+        """Return the rows of each part, as even as can be: 7 in 2 parts are 4, 3."""
+        if rows < self.n_parts:
+            hint = "halves(model, 1) computes the whole batch at once"
+            raise ShapeError(f"a batch of {rows} in {self.n_parts} parts", hint=hint)
+        return [len(part) for part in torch.arange(rows).tensor_split(self.n_parts)]
+
+
+def _rows_of(values: Values, dims: BatchDims) -> int:
+    """Return the rows of the batch. Raises ShapeError unless all arguments with it agree."""
+    rows_by_title: dict[str, int] = {}
+    for key, dim in dims.items():
+        for x in tree_leaves(values.get(key)):
+            if dim is None or not isinstance(x, Tensor):
+                continue
+            if not -x.ndim <= dim < x.ndim:
+                what = f"{_title(key)} of shape {tuple(x.shape)} has no dim {dim} for the batch"
+                raise ShapeError(what, hint="dims= gives the dim of the batch by argument")
+            rows_by_title[_title(key)] = x.shape[dim]
+    if not rows_by_title:
+        raise ShapeError("no argument has rows of the batch", hint="dims={'x': 0} says which has")
+    if len(set(rows_by_title.values())) > 1:
+        texts = [f"{title} has {rows}" for title, rows in rows_by_title.items()]
+        raise ShapeError("arguments have batches of unlike lengths", hint=", ".join(texts))
+    return next(iter(rows_by_title.values()))
+
+
+def _check_others(values: Values, dims: BatchDims, rows: int) -> None:
+    """Raise XshardError for an argument that may have rows of the batch, where nothing says so."""
+    for key, value in values.items():
+        if key in dims:
+            continue
+        for x in tree_leaves(value):
+            is_tensor = isinstance(x, Tensor)
+            if is_tensor and rows in x.shape:
+                what = (
+                    f"{_title(key)} of shape {tuple(x.shape)} has no rule, with a batch of {rows}"
+                )
+            elif is_tensor or isinstance(x, _PLAIN):
+                continue
+            else:
+                what = f"{_title(key)} is a {type(x).__name__}, which may have rows of the batch"
+            hint = (
+                f"dims={{{key!r}: 0}} splits it, {{{key!r}: None}} gives it to each part as it is"
+            )
+            raise XshardError(what, hint=hint)
+
+
+def _title(key: Argument) -> str:
+    return f"argument {key!r}"
+
+
+def _split(value: Any, dim: int | None, sizes: Sequence[int]) -> list[Any]:
+    """Return what each part gets of an argument: [b, ...] -> rows of it, in every tensor of a tree."""
+    structure = tree_structure(value)
+    split = []
+    start = 0
+    for size in sizes:
+        leaves = []
+        for x in tree_leaves(value):
+            has_rows = dim is not None and isinstance(x, Tensor)
+            leaves.append(x.narrow(dim, start, size) if has_rows else x)
+        split.append(tree_unflatten(leaves, structure))
+        start += size
+    return split
+
+
+def _joined(results: Sequence[Any], sizes: Sequence[int]) -> Any:
+    """Join the results of all parts, each a tensor or a tree of them with the same branches."""
+    structure = tree_structure(results[0])
+    if any(tree_structure(result) != structure for result in results):
+        raise ShapeError("parts return unlike trees", hint="the same branches for each batch")
+    names = [leaf_name(path) for path, _ in tree_flatten_with_path(results[0])[0]]
+    joined = []
+    for name, leaves in zip(names, zip(*map(tree_leaves, results), strict=True), strict=True):
+        with located(name):
+            joined.append(_join(leaves, sizes))
+    return tree_unflatten(joined, structure)
+
+
+def _join(leaves: Sequence[Any], sizes: Sequence[int]) -> Any:
+    """Join one tensor of the results of all parts, [b/parts, ...] -> [b, ...], or return what all have."""
+    first = leaves[0]
+    if not isinstance(first, Tensor):
+        if isinstance(first, _PLAIN) and all(leaf == first for leaf in leaves):
+            return first
+        what = f"each part returns a {type(first).__name__} of its own"
+    elif not first.ndim:
+        what = "each part returns a number of its own, as a loss"
+    elif [len(x) for x in leaves] != list(sizes):
+        shapes = ", ".join(str(tuple(x.shape)) for x in leaves)
+        what = f"parts of {', '.join(map(str, sizes))} rows return shapes {shapes}"
+    else:
+        return torch.cat(list(leaves))
+    hint = "results have rows of the batch first; compute others around halves(model, module=...)"
+    raise ShapeError(what, hint=hint)

@@ -1,0 +1,199 @@
+"""Functions of torch that have a layer, as `F.conv2d` and `F.max_pool2d`: what the layer computes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torch_bridge.nn import conv as convs
+from torch_bridge.nn import norm as norms
+from torch_bridge.nn.conv import Convolution, padding_pairs
+from torch_bridge.nn.function_call import FunctionCall, Rule
+from torch_bridge.nn.layers import layer_of
+from torch_bridge.nn.placed import placement_of, record, recorded_placement
+from torch_bridge.nn.views import dim_of_groups
+from torch_bridge.nn.window import per_dim
+from torch_bridge.ops import all_reduce
+from xshard import XshardError
+from xshard.errors import ShapeError
+
+
+def _check_whole_parameters(call: FunctionCall, *parameters: Tensor | None) -> None:
+    """Raise XshardError if a weight or a bias is a block."""
+    for x in parameters:
+        placement = recorded_placement(x)
+        if placement is not None and placement.axes:
+            message = f"{call.name}() with a weight that is sharded as '{placement.layout}'"
+            hint = "redistribute the weight first: each process needs all of it"
+            raise XshardError(message, hint=hint)
+
+
+def _conv(call: FunctionCall) -> Tensor:
+    """Convolve, as `nn.Conv2d` does."""
+    options = {"bias": None, "stride": 1, "padding": 0, "dilation": 1, "groups": 1}
+    x, weight, bias, stride, padding, dilation, groups = call.arguments(
+        "input", "weight", **options
+    )
+    kernel = tuple(weight.shape[2:])
+    rank = len(kernel)
+    dilations = per_dim(dilation, rank)
+    if not isinstance(padding, str):
+        padding = per_dim(padding, rank)
+    pairs = padding_pairs(padding, kernel, dilations)
+    form = Convolution(
+        kernel, per_dim(stride, rank), pairs, dilations, groups, outputs=call.outputs
+    )
+    _check_whole_parameters(call, weight, bias)
+    return record(*convs.conv(x, placement_of(x), weight, bias, form))
+
+
+def _conv_transpose(call: FunctionCall) -> Tensor:
+    """Apply a transposed convolution, as `nn.ConvTranspose2d` does."""
+    names = ("stride", "padding", "output_padding", "groups", "dilation")
+    options = {"bias": None, **dict(zip(names, (1, 0, 0, 1, 1), strict=True))}
+    x, weight, bias, *values = call.arguments("input", "weight", **options)
+    kernel = tuple(weight.shape[2:])
+    layer = SimpleNamespace(kernel_size=kernel, **dict(zip(names, values, strict=True)))
+    for name in ("stride", "padding", "output_padding", "dilation"):
+        setattr(layer, name, per_dim(getattr(layer, name), len(kernel)))
+    layer.weight = weight
+    layer.bias = bias
+    _check_whole_parameters(call, weight, bias)
+    return record(*convs.conv_transpose(layer, x, placement_of(x)))
+
+
+def _as_layer(call: FunctionCall, kind: type[nn.Module], names: str) -> Tensor:
+    """Compute what the layer of a module computes.
+
+    names: of the arguments after the input, which are those of the module.
+    """
+    x, *values = call.args
+    options = dict(zip(names.split(), values, strict=False)) | call.kwargs
+    placement = placement_of(x)
+    if options.pop("antialias", False):
+        raise XshardError(f"{call.name}() with antialias=True", hint="without it")
+    if options.get("size") is not None:
+        options["size"] = _global_size(x, options["size"])
+    layer = layer_of(
+        kind(**options), placement.layout, placement.processes, call.name, call.outputs
+    )
+    return layer(x)  # type: ignore[no-any-return]  # a tensor
+
+
+def _group_norm(call: FunctionCall) -> Tensor:
+    """Normalise groups of channels, as `nn.GroupNorm` does."""
+    options = {"weight": None, "bias": None, "eps": 1e-5}
+    x, num_groups, weight, bias, eps = call.arguments("input", "num_groups", **options)
+    layer = SimpleNamespace(num_groups=num_groups, eps=eps)
+    layer.weight = weight
+    layer.bias = bias
+    _check_whole_parameters(call, weight, bias)
+    return record(*norms.group_norm(layer, x, placement_of(x)))
+
+
+def _global_size(x: Tensor, size: Any) -> list[int]:
+    """Return the lengths of an interpolated array, of which `x` is a block.
+
+    `size=skip.shape[2:]` are lengths of the block of another array: those of all blocks are summed.
+    Raises ShapeError for a number along a sharded dim, which may mean a block or the array.
+    """
+    placement = placement_of(x)
+    lengths = list(per_dim(size, placement.ndim - 2))
+    sharded = [i for i in range(len(lengths)) if placement.is_sharded(2 + i)]
+    if sharded and not isinstance(size, torch.Size):
+        i = sharded[0]
+        message = f"interpolate() to {lengths[i]} rows of dim '{placement.dims[2 + i]}': "
+        message += "of the block, or of the array?"
+        hint = (
+            "size=y.shape[2:] for the rows of another block; scale_factor=; or nn.Upsample(size), "
+        )
+        hint += "whose size is that of the array"
+        raise ShapeError(message, hint=hint)
+    for i in sharded:
+        axes = placement.axes_of([2 + i])
+        length = torch.tensor(lengths[i], device=x.device)
+        lengths[i] = int(all_reduce(length, axes, placement.processes, grad="replicated"))
+    return lengths
+
+
+def _pixel_shuffle(call: FunctionCall) -> Tensor:
+    """Spread channels over rows and columns: each row of a block becomes `upscale_factor` rows."""
+    x, factor = call.arguments("input", "upscale_factor")
+    placement = placement_of(x)
+    channel_dim = placement.ndim - 3
+    convs.check_channels(placement, channel_dim, placement.shape[channel_dim])
+    dims = list(placement.dims)
+    shape = list(placement.shape)
+    shape[channel_dim] //= factor**2
+    for d in (placement.ndim - 2, placement.ndim - 1):
+        if placement.is_sharded(d):
+            dims[d] = dim_of_groups(placement, d, factor)
+        shape[d] *= factor
+    # By views: torch's own function has no gradient of a block without rows.
+    spread = x.unflatten(channel_dim, (shape[channel_dim], factor, factor))
+    beside_factors = spread.movedim((-2, -4, -1, -3), (-4, -3, -2, -1))  # c r r h w -> c h r w r
+    y = beside_factors.flatten(-2).flatten(-3, -2)
+    return record(y, placement.with_dims(dims, shape))
+
+
+def total_over_blocks(call: FunctionCall, dims: Sequence[int]) -> Tensor:
+    """Apply `sum` or `mean` along dims of which some are sharded: the result is whole along them.
+
+    "b c h/sp w" over h and w is "b c", or "b c 1 1", equal on all devices of sp.
+    """
+    placement = placement_of(call.args[0])
+    total = call._replace(func=torch.sum).run()
+    axes = placement.axes_of(dims)
+    total = all_reduce(total, axes, placement.processes, grad="replicated")
+    if call.name == "mean":
+        total = total / math.prod(placement.shape[d] for d in dims)
+    kept = [d for d in range(placement.ndim) if d not in dims]
+    if total.ndim < placement.ndim:
+        kept_dims = [placement.dims[d] for d in kept]
+        return record(total, placement.with_dims(kept_dims, [placement.shape[d] for d in kept]))
+    whole_dims = list(placement.layout.unsharded.dims)
+    shape = [1] * placement.ndim
+    for d in kept:
+        whole_dims[d] = placement.dims[d]
+        shape[d] = placement.shape[d]
+    return record(total, placement.with_dims(whole_dims, shape))
+
+
+def _of_ranks(prefix: str, rule: Rule) -> dict[str, Rule]:
+    """Return the rows of a table for 1 to 3 dims: `conv1d`, ..."""
+    return {f"{prefix}{rank}d": rule for rank in (1, 2, 3)}
+
+
+def _pools(prefix: str, classes: str, names: str) -> dict[str, Rule]:
+    """Return the rows of a table for pools of 1 to 3 dims, which are modules without parameters."""
+    rules: dict[str, Rule] = {}
+    for rank in (1, 2, 3):
+        kind = getattr(nn, f"{classes}{rank}d")
+        rules[f"{prefix}{rank}d"] = partial(_as_layer, kind=kind, names=names)
+    return rules
+
+
+FUNCTIONS: dict[str, Rule] = {
+    **_of_ranks("conv", _conv),
+    **_of_ranks("conv_transpose", _conv_transpose),
+    **_pools("max_pool", "MaxPool", "kernel_size stride padding dilation ceil_mode"),
+    **_pools(
+        "avg_pool",
+        "AvgPool",
+        "kernel_size stride padding ceil_mode count_include_pad divisor_override",
+    ),
+    **_pools("adaptive_avg_pool", "AdaptiveAvgPool", "output_size"),
+    "interpolate": partial(
+        _as_layer,
+        kind=nn.Upsample,
+        names="size scale_factor mode align_corners recompute_scale_factor",
+    ),
+    "group_norm": _group_norm,
+    "pixel_shuffle": _pixel_shuffle,
+}
