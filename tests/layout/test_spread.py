@@ -54,7 +54,7 @@ REFUSED = """
 «h/dp/spread(tp)» -> h   blocks of 1 and 2 units are spread over 8 devices
     a group of devices for each unit, all as large; or say how many each device has, as in sizes(tp,2,1,1)
 h/spread(tp) | copy(«tp») sum(tp) -> h   mesh axis 'tp' is used twice
-    an axis shards one dim or carries one tag; spread(tp) may have a tag beside it
+    an axis shards one dim or carries one tag
 h/«spread»(tp,2) -> h   1 number in spread   spread takes no number, as in (h 128)/spread(tp)
 h/«spred»(tp) -> h   unknown order 'spred'
     did you mean 'spread'? orders are: block, balanced, zigzag, cyclic, sizes, intervals, by, spread
