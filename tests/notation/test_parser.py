@@ -114,7 +114,8 @@ b n/a «n»   dim 'n' is named twice   an einsum takes diagonals: i i -> i
 ...«/»a   '...' stands for unsharded dims   name the dim to shard or widen it
 ...«:»halo(1,1)   '...' stands for unsharded dims   name the dim to shard or widen it
 n/ «|» sum(a)   expected a name, found '|'   a mesh axis follows '/', as in s/cp or s/zigzag(cp)
-s/«zagzig»(a)   unknown order 'zagzig'   orders are: block, balanced, zigzag, cyclic, sizes, intervals, by, spread
+s/«zagzig»(a)   unknown order 'zagzig'
+    orders are: block, balanced, zigzag, cyclic, sizes, intervals, by, spread
 s/(a «b»)   expected ')', found 'b'
 s/(a,«)»   expected a name, found ')'
 n |«»   expected a name, found the end   tags are: sum, mean, max, min, copy
