@@ -173,6 +173,9 @@ def _write_and_commit(
         remove_old(path, keep)
     except BaseException as error:  # of any kind: the first process waits for a report
         if writers.leads:
+            # One that still writes into the folder would keep it from being removed.
+            for process in writers.processes[1:]:
+                _wait_for_report(folder, process)
             abort(path, token)
         else:
             _write_report(folder, writers.own, {"error": str(error)})
@@ -191,16 +194,24 @@ def _write_report(folder: Path, process: int, report: dict[str, Any]) -> None:
     file.rename(file.with_suffix(".json"))
 
 
-def _read_report(folder: Path, process: int) -> dict[str, Any]:
-    """Wait for the report of a process. Raises FileError if it has failed, or ended without one."""
+def _wait_for_report(folder: Path, process: int) -> Path | None:
+    """Wait until a process has reported; return its report, or None if it has ended without one."""
     locked = folder / _file_of(process)
     file = locked.with_suffix(".json")
     give_up_s = time.monotonic() + _LONGEST_S
     while not file.exists():
         has_ended = is_free(locked) and not file.exists()  # it is renamed at the end
         if has_ended or time.monotonic() > give_up_s:
-            raise FileError(f"process {process} has ended, and has not reported its blocks")
+            return None
         time.sleep(_POLL_S)
+    return file
+
+
+def _read_report(folder: Path, process: int) -> dict[str, Any]:
+    """Wait for the report of a process. Raises FileError if it has failed, or ended without one."""
+    file = _wait_for_report(folder, process)
+    if file is None:
+        raise FileError(f"process {process} has ended, and has not reported its blocks")
     report: dict[str, Any] = json.loads(file.read_text())
     if "error" in report:
         raise FileError(f"process {process} failed: {report['error']}")
