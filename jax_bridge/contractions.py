@@ -31,7 +31,7 @@ from xshard.contractions.plan import Part, contraction_of
 from xshard.contractions.ring import ContractionRing
 from xshard.contractions.shapes import Shapes, Sizes, global_lengths, named_block
 from xshard.errors import ShapeError
-from xshard.layout.sub_axes import SubAxisMesh, root_of, split_of
+from xshard.layout.sub_axes import root_of, split_by, split_of
 from xshard.notation.parser import text_spans
 from xshard.plans.expression import check_given
 
@@ -99,8 +99,7 @@ class _Mover(NamedTuple):
         """Redistribute a block on the mesh around the call, in the dtype that it has."""
         # Products may have another dtype than the operands that the plan is for.
         if root_of(plan.mesh) != self.mesh or plan.dtype != x.dtype.name:
-            split = split_of(plan.mesh)
-            mesh = SubAxisMesh(self.mesh, split) if split else self.mesh
+            mesh = split_by(self.mesh, split_of(plan.mesh))
             plan = replace(plan, mesh=mesh, dtype=x.dtype.name, devices=())
         return execute(plan, x, self.text)
 

@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike
 from xshard import arguments, tolerances
 from xshard.errors import ReplicaError, with_path
 from xshard.layout import Mesh, Sharding
-from xshard.layout.sub_axes import SubAxisMesh, split_of
+from xshard.layout.sub_axes import split_by, split_of
 from xshard.notation.parser import ARROW
 
 # True if calls without `check_replicated=` compare replicas.
@@ -146,8 +146,7 @@ def _mesh_of_callers(array: Sharding, mesh: Mesh | None) -> Mesh:
     # The two ends of a plan may be on two meshes, with other devices.
     if mesh is None:
         return array.mesh
-    split = split_of(array.mesh)
-    return SubAxisMesh(mesh, split) if split else mesh
+    return split_by(mesh, split_of(array.mesh))
 
 
 def are_replicas_checked(asked: bool | None) -> bool:

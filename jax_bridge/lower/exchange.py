@@ -40,10 +40,8 @@ from jax_bridge.lower.transports import (
 from jax_bridge.mesh.axis_types import as_varying, from_bits, long_axes, to_bits
 from xshard import Layout, Mesh, Sharding
 from xshard.steps import Exchange
+from xshard.steps.base import reduction_dtype
 from xshard.steps.exchange.messages import Message, rows_at
-
-# Sums of short floats are rounded once, as XLA may leave out to round in between.
-_SUM_DTYPES = {np.dtype(short): np.dtype(np.float32) for short in (jnp.bfloat16, jnp.float16)}
 
 COMBINE = {"sum": jnp.add, "max": jnp.maximum, "min": jnp.minimum}
 
@@ -117,7 +115,8 @@ def _delivered(delivery: _Delivery, x: jax.Array, out: jax.Array) -> jax.Array:
     if delivery.op in (None, "sum") and all(map(_are_slices, all_rounds)):
         deliver = _by_slices
     if delivery.adds_in_order:
-        wide = out.astype(_SUM_DTYPES.get(out.dtype, out.dtype))
+        # Rounded once, as XLA may leave out to round in between.
+        wide = out.astype(reduction_dtype(delivery.op, out.dtype))
         if deliver is _by_slices and tilings(all_rounds, delivery.after) is not None:
             # Slices are added to what is there. Zeros would turn -0.0 into 0.0.
             wide = jnp.full_like(wide, -0.0)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch_bridge.autodiff.turns import Turns, current_part, let_others_compute, load_greenlet
 from torch_bridge.mesh.desync import CallFacts, compare_ranks
 from torch_bridge.models.hooks import ModuleHooks, passed_as
-from torch_bridge.models.names import is_inside, title_of
+from torch_bridge.models.names import is_inside, is_part, title_of
 from torch_bridge.models.parallel import ParallelModel, parallel_of
 from torch_bridge.versions.functorch import has_functorch_transforms
 from torch_bridge.versions.modules import forward_hooks_of, modules_by_name
@@ -132,7 +132,7 @@ def _prepare(
         whole = whole.whole
     around = []
     for path, hooks in parallel.hooks.items():
-        if path == name or is_inside(name, path):
+        if is_part(name, path):
             around.append(hooks)
     middles = _middles(modules, parallel, name)
     own = parallel.hooks.get(name)

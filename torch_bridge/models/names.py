@@ -13,6 +13,11 @@ def is_inside(name: str, path: str) -> bool:
     return not path or name.startswith(f"{path}.")
 
 
+def is_part(name: str, path: str) -> bool:
+    """Return whether a name is that of a module, or inside it."""
+    return name == path or is_inside(name, path)
+
+
 def title_of(path: str) -> str:
     """Return the name of a module in errors."""
     return path if path else "the model"

@@ -173,16 +173,7 @@ def matched_groups(own: Groups, stored: Any, strict: bool = True) -> list[dict[s
     parameter has to be in both. Raises XshardError for other parameters, and for one group of
     different options.
     """
-    if not isinstance(stored, list | tuple):
-        what = f"param_groups is {short_repr(stored)}"
-        raise XshardError(what, hint="[{'params': [name, ...], 'lr': ...}, ...]")
-    options_of: dict[Any, dict[str, Any]] = {}
-    for group in stored:
-        if not isinstance(group, Mapping) or not isinstance(group.get("params"), list | tuple):
-            what = f"one of param_groups is {short_repr(group)}"
-            raise XshardError(what, hint="{'params': [name, ...], 'lr': ...}")
-        options = {key: x for key, x in group.items() if key not in _NAMES_IN_GROUP}
-        options_of.update(dict.fromkeys(map(str, group["params"]), options))
+    options_of = _options_by_parameter(stored)
     alone = dict.fromkeys(options_of)  # a set with an order
     matched = []
     for group in own:
@@ -193,16 +184,32 @@ def matched_groups(own: Groups, stored: Any, strict: bool = True) -> list[dict[s
                 del alone[name]
             else:
                 alone[name] = None
-        for options in found[1:]:
-            differing = [key for key, x in options.items() if found[0].get(key) != x]
+        for other in found[1:]:
+            differing = [key for key, x in other.items() if found[0].get(key) != x]
             if differing:
                 why = f"parameters of one group had other values of {listed_names(differing)}"
                 raise _unmatched(own, stored, why)
+        options = found[0] if found else {}
         # Copies: a rate that is a tensor may change in one group alone.
-        matched.append({**group, **copy.deepcopy(dict(*found[:1]))})
+        matched.append({**group, **copy.deepcopy(options)})
     if strict and alone:
         raise _unmatched(own, stored, f"one of them lacks {listed_names(list(alone))}")
     return matched
+
+
+def _options_by_parameter(stored: Any) -> dict[str, dict[str, Any]]:
+    """Return the options of stored groups by the names of parameters. Raises XshardError if it has none."""
+    if not isinstance(stored, list | tuple):
+        what = f"param_groups is {short_repr(stored)}"
+        raise XshardError(what, hint="[{'params': [name, ...], 'lr': ...}, ...]")
+    options_of: dict[str, dict[str, Any]] = {}
+    for group in stored:
+        if not isinstance(group, Mapping) or not isinstance(group.get("params"), list | tuple):
+            what = f"one of param_groups is {short_repr(group)}"
+            raise XshardError(what, hint="{'params': [name, ...], 'lr': ...}")
+        options = {key: x for key, x in group.items() if key not in _NAMES_IN_GROUP}
+        options_of.update(dict.fromkeys(map(str, group["params"]), options))
+    return options_of
 
 
 def _unmatched(own: Groups, stored: Groups, why: str) -> XshardError:

@@ -19,11 +19,12 @@ from torch import Tensor
 
 from torch_bridge.mesh.machine import machine_profile
 from torch_bridge.mesh.process_mesh import DeviceLike, MeshLike
+from torch_bridge.models.names import is_part
 from torch_bridge.models.parameters import ParallelContext
 from torch_bridge.redistribution import redistribute
 from torch_bridge.state import leaves
 from torch_bridge.state.leaves import LocalArray, axes_of, processes_of, rank
-from torch_bridge.state.members import Members, OptimizerState, is_part
+from torch_bridge.state.members import Members, OptimizerState
 from torch_bridge.versions.pytree import tree_map_with_path
 from xshard import Profile, ProfileLike, XshardError, dtypes, errors, load_profile
 from xshard.cost.machine import node_processes

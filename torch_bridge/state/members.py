@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from torch_bridge.dtensor.placements import dtensor_of
 from torch_bridge.mesh.process_mesh import MeshLike
-from torch_bridge.models.names import is_inside, module_of
+from torch_bridge.models.names import is_inside, is_part, module_of
 from torch_bridge.models.optimizers import (
     State,
     load_named,
@@ -341,11 +341,6 @@ class _Key(NamedTuple):
 
     parameter: str
     key: str
-
-
-def is_part(leaf: str, name: str) -> bool:
-    """Return whether a leaf has this name, or is inside of what has it."""
-    return leaf == name or is_inside(leaf, name)
 
 
 def _parallel_parts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -75,6 +75,11 @@ def split_of(mesh: Mesh) -> Split:
     return mesh.split if isinstance(mesh, SubAxisMesh) else ()
 
 
+def split_by(mesh: Mesh, split: Split) -> Mesh:
+    """Return a mesh with axes split, from the whole axes: with sub-axes, or as it is without a split."""
+    return SubAxisMesh(root_of(mesh), split) if split else mesh
+
+
 def split_as(base: Mesh, sizes: Sequence[int]) -> Mesh:
     """Split axes into sub-axes of these sizes, in order: x=8,y=2 and 2, 4, 2 -> x_0=2,x_1=4,y=2."""
     left = [size for size in sizes if size > 1]
@@ -85,7 +90,7 @@ def split_as(base: Mesh, sizes: Sequence[int]) -> Mesh:
             parts += (left.pop(0),)
         if len(parts) > 1:
             split.append((axis, parts))
-    return SubAxisMesh(base, tuple(split)) if split else base
+    return split_by(base, tuple(split))
 
 
 def with_cut(mesh: Mesh, axes: Sequence[str], n_devices: int) -> Mesh | None:

@@ -19,7 +19,7 @@ from xshard.errors import PlanError
 from xshard.formatting import Pictured
 from xshard.layout import Layout, Mesh, Sharding
 from xshard.layout.layout import NONLINEAR
-from xshard.layout.sub_axes import Split, SubAxisMesh, root_of, split_of
+from xshard.layout.sub_axes import Split, root_of, split_by, split_of
 from xshard.plans import alternatives, table
 from xshard.plans.disk_cache import read_or_make
 from xshard.plans.serialize import plan_from_plain, plan_to_plain, reading_plan
@@ -197,8 +197,7 @@ class Plan(Pictured):
         if self.transfer is None:
             return self.mesh
         # The transfer may land on more sub-axes than those of the destination.
-        mesh = root_of(self.transfer.target.mesh)
-        return SubAxisMesh(mesh, self.dst_split) if self.dst_split else mesh
+        return split_by(root_of(self.transfer.target.mesh), self.dst_split)
 
     @property
     def src_devices(self) -> tuple[int, ...]:
@@ -234,7 +233,7 @@ class Plan(Pictured):
     @cached_property
     def steps_mesh(self) -> Mesh:
         """The mesh with the axes that the first steps name: `mesh`, with the axes of `split` split."""
-        return SubAxisMesh(root_of(self.mesh), self.split) if self.split else self.mesh
+        return split_by(self.mesh, self.split)
 
     @cached_property
     def _start(self) -> Sharding:

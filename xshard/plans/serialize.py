@@ -21,7 +21,7 @@ from xshard.cost.model import Profile
 from xshard.dtypes import name_of
 from xshard.errors import PlanError, XshardError
 from xshard.layout import Layout, Mesh, Sharding
-from xshard.layout.sub_axes import Split, SubAxisMesh, split_of
+from xshard.layout.sub_axes import Split, SubAxisMesh, split_by, split_of
 from xshard.notation.maps import maps_in, with_values
 from xshard.notation.parser import Shard
 from xshard.signatures import short_repr
@@ -146,8 +146,7 @@ def _read_shard(text: str) -> Shard:
 
 def _mesh_from_plain(axes: dict[str, int], split: dict[str, list[int]]) -> Mesh:
     """Read the sizes of axes, and how some are split, as `mesh_to_plain` wrote them."""
-    mesh = Mesh(axes)
-    return SubAxisMesh(mesh, split_from_plain(split)) if split else mesh
+    return split_by(Mesh(axes), split_from_plain(split))
 
 
 def _read_sharding(data: dict[str, Any]) -> Sharding:

@@ -20,7 +20,7 @@ from xshard.cost.bounds import shared_elements
 from xshard.dtypes import check_reduction
 from xshard.errors import PlanError
 from xshard.layout import Sharding
-from xshard.layout.sub_axes import Split, SubAxisMesh, root_of, split_of
+from xshard.layout.sub_axes import Split, split_by, split_of
 from xshard.notation.parser import Shard
 from xshard.plans.transfer import Transfer
 from xshard.search.request import Request
@@ -177,8 +177,7 @@ def _path_by(
 
 def _normal_on_sub_axes(sharding: Sharding, split: Split) -> Sharding:
     """Return the normal form of a sharding, written with sub-axes if steps split axes."""
-    if split:
-        sharding = sharding.on_sub_axes(SubAxisMesh(root_of(sharding.mesh), split))
+    sharding = sharding.on_sub_axes(split_by(sharding.mesh, split))
     return sharding.with_layout(sharding.normal_layout)
 
 

@@ -204,6 +204,17 @@ def moves_of_parameters() -> Iterator[list[str]]:
         yield gathers
 
 
+def events_of_step(model: nn.Module, x: Tensor) -> tuple[str, str]:
+    """The events of a second step, forward and backward."""
+    step(model, x)
+    with events_of(model) as events:
+        y = model(x)
+        forward = " ".join(events)
+        events.clear()
+        y.sum().backward()
+        return forward, " ".join(events)
+
+
 # ---- equal to the whole
 
 
@@ -215,15 +226,7 @@ def test_tensor_parallel_in_parts_is_exact() -> None:
 
 @on_two
 def test_parts_take_turns_forward_and_backward() -> None:
-    model = xt.halves(tensor_parallel(Net(2)))
-    x = rows()
-    step(model, x)
-    with events_of(model) as events:
-        y = model(x)
-        forward = " ".join(events)
-        events.clear()
-        y.sum().backward()
-        backward = " ".join(events)
+    forward, backward = events_of_step(xt.halves(tensor_parallel(Net(2))), rows())
     assert forward == "u0A d0A S u0B d0B S W W u1A d1A S u1B d1B S W W", forward
     assert backward == "S S W W S S W W", backward
 
@@ -231,15 +234,7 @@ def test_parts_take_turns_forward_and_backward() -> None:
 @on_two
 def test_gathers_and_sums_travel_beside_halves_of_modules() -> None:
     """A part is in the middle of a module while another awaits a sum, and starts a gather."""
-    model = xt.halves(sequence_parallel(Net(2)))
-    x = rows(4, 3, WIDTH)
-    step(model, x)
-    with events_of(model) as events:
-        y = model(x)
-        forward = " ".join(events)
-        events.clear()
-        y.sum().backward()
-        backward = " ".join(events)
+    forward, backward = events_of_step(xt.halves(sequence_parallel(Net(2))), rows(4, 3, WIDTH))
     assert forward == "S W u0A S d0A S W u0B W S d0B S W u1A W S d1A S W u1B W d1B S W", forward
     assert backward == "S W S S W W S S W W S S W W S W", backward
 
