@@ -38,7 +38,7 @@ JAX_TESTS := tests/notation tests/layout tests/steps tests/cost tests/nn tests/p
 
 # The part of the suite that tells whether another release of torch does what the bridge needs.
 TORCH_TESTS := $(addprefix tests/torch_bridge/,test_versions.py test_misuse.py calls contractions dtensor lower redistribution \
-	models/test_parallelize.py)
+	models/test_parallelize.py models/test_precision.py)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo check test test-jax test-torch fuzz docs docs-version lint format clean

@@ -47,7 +47,9 @@ gc.disable()  # while frameworks are imported and tests are collected, all of wh
 
 def pytest_addoption(parser):
     parser.addoption(
-        "--pairs", default="3", help="pairs of layouts per mesh of three axes, or: all"
+        "--pairs",
+        default="3",
+        help="pairs of layouts per mesh of three axes, and 20 times as many of two; or: all",
     )
 
 
