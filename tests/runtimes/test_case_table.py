@@ -19,7 +19,7 @@ from xshard.testing.plans import RUNTIMES, Verdict, in_numpy, judge, plan_questi
 
 QUESTIONS = {case.name: plan_question(case.plan(), seed) for seed, case in enumerate(CASES)}
 RUNTIME = {runtime.name: runtime for runtime in RUNTIMES}
-# Runtimes that share the cases: what one framework gets wrong in all of a kind, it gets wrong in every second.
+# Runtimes that share the cases: what a framework gets wrong in a kind, it gets wrong in every second of it.
 TURNS = {"torch": 0, "jax-vma": 1}
 
 
