@@ -533,7 +533,8 @@ class Verb(Generic[A, M]):
         Returns:
             The block of the result, under `layout`. With `return_lse`, `(y, lse)`: lse
             `[*batch, heads, sequence]`, in the order of `layout`, is the natural logarithm of the sum of
-            the exponentials of scores, in float32 or wider. Where a row sees nothing, y = 0 and lse = -inf.
+            the exponentials of scores, in float32 or wider. Where a row sees nothing, y = 0, and
+            lse = -inf or the sink.
 
         Raises:
             XshardError: Options make no sense, or miss each other. It also raises as `redistribute` does.
