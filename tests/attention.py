@@ -72,10 +72,12 @@ class Mask(NamedTuple):
     has_alibi: bool = False
     dropout: float = 0.0
     return_lse: bool = False
+    chunk: int | None = None
+    has_sinks: bool = False
 
     def options(self, case: Case) -> dict[str, Any]:
         """The options of `attention`, except arrays."""
-        names = ("causal", "window", "offset", "softcap", "dropout", "return_lse")
+        names = ("causal", "window", "chunk", "offset", "softcap", "dropout", "return_lse")
         lengths = {"shape": case.shape, "kv_heads": case.heads[1], "kv_length": case.kv_length}
         own = {name: getattr(self, name) for name in names} | {"seed": SEED}
         return {**own, **lengths, "kv_layout": case.kv_layout}
@@ -99,15 +101,29 @@ ORDERS = {
     "nothing to move": Case(GRID, "b s h/(tp,cp) k", (4, 4)),
 }
 MASKS = [Mask(), Mask(True), Mask(True, has_documents=True), Mask(True, 4), Mask(False, 5)]
+MASKS += [Mask(True, chunk=5), Mask(chunk=4, has_documents=True)]
 
 
 ALL = {"causal": True, "softcap": 2.0, "has_alibi": True, "dropout": 0.25, "return_lse": True}
+ALL |= {"chunk": 8, "has_sinks": True}
 FEW = "b s h k"
 MANY = "b t/cp h k"
 ELSEWHERE = "b t/tp h k"
 # Two sequences, and what becomes of scores and weights.
 CROSS = {
     "whole queries, sharded keys": (Case(ROW, FEW, (4, 2), MANY, kv_length=23), Mask()),
+    "chunks of another sequence": (
+        Case(ROW, "b s/zigzag(cp) h k", (4, 2), MANY, kv_length=23),
+        Mask(True, has_documents=True, offset=-3, chunk=6, return_lse=True),
+    ),
+    "sinks beside a window": (
+        Case(GRID, "b/cp s/zigzag(tp) h k", (6, 2)),
+        Mask(True, 4, has_sinks=True),
+    ),
+    "sinks of rows that see nothing, heads sharded unequally": (
+        Case(GRID, "h/balanced(tp) b s/cp k", (5, 1), "h b t/cp k", kv_length=9),
+        Mask(True, offset=-7, has_sinks=True, return_lse=True),
+    ),
     "sharded queries, whole keys": (
         Case(ROW, "b s/cp h k", (4, 2), "b t h k", kv_length=5),
         Mask(softcap=2.0),
@@ -137,6 +153,32 @@ CROSS = {
 }
 SEED = 5
 
+# An image, the layout of its text, the rows of the text, and whether masks are causal.
+JOINT = [
+    (Case(ROW, "b s/zigzag(cp) h k", (6, 2)), "b s h k", 5, False),
+    (Case(ROW, "b h s/sizes(cp,3,0,9,7) k", (4, 4)), "b h s k", 3, True),
+    (Case(GRID, "h/balanced(tp) b s/cp k", (6, 3)), "h/balanced(tp) b s k", 7, True),
+]
+
+
+class Joint(NamedTuple):
+    """A case of `JOINT`, and pairs (of the image, of the text): q, k, v, cotangent; y and gradients."""
+
+    cases: tuple[Case, Case]
+    given: list[tuple[NDArray, NDArray]]
+    wanted: list[tuple[NDArray, NDArray]]
+
+
+def joint_problem(case: Case, text_layout: str, n_text: int, causal: bool) -> Joint:
+    """One sequence, whose first rows are the text."""
+    text = case._replace(layout=text_layout, length=n_text)
+    whole = problem(case._replace(length=n_text + case.length), Mask(causal))
+
+    def split(arrays: Any) -> list[tuple[NDArray, NDArray]]:
+        return [(x[:, n_text:], x[:, :n_text]) for x in arrays]
+
+    return Joint((case, text), split(whole[:4]), split(one_device(whole, Mask(causal))))
+
 
 class Problem(NamedTuple):
     """Arrays with the dims `b s h k`, and the documents `b s` of queries and of keys if there are some."""
@@ -149,6 +191,7 @@ class Problem(NamedTuple):
     kv_documents: NDArray | None
     alibi: NDArray | None
     lse_cotangent: NDArray
+    sinks: NDArray | None
 
 
 def problem(case: Case, mask: Mask, seed: int = 0) -> Problem:
@@ -169,12 +212,17 @@ def problem(case: Case, mask: Mask, seed: int = 0) -> Problem:
         (of_rows, of_keys if case.kv_length else None) if mask.has_documents else (None, None)
     )
     alibi = 0.5 ** np.arange(heads) if mask.has_alibi else None
-    return Problem(case.factor * q, *others, *documents, alibi, draw.normal(size=(batch, n, heads)))
+    lse_cotangent = draw.normal(size=(batch, n, heads))
+    sinks = draw.normal(size=heads) if mask.has_sinks else None
+    return Problem(case.factor * q, *others, *documents, alibi, lse_cotangent, sinks)
 
 
 def one_device(given: Problem, mask: Mask) -> list[NDArray]:
-    """The result, the gradients of q, k and v, by products of whole arrays; log-sum-exps if returned."""
-    q, k, v, cotangent, documents, kv_documents, alibi, of_lse = given
+    """The result, the gradients of q, k and v, by products of whole arrays; log-sum-exps if returned.
+
+    Last the gradient of sinks.
+    """
+    q, k, v, cotangent, documents, kv_documents, alibi, of_lse, sinks = given
     group = q.shape[2] // k.shape[2]
     scale = q.shape[-1] ** -0.5
     keys = np.arange(k.shape[1])
@@ -188,6 +236,8 @@ def one_device(given: Problem, mask: Mask) -> list[NDArray]:
     elif mask.window:
         before, after = mask.window
         seen = seen & (rows - keys <= before) & (keys - rows <= (99 if after is None else after))
+    if mask.chunk:
+        seen = seen & (rows // mask.chunk == keys // mask.chunk)
     if documents is not None:
         kv_documents = documents if kv_documents is None else kv_documents
         seen = seen & (documents[:, None, :, None] == kv_documents[:, None, None])
@@ -199,6 +249,10 @@ def one_device(given: Problem, mask: Mask) -> list[NDArray]:
     if alibi is not None:
         scores = scores - alibi[:, None, None] * abs(rows - keys)
     scores = np.where(seen, scores, -np.inf)
+    n_keys = scores.shape[-1]
+    if sinks is not None:  # one key more
+        column = np.broadcast_to(sinks[:, None, None], (*scores.shape[:-1], 1))
+        scores = np.concatenate((scores, column), -1)
     top = scores.max(-1, keepdims=True).clip(min=-1e30)
     weights = np.exp(scores - top)
     kept = np.ones(())
@@ -210,15 +264,21 @@ def one_device(given: Problem, mask: Mask) -> list[NDArray]:
         cells = np.arange(q.shape[0] * q.shape[2]).reshape(q.shape[0], -1, 1, 1)
         is_dropped = dropped(SEED, (cells, rows - mask.offset, keys), share=mask.dropout)
         kept = ~is_dropped / (1 - mask.dropout)
+    weights, of_sinks = weights[..., :n_keys], weights[..., n_keys:]
     y = np.einsum("bhqs,bshk->bqhk", weights * kept, v)
     change = np.einsum("bqhk,bshk->bhqs", cotangent, v) * kept
-    change = change - (weights * change).sum(-1, keepdims=True)
+    shared = (weights * change).sum(-1, keepdims=True)
     if mask.return_lse:
-        change = change + of_lse.swapaxes(1, 2)[..., None]
+        shared = shared - of_lse.swapaxes(1, 2)[..., None]
+    change = change - shared
     change = weights * change * slope
     weights = weights * kept
     of_k = np.einsum("bhqs,bqhk->bshk", change, q)
     of_v = np.einsum("bhqs,bqhk->bshk", weights, cotangent)
     of_k, of_v = (x.reshape(*x.shape[:2], -1, group, x.shape[-1]).sum(3) for x in (of_k, of_v))
     found = [y, np.einsum("bhqs,bshk->bqhk", change, k), of_k, of_v]
-    return [*found, lse[..., 0].swapaxes(1, 2)] if mask.return_lse else found
+    if mask.return_lse:
+        found.append(lse[..., 0].swapaxes(1, 2))
+    if sinks is not None:
+        found.append(-(of_sinks * shared).sum((0, 2, 3)))
+    return found

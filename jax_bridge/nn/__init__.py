@@ -1,6 +1,6 @@
 """Layers inside `jax.shard_map` with the results that they have on the global array."""
 
-from jax_bridge.nn.attention import attention
+from jax_bridge.nn.attention import attention, joint_attention
 from jax_bridge.nn.conv import avg_pool, conv_general_dilated, max_pool, reduce_window
 from jax_bridge.nn.cross_entropy import cross_entropy
 from jax_bridge.nn.norm import batch_norm, group_norm, layer_norm, moments
@@ -16,6 +16,7 @@ __all__ = [
     "cross_entropy",
     "group_norm",
     "interpolate",
+    "joint_attention",
     "layer_norm",
     "max_pool",
     "moments",

@@ -30,7 +30,8 @@ from jax_bridge.lower.row_tables import (
 from jax_bridge.mesh.axis_types import as_varying, varying_axes
 from jax_bridge.mesh.context import AnyMesh, block_sharding, mesh_and_machine
 from xshard import Layout, Sharding
-from xshard.contractions.attention import AttentionCall, Verb
+from xshard.contractions.attention import AttentionCall, Verb, merged
+from xshard.contractions.joint_attention import JointVerb
 from xshard.contractions.prices import fastest_attention
 from xshard.errors import api_boundary
 from xshard.nn.attention import (
@@ -200,7 +201,7 @@ class DeviceAttention(AttentionCall):
             kv = kv.take(heads, 1)
         return self.attn.split(kv)
 
-    def send(self, block: Array, by: int = 1) -> Callable[[], Array]:
+    def send(self, block: Array, by: int) -> Callable[[], Array]:
         """Send a block to the device `by` further on in the ring.
 
         Returns:
@@ -347,9 +348,6 @@ def _merge_tile(
 ) -> tuple[Array, Array]:
     """Merge the attention to one run of keys into the result of the keys so far.
 
-    Each result is a softmax over its own keys. With the sums of exponentials s1 and s2 (here as
-    logarithms) the joint one is (y1 s1 + y2 s2) / (s1 + s2).
-
     Args:
         call: The attention.
         q: All queries of this device: [batch, heads, rows, width].
@@ -361,16 +359,9 @@ def _merge_tile(
     tile_y, tile_log_sum = call.attend(
         q[tile.queries], block[tile.keys], tile.query_rows, tile.key_rows
     )
-    old_y = y[tile.queries]
-    old_log_sum = log_sum[tile.queries]
-    new_log_sum = jnp.logaddexp(old_log_sum, tile_log_sum)
-    # A row that has seen no key yet has -inf in all three, and -inf - -inf would be NaN: subtract a
-    # finite number instead.
-    finite_log_sum = jnp.maximum(new_log_sum, call.masked_score)
-    old_share = jnp.exp(old_log_sum - finite_log_sum)[..., None]
-    tile_share = jnp.exp(tile_log_sum - finite_log_sum)[..., None]
-    new_y = tile_y * tile_share + old_y * old_share
-    return y.at[tile.queries].set(new_y), log_sum.at[tile.queries].set(new_log_sum)
+    earlier = (y[tile.queries], log_sum[tile.queries][..., None])
+    new_y, new_log_sum = merged(jnp, earlier, (tile_y, tile_log_sum[..., None]))
+    return y.at[tile.queries].set(new_y), log_sum.at[tile.queries].set(new_log_sum.squeeze(-1))
 
 
 class BackwardRows(NamedTuple):
@@ -419,10 +410,8 @@ def _ring_backward(call: DeviceAttention, rows: BackwardRows, kv: Array) -> tupl
             q_gradient, kv_gradient = call.if_visible(tile, add_tile, q_gradient, kv_gradient)
         if arrived is not None:
             kv_gradient = arrived + kv_gradient
-        # After the last round the sum goes straight home, `round_number` devices back.
-        is_last = round_number + 1 == call.attn.rounds
-        receive = call.send(kv_gradient, by=-round_number if is_last else 1)
-        arrived = receive()
+        # After the last round the sum goes straight home.
+        arrived = call.send(kv_gradient, call.attn.distance_after(round_number))()
     assert arrived is not None  # a ring has a round or more
     return q_gradient.astype(rows.q.dtype), arrived.astype(kv.dtype)
 
@@ -527,3 +516,6 @@ def _with_zero_rows(x: Array, q_sharding: Sharding) -> Array:
 
 
 attention = api_boundary(Verb[Array, AnyMesh](_attention).attention)
+joint_attention = JointVerb[Array, AnyMesh](
+    attention, jnp, lax.convert_element_type
+).joint_attention

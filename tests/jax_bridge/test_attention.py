@@ -8,7 +8,18 @@ import pytest
 import xshard as xs
 from jax_bridge import nn
 from jax_bridge.testing.stacked import DeviceProgram, padded
-from tests.attention import CROSS, MASKS, ORDERS, ROW, Case, Mask, one_device, problem
+from tests.attention import (
+    CROSS,
+    JOINT,
+    MASKS,
+    ORDERS,
+    ROW,
+    Case,
+    Mask,
+    joint_problem,
+    one_device,
+    problem,
+)
 from tests.jax_bridge.domains import difference, sharded
 from tests.jax_bridge.helpers import in_jax
 
@@ -17,12 +28,15 @@ ROWS = [
     ("zigzag of documents, any width of scores", "ring", "pmap", 3),
     ("blocks of any length, one of none", "gather", "vma", 2),
     ("no batch", "ulysses", "novma", 4),
-    ("heads cut too, unequally", "ring", "novma", 1),
+    ("heads cut too, unequally", "ring", "novma", 5),
+    ("chunks of another sequence", "ring", "vma", None),
     ("whole queries, sharded keys", "reduce", "vma", None),
     ("a prompt before, keys in any order", "ring", "pmap", None),
     ("a prompt before, keys in any order", "reduce", "novma", None),
     ("rows that see nothing", "reduce", "vma", None),
     ("rows that see nothing", "ring", "novma", None),
+    ("sinks beside a window", "gather", "vma", None),
+    ("sinks of rows that see nothing, heads sharded unequally", "reduce", "novma", None),
     ("before and after", "auto", "vma", None),
     ("keys over an axis of their own", "ring", "vma", None),
     ("keys over an axis of their own", "ulysses", "novma", None),
@@ -46,17 +60,27 @@ def error(case: Case, mask: Mask, how: str, mode: str, dtype: type = np.float64)
     x = [x.astype(dtype) for x in (*given[:4], given.lse_cotangent)[:n]]
     numbers = {name: getattr(given, name) for name in ("documents", "kv_documents")}
     numbers = {name: x for name, x in numbers.items() if x is not None}
+    sinks = [given.sinks.astype(dtype)] if mask.has_sinks else []
     placed = [blocks_of(case, *each) for each in zip(x, *zip(*kinds, strict=True), strict=True)]
     placed += [blocks_of(case, x, name == "kv_documents", "bs") for name, x in numbers.items()]
+    placed += [blocks_of(case, x, False, "h") for x in sinks]
+    n_arrays = len(placed) - len(sinks)
 
     def both(*x):
-        options = {**dict(zip(numbers, x[n:], strict=True)), "alibi": given.alibi}
-        y, pull = jax.vjp(lambda *x: attended(case, mask, how, *x, **options), *x[:3])
+        options = {**dict(zip(numbers, x[n:n_arrays], strict=True)), "alibi": given.alibi}
+
+        def of_blocks(q, k, v, *sinks):
+            named = dict(zip(["sinks"], sinks, strict=False))
+            return attended(case, mask, how, q, k, v, **options, **named)
+
+        y, pull = jax.vjp(of_blocks, *x[:3], *x[n_arrays:])
         results = y if mask.return_lse else (y,)
         assert results[0].dtype == dtype
-        return [*pull(x[3:n] if mask.return_lse else x[3]), *results]
+        gradients = pull(x[3:n] if mask.return_lse else x[3])
+        return [*gradients[:3], *results, *gradients[3:]]
 
     y, *others = one_device(given, mask)
+    kinds += [(False, "h")] * mask.has_sinks
     wanted = [
         blocks_of(case, x, *kind)
         for x, kind in zip([*others[:3], y, *others[3:]], kinds, strict=True)
@@ -78,6 +102,39 @@ def blocks_of(case: Case, x, of_keys: bool = False, dims: str = "bshk"):
     layout = case.block_layout(dims, of_keys)
     shape = [x.shape[dims.index(name if name in dims else "s")] for name in layout.names]
     return case.blocks(x, dims, of_keys), xs.Sharding(layout, case.mesh, tuple(shape))
+
+
+@pytest.mark.parametrize(
+    ("number", "how", "mode"), [(0, "ring", "vma"), (1, "gather", "pmap"), (2, "ulysses", "novma")]
+)
+@in_jax
+def test_joint_attention_is_that_of_one_device(number, how, mode) -> None:
+    case, *others = JOINT[number]
+    cases, given, wanted = joint_problem(case, *others)
+    options = {"how": how, "causal": others[-1], "shape": case.shape, "kv_heads": case.heads[1]}
+
+    def placed(pairs, kinds):
+        return [
+            blocks_of(of_one, x, of_keys)
+            for pair, of_keys in zip(pairs, kinds, strict=True)
+            for of_one, x in zip(cases, pair, strict=True)
+        ]
+
+    def both(q, text_q, k, text_k, v, text_v, *cotangents):
+        def attend(q, text_q, k, text_k, v, text_v):
+            of_text = {"text_q": text_q, "text_k": text_k, "text_v": text_v}
+            return nn.joint_attention(q, k, v, case.layout, **of_text, **options)
+
+        results, pull = jax.vjp(attend, q, text_q, k, text_k, v, text_v)
+        return [*results, *pull(cotangents)]
+
+    with jax.enable_x64(True):
+        ends = placed(wanted, (False, False, True, True))
+        arrays = placed(given, (False, True, True, False))
+        program = DeviceProgram(both, case.mesh, arrays, [end for _, end in ends], mode, np.nan)
+        sides = program.blocks(program()), [blocks for blocks, _ in ends]
+        found = ([np.concatenate([*map(np.ravel, y)]) for y in side] for side in sides)
+        assert difference(*found) < 1e-12
 
 
 @in_jax

@@ -84,6 +84,8 @@ def calls(path: str) -> dict[str, Callable[[], Call]]:
     arrays = {"q": queries, "k": queries, "v": queries}
     unused = {"seed": ANYTHING, "implementation": "text"}  # without dropout; JAX reads it
     add("nn.attention", inside(xj.nn.attention), unused, **arrays, layout="b s/tp h k")
+    arrays |= {f"text_{name}": x for name, x in arrays.items()}
+    add("nn.joint_attention", inside(xj.nn.joint_attention), **arrays, layout="b s/tp h k")
     add("nn.cross_entropy", inside(xj.nn.cross_entropy), logits=x, labels=labels, layout="b v/tp")
     for verb in ("avg_pool", "max_pool"):
         add(f"nn.{verb}", inside(getattr(xj.nn, verb)), x=images, window_shape=(2, 2))

@@ -18,7 +18,7 @@ def given(case: Case, mask: Mask, how: str) -> Attention:
         Layout.parse(case.layout).in_order(names), case.mesh, tuple(lengths[n] for n in names)
     )
     k = Sharding(q.layout, case.mesh, (*q.shape[:-3], case.heads[1], *q.shape[-2:]))
-    return attention(q, k, k, how=how, causal=mask.causal, window=mask.window)
+    return attention(q, k, k, how=how, causal=mask.causal, window=mask.window, chunk=mask.chunk)
 
 
 @pytest.mark.parametrize("name", ORDERS)
@@ -32,7 +32,7 @@ def test_pieces_hold_all_scores_that_a_mask_keeps(name: str, how: str) -> None:
             assert np.array_equal(
                 rows, found.q.layout.positions(found.q.mesh, found.q.shape, -2, device)
             )
-            for turn in range(found.rounds):
+            for turn in found.rounds:
                 keys = found.key_rows(device, turn)
                 wanted = found.visible(rows[:, None], keys)
                 mine = np.zeros((len(rows), len(keys)), bool)
@@ -68,3 +68,21 @@ def test_blocks_are_divided_where_runs_start_on_all_devices() -> None:
     # Rows 0-3 and 8-11, or 4-7 and 12-15: two runs of four rows on each device. In the other
     # orders devices have runs, or rows, of unlike numbers.
     assert starts == {"s/cyclic(cp,4)": (0, 4), "s/zigzag(cp)": (0,), "s/sizes(cp,9,7)": (0,)}
+
+
+def test_a_ring_leaves_out_rounds_that_masks_hide() -> None:
+    """Blocks go straight to the devices that use them: 16 rows on 4 devices, 4 rows each."""
+    rounds = {
+        ("s/cp", Mask(True)): (0, 1, 2, 3),
+        ("s/cp", Mask(chunk=4)): (0,),
+        ("s/cp", Mask(chunk=8)): (0, 1, 3),
+        ("s/cp", Mask(True, chunk=8)): (0, 1),
+        ("s/zigzag(cp)", Mask(True, chunk=2)): (0,),
+        ("s/zigzag(cp)", Mask(True, 3)): (0, 1, 3),
+        ("s/cyclic(cp)", Mask(True, chunk=3)): (0, 1, 2),
+    }
+    for (order, mask), wanted in rounds.items():
+        found = given(Case(ROW, f"b {order} h k", (2, 2), length=16), mask, "ring")
+        assert found.rounds == wanted, (order, mask)
+        distances = [found.distance_after(turn) for turn in wanted]
+        assert sum(distances) == 0 and np.cumsum([0, *distances[:-1]]).tolist() == [*wanted]

@@ -142,6 +142,8 @@ def calls(path: str) -> dict[str, Callable[[], Call]]:
     arrays = {"q": queries, "k": queries, "v": queries}
     unused = {"seed": ", ".join(WRONG)}  # without dropout
     add("nn.attention", xt.nn.attention, unused, **arrays, layout="b s/tp h k", mesh=MESH)
+    arrays |= {f"text_{name}": x for name, x in arrays.items()}
+    add("nn.joint_attention", xt.nn.joint_attention, **arrays, layout="b s/tp h k", mesh=MESH)
     add(
         "nn.cross_entropy", xt.nn.cross_entropy, logits=x, labels=labels, layout="b v/tp", mesh=MESH
     )

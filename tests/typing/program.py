@@ -65,6 +65,8 @@ def of_moves_in_torch(x: Tensor, is_async: bool) -> None:
 
 def of_layers_in_torch(x: Tensor, has_lse: bool) -> None:
     assert_type(xt.nn.attention(x, x, x, "b s/cp h k", MESH, causal=True, how="ring"), Tensor)
+    joint = xt.nn.joint_attention(x, x, x, "b s/cp h k", MESH, text_q=x, text_k=x, text_v=x)
+    assert_type(joint, tuple[Tensor, Tensor])
     both = xt.nn.attention(x, x, x, "b s/cp h k", MESH, documents=x, return_lse=True)
     assert_type(both, tuple[Tensor, Tensor])
     xt.nn.attention(x, x, x, "b s/cp h k", MESH, return_lse=has_lse)

@@ -36,7 +36,8 @@ from torch_bridge.versions import kernels
 from torch_bridge.versions.functorch import is_transformed
 from torch_bridge.versions.modes import without_modes
 from xshard import Layout, ProfileLike, Sharding, load_profile
-from xshard.contractions.attention import AttentionCall, Verb
+from xshard.contractions.attention import AttentionCall, Verb, merged
+from xshard.contractions.joint_attention import JointVerb
 from xshard.contractions.prices import fastest_attention
 from xshard.dtypes import name_of
 from xshard.errors import XshardError
@@ -155,7 +156,7 @@ class ProcessAttention(AttentionCall):
         if self.method in FIRST_DERIVATIVES:
             message = f"a {self.method}"
         elif not is_plain:
-            message = "softcap, dropout, return_lse, blind rows"
+            message = "softcap, dropout, sinks, return_lse, blind rows"
         else:
             return
         hint = 'how="gather" or "ulysses", without these options'
@@ -343,7 +344,7 @@ class ProcessAttention(AttentionCall):
         weights = weights * dropout_factors
         return TileGradients(dq, dk, weights.mT.to(v.dtype) @ dy)
 
-    def send(self, block: Tensor, distance: int = 1) -> Callable[[], Tensor]:
+    def send(self, block: Tensor, distance: int) -> Callable[[], Tensor]:
         """Begin to send a block along the ring -> a function that waits for the block that arrives."""
         layouts, shape = self.attn.rotation(block.shape, distance)
         pending = redistribute(block, layouts, self.processes, shape=shape, async_op=True)
@@ -497,10 +498,7 @@ class BlockAttention(torch.autograd.Function):
             if wait is not None:  # what other devices have added to the gradient of this block
                 kv_gradient = wait() + kv_gradient
             if call.attn.method == RING:
-                is_last = round_index + 1 == call.attn.rounds
-                # After the last round the gradient returns to the block's owner: as many places
-                # back as it has come forward.
-                wait = call.send(kv_gradient, -round_index if is_last else 1)
+                wait = call.send(kv_gradient, call.attn.distance_after(round_index))
         if wait is not None:
             kv_gradient = wait()
         return None, q_gradient.to(q.dtype), kv_gradient.to(kv.dtype)
@@ -508,13 +506,10 @@ class BlockAttention(torch.autograd.Function):
 
 def _merge_tile(y: Tensor, log_sum: Tensor, part: TileResult) -> None:
     """Merge the result by some keys, in place, with the one by other keys: weights add up to 1 again."""
-    merged = torch.logaddexp(log_sum, part.log_sum)
-    # -inf for rows that have seen nothing so far.
-    finite = merged.clamp(min=torch.finfo(merged.dtype).min)
-    y *= (log_sum - finite).exp()[..., None]
-    weights = (part.log_sum - finite).exp()
-    y += part.y * weights[..., None]
-    log_sum.copy_(merged)
+    earlier = (y, log_sum[..., None])
+    whole_y, whole_log_sum = merged(torch, earlier, (part.y, part.log_sum[..., None]))
+    y.copy_(whole_y)
+    log_sum.copy_(whole_log_sum.squeeze(-1))
 
 
 def _with_log_sum_column(queries: Queries, log_sum_cotangent: Tensor) -> Queries:
@@ -580,3 +575,4 @@ def _attention(
 
 
 attention = Verb[Tensor, MeshLike](_attention).attention
+joint_attention = JointVerb[Tensor, MeshLike](attention, torch, Tensor.to).joint_attention

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from torch_bridge.nn.attention import attention
 from torch_bridge.nn.placed import Lengths, placed_as
 from torch_bridge.redistribution import redistribute
 from xshard import Layout, XshardError
+from xshard.contractions.attention import merged
 from xshard.errors import ShapeError, api_boundary
 from xshard.nn.attention import AUTO, Method
 
@@ -27,8 +28,9 @@ _MASKS = (
     "and_masks",
     "packed_sequence_mask_function",
     "remap_positions_for_packed_sequence",
+    "chunked_overlay",
 )
-_REFUSED_OPTIONS = ("s_aux", "position_bias", "cache", "head_mask")
+_REFUSED_OPTIONS = ("position_bias", "cache", "head_mask")
 
 
 @api_boundary
@@ -73,6 +75,13 @@ def register_attention(
     AttentionMaskInterface.register(name, implementation.mask)
 
 
+class _Chunks(NamedTuple):
+    """The mask of layers that attend in chunks: the padding, `[batch, rows]`, and the rows of a chunk."""
+
+    padding: Tensor | None
+    length: int
+
+
 @dataclass(eq=False)
 class _Implementation:
     """Attention and masks with the signatures that `transformers` calls."""
@@ -92,19 +101,25 @@ class _Implementation:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        attention_mask: Tensor | None,
+        attention_mask: Tensor | _Chunks | None,
         **options: Any,
     ) -> tuple[Tensor, None]:
         """Attend over a sharded sequence, called by a model of `transformers` as its attention.
 
-        query, key, value: this process's blocks, `[batch, heads, rows, width]`. attention_mask:
-        `[batch, rows]`, marks padding. options: what else transformers passes, such as `scaling`
+        query, key, value: this process's blocks, `[batch, heads, rows, width]`. attention_mask: as
+        `mask` returns it. options: what else transformers passes, such as `scaling`
         and `sliding_window`. Returns the outputs, `[batch, rows, heads, width]`, and None for the
         weights, which are not computed as a whole.
         """
+        chunk = None
+        if isinstance(attention_mask, _Chunks):
+            attention_mask, chunk = attention_mask
         self._check_call(query, key, attention_mask, options)
         order = self._order()  # from transformers' order of dims to the layout's
         q, k, v = [x.permute(order) for x in (query, key, value)]
+        self._check_padding(chunk, attention_mask, q)
+        if getattr(module, "attn_temperature_tuning", False) and not module.use_rope:
+            q = _tuned_by_rows(module, query, self._rows_of(q)).permute(order)
         is_causal = options.get("is_causal")
         if is_causal is None:
             is_causal = getattr(module, "is_causal", True)
@@ -121,7 +136,8 @@ class _Implementation:
                 documents = None
         if documents is not None and order.index(0) > order.index(2):
             documents = documents.mT  # batch after rows, as in the layout
-        y = attention(
+        sinks = options.get("s_aux")
+        results = attention(
             q,
             k,
             v,
@@ -130,13 +146,20 @@ class _Implementation:
             how=self.how,
             documents=documents,
             window=options.get("sliding_window"),
+            chunk=chunk,
             scale=options.get("scaling"),
             causal=is_causal,
             softcap=options.get("softcap"),
             shape=self.shape,
+            return_lse=sinks is not None,
         )
-        # [batch, rows, heads, width], in the order of transformers.
-        return y.permute(*map(order.index, (0, 2, 1, 3))), None
+        order_of_result = [order.index(dim) for dim in (0, 2, 1, 3)]  # [batch, rows, heads, width]
+        if sinks is None:
+            return results.permute(order_of_result), None
+        y, lse = (x.permute(order_of_result) for x in (results[0], results[1][..., None]))
+        # Not by `sinks=`: as of any parameter, the gradient is the one by this process's rows.
+        y, _ = merged(torch, (y, lse), (0, sinks[:, None]))
+        return y.to(query.dtype), None
 
     def _order(self) -> list[int]:
         """Return which of transformers' dims (batch, heads, rows, width) each dim of the layout is."""
@@ -168,6 +191,24 @@ class _Implementation:
             message = f"{query.shape[2]} rows of queries, {key.shape[2]} of keys"
             raise ShapeError(message, hint="use_cache=False: keys of earlier calls are not here")
 
+    def _rows_of(self, q: Tensor) -> Tensor:
+        """Return the rows of the sequence that this process's block of queries has."""
+        shape = placed_as(q, self.layout, self.mesh, self.shape).shape
+        return positions(self.layout, self.mesh, shape=shape, dim="s", device=q.device)
+
+    @between_graphs
+    def _check_padding(self, chunk: int | None, attention_mask: Tensor | None, q: Tensor) -> None:
+        """Raise XshardError on all processes if row 0 is padding: models count chunks from behind it."""
+        if chunk is None or attention_mask is None or not self.layout.axes:
+            return
+        first_row = attention_mask[
+            :, self._rows_of(q) == 0
+        ]  # of one process; of the others nothing
+        is_padded = (first_row == 0).any().long()
+        if redistribute(is_padded, f"() | max({','.join(self.layout.axes)}) -> ()", self.mesh):
+            hint = "padding behind the tokens: chunks begin at row 0"
+            raise XshardError(f"{self.name!r} with chunks and padding before the tokens", hint=hint)
+
     @between_graphs
     def _documents_of(self, position_ids: Tensor, q: Tensor, n_batches: int) -> Tensor | None:
         """Return the documents that positions tell, `[batch, rows]`; None if there is one only."""
@@ -180,15 +221,30 @@ class _Implementation:
         return self.documents
 
     def mask(
-        self, *_: Any, mask_function: Any, attention_mask: Any = None, **__: Any
-    ) -> Tensor | None:
-        """Return the padding alone: `attend` knows causal masks and windows by its options."""
-        for part in _mask_parts(mask_function):
+        self, *_: Any, mask_function: Any, attention_mask: Any = None, **options: Any
+    ) -> Tensor | _Chunks | None:
+        """Return the padding and chunks: `attend` knows causal masks and windows by its options."""
+        parts = list(_mask_parts(mask_function))
+        for part in parts:
             if part not in _MASKS:
                 message = f"{self.name!r} with a mask of {part}"
                 raise XshardError(message, hint=f"it has: {', '.join(_MASKS)}")
         self.position_ids = None  # a forward pass begins
+        if "chunked_overlay" in parts:
+            return _Chunks(attention_mask, options["local_size"])
         return attention_mask
+
+
+def _tuned_by_rows(module: Any, query: Tensor, rows: Tensor) -> Tensor:
+    """Scale queries of Llama 4, `[batch, heads, rows, width]`, by their rows in the whole sequence.
+
+    Its layers without rotary embeddings have scaled them by their places in the block.
+    """
+    places = torch.stack((rows, torch.arange(len(rows), device=rows.device)))
+    steps = torch.floor((places.float() + 1) / module.floor_scale)
+    factors = torch.log1p(steps) * module.attn_scale + 1
+    wanted, given = factors.to(torch.promote_types(query.dtype, torch.float32))
+    return (query * (wanted / given)[:, None]).to(query.dtype)
 
 
 def _mask_parts(mask: Callable[..., Any]) -> Iterator[str]:

@@ -62,10 +62,12 @@ class AttentionCall:
     causal: bool
     documents: tuple[Any, Any]
     window: Any
+    chunk: int | None
     offset: int
     scale: float | None
     softcap: float | None
     alibi: Any
+    sinks: Any
     dropout: float
     seed: Any
     return_lse: bool
@@ -90,8 +92,8 @@ class AttentionCall:
         """Compute attention from this device's blocks of queries, keys and values.
 
         q, k, v: blocks with the dims of `layout`, in its order; keys and values with those of
-        `kv_layout` if that is given. Returns `[y]`, or `[y, lse]` with `return_lse`: blocks under
-        `layout`, where the last dim of lse (log of the sum of exponentials of scores) is 1 long.
+        `kv_layout` if that is given. Returns `[y]`, or `[y, lse]` with `return_lse` or sinks: blocks
+        under `layout`, where the last dim of lse (log of the sum of exponentials of scores) is 1 long.
         """
         if not q.dtype == k.dtype == v.dtype or "float" not in name_of(q.dtype):
             what = f"queries {q.dtype}, keys {k.dtype}, values {v.dtype}"
@@ -116,9 +118,10 @@ class AttentionCall:
             causal=self.causal,
             window=self.window,
             offset=self.offset,
+            chunk=self.chunk,
         )
         # All options are checked before anything is sent: a process that raised would let others wait.
-        self._check(attn)
+        self._check(attn, query.block.shape[HEADS])
         is_plain = self._is_plain(attn)
         attn = self.choose(attn, is_plain)
         # The method decides which rows each device uses, so document numbers move only now.
@@ -126,6 +129,8 @@ class AttentionCall:
         scale = query.block.shape[-1] ** -0.5 if self.scale is None else self.scale
         call = replace(self, attn=attn, documents=documents, scale=scale)
         results = call._move_and_compute(query.block, key.block, value.block, is_plain)
+        if self.sinks is not None:
+            results = call._with_sinks(results)
         return [self._reorder_dims(x, names, q_layout.names) for x in results]
 
     def _enter_operand(
@@ -145,7 +150,7 @@ class AttentionCall:
 
         A framework's fused attention computes this case alone.
         """
-        if self.softcap or self.dropout or self.return_lse:
+        if self.softcap or self.dropout or self.return_lse or self.sinks is not None:
             return False
         return attn.sees_some(self.documents[0] is not None)
 
@@ -194,7 +199,7 @@ class AttentionCall:
 
         q, k, v: blocks `[*batch, heads, sequence, width]`. is_plain: every query sees a key, and no
         option needs the scores, so that a fused kernel will do. Returns `[y]`, or `[y, lse]` with
-        `return_lse`, both sharded as the queries are: `[*batch, heads, sequence, width or 1]`.
+        `return_lse` or sinks, both sharded as the queries are: `[*batch, heads, sequence, width or 1]`.
         """
         attn = self.attn
         batch_shape = q.shape[:HEADS]
@@ -213,7 +218,8 @@ class AttentionCall:
         if attn.method == REDUCE:  # each device has seen its own keys only
             y, lse = self._merge_over_keys(y, lse)
         results = [y]
-        if self.return_lse:  # without it some kernels return no lse, but a placeholder
+        # Without need some kernels return no lse, but a placeholder.
+        if self.return_lse or self.sinks is not None:
             results.append(lse)
         if attn.method == REDUCE:
             return results  # merging reduced them into the queries' layout already
@@ -258,8 +264,18 @@ class AttentionCall:
         log_sum = self.move_any_width(greatest, whole, target) + xp.log(divisor)
         return total / divisor, xp.where(sees_nothing, -math.inf, log_sum)
 
-    def _check(self, attn: Attention) -> None:
-        """Raise XshardError for values of alibi, dropout or documents that make no sense.
+    def _with_sinks(self, results: Sequence[Any]) -> list[Any]:
+        """Count the sinks as one key more, whose value is 0: `[y, lse]` -> the same."""
+        q = self.attn.q
+        heads = q.layout.dims[HEADS]
+        # Devices with other rows of these heads use the sinks, too: the gradients of copies are summed.
+        copies = tuple(axis for axis in q.layout.axes if axis not in heads.axes)
+        layouts = (Layout((heads,)), Layout((heads,), (("copy", copies),)))
+        sinks = self.move(self.sinks, layouts, q.shape[HEADS:SEQUENCE])
+        return list(merged(self.xp, results, (0, sinks[:, None, None])))
+
+    def _check(self, attn: Attention, n_local_heads: int) -> None:
+        """Raise XshardError for values of alibi, sinks, dropout or documents that make no sense.
 
         Layouts, shapes, the method and the window were checked when `attn` was made.
         """
@@ -270,10 +286,13 @@ class AttentionCall:
         # Slopes are taken as constants: a gradient would be lost in silence.
         if getattr(self.alibi, "requires_grad", False):
             raise wrong("alibi with a gradient", "alibi.detach(): slopes are constants")
-        n_heads = attn.q.shape[HEADS]
-        alibi_shape = tuple(getattr(self.alibi, "shape", ()))
-        if self.alibi is not None and alibi_shape != (n_heads,):
-            raise wrong(f"alibi {alibi_shape}, {n_heads} heads", "one slope for each head")
+        n_heads_of = {"alibi": attn.q.shape[HEADS], "sinks": n_local_heads}
+        for name, n_heads in n_heads_of.items():
+            array = getattr(self, name)
+            shape = tuple(getattr(array, "shape", ()))
+            if array is not None and shape != (n_heads,):
+                hint = "a slope for each head of the whole array; a sink for each head of the block"
+                raise wrong(f"{name} {shape}, {n_heads} heads", hint)
         if not 0 <= self.dropout < 1:
             hint = "the part of weights that is dropped, less than 1"
             raise wrong(f"dropout={self.dropout}", hint)
@@ -353,6 +372,22 @@ class AttentionCall:
         return self.in_score_dtype(~is_dropped) / (1 - self.dropout)
 
 
+def merged(xp: Any, one: Sequence[Any], other: Sequence[Any]) -> tuple[Any, Any]:
+    """Merge attention over some keys with that over other keys.
+
+    Each is a softmax over its own keys. With the sums of exponentials s1 and s2 the joint one is
+    (y1 s1 + y2 s2) / (s1 + s2).
+
+    one, other: pairs of a result and the logarithms of its sums, `[..., width]` and `[..., 1]`.
+    """
+    y, lse = one
+    other_y, other_lse = other
+    total = xp.logaddexp(lse, other_lse)
+    # -inf for rows that have seen no key: -inf - -inf would be nan.
+    finite = xp.clip(total, xp.finfo(total.dtype).min)
+    return y * xp.exp(lse - finite) + other_y * xp.exp(other_lse - finite), total
+
+
 class AttentionKeywords(TypedDict, Generic[A], total=False):
     """The keywords of `attention` on which the type of its result does not depend."""
 
@@ -361,10 +396,12 @@ class AttentionKeywords(TypedDict, Generic[A], total=False):
     documents: A | None
     kv_documents: A | None
     window: int | tuple[int | None, int | None] | None
+    chunk: Count | None
     offset: int
     scale: float | None
     softcap: Positive | None
     alibi: A | None
+    sinks: A | None
     dropout: ZeroToOne
     seed: int | A | None
     kv_layout: Layout | str | None
@@ -423,10 +460,12 @@ class Verb(Generic[A, M]):
         documents: A | None = None,
         kv_documents: A | None = None,
         window: int | tuple[int | None, int | None] | None = None,
+        chunk: Count | None = None,
         offset: int = 0,
         scale: float | None = None,
         softcap: Positive | None = None,
         alibi: A | None = None,
+        sinks: A | None = None,
         dropout: ZeroToOne = 0.0,
         seed: int | A | None = None,
         return_lse: bool = False,
@@ -467,11 +506,14 @@ class Verb(Generic[A, M]):
             kv_documents: The same for keys, sharded like `k`.
             window: A row sees rows fewer than that away; (left, right): so many rows before and after
                 its own, None: all.
+            chunk: A row sees rows of its own chunk: the first is rows 0 ... chunk - 1 (Llama 4).
             offset: Row i of queries stands at row i + offset of keys.
             scale: The factor of products, by default `width ** -0.5`.
             softcap: Scores become `softcap * tanh(score / softcap)`.
             alibi: Slopes `[heads]` of the whole array, times the distance of rows and subtracted from
                 scores (Press et al. 2021); constants.
+            sinks: A logit per head, `[heads]`, cut over devices as the heads of `q` are: softmax counts it
+                as a key whose value is 0 (gpt-oss). Each device gets its gradient by all rows.
             dropout: The part of weights that is dropped, by `seed` and positions: the same on any
                 devices, in torch and in JAX.
             seed: A number for `dropout`, the same on all devices.
@@ -491,15 +533,16 @@ class Verb(Generic[A, M]):
         Returns:
             The block of the result, under `layout`. With `return_lse`, `(y, lse)`: lse
             `[*batch, heads, sequence]`, in the order of `layout`, is the natural logarithm of the sum of
-            the exponentials of scores, in float32 or wider. Where a row sees nothing, y = 0 and lse = -inf.
+            the exponentials of scores, in float32 or wider. Where a row sees nothing, y = 0, and
+            lse = -inf or the sink.
 
         Raises:
             XshardError: Options make no sense, or miss each other. It also raises as `redistribute` does.
         """
         return self.call(
             (q, k, v), layout, mesh, profile, implementation, how, causal, (documents, kv_documents), window,
-            offset, scale, softcap, alibi, dropout, seed, return_lse, kv_layout, shape, kv_heads, kv_length,
-            sequence, heads,
+            chunk, offset, scale, softcap, alibi, sinks, dropout, seed, return_lse, kv_layout, shape,
+            kv_heads, kv_length, sequence, heads,
         )  # fmt: skip
 
     @api_boundary

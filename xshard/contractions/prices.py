@@ -6,8 +6,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-import numpy as np
-
 from xshard.caches import layout_cache
 from xshard.contractions.placements import ArrayMove, Axes, Dims
 from xshard.cost.model import Profile
@@ -167,20 +165,21 @@ def attention_seconds(attn: Attention, dtype: str, profile: Profile) -> float:
         move = ArrayMove(src.layout, dst.layout, src.shape)
         moving += prices.plan(move).cost + prices.plan(move.dual).cost
     work = _operations(attn) / profile.flops(dtype)
-    if attn.method != RING or attn.rounds == 1:  # first all moves, then all work
+    if attn.method != RING or len(attn.rounds) == 1:  # first all moves, then all work
         return moving + (1 + BACKWARD) * work
 
+    n_rotations = len(attn.rounds) - 1
     # In a ring a block travels while the one before it is computed: the longer of both counts.
     move_seconds = _rotation_seconds(attn, prices)
-    round_work = work / attn.rounds
-    forward = round_work + (attn.rounds - 1) * max(round_work, move_seconds)
+    round_work = work / len(attn.rounds)
+    forward = round_work + n_rotations * max(round_work, move_seconds)
     # In the backward pass blocks travel again, and beside them their gradients. These are in
     # float32 or wider: for bfloat16 twice the bytes of the block. After the last round gradients
     # travel once more, to the devices that own the keys and values.
     widening = max(1.0, 4 / itemsize(dtype))
     backward_move_seconds = move_seconds * (1 + widening)
     backward = BACKWARD * round_work
-    backward += (attn.rounds - 1) * max(BACKWARD * round_work, backward_move_seconds)
+    backward += n_rotations * max(BACKWARD * round_work, backward_move_seconds)
     return moving + forward + backward + move_seconds * widening
 
 
@@ -204,12 +203,10 @@ def _operations(attn: Attention) -> float:
     n_keys = attn.kv.shape[SEQUENCE]
     most_scores = 0
     for device in attn.devices:
-        query_row = attn.query_rows(device) + attn.offset  # [queries], as a row of the keys
-        # Each query sees the keys from `first` up to `stop`; None: all keys on that side.
-        first = 0 if attn.left is None else (query_row - attn.left).clip(min=0)
-        stop = n_keys if attn.right is None else (query_row + attn.right + 1).clip(max=n_keys)
-        keys_seen = np.broadcast_to(stop - first, query_row.shape)
-        most_scores = max(most_scores, int(keys_seen.clip(min=0).sum()))
+        place = attn.query_rows(device) + attn.offset  # [queries], as a row of the keys
+        start, stop = attn.keys_seen(place, place)
+        n_seen = stop.clip(max=n_keys) - start.clip(min=0)
+        most_scores = max(most_scores, int(n_seen.clip(min=0).sum()))
     # In "reduce" every device computes all queries with its part of the keys: of the scores counted
     # above, over all keys, it has one n-th.
     n_shares = len(attn.devices) if attn.method == REDUCE else 1

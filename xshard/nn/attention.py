@@ -1,13 +1,12 @@
 """Attention over sharded sequences: where blocks are used, and which scores count.
 
 Arrays have the dims (*batch, heads, sequence, width). A query at row i stands at place i + offset of the
-keys, and sees the keys from `left` places before it to `right` places after it.
+keys, and sees the keys from `left` places before it to `right` places after it, of its own chunk.
 """
 
 from __future__ import annotations
 
 import itertools
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -47,7 +46,7 @@ SOME = "some"
 
 # Of random numbers: products by 27 bits fit into int64, and uint32 gives the same bits.
 BITS = 2**31 - 1
-UNLIMITED = sys.maxsize  # more than the number of any row
+UNLIMITED = 2**31 - 1  # more than the number of any row; JAX compares rows in 32 bits
 MOST_RUNS = 4  # blocks of more runs, as under `cyclic`, are one tile: many small products are slow
 
 T = TypeVar("T")
@@ -74,16 +73,18 @@ class Attention:
     """An attention of sharded arrays by one of `METHODS`.
 
     kv: the sharding of the keys, with the values, `value_width` wide, beside them.
-    left, right: how many keys before and after its place a query sees; None: all.
+    left, right: how many keys before and after its place a query sees.
+    chunk: keys 0 ... chunk - 1 are the first chunk; a query sees the chunk of its place. None: all.
     """
 
     q: Sharding
     kv: Sharding
     value_width: int
     method: str
-    left: int | None = None
-    right: int | None = None
+    left: int = UNLIMITED
+    right: int = UNLIMITED
     offset: int = 0
+    chunk: int | None = None
 
     @cached_property
     def axes(self) -> tuple[str, ...]:
@@ -134,8 +135,7 @@ class Attention:
         sharding_axes = _sharding_axes(dims)
         # Devices with other queries use the same keys: copies, so that their gradients are summed.
         copies = tuple(axis for axis in queries.axes if axis not in sharding_axes)
-        tags = (("copy", copies),) if copies else ()
-        return self.kv.with_layout(Layout(dims, tags))
+        return self.kv.with_layout(Layout(dims, (("copy", copies),)))
 
     @property
     def result(self) -> Sharding:
@@ -156,7 +156,7 @@ class Attention:
         if self.kv.shape[SEQUENCE] == 0:
             return False
         # Documents of two sequences, or a window that an offset moves away, may leave a query nothing.
-        is_masked = has_documents or self.left is not None or self.right is not None
+        is_masked = has_documents or self.chunk or min(self.left, self.right) < UNLIMITED
         return not is_masked or (self.is_one_sequence and not self.offset)
 
     @property
@@ -234,22 +234,25 @@ class Attention:
         return self.q.mesh.group(0, self.axes)
 
     @cached_property
-    def rounds(self) -> int:
-        """The number of blocks of keys that each device uses in turn: 1 unless in a ring.
+    def rounds(self) -> tuple[int, ...]:
+        """How many devices before its own the blocks began that a device uses in turn: (0,) unless in a ring.
 
-        With a ring of 8 devices that is 8, or fewer if a window ends before: later blocks would be
-        masked for all queries.
+        In a ring of 8 devices (0, 1, ..., 7), without the rounds in which windows or chunks mask all
+        scores of all devices: (0, 1, 7) for a short window in zigzag order.
         """
         n_blocks = len(self.devices) if self.method == RING else 1
-        if self.left is None:
-            return n_blocks
-        # The last round in which some device has scores that count. Earlier rounds without any have
-        # to run as well, since blocks reach later devices only through them.
-        last = 0
+        if self.left == UNLIMITED and self.chunk is None:
+            return tuple(range(n_blocks))
+        used = [0]  # a device's own block is where it is used
         for round_index in range(1, n_blocks):
             if any(tiles(self, device, round_index) for device in self.devices):
-                last = round_index
-        return last + 1
+                used.append(round_index)
+        return tuple(used)
+
+    def distance_after(self, round_index: int) -> int:
+        """Return how many devices further on a block is used in the next round; after the last, back home."""
+        next_rounds = dict(itertools.pairwise((*self.rounds, 0)))
+        return next_rounds[round_index] - round_index
 
     def visible(self, q: Rows, k: Rows) -> NDArray[np.bool_]:
         """Return which keys each query sees: rows of queries (n, 1), of keys (m,) -> (n, m).
@@ -258,11 +261,22 @@ class Attention:
         """
         visible = (k >= 0) & (q >= 0)
         place = q + self.offset
-        if self.right is not None:
-            visible = visible & (k - place <= self.right)
-        if self.left is not None:
-            visible = visible & (place - k <= self.left)
+        visible = visible & (k - place <= self.right) & (place - k <= self.left)
+        if self.chunk is not None:
+            visible = visible & (place // self.chunk == k // self.chunk)
         return visible
+
+    def keys_seen(self, first: Any, last: Any) -> tuple[Any, Any]:
+        """Return the interval (start, stop) of keys that queries at places `first` to `last` see.
+
+        Keys that do not exist count, too: (-3, 5) for a window of 5 rows around place 1.
+        """
+        start = first - self.left
+        stop = last + 1 + self.right
+        if self.chunk is not None:
+            start = np.maximum(start, first // self.chunk * self.chunk)
+            stop = np.minimum(stop, (last // self.chunk + 1) * self.chunk)
+        return start, stop
 
     @property
     def block_rows(self) -> int:
@@ -288,20 +302,21 @@ class Attention:
         return Rotation((src, dst), (batch, heads, n_devices * rows, width))
 
     def blocks_by_round(
-        self, kv: T, send: Callable[[T], Callable[[], T]]
+        self, kv: T, send: Callable[[T, int], Callable[[], T]]
     ) -> Iterator[tuple[int, T]]:
         """Yield (number of the round, block of keys and values) for each round of a ring.
 
         The next block travels while the caller computes with this one.
 
-        kv: this device's own block, which round 0 uses. send: begins to send a block to the next
-        device, and returns a function that waits for the block that arrives and returns it.
+        kv: this device's own block, which round 0 uses. send: begins to send a block to the device
+        so many places further on, and returns a function that waits for the block that arrives and
+        returns it.
         """
-        last = self.rounds - 1
-        for round_index in range(last):
+        *earlier, last = self.rounds
+        for round_index in earlier:
             # Before the caller gets its turn, so that messages and computing happen
             # at the same time.
-            wait = send(kv)
+            wait = send(kv, self.distance_after(round_index))
             yield round_index, kv
             kv = wait()
         yield last, kv  # nobody needs this block any more
@@ -390,6 +405,7 @@ def attention(
     causal: bool = False,
     window: Any = None,
     offset: int = 0,
+    chunk: int | None = None,
 ) -> Attention:
     """Describe an attention by the shardings of its arrays and its options; nothing is computed.
 
@@ -397,7 +413,7 @@ def attention(
     and which scores count.
 
     q, k, v: shardings with dims (*batch, heads, sequence, width). how: the method; AUTO leaves it
-    open. window: as in the bridges' `attention`. offset: query i stands at row i +
+    open. window, chunk: as in the bridges' `attention`. offset: query i stands at row i +
     offset of the keys.
     Raises XshardError for a wrong window, and ShapeError if arrays do not fit.
     """
@@ -409,7 +425,7 @@ def attention(
     *lengths, key_width = k.shape
     value_width = v.shape[WIDTH]
     kv = replace(k, shape=(*lengths, key_width + value_width))
-    attn = Attention(q, kv, value_width, how, left, right, offset)
+    attn = Attention(q, kv, value_width, how, left, right, offset, chunk)
     # The sequence is not sharded, so that all methods are the same: "gather"
     # without anything to send.
     if q.mesh.size(*attn.axes) == 1:
@@ -438,29 +454,28 @@ def _check_shapes(q: Sharding, k: Sharding, v: Sharding) -> None:
         raise ShapeError(what, text=text, hint=hint)
 
 
-def _visible_range(window: Any) -> tuple[int | None, int | None]:
+def _visible_range(window: Any) -> list[int]:
     """Turn the option `window` into (rows seen before the query's own, rows seen after it).
 
     3 -> (2, 2), as the number counts the query's own row. (2, 0) -> (2, 0). None, for no limit ->
-    (None, None). Raises XshardError for other values.
+    [UNLIMITED, UNLIMITED]. Raises XshardError for other values.
     """
     own_row = 1  # one number counts the query's own row
     sides: Sequence[Any] = (window, window)
     if isinstance(window, tuple | list) and len(window) == 2:
         own_row = 0
         sides = window
-    lengths: list[int | None] = []
+    lengths = []
     for side in sides:
         if side is None:
-            lengths.append(None)
+            lengths.append(UNLIMITED)
             continue
         rows = as_whole_number(side)
         if rows is None or rows < own_row:
             hint = "3: rows fewer than 3 away; (2, 0): 2 rows before and its own; None: to the end"
             raise XshardError(f"window={short_repr(window)}", hint=hint)
         lengths.append(rows - own_row)
-    left, right = lengths
-    return left, right
+    return lengths
 
 
 def dropped(seed: Any, position: Sequence[Any], *, share: float) -> Any:
@@ -489,7 +504,7 @@ def tiles(attn: Attention, device: int, round_index: int = 0) -> tuple[Tile, ...
     """Cut a device's scores [queries, keys] into rectangles that a kernel computes one by one.
 
     Each has a kind: all scores count, the causal mask applies, or some other mask. What the causal
-    mask or the window hides altogether is left out. A causal mask, queries of rows 4-7, keys of
+    mask, the window or chunks hide altogether is left out. A causal mask, queries of rows 4-7, keys of
     rows 0-3: one rectangle, in which all scores count. They come in the order of the queries.
 
     round_index: the round of a ring, which decides whose keys the device has.
@@ -498,7 +513,9 @@ def tiles(attn: Attention, device: int, round_index: int = 0) -> tuple[Tile, ...
     k = attn.key_rows(device, round_index)
     visible_tiles = []
     # Runs of consecutive rows, since a mask of those is a band, which fused kernels know.
-    for q_run, k_run in itertools.product(_runs(q), _runs(k)):
+    # Queries of several chunks see no band either.
+    q_runs = _runs(q + attn.offset, attn.chunk)
+    for q_run, k_run in itertools.product(q_runs, _runs(k)):
         tile = _tile(attn, q, k, q_run, k_run)
         if tile is not None:
             visible_tiles.append(tile)
@@ -523,12 +540,15 @@ def run_starts(attn: Attention, array: Sharding) -> tuple[int, ...]:
     return (0,)
 
 
-def _runs(rows: Rows) -> list[slice]:
-    """Split rows into intervals of consecutive ones; all rows are one if that gives many."""
-    breaks = np.flatnonzero(np.diff(rows) != 1) + 1
-    edges = [0, *breaks.tolist(), len(rows)]
-    if len(edges) > MOST_RUNS + 1:
+def _runs(rows: Rows, chunk: int | None = None) -> list[slice]:
+    """Split rows into intervals of consecutive ones of one chunk; with many gaps, all rows are one."""
+    is_break = np.diff(rows) != 1
+    if is_break.sum() >= MOST_RUNS:
         return [slice(0, len(rows))]
+    if chunk is not None:
+        is_break |= np.diff(rows // chunk) != 0
+    breaks = np.flatnonzero(is_break) + 1
+    edges = [0, *breaks.tolist(), len(rows)]
     return [slice(start, stop) for start, stop in itertools.pairwise(edges) if start < stop]
 
 
@@ -542,15 +562,13 @@ def _tile(attn: Attention, q: Rows, k: Rows, q_run: slice, k_run: slice) -> Tile
     which are consecutive rows of the whole array, or all rows of a block with gaps.
     """
     # Below, a query's place is its row plus the offset: that is a row of the keys. A query at place
-    # p sees keys p - left ... p + right.
+    # p sees keys p - left ... p + right. Queries without gaps are of one chunk, as the keys that they see.
     q_start, q_stop = _spanned_interval(q[q_run] + attn.offset)
     k_start, k_stop = _spanned_interval(k[k_run])
-    left = UNLIMITED if attn.left is None else attn.left
-    right = UNLIMITED if attn.right is None else attn.right
-
     # The keys that some query sees.
-    first_key = max(k_start, q_start - left)
-    end_key = min(k_stop, q_stop + right)
+    first_seen, end_seen = attn.keys_seen(q_start, q_stop - 1)
+    first_key = max(k_start, int(first_seen))
+    end_key = min(k_stop, int(end_seen))
     if first_key >= end_key:
         return None
     has_gaps = q_stop - q_start != q_run.stop - q_run.start
@@ -559,13 +577,13 @@ def _tile(attn: Attention, q: Rows, k: Rows, q_run: slice, k_run: slice) -> Tile
         return Tile(q_run, k_run, SOME)
 
     # The queries that see some of these keys.
-    first_query = max(q_start, first_key - right)
-    end_query = min(q_stop, end_key + left)
+    first_query = max(q_start, first_key - attn.right)
+    end_query = min(q_stop, end_key + attn.left)
 
     kind = SOME
-    last_sees_first_key = end_query - 1 - first_key <= left
-    first_sees_last_key = end_key - 1 - first_query <= right
-    last_sees_just_all = end_key - end_query == right
+    last_sees_first_key = end_query - 1 - first_key <= attn.left
+    first_sees_last_key = end_key - 1 - first_query <= attn.right
+    last_sees_just_all = end_key - end_query == attn.right
     if last_sees_first_key and first_sees_last_key:
         kind = ALL
     elif last_sees_first_key and last_sees_just_all:

@@ -12,7 +12,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 import torch_bridge as xt
-from tests.attention import CROSS, MASKS, ORDERS, ROW, Case, Mask, one_device, problem
+from tests.attention import (
+    CROSS,
+    JOINT,
+    MASKS,
+    ORDERS,
+    ROW,
+    Case,
+    Mask,
+    joint_problem,
+    one_device,
+    problem,
+)
 from tests.torch_bridge.helpers import SharedRanks, assert_refused
 from torch_bridge.testing.byte_counter import Meter
 from xshard.nn.attention import METHODS
@@ -25,7 +36,7 @@ def test_every_combination_is_that_of_one_device() -> None:
     """Values and the gradients of queries, keys and values; every order meets three masks."""
     for i, (name, case) in enumerate(ORDERS.items()):
         for j, how in enumerate(METHODS):
-            mask = MASKS[(i + 2 * j) % 5]
+            mask = MASKS[(i + 2 * j) % len(MASKS)]
             assert difference(case, mask, how) < 1e-12, (name, how, mask)
     for name, (case, mask) in CROSS.items():
         for how in METHODS:
@@ -43,7 +54,10 @@ def difference(case: Case, mask: Mask, how: str, dtype: torch.dtype = torch.floa
     worst = 0.0
     wanted = one_device(given, mask)
     x = [mine(case, x, dtype, of_keys=i in (1, 2)) for i, x in enumerate(given[:4])]
-    y = attended(case, mask, how, *x[:3], given=given)
+    sinks = []
+    if given.sinks is not None:
+        sinks = [mine(case, given.sinks, dtype, dims="h")]
+    y = attended(case, mask, how, *x[:3], given=given, sinks=sinks)
     if mask.return_lse:
         y, lse = y
         torch.autograd.backward(
@@ -52,9 +66,11 @@ def difference(case: Case, mask: Mask, how: str, dtype: torch.dtype = torch.floa
     else:
         y.backward(x[3])
     found = [y, *(block.grad for block in x[:3]), *([lse] if mask.return_lse else [])]
+    found += [block.grad for block in sinks]
+    dims = [*["bshk"] * 4, *["bsh"] * mask.return_lse, "h"]
     for i, (own, whole) in enumerate(zip(found, wanted, strict=True)):
-        block = mine(case, whole, of_keys=i in (2, 3), dims="bsh" if i == 4 else "bshk")
-        assert own.shape == block.shape and (i == 4 or own.dtype == dtype)
+        block = mine(case, whole, of_keys=i in (2, 3), dims=dims[i])
+        assert own.shape == block.shape and (dims[i] == "bsh" or own.dtype == dtype)
         own, block = (x.double().clamp(min=-1e30) for x in (own, block))
         largest = max(1, np.abs(whole, where=np.isfinite(whole), out=np.zeros_like(whole)).max())
         if block.numel():
@@ -75,8 +91,17 @@ def mine(
     )
 
 
-def attended(case: Case, mask: Mask, how: str, *blocks: Tensor, given: Any = None) -> Any:
-    arrays = {}
+def joint(case: Case, pairs: Any, **options: Any) -> Any:
+    """pairs: (image, text) of queries, keys and values."""
+    image, text = zip(*pairs[:3], strict=True)
+    of_text = dict(zip(("text_q", "text_k", "text_v"), text, strict=True))
+    return xt.nn.joint_attention(*image, case.layout, case.mesh, **of_text, **options)
+
+
+def attended(
+    case: Case, mask: Mask, how: str, *blocks: Tensor, given: Any = None, sinks: Any = ()
+) -> Any:
+    arrays = dict(zip(["sinks"], sinks, strict=False))
     for i, name in enumerate(("documents", "kv_documents")):
         if given is not None and (x := getattr(given, name)) is not None:
             arrays[name] = torch.from_numpy(case.blocks(x, "bs", bool(i))[dist.get_rank()])
@@ -86,17 +111,52 @@ def attended(case: Case, mask: Mask, how: str, *blocks: Tensor, given: Any = Non
 
 
 @on_four
-def test_what_a_ring_sends() -> None:
-    case = Case(ROW, "b s/cp h k", (4, 4))
-    mask = Mask(True, 3)
-    given = problem(case, mask)
-    q, k, v, _ = [mine(case, x) for x in given[:4]]
-    # Blocks of 5 rows and a window of 3: each device needs those of one other, so there are two rounds.
+def test_joint_attention_is_that_of_one_device() -> None:
+    for i, how in enumerate((*METHODS, "auto")):
+        case, *others = JOINT[i % len(JOINT)]
+        cases, given, wanted = joint_problem(case, *others)
+        blocks = [[mine(*of_one) for of_one in zip(cases, pair, strict=True)] for pair in given]
+        options = {"how": how, "causal": others[-1], "shape": case.shape}
+        results = joint(case, blocks, kv_heads=case.heads[1], **options)
+        torch.autograd.backward(results, blocks[3])
+        found = [results, *([x.grad for x in pair] for pair in blocks[:3])]
+        for pair, wanted_pair in zip(found, wanted, strict=True):
+            for of_one, x, y in zip(cases, pair, wanted_pair, strict=True):
+                assert torch.allclose(x, mine(of_one, y), atol=1e-12), (how, case)
+
+
+@on_four
+def test_what_joint_attention_sends() -> None:
+    case, *others = JOINT[0]
+    cases, given, _ = joint_problem(case, *others)
+    blocks = [[mine(*of_one) for of_one in zip(cases, pair, strict=True)] for pair in given[:3]]
     with Meter() as meter:
-        y = attended(case, mask, "ring", q, k, v)
-        y.backward(torch.ones_like(y))
-    one = 2 * 4 * 5 * 10 * 8  # batch, heads, rows, both widths, bytes of a number
-    assert meter.received == [one] * 4, "forward; again, and sums there and home"
+        joint(case, blocks, how="ring", shape=case.shape)
+    block = 2 * 2 * 6 * 10 * 8  # batch, heads of keys, rows, both widths, bytes of a number
+    of_text = 2 * 6 * 5 * 8  # batch, heads, rows of the text, bytes of a number
+    # From each other device: greatest log-sum-exps, and numerators beside denominators. No keys of the text.
+    sums = [3 * of_text, 3 * of_text * (4 + 1)]
+    assert sorted(meter.received) == sorted([*sums, *[block] * 3])
+
+
+@on_four
+def test_what_a_ring_sends() -> None:
+    for order, n_rows, mask, n_blocks in (
+        ("cp", 5, Mask(True), 3),
+        ("cp", 5, Mask(True, 3), 1),  # of one other device
+        ("zigzag(cp)", 6, Mask(True, 3), 2),  # of the devices before and after
+        ("cp", 5, Mask(chunk=5), 0),
+        ("cp", 5, Mask(True, chunk=8), 2),  # row 15 sees rows 8 and 9, two devices before
+    ):
+        case = Case(ROW, f"b s/{order} h k", (4, 4))
+        given = problem(case, mask)
+        q, k, v, _ = [mine(case, x) for x in given[:4]]
+        with Meter() as meter:
+            y = attended(case, mask, "ring", q, k, v)
+            y.backward(torch.ones_like(y))
+        one = 2 * 4 * n_rows * 10 * 8  # batch, heads, rows, both widths, bytes of a number
+        # Blocks forward; again, and their sums; and sums home.
+        assert meter.received == [one] * (3 * n_blocks + bool(n_blocks)), (order, mask)
 
 
 @on_four
@@ -170,7 +230,12 @@ def test_what_is_refused() -> None:
         ({"kv_length": 7}, "kv_length=7"),
         ({"kv_documents": one_row}, "documents of one sequence"),
         ({"kv_layout": "b t/cp j k"}, "other dims of keys"),
+        ({"chunk": 0}, "chunk is 0, not Count"),
+        ({"sinks": torch.ones(3)}, "sinks (3,), 4 heads"),
+        ({"sinks": [1.0]}, "sinks (), 4 heads"),
     )
+    pairs = [(x, x[:, :2, :3]) for x in whole]
+    both = partial(joint, case, pairs, shape=case.shape)
     ours = partial(xt.nn.attention, *whole, case.layout, ROW, shape=case.shape)
     assert_refused(
         (lambda: attended(case, mask, "rings", q, k, v), "XshardError: how is 'rings', not Method"),
@@ -195,6 +260,16 @@ def test_what_is_refused() -> None:
         (
             lambda: torch.func.grad(lambda q: attended(case, mask, "ring", q, k, v).sum())(q),
             "XshardError: a ring under torch.func",
+        ),
+        (both, "ShapeError: the block has shape (2, 2, 3, 6), not (2, 2, 4, 6) in 'b text h k'"),
+        (
+            lambda: joint(case._replace(layout="b t/cp h k"), pairs, shape=case.shape),
+            "ShapeError: no dim 's'",
+        ),
+        (partial(both, documents=one_row), "...unexpected argument 'documents'"),
+        (
+            lambda: xt.nn.joint_attention(*whole, case.layout, ROW, text_q=q, text_k=k),
+            "...text_v",
         ),
         *((partial(ours, **options), f"...{text}") for options, text in wrong),
         is_alike=False,

@@ -19,6 +19,12 @@ from tests.torch_bridge.helpers import error_of, on_ranks, still_connected
 LENGTH = 19
 MESH = xs.Mesh(cp=4)
 LAYOUT = "b s/zigzag(cp) h k"
+EXPERTS: dict[str, Any] = {
+    "hidden_size": 24, "intermediate_size": 20, "num_hidden_layers": 2, "vocab_size": 31,
+    "head_dim": 4, "num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 64,
+    "num_local_experts": 3, "num_experts_per_tok": 2, "experts_implementation": "eager",
+    "pad_token_id": None, "bos_token_id": None, "eos_token_id": None,
+}  # fmt: skip
 
 
 def test_a_llama_is_that_of_one_device_in_all_ways() -> None:
@@ -61,6 +67,7 @@ def _trained() -> None:
         for (name, p), wanted in zip(mine.named_parameters(), one.parameters(), strict=True):
             dist.all_reduce(p.grad)
             assert torch.allclose(p.grad, wanted.grad, atol=1e-11), (how, name)
+    _sinks_and_chunks(tokens, rows)
     _packed(one, mine, tokens)
     _refusals(mine, tokens, rows)
     _own_attention(one, tokens)
@@ -91,6 +98,62 @@ def _packed(one: Any, mine: Any, tokens: torch.Tensor) -> None:
                 )
             )
             assert kind == "ShapeError" and "position_ids" in text
+
+
+def _sinks_and_chunks(tokens: torch.Tensor, rows: torch.Tensor) -> None:
+    """gpt-oss, and Llama 4 that scales queries by rows, have results and gradients of one device."""
+    places = torch.arange(LENGTH)[None]
+    padding = places.expand(2, -1) < torch.tensor([[LENGTH], [15]])
+    for make, masks, keep, tolerance in (
+        (_gpt_oss, {}, padding | True, 1e-10),
+        (_llama4, {}, padding | True, 1e-5),  # its router computes in float32
+        (_llama4, {"attention_mask": padding.long()}, padding, 1e-5),
+    ):
+        close = partial(torch.allclose, rtol=tolerance, atol=tolerance)
+        xt.nn.register_attention(LAYOUT, MESH, how="ring", shape=(None, LENGTH, None, None))
+        one = make("eager")
+        torch.manual_seed(2)
+        for p in one.parameters():  # far enough from 0 that softmax and experts choose
+            torch.nn.init.normal_(p, std=0.5)
+        mine = make("xshard")
+        mine.load_state_dict(one.state_dict())
+        y = one(tokens, position_ids=places, use_cache=False, **masks).logits
+        cut = {name: mask[:, rows] for name, mask in masks.items()}
+        block = mine(tokens[:, rows], position_ids=places[:, rows], use_cache=False, **cut).logits
+        weights = torch.cos(torch.arange(y.numel()).double()).reshape(y.shape) * keep[..., None]
+        assert close(block[keep[:, rows]], y[:, rows][keep[:, rows]]), make
+        (y * weights).sum().backward()
+        (block * weights[:, rows]).sum().backward()
+        for (name, p), wanted in zip(mine.named_parameters(), one.parameters(), strict=True):
+            grad = (
+                torch.zeros_like(p) if p.grad is None else p.grad
+            )  # of experts without tokens here
+            dist.all_reduce(grad)
+            assert close(grad, wanted.grad), (make, name)
+    left = padding.long().flip(1)[:, rows]
+    kind, text = error_of(
+        lambda: mine(
+            tokens[:, rows], attention_mask=left, position_ids=places[:, rows], use_cache=False
+        )
+    )
+    assert kind == "XshardError" and "padding before the tokens" in text
+
+
+def _gpt_oss(attention: str) -> Any:
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    config = GptOssConfig(attn_implementation=attention, sliding_window=5, **EXPERTS)
+    return GptOssForCausalLM(config).double()
+
+
+def _llama4(attention: str) -> Any:
+    from transformers import Llama4ForCausalLM, Llama4TextConfig
+
+    config = Llama4TextConfig(
+        attn_implementation=attention, attention_chunk_size=6, no_rope_layers=[1, 0],
+        floor_scale=3, intermediate_size_mlp=20, **EXPERTS,
+    )  # fmt: skip
+    return Llama4ForCausalLM(config).double()
 
 
 def _restarting(starts: list[int]) -> list[int]:
@@ -139,7 +202,7 @@ def _refusals(model: Any, tokens: torch.Tensor, rows: torch.Tensor) -> None:
     kind, text = error_of(lambda: model(tokens[:, : len(rows)], use_cache=False))
     assert kind == "ShapeError" and "position_ids" in text and "xt.positions" in text
     from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.masking_utils import chunked_causal_mask_function
+    from transformers.masking_utils import blockwise_overlay
 
     attend, mask = (kinds()["xshard"] for kinds in (AttentionInterface, AttentionMaskInterface))
     x = torch.zeros(1, 6, len(rows), 4)
@@ -148,12 +211,12 @@ def _refusals(model: Any, tokens: torch.Tensor, rows: torch.Tensor) -> None:
     options: Any = {"causal": True, "softcap": 0.5, "shape": (1, LENGTH, 6, 4)}
     capped = xt.nn.attention(*[q.transpose(1, 2)] * 3, LAYOUT, MESH, **options)
     assert torch.equal(attend(module, q, q, q, None, softcap=0.5)[0], capped)
-    for options, part in (({"s_aux": 5.0}, "s_aux"), ({"dropout": 0.1}, "dropout=0.1")):
+    for options, part in (({"head_mask": 5.0}, "head_mask"), ({"dropout": 0.1}, "dropout=0.1")):
         assert part in error_of(lambda options=options: attend(module, x, x, x, None, **options))[1]
     assert "of 4 dims" in error_of(lambda: attend(module, x, x, x, x))[1]
     assert "use_cache=False" in error_of(lambda: attend(module, x[:, :, :1], x, x, None))[1]
-    with pytest.raises(xs.XshardError, match="a mask of chunked_overlay"):
-        mask(mask_function=chunked_causal_mask_function(4, torch.zeros(1)))
+    with pytest.raises(xs.XshardError, match="a mask of blockwise_overlay"):
+        mask(mask_function=blockwise_overlay(torch.zeros(1, 4)))
     assert still_connected()
 
 
