@@ -246,6 +246,15 @@ def test_plans_cut_projections_by_heads() -> None:
     assert rules.find("attn.k_proj.weight") == "(d0 2)/balanced(tp) d1"
     assert rules.find("attn.o_proj.weight") == "d0 (d1 8)/balanced(tp)"
     assert rules.find("compressed.q_proj.weight") == "d0/tp d1"
+    # 3 heads of keys, each read by 4 of queries, are shared by pairs; 9 processes are no such groups.
+    pairs = Rules.from_transformers(model, "tp", xs.Mesh(tp=6))
+    assert pairs["counts"] == {"attn.num_key_value_groups": "(g 2)/spread(tp)"}
+    assert pairs["parameters"].find("attn.q_proj.weight") == "(d0 2)/balanced(tp) d1"
+    assert pairs["parameters"].find("attn.k_proj.weight") == "(d0 2)/spread(tp) d1"
+    assert pairs["parameters"].find("attn.o_proj.weight") == "d0 (d1 2)/balanced(tp)"
+    for n in (2, 3, 4, 9):
+        plan = Rules.from_transformers(model, "tp", xs.Mesh(tp=n))
+        assert "counts" not in plan and plan["parameters"] == rules
     shared = Rules.from_transformers(model, ("kv", "rep"))
     assert shared["counts"] == {"attn.num_key_value_groups": "g/rep"}
     assert shared["parameters"].find("attn.q_proj.weight") == "(d0 2)/balanced(kv,rep) d1"

@@ -9,6 +9,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from xshard.errors import ShapeError, XshardError
+from xshard.layout import Mesh
 from xshard.notation.parser import text_spans
 from xshard.ops import Axes, dims, sharded, tag
 
@@ -230,11 +231,11 @@ class Heads(NamedTuple):
 
     Attributes:
         rows: The rows that stay together.
-        is_shared: Whether they are a head of keys or values that processes along a second axis share.
+        cut: The text of how they are dealt out, such as "balanced(tp)".
     """
 
     rows: int
-    is_shared: bool
+    cut: str
 
 
 class Style(NamedTuple):
@@ -300,7 +301,9 @@ def styles_of_transformers(axis: Axes) -> dict[str, Style]:
     }
 
 
-def plan_of_transformers(model: Any, axis: Axes) -> dict[str, dict[Any, Any]]:
+def plan_of_transformers(
+    model: Any, axis: Axes, mesh: Mesh | None = None
+) -> dict[str, dict[Any, Any]]:
     """Turn the tensor-parallel plan of a Hugging Face model into the arguments of `parallelize`.
 
     `model.tp_plan` {"layers.*.mlp.up_proj": "colwise"} on axis "tp" shards the output features of
@@ -310,9 +313,11 @@ def plan_of_transformers(model: Any, axis: Axes) -> dict[str, dict[Any, Any]]:
         model: A model with a `tp_plan`: names of modules and parameters with their styles.
         axis: The mesh axis over which it is sharded, or two: of heads of keys, and of processes that
             share one.
+        mesh: The mesh, if processes along a single axis may share heads of keys.
 
     Returns:
-        The rules for "parameters", "inputs" and "outputs", and with two axes for "counts": see `Rules`.
+        The rules for "parameters", "inputs" and "outputs", and if heads are shared for "counts": see
+        `Rules`.
 
     Raises:
         XshardError: The model declares no plan, or a style that is not known.
@@ -335,7 +340,7 @@ def plan_of_transformers(model: Any, axis: Axes) -> dict[str, dict[Any, Any]]:
         if style_name not in styles:
             reason = f"unknown style {style_name!r} of '{name}' in the model's plan"
             raise XshardError(reason, hint=f"the styles are: {', '.join(styles)}")
-    parameters = model.named_parameters(remove_duplicate=False)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
     inputs = {"": "..."}
     outputs = {}
     local_modules = _modules_with_local_parts(plan)  # whose weights each device uses for its heads
@@ -347,15 +352,14 @@ def plan_of_transformers(model: Any, axis: Axes) -> dict[str, dict[Any, Any]]:
             inputs[pattern] = input_rule
         if style.outputs is not None:
             outputs[pattern] = style.outputs
-    heads = _heads_of_layers(model, plan, axis)
+    heads, counts = _heads_of_layers(model, plan, parameters, axis, mesh)
     rules: dict[str, dict[Any, Any]] = {
-        "parameters": _parameter_rules(parameters, plan, styles, axis, heads),
+        "parameters": _parameter_rules(parameters.items(), plan, styles, axis, heads),
         "inputs": inputs,
         "outputs": outputs,
     }
-    counted = [layer.rpartition(".")[0] for layer, cut in heads.items() if cut.is_shared]
-    if counted:  # a process has a part of the queries of its head
-        rules["counts"] = {f"{_starred(name)}.{GROUPS}": f"g/{axis[-1]}" for name in counted}
+    if counts:
+        rules["counts"] = counts
     return rules
 
 
@@ -375,12 +379,20 @@ def _with_tied_embeddings(plan: dict[str, str], model: Any) -> dict[str, str]:
     return tied | plan
 
 
-def _heads_of_layers(model: Any, plan: Mapping[str, str], axis: Axes) -> dict[str, Heads]:
+def _heads_of_layers(
+    model: Any,
+    plan: Mapping[str, str],
+    parameters: Mapping[str, Any],
+    axis: Axes,
+    mesh: Mesh | None,
+) -> tuple[dict[str, Heads], dict[str, str]]:
     """Find how each layer of an attention is cut by heads, by its name: a head of keys with its queries.
 
-    If processes along a second axis share a head of keys, each head of queries is by itself.
+    If processes share a head of keys, each head of queries is by itself. Also returned are the rules
+    for how many heads of queries read one of keys, of which such a process has a part.
     """
     heads_of_layers = {}
+    counts = {}
     for name, attention in model.named_modules():
         head_rows = getattr(attention, "head_dim", getattr(attention, "head_size", None))
         # In other attentions, as with compressed keys, the layers have heads of other lengths.
@@ -388,16 +400,55 @@ def _heads_of_layers(model: Any, plan: Mapping[str, str], axis: Axes) -> dict[st
         if head_rows is None or not has_keys:
             continue
         n_queries = getattr(attention, GROUPS, 1)  # for a head of keys
-        are_cut = plan.get(_starred(f"{name}.k_proj")) == "colwise"
-        is_shared = not isinstance(axis, str) and are_cut and hasattr(attention, GROUPS)
-        if is_shared:
+        shared = None
+        if plan.get(_starred(f"{name}.k_proj")) == "colwise" and hasattr(attention, GROUPS):
+            n_keys = parameters[f"{name}.k_proj.weight"].shape[0] // head_rows
+            shared = _shared_heads(axis, mesh, n_keys, n_queries)
+        if shared is not None:
+            counts[f"{_starred(name)}.{GROUPS}"] = shared.queries
             n_queries = 1
         for layer, n_heads in _LAYERS_OF_HEADS.items():
+            cut = sharded(axis, "balanced")
+            if shared is not None and layer in ("k_proj", "v_proj"):
+                cut = shared.cut
             if n_heads is None:
                 n_heads = n_queries
-            is_shared_layer = is_shared and layer in ("k_proj", "v_proj")
-            heads_of_layers[f"{name}.{layer}"] = Heads(head_rows * n_heads, is_shared_layer)
-    return heads_of_layers
+            heads_of_layers[f"{name}.{layer}"] = Heads(head_rows * n_heads, cut)
+    return heads_of_layers, counts
+
+
+class SharedHeads(NamedTuple):
+    """How processes share heads of keys: the cut of these, and the rule for how many queries read one."""
+
+    cut: str
+    queries: str
+
+
+def _shared_heads(axis: Axes, mesh: Mesh | None, n_keys: int, n_queries: int) -> SharedHeads | None:
+    """Decide how processes share the heads of keys of an attention; None if each has whole ones.
+
+    2 heads of keys, each read by 4 of queries, on tp=4: two processes share a head of keys, and each
+    has 2 of its queries.
+
+    Args:
+        axis: The axis, or one with a process for each head of keys and one along which they share it.
+        mesh: The mesh; None if processes of a single axis share no heads.
+        n_keys: The heads of keys.
+        n_queries: The heads of queries that read one of them.
+    """
+    if not isinstance(axis, str):
+        return SharedHeads(f"sizes({axis[0]}{',1' * n_keys})", f"g/{axis[-1]}")
+    if mesh is None:
+        return None
+    n_processes = mesh.size(axis)
+    n_sharing = n_processes // n_keys
+    are_equal = n_sharing > 1 and n_processes % n_keys == n_queries % n_sharing == 0
+    # Else a head of keys stays whole with its queries: some processes have fewer, or none.
+    if not are_equal:
+        return None
+    # A process has n_queries / n_sharing of each head of keys: a unit of so many, of which there are
+    # n_sharing, is shared by n_keys processes.
+    return SharedHeads(f"spread({axis})", f"(g {n_queries // n_sharing})/spread({axis})")
 
 
 def _parameter_rules(
@@ -449,11 +500,8 @@ def _parameter_rule(style: Style, shape: tuple[int, ...], name: str, axis: Axes)
     # Column parallel is dim -2 of a weight, and the only dim of its bias.
     dim = max(len(shape) + style.dim, 0)
     if style.heads is not None:
-        cut = sharded(axis, "balanced")
-        if style.heads.is_shared:
-            cut = f"sizes({axis[0]}{',1' * (shape[dim] // style.heads.rows)})"  # one on each
         names = [f"d{d}" for d in range(len(shape))]
-        names[dim] = f"({names[dim]} {style.heads.rows})/{cut}"
+        names[dim] = f"({names[dim]} {style.heads.rows})/{style.heads.cut}"
         return " ".join(names)
     if style.parts == 1:
         return dims(shape, {dim: sharded(axis)})

@@ -532,7 +532,7 @@ def checked_blocks(blocks: Arrays, sharding: Sharding) -> list[Block]:
     for device, array in enumerate(arrays):
         local_shape = sharding.local_shape(device)
         if array.shape != local_shape:
-            hint = f"under '{sharding.layout}' a {sharding.shape} array on {sharding.mesh!r} "
+            hint = f"under '{sharding.written}' a {sharding.shape} array on {sharding.mesh!r} "
             hint += f"gives it {local_shape}"
             raise ShapeError(f"the block of device {device} has shape {array.shape}", hint=hint)
         if array.dtype != arrays[0].dtype:

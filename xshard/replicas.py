@@ -87,7 +87,8 @@ class ReplicaCheck(NamedTuple):
         hint = f"by {difference[device, i]:.3g} on {called}, where the largest value is "
         hint += f"{largest[device, i]:.3g}\n  {self._way_out(axis)}"
         what = "cotangents" if self.cotangents else "blocks"
-        reason = f"{what} differ along {axis!r}, where one value is meant"
+        named = self.sharding.mesh.origin(axis)  # as a layout names it
+        reason = f"{what} differ along {named!r}, where one value is meant"
         error = ReplicaError(reason, text=self.text, span=self._side(), hint=hint)
         return with_path(error, self.name)
 

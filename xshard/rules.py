@@ -86,18 +86,23 @@ class Rules(Mapping[Pattern, Any]):
                 _check_value(pattern, value)
 
     @classmethod
-    def from_transformers(cls, model: Any, axis: str | tuple[str, str]) -> dict[str, Rules]:
+    def from_transformers(
+        cls, model: Any, axis: str | tuple[str, str], mesh: Mesh | None = None
+    ) -> dict[str, Rules]:
         """Read the tensor parallel plan that a model of transformers declares, as rules for `parallelize`.
 
         Args:
             model: A model of transformers. Its plan is `model.tp_plan`, which has `base_model_tp_plan` of
                 the config.
-            axis: The mesh axis of tensor parallelism. For fewer heads of keys than processes two axes,
-                ("kv", "rep"): the first has a process for each head of keys and values, and processes
-                along the second share the head, each with a part of the queries that read it.
+            axis: The mesh axis of tensor parallelism. Or two axes, ("kv", "rep"): the first has a process
+                for each head of keys and values, and processes along the second share the head, each
+                with a part of the queries that read it.
+            mesh: The mesh, so that processes of a single axis share heads of keys that are fewer than
+                they are, if equal groups can. By default, and elsewhere, a head stays whole with all its
+                queries, and some processes have none.
 
         Returns:
-            The `parameters`, `inputs` and `outputs` of `parallelize`, and with two axes `counts`.
+            The `parameters`, `inputs` and `outputs` of `parallelize`, and if heads are shared `counts`.
             `inputs[""]`, of the model itself, says nothing: replace it to shard the batch, too.
             `model.ep_plan` is not read: if only that shards experts, a warning says so.
 
@@ -115,7 +120,8 @@ class Rules(Mapping[Pattern, Any]):
             >>> Rules.from_transformers(model, "tp")["parameters"]
             Rules({'layers.*.up.weight': 'd0/tp d1', '**': '...'})
         """
-        return {kind: cls(rules) for kind, rules in plan_of_transformers(model, axis).items()}
+        plan = plan_of_transformers(model, axis, mesh)
+        return {kind: cls(rules) for kind, rules in plan.items()}
 
     def __getitem__(self, pattern: Pattern) -> Any:
         return self._rules[pattern]

@@ -486,26 +486,25 @@ AXIS = "device"
 class SentPart(NamedTuple):
     """The messages that take parts of a block to a new block.
 
-    `block` is the block's number; its elements are seen as an array of `shape`. `op` says how boxes
-    at one place combine, `in_order` whether in the order of their senders.
+    `block` is the block's number; its elements are seen as an array of `shape`. The new block is
+    `new_shape`, whose dims are in the order of the sender's, transposed to `order`: [3, 2] transposed
+    to (1, 0) is [2, 3]. `op` says how boxes at one place combine, `in_order` whether in the order of
+    their senders.
     """
 
     block: int
     shape: Shape
+    new_shape: Shape
+    order: Shape
     messages: tuple[Message, ...]
     op: str | None
     in_order: bool
 
 
 class NewBlock(NamedTuple):
-    """A new block: parts of other blocks in `shape`, transposed to `order`, reshaped to `block`.
-
-    [3, 2] transposed to (1, 0) is [2, 3]; `block` lacks the dim of length 1 that stacking adds.
-    """
+    """A new block of `shape`, of parts of other blocks. It lacks the dims of length 1 that stacking adds."""
 
     shape: Shape
-    order: Shape
-    block: Shape
     dtypes: tuple[str, str]  # the one that travels, and the new block's
     parts: tuple[SentPart, ...]
 
@@ -533,13 +532,15 @@ def transfer(
     """
     for new in new_blocks:
         travel_dtype, dtype = new.dtypes
-        # For the program every new block is whole: which rows it receives is in the messages.
-        after = Sharding(Layout.parse("..."), Mesh({AXIS: n_devices}), new.shape)
         out = jnp.zeros(new.shape, travel_dtype)
         for part in new.parts:
+            # For the program every new block is whole: which rows it receives is in the messages.
+            after = Sharding(Layout.parse("..."), Mesh({AXIS: n_devices}), part.new_shape)
             x = blocks[part.block].reshape(part.shape).astype(travel_dtype)
             schedule = scheduled(part.messages, adds=part.op is not None)
             delivery = _Delivery(schedule, part.op, after, transport, part.in_order)
-            out = _delivered(delivery, x, out)
-        # Messages keep the order of a source's dims. Only then are dims put into the new order.
-        yield out.transpose(new.order).reshape(new.block).astype(dtype)
+            # Messages keep the order of a source's dims, in which others of the block may differ.
+            transposed = out.reshape([part.new_shape[i] for i in part.order])
+            received = _delivered(delivery, x, transposed.transpose(np.argsort(part.order)))
+            out = received.transpose(part.order).reshape(new.shape)
+        yield out.astype(dtype)

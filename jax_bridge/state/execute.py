@@ -22,7 +22,7 @@ from xshard import Layout, Mesh, Plan
 from xshard.layout.runs import Segment, merged_segments, row_numbers
 from xshard.plans.plan import Stage
 from xshard.plans.transfer import Transfer
-from xshard.state.relations import ArrayPart
+from xshard.state.parts import NEW, ArrayPart
 from xshard.state.tree_plan import ArrayPlan, PartMove, PartSharding, part_of
 from xshard.steps import Transpose
 from xshard.steps.exchange.messages import Message, rows_at
@@ -74,12 +74,10 @@ def execute(
         parts = []
         for move in array.moves:
             source = _run_before(move, arrays[move.name], senders)
-            shape = _with_added_dim(move.src, source.shape)
-            messages = tuple(_messages(move, numbers))
-            in_order = move.plan.profile.adds_in_order
-            parts.append(SentPart(len(sources), shape, messages, move.transfer.op, in_order))
+            parts.append(_sent_part(move, len(sources), source.shape, _new_shape(array), numbers))
             sources.append(source)
-        new_blocks.append(_new_block(array, tuple(parts)))
+        dtypes = (array.moves[0].plan.dtype, array.dtype)
+        new_blocks.append(NewBlock(_new_shape(array), dtypes, tuple(parts)))
     participants = [devices[number] for number in numbers]
     arrived = _exchange(sources, tuple(new_blocks), participants, senders)
 
@@ -141,8 +139,9 @@ def all_devices(like: jax.Device) -> list[jax.Device]:
 
 def as_array_plan(plan: Plan) -> ArrayPlan:
     """Return the plan of one array as part of a tree plan."""
-    src = part_of(plan.source, ArrayPart(""))
-    dst = part_of(plan.target, ArrayPart(""))
+    whole = ArrayPart.whole("", len(plan.shape))
+    src = part_of(plan.source, whole)
+    dst = part_of(plan.target, whole)
     return ArrayPlan("", plan.target, plan.dtype, (PartMove("", src, dst, plan),))
 
 
@@ -185,7 +184,7 @@ def _can_run_steps(move: PartMove, new_dtype: str) -> bool:
     stages = _stages_of(move)
     if not stages.before and not stages.after:
         return True  # there are no other steps
-    is_whole = move.src.part.dim is None and move.dst.part.dim is None
+    is_whole = move.src.part.is_whole and move.dst.part.is_whole
     is_even = move.transfer.source.is_even and move.transfer.target.is_even
     return is_whole and is_even and move.plan.dtype == new_dtype
 
@@ -231,35 +230,49 @@ def _run_before(move: PartMove, array: LocalBlocks, senders: Devices) -> LocalBl
 # ---- messages
 
 
-def _new_block(array: ArrayPlan, parts: tuple[SentPart, ...]) -> NewBlock:
-    """Describe how the program of the transfer builds a block of an array from its parts.
+def _new_shape(array: ArrayPlan) -> Shape:
+    """Return the shape of a block of an array as the transfer leaves it, before other steps."""
+    move = array.moves[0]  # all moves bring their parts to one layout
+    if _stages_of(move).after:
+        return move.transfer.target.local_shape(0)
+    return array.sharding.local_shape(0)
+
+
+def _sent_part(
+    move: PartMove, block: int, shape: Shape, new_shape: Shape, numbers: Sequence[int]
+) -> SentPart:
+    """Describe how the program of the transfer brings a part of a block to a new block.
 
     Boxes arrive with their dims in the order of the source; then the block is transposed to the
     order of the destination, unless later steps of the plan do that. For "a b -> b a" and a new
     block [2, 3] boxes are put together as [3, 2], and the dims are transposed to (1, 0).
+
+    Args:
+        move: The move of the part.
+        block: The number of the block.
+        shape: Its shape.
+        new_shape: The shape of the new block.
+        numbers: As in `_messages`.
     """
-    move = array.moves[0]  # all moves bring their parts to one layout
     source_names = move.plan.src.names
-    if _stages_of(move).after:
-        # The steps after the transfer transpose: dims stay in the order of the source.
-        block_names = source_names
-        block_shape = move.transfer.target.local_shape(0)
-    else:
-        block_names = move.plan.dst.names
-        block_shape = array.sharding.local_shape(0)
-    length_of = dict(zip(block_names, _with_added_dim(move.dst, block_shape), strict=True))
-    return NewBlock(
-        shape=tuple(length_of[name] for name in source_names),
+    # The steps after the transfer transpose: until then dims stay in the order of the source.
+    block_names = source_names if _stages_of(move).after else move.plan.dst.names
+    lengths = _with_added_dims(move.dst, new_shape)
+    length_of = dict(zip(block_names, lengths, strict=True))
+    return SentPart(
+        block=block,
+        shape=_with_added_dims(move.src, shape),
+        new_shape=tuple(length_of[name] for name in source_names),
         order=tuple(map(source_names.index, block_names)),
-        block=block_shape,
-        dtypes=(move.plan.dtype, array.dtype),
-        parts=parts,
+        messages=tuple(_messages(move, numbers)),
+        op=move.transfer.op,
+        in_order=move.plan.profile.adds_in_order,
     )
 
 
-def _with_added_dim(sharded: PartSharding, block: Shape) -> Shape:
-    """Return the shape of a block of the part: where arrays are stacked, it has one more dim of 1."""
-    return sharded.part.part_shape(block) if sharded.part.adds else block
+def _with_added_dims(sharded: PartSharding, block: Shape) -> Shape:
+    """Return a block's shape with the new dims of the part: where arrays are stacked, one more of 1."""
+    return tuple(1 if dim == NEW else block[dim] for dim, _ in sharded.part.dims)
 
 
 def _messages(move: PartMove, numbers: Sequence[int]) -> Iterator[Message]:
@@ -274,11 +287,11 @@ def _messages(move: PartMove, numbers: Sequence[int]) -> Iterator[Message]:
             by their place in this list: with [4, 5, 6], 0 for device 4.
     """
     transfer_step = move.transfer
-    # The dim of a box, if any, along which it is a part of the array. A box has its dims in the
-    # order of the source, on its way to the destination, too.
+    # The dims of a box along which it is a part of the array. A box has its dims in the order of the
+    # source, on its way to the destination, too.
     src = move.plan.src
-    src_dim = _dim_of_part(move.src, src, src)
-    dst_dim = _dim_of_part(move.dst, move.plan.dst, src)
+    src_dims = _dims_of_part(move.src, src, src)
+    dst_dims = _dims_of_part(move.dst, move.plan.dst, src)
     messages: Iterable[Message] = transfer_step.messages
     if transfer_step.is_in_place:
         # Every device keeps its rows. The program builds new blocks of messages only, so that
@@ -286,10 +299,10 @@ def _messages(move: PartMove, numbers: Sequence[int]) -> Iterator[Message]:
         messages = _messages_in_place(transfer_step)
     for message in messages:
         box = list(message.box)
-        if src_dim is not None:
-            box[src_dim] = _rows_of_block(box[src_dim], move.src, message.src, end=0)
-        if dst_dim is not None:
-            box[dst_dim] = _rows_of_block(box[dst_dim], move.dst, message.dst, end=1)
+        for part_dim, i in src_dims.items():
+            box[i] = _rows_of_block(box[i], move.src, part_dim, message.src, end=0)
+        for part_dim, i in dst_dims.items():
+            box[i] = _rows_of_block(box[i], move.dst, part_dim, message.dst, end=1)
         sender = numbers.index(transfer_step.src_devices[message.src])
         receiver = numbers.index(transfer_step.dst_devices[message.dst])
         sent = Message(sender, receiver, tuple(box))
@@ -304,19 +317,17 @@ def _messages_in_place(step: Transfer) -> Iterator[Message]:
         yield Message(step.src_devices.index(device), dst, box)
 
 
-def _dim_of_part(sharded: PartSharding, layout: Layout, box: Layout) -> int | None:
-    """Return the dim of a box along which an array is moved in part; None if all of it is moved.
+def _dims_of_part(sharded: PartSharding, layout: Layout, box: Layout) -> dict[int, int]:
+    """Find the dims of a box along which an array is moved in part, by their numbers in the part.
 
-    The part has the number of that dim in `layout`; returned is its number in `box`: with `layout`
-    "a b" and `box` "b a" dim 0 is dim 1 of the box.
+    With `layout` "a b" and `box` "b a" dim 0 of the part is dim 1 of the box.
     """
-    if not sharded.rows or sharded.part.dim is None:
-        return None
-    return box.names.index(layout.names[sharded.part.dim])
+    cut = [i for i, rows in enumerate(sharded.rows) if rows is not None]
+    return {i: box.names.index(layout.names[i]) for i in cut}
 
 
 def _rows_of_block(
-    segments: tuple[Segment, ...], sharded: PartSharding, device: int, end: int
+    segments: tuple[Segment, ...], sharded: PartSharding, part_dim: int, device: int, end: int
 ) -> tuple[Segment, ...]:
     """Renumber rows of a part of an array as rows of a device's block of the whole array.
 
@@ -326,11 +337,14 @@ def _rows_of_block(
         segments: The rows of a message along the dim of the part: of each segment the first row at
             the sender and at the receiver, and the number of rows.
         sharded: The part.
+        part_dim: The dim of the part.
         device: The sender or receiver.
         end: 0 to renumber the rows at the sender, 1 at the receiver.
     """
-    assert sharded.part.dim is not None
-    rows_of_part = sharded.rows[sharded.whole.dim_device(sharded.part.dim, device)]
+    rows_of_block = sharded.rows[part_dim]
+    assert rows_of_block is not None
+    dim = sharded.part.dims[part_dim].dim
+    rows_of_part = rows_of_block[sharded.whole.dim_device(dim, device)]
     rows = [rows_at(segments, 0), rows_at(segments, 1)]  # at the sender, at the receiver
     rows[end] = row_numbers(rows_of_part)[rows[end]]
     # Segments of one row each, merged where rows follow each other at both ends.
@@ -391,7 +405,7 @@ def _program(
         A function: one array per source, with a block on every device -> one per new block.
     """
     transport = PERMUTE if mesh.devices[0].platform == "cpu" else RAGGED
-    out_specs = [_spec(new.block) for new in new_blocks]
+    out_specs = [_spec(new.shape) for new in new_blocks]
 
     def run(*blocks: jax.Array) -> list[jax.Array]:
         return list(transfer(blocks, new_blocks, mesh.size, transport))

@@ -16,6 +16,7 @@ import xshard as xs
 from jax_bridge.state import execute
 from jax_bridge.testing.stacked import received_bytes
 from tests.jax_bridge.helpers import CALL, host, in_jax, joined, needs_flax
+from tests.state.test_chains import EXPERTS, GATE_UP, TURNS, WHOLE
 from xshard.state import Names, concat, rename, stack
 from xshard.testing.pickling import packed
 
@@ -103,6 +104,24 @@ def layers(n: int) -> dict[str, np.ndarray]:
     }
     experts = {f"experts.{i}.w": random(4, 6) for i in range(3)}
     return found | experts | {"norm": np.arange(8, dtype=np.float32)}
+
+
+@in_jax
+def test_chained_names_are_one_transfer_with_parts_along_two_dims() -> None:
+    weights = {name: x.astype(np.float32) for name, x in (GATE_UP | WHOLE).items()}
+    names = EXPERTS.then(TURNS)
+    expected = names.apply(weights)
+    src = {"w": "o/cyclic(dp) i", "**": "e o/dp i"}
+    dst = {"odd.*": "n/tp", "even.*": "a/tp b", "**": "a/tp b"}
+    train = on(0, dp=4)
+    serve = on(3, tp=2)
+    moved = xj.transfer(xj.place(weights, src, train), dst, serve, names=names)
+    assert [*moved] == [*expected]
+    for name, x in expected.items():
+        assert held(moved[name]) == stored(x, xs.Rules(dst).find(name), serve), name
+    returned = xj.transfer(moved, src, train, names=names.inverse)
+    for name, x in weights.items():
+        assert held(returned[name]) == stored(x, xs.Rules(src).find(name), train), name
 
 
 @in_jax

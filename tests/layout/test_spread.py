@@ -136,7 +136,7 @@ def test_attention_wants_heads_that_no_devices_share():
     four = Mesh(tp=4)
     queries = Sharding(Layout("b h/tp s d"), four, (1, 8, 4, 3))
     keys = Sharding(Layout("b g/spread(tp) s d"), four, (1, 2, 4, 3))
-    with pytest.raises(ShapeError, match="devices share heads of 'b g/tp_0 s d'"):
+    with pytest.raises(ShapeError, match=r"devices share heads of 'b g/spread.tp. s d'"):
         attention(queries, keys, keys)
 
 

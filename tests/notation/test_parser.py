@@ -63,6 +63,7 @@ def test_the_dual_of_a_layout(layout):
         ("s/sizes( a , b , 3,0,3,2 )", "s/sizes(a,b,3,0,3,2)"),
         ("s/zigzag(a, 4,8,4)/cyclic( b, 2 )", "s/zigzag(a,4,8,4)/cyclic(b,2)"),
         ("s/intervals(a,[0,4 ,12,16],[ 4,12 ])", "s/intervals(a,[0,4,12,16],[4,12])"),
+        ("s/intervals(a,[],[ ],[0,2])", "s/intervals(a,[],[],[0,2])"),
         ("h:fold( halo(1,1) ) w", "h:fold(halo(1,1)) w"),
     ],
 )
@@ -164,6 +165,7 @@ s/«cyclic»(a,2,3)   2 numbers in cyclic
 s/«cyclic»(a,0)   1 number in cyclic
     cyclic takes no number, or the rows dealt out together, 1 or more, as in cyclic(cp,16)
 s/«balanced»(a,2)   1 number in balanced   balanced takes no number, as in s/balanced(cp)
+s/zigzag(a,[«]»)   expected a whole number, found ']'
 s/intervals(a,«4»)   '4' in intervals
     intervals takes [start,stop,...] of every part, as in intervals(cp,[0,4,12,16],[4,12])
 s/zigzag(a,«[»4,4])   '[4,4]' in zigzag

@@ -130,6 +130,19 @@ def test_back_to_parts_of_their_own() -> None:
     assert plan.bytes_received == plan.bytes_lower_bound
 
 
+def test_plans_of_parts_that_some_devices_lack_are_read_back() -> None:
+    names = Names(concat(["a", "b"], "ab"))
+    ends = {"src_mesh": Mesh(tp=4), "dst_mesh": Mesh(tp=3), "names": names}
+    plan = plan_transfer({"a": (4, 3), "b": (2, 3)}, ({"**": "o/tp i"}, {"ab": "o/tp i"}), **ends)
+    [array] = plan.arrays
+    assert [str(move.plan.dst) for move in array.moves] == [
+        "o/tp i",
+        "o/intervals(tp,[],[],[0,2]) i",
+    ]
+    for move in array.moves:
+        assert xs.Plan.from_json(move.plan.to_json()) == move.plan
+
+
 def test_replicas_share_the_sending_of_all_arrays() -> None:
     """300 arrays that four devices hold, for one: each sends a quarter, where one alone would send all."""
     shapes = {f"b{i}": (32,) for i in range(300)}

@@ -15,7 +15,7 @@ from tests.spread_cases import random_move, random_product
 from tests.torch_bridge.helpers import SharedRanks, on_ranks
 from torch_bridge.models.parallel import parallel_of
 from xshard import Mesh
-from xshard.errors import PlanError, ReplicaError
+from xshard.errors import PlanError, ReplicaError, ShapeError
 
 FOUR = Mesh(tp=4)
 on_four = SharedRanks(4)
@@ -146,13 +146,16 @@ def test_replicas_of_a_shared_head_are_compared() -> None:
         if dist.get_rank() == 1:  # ranks 0 and 1 share the first head
             model[1].k.weight += 1
     with pytest.raises(
-        ReplicaError, match=r"1\.k\.weight: blocks differ along 'tp_1'(.|\n)*ranks 0, 1"
+        ReplicaError,
+        match=r"1\.k\.weight: blocks differ along 'tp', .*\n    '\(g 3\)/spread\(tp\) i'\n(.|\n)*ranks 0, 1",
     ):
         xt.check_replicas(model)
     block = torch.full((1, 2), float(dist.get_rank()))
     text = "h/spread(tp) d -> h d"
-    with pytest.raises(ReplicaError, match="blocks differ along 'tp_1'"):
+    with pytest.raises(ReplicaError, match="blocks differ along 'tp'"):
         xt.redistribute(block, text, FOUR, shape=(2, 2), check_replicated=True)
+    with pytest.raises(ShapeError, match=r"under 'h/spread\(tp\) d' .* of Mesh\(tp=4\) of a"):
+        xt.redistribute(block, text, FOUR, shape=(2, 3))
 
 
 @on_four
@@ -235,6 +238,6 @@ def test_files_have_each_shared_unit_once() -> None:
     with tempfile.TemporaryDirectory() as folder:
         saved = on_ranks(4, save, folder)
         assert saved[0][0] < 2 * 4 * (6 * 2 + 12 * 2) + 4096
-        assert "leaf 'k': blocks differ along 'tp_1'" in saved[0][1] and "ranks 2, 3" in saved[0][1]
+        assert "leaf 'k': blocks differ along 'tp'" in saved[0][1] and "ranks 2, 3" in saved[0][1]
         assert on_ranks(2, load, folder, STORED) == [True] * 2
         assert on_ranks(3, load, folder, {"k": "(g 3)/tp i", "w": "o/tp i"}) == [True] * 3

@@ -37,6 +37,7 @@ from xshard.errors import DtypeError, MeshError, PlanError, ShapeError
 from xshard.layout import Layout, Mesh, Sharding
 from xshard.layout.layout import check_axes
 from xshard.layout.lengths import global_shape
+from xshard.layout.sub_axes import root_of
 from xshard.notation.parser import with_map_digests
 from xshard.planner import plan as plan_redistribution
 from xshard.plans.expression import (
@@ -192,12 +193,12 @@ def check_local(
         **options: As for `check_block`.
     """
     device = processes.device
-    layout = array.layout
     # The hint says which part of the array this process should have.
-    part = f"under '{layout}' that is the part of device {device} of {array.mesh!r} of a {array.shape} array"
+    mesh = root_of(array.mesh)
+    part = f"under '{array.written}' that is the part of device {device} of {mesh!r} of a {array.shape} array"
     what = f"{what} rank {processes.ranks[device]}"
     expected = array.local_shape(device)
-    check_block(what, tuple(block), expected, layout.names, text, part, **options)
+    check_block(what, tuple(block), expected, array.layout.names, text, part, **options)
 
 
 @layout_cache(maxsize=4096)
@@ -387,7 +388,7 @@ def check_source_block(x: Tensor | None, plan: Plan) -> None:
             )
         return
     expected = source.local_shape(plan.src_devices.index(rank))
-    hint = f"under '{source.layout}' on {source.mesh!r} that is its part of a {source.shape} array"
+    hint = f"under '{source.written}' on {root_of(source.mesh)!r} that is its part of a {source.shape} array"
     if x is None:
         raise ShapeError(f"rank {rank} is in the source and brings no block", hint=hint)
     if tuple(x.shape) != expected:

@@ -54,7 +54,7 @@ def _parameter_lines(parallel: ParallelModel, path: str) -> list[str]:
     lines = []
     parameters = list(parallel.used_inside(path).items())
     for name, sharding in parameters[:LISTED]:
-        layout = layout_text(sharding.layout)
+        layout = layout_text(sharding.written)
         block_shape = sharding.local_shape(parallel.context.processes.device)
         lines.append(f"{name}: {layout}, block {block_shape} of {sharding.shape}")
     return lines

@@ -236,7 +236,7 @@ def sharding_of_state(
     is_whole = sharding.mesh.size(*sharding.layout.sharding_axes) == 1
     if math.prod(shape) == 1 or is_whole:
         return Sharding(Layout.parse("..."), sharding.mesh, tuple(shape))
-    what = f"a state of shape {tuple(shape)}, of a parameter {sharding.shape} under '{sharding.layout}'"
+    what = f"a state of shape {tuple(shape)}, of a parameter {sharding.shape} under '{sharding.written}'"
     hint = "no layout follows for another shape than the parameter's: store the parameter whole, "
     hint += "or use an optimizer with states of its shape"
     raise ShapeError(what, hint=hint)

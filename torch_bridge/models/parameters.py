@@ -91,7 +91,7 @@ class ParallelContext:
                 sharding,
                 sharding.mesh,
                 name_of(block.dtype),
-                layout_text(sharding.layout),
+                layout_text(sharding.written),
                 cotangents=False,
                 name=name,
             )

@@ -215,7 +215,7 @@ def _check_heads(name: str, used: Sharding, model: nn.Module, hooks: Hooks) -> N
         if rows % head_dim:
             raise ShapeError(
                 f"a block of {rows} of {used.shape[0]} rows ends inside a head of {head_dim}",
-                text=layout_text(used.layout),
+                text=layout_text(used.written),
                 hint=f"blocks of whole heads: '(h {head_dim})/tp i', of queries, keys and values; or fewer "
                 "blocks than processes: 'o/kv i' of keys and values, 'o/(kv,rep) i' of queries",
             )
@@ -225,7 +225,7 @@ def _check_stored_alike(name: str, stored: Sharding, parameter: ShardedParameter
     """Raise PlanError if a tied parameter is stored in two ways; names of dims may differ."""
     first = parameter.sharding.layout  # of the first name
     if [dim.shards for dim in first.dims] != [dim.shards for dim in stored.layout.dims]:
-        this_way = layout_text(stored.layout)
+        this_way = layout_text(stored.written)
         what = f"{name} is {parameter.name}, stored as '{this_way}', not '{layout_text(first)}'"
         hint = "tied parameters are stored in one way; uses may differ, as in 'v c -> v/tp c'"
         raise PlanError(what, hint=hint)

@@ -43,7 +43,7 @@ from xshard import Layout, Rules, Sharding, errors, trees
 from xshard.plans.expression import sides_or_one
 from xshard.state.files import Checkpoint
 from xshard.state.files.values import number_of, to_json
-from xshard.state.relations import TargetArray
+from xshard.state.parts import TargetArray
 from xshard.trees import joined
 
 ArraysAndConstants = tuple[dict[str, LocalArray], dict[str, Constant]]

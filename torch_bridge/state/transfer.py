@@ -277,7 +277,7 @@ def _parts_to_send(
 def _assembled(array: ArrayPlan, parts: list[Tensor], device: int) -> Tensor:
     """Return the block of an array from the parts that its moves bring."""
     dtype = getattr(torch, array.dtype)
-    if len(parts) == 1 and not array.moves[0].dst.part.numpy_index:
+    if len(parts) == 1 and array.moves[0].dst.part.is_whole:
         return parts[0].to(dtype)  # the part is the whole block
     out = parts[0].new_empty(array.sharding.local_shape(device), dtype=dtype)
     # Several stored arrays make one array, or one makes a part of it.

@@ -223,6 +223,19 @@ def as_runs(rows: Numbers) -> Runs:
     return tuple(map(Run, start.tolist(), length.tolist()))
 
 
+def as_few_runs(rows: Numbers) -> Runs:
+    """Return `as_runs`, but runs of one length at one distance as one run, which a slice can stand for.
+
+    0 1 10 11 20 21 -> (Run(0, 2, 3, 10),)
+    """
+    start, length = run_columns(rows)
+    distances = np.unique(np.diff(start)).tolist()
+    lengths = np.unique(length).tolist()
+    if len(distances) == len(lengths) == 1 and distances[0] > 0:
+        return (Run(int(start[0]), lengths[0], len(start), distances[0]),)
+    return as_runs(rows)
+
+
 def run_columns(rows: Numbers) -> tuple[Numbers, Numbers]:
     """Find the starts and lengths of consecutive rows: 3 4 5 0 1 -> starts 3 0, lengths 3 2.
 

@@ -64,6 +64,7 @@ class Sharding(Pictured):
         check_axes(self.layout, self.mesh)
         _check_shape(self.shape)
         if self.layout.counts_units:
+            object.__setattr__(self, "_written", self.layout)
             layout, mesh = in_rows(self.layout, self.mesh, self.shape)
             object.__setattr__(self, "layout", layout)
             object.__setattr__(self, "mesh", mesh)
@@ -81,6 +82,11 @@ class Sharding(Pictured):
 
     def __reduce__(self) -> tuple[object, ...]:  # a hash is valid in its own process only
         return Sharding, (self.layout, self.mesh, self.shape)
+
+    @property
+    def written(self) -> Layout:
+        """The layout for errors, with units and `spread` where it was made of one with these."""
+        return getattr(self, "_written", self.layout)
 
     # ---- related shardings
 

@@ -438,7 +438,7 @@ def _check_shapes(q: Sharding, k: Sharding, v: Sharding) -> None:
     text = str(k.layout)
     for array in (q, k, v):
         if array.mesh != root_of(array.mesh):
-            what = f"devices share heads of '{array.layout}'"
+            what = f"devices share heads of '{array.written}'"
             hint = "blocks of such heads are attended without a layout, as on one device; or move them first"
             raise ShapeError(what, text=text, hint=hint)
     if k.shape[:HEADS] != q.shape[:HEADS] or k.shape[WIDTH] != q.shape[WIDTH]:

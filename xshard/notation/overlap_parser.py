@@ -140,9 +140,13 @@ class Scanner:
             raise self.error("a number that fits no 64 bits", span, f"at most {MOST_DIGITS} digits")
         return int(digits)
 
-    def listed(self, item: Callable[[], _T], brackets: str = "()") -> list[_T]:
-        """Take `( item , item ... )` with at least one item, and return the items."""
+    def listed(
+        self, item: Callable[[], _T], brackets: str = "()", *, may_be_empty: bool = False
+    ) -> list[_T]:
+        """Take `( item , item ... )` with at least one item unless `may_be_empty`, and return the items."""
         self.expect(brackets[0])
+        if may_be_empty and self.take(brackets[1]):
+            return []
         items = [item()]
         while self.take(","):
             items.append(item())

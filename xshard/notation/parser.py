@@ -472,10 +472,14 @@ class _Parser(Scanner):
     def number_of(self, order: str) -> Width:
         """Parse one number of an order, or the numbers of one part in brackets for `intervals`."""
         span = self.span
-        number = parse_width(self)
+        number: Width
+        if order == INTERVALS and self.kind == "[":
+            number = tuple(self.listed(self.integer, "[]", may_be_empty=True))  # [] of no rows
+        else:
+            number = parse_width(self)
         if isinstance(number, tuple) != (order == INTERVALS):
             raise self.error(f"'{bracketed(number)}' in {order}", span, _NUMBER_HINTS[order])
-        smallest = min(number) if isinstance(number, tuple) else number
+        smallest = min(number, default=0) if isinstance(number, tuple) else number
         if smallest < 0:
             raise self.error(f"a number below 0: {bracketed(number)}", span, _NUMBER_HINTS[order])
         return number

@@ -191,7 +191,7 @@ def on_common_mesh(source: Sharding, target: Sharding) -> tuple[Sharding, Shardi
         return source, target
     mesh = common_mesh(source.mesh, target.mesh)
     if mesh is None:
-        reason = f"'{source.layout}' and '{target.layout}' share units in groups that do not nest"
+        reason = f"'{source.written}' and '{target.written}' share units in groups that do not nest"
         raise PlanError(reason, hint=NEST_HINT)
     return source.on_sub_axes(mesh), target.on_sub_axes(mesh)
 

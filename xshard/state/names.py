@@ -5,27 +5,21 @@ Each element of a target has one origin.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from xshard.errors import ShapeError, XshardError
+from xshard.errors import ShapeError, XshardError, located
 from xshard.layout import layout, runs
 from xshard.plans.serialize import fields_from_plain, fields_to_plain
 from xshard.rules import match_stars, nearest_hint, spellings, stars_in
 from xshard.signatures import did_you_mean, short_repr
-from xshard.state.relations import (
-    JoinedArray,
-    Relation,
-    Shape,
-    TargetArray,
-    applications,
-    make_targets,
-)
+from xshard.state.parts import PartMapping, Shape, TargetArray
+from xshard.state.relations import JoinedArray, Relation, applications, make_targets
 
 _KEEP = Relation(("**",), "**")
 MOST_NAMES_IN_ERROR = 8
@@ -99,7 +93,7 @@ def concat(
     Examples:
         >>> shapes = {"a.gate": (4, 2), "a.up": (4, 2)}
         >>> arrays = Names(concat(["*.gate", "*.up"], "*.gate_up")).resolve(shapes)
-        >>> arrays["a.gate_up"].shape, arrays["a.gate_up"].pieces[1].dst.rows
+        >>> arrays["a.gate_up"].shape, arrays["a.gate_up"].pieces[1].dst.dims[0].rows
         ((8, 2), (Run(start=4, length=4, repeats=1, stride=0),))
     """
     if rows is not None:
@@ -199,7 +193,7 @@ class Names:
             for name, shape, lengths in relation.joined:
                 self._joined[name, shape] = lengths
 
-    @cached_property
+    @functools.cached_property
     def inverse(self) -> Names:
         """The names from targets to sources. A `concat` without `rows=` is split as `resolve` has joined it.
 
@@ -214,6 +208,33 @@ class Names:
         inverse = Names(*(relation.inverse for relation in self.relations))
         inverse._joined = self._joined  # shared: what is resolved later counts, too
         return inverse
+
+    @property
+    def links(self) -> tuple[Names, ...]:
+        """The names that apply one after the other: these alone, unless they are a chain."""
+        return (self,)
+
+    def then(self, names: Names) -> Names:
+        """Apply other names to the arrays that these make, as one mapping from the first to the last.
+
+        A chain is used wherever names are: nothing between its ends is moved or stored.
+
+        Args:
+            names: Names from the targets of these to others.
+
+        Returns:
+            The chain.
+
+        Raises:
+            XshardError: These names cast: only the last link of a chain may.
+
+        Examples:
+            >>> experts = Names(unstack("experts", "experts.*"))
+            >>> names = experts.then(Names(split("experts.*", ["experts.*.gate", "experts.*.up"])))
+            >>> {name: array.shape for name, array in names.resolve({"experts": (1, 8, 2)}).items()}
+            {'experts.0.gate': (4, 2), 'experts.0.up': (4, 2)}
+        """
+        return _Chain((*self.links, *names.links))
 
     def resolve(
         self, shapes: Mapping[str, Sequence[int]], dtypes: Mapping[str, str] | None = None
@@ -273,7 +294,10 @@ class Names:
         for name, array in targets.items():
             if len(array.pieces) == 1:
                 continue
-            lengths = tuple(runs.count_rows(piece.dst.rows) for piece in array.pieces)
+            rows_of_parts = []  # a part is some rows of one dim
+            for piece in array.pieces:
+                rows_of_parts += [rows for _, rows in piece.dst.dims if rows is not None]
+            lengths = tuple(map(runs.count_rows, rows_of_parts))
             is_same = self._joined.setdefault((name, array.shape), lengths) == lengths
             self._joined[name, array.shape] = lengths if is_same else ()
 
@@ -302,9 +326,58 @@ class Names:
         for name, target in self.resolve(shapes, dtypes).items():
             out = np.empty(target.shape, arrays[target.pieces[0].src.name].dtype)
             for src, dst, order in target.pieces:
-                out[dst.numpy_index] = np.transpose(arrays[src.name][src.numpy_index], order)
+                part = arrays[src.name][src.numpy_index(shapes[src.name])]
+                out[dst.numpy_index(target.shape)] = np.transpose(part, order)
             results[name] = out.astype(target.dtype)
         return results
+
+
+class _Chain(Names):
+    """Names that apply one after the other, as one mapping from the first sources to the last targets."""
+
+    def __init__(self, links: tuple[Names, ...]) -> None:
+        super().__init__(*(link.relations for link in links))
+        self._links = links
+        for link in links[:-1]:
+            for relation in link.relations:
+                if relation.dtype is not None:
+                    reason = f"'{relation}' casts to {relation.dtype}, and other names follow"
+                    raise XshardError(reason, hint="cast in the last link of a chain")
+
+    @property
+    def links(self) -> tuple[Names, ...]:
+        return self._links
+
+    @functools.cached_property
+    def inverse(self) -> Names:
+        return _Chain(tuple(link.inverse for link in reversed(self.links)))
+
+    def resolve(
+        self, shapes: Mapping[str, Sequence[int]], dtypes: Mapping[str, str] | None = None
+    ) -> dict[str, TargetArray]:
+        targets = SAME.resolve(shapes, dtypes)
+        for number, link in enumerate(self.links, 1):
+            with located(f"link {number} of the names"):
+                made = link.resolve(
+                    {name: array.shape for name, array in targets.items()},
+                    {name: array.dtype for name, array in targets.items()},
+                )
+            for name, array in made.items():
+                made[name] = array._replace(pieces=_from_sources(array, targets))
+            targets = made
+        return targets
+
+
+def _from_sources(array: TargetArray, middle: Mapping[str, TargetArray]) -> tuple[PartMapping, ...]:
+    """Map the sources of arrays to an array that is made of these: its parts, where they come from."""
+    pieces = []
+    for piece in array.pieces:
+        made = middle[piece.src.name]
+        for arriving in made.pieces:
+            joint = arriving.then(piece, made.shape)
+            if joint is not None:
+                pieces.append(joint)
+    return tuple(pieces)
 
 
 def _take_shapes(
@@ -356,14 +429,17 @@ def _unmatched(
     return XshardError("; ".join(reasons), hint="\n  ".join(hints))
 
 
-def names_to_json(names: Names) -> list[dict[str, Any]]:
+def names_to_json(names: Names) -> list[Any]:
     """Convert a mapping of names to JSON, for files and the command line.
 
     Returns a list with a dict for each relation, of the fields that differ from their default:
-    `Names(rename("q", "query"))` -> `[{"parts": ["q"], "whole": "query"}]`.
+    `Names(rename("q", "query"))` -> `[{"parts": ["q"], "whole": "query"}]`. For a chain, a list
+    with such a list for each link.
     """
+    if len(names.links) > 1:
+        return list(map(names_to_json, names.links))
     defaults = fields_to_plain(Relation((), ""))
-    data = []
+    data: list[Any] = []
     for relation in names.relations:
         if len(relation.parts) > 1 and not (relation.rows or relation.equal):
             # A relation that does not say how long its parts are: note the lengths of the arrays
@@ -381,6 +457,8 @@ def names_from_json(data: Any) -> Names:
         XshardError: A relation is malformed.
     """
     items = data if isinstance(data, list) else [data]
+    if items and all(isinstance(item, list) for item in items):  # the links of a chain
+        return _Chain(tuple(map(names_from_json, items)))
     return Names(*(_relation_from_json(item) for item in items))
 
 

@@ -1,17 +1,17 @@
-"""Relations between arrays: which part of a source array becomes which part of a target array."""
+"""Relations between arrays: which arrays, found by their names, become which others, in whole or in parts."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from xshard.errors import ShapeError, XshardError
-from xshard.layout.runs import Run, Runs, as_index, count_rows, interval
+from xshard.layout.runs import Run, interval
 from xshard.rules import fill_stars, match_stars
+from xshard.state.parts import NEW, ArrayPart, Link, PartDim, PartMapping, Shape
 
-Shape = tuple[int, ...]
 # A joined array, by name and shape -> the rows of each of its parts.
 Joined = Mapping[tuple[str, Shape], tuple[int, ...]]
 JoinedArray = tuple[str, Shape, tuple[int, ...]]  # the same, as one entry of a list
@@ -25,60 +25,6 @@ def _with_length(shape: Shape, d: int, length: int) -> Shape:
 def _with_new_dim(shape: Shape, d: int) -> Shape:
     """Insert a dim of length 1: (4, 2) at dim 1 -> (4, 1, 2)."""
     return (*shape[:d], 1, *shape[d:])
-
-
-class ArrayPart(NamedTuple):
-    """All of an array, or some rows of one of its dims.
-
-    Attributes:
-        name: The array's name.
-        dim: The dim, or None for all of the array.
-        rows: The rows of that dim.
-        adds: Whether only the part has that dim, with length 1: an array that is stacked.
-    """
-
-    name: str
-    dim: int | None = None
-    rows: Runs = ()
-    adds: bool = False
-
-    def part_shape(self, shape: Shape) -> Shape:
-        """Return the shape of the part, given the shape of the array."""
-        if self.dim is None:
-            return shape
-        if self.adds:
-            return _with_new_dim(shape, self.dim)
-        return _with_length(shape, self.dim, count_rows(self.rows))
-
-    @property
-    def numpy_index(self) -> tuple[Any, ...]:
-        """The numpy index of the part in the array."""
-        if self.dim is None:
-            return ()
-        index = None if self.adds else as_index(self.rows)  # None adds a dim of length 1
-        return (*(slice(None),) * self.dim, index)
-
-
-class PartMapping(NamedTuple):
-    """Elements of one array that become elements of another. Dim i of `dst` is dim `order[i]` of `src`."""
-
-    src: ArrayPart
-    dst: ArrayPart
-    order: tuple[int, ...]
-
-    @property
-    def inverse(self) -> PartMapping:
-        """The mapping from the target to the source."""
-        order = sorted(range(len(self.order)), key=self.order.__getitem__)
-        return PartMapping(self.dst, self.src, tuple(order))
-
-
-class TargetArray(NamedTuple):
-    """An array that names make: its shape, its dtype, and the source of each of its parts."""
-
-    shape: Shape
-    dtype: str
-    pieces: tuple[PartMapping, ...]
 
 
 class MadeArray(NamedTuple):
@@ -230,7 +176,8 @@ def make_targets(
         return [_join(relation, use, permuted, order)]
     [source] = use.sources
     [target] = use.targets
-    piece = PartMapping(ArrayPart(source), ArrayPart(target), order)
+    ndim = len(order)
+    piece = PartMapping(ArrayPart.whole(source, ndim), ArrayPart.whole(target, ndim), order)
     return [MadeArray(target, permuted[0], (piece,))]
 
 
@@ -292,12 +239,11 @@ def _join(
 
 
 def _mapping(name: str, part: ArrayPart, order: tuple[int, ...], relation: Relation) -> PartMapping:
-    """Map the array `name` to a part of the whole. If it is stacked, both have the new dim."""
-    if not relation.stacks:
-        return PartMapping(ArrayPart(name), part, order)
-    d = relation.dim
-    shifted = [i + 1 if i >= d else i for i in order]  # dims from `d` on move up
-    return PartMapping(ArrayPart(name, d, adds=True), part, (*shifted[:d], d, *shifted[d:]))
+    """Map the array `name` to a part of the whole. If it is stacked, it lacks one of its dims."""
+    dims = list(map(PartDim, order))
+    if relation.stacks:
+        dims.insert(relation.dim, PartDim(NEW))
+    return PartMapping.linked(name, part.name, list(map(Link, dims, part.dims)))
 
 
 def _parts_of_whole(
@@ -319,10 +265,11 @@ def _parts_of_whole(
             the relation says it, by `rows` or `equal`.
     """
     d = relation.dim
+    whole = ArrayPart.whole(name, len(shape))
     if relation.stacks:
-        return [ArrayPart(name, d, interval(i, i + 1)) for i in range(n_parts)]
+        return [whole.with_rows(d, interval(i, i + 1)) for i in range(n_parts)]
     if n_parts == 1:
-        return [ArrayPart(name)]
+        return [whole]
     if relation.rows:
         rows_in_group = relation.rows
     elif relation.equal:
@@ -343,6 +290,6 @@ def _parts_of_whole(
     for length in rows_in_group:
         run = Run(start, length, n_groups, group_rows) if n_groups > 1 else Run(start, length)
         has_rows = n_groups > 0 and length > 0
-        parts.append(ArrayPart(name, d, (run,) if has_rows else ()))
+        parts.append(whole.with_rows(d, (run,) if has_rows else ()))
         start += length
     return parts

@@ -20,8 +20,8 @@ from xshard.rules import Rules, RulesLike
 from xshard.search.request import Request, device_numbers
 from xshard.signatures import Bytes
 from xshard.state.names import SAME, Names
+from xshard.state.parts import ArrayPart, PartMapping, Shape, TargetArray
 from xshard.state.progress import Progress
-from xshard.state.relations import ArrayPart, PartMapping, Shape, TargetArray
 from xshard.state.tree_plan import ArrayPlan, PartMove, SourceArray, TreePlan, part_of
 from xshard.steps.base import REDUCERS
 
@@ -186,8 +186,9 @@ def _layouts_of_arrows(
         layouts.dst[name] = dst
         order = tuple(map(src.names.index, dst.names))  # the source's dim of each target dim
         target_shape = tuple(shape[i] for i in order)
-        whole = PartMapping(ArrayPart(name), ArrayPart(name), order)
-        layouts.targets[name] = TargetArray(target_shape, dtypes[name], (whole,))
+        whole = ArrayPart.whole(name, len(shape))
+        piece = PartMapping(whole, whole, order)
+        layouts.targets[name] = TargetArray(target_shape, dtypes[name], (piece,))
     return layouts
 
 

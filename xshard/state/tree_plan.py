@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -17,16 +16,24 @@ from xshard.cost.model import Profile
 from xshard.errors import PlanError
 from xshard.formatting import align_columns, format_bytes
 from xshard.layout import Mesh, Sharding, partition
-from xshard.layout.runs import Run, Runs, common_segments, count_rows, merge_adjacent
+from xshard.layout.runs import (
+    Run,
+    Runs,
+    as_few_runs,
+    common_segments,
+    count_rows,
+    merge_adjacent,
+    row_numbers,
+)
 from xshard.notation.parser import BY, INTERVALS, SIZES, Dim, Shard
 from xshard.plans.plan import Plan
 from xshard.plans.table import device_ranges
 from xshard.plans.transfer import Transfer
 from xshard.plans.transfer_pieces import Ints
-from xshard.state.relations import ArrayPart
+from xshard.state.parts import NEW, ArrayPart
 from xshard.steps import Step
 
-ADDED = "_added"  # the dim of length 1 of an array that is stacked
+ADDED = "_added"  # with its number, the dim of length 1 of an array that is stacked
 
 
 class PartSharding(NamedTuple):
@@ -36,22 +43,24 @@ class PartSharding(NamedTuple):
         whole: The sharding of the array.
         part: Which part.
         sharding: The sharding of the part alone.
-        rows: The rows of the part in a block, by index along the axes of the part's dim; () for the
-            whole array, and for a dim that is added.
+        rows: By dim of the part, its rows in each block, by index along the dim's axes; None for a
+            dim of which it has all rows, and for a new one.
     """
 
     whole: Sharding
     part: ArrayPart
     sharding: Sharding
-    rows: tuple[Runs, ...] = ()
+    rows: tuple[tuple[Runs, ...] | None, ...]
 
     def numpy_index(self, device: int) -> tuple[Any, ...]:
         """Return the numpy index of the device's block of the part in its block of the whole."""
-        if not self.rows:
-            return self.part.numpy_index
-        assert self.part.dim is not None
-        rows = self.rows[self.whole.dim_device(self.part.dim, device)]
-        return self.part._replace(rows=rows).numpy_index
+        if self.part.is_whole:
+            return ()
+        part = self.part
+        for i, rows in enumerate(self.rows):
+            if rows is not None:
+                part = part.with_rows(i, rows[self.whole.dim_device(part.dims[i].dim, device)])
+        return part.numpy_index(self.whole.local_shape(device))
 
 
 @layout_cache(maxsize=65536)
@@ -64,35 +73,50 @@ def part_of(whole: Sharding, part: ArrayPart) -> PartSharding:
 
     Args:
         whole: The sharding of the array.
-        part: All of the array, some rows of one dim, or the array with a new dim of length 1.
+        part: All of the array, some rows of some dims, or the array with new dims of length 1.
 
     Raises:
         PlanError: The rows are of a dim with blocks that overlap.
     """
-    d = part.dim
-    if d is None:  # the part is the whole array
-        return PartSharding(whole, part, whole)
-    dims = list(whole.layout.dims)
-    block_positions = []  # of the part's rows, for each block; empty if all rows are in the part
-    if part.adds:  # the whole array, seen as one row of a new dim, as a member of a stack is
-        dims.insert(d, Dim(ADDED))
-    elif dims[d].overlap is not None:
-        raise PlanError(
-            f"'{dims[d]}' has blocks that overlap, a part of it cannot have a layout",
-            hint="trim before, widen after",
-        )
-    else:
-        part_positions = []  # the same rows, counted within the part
-        for owned in whole.owned_by_position(d):  # the rows of each block
-            # A segment is rows of both: where they are in the part, where in the block, how many.
-            segments = common_segments(part.rows, owned)
-            part_positions.append(merge_adjacent(Run(s.src, s.length) for s in segments))
-            block_positions.append(_as_one_run([Run(s.dst, s.length) for s in segments]))
-        sizes = whole.mesh.sizes_of(dims[d].axes)
-        dims[d] = _sharded_as(dims[d], tuple(part_positions), sizes, count_rows(part.rows))
+    if part.is_whole:
+        return PartSharding(whole, part, whole, (None,) * len(part.dims))
+    dims: list[Dim] = []
+    rows: list[tuple[Runs, ...] | None] = []
+    for i, (d, part_rows) in enumerate(part.dims):
+        if d == NEW:
+            dims.append(Dim(f"{ADDED}{i}"))
+            rows.append(None)
+        elif part_rows is None:
+            dims.append(whole.layout.dims[d])
+            rows.append(None)
+        else:
+            dim, rows_of_block = _part_of_dim(whole, d, part_rows)
+            dims.append(dim)
+            rows.append(rows_of_block)
     layout = replace(whole.layout, dims=tuple(dims))
     sharding = Sharding(layout, whole.mesh, part.part_shape(whole.shape))
-    return PartSharding(whole, part, sharding, tuple(block_positions))
+    return PartSharding(whole, part, sharding, tuple(rows))
+
+
+def _part_of_dim(whole: Sharding, d: int, rows: Runs) -> tuple[Dim, tuple[Runs, ...]]:
+    """Return how some rows of a dim are sharded, as a dim of their own, and where they are in each block."""
+    dim = whole.layout.dims[d]
+    if dim.overlap is not None:
+        raise PlanError(
+            f"'{dim}' has blocks that overlap, a part of it cannot have a layout",
+            hint="trim before, widen after",
+        )
+    part_positions = []  # the part's rows in each block, counted within the part
+    block_positions = []  # the same rows, counted within the block
+    for owned in whole.owned_by_position(d):
+        # A segment is rows of both: where they are in the part, where in the block, how many.
+        segments = common_segments(rows, owned)
+        part_positions.append(merge_adjacent(Run(s.src, s.length) for s in segments))
+        rows_in_block = row_numbers(tuple(Run(s.dst, s.length) for s in segments))
+        block_positions.append(as_few_runs(rows_in_block))
+    sizes = whole.mesh.sizes_of(dim.axes)
+    part_dim = _sharded_as(dim, tuple(part_positions), sizes, count_rows(rows))
+    return part_dim, tuple(block_positions)
 
 
 def _sharded_as(
@@ -130,16 +154,6 @@ def _bounds(runs: Runs) -> tuple[int, ...]:
     for run in runs:
         bounds += [run.start, run.start + run.length]
     return tuple(bounds)
-
-
-def _as_one_run(runs: Sequence[Run]) -> Runs:
-    """Write runs of one length at one stride as one run, which an index reaches without a copy."""
-    starts = [run.start for run in runs]
-    lengths = {run.length for run in runs}
-    strides = {b - a for a, b in itertools.pairwise(starts)}
-    if len(lengths) == len(strides) == 1 and min(strides) > 0:
-        return (Run(starts[0], lengths.pop(), len(runs), strides.pop()),)
-    return merge_adjacent(runs)
 
 
 @layout_cache(maxsize=4096)

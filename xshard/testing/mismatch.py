@@ -135,7 +135,7 @@ def _difference_of_form(got: Block, want: Block, sharding: Sharding) -> str:
     Such as "shape (8, 2) in place of (4, 2), ...: the whole array, where a block was meant".
     """
     if got.shape != want.shape:
-        array = f"the block of a {sharding.shape} array under '{sharding.layout}'"
+        array = f"the block of a {sharding.shape} array under '{sharding.written}'"
         hint = ""
         if got.shape == sharding.shape:
             hint = ": the whole array, where a block was meant"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
-import random
 import re
 import warnings
 from pathlib import Path
@@ -15,6 +14,7 @@ from unittest import mock
 import pytest
 import torch
 import transformers
+from torch.distributed.device_mesh import DeviceMesh
 
 import torch_bridge as xt
 import xshard as xs
@@ -197,19 +197,32 @@ def test_declared_plans_train_as_on_one_device() -> None:
         assert same_as_on_one_device(name).worst < 1e-6, name
 
 
-# Families with a declared plan; the first four cut projections by heads.
-PLANNED = ("Llama", "Qwen3", "Granite", "GPTNeoX", "GptOss", "HunYuanDenseV1", "Olmo3", "Phi3")
+# A family with a declared plan, processes, heads of keys, heads of queries for each, and whether processes
+# share a head of keys. The first eight cut projections by heads; the others bring all heads together.
+PLANNED = [
+    ("Llama", 4, 2, 2, True),
+    ("Qwen2", 3, 1, 3, True),
+    ("Qwen3", 4, 1, 4, True),
+    ("Mistral", 3, 4, 2, False),
+    ("Mixtral", 4, 2, 4, True),
+    ("Gemma", 3, 2, 2, False),  # a process has none
+    ("Granite", 4, 2, 3, False),
+    ("GPTNeoX", 4, 6, 1, False),
+    ("GptOss", 3, 2, 2, False),
+    ("Olmo3", 4, 3, 2, False),
+    ("Phi", 3, 5, 1, False),
+    ("Phi3", 4, 3, 1, False),
+]
 
 
-def planned_model(family: str, draw: random.Random) -> Any:
-    """A model of any heads and vocabulary."""
-    length = draw.choice((2, 4))
-    keys = draw.choice((1, 2, 3, 4, 6))
-    queries = keys * (1 if family == "GPTNeoX" else draw.choice((1, 2, 3)))
+def planned_model(family: str, keys: int, queries_of_key: int) -> Any:
+    """A model of any heads, and of a vocabulary and a width that 3 and 4 do not divide."""
+    length = 4
+    queries = keys * queries_of_key
     options = {
         "num_attention_heads": queries, "num_key_value_heads": keys, "hidden_size": queries * length,
-        "intermediate_size": draw.choice((12, 16, 27)), "vocab_size": draw.randint(33, 99),
-        "tie_word_embeddings": draw.random() < 0.5, "num_hidden_layers": 1, "max_position_embeddings": 32,
+        "intermediate_size": 26, "vocab_size": 53, "tie_word_embeddings": keys % 2 == 0,
+        "num_hidden_layers": 1, "max_position_embeddings": 32,
         "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "use_cache": False, "num_local_experts": 2,
         "num_experts_per_tok": 2,
     }  # fmt: skip
@@ -221,31 +234,25 @@ def planned_model(family: str, draw: random.Random) -> Any:
     return getattr(transformers, f"{family}ForCausalLM")(config).double()
 
 
-def check_planned(family: str, draw: random.Random) -> bool:
-    """Right, whatever the heads; return whether heads do not divide."""
-    model = planned_model(family, draw)
-    tp = draw.choice((2, 4))
-    mesh = xs.Mesh(dp=4 // tp, tp=tp)
-    ids = torch.randint(3, 33, (4, 6), generator=torch.Generator().manual_seed(1))
-
-    def loss(result: Any) -> torch.Tensor:
-        labels = xt.redistribute(ids.roll(-1, 1), "b s -> b/dp s", mesh)
-        return xt.nn.cross_entropy(result.logits, labels, "b/dp s v", mesh)
-
-    with warnings.catch_warnings(action="ignore"):  # gpt-oss has a plan for experts
-        rules = xs.Rules.from_transformers(model, "tp")
-    rules["inputs"] = {**rules["inputs"], "": "b s -> b/dp s"}
-    xt.parallelize(model, mesh=mesh, **rules)
-    xt.verify(model, {"input_ids": ids}, loss=loss, tol=1e-6)
-    return getattr(model.config, "num_key_value_heads", model.config.num_attention_heads) % tp > 0
-
-
 @on_four
 def test_declared_plans_of_any_heads_are_right() -> None:
-    """Also with fewer heads of keys than processes, some of which then have none."""
-    draw = random.Random(1)
-    uneven = [check_planned(family, draw) for family in PLANNED]
-    assert any(uneven[:4]) and not all(uneven[:4])
+    """On 3 and 4 processes, also with fewer heads of keys than processes, which share them or have none."""
+    ids = torch.randint(3, 33, (4, 6), generator=torch.Generator().manual_seed(1))
+    meshes = {n: DeviceMesh("cpu", torch.arange(n), mesh_dim_names=("tp",)) for n in (3, 4)}
+    for family, tp, keys, queries_of_key, is_shared in PLANNED:
+        model = planned_model(family, keys, queries_of_key)
+        mesh = meshes[tp]
+        if mesh.get_coordinate() is None:  # a process that the mesh lacks
+            continue
+
+        def loss(result: Any, mesh: DeviceMesh = mesh) -> torch.Tensor:
+            return xt.nn.cross_entropy(result.logits, ids.roll(-1, 1), "b s v", mesh)
+
+        with warnings.catch_warnings(action="ignore"):  # gpt-oss has a plan for experts
+            rules = xs.Rules.from_transformers(model, "tp", xs.Mesh(tp=tp))
+        assert ("counts" in rules) == is_shared, family
+        xt.parallelize(model, mesh=mesh, **rules)
+        xt.verify(model, {"input_ids": ids}, loss=loss, tol=1e-6)
 
 
 @on_four
@@ -285,7 +292,7 @@ def test_processes_share_a_head_of_keys() -> None:
 
 @on_four
 def test_a_block_that_ends_inside_a_head_is_refused() -> None:
-    model = planned_model("Llama", random.Random(0))
+    model = planned_model("Llama", 2, 2)
     weight = model.get_output_embeddings().weight
     before = weight.detach().clone()
     rules = xs.Rules.from_transformers(model, "tp")

@@ -14,6 +14,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import torch_bridge as xt
 import xshard as xs
+from tests.state.test_chains import EXPERTS, GATE_UP, TURNS, WHOLE, experts, turns
 from tests.state.test_transfer import FUSED, FUSED_RULES, SHAPES, whole
 from tests.torch_bridge.helpers import error_of, on_ranks, same_bits, still_connected
 from xshard import Mesh
@@ -37,7 +38,7 @@ def test_trees_on_four_ranks() -> None:
 
 
 def _everything() -> None:
-    for check in (_fused, _cast, _dtensors, _apart, _one_message, _donated, _refused):
+    for check in (_fused, _chained, _cast, _dtensors, _apart, _one_message, _donated, _refused):
         check()
     assert still_connected()
 
@@ -65,6 +66,34 @@ def _fused() -> None:
         again = xt.transfer(found, back[0], src_mesh=mesh, dst_mesh=HERE, **back[1])
         assert again.keys() == blocks.keys()
         assert all(torch.equal(again[name], x) for name, x in blocks.items())
+
+
+def _chained() -> None:
+    """A stack of fused experts -> gate and up of each, and rows by turns along two dims; and back."""
+    rank = dist.get_rank()
+    arrays = {**GATE_UP, **WHOLE}
+    names = EXPERTS.then(TURNS)
+    made = names.apply(arrays)
+    assert made.keys() == experts(GATE_UP).keys() | turns(WHOLE).keys()
+    rules = (
+        {"w": "o/cyclic(dp) i", "**": "e/sizes(dp,1,0,2,0) o i"},
+        {"odd.*": "n/tp", "**": "a b/tp"},
+    )
+    here = xs.Rules(rules[0]).match(list(arrays))
+    there = xs.Rules(rules[1]).match(list(made))
+    blocks = {name: cut(x, here[name], HERE, rank, torch.float32) for name, x in arrays.items()}
+    shapes = {name: x.shape for name, x in arrays.items()}
+    mesh = server((3, 1))
+    found = xt.transfer(blocks, rules, mesh, src_mesh=HERE, names=names, shapes=shapes)
+    if found is not None:
+        for name, x in made.items():
+            expected = cut(x, there[name], Mesh(tp=2), (3, 1).index(rank), torch.float32)
+            assert torch.equal(found[name], expected), name
+    shapes = {name: x.shape for name, x in made.items()}
+    options = {"src_mesh": mesh, "names": names.inverse, "shapes": shapes}
+    again = xt.transfer(found, rules[::-1], HERE, **options)
+    assert again.keys() == blocks.keys()
+    assert all(torch.equal(again[name], x) for name, x in blocks.items())
 
 
 def _cast() -> None:

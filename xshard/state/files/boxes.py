@@ -13,7 +13,7 @@ from xshard.errors import PlanError
 from xshard.layout import Sharding
 from xshard.layout.runs import Run, Runs, Segment, common_segments, interval, select, unrolled
 from xshard.state.files.checkpoint import Box
-from xshard.state.relations import PartMapping
+from xshard.state.parts import NEW, PartMapping
 
 
 class BoxPair(NamedTuple):
@@ -22,8 +22,8 @@ class BoxPair(NamedTuple):
     Attributes:
         name: The stored array.
         box: The elements in the stored array.
-        order: Dim i of the part of the block is dim `order[i]` of the box, with the dim of length 1 of a
-            stacked array.
+        order: Dim i of the part of the block is dim `order[i]` of the box, with the dims of length 1 of
+            stacked arrays.
         slices: The elements in the block; None for a dim that the block lacks.
     """
 
@@ -82,15 +82,14 @@ def box_pairs(pieces: Iterable[PartMapping], sharding: Sharding, device: int) ->
 
 def _box_pair(piece: PartMapping, slice_pairs: tuple[SlicePair, ...]) -> BoxPair:
     """Put together one slice of every dim of a piece."""
-    src, dst, order = piece
-    stored = {j: pair.stored for j, pair in zip(order, slice_pairs, strict=True)}
-    if src.adds and src.dim is not None:
-        del stored[src.dim]  # the stored array lacks this dim
-    slices: list[slice | None] = [pair.block for pair in slice_pairs]
-    if dst.adds and dst.dim is not None:
-        slices[dst.dim] = None  # the block lacks this dim
-    box = tuple(stored[j] for j in sorted(stored))
-    return BoxPair(src.name, box, order, tuple(slices))
+    stored = {}  # by dim of the stored array
+    slices: list[slice | None] = []
+    for link, pair in zip(piece.links, slice_pairs, strict=True):
+        slices.append(None if link.dst.dim == NEW else pair.block)  # None: the block lacks this dim
+        if link.src.dim != NEW:
+            stored[link.src.dim] = pair.stored
+    box = tuple(stored[dim] for dim in sorted(stored))
+    return BoxPair(piece.src.name, box, piece.order, tuple(slices))
 
 
 def _slices_by_dim(
@@ -102,28 +101,21 @@ def _slices_by_dim(
     of it: stored rows 4-5 go to rows 0-1 of the block.
 
     Args:
-        piece: A part of a stored array (`src`) and the part of the array that it makes up (`dst`),
-            each rows of one dim, or everything. Dim i of the array is dim `order[i]` of the stored.
+        piece: A part of a stored array (`src`) and the part of the array that it makes up (`dst`).
         block_rows: By dim of the array, the rows that the block holds.
         shape: The shape of the array.
     """
-    src, dst, order = piece
-    lengths = list(shape)
-    held_rows = list(block_rows)
-    if dst.adds and dst.dim is not None:
-        # The array [n] is one row of a stored stack [experts, n], and lacks that dim. The piece has
-        # both: give the array, and its block, the dim with length 1.
-        lengths.insert(dst.dim, 1)
-        held_rows.insert(dst.dim, interval(0, 1))
     slices_by_dim = []
-    for dim, stored_dim in enumerate(order):
-        # The piece is some rows of at most one dim of each side, and all rows of the others.
-        is_cut = dim == dst.dim and not dst.adds
-        piece_rows = dst.rows if is_cut else interval(0, lengths[dim])
-        segments = common_segments(piece_rows, held_rows[dim])
-        is_cut_in_stored = stored_dim == src.dim and not src.adds
-        stored_rows = src.rows if is_cut_in_stored else None  # None: all, in their order
-        slices_by_dim.append(list(_paired_slices(segments, stored_rows)))
+    for stored, own in piece.links:
+        # The array [n] may be one row of a stored stack [experts, n]: it, and its block, get the dim
+        # that they lack, with length 1.
+        held: Runs = interval(0, 1)
+        piece_rows: Runs = held
+        if own.dim != NEW:
+            held = block_rows[own.dim]
+            piece_rows = interval(0, shape[own.dim]) if own.rows is None else own.rows
+        segments = common_segments(piece_rows, held)
+        slices_by_dim.append(list(_paired_slices(segments, stored.rows)))
     return slices_by_dim
 
 

@@ -26,7 +26,7 @@ from xshard.search.request import Request
 from xshard.state.files.boxes import box_pairs, check_whole
 from xshard.state.files.checkpoint import Checkpoint
 from xshard.state.names import SAME, Names
-from xshard.state.relations import TargetArray
+from xshard.state.parts import TargetArray
 from xshard.steps.base import with_inner
 from xshard.trees import children, joined
 

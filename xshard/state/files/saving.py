@@ -38,7 +38,7 @@ from xshard.state.files.folder import INDEX, KEY, OURS, AllOrNone, checksum, rea
 from xshard.state.files.header import FileError, write_header
 from xshard.state.files.runs import remove_old
 from xshard.state.names import SAME, Names, names_to_json
-from xshard.state.relations import PartMapping, TargetArray
+from xshard.state.parts import PartMapping, TargetArray
 
 BlockOf = Callable[[str, int, str], NDArray[Any]]  # name, device, dtype -> carrier of the block
 Report = Callable[[int], object]  # called with the bytes of each box
@@ -297,7 +297,7 @@ def _layouts(arrays: Mapping[str, TargetArray], sources: Mapping[str, Source]) -
     layouts = {}
     for name, array in arrays.items():
         src, dst, order = array.pieces[0]
-        if len(array.pieces) > 1 or src.dim is not None or dst.dim is not None:
+        if len(array.pieces) > 1 or not (src.is_whole and dst.is_whole):
             continue  # joined, split or stacked: no layout of a source is its layout
         sharding = sources[src.name].sharding
         layout = sharding.layout
