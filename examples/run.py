@@ -34,6 +34,10 @@ LENGTH = 64  # of a window of text
 VOCABULARY = 256  # bytes
 BATCH = 8  # windows, of all processes together
 KEPT = 2  # checkpoints
+# What is stored, and the loss, stay in float32. Modules inside the model are as the model is.
+IN_BFLOAT16 = {
+    "": xt.Precision(torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32)
+}
 
 
 class Attention(nn.Module):
@@ -140,10 +144,10 @@ class Loader:
 class Run:
     """All that a step changes, as the tree that is saved."""
 
-    def __init__(self, mesh: Mesh, steps: int) -> None:
+    def __init__(self, mesh: Mesh, steps: int, precision: dict[str, xt.Precision] | None) -> None:
         torch.manual_seed(0)  # equal weights on all processes
         self.mesh = mesh
-        self.model = xt.parallelize(GPT(), mesh=mesh, **RULES)
+        self.model = xt.parallelize(GPT(), mesh=mesh, precision=precision, **RULES)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), 3e-3)
         self.schedule = torch.optim.lr_scheduler.OneCycleLR(self.optimizer, 3e-3, steps)
         self.average = AveragedModel(self.model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
@@ -176,9 +180,8 @@ class Run:
 
         xt.verify(self.model, tokens, loss=loss_of)
 
-    def step(self, batch: tuple[Tensor, Tensor], *, in_bfloat16: bool) -> float:
-        with torch.autocast("cpu", torch.bfloat16, enabled=in_bfloat16):
-            loss = self.loss_of(self.model, batch)
+    def step(self, batch: tuple[Tensor, Tensor]) -> float:
+        loss = self.loss_of(self.model, batch)
         loss.backward()
         xt.clip_grad_norm_(self.model, 1.0)
         self.optimizer.step()
@@ -190,7 +193,8 @@ class Run:
 
 
 def train(chosen: Namespace) -> None:
-    run = Run(Mesh.parse(chosen.mesh), chosen.steps)
+    precision = IN_BFLOAT16 if chosen.bfloat16 else None
+    run = Run(Mesh.parse(chosen.mesh), chosen.steps, precision)
     if checkpoint_path := latest(chosen.folder):
         run.step_number = xt.load(checkpoint_path, like=run.tree())["step"]
     if chosen.verify:
@@ -198,7 +202,7 @@ def train(chosen: Namespace) -> None:
     saving = None
     batches = iter(run.loader)
     while run.step_number < chosen.steps:
-        loss = run.step(next(batches), in_bfloat16=chosen.bfloat16)
+        loss = run.step(next(batches))
         if dist.get_rank() == 0:  # it is the same on all
             print(json.dumps({"step": run.step_number, "loss": loss}), flush=True)
         if run.step_number % chosen.save_every == 0 or run.step_number == chosen.steps:
@@ -221,7 +225,9 @@ def options() -> Namespace:
     parser.add_argument(
         "--verify", action="store_true", help="compare a step with one device's first"
     )
-    parser.add_argument("--bfloat16", action="store_true", help="products in bfloat16, by autocast")
+    parser.add_argument(
+        "--bfloat16", action="store_true", help="weights are gathered and used in bfloat16"
+    )
     return parser.parse_args()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import math
 import os
 import subprocess
@@ -160,6 +161,14 @@ def test_a_killed_run_goes_on_with_its_own_bits_and_elsewhere_as_on_one_device(
     assert rows["undisturbed"][1:4] == ["1", "to", "8"]
     assert int(rows["resumed"][1]) > 2
     assert rows["resumed elsewhere"][0] == ELSEWHERE[framework][1]
+
+
+def test_a_run_in_bfloat16_is_near_that_in_float32(tmp_path: Path) -> None:
+    losses = []
+    for options in ((), ("--bfloat16",)):
+        text = printed("run", str(tmp_path / f"{len(losses)}"), "--steps", "1", *options)
+        losses.append([json.loads(line)["loss"] for line in text.splitlines()])
+    assert losses[0] != losses[1] == pytest.approx(losses[0], rel=0.01)
 
 
 def test_the_demo_fails_where_a_gradient_or_a_loss_is_wrong() -> None:

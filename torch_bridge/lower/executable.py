@@ -172,6 +172,12 @@ class Executable:
             return block
         return block.view(self.carrier)
 
+    def before_collective(self, block: Tensor) -> Tensor:
+        """Make the moves before the first collective, which casts the block if there are none."""
+        if self.carrier is self.dtype and not self._local_moves[0]:
+            return dense(block)
+        return self.run_local(0, self.enter(block))
+
     def leave(self, out: Tensor) -> Tensor:
         """Return what the last move returns as the block, contiguous, in its dtype."""
         if self.carrier is not self.dtype:
@@ -398,15 +404,16 @@ def _begin_in_lock_step(
     executables: Sequence[Executable], blocks: Sequence[Tensor]
 ) -> Callable[[], list[Tensor]]:
     """Run several plans together until their last collective is under way; return what ends them."""
+    # Rows of blocks are sent, or kept, until the end: the caller may write to the blocks meanwhile.
+    blocks = lazy_copies(blocks)
     if len(executables) == 1:
-        # Its messages may be the block itself, which the caller may write to meanwhile.
-        end_one = executables[0].begin(*lazy_copies(blocks))
+        end_one = executables[0].begin(*blocks)
         return lambda: [end_one()]
     n_collectives = len(executables[0].collectives)
     outs = _run_up_to(n_collectives - 1, executables, blocks)
     last = [executable.collectives[-1] for executable in executables]
     guarded = executables[0].guarded
-    arrive = guarded(last[0], begin_together, last, outs)
+    arrive = guarded(last[0], begin_together, last, outs, executables[0].carrier)
 
     def end() -> list[Tensor]:
         results = []
@@ -425,12 +432,13 @@ def _run_up_to(
     if new:
         compare_new(new, blocks[0].device)
     outs = [
-        executable.run_local(0, executable.enter(block))
+        executable.before_collective(block)
         for executable, block in zip(executables, blocks, strict=True)
     ]
     for k in range(n_collectives):
         collectives = [executable.collectives[k] for executable in executables]
-        outs = executables[0].guarded(collectives[0], run_together, collectives, outs)
+        dtype = executables[0].carrier
+        outs = executables[0].guarded(collectives[0], run_together, collectives, outs, dtype)
         outs = [
             executable.run_local(k + 1, out)
             for executable, out in zip(executables, outs, strict=True)

@@ -22,6 +22,7 @@ from torch_bridge.lower.collectives import Collective, Pending
 from torch_bridge.lower.packing import COMBINE, Packing
 from torch_bridge.mesh.desync import CallFacts, compare_ranks
 from torch_bridge.mesh.process_mesh import Group
+from torch_bridge.versions.kernels import copy_all
 from torch_bridge.versions.modes import without_modes
 
 MessageSizes = Sequence[Sequence[int]]  # elements of the message for each rank, for each move
@@ -39,6 +40,13 @@ class PackedCollective:
     def arriving(self) -> tuple[int, ...]:
         """The shape of the tensor that receives all messages."""
         return self.received.arriving
+
+    @cached_property
+    def only_receiver(self) -> int | None:
+        """The number of the one message, if that is the block as it lies in memory; else None."""
+        lengths = self.collective.sent
+        numbers = [number for number, length in enumerate(lengths) if length]
+        return numbers[0] if len(numbers) == 1 and self.sent.is_flat else None
 
     # Hot: called for every cached collective.
     def __call__(self, block: Tensor) -> Tensor:
@@ -107,7 +115,9 @@ def reduce_scattered(
     return _LocalReduction(collective, sent, part, op)
 
 
-def run_together(packed: Sequence[PackedCollective], blocks: Sequence[Tensor]) -> list[Tensor]:
+def run_together(
+    packed: Sequence[PackedCollective], blocks: Sequence[Tensor], dtype: torch.dtype
+) -> list[Tensor]:
     """Run several collectives of one kind as one, and return the resulting block of each.
 
     All messages for one rank lie side by side: moves a and b on 2 ranks send
@@ -116,19 +126,20 @@ def run_together(packed: Sequence[PackedCollective], blocks: Sequence[Tensor]) -
     Args:
         packed: The moves, with collectives of one kind on one group.
         blocks: This process's block for each move.
+        dtype: That in which they travel and arrive: blocks of another one are cast.
     """
     joint = _joint_collective(packed)
-    # The joint messages get no name here: no variable keeps their memory once they have been sent.
-    arrived = joint.run(_joint_messages(packed, blocks), (sum(joint.received),))
-    return _placed(packed, blocks, arrived)
+    messages, blocks = _joint_messages(packed, blocks, dtype)
+    return _placed(packed, blocks, joint.run(messages, (sum(joint.received),)))
 
 
 def begin_together(
-    packed: Sequence[PackedCollective], blocks: Sequence[Tensor]
+    packed: Sequence[PackedCollective], blocks: Sequence[Tensor], dtype: torch.dtype
 ) -> Callable[[], list[Tensor]]:
     """Begin what `run_together` runs; return the function that ends it."""
     joint = _joint_collective(packed)
-    arrive = joint.begin(_joint_messages(packed, blocks), (sum(joint.received),))
+    messages, blocks = _joint_messages(packed, blocks, dtype)
+    arrive = joint.begin(messages, (sum(joint.received),))
     return lambda: _placed(packed, blocks, arrive())
 
 
@@ -159,14 +170,36 @@ def _sums_by_rank(sizes: MessageSizes) -> list[int]:
     return [sum(sizes_of_moves) for sizes_of_moves in zip(*sizes, strict=True)]
 
 
-def _joint_messages(packed: Sequence[PackedCollective], blocks: Sequence[Tensor]) -> Tensor:
-    """Write the messages of several moves into one tensor, rank by rank."""
+def _joint_messages(
+    packed: Sequence[PackedCollective], blocks: Sequence[Tensor], dtype: torch.dtype
+) -> tuple[Tensor, Sequence[Tensor]]:
+    """Write the messages of several moves into one tensor, rank by rank; return it, and the cast blocks."""
+    is_cast = any(block.dtype != dtype for block in blocks)
+    receivers = {move.only_receiver for move in packed}
+    if len(receivers) == 1 and None not in receivers:
+        # Each move sends its whole block to one rank, or one message to all: one copy of all blocks.
+        messages, copies = _one_after_the_other(blocks, dtype)
+        return messages, copies if is_cast else blocks
+    if is_cast:
+        _, blocks = _one_after_the_other(blocks, dtype)
     sent = [move.collective.sent for move in packed]
     messages = blocks[0].new_empty(sum(map(sum, sent)))
     parts_by_move = _messages_by_move(messages, sent)
     for move, block, parts in zip(packed, blocks, parts_by_move, strict=True):
         move.sent.write(block, move.sent.split_each(parts))
-    return messages
+    return messages, blocks
+
+
+def _one_after_the_other(
+    blocks: Sequence[Tensor], dtype: torch.dtype
+) -> tuple[Tensor, list[Tensor]]:
+    """Copy blocks into one flat tensor of a dtype; return it, and its parts in the shapes of the blocks."""
+    lengths = [block.numel() for block in blocks]
+    flat = blocks[0].new_empty(sum(lengths), dtype=dtype)
+    parts = flat.split_with_sizes(lengths)
+    copies = [part.view(block.shape) for part, block in zip(parts, blocks, strict=True)]
+    copy_all(copies, blocks)
+    return flat, copies
 
 
 def _messages_by_move(joint: Tensor, sizes: MessageSizes) -> list[Sequence[Tensor]]:

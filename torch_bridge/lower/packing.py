@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, reduce
 from typing import NamedTuple
 
 import torch
@@ -212,6 +212,8 @@ class Packing:
         Two messages for row 0 under "sum": the second is added to the first. Boundary values
         (fills) come first, because messages may overwrite their rows.
         """
+        if self._is_fold and all(map(Tensor.is_contiguous, parts)):
+            return reduce(COMBINE[str(self.op)], parts)
         out = like.new_empty(self.shape) if self._is_covered else like.new_zeros(self.shape)
         write = scattered if is_symbolic(self.shape) else write_rows
         for fill in self.fills:
@@ -318,6 +320,12 @@ class Packing:
             earlier = self._subarrays[:i]
             shares.append(any(_have_common_rows(subarray.rows, other.rows) for other in earlier))
         return shares
+
+    @cached_property
+    def _is_fold(self) -> bool:
+        """Whether the block is the reduction of several messages, each of which has all of its rows."""
+        has_all_rows = all(rows is None for message in self.messages for rows in message.rows)
+        return self.op is not None and len(self.messages) > 1 and has_all_rows and not self.fills
 
     @cached_property
     def _is_covered(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any
 
@@ -16,11 +16,12 @@ from torch_bridge.calls.move import PLAIN_TYPES, MoveCall
 from torch_bridge.comm_dtype import CommDtype, CommDtypeLike
 from torch_bridge.mesh import desync
 from torch_bridge.mesh.process_mesh import world_key
+from torch_bridge.models.offload import copied
 from torch_bridge.models.parameters import ParallelContext, Place, ShardedParameter
 from torch_bridge.precision import Precision, parameter_dtypes
 from torch_bridge.redistribution import redistribute
 from torch_bridge.redistribution.tree import SharedMove, share_collectives
-from torch_bridge.versions.autograd import addresses_of, lazy_copies
+from torch_bridge.versions.autograd import addresses_of, lazy_copies, writes_to
 from torch_bridge.versions.functorch import has_functorch_transforms
 from xshard.cost.machine import resolve_profile
 from xshard.errors import located
@@ -103,11 +104,12 @@ class GatherUnderWay:
         parameters: list[GatheredParameter],
         blocks: Sequence[Tensor],
         end: Callable[[], list[Tensor]],
+        copies: Sequence[Tensor],
     ) -> None:
         self._parameters = parameters
         self._end = end
-        # As long as there is a copy, a write to a block moves the block.
-        self._held = (blocks, lazy_copies(blocks))
+        # As long as there is a lazy copy, a write to a block moves the block.
+        self._held = (blocks, copies)
         self._state = _state_of(blocks)
 
     def wait(
@@ -128,7 +130,8 @@ class GatherUnderWay:
 
 def _state_of(blocks: Sequence[Tensor]) -> list[object]:
     """Return what changes when somebody writes to blocks, replaces or freezes one."""
-    return [*map(id, blocks), *addresses_of(blocks), *[x.requires_grad for x in blocks]]
+    writes = [writes_to(x) for x in blocks if not x.is_inference()]
+    return [*map(id, blocks), *addresses_of(blocks), *[x.requires_grad for x in blocks], *writes]
 
 
 def no_gather() -> None:
@@ -154,7 +157,7 @@ class ParameterMoves:
         self, parameters: Sequence[GatheredParameter], blocks: Sequence[Tensor]
     ) -> list[Tensor]:
         """Return parameters as modules use them, from their blocks in storage, differentiably."""
-        return self._move_of(parameters, is_gradient=False)(blocks)
+        return self._move_of(parameters, is_gradient=False)(self._in_use(blocks))
 
     def begin_gather(
         self, parameters: Sequence[GatheredParameter], blocks: Sequence[Tensor]
@@ -166,16 +169,30 @@ class ParameterMoves:
             # Who awaits it decides whether its gradient is recorded: a graph is prepared in any case.
             with torch.inference_mode(False):  # which enables gradients, too
                 return self.begin_gather(parameters, blocks)
-        end = self._move_of(parameters, is_gradient=False).begin(blocks)
+        end = self._move_of(parameters, is_gradient=False).begin(self._in_use(blocks))
         if end is None:
             return None
-        return GatherUnderWay(list(parameters), blocks, end)
+        # Copies on another device have the values of the beginning already.
+        copies = lazy_copies(blocks) if self.context.device is None else []
+        return GatherUnderWay(list(parameters), blocks, end, copies)
 
     def reduce_gradients(
         self, parameters: Sequence[GatheredParameter], gradients: Sequence[Tensor]
     ) -> list[Tensor]:
         """Return gradients as parameters are stored, from those of the gathered tensors."""
-        return self._move_of(parameters, is_gradient=True)(gradients)
+        moved = self._move_of(parameters, is_gradient=True)(gradients)
+        if self.context.device is None:
+            return moved
+        return [
+            copied(x, gathered.parameter.tensor.device)
+            for x, gathered in zip(moved, parameters, strict=True)
+        ]
+
+    def _in_use(self, blocks: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Return blocks on the device where modules use them, differentiably."""
+        if self.context.device is None:
+            return blocks
+        return [copied(x, self.context.device) for x in blocks]
 
     def _move_of(self, parameters: Sequence[GatheredParameter], is_gradient: bool) -> _Move:
         """Return the move that gathers some parameters, or that reduces their gradients; cached.
@@ -280,7 +297,11 @@ class _Move:
                 )
                 # Only linear moves can share collectives. All are: rules of parameters shard, copy
                 # and sum, and never take a max or min.
-                executables[i] = call.executable_for(x)
+                executable = call.executable_for(x)
+                if self._context.device is not None and not self._is_gradient:
+                    # Of a copy on another device nobody needs one more.
+                    executable = replace(executable, may_return_input=True)
+                executables[i] = executable
         return share_collectives(executables, dict(enumerate(tensors)), bucket_bytes=None)
 
     def _travels(self, i: int) -> Any:

@@ -189,9 +189,10 @@ def _begin_sums(bucket: Sequence[Gradient], context: ParallelContext) -> Callabl
     there, added to the sum of earlier backward passes.
     """
     message, has_share = _take_message(bucket)
+    stored_on = message.device
     # `async_op`: the sum is only started, and the backward pass goes on meanwhile.
     pending: Any = redistribute(
-        message,
+        context.in_use(message),
         f"n | sum({','.join(bucket[0].axes)}) -> n",
         bucket[0].mesh,
         profile=context.profile,
@@ -203,7 +204,7 @@ def _begin_sums(bucket: Sequence[Gradient], context: ParallelContext) -> Callabl
         """Wait for the sums, and put them into `.grad`."""
         lengths = [gradient.parameter.numel() for gradient in bucket]
         # The sums of the flags: how many processes have used each parameter.
-        *sums, users = pending.wait().split([*lengths, len(bucket)])
+        *sums, users = pending.wait().to(stored_on).split([*lengths, len(bucket)])
         for gradient, total, n_users, is_used in zip(bucket, sums, users, has_share, strict=True):
             # A parameter that no process has used keeps its gradient. `n_users > 0` makes the host
             # wait for the device, so that it comes second.

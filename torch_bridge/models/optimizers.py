@@ -107,7 +107,8 @@ def load_optimizer_state_dict(
             if isinstance(x, Tensor):
                 with located(f"{name}: {key}"):
                     own = sharding_of_state(x.shape, parameter.sharding.shape, parameter.sharding)
-                    value = x.to(parameter.tensor.device) if own.layout.axes else x
+                    device = parallel.context.device_of(parameter.tensor)
+                    value = x.to(device) if own.layout.axes else x
                     block = block_of_value(value, own, parallel.context)
                 # A copy: torch would let the optimizer write to the caller's tensors.
                 blocks[name][key] = block.clone()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, TypedDict, TypeVar
 
 import torch
@@ -78,6 +79,7 @@ class ParallelizeKeywords(TypedDict, total=False):
     comm_dtype: CommDtypeLike
     addends: Addends
     precision: PrecisionLike
+    offload: bool
     profile: ProfileLike
 
 
@@ -99,6 +101,7 @@ def parallelize(  # noqa: PLR0913  public: rules of several kinds, and how they 
     comm_dtype: CommDtypeLike = None,
     addends: Addends = FREE,
     precision: PrecisionLike = None,
+    offload: bool = False,
     profile: ProfileLike = "auto",
 ) -> Model:
     """Shard a model of whole tensors in place, by layouts that go by name, and return it.
@@ -129,7 +132,8 @@ def parallelize(  # noqa: PLR0913  public: rules of several kinds, and how they 
             rest. None: the modules with a rule for their input.
         init: Values for tensors on the meta device: a function of one module that sets its own tensors, or a
             state dict of whole ones.
-        device: The device of tensors that were on the meta device.
+        device: The device of tensors that were on the meta device; with `offload`, where modules compute.
+            None: that of the mesh.
         keep: Keep gathered parameters until the backward pass instead of gathering them again (ZeRO-2 instead
             of ZeRO-3), and for all passes in `no_sync` and the next one. True, or a pattern of parameters.
             The model always keeps its own for one pass.
@@ -142,6 +146,9 @@ def parallelize(  # noqa: PLR0913  public: rules of several kinds, and how they 
         precision: The dtypes in which modules use their parameters, and in which gradients are summed:
             one `Precision` for the model and each module that gathers, or a dict by patterns of modules,
             where the nearest one around a parameter counts. Not beside `comm_dtype`.
+        offload: Store parameters, and so gradients and an optimizer's states, in the memory of the CPU,
+            pinned for a GPU. A module's parameters are copied to `device` and gathered there; gradients
+            come back when they are reduced.
         profile: The machine to plan for.
 
     Returns:
@@ -181,6 +188,8 @@ def parallelize(  # noqa: PLR0913  public: rules of several kinds, and how they 
         raise XshardError("the model is parallel already", hint="write all rules in one call")
     _check_dtypes(precision, comm_dtype)
     context = ParallelContext(mesh, with_addends(profile, addends), comm_dtype)
+    if offload:
+        context = replace(context, device=tensor_device_of(None, device, mesh))
     ahead = Prefetch(context, prefetch)
     if outputs is None:
         outputs = {}
@@ -196,7 +205,8 @@ def parallelize(  # noqa: PLR0913  public: rules of several kinds, and how they 
         prepared.append(_prepare(model, context, rules, ahead))
         check_whole(prepared[0].parameters.sharded, init)
         options = (
-            context.axes, gathers, keep, bucket_bytes, prefetch, comm_dtype, precision, context.profile
+            context.axes, gathers, keep, bucket_bytes, prefetch, comm_dtype, precision, offload,
+            context.profile,
         )  # fmt: skip
         flags = _facts_of(rules, prepared[0]) | {"options": str(options)}
         return CallFacts(flags, peers=context.processes.ranks)

@@ -28,11 +28,20 @@ Init = Callable[[nn.Module], Any] | Mapping[str, Tensor] | None
 
 @dataclass(frozen=True, eq=False)
 class ParallelContext:
-    """The mesh and the options that all parts of a parallel model, and its copies, share."""
+    """The mesh and the options that all parts of a parallel model, and its copies, share.
+
+    Attributes:
+        mesh: The processes.
+        profile: The machine to plan for.
+        comm_dtype: The dtypes in which parameters and gradients travel.
+        device: Where modules compute and processes communicate, if parameters are stored on the CPU;
+            None: where the parameters are.
+    """
 
     mesh: MeshLike
     profile: ProfileLike = "auto"
     comm_dtype: CommDtypeLike = None
+    device: torch.device | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelContext:
         return self  # process groups cannot be copied
@@ -57,6 +66,14 @@ class ParallelContext:
         """Return the processes of an array, perhaps on sub-axes of the mesh."""
         return self.mesh if sharding.mesh == self.axes else self.processes.on(sharding.mesh)
 
+    def device_of(self, x: Tensor) -> torch.device:
+        """Return the device on which modules use a stored tensor, and processes exchange it."""
+        return x.device if self.device is None else self.device
+
+    def in_use(self, x: Tensor) -> Tensor:
+        """Return a stored tensor on the device where it is used and exchanged."""
+        return x.to(self.device_of(x))
+
     def redistribute(
         self,
         x: Tensor,
@@ -68,12 +85,14 @@ class ParallelContext:
         """Move a block, without its history, to another layout; mesh: that of the layouts, if another."""
         if mesh is None:
             mesh = self.mesh
-        return redistribute(x.detach(), (src, dst), mesh, shape=shape, profile=self.profile)
+        x = self.in_use(x.detach())
+        return redistribute(x, (src, dst), mesh, shape=shape, profile=self.profile)
 
     def reduced(self, x: Tensor, kind: str) -> Tensor:
         """Return the "sum", "max" or "min" of a tensor over all processes, which all call it."""
         axes = ",".join(self.axes.axes)
-        return redistribute(x, f"... | {kind}({axes}) -> ...", self.mesh, profile=self.profile)
+        move = f"... | {kind}({axes}) -> ..."
+        return redistribute(self.in_use(x), move, self.mesh, profile=self.profile)
 
     def compare(self, blocks: Iterable[tuple[str, Tensor, Sharding]]) -> None:
         """Raise ReplicaError on all processes if replicas of a block are not equal.
@@ -99,7 +118,7 @@ class ParallelContext:
                 # Every process has a block, and every one calls it: the mesh stands for both.
                 own_processes = processes.on(sharding.mesh)
                 comparison = Comparison(check, processes.ranks, own_processes, callers=processes)
-                pairs.append((comparison, block.detach()))
+                pairs.append((comparison, self.in_use(block.detach())))
         if pairs:
             compare_all(pairs, COMPARED)
 
@@ -166,17 +185,26 @@ class ShardedParameter:
             self._block = None
 
     def block_of(self, x: Tensor, context: ParallelContext) -> Tensor:
-        """Return this process's block of a whole tensor."""
+        """Return this process's block of a whole tensor, on the device where it is stored."""
         layout = self.sharding.layout
         if layout.axes:
             mesh = context.mesh_of(self.sharding)
-            return context.redistribute(x, unsharded(layout), layout, self.sharding.shape, mesh)
+            x = context.redistribute(x, unsharded(layout), layout, self.sharding.shape, mesh)
         # A whole tensor is its own block. One of inference mode could not be trained.
-        return x.clone() if x.is_inference() else x.detach()
+        block = x.clone() if x.is_inference() else x.detach()
+        if context.device is None or block.is_meta:
+            return block
+        if not isinstance(self.tensor, nn.Parameter):
+            return block.to(context.device)  # buffers are where modules use them
+        stored = block.to("cpu")
+        # From pinned memory copies to a GPU go on beside the host's work.
+        return stored if context.device.type == "cpu" else stored.pin_memory()
 
     def gathered(self, context: ParallelContext) -> Tensor:
-        """Return the whole tensor. All processes call it."""
+        """Return the whole tensor, where modules use it. All processes call it."""
         layout = self.sharding.layout
+        if not layout.axes:
+            return context.in_use(self.tensor.detach())
         mesh = context.mesh_of(self.sharding)
         shape = self.sharding.shape
         return context.redistribute(self.tensor, layout, unsharded(layout), shape, mesh)

@@ -95,7 +95,7 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Any], strict: bool = T
         elif parameter is None:
             own_state[name].copy_(state[name])
         else:
-            value = state[name].to(parameter.tensor.device)
+            value = state[name].to(parallel.context.device_of(parameter.tensor))
             block = block_of_value(value, parameter.sharding, parallel.context)
             parameter.tensor.copy_(block)
 

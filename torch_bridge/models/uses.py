@@ -124,7 +124,7 @@ def parameters_by_rules(
     _check_biases(uses, used_shardings, hooks)
     for parameter in sharded:
         if parameter.name in uses:
-            changes += _plan_uses(parameter, uses, hooks, keep_rules)
+            changes += _plan_uses(parameter, uses, hooks, keep_rules, context)
     return ModelParameters(sharded, uses, used_shardings, changes)
 
 
@@ -231,7 +231,13 @@ def _check_stored_alike(name: str, stored: Sharding, parameter: ShardedParameter
         raise PlanError(what, hint=hint)
 
 
-def _plan_uses(parameter: ShardedParameter, uses: Uses, hooks: Hooks, keep_rules: Rules) -> Changes:
+def _plan_uses(
+    parameter: ShardedParameter,
+    uses: Uses,
+    hooks: Hooks,
+    keep_rules: Rules,
+    context: ParallelContext,
+) -> Changes:
     """Decide where a parameter is gathered, and where its gradient is summed over processes.
 
     Under "o/dp i -> o i" on dp=2 the nearest module around it that gathers gets the task: before its
@@ -247,6 +253,7 @@ def _plan_uses(parameter: ShardedParameter, uses: Uses, hooks: Hooks, keep_rules
         uses: The layouts in storage and in use, by each of its names.
         hooks: The hooks of modules, by name.
         keep_rules: Patterns of the parameters that the user wants kept gathered.
+        context: The mesh and options.
     """
     # A tied parameter has one gradient: only what no use sums is left for later.
     names = parameter.names
@@ -266,7 +273,7 @@ def _plan_uses(parameter: ShardedParameter, uses: Uses, hooks: Hooks, keep_rules
         if use.unsummed_axes:
             check = partial(check_apart, name, use)
             changes.append(partial(place.module.register_forward_pre_hook, check, with_kwargs=True))
-        ends = _ends_of_use(parameter, use, precisions[name])
+        ends = _ends_of_use(parameter, use, precisions[name], context)
         if ends is None:
             continue
         stored, used = ends
@@ -290,16 +297,20 @@ def _plan_uses(parameter: ShardedParameter, uses: Uses, hooks: Hooks, keep_rules
 
 
 def _ends_of_use(
-    parameter: ShardedParameter, use: ParameterUse, precision: Precision | None
+    parameter: ShardedParameter,
+    use: ParameterUse,
+    precision: Precision | None,
+    context: ParallelContext,
 ) -> tuple[Layout, Layout] | None:
     """Return the layouts of a parameter in storage and in use; None if it is used as it is stored."""
     move = use.move(parameter.axes_summed_later)
     if move is not None:
         return move
     stored_dtype = parameter.tensor.dtype
-    if parameter_dtypes(precision, None, stored_dtype).result == stored_dtype:
-        return None
-    return use.stored, use.stored  # it is cast alone
+    is_cast = parameter_dtypes(precision, None, stored_dtype).result != stored_dtype
+    if is_cast or context.device is not None:
+        return use.stored, use.stored  # it is cast, or copied to another device, alone
+    return None
 
 
 def _precision_around(name: str, hooks: Hooks) -> Precision | None:

@@ -406,7 +406,7 @@ def _states_by_id(parallel: ParallelModel) -> dict[int, Any]:
 def _whole_tensor(parameter: ShardedParameter, context: ParallelContext) -> Tensor:
     """Gather one tensor of the parallel model, or share a replicated one."""
     block = parameter.tensor
-    whole = parameter.gathered(context) if parameter.sharding.layout.axes else block.detach()
+    whole = parameter.gathered(context)
     if isinstance(block, nn.Parameter):
         return nn.Parameter(whole, block.requires_grad)
     return whole.clone()  # a buffer is written to

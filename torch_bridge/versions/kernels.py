@@ -1,7 +1,7 @@
-"""aten's kernels of attention, with positional signatures that may change.
+"""aten's kernels, with positional signatures that may change.
 
-The public function, `scaled_dot_product_attention`, returns no log-sum-exps. Without them results
-of several tiles cannot be merged, and their gradients cannot be computed. Bound as they are: one is
+Of attention: the public function, `scaled_dot_product_attention`, returns no log-sum-exps. Without them
+results of several tiles cannot be merged, and their gradients cannot be computed. Bound as they are: one is
 called for each tile.
 """
 
@@ -12,6 +12,9 @@ import torch
 from torch_bridge.versions.support import private_names
 
 with private_names():
+    # (destinations, sources): copies and casts many tensors by one call, on a GPU by few kernels.
+    copy_all = torch._foreach_copy_
+
     # (query, key, value, *, is_causal, attn_mask, scale) -> result, log-sum-exps
     cpu_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 

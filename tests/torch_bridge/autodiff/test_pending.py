@@ -175,6 +175,20 @@ def test_a_dtensor_is_refused() -> None:
         )
 
 
+@on_four
+def test_what_is_written_meanwhile_to_the_blocks_of_a_tree_does_not_arrive() -> None:
+    for expression in EXPRESSIONS:
+        x = block_of(numbers(8, 8) % 7, expression, MESH)
+        expected = xt.redistribute(x.clone(), expression, MESH)
+        for n_leaves in (1, 2):
+            blocks = [x.clone() for _ in range(n_leaves)]
+            begun = xt.redistribute(blocks, expression, MESH, async_op=True)
+            for block in blocks:
+                block.zero_()
+            for y in begun:
+                assert torch.equal(y.wait(), expected), (expression, n_leaves)
+
+
 # Of one collective, of several, of none, a max, and dtypes that cannot share one.
 TREE_TEXTS = {
     "a": "n/a d -> n d | copy(a)",

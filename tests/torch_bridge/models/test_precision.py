@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import time
+from collections import Counter
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.functional import cross_entropy, gelu
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import torch_bridge as xt
@@ -296,6 +298,36 @@ def test_a_backward_pass_gathers_again_and_casts_are_not_kept() -> None:
         context = nullcontext() if options else autocast
         shorter, longer = (held_after_forward(n, context, **options) for n in (2, 6))
         assert longer - shorter < 4 * weight_bytes / 4, (options, shorter, longer)
+
+
+class Copies(TorchDispatchMode):
+    """While active, counts what writes the values of one tensor into another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = Counter[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name in ("_foreach_copy_", "copy_", "_to_copy", "cat", "add"):
+            self.count[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@on_two
+def test_parameters_are_cast_into_their_message_by_one_call() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    xt.parallelize(model, ZERO, {"": "b/dp i"}, MESH, gathers="0", precision=xt.Precision(BF16))
+    gathers = parallel_of(model).hooks["0"].parameters
+    blocks = [gathered.parameter.tensor for gathered in gathers.parameters]
+    with torch.no_grad(), Copies() as forward:
+        whole = gathers._moves.gather(gathers.parameters, blocks)
+    with torch.no_grad(), Copies() as backward:
+        gathers._moves.reduce_gradients(gathers.parameters, whole)
+    # A call for the message of both, and one for each that has arrived.
+    assert forward.count == {"_foreach_copy_": 1, "cat": 2}
+    # This process adds what the other one has sent to what it has itself; then it stores float32.
+    assert backward.count == {"copy_": 2, "add": 2, "_to_copy": 2}
 
 
 @on_two
