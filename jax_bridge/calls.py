@@ -226,7 +226,8 @@ def with_entry_type(
     (varying), or addends of a sum (unreduced). A block under "n/dp" may vary along dp alone: one
     that varies along tp is an error, an invariant one is declared varying along dp. An invariant
     block under "n | sum(tp)" is an error, too: its sum would be as many times too large as there
-    are devices.
+    are devices. Under "n | mean(tp)" it is most likely a gradient that JAX has summed, and would stay
+    a sum.
 
     Args:
         x: The block.
@@ -247,7 +248,7 @@ def with_entry_type(
     src_axes = set(map(source.mesh.origin, source.layout.axes))
     block_type = manual_type(x)
     kind = unreduced_kind(block_type)  # "sum", or how else the addends are to be combined
-    equal_axes = axes_of_equal_blocks(x, src.tagged("sum"))
+    equal_axes = axes_of_equal_blocks(x, [*src.tagged("sum"), *src.tagged("mean")])
     # The first axis along which the type does not fit is the error.
     for axis in plan.axes if axes is None else axes:
         if kind != "sum" and axis in block_type.unreduced and axis not in src.tagged(kind):
@@ -260,8 +261,9 @@ def with_entry_type(
                 "where the source holds addends"
             )
             hint = (
-                f"JAX sums gradients of whole arguments itself: write copy({axis}), or mean({axis}); "
-                f"jax.lax.pcast(x, {axis!r}, to='varying') declares equal addends"
+                "JAX has summed the gradient of a whole argument itself: leave the axis out for the sum,"
+                f" and divide it by {axis_size(axis)} for the mean;"
+                f" jax.lax.pcast(x, {axis!r}, to='varying') declares equal addends"
             )
         elif axis in src_axes or not is_typed(axis) or axis not in varying_axes(x):
             continue  # the block is what the source says

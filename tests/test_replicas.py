@@ -72,7 +72,7 @@ def test_the_hint_of_each_case():
     assert "copy(dp) on the right" in check_of("n d/tp").fault(different[:, :1]).hint
     assert "reduce sum(dp) before" in check_of("n d/tp | copy(dp)").fault(different[:, :1]).hint
     entering = check_of("n d", cotangents=False).fault(different)
-    assert "sum(dp) or mean(dp) on the left" in entering.hint
+    assert "on the left, as sum(dp), mean(dp) or n/dp" in entering.hint
     assert entering.text[slice(*entering.span)] == "n d"
 
 

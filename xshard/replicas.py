@@ -105,7 +105,8 @@ class ReplicaCheck(NamedTuple):
         is_copied = axis in self.sharding.layout.tagged("copy")
         axis = self.sharding.mesh.origin(axis)  # as a layout names it
         if not self.cotangents:
-            return f"write what they are, as in sum({axis}) or mean({axis}) on the left, or make them equal"
+            way_out = f"write what they are on the left, as sum({axis}), mean({axis})"
+            return f"{way_out} or n/{axis} for parts of a dim n, or make them equal"
         if is_copied:
             return f"addends have one gradient: reduce sum({axis}) before devices use it in different ways"
         return f"if each device uses its result in its own way, say so: copy({axis}) on the right"

@@ -374,7 +374,7 @@ def refusal(combine, value, check_vma) -> str:
 
 @in_jax
 def test_equal_values_are_no_addends() -> None:
-    """What JAX's types know to be equal is not summed, by any verb; what may differ is, and constants are."""
+    """What JAX's types know to be equal is not summed or averaged; what may differ is, and constants are."""
     combinations = {
         f"{verb}, {kind}": partial(sums, kind=kind)
         for verb, sums in SUMS.items()
@@ -389,7 +389,10 @@ def test_equal_values_are_no_addends() -> None:
                 continue  # JAX's type says sum
             error = refusal(combine, value, check_vma=True)
             is_refused = "is equal on all 4 devices of 'b', where the source holds addends" in error
-            if is_refused != (kind in EQUAL and name.endswith("sum")) or bool(error) != is_refused:
+            if (
+                is_refused != (kind in EQUAL and name.endswith(("sum", "mean")))
+                or bool(error) != is_refused
+            ):
                 wrong.append((name, kind, error))
         if refusal(combine, EQUAL["an argument"], check_vma=False):
             wrong.append((name, "without types"))
@@ -402,7 +405,7 @@ def test_equal_values_are_no_addends() -> None:
 
     found, right = jax.jit(mapped(both, ((P(), P("b")), P())))(X, X)
     jax.tree.map(np.testing.assert_array_equal, found, right)
-    with pytest.raises(xs.errors.NotationError, match=r"sums gradients of .*: write copy\(b\), or"):
+    with pytest.raises(xs.errors.NotationError, match=r"divide it by 4 for the mean"):
         xj.shard_map(EQUAL["a gradient of one"], "i j, n/b j -> i j | sum(b)", device_mesh(MESH))(
             X, X
         )

@@ -273,7 +273,7 @@ def _of_dtensors(call: EinsumCall, operands: list[Any], keeps: bool) -> Tensor:
         for x, array, span in zip(operands, arrays, spans, strict=False)
     ]
     y = _of_blocks(call._replace(mesh=mesh, shapes=shapes), blocks, keeps)
-    return dtensor_of_block(as_tensor(y), result.layout, mesh, result.shape)
+    return dtensor_of_block(as_tensor(y), result.layout, mesh, result.shape, call.profile)
 
 
 def _one_mesh(operands: Sequence[Any], text: str) -> DeviceMesh:

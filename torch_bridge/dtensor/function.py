@@ -143,21 +143,28 @@ class _OfCopies(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, block: Tensor, layout: Layout, mesh: DeviceMesh, shape: Shape) -> DTensor:
+    def forward(
+        ctx: Any,
+        block: Tensor,
+        layout: Layout,
+        mesh: DeviceMesh,
+        shape: Shape,
+        profile: ProfileLike,
+    ) -> DTensor:
         # The gradient of copies is partial: its addends are the dual of the layout.
         ctx.gradient_mesh = mesh
+        ctx.profile = profile
         ctx.gradient_placements = to_placements(gradient_layout(layout), mesh, shape)
         return dtensor_of(block, mesh, to_placements(layout, mesh, shape), shape)
 
     @staticmethod
-    def backward(ctx: Any, gradient: DTensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, gradient: DTensor) -> tuple[Tensor, None, None, None, None]:
         """Move the gradient to the placements of addends, and return its block."""
         shape = tuple(gradient.shape)
         arrives = _end(gradient.device_mesh, gradient.placements, shape)
         target = _end(ctx.gradient_mesh, ctx.gradient_placements, shape)
-        # The profile of the devices: a backward pass has no options of its own.
-        move = DTensorMove(arrives, target, gradient.dtype, gradient.dtype, AUTO)
-        return RedistributeDTensor.apply(gradient, move).to_local(), None, None, None
+        move = DTensorMove(arrives, target, gradient.dtype, gradient.dtype, ctx.profile)
+        return RedistributeDTensor.apply(gradient, move).to_local(), None, None, None, None
 
 
 def _end(mesh: DeviceMesh, placements: Placements, shape: Shape) -> End:
@@ -166,11 +173,18 @@ def _end(mesh: DeviceMesh, placements: Placements, shape: Shape) -> End:
 
 
 def dtensor_of_block(
-    local: Tensor, layout: Layout, mesh: DeviceMesh, shape: Sequence[int]
+    local: Tensor,
+    layout: Layout,
+    mesh: DeviceMesh,
+    shape: Sequence[int],
+    profile: ProfileLike = AUTO,
 ) -> DTensor:
-    """Return the DTensor of global `shape` that has a local block under `layout`."""
+    """Return the DTensor of global `shape` that has a local block under `layout`.
+
+    profile: the machine for which the moves of its gradient are planned, and the order of their sums.
+    """
     if layout.tagged("copy"):  # gradients of copies are partial; a DTensor assumes `Replicate`
-        return _OfCopies.apply(local, layout, mesh, tuple(shape))
+        return _OfCopies.apply(local, layout, mesh, tuple(shape), resolve_profile(profile))
     return dtensor_of(local, mesh, to_placements(layout, mesh, shape), shape)
 
 

@@ -19,9 +19,10 @@ from torch_bridge.lower.exchange import Assembly, Part
 from torch_bridge.lower.executable import Executable, computed_once, dense
 from torch_bridge.lower.rules import lower, no_arithmetic
 from torch_bridge.lower.subarray import box_rows, subarray
-from torch_bridge.mesh.failures import call_backend, with_place_in_errors
+from torch_bridge.mesh.failures import call_backend, timeout_of, with_place_in_errors
 from torch_bridge.mesh.process_groups import naming_who_has_not_come, rank_in
 from torch_bridge.mesh.process_mesh import ProcessMesh, mesh_of_ranks
+from torch_bridge.versions.process_groups import backend_and_store
 from xshard import Mesh, Plan
 from xshard.errors import MeshError, PlanError
 from xshard.layout.sub_axes import SubAxisMesh
@@ -384,7 +385,9 @@ def _connect(tensor_device: torch.device, group: dist.ProcessGroup) -> None:
     """Call the whole group once, which NCCL wants; later some processes may have nothing to send."""
     meet = functools.partial(dist.all_reduce, torch.zeros(1, device=tensor_device), group=group)
     ranks = dist.get_process_group_ranks(group)
-    naming_who_has_not_come(f"xshard/meeting on {tensor_device}", ranks, group, meet)
+    _, store = backend_and_store(group)
+    name = f"xshard/meeting on {tensor_device}"
+    naming_who_has_not_come(name, ranks, rank_in(group), store, timeout_of(group), meet)
 
 
 def _seen_as(dtype: torch.dtype, tensor: Tensor) -> Tensor:

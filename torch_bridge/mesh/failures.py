@@ -41,10 +41,13 @@ def with_place_in_errors(place: Callable[[], str], act: Callable[..., Any], *arg
         raise
 
 
-def raise_lost_peer(error: RuntimeError, what: str, ranks: Sequence[int]) -> None:
+def raise_lost_peer(
+    error: RuntimeError, what: str, ranks: Sequence[int], timeout: timedelta | None = None
+) -> None:
     """Raise CollectiveError in place of a backend's error that means that another rank is lost.
 
-    error: of gloo or NCCL. what: the operation, for the message. ranks: those that took part.
+    error: of gloo or NCCL. what: the operation, for the message. ranks: those that took part. timeout:
+    how long it waited; None: as long as a collective does.
     Returns if the error means something else, such as a lack of memory; the caller re-raises it.
     """
     # gloo has no class for a lost peer, NCCL has; a lack of memory is a subclass of RuntimeError.
@@ -52,8 +55,10 @@ def raise_lost_peer(error: RuntimeError, what: str, ranks: Sequence[int]) -> Non
         return
     world = dist.group.WORLD
     waited = ""
-    if world is not None:
-        waited = f" within {timeout_of(world).total_seconds():g} s"
+    if timeout is None and world is not None:
+        timeout = timeout_of(world)
+    if timeout is not None:
+        waited = f" within {timeout.total_seconds():g} s"
     suspects = f"one of the ranks {', '.join(map(str, ranks))}"
     if len(ranks) == 1:
         suspects = f"rank {ranks[0]}"

@@ -53,13 +53,14 @@ def group_of_programs(
 ) -> dist.ProcessGroup:
     """Return the group of processes of several programs that meet in a store.
 
-    All of them call this.
+    All of them call this. Raises CollectiveError if one does not come, by its rank in the group.
     """
     world = dist.group.WORLD
     assert world is not None
     backend, _ = backend_and_store(world)
-    can_ask_store(store, timeout)  # without an answer, making a group would wait for ever
-    return new_group(tuple(range(size)), rank, name, store, backend, timeout)
+    ranks = tuple(range(size))
+    group = functools.partial(new_group, ranks, rank, name, store, backend, timeout)
+    return naming_who_has_not_come(name, ranks, rank, store, timeout, group)
 
 
 def ranks_digest(ranks: tuple[int, ...]) -> str:
@@ -75,32 +76,39 @@ def _group_of(ranks: tuple[int, ...], world: dist.ProcessGroup) -> dist.ProcessG
     if world is not dist.group.WORLD:
         name = f"{world.group_name}/{name}"
     timeout = timeout_of(world)
-    group = functools.partial(new_group, ranks, rank_in(world), name, store, backend, timeout)
-    return naming_who_has_not_come(name, ranks, world, group)
+    rank = rank_in(world)
+    group = functools.partial(new_group, ranks, rank, name, store, backend, timeout)
+    return naming_who_has_not_come(name, ranks, rank, store, timeout, group)
 
 
 def naming_who_has_not_come(
-    name: str, ranks: Sequence[int], world: dist.ProcessGroup, meet: Callable[[], T]
+    name: str,
+    ranks: Sequence[int],
+    rank: int,
+    store: Any,
+    timeout: timedelta,
+    meet: Callable[[], T],
 ) -> T:
     """Call a function that waits for all ranks; its CollectiveError names those that have not come.
 
     Args:
         name: By which ranks tell each other, in the store, that they are there.
         ranks: All of them.
-        world: The group that counts the ranks.
+        rank: The one of this process.
+        store: Where they meet.
+        timeout: How long they wait.
         meet: Waits for the others.
     """
-    _, store = backend_and_store(world)
     # Without an answer, the others would be waited for for ever.
-    if not can_ask_store(store, timeout_of(world)):
+    if not can_ask_store(store, timeout):
         return meet()
-    store.set(f"{name}/{rank_in(world)} has come", "")
+    store.set(f"{name}/{rank} has come", "")
     try:
         return meet()
     except RuntimeError as error:
-        missing = [rank for rank in ranks if not store.check([f"{name}/{rank} has come"])]
+        missing = [other for other in ranks if not store.check([f"{name}/{other} has come"])]
         if missing:
-            raise_lost_peer(error, "the first meeting", missing)
+            raise_lost_peer(error, "the first meeting", missing, timeout)
         raise
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_bridge.autodiff.turns import OfPart
+from torch_bridge.models.claims import Claim, claim_of
 from torch_bridge.models.module_parameters import ModuleParameters
 from torch_bridge.models.names import title_of
 from torch_bridge.models.parameters import ParallelContext
@@ -58,11 +59,13 @@ class TensorRule:
         key: Which tensor it is.
         rule: Its layouts before and after.
         last: The tensor that it last moved, for `explain`.
+        claim: About the first block that has come, until processes have compared it.
     """
 
     key: Key
     rule: ActivationRule
     last: TensorFacts | None = None
+    claim: Claim | None = None
     _arrivals: dict[Any, _Arrival] = field(default_factory=dict)  # by block shape and known dims
 
     def move(
@@ -100,6 +103,8 @@ class TensorRule:
         # Only now that all has succeeded: a block that fails a check is checked again in the next
         # call.
         self._arrivals[key] = _Arrival(shape, inner_known_dims)
+        if self.last is None:
+            self.claim = claim_of(self.rule, x, context, title)
         self.last = TensorFacts(shape, x.dtype, x.requires_grad)
         return Moved(y, inner_known_dims)
 

@@ -53,13 +53,14 @@ def optimizer_state_dict(model: nn.Module, optimizer: Optimizer) -> dict[str, An
     parallel = parallel_of(model)
     names = {id(parameter.tensor): parameter.name for parameter in parallel.parameters}
     state = named_state(optimizer, names)
+    block_shapes = {name: x.tensor.shape for name, x in parallel.by_name.items()}
+    numbers = keys_of_numbers(state["state"], block_shapes)
     for name, values in state["state"].items():
         sharding = parallel.by_name[name].sharding
-        block_shape = parallel.by_name[name].tensor.shape
         for key, x in values.items():
             if isinstance(x, Tensor):
                 with located(f"{name}: {key}"):
-                    own = sharding_of_state(x.shape, block_shape, sharding)
+                    own = sharding_of_state(x.shape, block_shapes[name], sharding, key in numbers)
                     values[key] = stored_block(x.detach(), own, parallel.context)
     return state
 
@@ -100,13 +101,18 @@ def load_optimizer_state_dict(
         if not isinstance(values, Mapping):
             what = f"the state of {name} is {short_repr(values)}"
             raise XshardError(what, hint="{key: a tensor or a number}")
+    numbers = keys_of_numbers(
+        state["state"], {name: parallel.by_name[name].sharding.shape for name in state["state"]}
+    )
+    for name, values in state["state"].items():
         parameter = parallel.by_name[name]
+        sharding = parameter.sharding
         blocks[name] = dict(values)
         for key, x in values.items():
             _check_value(name, key, x)
             if isinstance(x, Tensor):
                 with located(f"{name}: {key}"):
-                    own = sharding_of_state(x.shape, parameter.sharding.shape, parameter.sharding)
+                    own = sharding_of_state(x.shape, sharding.shape, sharding, key in numbers)
                     device = parallel.context.device_of(parameter.tensor)
                     value = x.to(device) if own.layout.axes else x
                     block = block_of_value(value, own, parallel.context)
@@ -224,15 +230,38 @@ def _unmatched(own: Groups, stored: Groups, why: str) -> XshardError:
     return XshardError(what, hint=hint)
 
 
+def keys_of_numbers(
+    state: Mapping[str, Mapping[str, Any]], parameter_shapes: Mapping[str, Sequence[int]]
+) -> set[str]:
+    """Return the keys of a state that are single numbers for each parameter, as a count of steps.
+
+    A tensor of shape [1] beside a parameter of one element may be a moment, or a number. What its key has
+    beside longer parameters tells.
+
+    Args:
+        state: By names of parameters and keys.
+        parameter_shapes: By names, of blocks as the state has blocks, or of whole tensors.
+    """
+    found = set()
+    for name, shape in parameter_shapes.items():
+        if math.prod(shape) == 1:
+            continue
+        for key, x in state.get(name, {}).items():
+            if math.prod(getattr(x, "shape", ())) == 1:
+                found.add(key)
+    return found
+
+
 def sharding_of_state(
-    shape: Sequence[int], parameter_shape: Sequence[int], sharding: Sharding
+    shape: Sequence[int], parameter_shape: Sequence[int], sharding: Sharding, is_number: bool
 ) -> Sharding:
     """Return how a tensor of an optimizer's state is sharded: as its parameter, or not at all.
 
     shape, parameter_shape: of the blocks of both, or of the whole tensors of both. sharding: of the
-    parameter. Raises ShapeError for another shape, as of factored or packed moments.
+    parameter. is_number: the tensor is a number by `keys_of_numbers`. Raises ShapeError for another
+    shape, as of factored or packed moments.
     """
-    if tuple(shape) == tuple(parameter_shape):
+    if tuple(shape) == tuple(parameter_shape) and not is_number:
         return sharding
     is_whole = sharding.mesh.size(*sharding.layout.sharding_axes) == 1
     if math.prod(shape) == 1 or is_whole:

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from torch_bridge.models.block_guards import guard_blocks
+from torch_bridge.models.claims import check_claims
 from torch_bridge.models.experts import Count
 from torch_bridge.models.gradients import Gradients
-from torch_bridge.models.hooks import ModuleHooks
+from torch_bridge.models.hooks import ModuleHooks, TensorRule
 from torch_bridge.models.living import add_living, is_living
 from torch_bridge.models.module_parameters import tensors_with_gradient
 from torch_bridge.models.names import is_inside
@@ -186,6 +187,7 @@ class ParallelModel:
     def check_first_pass(self) -> None:
         """Raise XshardError, on all processes, if the first pass contradicts the rules."""
         self._check_called()
+        self._check_claims()
         self.compare()
         if not self.is_verified and self.context.processes.device == 0:
             warnings.warn(UNVERIFIED, UnverifiedWarning, stacklevel=2)
@@ -207,6 +209,17 @@ class ParallelModel:
                 what += "its rules do not run"
                 hint = "write rules for a module around it, which is called"
                 raise XshardError(what, hint=hint)
+
+    def _check_claims(self) -> None:
+        """Raise ReplicaError, on all processes, if what rules call replicated has come different."""
+        rules: list[TensorRule] = []
+        for hooks in self.hooks.values():
+            rules += [*hooks.inputs, *hooks.outputs]
+        if rules and self.trained:
+            claims = [rule.claim for rule in rules]
+            for rule in rules:
+                rule.claim = None
+            check_claims(claims, self.context, self.trained[0].tensor.device)
 
     def _is_bypassed(self, hooks: ModuleHooks) -> bool:
         """Return whether parameters of a module have a gradient, though its rules did not run."""

@@ -159,7 +159,8 @@ def parallelize(  # noqa: PLR0913  public: rules of several kinds, and how they 
             layouts do not fit, or tensors differ between processes. In the forward pass, a block contradicts
             a rule.
         DesyncError: On all processes, if their calls differ.
-        ReplicaError: After the first backward pass, if gradients that should be equal are not.
+        ReplicaError: After the first backward pass, if gradients that should be equal are not, or blocks that
+            rules take for replicas.
 
     Examples:
         >>> import torch, torch_bridge as xt

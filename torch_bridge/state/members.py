@@ -22,6 +22,7 @@ from torch_bridge.mesh.process_mesh import MeshLike
 from torch_bridge.models.names import is_inside, is_part, module_of
 from torch_bridge.models.optimizers import (
     State,
+    keys_of_numbers,
     load_named,
     matched_groups,
     named_state,
@@ -46,6 +47,7 @@ from xshard.state.files.values import number_of, to_json
 from xshard.state.parts import TargetArray
 from xshard.trees import joined
 
+MADE_BY = "made by"  # of a stored group: the class of its optimizer
 ArraysAndConstants = tuple[dict[str, LocalArray], dict[str, Constant]]
 
 
@@ -228,13 +230,16 @@ class OptimizerState:
         """Return the state of all parameters: tensors as arrays, and numbers, by name in the tree."""
         arrays = {}
         constants = {}
+        blocks = {name: parameter.block for name, parameter in self.parameters.items()}
+        block_shapes = {name: block.shape for name, block in blocks.items() if block is not None}
+        numbers = keys_of_numbers(self.state["state"], block_shapes)
         for parameter_name, values in self.state["state"].items():
             parameter = self.parameters[parameter_name]
             for key, x in values.items():
                 leaf = joined(self.name, f"state.{parameter_name}.{key}")
                 if isinstance(x, Tensor):
                     with errors.located(trees.place_of(leaf)):
-                        arrays[leaf] = _state_array(leaf, x, parameter)
+                        arrays[leaf] = _state_array(leaf, x, parameter, key in numbers)
                 else:
                     constants[leaf] = number_of(x)
         return arrays, constants
@@ -242,10 +247,13 @@ class OptimizerState:
     def groups(self) -> ArraysAndConstants:
         """Return the options of all groups as one value, and the tensors in it, by name in the tree."""
         tensors: dict[str, Tensor] = {}
-        groups = to_json(self.state["param_groups"], self._groups_name, Tensor, tensors)
+        named = [{**group, MADE_BY: self._made_by} for group in self.state["param_groups"]]
+        groups = to_json(named, self._groups_name, Tensor, tensors)
         arrays = {}
         for leaf, x in tensors.items():
-            arrays[leaf] = _state_array(leaf, x, next(iter(self.parameters.values())))
+            arrays[leaf] = _state_array(
+                leaf, x, next(iter(self.parameters.values())), is_number=True
+            )
         return arrays, {self._groups_name: groups}
 
     def targets(self, stored: Mapping[str, TargetArray]) -> dict[str, LocalArray]:
@@ -256,16 +264,24 @@ class OptimizerState:
         stored: by name in the tree.
         """
         arrays, _ = self.moments()
+        by_parameter: dict[str, dict[str, TargetArray]] = {}
+        for leaf, x in stored.items():
+            parameter_name, key = self._key_of(leaf)
+            by_parameter.setdefault(parameter_name, {})[key] = x
+        shapes = {name: parameter.sharding.shape for name, parameter in self.parameters.items()}
+        numbers = keys_of_numbers(by_parameter, shapes)
         for leaf, x in stored.items():
             dtype = getattr(torch, x.dtype)
             if is_part(leaf, self._groups_name):
                 arrays[leaf] = _whole_array(leaf, x, next(iter(self.parameters.values())))
                 continue
-            parameter = self.parameters.get(self._key_of(leaf).parameter)
+            parameter_name, key = self._key_of(leaf)
+            parameter = self.parameters.get(parameter_name)
             if parameter is None:
                 continue
+            shape = parameter.sharding.shape
             with errors.located(trees.place_of(leaf)):
-                sharding = sharding_of_state(x.shape, parameter.sharding.shape, parameter.sharding)
+                sharding = sharding_of_state(x.shape, shape, parameter.sharding, key in numbers)
             own = arrays.get(leaf)
             if own is None or own.sharding.shape != sharding.shape or own.dtype != dtype:
                 block = _new_block(sharding, parameter, dtype)
@@ -298,7 +314,14 @@ class OptimizerState:
         if not stored:
             return own
         with errors.located(trees.place_of(self.name)):
-            return matched_groups(own, stored, strict)
+            groups = matched_groups(own, stored, strict)
+            for group in groups:
+                # Files of earlier releases do not say it.
+                made_by = group.pop(MADE_BY, self._made_by)
+                if strict and made_by != self._made_by:
+                    what = f"the state of an optimizer {made_by}, for one that is {self._made_by}"
+                    raise errors.XshardError(what, hint="make it by the class that was saved")
+        return groups
 
     def load(self, arrays: Mapping[str, Tensor], checkpoint: Checkpoint, strict: bool) -> None:
         """Give the optimizer the state that was read: tensors by name in the tree, and numbers.
@@ -318,6 +341,11 @@ class OptimizerState:
             state.setdefault(name, {})[key] = value
         groups = self.stored_groups(checkpoint, arrays, strict)
         load_named(self.optimizer, self.names, {"state": state, "param_groups": groups})
+
+    @property
+    def _made_by(self) -> str:
+        """The name of its class."""
+        return type(self.optimizer).__name__
 
     @property
     def _groups_name(self) -> str:
@@ -389,11 +417,11 @@ def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
     return [x for group in optimizer.param_groups for x in group["params"]]
 
 
-def _state_array(leaf: str, x: Tensor, parameter: LocalArray) -> LocalArray:
+def _state_array(leaf: str, x: Tensor, parameter: LocalArray, is_number: bool) -> LocalArray:
     """Describe a tensor of an optimizer's state: it is sharded as its parameter, or whole."""
     if isinstance(x, DTensor) or parameter.block is None:
         return local_array(leaf, x, None, parameter.mesh, parameter.ranks, None)
-    sharding = sharding_of_state(x.shape, parameter.block.shape, parameter.sharding)
+    sharding = sharding_of_state(x.shape, parameter.block.shape, parameter.sharding, is_number)
     return LocalArray([leaf], x.detach(), x.dtype, sharding, parameter.mesh, parameter.ranks)
 
 

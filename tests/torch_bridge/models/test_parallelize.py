@@ -628,6 +628,38 @@ def _rows_of_table(model: nn.Module) -> list[str]:
 
 
 @on_four
+def test_a_batch_that_is_in_shards_already_is_found() -> None:
+    """A rule that cuts what comes takes it for replicas: the first step compares some elements of them."""
+    text = "b c -> b/dp c"
+
+    def step(make: Callable[[int], Tensor]) -> str:
+        """Return the error of a first step on x[row, column]: of `make(dp)`, the number of the process."""
+        model = xt.parallelize(nn.Linear(6, 3), {"**": "..."}, {"": text}, MESH)
+        x = make(dist.get_rank() // 2)
+        loss = xt.redistribute(model(x).sum(), "() | sum(dp) -> ()", MESH)
+        try:
+            loss.backward()
+        except xs.errors.ReplicaError as error:
+            return str(error)
+        # Only the first step compares.
+        model(make(0) + dist.get_rank()).sum().backward()
+        return ""
+
+    whole = torch.arange(48.0).view(8, 6)
+    assert step(lambda dp: whole) == ""
+    assert step(lambda dp: whole * (1 + dp * 1e-6)) == ""  # as by another kernel
+    for shards in (lambda dp: whole.chunk(2)[dp], lambda dp: whole[: 4 + 2 * dp]):
+        error = step(shards)
+        assert error.startswith(
+            "input of the model: blocks differ along 'dp', where one value is meant"
+        )
+        assert f"'{text}'\n     ^^^" in error and "n/dp for parts of a dim n" in error
+    # Columns that are the same on all processes do not hide the last one.
+    last = torch.zeros(256, 6).index_fill(1, torch.tensor([5]), 1)
+    assert "differ" in step(lambda dp: last * dp)
+
+
+@on_four
 def test_a_table_has_the_bytes_of_a_step_once_it_ran() -> None:
     model = xt.parallelize(net(), mesh=MESH, **RULES, profile="h100")
     before = _rows_of_table(model)

@@ -9,6 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 import torch_bridge as xt
 import xshard as xs
@@ -82,6 +84,14 @@ def test_einsum_adds_products_in_the_order_of_ranks() -> None:
         plan = xs.plan(text, MESH, sizes={"b": 2, "d": 384, "f": 3}, **options)
         assert plan.local.endswith("| sum(a,b)")
         assert same_bits(xt.einsum(text, *mine, mesh=MESH, **options), total)
+
+    # The gradient of a DTensor of copies moves before the einsum's own moves do.
+    mesh = init_device_mesh("cpu", (2, 3), mesh_dim_names=("a", "b"))
+    x, w = (DTensor.from_local(torch.ones(1, 1), mesh, [Replicate()] * 2) for _ in range(2))
+    y = xt.einsum("m k, k n -> m n | copy(a)", x, w.requires_grad_(), addends="ranks")
+    assert str(y.grad_fn.profile).endswith(":ranks")
+    y.backward(DTensor.from_local(torch.ones(1, 1), mesh, [Partial()] * 2))
+    assert w.grad.full_tensor() == N_DEVICES
 
 
 @on_six

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import torch_bridge as xt
 from tests.torch_bridge.helpers import SharedRanks, error_of, still_connected
 from torch_bridge.mesh.failures import timeout_of
+from torch_bridge.mesh.process_groups import group_of_programs
 
 on_five = SharedRanks(5)
 FIRST = (0, 1)  # the ranks of the first stage, and of the second
@@ -154,3 +155,12 @@ def test_a_missing_rank_is_named_within_the_timeout() -> None:
     with short_timeouts():
         if rank < 3:
             assert f"rank 4 {missing}" in told_of_a_missing_rank(FIRST, (2, 4))
+        if (
+            rank > 2
+        ):  # the group of two programs, of which the second has two ranks: the last does not come
+            place = rank - 3
+            store = c10d._get_default_store().clone()
+            meet = functools.partial(group_of_programs, store, "both", place, 3)
+            kind, told = error_of(lambda: meet(timedelta(seconds=2)))
+            assert kind == "CollectiveError" and "rank 2 has ended, has failed" in told, told
+            assert "did not come within 2 s" in told

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Adafactor, AdamW, Muon, Optimizer, lr_scheduler
+from torch.optim import SGD, Adafactor, Adam, AdamW, Muon, Optimizer, lr_scheduler
 from torch.optim.swa_utils import SWALR, AveragedModel
 
 import torch_bridge as xt
@@ -387,6 +387,9 @@ def test_optimizers_that_are_refused(tmp_path: Path) -> None:
         ):
             call({"m": model, "o": wrapped}, tmp_path / "model")
     xt.save({"m": model, "o": SGD(model.parameters())}, tmp_path)
+    adam = Adam(model.parameters())  # its options have the same names as those of AdamW
+    with pytest.raises(XshardError, match=r"leaf 'o': .* optimizer SGD, for one that is Adam\n"):
+        xt.load(tmp_path, like={"m": model, "o": adam})
     unfit = AdamW(model.parameters())
     unfit.state[model[0].weight] = {"n": 1}
     before = (unfit.state, unfit.param_groups)

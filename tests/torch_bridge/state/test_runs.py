@@ -255,6 +255,46 @@ def test_a_state_dict_is_loaded_in_another_layout() -> None:
 
 
 @on_four
+def test_a_number_beside_a_block_of_one_element_is_no_block() -> None:
+    """A bias [4] has blocks [1] on dp=4, as moments of it have, and a count of shape [1] has not."""
+
+    def begun(shard: str) -> tuple[nn.Module, Optimizer]:
+        torch.manual_seed(0)
+        mesh = Mesh(dp=2, tp=2)
+        model = nn.Linear(3, 4)
+        xt.parallelize(model, {"**": f"o/{shard} ... -> o ..."}, {"": "b c -> b/dp c"}, mesh)
+        return model, SGD(model.parameters(), torch.tensor([0.5]))
+
+    def set_state(model: nn.Module, optimizer: Optimizer) -> None:
+        """Give the parameters a count [7], and moments that are the parameters."""
+        for x in model.parameters():
+            optimizer.state[x] = {"n": torch.tensor([7.0]), "moment": x.detach().clone()}
+
+    def is_right(model: nn.Module, optimizer: Optimizer) -> bool:
+        """Tell whether the state is that of `set_state`, for blocks of any size."""
+        states = [(x, optimizer.state[x]) for x in model.parameters()]
+        rates = [group["lr"].tolist() for group in optimizer.param_groups]
+        return rates == [[0.5]] and all(
+            state["n"].tolist() == [7] and torch.equal(state["moment"], x) for x, state in states
+        )
+
+    saved = begun("dp/tp")
+    set_state(*saved)
+    whole = xt.optimizer_state_dict(*saved)
+    assert [x["n"].shape for x in whole["state"].values()] == [(1,), (1,)]
+    with one_folder() as folder:
+        xt.save({"m": saved[0], "o": saved[1]}, folder)
+        for shard in ("dp", "dp/tp", "tp"):
+            model, optimizer = begun(shard)
+            optimizer.param_groups[0]["lr"] = torch.tensor([0.1])
+            xt.load(folder, like={"m": model, "o": optimizer})
+            assert is_right(model, optimizer), shard
+            other = begun(shard)
+            xt.load_optimizer_state_dict(*other, whole)
+            assert is_right(*other), shard
+
+
+@on_four
 def test_states_that_no_layout_follows_for() -> None:
     model, optimizer = stepped("tp", 1)
     _, own = stepped("whole", 1)
