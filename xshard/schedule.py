@@ -245,12 +245,16 @@ class Turn(NamedTuple):
         seconds: How long it computes.
         parameters: The move that has to arrive before; None: there is none.
         gradients: The move of its gradients, which can begin afterwards.
+        activations: The move of activations that it awaits; it comes before all others.
+        beside: The move of activations of other parts of the batch, while this one computes.
     """
 
     name: str
     seconds: float = 0.0
     parameters: Start | None = None
     gradients: Start | None = None
+    activations: Start | None = None
+    beside: Start | None = None
 
 
 def last_started(n_bytes: Sequence[int], prefetch: Bytes) -> list[int]:
@@ -285,11 +289,14 @@ def prefetched(turns: Sequence[Turn], prefetch: Bytes) -> Schedule:
     n_started = 0
     for turn, last in zip(turns, last_started(n_bytes, prefetch), strict=True):
         # Before it waits for its own: so the links are not idle while it arrives.
-        steps += [move for move in moves[n_started : last + 1] if move is not None]
+        starting = [turn.activations, turn.beside, *moves[n_started : last + 1]]
+        steps += [move for move in starting if move is not None]
         n_started = last + 1
-        if turn.parameters is not None:
-            steps.append(Wait(turn.parameters.name))
+        awaited = [turn.parameters, turn.activations]
+        steps += [Wait(move.name) for move in awaited if move is not None]
         steps.append(Compute(turn.name, turn.seconds))
+        if turn.beside is not None:
+            steps.append(Wait(turn.beside.name))
     return Schedule(tuple(steps))
 
 
@@ -305,14 +312,16 @@ def training_step(forward: Sequence[Turn], backward: Sequence[Turn], prefetch: B
         prefetch: As in `last_started`.
     """
     gathered = prefetched(backward, prefetch)
-    as_forward = [turn._replace(parameters=turn.gradients) for turn in reversed(backward)]
+    as_forward = [Turn(turn.name, parameters=turn.gradients) for turn in reversed(backward)]
     scattered = prefetched(as_forward, prefetch).backward
-    steps = [*prefetched(forward, prefetch).steps]
-    after_turns = iter(_between_computing(scattered)[1:])
-    for step in gathered.steps:
-        steps.append(step)
-        if isinstance(step, Compute):
-            steps += next(after_turns)
+    activations = [move for turn in backward for move in (turn.activations, turn.beside)]
+    first_run, *gathers = _between_computing(gathered)
+    _, *gradients = _between_computing(scattered)
+    steps = [*prefetched(forward, prefetch).steps, *first_run]
+    for turn, gradient_run, run in zip(backward, gradients, gathers, strict=True):
+        steps.append(Compute(turn.name, turn.seconds))
+        # Activations come before what has time: the sort keeps the order of all others.
+        steps += sorted([*gradient_run, *run], key=lambda step: step not in activations)
     return Schedule(tuple(steps))
 
 

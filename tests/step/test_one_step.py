@@ -130,8 +130,8 @@ def test_every_sum_is_there(problem):
         vector = problem.vectors(assignment_of(problem, plan))[0]
         seconds = float(problem.cost(1.0).total(vector))
         n_bytes = float(problem.cost(1.0).largest_limit_share(vector))
-        parts = [BlockPart.FORWARD_COMPUTING_S, BlockPart.FORWARD_MOVING_S]
-        parts += [BlockPart.BACKWARD_COMPUTING_S, BlockPart.BACKWARD_MOVING_S, StepPart.OPTIMIZER_S]
+        parts = [part for part in BlockPart if part.name.endswith("_S")]
+        parts = [part for part in parts if "ACTIVATIONS" not in part.name] + [StepPart.OPTIMIZER_S]
         cells = [f"{vector[part] * 1e3:.2f}" for part in parts]
         total = f"**{seconds * 1e3:.2f} ms** | {n_bytes / 1e6:.0f} MB"
         rows.append(f"| {name} | {' | '.join(cells)} | {total} |")
@@ -152,14 +152,20 @@ def test_the_arithmetic_of_the_page(problem):
     backward = 2 * forward / 2 + read / 2
     optimizer = 7 * MEGABYTES * 1e6 / 2e10
     assert seconds["tensor parallel"] == pytest.approx(computing + backward + optimizer / 2)
-    in_data_parallel = computing + max(backward + 0.2 * 4e-3, 4e-3) + optimizer
-    assert seconds["data parallel"] == pytest.approx(in_data_parallel)
-    in_zero_1 = max(computing + 0.2 * 2e-3, 2e-3) + max(backward + 0.2 * 2e-3, 2e-3)
+    assert seconds["data parallel"] == pytest.approx(computing + backward + 4e-3 + optimizer)
+    in_zero_1 = computing + 2e-3 + backward + 2e-3
     assert seconds["ZeRO-1"] == pytest.approx(in_zero_1 + optimizer / 2)
     _, memory = problem.summary(vectors["tensor parallel"])
-    assert [n / 1e6 for n in memory.values()] == [2, 0, 4, 2, 2]  # the logits, and their gradient
+    assert [n / 1e6 for n in memory.values()] == [
+        2,
+        0,
+        4,
+        2,
+        2,
+        0,
+    ]  # the logits, and their gradient
     _, memory = problem.summary(vectors["data parallel"])
-    assert [n / 1e6 for n in memory.values()] == [4, 8, 8, 0, 0]  # a gradient, and its sum
+    assert [n / 1e6 for n in memory.values()] == [4, 8, 8, 0, 0, 0]  # a gradient, and its sum
 
 
 def test_the_best_plan_is_the_one_that_the_page_says():

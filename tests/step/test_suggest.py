@@ -4,16 +4,21 @@ import math
 import os
 import subprocess
 import sys
+from collections import Counter
 
 import numpy as np
 import pytest
 
+from benchmarks.suggest.models import llama
 from tests.step.random_steps import random_step
-from xshard import Link, Mesh, Op, Profile, TrainingStep, suggest
+from xshard import Link, Mesh, Op, Profile, Suggestion, TrainingStep, suggest
 from xshard.cost.machine import load_profile
 from xshard.errors import PlanError, XshardError
+from xshard.schedule import EXPOSED
+from xshard.step.choose.hand import HAND, options_by_hand
 from xshard.step.choose.search import StepSearch
 from xshard.step.price.moves import MovePrices
+from xshard.step.price.passes import schedule_of
 from xshard.step.price.problem import StepProblem
 from xshard.step.say.rules import written
 from xshard.step.say.simplify import simplified
@@ -97,6 +102,55 @@ def test_rules_cost_what_the_suggestion_costs(found):
 def test_it_is_better_than_all_plans_by_hand(found):
     fitting = [plan.seconds() for plan in found.by_hand.values() if plan.fits]
     assert fitting and found.seconds <= min(fitting)
+
+
+@pytest.mark.parametrize(
+    ("step", "how"),
+    [
+        (a_model(), {}),
+        (a_model(), {"prefetch": 0, "recompute": True}),
+        (llama("8B", 64, 512, 3), {"batch_parts": 2, "micro_batches": 2}),
+    ],
+)
+def test_the_schedule_takes_the_seconds_of_the_closed_form(step, how):
+    moves = MovePrices(MESH, "bfloat16", load_profile("gloo"))
+    search = StepSearch(StepProblem(step.with_shares, moves, **how), math.inf)
+    search.start()
+    for assignment in search.vectors:
+        plan = Suggestion(search, assignment, 0.0, {})
+        both_passes = plan.schedule.timeline()
+        seconds = both_passes.seconds * plan.micro_batches + plan.parts["optimizer"]
+        assert plan.seconds == pytest.approx(seconds, rel=1e-9)
+        moving = sum(plan.parts[kind] for kind in ("activations", "parameters", "gradients"))
+        assert moving  # there is something to hide
+        if how.get("prefetch") == 0:
+            assert both_passes.exposed_s * plan.micro_batches == pytest.approx(moving)
+
+
+def test_parameters_travel_ahead_and_halves_hide_activations():
+    """Of a step by hand: what each choice exposes."""
+    moves = MovePrices(Mesh(dp=2, tp=2), "bfloat16", load_profile("gloo"))
+    exposed = {}
+    for prefetch, batch_parts in ((0, 1), (1, 1), (1, 2)):
+        problem = StepProblem(
+            a_model().with_shares, moves, prefetch=prefetch, batch_parts=batch_parts
+        )
+        search = StepSearch(problem, math.inf)
+        flags = options_by_hand(problem, HAND["tensor + sequence parallel, ZeRO-3"])
+        (vector,) = search.start_within(flags).vectors.values()
+        seconds = Counter()
+        for span in schedule_of(problem, vector).timeline().spans:
+            if span.lane == EXPOSED:
+                seconds[span.name.rpartition(" ")[2]] += span.end_s - span.begin_s
+        seconds["bytes"] = problem.summary(vector)[1]["on the way"]
+        exposed[prefetch, batch_parts] = seconds
+    waits, ahead, halves = exposed.values()
+    assert ahead["parameters"] < waits["parameters"] / 2
+    assert ahead["gradients"] < waits["gradients"] / 2
+    assert halves["activations"] < ahead["activations"] / 2
+    # Most is held when the head runs backward: parameters of the last layer, over tp, are on the way.
+    assert waits["bytes"] == 0
+    assert ahead["bytes"] == pytest.approx(2 * 3 * 2048 * 8192 / 2, rel=0.01)
 
 
 def test_it_is_near_its_bound(found):
@@ -242,7 +296,7 @@ def test_fixed_layouts_that_no_move_joins_are_refused(memory):
 def test_what_is_fixed_stays(found):
     fixed = {"layers.*.up.weight": "f c/tp", "tokens": "b/dp s"}
     calls = []
-    how = {**ONE, "progress": lambda *numbers: calls.append(numbers)}
+    how = {**ONE, "batch_parts": 1, "progress": lambda *numbers: calls.append(numbers)}
     other = suggest(a_model(), MESH, memory="16GiB", fixed=fixed, **how)
     assert calls == [(0, 1), (1, 1)]
     assert other.parameters.find("layers.*.up.weight").split(" ->")[0] in (
@@ -273,7 +327,7 @@ def test_it_prints_all_that_it_decided(found):
         "% faster",
         "per device",
         "HSDP",
-        "overlap",
+        "exposed: ",
     ):
         assert words in text
 

@@ -37,6 +37,17 @@ class TorchSuggestion(Suggestion):
             unused = "|".join(self.unused)
             self.parameters = Rules({**self.parameters, unused: "..."})
 
+    def __str__(self) -> str:
+        """Write the plan, and the calls that run it."""
+        lines = [
+            str(super().__str__()),
+            "xt.parallelize(model, plan.parameters, plan.inputs, mesh, outputs=plan.outputs,",
+            f"               gathers=plan.gathers, keep=plan.once, prefetch={self.prefetch})",
+        ]
+        if self.batch_parts > 1:
+            lines.append(f"xt.halves(model, {self.batch_parts})")
+        return "\n".join(lines)
+
     @property
     def result(self) -> str:
         """The layout of the model's result as a loss takes it, of logits for example."""

@@ -186,6 +186,8 @@ def _profile_of_values(data: dict[str, Any]) -> Profile:
         disk=_link_of(data.get("disk")),
         ring_s=_pairs(data.get("ring_s", {})),
         addends=data.get("addends", FREE),
+        call_s=data.get("call_s", 0.0),
+        compiled_overlap=data.get("compiled_overlap", 0.0),
     )
 
 

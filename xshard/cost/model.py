@@ -97,6 +97,10 @@ class Profile:
             n - 1 rounds among n devices, twice as many for an all-reduce.
         addends: "free" where collectives reduce, in an order of their own. "ranks" where none does:
             addends travel to who needs their sum, and are added in the order of ranks.
+        call_s: Seconds of the host for an operation of a model, as it calls it and notes it for the gradient,
+            where devices wait for that; 0 where they have a queue, or run compiled steps.
+        compiled_overlap: The share of the seconds of moves that XLA's scheduler runs beside computing; 0
+            where nobody has measured it.
     """
 
     name: str
@@ -113,6 +117,8 @@ class Profile:
     disk: Link | None = None
     ring_s: tuple[tuple[str, float], ...] = ()
     addends: str = FREE
+    call_s: float = 0.0
+    compiled_overlap: float = 0.0
 
     def __post_init__(self) -> None:
         is_right: Mapping[str, bool] = {
@@ -122,6 +128,8 @@ class Profile:
             "ring_s": all(_is_time(seconds) for _, seconds in self.ring_s),
             "copy_bytes_per_s": _is_rate(self.copy_bytes_per_s),
             "addends": self.addends in get_args(Addends),
+            "call_s": _is_time(self.call_s),
+            "compiled_overlap": _is_time(self.compiled_overlap) and self.compiled_overlap <= 1,
         }
         for field, fits in is_right.items():
             if not fits:

@@ -24,6 +24,9 @@ from xshard.runtimes.samples import SIZES, fitted_plans, held_out_plans
 ROUNDS = 15  # how often every plan is measured; the median counts
 PRODUCTS = ("bfloat16", "float32", "float64")  # matrix products are measured in these dtypes
 ROWS = 1024  # rows of the square matrices
+# The host's time for an operation of a model, with modules and autograd, over that of a product of two
+# numbers right after a barrier: three models of transformers on a CPU, forward and backward.
+PRODUCTS_IN_CALL = 2
 _BATCH_PLANS = 48  # plans that are timed together, about
 
 Progress = Callable[[int, int], None]  # called with the numbers of plans done, and of all
@@ -94,7 +97,10 @@ def calibrate(
     held_out_samples = samples[len(fitted) :]
     constants = fit(fitted_samples, name, rounds=used.rounds, node_devices=node_devices)
     rates = _product_rates(used, mesh, rounds, timeout_s)
-    profile = replace(constants, flops_per_s=rates, disk=disk_link)
+    (product_s,) = _seconds_of_products(used, mesh, 1, ("float32",), rounds, timeout_s)
+    # Eager torch calls every operation of a step; JAX compiles it.
+    call_s = 0.0 if used.rounds else rounded(PRODUCTS_IN_CALL * product_s)
+    profile = replace(constants, flops_per_s=rates, disk=disk_link, call_s=call_s)
     calibration = Calibration(profile, fitted_samples, held_out_samples)
     source = _source(used, mesh, sizes, rounds, calibration)
     return replace(calibration, profile=replace(profile, source=source))
@@ -129,18 +135,27 @@ def _product_rates(
     All devices multiply at once, since on one host they share its cores. Such as
     (("float32", 5.2e10), ("bfloat16", 1.3e10)).
     """
-    seconds = backend.ask(
-        mesh.n_devices,
-        "worker.seconds_of_products",
-        mesh.n_devices,
-        ROWS,
-        PRODUCTS,
-        rounds,
-        timeout_s=timeout_s,
-    )
+    seconds = _seconds_of_products(backend, mesh, ROWS, PRODUCTS, rounds, timeout_s)
     operations = 2 * ROWS**3  # a multiplication and an addition for each element of each sum
     rates = [rounded(operations / product_s) for product_s in seconds]
     return tuple(zip(PRODUCTS, rates, strict=True))
+
+
+def _seconds_of_products(
+    backend: Backend,
+    mesh: Mesh,
+    rows: int,
+    dtypes: Sequence[str],
+    rounds: int,
+    timeout_s: float,
+) -> Sequence[float]:
+    """Measure the seconds of a product of square matrices in each dtype, on all devices at once."""
+    function = "worker.seconds_of_products"
+    arguments = (mesh.n_devices, rows, dtypes, rounds)
+    seconds: Sequence[float] = backend.ask(
+        mesh.n_devices, function, *arguments, timeout_s=timeout_s
+    )
+    return seconds
 
 
 def measure(

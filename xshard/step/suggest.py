@@ -7,6 +7,7 @@ The phases are `record` (what the model does), `price` (what each way to shard i
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import product
 from typing import TypedDict
 
@@ -50,7 +51,8 @@ class SuggestKeywords(TypedDict, total=False):
     fixed: RulesLike | None
     micro_batches: Count | None
     recompute: bool | None
-    overlap: ZeroToOne
+    batch_parts: Count | None
+    overlap: ZeroToOne | None
     gap: ZeroToOne
     progress: Progress
 
@@ -65,7 +67,8 @@ def suggest(  # noqa: PLR0913  the public signature
     fixed: RulesLike | None = None,
     micro_batches: Count | None = None,
     recompute: bool | None = None,
-    overlap: ZeroToOne = 0.8,
+    batch_parts: Count | None = None,
+    overlap: ZeroToOne | None = None,
     gap: ZeroToOne = 0.002,
     progress: Progress = _no_progress,
 ) -> Suggestion:
@@ -87,7 +90,10 @@ def suggest(  # noqa: PLR0913  the public signature
         micro_batches: How many parts of the batch run one after another. None: the best number.
         recompute: Activations of repeated blocks are computed again in the backward pass. None: if
             that is best.
-        overlap: Share of the seconds of moves that run beside computing, if that takes long enough.
+        batch_parts: In how many parts a micro-batch is computed, so that activations of one travel
+            while another is computed (`xt.halves`). None: 1 or 2, whichever is faster.
+        overlap: What if this share of the seconds of moves ran beside computing? None: what the
+            schedule hides.
         gap: The share of the seconds that a better plan may still save when the search ends.
         progress: Called with the numbers of searches done, and of all.
 
@@ -118,13 +124,13 @@ def suggest(  # noqa: PLR0913  the public signature
     step = step.with_shares
     moves = MovePrices(mesh, step.dtype, load_profile(profile))
     _check_rates(moves)
-    candidates = list_problems(step, moves, micro_batches, recompute, overlap)
-    searches = _searches_of(candidates, limit, {} if fixed is None else fixed)
-    # Plans by hand first: they are good assignments to begin with, and a cutoff for all searches.
-    by_hand = _plans_by_hand(searches)
-    _raise_bounds(searches, progress)
-    _close_gaps(searches, gap)
-    progress(len(searches), len(searches))
+    candidates = list_problems(step, moves, micro_batches, recompute, overlap, batch_parts)
+    rules = {} if fixed is None else fixed
+    searches, by_hand = _search(candidates, limit, rules, gap, progress)
+    if not step.moves_anywhere and not any(search.best for search in searches):
+        # Nothing fits beside what travels ahead: so each module awaits its own.
+        candidates = [replace(problem, prefetch=0) for problem in candidates]
+        searches, by_hand = _search(candidates, limit, rules, gap, progress)
     fastest = min(searches, key=lambda search: search.seconds)
     best = fastest.seconds
     if not np.isfinite(best):
@@ -139,7 +145,8 @@ def list_problems(
     moves: MovePrices,
     micro_batches: int | None,
     recompute: bool | None,
-    overlap: float,
+    overlap: float | None,
+    batch_parts: int | None = None,
 ) -> list[StepProblem]:
     """List the problems to search: every number of micro-batches, with and without recomputing.
 
@@ -153,7 +160,9 @@ def list_problems(
             to MOST_BATCHES.
         recompute: Whether activations of repeated blocks are computed again in the backward pass;
             None: both, if there are such blocks.
-        overlap: Share of the seconds of moves that run beside computing.
+        overlap: Share of the seconds of moves that run beside computing; None for the schedule's.
+        batch_parts: The only number of parts that take turns to search; None: 1, and 2 where
+            they hide activations.
 
     Raises:
         PlanError: The batch cannot be divided so.
@@ -170,8 +179,38 @@ def list_problems(
     recomputing = [bool(recompute)]  # None is False where nothing can be computed again
     if recompute is None and has_repeated_blocks:
         recomputing = [False, True]
-    pairs = product(n_micro_batches, recomputing)
-    return [StepProblem(step, moves, number, again, overlap) for number, again in pairs]
+    n_parts = [batch_parts]
+    if batch_parts is None:
+        # XLA has a scheduler of its own, and an overlap is given for whole batches.
+        is_scheduled = overlap is None and not step.moves_anywhere
+        n_parts = [1, 2] if is_scheduled else [1]
+    problem = StepProblem(step, moves, overlap=overlap, prefetch=int(not step.moves_anywhere))
+    problems: list[StepProblem] = []
+    for number, again, parts in product(n_micro_batches, recomputing, n_parts):
+        if batch % (number * parts) == 0:
+            how = {"micro_batches": number, "recompute": again, "batch_parts": parts}
+            problems.append(replace(problem, **how))
+    if not problems:
+        what = f"{short_repr(batch_parts)} parts of micro-batches"
+        raise PlanError(what, hint=f"{step.batch} is {batch}")
+    return problems
+
+
+def _search(
+    candidates: Sequence[StepProblem],
+    limit: float,
+    fixed: RulesLike,
+    gap: float,
+    progress: Progress,
+) -> tuple[list[StepSearch], dict[str, StepPlan]]:
+    """Search all problems, and return the searches at their ends, and plans by hand."""
+    searches = _searches_of(candidates, limit, fixed)
+    # Plans by hand first: they are good assignments to begin with, and a cutoff for all searches.
+    by_hand = _plans_by_hand(searches)
+    _raise_bounds(searches, progress)
+    _close_gaps(searches, gap)
+    progress(len(searches), len(searches))
+    return searches, by_hand
 
 
 def _check_rates(moves: MovePrices) -> None:
@@ -224,6 +263,8 @@ def _plans_by_hand(searches: Sequence[StepSearch]) -> dict[str, StepPlan]:
     for name, hand in HAND.items():
         plans: list[StepPlan] = []
         for search in searches:
+            if search.problem.batch_parts > 1:
+                continue  # people write it for the whole batch
             search_by_hand = search.start_within(options_by_hand(search.problem, hand))
             if search_by_hand.vectors:
                 search_by_hand.run(most_steps=TRIES)

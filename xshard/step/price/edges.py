@@ -25,6 +25,14 @@ from xshard.step.record.arrays import COPY, REPLICAS
 from xshard.step.record.op import Op
 from xshard.step.record.repeat import in_first_block
 
+# The parts of the cost that moves are counted in: the rows of `_runs`.
+SECONDS_OF_ACTIVATIONS = BlockPart.FORWARD_ACTIVATIONS_S, BlockPart.BACKWARD_ACTIVATIONS_S
+SECONDS_OF_PARAMETERS = (
+    BlockPart.FORWARD_PARAMETERS_S,
+    BlockPart.BACKWARD_PARAMETERS_S,
+    BlockPart.GRADIENTS_S,
+)
+
 
 @dataclass(eq=False)
 class Edge:
@@ -42,10 +50,9 @@ class Edge:
         used_layouts: The layout of each column: [columns, axes].
         moves: The seconds of moves from rows to columns. Edges with the same layouts share it: what
             one plans, others know.
-        seconds_parts: The parts of the cost that get seconds: of the forward and of the backward
-            pass.
-        runs: How often a move and its adjoint run in each pass, by rows: [passes, move or adjoint,
-            rows].
+        seconds_parts: The parts of the cost that get seconds.
+        runs: How often a move and its adjoint run for each of these, by rows: [parts, move or
+            adjoint, rows].
         bytes_by_part: Other parts of the cost: [rows, columns] for each.
         place: The module or array at whose rule the array can move. "" for none: only equal layouts
             are possible, all others are `banned`.
@@ -59,7 +66,7 @@ class Edge:
     made_layouts: Placements
     used_layouts: Placements
     moves: MoveTable
-    seconds_parts: tuple[int, int]
+    seconds_parts: Sequence[int]
     runs: Floats
     bytes_by_part: Mapping[int, Floats]
     place: str = ""
@@ -121,11 +128,11 @@ class Edge:
         Returns:
             [source options, user options]; infinite where a move is not possible.
         """
-        # `parts` has the parts in bytes first, then the seconds of both passes.
-        byte_weights, pass_weights = np.split(weights[self.parts], [len(self._bytes)])
-        # What a second of the move, or of its adjoint, weighs: by how often it runs in each pass.
-        runs_by_pass = self.runs.reshape(2, -1)  # [passes, move or adjoint and row]
-        second_weights = (pass_weights @ runs_by_pass).reshape(2, -1, 1)
+        # `parts` has the parts in bytes first, then those in seconds.
+        byte_weights, part_weights = np.split(weights[self.parts], [len(self._bytes)])
+        # What a second of the move, or of its adjoint, weighs: by how often it runs for each part.
+        runs_by_part = self.runs.reshape(len(part_weights), -1)  # [parts, move or adjoint and row]
+        second_weights = (part_weights @ runs_by_part).reshape(2, -1, 1)
         total = (second_weights * self.moves.seconds).sum(0)  # [rows, columns]
         # A product of matrices is faster than a sum over tables; there may be no table of bytes.
         byte_tables = self._bytes.reshape(len(byte_weights), total.size)
@@ -195,6 +202,7 @@ def _edge(
     place = _place(setup, name, op, is_first=operand == 0)
     bytes_of_moves = _bytes_of_moves(setup, source, op, made_layouts, used_layouts)
     is_linear = name in step.differentiable
+    seconds_parts = SECONDS_OF_ACTIVATIONS if source.gathering is None else SECONDS_OF_PARAMETERS
     if name in step.by_name and not is_linear and not place.is_input:
         # A copy is a replica whose gradients are partial sums: without a gradient both are one.
         # This comes after `_bytes_of_moves`, which needs to tell them apart. So do rules on the way
@@ -210,10 +218,7 @@ def _edge(
         moves=setup.moves.table(
             made_layouts, used_layouts, setup.shape(name), is_linear, launch_share
         ),
-        seconds_parts=(
-            setup.part_index(op, BlockPart.FORWARD_MOVING_S),
-            setup.part_index(op, BlockPart.BACKWARD_MOVING_S),
-        ),
+        seconds_parts=[setup.part_index(op, part) for part in seconds_parts],
         runs=share * _runs(setup, source, op, len(made_layouts)),
         bytes_by_part={setup.part_index(op, part): bytes_of_moves[part] for part in bytes_of_moves},
         place=place.name,
@@ -222,26 +227,24 @@ def _edge(
 
 
 def _runs(setup: StepSetup, source: Node, op: Op, n_rows: int) -> Floats:
-    """Count how often a move and its adjoint run in the forward and in the backward pass.
+    """Count how often a move and its adjoint run in each part of the seconds.
 
     The forward pass has the move, the backward pass its adjoint, which moves the gradient back. The
     backward pass has the move again where activations are recomputed, and for a parameter that is
     gathered for each use. Counts are for one micro-batch: of 4, a parameter that is gathered once
     per step counts 1/4 in each.
 
-    Returns [2 passes, move or adjoint, n_rows]; rows are layouts of the source.
+    Returns [parts, move or adjoint, n_rows]; rows are layouts of the source.
     """
+    never = np.zeros(n_rows)
     if source.gathering is None:
-        is_repeated = np.full(n_rows, setup.is_recomputed(op))
-        moves = np.ones(n_rows)
-    else:
-        is_repeated = source.is_gathered(Gathering.PER_USE)
-        moves = np.where(is_repeated, 1.0, 1 / setup.micro_batches)
-    adjoints = moves
-    if source.gathering is not None:
-        # Gradients may be summed in a wider dtype: they take as many times the seconds.
-        adjoints = moves * (itemsize(setup.step.reduce_dtype) / setup.item_bytes)
-    return np.array([[moves, np.zeros(n_rows)], [is_repeated, adjoints]])
+        once = np.full(n_rows, setup.batch_parts)
+        return np.array([[once, never], [once * setup.is_recomputed(op), once]])
+    is_repeated = source.is_gathered(Gathering.PER_USE)
+    moves = np.where(is_repeated, 1.0, 1 / setup.micro_batches)
+    # Gradients may be summed in a wider dtype: they take as many times the seconds.
+    adjoints = moves * (itemsize(setup.step.reduce_dtype) / setup.item_bytes)
+    return np.array([[moves, never], [is_repeated, never], [never, adjoints]])
 
 
 class Place(NamedTuple):
@@ -302,7 +305,7 @@ def _bytes_of_moves(
         # the loss makes it, and as it arrives in the layout of the operation before.
         arriving_bytes = setup.bytes_in_use(source.name, made_layouts)
         has_move = (made_layouts[:, None] != used_layouts).any(-1)
-        return {BlockPart.RUNNING_BYTES: arriving_bytes[:, None] * has_move}
+        return {BlockPart.RUNNING_BYTES: setup.batch_parts * arriving_bytes[:, None] * has_move}
     return {}
 
 
@@ -341,6 +344,9 @@ def _bytes_of_parameter(
     summed = np.where(used == REPLICAS, stored, used)
     sent_bytes = used_bytes + 2 * setup.bytes_in_use(name, summed)
     gradient_ratio = setup.gradient_bytes / setup.item_bytes  # 2 for parameters of 16 bits
+    is_ahead = min(setup.prefetch, 1)
+    # Until a sum is awaited there are the gradient, its message, and room for the result.
+    behind_bytes = 2 * setup.bytes_in_use(name, summed) + setup.bytes_in_use(name, stored)
     whole_gradient_bytes = np.zeros_like(used_bytes)
     if setup.micro_batches > 1:
         # Gradients of what is gathered once are added up over micro-batches whole, as it is used.
@@ -357,6 +363,8 @@ def _bytes_of_parameter(
         BlockPart.GATHERED_BYTES: per_step * is_gathered * used_bytes,
         BlockPart.GRADIENT_BYTES: per_step * whole_gradient_bytes,
         BlockPart.SUM_BYTES: is_summed_later * sum_bytes,
+        BlockPart.AHEAD_BYTES: is_ahead * per_use * used_bytes,
+        BlockPart.BEHIND_BYTES: is_ahead * (per_use | per_step & is_gathered) * behind_bytes,
     }
 
 

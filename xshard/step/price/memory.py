@@ -36,8 +36,9 @@ def bytes_at_moments(parts: Parts, block_times: Ints, micro_batches: int) -> Flo
     # A unit vector for each part, times the layers: sums of them are rows of the result.
     kinds = parts.of_blocks * block_times[:, None, None]  # [blocks, block parts, parts]
     # Bytes by kind, in the order of BlockPart: [blocks, parts] each.
-    kinds = kinds[:, BlockPart.SAVED_BYTES :].swapaxes(0, 1)
+    kinds = kinds[:, BlockPart.SAVED_BYTES : BlockPart.AHEAD_BYTES].swapaxes(0, 1)
     saved, running, received, sent, gathered, gradients, sums = kinds
+    on_way = _bytes_on_way(parts, block_times)
     always = parts.unit[[StepPart.PARAMETER_BYTES, StepPart.STATE_BYTES]].sum(0)
     if micro_batches > 1:
         # Gradients and what is gathered once stay from one micro-batch to the next.
@@ -61,9 +62,30 @@ def bytes_at_moments(parts: Parts, block_times: Ints, micro_batches: int) -> Flo
             # the parameters' and the gradients' bytes, hence twice.
             ending_layer = (sent[block] + 2 * gathered[block]) / times
             left_by_layers = left_by_block[block] * other_layers
-        first_begins = around + saved[block] + gathered[block]
-        moments.append(first_begins + (running[block] + received[block]) / times)
-        first_ends = around + saved[block] * other_layers + gathered[block]
-        moments.append(first_ends + ending_layer)
-        moments.append(around + ending_layer + left_by_layers)  # the last layer ends
+        beside_first = around + gathered[block] + on_way[block, 0]
+        first_layer = (running[block] + received[block]) / times
+        moments.append(beside_first + saved[block] + first_layer)
+        moments.append(beside_first + saved[block] * other_layers + ending_layer)
+        last_ends = around + ending_layer + left_by_layers
+        moments.append(last_ends + on_way[block, 1])
     return np.asarray(moments)
+
+
+def _bytes_on_way(parts: Parts, block_times: Ints) -> Floats:
+    """Count what travels beside layers: parameters of the next one, gradients of the one before.
+
+    The backward pass goes from the last block to the first. Beside the first layer of a block to run
+    travel gradients of the block after it, beside its last layer parameters of the block before it.
+
+    Returns [blocks, first or last layer, parts].
+    """
+    ahead = parts.of_blocks[:, BlockPart.AHEAD_BYTES]
+    behind = parts.of_blocks[:, BlockPart.BEHIND_BYTES]
+    nothing = np.zeros((1, parts.size))
+    next_ahead = np.concatenate([nothing, ahead[:-1]])
+    earlier_behind = np.concatenate([behind[1:], nothing])
+    times = block_times[:, None]
+    # Of three layers or more, one in the middle has two neighbours in the block.
+    first = np.where(times > 1, ahead, next_ahead) + np.where(times > 2, behind, earlier_behind)
+    last = next_ahead + np.where(times > 1, behind, earlier_behind)
+    return np.stack([first, last], 1)

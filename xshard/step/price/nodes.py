@@ -126,7 +126,9 @@ def price_operation(setup: StepSetup, op: Op) -> Node:
         BlockPart.RUNNING_BYTES: running_bytes,
         BlockPart.SAVED_BYTES: saved_bytes,
     }
-    return Node(op.name, placements, setup.costs(op, len(placements), by_part))
+    # So far of one part of the batch.
+    costs = setup.batch_parts * setup.costs(op, len(placements), by_part)
+    return Node(op.name, placements, costs)
 
 
 def _devices_that_split(setup: StepSetup, placements: Placements) -> Floats:
@@ -138,14 +140,14 @@ def _devices_that_split(setup: StepSetup, placements: Placements) -> Floats:
 def _seconds_of_computing(
     setup: StepSetup, op: Op, placements: Placements, block_bytes: list[Floats]
 ) -> Floats:
-    """Return the seconds of the forward pass: of operations or of memory, whichever is longer."""
+    """Return the seconds of the forward pass: of operations or of memory, and of the host's calls."""
     work = op.work
     profile = setup.moves.profile
     flops_per_s = profile.flops(setup.step.dtype) * EFFICIENCY * work.rate
     n_devices = _devices_that_split(setup, placements)
     by_flops = work.flops * space_of(op.arrays, setup.lengths) / n_devices / flops_per_s
     by_memory = work.accesses * sum(block_bytes) / (2 * profile.copy_bytes_per_s)
-    return np.maximum(by_flops, by_memory)
+    return np.maximum(by_flops, by_memory) + op.calls * profile.call_s
 
 
 def _bytes_saved_for_gradient(

@@ -20,16 +20,21 @@ class BlockPart(IntEnum):
     """What is counted for a block of operations: for one micro-batch, layer and device."""
 
     FORWARD_COMPUTING_S = 0
-    FORWARD_MOVING_S = 1
-    BACKWARD_COMPUTING_S = 2
-    BACKWARD_MOVING_S = 3
-    SAVED_BYTES = 4  # activations that the backward pass needs
-    RUNNING_BYTES = 5  # activations and gradients of them while one layer runs backward
-    RECEIVED_BYTES = 6  # parameters that are gathered for each use, beside the messages
-    SENT_BYTES = 7  # the same parameters and their gradients, beside the messages
-    GATHERED_BYTES = 8  # parameters that are gathered once per step
-    GRADIENT_BYTES = 9
-    SUM_BYTES = 10  # what sums of gradients at the end of the step need more
+    FORWARD_ACTIVATIONS_S = 1  # moves of activations, like the next two of parameters
+    FORWARD_PARAMETERS_S = 2
+    BACKWARD_COMPUTING_S = 3
+    BACKWARD_ACTIVATIONS_S = 4
+    BACKWARD_PARAMETERS_S = 5  # gathered again
+    GRADIENTS_S = 6  # of parameters
+    SAVED_BYTES = 7  # activations that the backward pass needs
+    RUNNING_BYTES = 8  # activations and gradients of them while one layer runs backward
+    RECEIVED_BYTES = 9  # parameters that are gathered for each use, beside the messages
+    SENT_BYTES = 10  # the same parameters and their gradients, beside the messages
+    GATHERED_BYTES = 11  # parameters that are gathered once per step
+    GRADIENT_BYTES = 12
+    SUM_BYTES = 13  # what sums of gradients at the end of the step need more
+    AHEAD_BYTES = 14  # parameters on the way while the module before computes
+    BEHIND_BYTES = 15  # gradients on the way while the next module computes
 
 
 class StepPart(IntEnum):

@@ -19,10 +19,15 @@ from xshard.step.price.memory import bytes_at_moments
 from xshard.step.price.nodes import Node, price_input, price_operation, price_parameter
 from xshard.step.price.options import Flags, Floats
 from xshard.step.price.parts import BlockPart, StepPart
+from xshard.step.price.passes import closed_form
 from xshard.step.price.step_setup import StepSetup
 
-COMPUTING = [BlockPart.FORWARD_COMPUTING_S, BlockPart.BACKWARD_COMPUTING_S]
-MOVING = [BlockPart.FORWARD_MOVING_S, BlockPart.BACKWARD_MOVING_S]
+SECONDS = {
+    "computing": [BlockPart.FORWARD_COMPUTING_S, BlockPart.BACKWARD_COMPUTING_S],
+    "activations": [BlockPart.FORWARD_ACTIVATIONS_S, BlockPart.BACKWARD_ACTIVATIONS_S],
+    "parameters": [BlockPart.FORWARD_PARAMETERS_S, BlockPart.BACKWARD_PARAMETERS_S],
+    "gradients": [BlockPart.GRADIENTS_S],
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,31 +110,14 @@ class StepProblem(StepSetup):
             added_s += edge.raise_to_price(assignment[edge.source], assignment[edge.user])
         return added_s
 
-    def cost(self, limit: float, overlap: float | None = None) -> CostFunction:
+    def cost(self, limit: float) -> CostFunction:
         """Make the function from the parts of a plan's cost to the seconds of a training step.
 
-        Parts are seconds of computing and moving, and bytes, of one layer and micro-batch. A pass
-        of a block takes max(computing + 0.2 * moving, moving) if 0.8 of moves overlap: the moves,
-        or computing and those moves that do not run beside it, whichever is longer.
+        Parts are seconds of computing and moving, and bytes, of one layer and micro-batch.
 
-        limit: bytes that a device may hold. overlap: share of the seconds of moves that run beside
-        computing; None for the problem's own.
+        limit: bytes that a device may hold.
         """
-        overlap_share = self.overlap if overlap is None else overlap
-        # Unit vectors pick a part from a vector: sums of them are rows of `CostFunction.maxima`.
-        computing = self.parts.of_blocks[:, COMPUTING]  # [blocks, 2 passes, parts]
-        moving = self.parts.of_blocks[:, MOVING]
-        computing_longer = computing + (1 - overlap_share) * moving
-        # The rows of each maximum, one maximum for each block and pass: [blocks, passes, 2, parts].
-        rows = np.stack([computing_longer, moving], axis=2)
-        # Parts are for one layer and micro-batch. Both passes of a block run as often as it.
-        times = self.micro_batches * np.repeat(self.block_times, 2)
-        return CostFunction(
-            linear=self.parts.unit[StepPart.OPTIMIZER_S],
-            times=times.astype(float),
-            maxima=rows.reshape(-1, 2, self.parts.size),
-            limit_shares=self.moments / limit,
-        )
+        return closed_form(self, self.moments / limit)
 
     @cached_property
     def moments(self) -> Floats:
@@ -141,11 +129,8 @@ class StepProblem(StepSetup):
         of_blocks = self.parts.of_blocks @ vector  # [blocks, block parts]
         # Parts are for one micro-batch and one layer.
         seconds = self.micro_batches * self.block_times @ of_blocks
-        by_kind = {
-            "computing": float(seconds[COMPUTING].sum()),
-            "moving": float(seconds[MOVING].sum()),
-            "optimizer": float(vector[StepPart.OPTIMIZER_S]),
-        }
+        by_kind = {kind: float(seconds[parts].sum()) for kind, parts in SECONDS.items()}
+        by_kind["optimizer"] = float(vector[StepPart.OPTIMIZER_S])
         return by_kind, self._memory(vector)
 
     def _memory(self, vector: Floats) -> dict[str, int]:
@@ -161,6 +146,7 @@ class StepProblem(StepSetup):
         bytes_in_blocks = (self.parts.of_blocks @ bytes_by_part).sum(0)  # [block parts]
         # Three neighbours in the order of BlockPart: RUNNING, RECEIVED and SENT_BYTES.
         while_running = bytes_in_blocks[BlockPart.RUNNING_BYTES : BlockPart.GATHERED_BYTES]
+        on_way = bytes_in_blocks[BlockPart.AHEAD_BYTES :]
         gradient_bytes = bytes_in_blocks[[BlockPart.GRADIENT_BYTES, BlockPart.SUM_BYTES]]
         gathered_bytes = bytes_in_blocks[BlockPart.GATHERED_BYTES]
         by_kind = {
@@ -169,5 +155,6 @@ class StepProblem(StepSetup):
             "optimizer state": bytes_by_part[StepPart.STATE_BYTES],
             "activations": bytes_in_blocks[BlockPart.SAVED_BYTES],
             "while a block runs": sum(while_running),
+            "on the way": sum(on_way),
         }
         return {kind: int(n_bytes) for kind, n_bytes in by_kind.items()}

@@ -32,14 +32,18 @@ class StepSetup:
     step: with shares (`TrainingStep.with_shares`). moves: prices of moves, which know mesh and
     machine. micro_batches: parts of the batch that run one after another. recompute: activations of
     repeated blocks are computed again in the backward pass. overlap: share of the seconds of moves
-    that run beside computing.
+    that run beside computing; None for what the schedule hides. prefetch: how many modules ahead
+    parameters travel. batch_parts: parts of a micro-batch that take turns, so that one computes
+    while activations of another travel.
     """
 
     step: TrainingStep
     moves: MovePrices
     micro_batches: int = 1
     recompute: bool = False
-    overlap: float = 0.8
+    overlap: float | None = None
+    prefetch: int = 1
+    batch_parts: int = 1
 
     @property
     def mesh(self) -> Mesh:
@@ -62,10 +66,10 @@ class StepSetup:
 
     @cached_property
     def lengths(self) -> Mapping[str, int]:
-        """Lengths of dims in one micro-batch."""
+        """Lengths of dims in one micro-batch, or in one part of it."""
         batch = self.step.batch
-        micro_batch = self.step.lengths[batch] // self.micro_batches
-        return {**self.step.lengths, batch: micro_batch}
+        n_parts = self.micro_batches * self.batch_parts
+        return {**self.step.lengths, batch: self.step.lengths[batch] // n_parts}
 
     @cached_property
     def block_of(self) -> Mapping[str, int]:
@@ -86,6 +90,27 @@ class StepSetup:
         """How often each block runs."""
         times = {self.block_of[op.name]: op.times for op in self.step.ops}
         return np.array([*times.values()])
+
+    @cached_property
+    def turns(self) -> Sequence[tuple[int, str]]:
+        """The modules that compute one after another in a forward pass: their blocks and names.
+
+        They gather their parameters by themselves: each layer, and outside of layers each operation
+        that takes a matrix.
+        """
+        step = self.step
+        matrices = [name for name in step.parameters if len(step.arrays[name].dims) > 1]
+        with_matrix = {step.consumers(name)[0].name for name in matrices}
+        turns: list[tuple[int, str]] = []
+        for block, times in enumerate(self.block_times):
+            names = [op.name for op in step.ops if self.block_of[op.name] == block]
+            if times > 1:
+                layer = names[0].partition("*")[0]
+                modules = [f"{layer}{i}" for i in range(times)]
+            else:
+                modules = [name for name in names if name in with_matrix]
+            turns += [(block, name) for name in modules or names[:1]]
+        return turns
 
     @cached_property
     def parts(self) -> Parts:

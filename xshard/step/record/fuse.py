@@ -444,6 +444,7 @@ class _FusedPair:
             accesses=accesses,
             inside=tuple(text for text, _ in self.restrictions),
             inner=inner,
+            calls=self.first.calls + self.second.calls,
         )
 
     def _rules_of_visible(self) -> tuple[AxisRule, ...]:

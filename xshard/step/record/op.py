@@ -103,6 +103,7 @@ class Op:
             `rules`.
         inner: Elements that the backward pass needs of arrays between them, per element of the
             space of all dims.
+        calls: How many operations of the framework it is, as a chain of several.
 
     Raises:
         NotationError: The text is malformed, or names another number of operands or an unknown dim.
@@ -132,6 +133,7 @@ class Op:
     keeps: tuple[int, ...] | None = None
     inside: tuple[str, ...] = ()
     inner: float = 0.0
+    calls: int = 1
 
     def __post_init__(self) -> None:
         for field in ("operands", "whole"):

@@ -11,15 +11,22 @@ from xshard.errors import PlanError
 from xshard.formatting import Pictured, align_columns, format_bytes, format_seconds
 from xshard.layout import Layout
 from xshard.rules import Rules, RulesLike, listed_names
+from xshard.schedule import EXPOSED, Schedule
 from xshard.signatures import did_you_mean
 from xshard.step.choose.search import StepSearch
 from xshard.step.price.nodes import Gathering
 from xshard.step.price.options import Floats
+from xshard.step.price.passes import schedule_of
 from xshard.step.record.arrays import layout_of
 from xshard.step.say.limits import read_limits
 from xshard.step.say.rules import StepRules, ends_of, written
 
 SAME = 0.01  # of the seconds: plans this near are as good
+WHY_EXPOSED = {
+    "activations": "which the next operation awaits",
+    "parameters": "of the first module of each pass, and where one computes for a shorter time",
+    "gradients": "of the last module, and where one computes for a shorter time",
+}
 GATHERED = {Gathering.PER_USE: "for each use", Gathering.PER_STEP: "once per step"}
 
 
@@ -38,9 +45,9 @@ class StepPlan(NamedTuple):
     def fits(self) -> bool:
         return self.bytes <= self.search.limit
 
-    def seconds(self, overlap: float | None = None) -> float:
-        """Return the seconds of a step, also with another overlap than the problem's."""
-        return float(self.search.problem.cost(1.0, overlap).total(self.vector))
+    def seconds(self) -> float:
+        """Return the seconds of a step."""
+        return float(self.search.cost.total(self.vector))
 
 
 @dataclass(eq=False)
@@ -62,8 +69,10 @@ class Suggestion(Pictured):
             none.
         micro_batches: Parts of the batch that run one after another.
         recompute: Activations of repeated blocks are computed again in the backward pass.
+        prefetch: How many modules ahead parameters travel.
+        batch_parts: Parts of a micro-batch that take turns to compute, as in `xt.halves`.
         seconds: Predicted for a step.
-        parts: Seconds by kind; moves run beside computing as far as they overlap.
+        parts: Seconds by kind; `schedule` says which moves run beside computing.
         memory: Bytes of a device when it holds most, by kind.
         gap: The share of the seconds above the bound.
     """
@@ -84,10 +93,18 @@ class Suggestion(Pictured):
         self.once = rules.once
         self.micro_batches = problem.micro_batches
         self.recompute = problem.recompute
+        self.prefetch = problem.prefetch
+        self.batch_parts = problem.batch_parts
         vector = problem.vectors(self.assignment)[0]
         self.parts, self.memory = problem.summary(vector)
         self.seconds = float(self.search.cost.total(vector))
         self.gap = 1 - self.bound / self.seconds
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """What computes and what travels in both passes of a micro-batch, with predicted seconds."""
+        problem = self.search.problem
+        return schedule_of(problem, problem.vectors(self.assignment)[0])
 
     @cached_property
     def layouts(self) -> Mapping[str, tuple[Layout, Layout]]:
@@ -98,6 +115,18 @@ class Suggestion(Pictured):
             name = problem.nodes[edge.source].name
             layouts[name] = ends_of(problem, edge, self.assignment)
         return layouts
+
+    @property
+    def gathers(self) -> str:
+        """A pattern of the modules that gather their parameters together, as the schedule has them."""
+        modules: dict[str, None] = {}
+        for parameter in self.search.problem.step.parameters:
+            # Layers gather all that is inside; outside of layers each module gathers its own.
+            layers, star, _ = parameter.partition("*")
+            name, *_ = parameter.split("|")
+            modules[f"{layers}*" if star else name.rpartition(".")[0]] = None
+        modules.pop("", None)  # the model itself gathers the rest
+        return "|".join(modules)
 
     def why(self, name: str) -> str:
         """Say what the next best layout of an array would cost.
@@ -226,6 +255,7 @@ class Suggestion(Pictured):
         memory = [f"{kind} {format_bytes(n_bytes)}" for kind, n_bytes in self.memory.items()]
         total_bytes = sum(self.memory.values())  # all kinds are for the same moment
         lines.append(f"{format_seconds(self.seconds)} per step: {', '.join(seconds)}")
+        lines += self._exposed()
         # By rounding, the lower bound may be above the seconds by a hair: `max` avoids "-0.00%".
         lines.append(f"no plan is more than {max(self.gap, 0):.2%} faster")
         lines.append(f"{format_bytes(total_bytes)} per device: {', '.join(memory)}")
@@ -250,55 +280,49 @@ class Suggestion(Pictured):
     def _headline(self) -> str:
         problem = self.search.problem
         plural = "es" if self.micro_batches > 1 else ""
+        parts = f" in {self.batch_parts} parts" if self.batch_parts > 1 else ""
         activations = "computed again" if self.recompute else "kept"
         return (
             f"{len(problem.step.ops)} operations on {problem.mesh!r}, {problem.moves.profile.name}, "
-            f"{self.micro_batches} micro-batch{plural}, activations {activations}"
+            f"{self.micro_batches} micro-batch{plural}{parts}, activations {activations}"
         )
 
+    def _exposed(self) -> list[str]:
+        """Write for each kind of moves how long the device waits for them, and why."""
+        problem = self.search.problem
+        if problem.overlap is not None or problem.step.moves_anywhere:
+            return []  # a share, and no schedule
+        seconds_of: dict[str, float] = {}
+        for span in self.schedule.timeline().spans:
+            if span.lane == EXPOSED:
+                kind = span.name.rpartition(" ")[2]
+                seconds_of[kind] = seconds_of.get(kind, 0.0) + span.end_s - span.begin_s
+        lines: list[str] = []
+        for kind in sorted(seconds_of, key=seconds_of.__getitem__, reverse=True):
+            exposed = format_seconds(problem.micro_batches * seconds_of[kind])
+            lines.append(f"  exposed: {kind} {exposed}, {WHY_EXPOSED[kind]}")
+        return lines
+
     def _comparison(self) -> list[str]:
-        """Compare this plan with plans by hand, such as ZeRO-3: a table, then remarks.
+        """Compare this plan with plans by hand, such as ZeRO-3: a table, then a remark.
 
-        A row has the plan's seconds for several overlaps, its bytes, and whether it fits. The
-        overlap is the share of communication that runs beside computing. No one knows it well in
-        advance, so that both ends, 0 and 1, are shown beside the one that was searched with.
-
-        Returns texts: the table, then a line for each remark.
+        A row has the plan's seconds, its bytes, and whether it fits.
         """
         vector = self.search.problem.vectors(self.assignment)[0]
         plans = {"suggested": StepPlan(self.search, vector)}
-        # Plans that fit the memory first, the fastest first: the order of rows, and of remarks.
-        # (`|=` takes pairs, and keeps their order.)
+        # Plans that fit the memory first, the fastest first. (`|=` takes pairs, and keeps their order.)
         plans |= sorted(self.by_hand.items(), key=_fitting_first)
-        overlaps = sorted({0.0, self.search.problem.overlap, 1.0})
-        rows = [("overlap", *[f"{overlap:g}" for overlap in overlaps], "bytes", "")]
+        rows: list[tuple[str, ...]] = []
         for name, plan in plans.items():
-            seconds = [format_seconds(plan.seconds(overlap)) for overlap in overlaps]
             remark = "" if plan.fits else "does not fit"
-            rows.append((name, *seconds, format_bytes(plan.bytes), remark))
-        fitting = {name: plan for name, plan in plans.items() if plan.fits}
-        return [align_columns(rows), *self._remarks(fitting, overlaps)]
-
-    def _remarks(self, fitting: Mapping[str, StepPlan], overlaps: Sequence[float]) -> list[str]:
-        """Say which plan by hand takes about the same seconds, or fewer at another overlap.
-
-        Returns lines such as "ZeRO-3 is within 0.5%: little to gain".
-
-        fitting: plans that fit the memory by name, "suggested" and then the others, the fastest
-        first. overlaps: shares of communication that runs beside computing.
-        """
-        lines: list[str] = []
+            rows.append((name, format_seconds(plan.seconds()), format_bytes(plan.bytes), remark))
+        lines = [align_columns(rows)]
+        fitting = [name for name, plan in plans.items() if plan.fits]
         # The first one is the suggested plan itself, the second one the best by hand.
         if len(fitting) > 1:
-            _, best_by_hand, *_ = fitting
-            slower = fitting[best_by_hand].seconds() / self.seconds - 1
+            slower = plans[fitting[1]].seconds() / self.seconds - 1
             if slower <= SAME:
-                lines.append(f"{best_by_hand} is within {slower:.1%}: little to gain")
-        for overlap in overlaps:
-            seconds_of = {name: plan.seconds(overlap) for name, plan in fitting.items()}
-            fastest = min(seconds_of, key=seconds_of.__getitem__)
-            if fastest != "suggested":
-                lines.append(f"at an overlap of {overlap:g} {fastest} is faster")
+                lines.append(f"{fitting[1]} is within {slower:.1%}: little to gain")
         return lines
 
 
