@@ -243,7 +243,7 @@ class Tracer:
             args.append(self._slice(f"{place}.xs.{i}", xs, length, times_inside))
 
         results = self.walk(body, args, f"{place}.", times_inside)
-        self._close_carries(place, results[:n_carries])
+        self._close_carries(place, results[:n_carries], times)
         stacks = []
         for i, result in enumerate(results[n_carries:]):
             shape = (length, *self._shape_of(result))
@@ -271,17 +271,18 @@ class Tracer:
         self.stacked[stack] = length
         return self.trace.parameter(stack, slice_shape)
 
-    def _close_carries(self, place: str, results: Names) -> None:
+    def _close_carries(self, place: str, results: Names, starts: int) -> None:
         """Say of each carry of a scan which result of the body is its value in the next round.
 
         The operations that copy carries into the body, already in the trace, get the kind "carry"
-        and that result as `again`: the planner then gives both one layout.
+        and that result as `again`: the planner then gives both one layout. starts: how often the
+        scan begins.
         """
         again_of_carry = {_place_of_carry(place, i): result for i, result in enumerate(results)}
         for i, op in enumerate(self.trace.ops):
             again = again_of_carry.get(op.name)
             if again is not None:
-                self.trace.ops[i] = replace(op, kind="carry", again=again)
+                self.trace.ops[i] = replace(op, kind="carry", again=again, starts=starts)
 
 
 # ---- a jaxpr with changes

@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 
-from xshard import Mesh, Op, TrainingStep, load_profile
+from xshard import Mesh, Op, TrainingStep, load_profile, suggest
 from xshard.step.price.moves import MovePrices
 from xshard.step.price.options import options_of
 from xshard.step.price.problem import StepProblem
@@ -230,6 +230,90 @@ def test_blocks_are_named_by_their_numbers():
     assert (carry.name, carry.operands, carry.again) == ("{1,2}.act", ("0.up",), "{1,2}.up")
     problem = StepProblem(step, MovePrices(Mesh(x=2), "float32", load_profile("h100")))
     assert {edge.place for edge in problem.edges if edge.enters} >= {"0", "1", "{1,2}"}
+
+
+def groups_of_layers(kinds):
+    """Layers of two kinds, such as "aabaab": b is wider inside. One moves what a would keep."""
+    ops = []
+    parameters = {}
+    here = "x"
+    for number, kind in enumerate(kinds):
+        name = f"layers.{number}"
+        inside = {"a": "d", "b": "e"}[kind]
+        up, down = f"{name}.{kind}.up", f"{name}.{kind}.down"
+        parameters |= {f"{up}.weight": f"{inside} c", f"{down}.weight": f"c {inside}"}
+        begin = {"enters": name, "leaves": "", "accesses": 0.0}
+        ops += [
+            Op(f"{name}.in", "b c -> b c", (here,), "linear", **begin),
+            Op(up, f"b c, {inside} c -> b {inside}", (f"{name}.in", f"{up}.weight")),
+            Op(down, f"b {inside}, c {inside} -> b c", (up, f"{down}.weight"), leaves=name),
+        ]
+        here = down
+    parameters["norm.weight"] = "c"
+    ops += [
+        Op("norm", "b c, c -> b c", (here, "norm.weight"), "pointwise", whole=("c",)),
+        Op("loss", "b c ->", ("norm",), "loss"),
+    ]
+    lengths = {"b": 256, "c": 1024, "d": 512, "e": 8192}
+    return TrainingStep(ops, lengths, {"x": "b c"}, parameters)
+
+
+@pytest.mark.parametrize(("kinds", "n_ops"), [("aabaabaab", 9), ("aabaabaaba", 12), ("abab", 6)])
+def test_a_group_of_layers_of_several_kinds_is_one_block(kinds, n_ops):
+    """The plan of the groups takes the seconds of the plan in which each layer is by itself."""
+    machine = load_profile("h100")
+    links = {name: replace(getattr(machine, name), latency_s=0.0) for name in ("default", "across")}
+    free = replace(machine, **links, launch_s=tuple((kind, 0.0) for kind, _ in machine.launch_s))
+    apart = groups_of_layers(kinds)
+    folded, _ = find_repeated(apart)
+    assert len(folded.ops) == n_ops + 2  # norm and loss
+    options = {"micro_batches": 1, "recompute": False, "overlap": 0.0}
+    grouped, alone = (suggest(step, Mesh(x=2), profile=free, **options) for step in (folded, apart))
+    rules = grouped.parameters
+    # The rules cost the same, layer by layer. The search for fewer rules may end elsewhere.
+    sides = {"inputs": grouped.inputs, "outputs": grouped.outputs, "once": grouped.once}
+    assert alone.estimate(rules, **sides).seconds == pytest.approx(grouped.seconds, rel=1e-12)
+    if kinds == "aabaabaab":
+        assert grouped.seconds == pytest.approx(alone.seconds, rel=1e-12)
+    assert grouped.seconds <= 1.003 * alone.seconds
+    size = kinds.index("b") + 1
+    for number in range(len(kinds) // size * size):
+        # A rule for each layer, as for others at its place of a group.
+        kind = kinds[number]
+        place = number % size
+        rule = rules.find(f"layers.{number}.{kind}.up.weight")
+        assert rule is not None
+        assert rule == rules.find(f"layers.{place}.{kind}.up.weight")
+
+
+def test_a_loop_inside_a_repeated_block_begins_in_each():
+    """Four rounds in each of three layers: the loop takes what is before it three times in twelve."""
+    ops = []
+    parameters = {}
+    here = "x"
+    for layer in range(3):
+        parameters[f"{layer}.weight"] = "c"
+        ops.append(Op(f"{layer}", "b c, c -> b c", (here, f"{layer}.weight"), "pointwise"))
+        here = f"{layer}"
+        for turn in range(2, 6):
+            name = f"{layer}.loop:sin_{turn}"
+            ops.append(Op(name, "b c -> b c", (here,), "pointwise", enters="", leaves=""))
+            here = name
+    step = TrainingStep(
+        [*ops, Op("loss", "b c ->", (here,), "loss")], {"b": 8, "c": 4}, {"x": "b c"}, parameters
+    )
+    folded, names = find_repeated(step)
+    carries = {op.operands: (op.again, op.starts, op.times) for op in folded.ops if op.again}
+    last = names["2.loop:sin_5"]
+    assert carries == {("x",): (last, 1, 3), ("{0,1,2}",): (last, 3, 12)}
+    problem = StepProblem(folded, MovePrices(Mesh(x=2), "float32", load_profile("h100")))
+    runs = {}  # of moves in the forward pass, by the names of both ends
+    for edge in problem.edges:
+        ends = (problem.nodes[edge.source].name, problem.nodes[edge.user].name)
+        runs[ends] = float(edge.runs[0, 0, 0] * folded.by_name[ends[1]].times)
+    (loop,) = [op.name for op in folded.ops if op.operands == ("{0,1,2}",)]
+    assert runs["{0,1,2}", loop] == pytest.approx(3)
+    assert runs[last, loop] == pytest.approx(9)
 
 
 def test_a_block_that_takes_more_than_the_one_before_it_is_not_repeated():

@@ -307,14 +307,39 @@ def _group_norm(call: Invocation) -> Call | None:
 
 @describes("written")  # by `StepRecorder`: torch says `copy_` of a view
 def _written_into(call: Invocation) -> Call | None:
-    """Describe an array after a write into a slice of it, whose cut dims cannot be sharded."""
+    """Describe an array after a write into a part of it, `y[:, i] = x` or `y[:, 2:5] = x`.
+
+    Dims that the part lacks, or has less of, cannot be sharded.
+    """
     array, part = call.tensors
-    if array.stride() != part.stride():
-        return None  # the part may be transposed or have steps
-    lengths = zip(call.result_dims, array.shape, part.shape, strict=True)
-    cut_dims = {dim for dim, length, part_length in lengths if length != part_length}
-    op = describe_aligned(call.shapes, call.out.shape, whole=cut_dims)
+    strides = array.stride()
+    places: Sequence[int] = range(array.ndim)
+    if part.stride() != strides:
+        # A dim of the part is the one of the array that has its stride.
+        places = [strides.index(stride) for stride in part.stride() if stride in strides]
+        if len(places) != part.ndim or places != sorted({*places}):
+            return None  # the part may be transposed or have steps
+    absent = {dim for d, dim in enumerate(call.result_dims) if d not in places}
+    op = describe_by_places(
+        call.shapes, call.out.shape, [range(array.ndim), places], "linear", whole=absent
+    )
     return Call(call.tensors, op)
+
+
+@describes("linalg_solve_triangular")
+def _triangular_solution(call: Invocation) -> Call | None:
+    """Describe the solution x of a x = y, "e n m, e m k -> e n k": each column is by itself."""
+    matrix, known = call.tensors
+    if matrix.shape[:-2] != known.shape[:-2]:
+        return None  # one is broadcast
+    batch = call.result_dims[:-2]
+    sides = (["n", "m"], ["m", "k"], ["n", "k"])
+    if not call.args["left"]:  # x a = y
+        sides = (["m", "n"], ["k", "m"], ["k", "n"])
+    arrays = [[*batch, *dims] for dims in sides]
+    # Half of a matrix is zeros. The gradient needs the solution, not y.
+    work = {"flops": 1.0, "keeps": (0, 2)}
+    return Call(call.tensors, LetteredOp(arrays, "contraction", "nm", work))
 
 
 @describes("stack")

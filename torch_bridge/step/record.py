@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import inspect
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -141,6 +142,14 @@ class StepRecorder(TorchDispatchMode):
         if "expert" in path:
             hint += "; experts of transformers are, with the config's _experts_implementation 'batched_mm'"
         return PlanError(f"{reader} {what}", hint=hint)
+
+    def without_data(self, error: Exception) -> PlanError:
+        """Return the error for a module with a function that does not run on the meta device."""
+        reader = self._open_modules[-1].path
+        hint = (
+            "another implementation may, as of the config's _attn_implementation: 'eager', 'sdpa'"
+        )
+        return PlanError(f"{reader} does not run without data: {error}", hint=hint)
 
     def _has_values(self, arguments: Mapping[str, Any], results: Sequence[Tensor]) -> bool:
         """Return whether results are few numbers that depend on no input."""
@@ -396,7 +405,12 @@ def _run(
             module.register_forward_hook(partial(recorder.leave, path))
             for tensors in (parameters_of(module), buffers_of(module)):
                 tensors.update({name: on_meta.get(x, x) for name, x in tensors.items()})
-        return model(**inputs)
+        try:
+            return model(**inputs)
+        except (NotImplementedError, RuntimeError, ValueError) as error:
+            if "meta" not in str(error):
+                raise  # a mistake of the model or of the batch
+            raise recorder.without_data(error) from error
 
 
 @contextmanager
@@ -460,10 +474,16 @@ def _with_modules(step: TrainingStep, recorder: StepRecorder) -> TrainingStep:
     may have to move its tensor.
     """
     module_left_by = recorder.module_left_by
-    ops = {op.name: replace(op, leaves=module_left_by.get(op.name, "")) for op in step.ops}
+    ops = {op.name: op for op in step.ops}
+    users = defaultdict[str, list[str]](list)  # names of operations by that of an operand
+    for op in step.ops:
+        if op.name in module_left_by:
+            ops[op.name] = replace(op, leaves=module_left_by[op.name])
+        for name in dict.fromkeys(op.operands):
+            users[name].append(op.name)
     for name, path in recorder.module_entered_by.items():  # outer modules first
         if name in ops:
-            _merge_input(ops, name, path, module_left_by)
+            _merge_input(ops, users, name, path, module_left_by)
     # A module that is called twice gives its name to the last of its results.
     results = {path: name for name, path in module_left_by.items() if name in ops}
     for path in {*step.inputs, *step.parameters, *ops}:  # arrays that are called like a module
@@ -473,7 +493,11 @@ def _with_modules(step: TrainingStep, recorder: StepRecorder) -> TrainingStep:
 
 
 def _merge_input(
-    ops: dict[str, Op], name: str, path: str, module_left_by: Mapping[str, str]
+    ops: dict[str, Op],
+    users: dict[str, list[str]],
+    name: str,
+    path: str,
+    module_left_by: Mapping[str, str],
 ) -> None:
     """Merge, keep or drop the operation "input" that marks where a module begins; change `ops`.
 
@@ -484,28 +508,27 @@ def _merge_input(
       or the module may be one of many equal layers.
     - Otherwise "input" goes, and the operations inside read the tensor itself.
 
-    ops: by name. name: of the operation "input". path: of the module. module_left_by: operations
-    whose result a module returns -> its path.
+    ops: by name. users: of each array, by name: names of operations. name: of the operation
+    "input". path: of the module. module_left_by: operations whose result a module returns -> its
+    path.
     """
     (maker,) = ops[name].operands  # the operation that made the tensor
-    users = _users(ops, name)
-    is_begun_by_user = len(users) == 1 and users[0].operands[0] == name
+    own_users = users[name]
+    is_begun_by_user = len(own_users) == 1 and ops[own_users[0]].operands[0] == name
     if not is_begun_by_user:
         # Made by an operation that ends no module, it may be the residual sum between two layers.
         module_before = module_left_by.get(maker)
         may_be_repeated = module_before is None or NUMBERED.search(module_before)
-        if may_be_repeated or NUMBERED.search(path) or len(_users(ops, maker)) > 1:
+        if may_be_repeated or NUMBERED.search(path) or len(users[maker]) > 1:
             ops[name] = replace(ops[name], enters=path)
             return
     del ops[name]
-    for op in users:
-        merged = renamed(op, {name: maker})
+    others = [user for user in users[maker] if user != name and user not in own_users]
+    users[maker] = [*others, *own_users]
+    for user in own_users:
+        merged = renamed(ops[user], {name: maker})
         # If an inner module begins with the same operation, its path comes later and replaces this.
-        ops[op.name] = replace(merged, enters=path) if is_begun_by_user else merged
-
-
-def _users(ops: Mapping[str, Op], name: str) -> list[Op]:
-    return [op for op in ops.values() if name in op.operands]
+        ops[user] = replace(merged, enters=path) if is_begun_by_user else merged
 
 
 def _arguments_by_name(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -136,19 +136,27 @@ def _eliminate(tables: Sequence[Table], sizes: Sequence[int], buckets: list[Buck
 
     sizes: the number of values of each variable.
     """
-    left = [*tables]
+    left = dict(enumerate(tables))
+    numbers_with = [dict[int, None]() for _ in sizes]  # by variable, of its tables, in order
+    for number, table in left.items():
+        for variable in table.scope:
+            numbers_with[variable][number] = None
     n_entries: dict[int, int] = {}  # by variable, of the sum of all tables with it
     # Variables whose tables have changed, so that `n_entries` is counted again: at first all.
     changed: Iterable[int] = range(len(sizes))
     for _ in sizes:
         for variable in changed:
-            with_variable = [table for table in left if variable in table.scope]
+            with_variable = [left[number] for number in numbers_with[variable]]
             n_entries[variable] = _n_entries_of_sum(with_variable, sizes)
         # The variable with the smallest sum first, so that tables stay small.
         eliminated = min(n_entries, key=n_entries.__getitem__)
         del n_entries[eliminated]
-        with_variable = [table for table in left if eliminated in table.scope]
-        left = [table for table in left if eliminated not in table.scope]
+        with_variable = []
+        for number in [*numbers_with[eliminated]]:
+            table = left.pop(number)
+            with_variable.append(table)
+            for variable in table.scope:
+                del numbers_with[variable][number]
         changed = [v for v in _joint_scope(with_variable) if v != eliminated]
         # One group with all tables, unless their sum would be too large (mini-buckets).
         for group in _groups_that_fit(with_variable, sizes):
@@ -156,10 +164,13 @@ def _eliminate(tables: Sequence[Table], sizes: Sequence[int], buckets: list[Buck
             # The smallest tables are added up first, so that few sums are over the whole scope.
             bucket = Bucket(eliminated, scope, [table.over(scope) for table in reversed(group)])
             other_variables = [v for v in scope if v != eliminated]
+            number = len(tables) + len(buckets)
             # The bucket's number tells `excess` which bucket's minimum this table is.
-            left.append(Table(other_variables, bucket.minimize(), len(buckets)))
+            left[number] = Table(other_variables, bucket.minimize(), len(buckets))
+            for variable in other_variables:
+                numbers_with[variable][number] = None
             buckets.append(bucket)
-    return [float(table.entries) for table in left]
+    return [float(table.entries) for table in left.values()]
 
 
 def excess(buckets: Sequence[Bucket]) -> dict[int, Floats]:
@@ -222,13 +233,16 @@ def _added_beside(least: Table, total: Floats, scope: Sequence[int], origin: Buc
 
 
 def _tables_of(unary: Sequence[Floats], pairs: Mapping[tuple[int, int], Floats]) -> list[Table]:
-    """Make a table of every term, with variables in order."""
+    """Make a table of every term, with variables in order.
+
+    A table of a pair has no axis for a variable with one value: arrays have few axes, and a variable
+    may have many neighbours.
+    """
     tables = [Table((variable,), entries) for variable, entries in enumerate(unary)]
     for (first, second), entries in pairs.items():
-        if first < second:
-            tables.append(Table((first, second), entries))
-        else:
-            tables.append(Table((second, first), entries.T))
+        in_order = entries if first < second else entries.T
+        scope = [v for v in sorted((first, second)) if len(unary[v]) > 1]
+        tables.append(Table(scope, in_order.squeeze()))
     return tables
 
 

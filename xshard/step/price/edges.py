@@ -155,7 +155,7 @@ def edges_of(setup: StepSetup, nodes: Sequence[Node], numbers: Mapping[str, int]
     """
     edges: list[Edge] = []
     for op in setup.step.ops:
-        share_of_operand = 1 / op.times if op.again else 1.0
+        share_of_operand = op.starts / op.times if op.again else 1.0
         for operand, name in enumerate(op.operands):
             edges.append(_edge(setup, nodes, numbers, name, op, operand, share_of_operand))
         if op.again:

@@ -7,24 +7,29 @@ mesh axis.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import combinations
+from itertools import chain, combinations
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from xshard.caches import layout_cache
 from xshard.layout import Layout, Mesh
 from xshard.notation.parser import names_of_dim
-from xshard.step.record.arrays import COPY, REPLICAS
-from xshard.step.record.op import Op
+from xshard.step.record.arrays import COPY, REPLICAS, dims_of
+from xshard.step.record.op import AxisRule, Op
 
 Ints = NDArray[np.int64]
 Placements = Ints  # [layouts, axes] or [options, arrays, axes]
 Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
+# Rows of the largest block over those of an even one. Prices are of even blocks.
+NEARLY_EVEN = 1.01
 
 
-def options_of(op: Op, lengths: Mapping[str, int], mesh: Mesh) -> Placements:
+def options_of(
+    op: Op, lengths: Mapping[str, int], mesh: Mesh, most_uneven: float = NEARLY_EVEN
+) -> Placements:
     """List all ways to shard an operation over the axes of a mesh: [options, arrays, axes].
 
     A placement is what one mesh axis does in one array: the number of the dim that it shards, or a
@@ -32,24 +37,52 @@ def options_of(op: Op, lengths: Mapping[str, int], mesh: Mesh) -> Placements:
     `b c -> b c` (shard b: (0, 0); shard c: (1, 1); idle: replicas in both) have nine combinations.
 
     Options are left out if a dim is not divided evenly, and if they are the same layouts as an
-    option before them. The order of options is that of the rules.
+    option before them. A vocabulary of 50257 rows is divided over 4 devices all the same: no block
+    has more than `most_uneven` of the rows of an even one. The order of options is that of the
+    rules.
     """
-    axis_rules = np.array(op.axis_rules)  # [rules, arrays]
+    dims = dict.fromkeys(chain.from_iterable(map(dims_of, op.all_arrays)))
+    lengths_of_dims = tuple((dim, lengths[dim]) for dim in dims)
+    return _options(
+        op.axis_rules, op.all_arrays, len(op.arrays), lengths_of_dims, mesh, most_uneven
+    )
+
+
+# Layers that are alike, and the same step with and without recomputing, have the same options.
+@layout_cache(maxsize=256)
+def _options(
+    rules: tuple[AxisRule, ...],
+    arrays: tuple[Layout, ...],
+    n_visible: int,
+    lengths_of_dims: tuple[tuple[str, int], ...],
+    mesh: Mesh,
+    most_uneven: float,
+) -> Placements:
+    """List the options of `options_of`, in an array that nobody may change.
+
+    arrays: after the first `n_visible` come those inside a chain of operations.
+    """
+    lengths = dict(lengths_of_dims)
+    axis_rules = np.array(rules)  # [rules, arrays]
     n_axes = len(mesh.axes)
     # A rule for each axis, in all combinations, as numbers: [options, axes].
     rule_of_axis = np.indices((len(axis_rules),) * n_axes).reshape(n_axes, -1).T
     # Each number becomes the rule, [options, axes, arrays], and arrays come before axes.
     placements = axis_rules[rule_of_axis].swapaxes(1, 2).copy()
     is_possible = np.ones(len(placements), bool)
-    for i, array in enumerate(op.all_arrays):
-        placements[:, i], is_possible_in_array = _in_array(placements[:, i], array, lengths, mesh)
+    for i, array in enumerate(arrays):
+        placements[:, i], is_possible_in_array = _in_array(
+            placements[:, i], array, lengths, mesh, most_uneven
+        )
         is_possible &= is_possible_in_array
     # Arrays inside a chain of operations come last, and only decide what is possible.
-    placements = placements[is_possible, : len(op.arrays)]
+    placements = placements[is_possible, :n_visible]
     # Rules for several dims that are one dim of the array may be equal layouts: the first one
     # stays. `unique` sorts by value; sorting the indices brings the order of the rules back.
     _, first_index = np.unique(placements, axis=0, return_index=True)
-    return placements[np.sort(first_index)]
+    options = placements[np.sort(first_index)]
+    options.flags.writeable = False
+    return options
 
 
 class Sharded(NamedTuple):
@@ -65,7 +98,11 @@ class Sharded(NamedTuple):
 
 
 def _in_array(
-    placements: Placements, array: Layout, lengths: Mapping[str, int], mesh: Mesh
+    placements: Placements,
+    array: Layout,
+    lengths: Mapping[str, int],
+    mesh: Mesh,
+    most_uneven: float,
 ) -> tuple[Placements, Flags]:
     """Convert placements over single dims to those over an array's merged dims, as in `b (g d)`.
 
@@ -83,11 +120,14 @@ def _in_array(
     single_dim = 0
     for dim_number, dim in enumerate(array.dims):
         parts: list[Sharded] = []
-        for name in names_of_dim(dim):
+        names = names_of_dim(dim)
+        # In a merged dim uneven blocks of a part are other rows than uneven blocks of the whole.
+        longest = most_uneven if len(names) == 1 else 1.0
+        for name in names:
             is_sharding = placements == single_dim  # [layouts, axes]
             in_dims[is_sharding] = dim_number
             n_shards = product_over(is_sharding, mesh.sizes)
-            is_possible &= lengths[name] % n_shards == 0
+            is_possible &= -(-lengths[name] // n_shards) * n_shards <= longest * lengths[name]
             first_axis = np.where(is_sharding, axes, len(axes)).min(-1)
             last_axis = np.where(is_sharding, axes, -1).max(-1)
             parts.append(Sharded(n_shards == lengths[name], first_axis, last_axis))

@@ -90,6 +90,8 @@ class Op:
         times: How often it runs.
         again: In a repeated block, the operation that gives the operand of a `carry` from the
             second time on.
+        starts: How often a `carry` takes its operand: once, but in a loop inside a repeated block
+            once for each of these blocks.
         enters: The module with this operation as its first one: a rule of the module can move the
             first operand. None stands for its own name if it has a parameter, "" for no module.
         leaves: The module with this operation as its last one: a rule can move the result. None and
@@ -126,6 +128,7 @@ class Op:
     rules: tuple[AxisRule, ...] | None = None
     times: int = 1
     again: str = ""
+    starts: int = 1
     enters: str | None = None
     leaves: str | None = None
     flops: float | None = None
@@ -245,6 +248,9 @@ class Op:
 
 
 def renamed(op: Op, names: Mapping[str, str]) -> Op:
-    """Rename an operation and its operands; names that are not in `names` stay."""
+    """Rename an operation, its operands and what it takes `again`; names that are not in `names` stay."""
+    if names.keys().isdisjoint((op.name, op.again, *op.operands)):
+        return op
     operands = tuple(names.get(name, name) for name in op.operands)
-    return replace(op, name=names.get(op.name, op.name), operands=operands)
+    again = names.get(op.again, op.again)
+    return replace(op, name=names.get(op.name, op.name), operands=operands, again=again)

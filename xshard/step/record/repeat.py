@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, chain
@@ -47,13 +48,28 @@ def find_repeated(step: TrainingStep) -> tuple[TrainingStep, dict[str, str]]:
     *.up (before)  carry x 2        b d -> b d       x
     *.up           contraction x 2  b c, d c -> b d  *.up (before), *.w
     """
+    new_names: dict[str, str] = {}
+    while True:
+        # Layers come first, then the loops inside them.
+        step, found = _fold_runs(step)
+        if not found:
+            return step, new_names
+        for name, folded in new_names.items():
+            new_names[name] = found.get(folded, folded)
+        new_names = found | new_names
+
+
+def _fold_runs(step: TrainingStep) -> tuple[TrainingStep, dict[str, str]]:
+    """Replace each run of equal blocks by one block; return the new names, too."""
     ops = []
     new_names: dict[str, str] = {}
-    # For each operation a key without names: equal for operations that do the same.
-    kinds = [_kind_of(op) for op in step.ops]
+    # For each operation the number of its key: equal for operations that do the same.
+    numbers: dict[object, int] = {}
+    kinds = [numbers.setdefault(_kind_of(op), len(numbers)) for op in step.ops]
+    names = _Names(step)
     start = 0
     while start < len(step.ops):
-        run = _longest_run_at(start, kinds, step)
+        run = _longest_run_at(start, kinds, names)
         if run is None:
             ops.append(step.ops[start])
             start += 1
@@ -69,11 +85,11 @@ def find_repeated(step: TrainingStep) -> tuple[TrainingStep, dict[str, str]]:
     return replace(step, ops=ops, parameters=parameters), new_names
 
 
-def _longest_run_at(start: int, kinds: Sequence[object], step: TrainingStep) -> _Run | None:
+def _longest_run_at(start: int, kinds: Sequence[int], names: _Names) -> _Run | None:
     """Find the longest run of equal blocks from operation `start` on that can be one block."""
     # The longest first: two layers of a kind may be a part of a block of both.
     for size, times in _runs_from(kinds, start):
-        run = _Run(step, start, size, times)
+        run = _Run(names, start, size, times)
         # "" among the new names: parameters of the blocks have no pattern for a rule.
         if run.is_repeated and "" not in run.new_names.values():
             return run
@@ -90,7 +106,7 @@ def _kind_of(op: Op) -> tuple[object, ...]:
     return NUMBER.sub("*", op.name), attrgetter(*EQUAL_FIELDS)(op)
 
 
-def _runs_from(kinds: Sequence[object], start: int) -> list[tuple[int, int]]:
+def _runs_from(kinds: Sequence[int], start: int) -> list[tuple[int, int]]:
     """List the sizes of blocks that repeat from `start` on, and how often; longest runs first."""
     runs = []
     for end in range(start + 1, len(kinds)):
@@ -102,7 +118,7 @@ def _runs_from(kinds: Sequence[object], start: int) -> list[tuple[int, int]]:
     return sorted(runs, key=math.prod, reverse=True)
 
 
-def _count_repeats(kinds: Sequence[object], start: int, size: int) -> int:
+def _count_repeats(kinds: Sequence[int], start: int, size: int) -> int:
     """Count how many times the `size` operations at `start` come back to back."""
     block = kinds[start : start + size]
     times = 1
@@ -122,13 +138,79 @@ class Source(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
+class _Names:
+    """The names of a step, as all its runs look them up."""
+
+    step: TrainingStep
+
+    @cached_property
+    def index_of(self) -> Mapping[str, int]:
+        """The number of each operation."""
+        return {op.name: i for i, op in enumerate(self.step.ops)}
+
+    @cached_property
+    def parts_in_use(self) -> Mapping[tuple[str, str], Sequence[str]]:
+        """The parts between the same two others, in all names of the step and of modules.
+
+        For `a.0.w` and `a.1.w`: {("a", "w"): ["0", "1"], ...}. A pattern must not fit one of these
+        by mistake.
+        """
+        paths = {*self.step.parameters}
+        for op in self.step.ops:
+            paths.add(op.name)
+            paths.update(module for module in (op.enters, op.leaves) if module)
+        taken: set[str] = set()
+        for path in paths:
+            taken.update(accumulate(path.split("."), "{}.{}".format))
+        parts_in_use = defaultdict[tuple[str, str], list[str]](list)
+        for name in taken:
+            parts = name.split(".")
+            for i, part in enumerate(parts):
+                parts_in_use[".".join(parts[:i]), ".".join(parts[i + 1 :])].append(part)
+        return parts_in_use
+
+    def starred(self, names: Sequence[str]) -> str:
+        """Write names that differ in one number as a pattern: `a.0.b`, `a.1.b` -> `a.*.b`.
+
+        If the step has `a.2.b`, too, the star would fit a name that is not meant, and the result is
+        `a.{0,1}.b`. Equal names are their own pattern. Names that differ in several numbers,
+        `a.0.b.0` and `a.1.b.1`, have none: "".
+        """
+        pieces = [NUMBER.split(name) for name in names]  # `a.0.b` -> `a.`, `0`, `.b`
+        pieces_by_index = list(zip(*pieces, strict=True))  # piece i of every name
+        differing_indices = [i for i, column in enumerate(pieces_by_index) if len(set(column)) > 1]
+        if not differing_indices:
+            return names[0]
+        if len(differing_indices) > 1:
+            return ""  # a pattern has one star
+        # The piece there is a number: names of equal blocks are equal but for numbers.
+        differing_index = differing_indices[0]
+        head = "".join(pieces[0][:differing_index])
+        tail = "".join(pieces[0][differing_index + 1 :])
+        # A star stands for a part of a name between dots, or for a piece of one, but for no dot.
+        before, _, begin = head.rpartition(".")
+        end, _, after = tail.partition(".")
+        star = re.compile(f"{re.escape(begin)}.+{re.escape(end)}")
+        fitting = filter(star.fullmatch, self.parts_in_use[before, after])
+        meant = {f"{begin}{number}{end}" for number in pieces_by_index[differing_index]}
+        number = f"{{{','.join(pieces_by_index[differing_index])}}}"
+        if meant.issuperset(fitting):
+            number = "*"
+        return f"{head}{number}{tail}"
+
+
+@dataclass(frozen=True, eq=False)
 class _Run:
     """A run of `times` blocks of `size` operations each, from number `start` on."""
 
-    step: TrainingStep
+    names: _Names
     start: int
     size: int
     times: int
+
+    @property
+    def step(self) -> TrainingStep:
+        return self.names.step
 
     @property
     def _end(self) -> int:
@@ -143,11 +225,6 @@ class _Run:
     def columns(self) -> list[Sequence[Op]]:
         """For each operation of a block the operations in all blocks."""
         return [self.members[i :: self.size] for i in range(self.size)]
-
-    @cached_property
-    def index_in_run(self) -> dict[str, int]:
-        """The number of each operation, counted from the first one of the run."""
-        return {op.name: i for i, op in enumerate(self.step.ops, -self.start)}
 
     @cached_property
     def sources(self) -> list[list[Source]]:
@@ -171,11 +248,11 @@ class _Run:
         """
         if name in self.step.parameters:
             return Source(PARAMETER, NUMBER.sub("*", name))
-        if name not in self.index_in_run:
+        if name not in self.names.index_of:
             return Source(ELSEWHERE, name)  # an input of the step
         block = i // self.size
         # Counted from the first operation of this block: negative in blocks before.
-        offset = self.index_in_run[name] - block * self.size
+        offset = self.names.index_of[name] - self.start - block * self.size
         if offset >= 0:
             return Source(SAME_BLOCK, offset)
         # The first block has none before it; anything from two blocks before is elsewhere.
@@ -203,8 +280,11 @@ class _Run:
 
         Each block has to take results of the block before, and operations outside the run may use
         results of the last block only. Branches side by side, or layers with a residual connection
-        over several of them, are not such a chain.
+        over several of them, are not such a chain. A block inside a block that repeats has neither
+        parameters nor modules, so that names of both have one number.
         """
+        if self.members[0].times > 1 and self._has_names_of_rules:
+            return False
         # Lists of the sources of all operands in a block: equal for equal layers. The second block is
         # the pattern, for the first one has no block before it.
         first_block, second_block, *others = self._sources_by_block()
@@ -222,17 +302,15 @@ class _Run:
         all_but_last_block = self.members[: -self.size]
         return used_outside.isdisjoint(op.name for op in all_but_last_block)
 
-    @cached_property
-    def names_in_use(self) -> set[str]:
-        """All names of the step and of modules, which a pattern must not fit by mistake."""
-        paths = {*self.step.parameters}
-        for op in self.step.ops:
-            paths.add(op.name)
-            paths.update(module for module in (op.enters, op.leaves) if module)
-        taken: set[str] = set()
-        for path in paths:
-            taken.update(accumulate(path.split("."), "{}.{}".format))
-        return taken
+    @property
+    def _has_names_of_rules(self) -> bool:
+        """Whether a rule could be about a parameter or a module of the run."""
+        for op in self.members:
+            if op.enters != "" or op.leaves != "":
+                return True
+            if not self.step.parameters.keys().isdisjoint(op.operands):
+                return True
+        return False
 
     @cached_property
     def new_names(self) -> dict[str, str]:
@@ -244,12 +322,12 @@ class _Run:
         new_names: dict[str, str] = {}
         for column in self.columns:
             own_names = [op.name for op in column]
-            pattern = _starred(own_names, self.names_in_use)
+            pattern = self.names.starred(own_names)
             new_names |= dict.fromkeys(own_names, pattern if pattern else own_names[0])
             for operands in zip(*[op.operands for op in column], strict=True):
                 if operands[0] in self.step.parameters:
                     # Without a pattern for its parameters a block cannot have a rule: no `or` here.
-                    new_names |= dict.fromkeys(operands, _starred(operands, self.names_in_use))
+                    new_names |= dict.fromkeys(operands, self.names.starred(operands))
         return new_names
 
     def as_one_block(self) -> list[Op]:
@@ -278,6 +356,7 @@ class _Run:
                     kind="carry",
                     operands=carry.operands,
                     again=carry.again,
+                    starts=carry.starts,
                     accesses=None,  # as of all carries
                 )
             else:
@@ -295,6 +374,7 @@ class _Run:
             (str(self.first_source_of[source].place),),
             kind="carry",
             times=self.times * maker.times,
+            starts=maker.times,
             again=name,
             enters="",
         )
@@ -322,6 +402,7 @@ class _Run:
             name=self.new_names[op.name],
             operands=tuple(operands),
             times=self.times * op.times,
+            starts=self.times * op.starts,
             enters=self._module([member.enters for member in column]),
             leaves=self._module([member.leaves for member in column]),
         )
@@ -330,29 +411,4 @@ class _Run:
         """Return a pattern for the modules that the operations of a column enter or leave."""
         if not names[0]:
             return names[0]  # None and "" mean different things (`Op.enters`)
-        return _starred([str(name) for name in names], self.names_in_use)
-
-
-def _starred(names: Sequence[str], names_in_use: Collection[str]) -> str:
-    """Write names that differ in one number as a pattern: `a.0.b`, `a.1.b` -> `a.*.b`.
-
-    If `names_in_use` has `a.2.b`, too, the star would fit a name that is not meant, and the result
-    is `a.{0,1}.b`. Equal names are their own pattern. Names that differ in several numbers,
-    `a.0.b.0` and `a.1.b.1`, have none: "".
-    """
-    pieces = [NUMBER.split(name) for name in names]  # `a.0.b` -> `a.`, `0`, `.b`
-    pieces_by_index = list(zip(*pieces, strict=True))  # piece i of every name
-    differing_indices = [i for i, column in enumerate(pieces_by_index) if len(set(column)) > 1]
-    if not differing_indices:
-        return names[0]
-    if len(differing_indices) > 1:
-        return ""  # a pattern has one star
-    # The piece there is a number: names of equal blocks are equal but for numbers.
-    differing_index = differing_indices[0]
-    head = "".join(pieces[0][:differing_index])
-    tail = "".join(pieces[0][differing_index + 1 :])
-    # A star stands for a part of a name between dots, or for a piece of one, but for no dot.
-    star = re.compile(f"{re.escape(head)}[^.]+{re.escape(tail)}")
-    fits_no_other = all(name in names for name in names_in_use if star.fullmatch(name))
-    number = "*" if fits_no_other else f"{{{','.join(pieces_by_index[differing_index])}}}"
-    return f"{head}{number}{tail}"
+        return self.names.starred([str(name) for name in names])

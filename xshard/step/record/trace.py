@@ -350,8 +350,10 @@ def _places_of(names: set[str], dims: Sequence[str]) -> list[int]:
 
 
 def _preference(factors: Sequence[Factor]) -> tuple[int, int]:
-    """Rank the names that operands have for a dim: most factors first, then names from inputs.
+    """Rank the names that operands have for a dim: names from inputs first, then most factors.
 
-    (b, s512) is before (n32768), and that before no name at all.
+    (b, s512) is before (n512, n64), and that before (n32768) and before no name at all. A residual
+    that is s512 stays so where a layer adds what it has made in chunks, (n8, n64): the next layer
+    has the names of the first.
     """
-    return len(factors), ORIGINS.index(factors[0].name[:1])
+    return ORIGINS.index(factors[0].name[:1]), len(factors)

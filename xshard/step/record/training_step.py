@@ -84,7 +84,7 @@ class TrainingStep:
 
     def _check_operations(self) -> None:
         """Require that operations use arrays made before them, and have names of their own."""
-        known = [*self.inputs, *self.parameters]
+        known = dict.fromkeys((*self.inputs, *self.parameters))
         for name in self.inputs:
             if name in self.parameters:
                 raise PlanError(f"{name!r} is an input and a parameter", hint="names are unique")
@@ -98,7 +98,7 @@ class TrainingStep:
                 if op.name in known:
                     raise PlanError("there is another array of this name", hint="names are unique")
                 shape_of(op.arrays[-1], self.lengths)  # raises for a dim without a length
-                known.append(op.name)
+                known[op.name] = None
 
     def _check_operand(self, name: str, array: Layout, available: Collection[str]) -> None:
         """Require that an operand exists, and is used with the lengths with which it was made.
@@ -157,9 +157,17 @@ class TrainingStep:
                 reached.add(op.name)
         return frozenset(reached)
 
+    @cached_property
+    def _consumers(self) -> Mapping[str, list[Op]]:
+        consumers = defaultdict[str, list[Op]](list)
+        for op in self.ops:
+            for name in dict.fromkeys((*op.operands, op.again)):
+                consumers[name].append(op)
+        return consumers
+
     def consumers(self, name: str) -> list[Op]:
         """List the operations that use an array, each once."""
-        return [op for op in self.ops if name in (*op.operands, op.again)]
+        return self._consumers[name]
 
     def module(self, op: Op, *, left: bool) -> str:
         """Name the module that an operation enters, or leaves; "" if it is inside one."""

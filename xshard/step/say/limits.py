@@ -181,9 +181,11 @@ def fixed_options(problem: StepProblem, fixed: RulesLike) -> list[Ints]:
     layouts = match_objects(Rules(fixed), arrays, "array of the step")
     options: list[Ints] = []
     for node in problem.nodes:
-        # "..." names no axis: all options agree. After an arrow stands how the array is used, which
-        # is left free.
-        text = layouts.get(node.name, "...")
+        if node.name not in layouts:
+            options.append(np.arange(len(node.placements)))
+            continue
+        # After an arrow stands how the array is used, which is left free.
+        text = layouts[node.name]
         rule = _sides(text, problem, node.name)
         is_same = node.placements[:, -1] == rule.src  # [options, axes] of the array itself
         agrees = (is_same | ~rule.is_named).all(-1)

@@ -9,7 +9,7 @@ from xshard.caches import layout_cache
 from xshard.layout import Layout
 from xshard.models import ActivationRule, layout_inside
 from xshard.notation.parser import ARROW
-from xshard.rules import Rules
+from xshard.rules import Rules, spellings
 from xshard.step.price.edges import Edge
 from xshard.step.price.nodes import Gathering
 from xshard.step.price.problem import StepProblem
@@ -319,4 +319,10 @@ def _place_that_differs(pattern: Sequence[list[str]], parts: Sequence[str]) -> i
 
 
 def _either(alternatives: Sequence[str]) -> str:
-    return alternatives[0] if len(alternatives) == 1 else f"{{{','.join(alternatives)}}}"
+    """Write alternatives in braces; numbers in order, of several lists as one: {0,2} and {1,3}."""
+    if len(alternatives) == 1:
+        return alternatives[0]
+    parts = [part for text in alternatives for part in spellings(text)]
+    if all(map(str.isdecimal, parts)):
+        parts.sort(key=int)
+    return f"{{{','.join(parts)}}}"
