@@ -329,10 +329,8 @@ def _rows_of_block(
         device: The sender or receiver.
         end: 0 to renumber the rows at the sender, 1 at the receiver.
     """
-    assert sharded.part.dim is not None
-    rows_of_part = sharded.rows[sharded.whole.dim_device(sharded.part.dim, device)]
     rows = [rows_at(segments, 0), rows_at(segments, 1)]  # at the sender, at the receiver
-    rows[end] = row_numbers(rows_of_part)[rows[end]]
+    rows[end] = row_numbers(sharded.rows_on(device))[rows[end]]
     # Segments of one row each, merged where rows follow each other at both ends.
     return merged_segments(np.stack([*rows, np.ones_like(rows[0])], axis=1))
 

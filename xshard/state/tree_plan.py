@@ -45,13 +45,16 @@ class PartSharding(NamedTuple):
     sharding: Sharding
     rows: tuple[Runs, ...] = ()
 
+    def rows_on(self, device: int) -> Runs:
+        """Return the rows of the part in the device's block of the whole."""
+        assert self.part.dim is not None
+        return self.rows[self.whole.dim_device(self.part.dim, device)]
+
     def numpy_index(self, device: int) -> tuple[Any, ...]:
         """Return the numpy index of the device's block of the part in its block of the whole."""
         if not self.rows:
             return self.part.numpy_index
-        assert self.part.dim is not None
-        rows = self.rows[self.whole.dim_device(self.part.dim, device)]
-        return self.part._replace(rows=rows).numpy_index
+        return self.part._replace(rows=self.rows_on(device)).numpy_index
 
 
 @layout_cache(maxsize=65536)
@@ -278,6 +281,17 @@ class TreePlan:
     def arrays(self) -> tuple[ArrayPlan, ...]:
         """All target arrays."""
         return tuple(array for bucket in self.buckets for array in bucket)
+
+    @cached_property
+    def released(self) -> list[set[str]]:
+        """For each bucket, the sources that no later one reads: `names` can make several arrays of one."""
+        read_later: set[str] = set()
+        released = []  # of the last bucket first
+        for bucket in reversed(self.buckets):
+            read = {move.name for array in bucket for move in array.moves}
+            released.append(read - read_later)
+            read_later |= read
+        return released[::-1]
 
     @property
     def bytes_received(self) -> int:
