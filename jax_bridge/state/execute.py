@@ -341,12 +341,8 @@ def _rows_of_block(
         device: The sender or receiver.
         end: 0 to renumber the rows at the sender, 1 at the receiver.
     """
-    rows_of_block = sharded.rows[part_dim]
-    assert rows_of_block is not None
-    dim = sharded.part.dims[part_dim].dim
-    rows_of_part = rows_of_block[sharded.whole.dim_device(dim, device)]
     rows = [rows_at(segments, 0), rows_at(segments, 1)]  # at the sender, at the receiver
-    rows[end] = row_numbers(rows_of_part)[rows[end]]
+    rows[end] = row_numbers(sharded.rows_on(device, part_dim))[rows[end]]
     # Segments of one row each, merged where rows follow each other at both ends.
     return merged_segments(np.stack([*rows, np.ones_like(rows[0])], axis=1))
 

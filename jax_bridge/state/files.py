@@ -30,7 +30,7 @@ from xshard.signatures import Bytes, Count
 from xshard.state import Names
 from xshard.state.files import BackgroundSave, Checkpoint, FileError
 from xshard.state.files import verify as compare_checksums
-from xshard.state.files.background import Writers, save_beside
+from xshard.state.files.background import save_beside
 from xshard.state.files.folder import CheckpointLike, open_on_all
 from xshard.state.files.loading import (
     Load,
@@ -41,13 +41,15 @@ from xshard.state.files.loading import (
 )
 from xshard.state.files.runs import check_numbered
 from xshard.state.files.saving import (
+    SaveTask,
     Saving,
     Source,
+    Writers,
     differing_replicas,
     plan_save,
     save_blocks,
 )
-from xshard.trees import Leaf, named_once, place_of
+from xshard.trees import named_once, place_of
 
 Wait = Callable[[], jax.Array]  # until an array is read
 T = TypeVar("T")
@@ -107,17 +109,7 @@ def save(
         ...     {name: str(layout) for name, layout in open_checkpoint(folder).layouts.items()}
         {'up.kernel': 'd0/tp d1'}
     """
-    plan = _plan_on_all(tree, Path(path), rules, mesh, names, shard_bytes, keep)
-    process = jax.process_index()
-    save_blocks(
-        plan.saving,
-        Path(path),
-        plan.block_of,
-        all_or_none,
-        process,
-        leads=process == 0,
-        keep=keep,
-    )
+    save_blocks(_plan_on_all(tree, Path(path), rules, mesh, names, shard_bytes, keep))
 
 
 @api_boundary
@@ -155,9 +147,7 @@ def async_save(
     Raises:
         XshardError: As `save` does, before anything is written.
     """
-    plan = _plan_on_all(tree, Path(path), rules, mesh, names, shard_bytes, keep)
-    writers = Writers(range(jax.process_count()), jax.process_index())
-    return save_beside(plan.saving, Path(path), plan.block_of, all_or_none, writers, keep)
+    return save_beside(_plan_on_all(tree, Path(path), rules, mesh, names, shard_bytes, keep))
 
 
 class JaxLoadKeywords(LoadKeywords, total=False):
@@ -376,7 +366,7 @@ def _plan_on_all(
     names: Names | None,
     shard_bytes: Bytes,
     keep: int | None,
-) -> _SavePlan:
+) -> SaveTask:
     """Plan a save in all processes, and compare what each has for itself. Raises as `save` does."""
     if rules is not None:
         if mesh is None:
@@ -395,10 +385,12 @@ def _plan_on_all(
         hint = "names, shapes, shardings, numbers and texts are the same in all"
         raise XshardError("processes save different trees", hint=hint)
     plan = plans[0]
-    for name in differing_replicas(plan.saving, plan.block_of, all_or_none, jax.process_index()):
+    writers = Writers(range(jax.process_count()), jax.process_index())
+    task = SaveTask(plan.saving, path, plan.block_of, all_or_none, writers, keep)
+    for name in differing_replicas(task):
         hint = "one value is saved for all: make a global array of it, sharded over processes"
         raise ReplicaError(f"{place_of(name)}: its blocks differ between processes", hint=hint)
-    return plan
+    return task
 
 
 def _plan_save(tree: Any, names: Names | None, shard_bytes: Bytes) -> _SavePlan:
@@ -410,9 +402,6 @@ def _plan_save(tree: Any, names: Names | None, shard_bytes: Bytes) -> _SavePlan:
         shard_bytes: The most bytes of a file.
     """
     leaves = array_leaves("...", tree)  # for their names: their layouts are on the arrays
-    for leaf in leaves:
-        if is_array(leaf.x):
-            _check_can_save(leaf)
     arrays = {}
     sources = {}
     constants = {}
@@ -420,6 +409,7 @@ def _plan_save(tree: Any, names: Names | None, shard_bytes: Bytes) -> _SavePlan:
         if is_array(x):
             arrays[name] = x
             with located(place_of(name)):
+                _check_can_save(x)
                 sources[name] = _source(x)
         elif isinstance(x, _Constant):
             constants[name] = x
@@ -427,19 +417,16 @@ def _plan_save(tree: Any, names: Names | None, shard_bytes: Bytes) -> _SavePlan:
     return _SavePlan(saving, arrays)
 
 
-def _check_can_save(leaf: Leaf) -> None:
+def _check_can_save(x: Any) -> None:
     """Raise XshardError for an array without numbers, and DtypeError for PRNG keys."""
-    x = leaf.x
     if isinstance(x, Tracer):
-        reason = f"{leaf.place}: a traced array cannot be saved"
-        raise XshardError(reason, hint="save outside of jax.jit")
+        raise XshardError("a traced array cannot be saved", hint="save outside of jax.jit")
     if isinstance(x, jax.ShapeDtypeStruct):
-        raise XshardError(f"{leaf.place}: a type cannot be saved", hint="save arrays")
+        raise XshardError("a type cannot be saved", hint="save arrays")
     if isinstance(x, jax.Array) and x.is_deleted():
-        reason = f"{leaf.place}: the array was donated or deleted"
-        raise XshardError(reason, hint="save before that")
+        raise XshardError("the array was donated or deleted", hint="save before that")
     if calls.are_keys(x):
-        raise DtypeError(f"{leaf.place}: PRNG keys", hint="save jax.random.key_data(keys)")
+        raise DtypeError("PRNG keys", hint="save jax.random.key_data(keys)")
 
 
 def _source(x: Any) -> Source:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple, TypeVar, Unpack, overload
 
 import jax
@@ -40,7 +39,6 @@ from xshard.signatures import Bytes
 from xshard.state import Names, TreePlan, plan_transfer
 from xshard.state.progress import Progress, reporting
 from xshard.state.transfer import BUCKET, TransferKeywords, TransferRules
-from xshard.state.tree_plan import ArrayPlan
 from xshard.trees import Leaf, named_once, place_of
 
 T = TypeVar("T")
@@ -372,13 +370,11 @@ def _run(
     source_blocks = {
         name: LocalBlocks(blocks_of(source.x), source.x.dtype) for name, source in sources.items()
     }
-    # Several buckets may read one array: how many moves of each are still to come.
-    moves_left = _count_moves(plan.arrays)
     # One process shows the bar: the one with the first device that takes part.
     first_device = devices[min(*plan.src_devices, *plan.dst_devices)]
     moved: dict[str, jax.Array] = {}
     with reporting(progress, plan.bytes_moved, is_here(first_device)) as report:
-        for bucket in plan.buckets:
+        for bucket, released in zip(plan.buckets, plan.released, strict=True):
             arrived = execute(source_blocks, bucket, devices)
             for array, blocks in zip(bucket, arrived, strict=True):
                 shape = array.sharding.shape
@@ -389,22 +385,13 @@ def _run(
             # Wait for the bucket: JAX would start the next ones meanwhile, and devices would need
             # memory for all of them.
             jax.block_until_ready([moved[array.name] for array in bucket])
-            moves_left.subtract(_count_moves(bucket))
             if donate:
-                for name in [name for name in source_blocks if moves_left[name] == 0]:
+                for name in released:
                     # Both references to the memory have to go: the blocks, and the array.
                     del source_blocks[name]
                     _delete(sources[name])
             report(sum(array.traffic.total() for array in bucket))
     return moved
-
-
-def _count_moves(arrays: Iterable[ArrayPlan]) -> Counter[str]:
-    """Count the moves that read each source array, by its name."""
-    counts = Counter[str]()
-    for array in arrays:
-        counts.update(move.name for move in array.moves)
-    return counts
 
 
 def _delete(source: _SourceArray) -> None:

@@ -23,7 +23,7 @@ from xshard.runtimes.backends import BACKENDS, host_devices
 from xshard.state import plan_transfer
 from xshard.state.files import open_checkpoint, verify
 from xshard.state.files.loading import plan_load, read_block
-from xshard.state.files.saving import Source, begin, commit, plan_save, write
+from xshard.state.files.saving import SaveTask, Source, Writers, begin, commit, plan_save, write
 from xshard.steps.base import Block
 
 LIMIT_S = 600.0  # without progress
@@ -101,11 +101,14 @@ def _carried(trip: Carried) -> dict[str, Blocks]:
     saving = plan_save(sources, names.get("save"), shard_bytes=case.limit)
     with TemporaryDirectory() as folder:
         sums: dict[str, list[Any]] = {}
-        save = saving, Path(folder), begin(saving, Path(folder))
-        for process in range(case.mesh.n_devices):
-            for name, some in write(*save, process, block_of, lambda n_bytes: None).items():
+        task = SaveTask(saving, Path(folder), block_of)
+        token = begin(saving, task.path)
+        processes = range(case.mesh.n_devices)
+        for process in processes:
+            own = task._replace(writers=Writers(processes, process))
+            for name, some in write(own, token).items():
                 sums.setdefault(name, []).extend(some)
-        commit(*save, sums)
+        commit(task, token, sums)
         with open_checkpoint(folder) as checkpoint:
             verify(checkpoint)
             loads = plan_load(checkpoint, case.rules(1), case.there, names.get("load"))

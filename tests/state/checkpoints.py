@@ -13,7 +13,7 @@ from xshard import Layout, Mesh, Sharding, reference
 from xshard.state import Names
 from xshard.state.files import open_checkpoint
 from xshard.state.files.loading import plan_load, read_block
-from xshard.state.files.saving import Source, abort, begin, commit, plan_save, write
+from xshard.state.files.saving import SaveTask, Source, Writers, abort, begin, commit, plan_save, write
 
 Arrays = Mapping[str, NDArray[Any]]
 CUTS = {"w": "o/p i"}
@@ -54,18 +54,18 @@ def save(
         name: reference.scatter(x, saving.sources[name].sharding.layout, mesh)
         for name, x in these.items()
     }
+    task = SaveTask(saving, folder, lambda n, d, _: blocks[n][d])
     token = begin(saving, folder)
     sums: dict[str, list[Any]] = {}
+    processes = range(mesh.n_devices)
     try:
-        for process in range(mesh.n_devices):
-            written = write(
-                saving, folder, token, process, lambda n, d, _: blocks[n][d], lambda _: None
-            )
+        for process in processes:
+            written = write(task._replace(writers=Writers(processes, process)), token)
             for name, boxes in written.items():
                 sums.setdefault(name, []).extend(boxes)
-        commit(saving, folder, token, sums)
+        commit(task, token, sums)
     except BaseException:
-        abort(folder, token)
+        abort(task, token)
         raise
 
 

@@ -22,7 +22,7 @@ from xshard.state import Names, concat, rename, split, stack
 from xshard.state.files import FileError, open_checkpoint, verify
 from xshard.state.files.folder import INDEX, KEY
 from xshard.state.files.loading import source_sharding
-from xshard.state.files.saving import Source, abort, begin, plan_save, save_blocks
+from xshard.state.files.saving import SaveTask, Source, abort, begin, plan_save, save_blocks
 from xshard.state.llama import names_from_text
 from xshard.state.names import names_from_json, names_to_json
 
@@ -146,7 +146,7 @@ def test_the_next_save_makes_room_first(tmp_path: Path) -> None:
     )
     again = begin(saving, tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {*old, f".saving-{again}"}
-    abort(tmp_path, again)
+    abort(SaveTask(saving, tmp_path, lambda *_: np.empty(0)), again)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == old
     index = json.loads((tmp_path / INDEX).read_text())
     assert set(index["weight_map"].values()) == {p.name for p in tmp_path.glob("*.safetensors")}
@@ -185,12 +185,12 @@ def test_one_save_at_a_time(tmp_path: Path) -> None:
     def block_of(name: str, device: int, dtype: str) -> NDArray[Any]:
         if not refused:
             with pytest.raises(FileError, match="another save is writing into it") as error:
-                save_blocks(saving, tmp_path, block_of)
+                save_blocks(SaveTask(saving, tmp_path, block_of))
             refused.append(error)
         return WHOLE[name]
 
-    save_blocks(saving, tmp_path, block_of)
-    save_blocks(saving, tmp_path, block_of)
+    save_blocks(SaveTask(saving, tmp_path, block_of))
+    save_blocks(SaveTask(saving, tmp_path, block_of))
     json.loads((tmp_path / INDEX).read_text(), parse_constant=pytest.fail)
     with open_checkpoint(tmp_path) as checkpoint:
         assert verify(checkpoint) == len(SHAPES) and checkpoint.constants == {"best": -math.inf}

@@ -18,9 +18,9 @@ import pytest
 import xshard.state.files
 from tests.state.checkpoints import ONE, arrays, load, save, sources
 from xshard.state.files import FileError, latest, open_checkpoint, verify
-from xshard.state.files.background import Writers, save_beside
+from xshard.state.files.background import save_beside
 from xshard.state.files.folder import INDEX
-from xshard.state.files.saving import plan_save
+from xshard.state.files.saving import SaveTask, plan_save
 
 pytestmark = pytest.mark.long
 ROOM = str(Path(xshard.state.files.__file__).parent)
@@ -119,13 +119,9 @@ def run_of(folder: Path, steps: int = 4) -> None:
     for step in range(1, steps + 1):
         values = arrays(step)
         plan = plan_save(sources(values, {}, ONE))
+        path = folder / f"step_{step}"
         save_beside(
-            plan,
-            folder / f"step_{step}",
-            lambda name, *_, values=values: values[name],
-            lambda work: [work()],
-            Writers([0], 0),
-            keep=2,
+            SaveTask(plan, path, lambda name, *_, values=values: values[name], keep=2)
         ).wait()
 
 

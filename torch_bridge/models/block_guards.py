@@ -64,6 +64,11 @@ def _blocks_among(tensors: Iterable[Tensor]) -> list[tuple[str, Any]]:
     return [blocks[_address(x)] for x in tensors if _address(x) in blocks]
 
 
+def parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    """Return all parameters that an optimizer trains."""
+    return [x for group in optimizer.param_groups for x in group["params"]]
+
+
 def _norm_unless_blocks(tensors: Any, *args: Any, **options: Any) -> Tensor:
     """Return the norm of gradients as torch does. Raises XshardError for blocks."""
     gradients = [tensors] if isinstance(tensors, Tensor) else list(tensors)
@@ -78,9 +83,8 @@ def _unscale_on_all_processes(
 ) -> Any:
     """Unscale gradients as a `GradScaler` does, and return overflows, the same on all processes."""
     found_by_device = unscale_gradients(scaler, optimizer, inverse_scale, found, allow_fp16)
-    parameters = [x for group in optimizer.param_groups for x in group["params"]]
     # In the order of the optimizer's parameters, which is the same on all processes.
-    contexts = dict.fromkeys(context for _, context in _blocks_among(parameters))
+    contexts = dict.fromkeys(context for _, context in _blocks_among(parameters_of(optimizer)))
     if not contexts:
         return found_by_device
     # A process without gradients takes part, too: it adds nothing to `found`, which is 0.
@@ -114,7 +118,7 @@ def _check_optimizer(optimizer: Optimizer, *hook_arguments: Any) -> None:
 
     AdamW passes, as it updates each element by itself. Muon does not.
     """
-    trains = [x.requires_grad for group in optimizer.param_groups for x in group["params"]]
+    trains = [x.requires_grad for x in parameters_of(optimizer)]
     if _TRIED.get(optimizer) == trains:
         return
     for group in optimizer.param_groups:
@@ -128,12 +132,11 @@ def _check_optimizer(optimizer: Optimizer, *hook_arguments: Any) -> None:
 
 def _refuse_state_dict(optimizer: Optimizer) -> None:
     """Raise XshardError for `state_dict()` of an optimizer of blocks, which it would give out as whole."""
-    for group in optimizer.param_groups:
-        for name, _ in _blocks_among(group["params"])[:1]:
-            what = f"state_dict() of an optimizer of blocks has blocks, as of {name}"
-            hint = "xt.optimizer_state_dict(model, optimizer) has DTensors; "
-            hint += 'xt.save({"model": model, "optimizer": optimizer}, folder) saves both'
-            raise XshardError(what, hint=hint)
+    for name, _ in _blocks_among(parameters_of(optimizer)):
+        what = f"state_dict() of an optimizer of blocks has blocks, as of {name}"
+        hint = "xt.optimizer_state_dict(model, optimizer) has DTensors; "
+        hint += 'xt.save({"model": model, "optimizer": optimizer}, folder) saves both'
+        raise XshardError(what, hint=hint)
 
 
 def _try(kind: Any, group: Any, name: str) -> None:

@@ -24,6 +24,7 @@ from torch_bridge.versions.modules import forward_hooks_of, modules_by_name
 from torch_bridge.versions.pytree import (
     tree_flatten_with_path,
     tree_leaves,
+    tree_map_only,
     tree_structure,
     tree_unflatten,
 )
@@ -130,10 +131,7 @@ def _prepare(
     whole = module.forward
     if isinstance(whole, InParts):
         whole = whole.whole
-    around = []
-    for path, hooks in parallel.hooks.items():
-        if is_part(name, path):
-            around.append(hooks)
+    around = [hooks for path, hooks in parallel.hooks.items() if is_part(name, path)]
     middles = _middles(modules, parallel, name)
     own = parallel.hooks.get(name)
     in_parts = InParts(
@@ -302,15 +300,14 @@ def _check_others(values: Values, dims: BatchDims, rows: int) -> None:
         if key in dims:
             continue
         for x in tree_leaves(value):
-            is_tensor = isinstance(x, Tensor)
-            if is_tensor and rows in x.shape:
-                what = (
-                    f"{_title(key)} of shape {tuple(x.shape)} has no rule, with a batch of {rows}"
-                )
-            elif is_tensor or isinstance(x, _PLAIN):
+            what = f"{_title(key)} is a {type(x).__name__}, which may have rows of the batch"
+            may_have_rows = not isinstance(x, _PLAIN)
+            if isinstance(x, Tensor):
+                shape = tuple(x.shape)
+                what = f"{_title(key)} of shape {shape} has no rule, with a batch of {rows}"
+                may_have_rows = rows in shape
+            if not may_have_rows:
                 continue
-            else:
-                what = f"{_title(key)} is a {type(x).__name__}, which may have rows of the batch"
             hint = (
                 f"dims={{{key!r}: 0}} splits it, {{{key!r}: None}} gives it to each part as it is"
             )
@@ -323,15 +320,13 @@ def _title(key: Argument) -> str:
 
 def _split(value: Any, dim: int | None, sizes: Sequence[int]) -> list[Any]:
     """Return what each part gets of an argument: [b, ...] -> rows of it, in every tensor of a tree."""
-    structure = tree_structure(value)
+    if dim is None:
+        return [value] * len(sizes)
     split = []
     start = 0
     for size in sizes:
-        leaves = []
-        for x in tree_leaves(value):
-            has_rows = dim is not None and isinstance(x, Tensor)
-            leaves.append(x.narrow(dim, start, size) if has_rows else x)
-        split.append(tree_unflatten(leaves, structure))
+        rows_of_part = partial(torch.narrow, dim=dim, start=start, length=size)
+        split.append(tree_map_only(Tensor, rows_of_part, value))
         start += size
     return split
 

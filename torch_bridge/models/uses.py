@@ -369,8 +369,7 @@ def _axes_of_addends(path: str, uses: Uses, hooks: Hooks) -> set[str]:
     sharding_axes: set[str] = set()
     for name, use in uses.items():
         if is_inside(name, path):
-            for dim in use.used.dims:
-                sharding_axes.update(dim.axes)
+            sharding_axes.update(use.used.sharding_axes)
     return sharding_axes & hooks[path].summed_axes
 
 

@@ -48,10 +48,6 @@ Pairs = tuple[tuple[int, int], ...]  # padding before and after, per spatial dim
 # torch's padding modes, as boundaries.
 BOUNDARIES = {"zeros": "zero", "circular": "periodic", "reflect": "reflect", "replicate": "edge"}
 
-_CONV = (F.conv1d, F.conv2d, F.conv3d)
-_MAX_POOL = (F.max_pool1d, F.max_pool2d, F.max_pool3d)
-_CONV_TRANSPOSE = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
-
 
 @dataclass(frozen=True)
 class Convolution:
@@ -71,6 +67,20 @@ def rank_of(layer: Any) -> int:
     return int(type(layer).__name__[-2])
 
 
+def conv_layer(layer: Any, x: Tensor, placement: Placement) -> Outputs:
+    """Apply a `Conv` layer to an array whose spatial dims may be sharded."""
+    form = Convolution(
+        layer.kernel_size,
+        layer.stride,
+        padding_pairs(layer.padding, layer.kernel_size, layer.dilation),
+        layer.dilation,
+        layer.groups,
+        layer.padding_mode,
+        layer.outputs,
+    )
+    return conv(x, placement, layer.weight, layer.bias, form)
+
+
 def conv(
     x: Tensor, placement: Placement, weight: Tensor, bias: Tensor | None, form: Convolution
 ) -> Outputs:
@@ -80,15 +90,14 @@ def conv(
     array. A kernel of 3 over "h/sp" needs one row of each neighbour. Returns the block of the
     outputs and their placement. Raises NotationError and ShapeError before anything is sent.
     """
-    # torch's conv1d, conv2d or conv3d, by the number of spatial dims.
-    convolve = _CONV[len(form.kernel) - 1]
+    convolve = getattr(F, f"conv{len(form.kernel)}d")
     geometry = _conv_geometry(placement, form, weight.shape)
     local_padding = _local_padding(placement, form.padding)
     pad_mode = "constant" if form.padding_mode == "zeros" else form.padding_mode
 
     # Exchanged rows include the zeros beyond the ends of sharded dims. Only dims that are not
     # sharded are padded here, before torch convolves without padding.
-    def convolve_rows(rows: Tensor, _runs: Runs, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def convolve_rows(rows: Tensor, _runs: Runs, weight: Tensor, bias: Tensor | None) -> Any:
         if any(local_padding):  # a copy of the rows
             rows = F.pad(rows, local_padding, mode=pad_mode)
         return convolve(rows, weight, bias, form.stride, 0, form.dilation, form.groups)
@@ -174,7 +183,7 @@ def conv_transpose(
     """
     windows = _transposed_windows(layer, placement, output_size)
     geometry = _transposed_geometry(placement, windows, layer.weight.shape, layer.groups)
-    spread = _CONV_TRANSPOSE[len(windows) - 1]
+    spread = getattr(F, f"conv_transpose{len(windows)}d")
 
     def spread_rows(rows: Tensor, runs: Runs, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Run torch's transposed convolution on the rows, and keep this device's outputs only."""
@@ -306,9 +315,9 @@ def max_pool(layer: Any, x: Tensor, placement: Placement) -> Outputs:
     # Padding with -inf: it never is the maximum.
     windows = _pool_windows(layer, Boundary("constant", float("-inf")))
     pooling = _pooling(placement, windows, layer.ceil_mode)
-    take_maxima = _MAX_POOL[len(windows) - 1]
+    take_maxima = getattr(F, f"max_pool{len(windows)}d")
 
-    def pool_rows(rows: Tensor, _runs: Runs) -> Tensor:
+    def pool_rows(rows: Tensor, _runs: Runs) -> Any:
         return take_maxima(
             rows,
             layer.kernel_size,
@@ -431,16 +440,27 @@ def global_avg_pool(layer: Any, x: Tensor, placement: Placement) -> Outputs:
     """
     first = placement.ndim - rank_of(layer)
     spatial_dims = tuple(range(first, placement.ndim))
-    dims = list(placement.dims)
-    shape = list(placement.shape)
-    for d in spatial_dims:
-        dims[d] = Dim(dims[d].name)
-        shape[d] = 1
-    result = placement.with_dims(dims, shape)
-
-    # The mesh axes that shard the spatial dims hold different rows: an all-reduce adds their sums.
-    total = x.sum(spatial_dims, keepdim=True)
-    axes = placement.axes_of(spatial_dims)
-    if axes:
-        total = all_reduce(total, axes, placement.processes, grad="replicated")
+    total, result = total_over_blocks(x.sum(spatial_dims, keepdim=True), placement, spatial_dims)
     return total / math.prod(placement.shape[first:]), result
+
+
+def total_over_blocks(sums: Tensor, placement: Placement, dims: Sequence[int]) -> Outputs:
+    """Add up what blocks sum to along dims of which some are sharded: the result is whole along them.
+
+    "b c h/sp w" over h and w is "b c", or "b c 1 1" if the sums of a block have all dims. Returns the
+    total, equal on all devices of sp, and its placement.
+    """
+    # The mesh axes that shard the dims hold different rows: an all-reduce adds their sums.
+    axes = placement.axes_of(dims)
+    if axes:
+        sums = all_reduce(sums, axes, placement.processes, grad="replicated")
+    total_dims = []
+    shape = []
+    for d, dim in enumerate(placement.dims):
+        if d not in dims:
+            total_dims.append(dim)
+            shape.append(placement.shape[d])
+        elif sums.ndim == placement.ndim:
+            total_dims.append(Dim(dim.name))
+            shape.append(1)
+    return sums, placement.with_dims(total_dims, shape)

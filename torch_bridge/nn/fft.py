@@ -100,11 +100,11 @@ def fft(
     if not names:
         raise XshardError("no dims to transform", hint='their names, as in "h w"')
     numbers = list(map(placement.layout.dim_index, names))
-    y, result = _transformed(x, placement, KINDS[kind], numbers, lengths, norm)
+    y, result = transformed(x, placement, KINDS[kind], numbers, lengths, norm)
     return record(y, result)
 
 
-def _transformed(
+def transformed(
     x: Tensor,
     placement: Placement,
     kind: Kind,

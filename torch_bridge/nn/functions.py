@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -13,15 +12,18 @@ from torch import Tensor, nn
 
 from torch_bridge.nn import conv as convs
 from torch_bridge.nn import norm as norms
-from torch_bridge.nn.conv import Convolution, padding_pairs
 from torch_bridge.nn.function_call import FunctionCall, Rule
 from torch_bridge.nn.layers import layer_of
-from torch_bridge.nn.placed import placement_of, record, recorded_placement
+from torch_bridge.nn.placed import Outputs, placement_of, record, recorded_placement
 from torch_bridge.nn.views import dim_of_groups
 from torch_bridge.nn.window import per_dim
 from torch_bridge.ops import all_reduce
 from xshard import XshardError
 from xshard.errors import ShapeError
+
+Options = Mapping[str, int]  # of a function, with their defaults
+_CONV = {"stride": 1, "padding": 0, "dilation": 1, "groups": 1}
+_CONV_TRANSPOSE = {"stride": 1, "padding": 0, "output_padding": 0, "groups": 1, "dilation": 1}
 
 
 def _check_whole_parameters(call: FunctionCall, *parameters: Tensor | None) -> None:
@@ -34,38 +36,29 @@ def _check_whole_parameters(call: FunctionCall, *parameters: Tensor | None) -> N
             raise XshardError(message, hint=hint)
 
 
-def _conv(call: FunctionCall) -> Tensor:
-    """Convolve, as `nn.Conv2d` does."""
-    options = {"bias": None, "stride": 1, "padding": 0, "dilation": 1, "groups": 1}
-    x, weight, bias, stride, padding, dilation, groups = call.arguments(
-        "input", "weight", **options
-    )
-    kernel = tuple(weight.shape[2:])
-    rank = len(kernel)
-    dilations = per_dim(dilation, rank)
-    if not isinstance(padding, str):
-        padding = per_dim(padding, rank)
-    pairs = padding_pairs(padding, kernel, dilations)
-    form = Convolution(
-        kernel, per_dim(stride, rank), pairs, dilations, groups, outputs=call.outputs
-    )
-    _check_whole_parameters(call, weight, bias)
-    return record(*convs.conv(x, placement_of(x), weight, bias, form))
+def _convolve(call: FunctionCall, compute: Callable[..., Outputs], defaults: Options) -> Tensor:
+    """Convolve as a layer does, whose parameters and options are arguments here.
+
+    compute: what the layer computes. defaults: of the arguments after the bias, in their order.
+    """
+    layer = _layer_in(call, "input", "weight", bias=None, **defaults)
+    layer.kernel_size = tuple(layer.weight.shape[2:])
+    layer.padding_mode = "zeros"
+    layer.outputs = call.outputs
+    for name in defaults:
+        option = getattr(layer, name)
+        is_of_dims = name != "groups" and not isinstance(option, str)  # padding may be "same"
+        if is_of_dims:
+            setattr(layer, name, per_dim(option, len(layer.kernel_size)))
+    return record(*compute(layer, layer.input, placement_of(layer.input)))
 
 
-def _conv_transpose(call: FunctionCall) -> Tensor:
-    """Apply a transposed convolution, as `nn.ConvTranspose2d` does."""
-    names = ("stride", "padding", "output_padding", "groups", "dilation")
-    options = {"bias": None, **dict(zip(names, (1, 0, 0, 1, 1), strict=True))}
-    x, weight, bias, *values = call.arguments("input", "weight", **options)
-    kernel = tuple(weight.shape[2:])
-    layer = SimpleNamespace(kernel_size=kernel, **dict(zip(names, values, strict=True)))
-    for name in ("stride", "padding", "output_padding", "dilation"):
-        setattr(layer, name, per_dim(getattr(layer, name), len(kernel)))
-    layer.weight = weight
-    layer.bias = bias
-    _check_whole_parameters(call, weight, bias)
-    return record(*convs.conv_transpose(layer, x, placement_of(x)))
+def _layer_in(call: FunctionCall, *names: str, **defaults: Any) -> SimpleNamespace:
+    """Return the arguments of a call as attributes of a layer. Raises XshardError if weights are cut."""
+    values = call.arguments(*names, **defaults)
+    layer = SimpleNamespace(**dict(zip((*names, *defaults), values, strict=True)))
+    _check_whole_parameters(call, layer.weight, layer.bias)
+    return layer
 
 
 def _as_layer(call: FunctionCall, kind: type[nn.Module], names: str) -> Tensor:
@@ -88,13 +81,8 @@ def _as_layer(call: FunctionCall, kind: type[nn.Module], names: str) -> Tensor:
 
 def _group_norm(call: FunctionCall) -> Tensor:
     """Normalise groups of channels, as `nn.GroupNorm` does."""
-    options = {"weight": None, "bias": None, "eps": 1e-5}
-    x, num_groups, weight, bias, eps = call.arguments("input", "num_groups", **options)
-    layer = SimpleNamespace(num_groups=num_groups, eps=eps)
-    layer.weight = weight
-    layer.bias = bias
-    _check_whole_parameters(call, weight, bias)
-    return record(*norms.group_norm(layer, x, placement_of(x)))
+    layer = _layer_in(call, "input", "num_groups", weight=None, bias=None, eps=1e-5)
+    return record(*norms.group_norm(layer, layer.input, placement_of(layer.input)))
 
 
 def _global_size(x: Tensor, size: Any) -> list[int]:
@@ -142,29 +130,6 @@ def _pixel_shuffle(call: FunctionCall) -> Tensor:
     return record(y, placement.with_dims(dims, shape))
 
 
-def total_over_blocks(call: FunctionCall, dims: Sequence[int]) -> Tensor:
-    """Apply `sum` or `mean` along dims of which some are sharded: the result is whole along them.
-
-    "b c h/sp w" over h and w is "b c", or "b c 1 1", equal on all devices of sp.
-    """
-    placement = placement_of(call.args[0])
-    total = call._replace(func=torch.sum).run()
-    axes = placement.axes_of(dims)
-    total = all_reduce(total, axes, placement.processes, grad="replicated")
-    if call.name == "mean":
-        total = total / math.prod(placement.shape[d] for d in dims)
-    kept = [d for d in range(placement.ndim) if d not in dims]
-    if total.ndim < placement.ndim:
-        kept_dims = [placement.dims[d] for d in kept]
-        return record(total, placement.with_dims(kept_dims, [placement.shape[d] for d in kept]))
-    whole_dims = list(placement.layout.unsharded.dims)
-    shape = [1] * placement.ndim
-    for d in kept:
-        whole_dims[d] = placement.dims[d]
-        shape[d] = placement.shape[d]
-    return record(total, placement.with_dims(whole_dims, shape))
-
-
 def _of_ranks(prefix: str, rule: Rule) -> dict[str, Rule]:
     """Return the rows of a table for 1 to 3 dims: `conv1d`, ..."""
     return {f"{prefix}{rank}d": rule for rank in (1, 2, 3)}
@@ -180,8 +145,11 @@ def _pools(prefix: str, classes: str, names: str) -> dict[str, Rule]:
 
 
 FUNCTIONS: dict[str, Rule] = {
-    **_of_ranks("conv", _conv),
-    **_of_ranks("conv_transpose", _conv_transpose),
+    **_of_ranks("conv", partial(_convolve, compute=convs.conv_layer, defaults=_CONV)),
+    **_of_ranks(
+        "conv_transpose",
+        partial(_convolve, compute=convs.conv_transpose, defaults=_CONV_TRANSPOSE),
+    ),
     **_pools("max_pool", "MaxPool", "kernel_size stride padding dilation ceil_mode"),
     **_pools(
         "avg_pool",

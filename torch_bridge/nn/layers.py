@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch_bridge.mesh.process_mesh import MeshLike, mesh_of
 from torch_bridge.nn import conv as convs
 from torch_bridge.nn import norm as norms
-from torch_bridge.nn.conv import Convolution, padding_pairs
 from torch_bridge.nn.placed import Outputs, Placement, placed_as, record, recorded_placement
 from torch_bridge.nn.window import interpolate, per_dim
 from torch_bridge.ops import halo_exchange, trim_halo
@@ -85,22 +84,11 @@ class Layer:
         return f"{options}{separator}'{self.layout}'"
 
 
-class _ConvLayer(Layer):
-    def compute(self, x: Tensor, placement: Placement) -> Outputs:
-        padding = padding_pairs(self.padding, self.kernel_size, self.dilation)
-        form = Convolution(
-            self.kernel_size,
-            self.stride,
-            padding,
-            self.dilation,
-            self.groups,
-            self.padding_mode,
-            self.outputs,
-        )
-        return convs.conv(x, placement, self.weight, self.bias, form)
-
-
 # The functions of `convs` and `norms` take a layer first: they are methods.
+
+
+class _ConvLayer(Layer):
+    compute = convs.conv_layer
 
 
 class _ConvTransposeLayer(Layer):

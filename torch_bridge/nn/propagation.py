@@ -6,6 +6,7 @@ are moved, and gradients of replicated ones summed. Others are refused: results 
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -20,10 +21,10 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from torch_bridge.nn.conv import pad
-from torch_bridge.nn.fft import KINDS, fft
+from torch_bridge.nn.conv import pad, total_over_blocks
+from torch_bridge.nn.fft import KINDS, Kind, transformed
 from torch_bridge.nn.function_call import FunctionCall, Rule, rows, tensors_in
-from torch_bridge.nn.functions import FUNCTIONS, total_over_blocks
+from torch_bridge.nn.functions import FUNCTIONS
 from torch_bridge.nn.placed import (
     Placement,
     check_whole,
@@ -184,10 +185,14 @@ def _total(call: FunctionCall) -> Any:
     placement = placement_of(call.args[0])
     named = _named_dims(call, 1)
     dims = range(placement.ndim)
-    numbers = {placement.layout.dim_index(d) for d in (named if named else dims)}
-    if placement.axes_of(sorted(numbers)):
-        return total_over_blocks(call, sorted(numbers))
-    return _along_dims(call)
+    numbers = sorted({placement.layout.dim_index(d) for d in (named if named else dims)})
+    if not placement.axes_of(numbers):
+        return _along_dims(call)
+    sums = call._replace(func=torch.sum).run()
+    total, result = total_over_blocks(sums, placement, numbers)
+    if call.name == "mean":
+        total = total / math.prod(placement.shape[d] for d in numbers)
+    return record(total, result)
 
 
 def _named_dims(call: FunctionCall, position: int | None) -> list[int]:
@@ -236,10 +241,8 @@ def _index_select(call: FunctionCall) -> Any:
     return _along_dims(FunctionCall(call.func, (x, dim, index), {}))
 
 
-def _fft(call: FunctionCall, kind: Any, lengths_name: str, default_dims: Any) -> Tensor:
-    """Apply a function of `torch.fft` to a block of a sharded array.
-
-    It runs as our `fft`, which gathers sharded dims for the transform.
+def _fft(call: FunctionCall, kind: Kind, lengths_name: str, default_dims: Any) -> Tensor:
+    """Apply a function of `torch.fft` to a block of a sharded array, as our `fft` does.
 
     lengths_name: torch's name of the argument with one or several lengths, "n" or "s".
     default_dims: one or several; None: the last ones, as many as there are lengths, or all.
@@ -256,16 +259,13 @@ def _fft(call: FunctionCall, kind: Any, lengths_name: str, default_dims: Any) ->
     numbers = list(map(placement.layout.dim_index, dims))
     if lengths:
         lengths = _global_fft_lengths(call.name, placement, numbers, lengths)
-    names = " ".join(placement.layout.names[d] for d in numbers)
-    return fft(
-        x, placement.layout, placement.processes, names, kind=kind, lengths=lengths, norm=norm
-    )
+    return record(*transformed(x, placement, kind, numbers, lengths, norm))
 
 
 def _fft_rows(suffix: str, lengths_name: str, default_dims: Any) -> dict[str, Rule]:
     """Return the rows of the table of rules for `fft2`, `rfft2` and so on, for the suffix "2"."""
     rule = partial(_fft, lengths_name=lengths_name, default_dims=default_dims)
-    return {f"fft_{kind}{suffix}": partial(rule, kind=kind) for kind in KINDS}
+    return {f"fft_{name}{suffix}": partial(rule, kind=kind) for name, kind in KINDS.items()}
 
 
 def _global_fft_lengths(

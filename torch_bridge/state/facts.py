@@ -242,13 +242,7 @@ def rules_text(rules: Any, names: Names | None) -> dict[str, str]:
 
 def first_on_device(blocks: Mapping[str, Tensor]) -> Tensor | None:
     """Return a block on the device of the transfer: an accelerator if any block is on one."""
-    first = None
-    for x in blocks.values():
-        if x.device.type != "cpu":
-            return x
-        if first is None:
-            first = x
-    return first
+    return min(blocks.values(), key=lambda x: x.device.type == "cpu", default=None)
 
 
 def rebuild_tree(

@@ -34,8 +34,8 @@ from xshard.signatures import Bytes, Count
 from xshard.state import Names
 from xshard.state.files import BackgroundSave, Checkpoint
 from xshard.state.files import verify as compare_checksums
-from xshard.state.files.background import Writers, save_beside
-from xshard.state.files.folder import AllOrNone, CheckpointLike, open_on_all
+from xshard.state.files.background import save_beside
+from xshard.state.files.folder import CheckpointLike, open_on_all
 from xshard.state.files.loading import (
     Load,
     LoadKeywords,
@@ -48,8 +48,10 @@ from xshard.state.files.loading import (
 )
 from xshard.state.files.runs import check_numbered
 from xshard.state.files.saving import (
+    SaveTask,
     Saving,
     Source,
+    Writers,
     differing_replicas,
     plan_save,
     save_blocks,
@@ -113,16 +115,7 @@ def save(
         ...     xt.testing.run_ranks(2, there_and_back, folder)
         [[[0, 0], [1, 1]], [[0, 0], [1, 1]]]
     """
-    saving = _plan(tree, Path(path), rules, mesh, names, shard_bytes, shapes, keep)
-    save_blocks(
-        saving.plan,
-        Path(path),
-        saving.block_of,
-        saving.all_or_none,
-        rank(),
-        leads=rank() == saving.ranks[0],
-        keep=keep,
-    )
+    save_blocks(_planned(tree, Path(path), rules, mesh, names, shard_bytes, shapes, keep))
 
 
 @api_boundary
@@ -162,28 +155,10 @@ def async_save(
     Raises:
         XshardError: As `save` does, before anything is written.
     """
-    saving = _plan(tree, Path(path), rules, mesh, names, shard_bytes, shapes, keep)
-    writers = Writers(saving.ranks, rank())
-    return save_beside(saving.plan, Path(path), saving.block_of, saving.all_or_none, writers, keep)
+    return save_beside(_planned(tree, Path(path), rules, mesh, names, shard_bytes, shapes, keep))
 
 
-class _PlannedSave(NamedTuple):
-    """A save that all processes have planned alike, and whose replicas are equal."""
-
-    plan: Saving
-    arrays: Mapping[str, LocalArray]
-    ranks: Sequence[int]
-    all_or_none: AllOrNone
-
-    def block_of(self, name: str, device: int, dtype: str) -> NDArray[Any]:
-        """Return this process's block of an array, as a file has it."""
-        block = self.arrays[name].block
-        assert block is not None
-        # A file has the values: numpy cannot see that a tensor is the conjugate of its memory.
-        return _as_numpy(block.to("cpu", getattr(torch, dtype)).resolve_conj().resolve_neg())
-
-
-def _plan(
+def _planned(
     tree: Any,
     path: Path,
     rules: RulesLike | None,
@@ -192,7 +167,7 @@ def _plan(
     shard_bytes: Bytes,
     shapes: Mapping[str, Sequence[int]] | None,
     keep: int | None,
-) -> _PlannedSave:
+) -> SaveTask:
     """Plan a save on all processes, and compare what several of them have. Raises as `save` does."""
     ranks = processes_of(mesh)
     members = Members()
@@ -218,10 +193,21 @@ def _plan(
     call = f"save to {path}"
     leaves.compare_facts(ranks, call, planned)
     all_or_none = partial(leaves.all_or_none, ranks, call)
-    saving = _PlannedSave(plans[0], members.arrays, ranks, all_or_none)
-    differing = differing_replicas(saving.plan, saving.block_of, all_or_none, rank())
+    block_of = partial(_block_in_file, members.arrays)
+    task = SaveTask(plans[0], path, block_of, all_or_none, Writers(ranks, rank()), keep)
+    differing = differing_replicas(task)
     all_or_none(lambda: _check_replicas([members.arrays[name] for name in differing]))
-    return saving
+    return task
+
+
+def _block_in_file(
+    arrays: Mapping[str, LocalArray], name: str, device: int, dtype: str
+) -> NDArray[Any]:
+    """Return this process's block of an array, as a file has it."""
+    block = arrays[name].block
+    assert block is not None
+    # A file has the values: numpy cannot see that a tensor is the conjugate of its memory.
+    return _as_numpy(block.to("cpu", getattr(torch, dtype)).resolve_conj().resolve_neg())
 
 
 def _source_of(name: str, array: LocalArray) -> Source:

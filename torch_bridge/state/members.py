@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from torch_bridge.dtensor.placements import dtensor_of
 from torch_bridge.mesh.process_mesh import MeshLike
+from torch_bridge.models.block_guards import parameters_of
 from torch_bridge.models.names import is_inside, is_part, module_of
 from torch_bridge.models.optimizers import (
     State,
@@ -201,7 +202,7 @@ class Members:
         """
         optimizer = self.optimizers[name]
         owners = {}
-        for x in _parameters_of(optimizer):
+        for x in parameters_of(optimizer):
             if id(x) in self.owners:
                 owners[id(x)] = self.owners[id(x)]
         names = {key: owner.parameter for key, owner in owners.items()}
@@ -328,7 +329,7 @@ class OptimizerState:
 
         What is not stored stays, which `strict` has refused.
         """
-        parameters = {self.names[id(x)]: x for x in _parameters_of(self.optimizer)}
+        parameters = {self.names[id(x)]: x for x in parameters_of(self.optimizer)}
         state = {name: dict(values) for name, values in self.state["state"].items()}
         for leaf in (*arrays, *checkpoint.constants):
             name, key = self._key_of(leaf)
@@ -337,7 +338,7 @@ class OptimizerState:
             if leaf in arrays:
                 value = _placed_as(arrays[leaf], parameters[name])
             else:
-                value = checkpoint.constant(leaf, None)
+                value = checkpoint.value(leaf, {})
             state.setdefault(name, {})[key] = value
         groups = self.stored_groups(checkpoint, arrays, strict)
         load_named(self.optimizer, self.names, {"state": state, "param_groups": groups})
@@ -410,11 +411,6 @@ def _arrays_of_parallel(prefix: str, model: nn.Module) -> dict[str, LocalArray]:
             put=parameter.set_block,
         )
     return arrays
-
-
-def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
-    """Return all parameters that an optimizer trains."""
-    return [x for group in optimizer.param_groups for x in group["params"]]
 
 
 def _state_array(leaf: str, x: Tensor, parameter: LocalArray, is_number: bool) -> LocalArray:

@@ -212,11 +212,11 @@ def execute(
     rank = rank_in(group)
     src_device = _position(plan.src_devices, rank)
     dst_device = _position(plan.dst_devices, rank)
-    last_bucket = _last_bucket_of_blocks(plan)
     received = {}
     with reporting(progress, plan.bytes_moved, group.rank() == 0) as report:
-        for i, bucket in enumerate(plan.buckets):
-            moves = _moves_of(bucket)
+        for bucket, released in zip(plan.buckets, plan.released, strict=True):
+            # Each move brings a part of an array.
+            moves = list(itertools.chain.from_iterable(array.moves for array in bucket))
             parts = _parts_to_send(moves, blocks, src_device, tensor_device)
             # All messages of a bucket travel together: small arrays cost little more than one.
             exchanges = [lower_transfer(move.plan, tensor_device, group) for move in moves]
@@ -225,32 +225,16 @@ def execute(
                 array_parts = list(itertools.islice(arrived, len(array.moves)))
                 if dst_device is not None:
                     received[array.name] = _assembled(array, array_parts, dst_device)
-            if donate:
-                # A block may be read by several moves and buckets, as `names` can split arrays.
-                for move in moves:
-                    if move.name in blocks and last_bucket[move.name] == i:
-                        _free(blocks.pop(move.name))
+            if donate and src_device is not None:
+                for name in released:
+                    _free(blocks.pop(name))
             report(sum(array.traffic.total() for array in bucket))
     return None if dst_device is None else received
-
-
-def _moves_of(bucket: Sequence[ArrayPlan]) -> list[PartMove]:
-    """Return the moves of all arrays of a bucket, in order: each brings a part of an array."""
-    return list(itertools.chain.from_iterable(array.moves for array in bucket))
 
 
 def _position(ranks: Sequence[int], rank: int) -> int | None:
     """Return the device of a rank in a mesh; None if it is not in the mesh."""
     return ranks.index(rank) if rank in ranks else None
-
-
-def _last_bucket_of_blocks(plan: TreePlan) -> dict[str, int]:
-    """Return the number of the last bucket that reads each source block."""
-    last_bucket = {}
-    for i, bucket in enumerate(plan.buckets):
-        for move in _moves_of(bucket):
-            last_bucket[move.name] = i
-    return last_bucket
 
 
 def _parts_to_send(

@@ -108,7 +108,7 @@ def _progress() -> Iterator[Callable[[int, int], None]]:
     with counting("plans") as count:
 
         def report(done: int, total: int) -> None:
-            count(completed=done, total=total)
+            count(done, total)
             if not out.is_terminal and os.environ.get("RANK", "0") == "0":
                 out.print(f"{done} of {total} plans measured")
 

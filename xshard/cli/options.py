@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Annotated, Any, NamedTuple
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -42,14 +41,13 @@ Dtype = Annotated[
 
 
 @contextmanager
-def counting(what: str) -> Iterator[Callable[..., None]]:
+def counting(what: str) -> Iterator[Callable[[int, int], None]]:
     """Show a progress bar on stderr while a `with` block runs, if that is a terminal.
 
         with counting("plans") as count:
-            count(total=8)
-            count(advance=1)    # or completed=1: plans ... 1/8
+            count(1, 8)         # plans ... 1/8
 
-    Yields the function that moves the bar.
+    Yields the function that moves the bar: how many are done, and how many there are.
     """
     out = console(stderr=True)
     with Progress(
@@ -61,7 +59,12 @@ def counting(what: str) -> Iterator[Callable[..., None]]:
         transient=True,
         disable=not out.is_terminal,
     ) as bar:
-        yield partial(bar.update, bar.add_task(what, total=None))
+        task = bar.add_task(what, total=None)
+
+        def count(done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total)
+
+        yield count
 
 
 def lengths_of_arrays(expression: str, shape: str | None, sizes: str | None) -> dict[str, Any]:

@@ -56,11 +56,13 @@ class Section(NamedTuple):
 
     Attributes:
         question: The plan, with the values that it moves.
+        expected: What numpy answers.
         elsewhere: The plan's name in other systems.
         rows: A row for each runtime that takes the mesh.
     """
 
     question: Question
+    expected: Answer
     elsewhere: str
     rows: list[RuntimeRow]
 
@@ -135,7 +137,9 @@ def selfcheck(
     sections = []
     for example, on_mesh, sizes_or_shape in zip(examples, meshes, lengths, strict=True):
         plan = make_plan(example.expression, on_mesh, dtype=dtype, **sizes_or_shape)
-        sections.append(Section(plan_question(plan), example.elsewhere, []))  # no rows so far
+        question = plan_question(plan)
+        # No rows so far.
+        sections.append(Section(question, in_numpy(question), example.elsewhere, []))
     failures = _run(runtimes, sections, timeout)  # adds the rows
     print_sections(sections, console())
     for failure in failures:
@@ -157,32 +161,22 @@ def _run(
     Returns:
         The errors of runtimes that failed; [] if all ran, even where results differ.
     """
-    expected = [in_numpy(section.question) for section in sections]
-    sections_of = {}  # by runtime: numbers of the sections whose mesh it can run on
-    for runtime in runtimes:
-        can_run = [runtime.takes(section.question.mesh) for section in sections]
-        sections_of[runtime.name] = [i for i, is_possible in enumerate(can_run) if is_possible]
-    total = sum(map(len, sections_of.values()))
     failures: list[FunctionError] = []
-    with options.counting("") as count:
+    with options.counting("runtimes") as count:
         # One after the other: their times are measured, and should not disturb each other.
-        for runtime in runtimes:
-            numbers = sections_of[runtime.name]
-            questions = [sections[i].question for i in numbers]
-            count(description=runtime.name, total=total)
-            rows = [RuntimeRow(runtime.name)] * len(numbers)  # without answers, as for a failure
+        for number, runtime in enumerate(runtimes):
+            count(number, len(runtimes))
+            able = [section for section in sections if runtime.takes(section.question.mesh)]
             try:
-                answers = runtime.answers(questions, timeout_s)
-                for k, i in enumerate(
-                    numbers
-                ):  # k-th question of this runtime, i-th section of all
-                    verdict = runtime.judge(questions[k], answers[k], expected[i])
-                    rows[k] = RuntimeRow(runtime.name, answers[k], verdict)
+                answers = runtime.answers([section.question for section in able], timeout_s)
             except FunctionError as failure:
                 failures.append(failure)
-            for i, row in zip(numbers, rows, strict=True):
-                sections[i].rows.append(row)
-            count(advance=len(numbers))
+                for section in able:
+                    section.rows.append(RuntimeRow(runtime.name))
+                continue
+            for section, answer in zip(able, answers, strict=True):
+                verdict = runtime.judge(section.question, answer, section.expected)
+                section.rows.append(RuntimeRow(runtime.name, answer, verdict))
     return failures
 
 

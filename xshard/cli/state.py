@@ -21,7 +21,7 @@ from xshard.pictures.terminal import console, headed_table
 from xshard.state.files import open_checkpoint, verify
 from xshard.state.files.difference import diff_checkpoints
 from xshard.state.files.loading import plan_load, read_block
-from xshard.state.files.saving import Source, plan_save, save_blocks
+from xshard.state.files.saving import SaveTask, Source, plan_save, save_blocks
 from xshard.state.llama import names_from_text
 from xshard.state.names import Names, names_from_json
 from xshard.state.progress import reporting
@@ -105,7 +105,7 @@ def convert(
         with reporting(
             True, total_bytes, is_seen=err.is_terminal, what="written", console=err
         ) as report:
-            save_blocks(saving, output, block_of, progress=report)
+            save_blocks(SaveTask(saving, output, block_of), report)
     console().print(
         f"{len(loads)} arrays, {format_bytes(total_bytes)}, in {output}", soft_wrap=True
     )

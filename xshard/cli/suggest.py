@@ -57,10 +57,6 @@ def suggest_command(  # noqa: PLR0913, PLR0917  typer makes an option of each
     device_mesh = Mesh.parse(mesh)
     model, inputs = _model_of(config, batch, sequence, name_of(dtype))
     with counting("searches") as count:
-
-        def progress(done: int, total: int) -> None:
-            count(completed=done, total=total)
-
         # By its name: this package imports no framework.
         suggestion = import_module("torch_bridge").suggest(
             model,
@@ -69,7 +65,7 @@ def suggest_command(  # noqa: PLR0913, PLR0917  typer makes an option of each
             memory=memory,
             profile=profile,
             fixed=fixed_layouts,
-            progress=progress,
+            progress=count,
         )
     if page is not None:
         page.write_text(suggestion_page(suggestion), encoding="utf-8")

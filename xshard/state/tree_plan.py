@@ -52,6 +52,13 @@ class PartSharding(NamedTuple):
     sharding: Sharding
     rows: tuple[tuple[Runs, ...] | None, ...]
 
+    def rows_on(self, device: int, part_dim: int) -> Runs:
+        """Return the part's rows along one of its dims, in the device's block of the whole."""
+        rows_of_blocks = self.rows[part_dim]
+        assert rows_of_blocks is not None
+        dim = self.part.dims[part_dim].dim
+        return rows_of_blocks[self.whole.dim_device(dim, device)]
+
     def numpy_index(self, device: int) -> tuple[Any, ...]:
         """Return the numpy index of the device's block of the part in its block of the whole."""
         if self.part.is_whole:
@@ -59,7 +66,7 @@ class PartSharding(NamedTuple):
         part = self.part
         for i, rows in enumerate(self.rows):
             if rows is not None:
-                part = part.with_rows(i, rows[self.whole.dim_device(part.dims[i].dim, device)])
+                part = part.with_rows(i, self.rows_on(device, i))
         return part.numpy_index(self.whole.local_shape(device))
 
 
@@ -292,6 +299,17 @@ class TreePlan:
     def arrays(self) -> tuple[ArrayPlan, ...]:
         """All target arrays."""
         return tuple(array for bucket in self.buckets for array in bucket)
+
+    @cached_property
+    def released(self) -> list[set[str]]:
+        """For each bucket, the sources that no later one reads: `names` can make several arrays of one."""
+        read_later: set[str] = set()
+        released = []  # of the last bucket first
+        for bucket in reversed(self.buckets):
+            read = {move.name for array in bucket for move in array.moves}
+            released.append(read - read_later)
+            read_later |= read
+        return released[::-1]
 
     @property
     def bytes_received(self) -> int:

@@ -10,11 +10,10 @@ import json
 import os
 import time
 import warnings
-from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,12 +21,10 @@ from numpy.typing import NDArray
 from xshard.errors import api_boundary
 from xshard.state.files.folder import AllOrNone
 from xshard.state.files.header import FileError
-from xshard.state.files.runs import remove_old
 from xshard.state.files.saving import (
-    BlockOf,
-    Saving,
+    SaveTask,
     abort,
-    begin_locked,
+    begun,
     commit,
     disk_errors,
     is_free,
@@ -81,38 +78,10 @@ class BackgroundSave:
         self._all_or_none(result)
 
 
-class Writers(NamedTuple):
-    """The processes of a save: all of them, and this one, which leads if it is the first."""
-
-    processes: Sequence[int]
-    own: int
-
-    @property
-    def leads(self) -> bool:
-        """Whether this process begins and commits."""
-        return self.own == self.processes[0]
-
-
-def save_beside(
-    saving: Saving,
-    path: Path,
-    block_of: BlockOf,
-    all_or_none: AllOrNone,
-    writers: Writers,
-    keep: int | None = None,
-) -> BackgroundSave:
+def save_beside(task: SaveTask) -> BackgroundSave:
     """Begin a save: copy the blocks of this process, and let a thread write them.
 
     All processes call this.
-
-    Args:
-        saving: The plan.
-        path: The folder.
-        block_of: Gives a block: name, device, dtype -> a numpy array.
-        all_or_none: Calls a function in all processes -> the results of all; raises in all if one
-            fails.
-        writers: The processes.
-        keep: How many checkpoints of the run stay; None for all.
 
     Raises:
         FileError: As `save_blocks` does, of what is found out before the first byte is written.
@@ -121,27 +90,23 @@ def save_beside(
 
     def copy_blocks() -> None:
         # Free when this process has ended, also without a report.
-        lock(unfinished(path, token) / _file_of(writers.own), stack, os.O_CREAT)
-        for name, device, pairs in saving.writes(writers.own):
-            for dtype in {saving.arrays[pair.name].dtype for pair in pairs}:
-                copies[name, device, dtype] = np.array(block_of(name, device, dtype))
+        own = task.writers.own
+        lock(unfinished(task.path, token) / _file_of(own), stack, os.O_CREAT)
+        for name, device, pairs in task.plan.writes(own):
+            for dtype in {task.plan.arrays[pair.name].dtype for pair in pairs}:
+                copies[name, device, dtype] = np.array(task.block_of(name, device, dtype))
 
-    with ExitStack() as stack:  # the folder is locked until its end
-        token = all_or_none(lambda: begin_locked(saving, path, writers.leads, stack))[0]
-        try:
-            all_or_none(copy_blocks)
-        except BaseException:
-            if writers.leads:
-                abort(path, token)
-            raise
+    with ExitStack() as stack, begun(task, stack) as token:
+        task.all_or_none(copy_blocks)
         locked = stack.pop_all()
 
     def write_copies() -> None:
+        copied = task._replace(block_of=lambda *block: copies[block])
         try:
-            with locked, disk_errors(path):
-                _write_and_commit(saving, path, token, writers, copies, keep)
+            with locked, disk_errors(task.path):
+                _write_and_commit(copied, token)
         except Exception as error:
-            untold[token] = FileError(f"the save into {path} has failed: {error}")
+            untold[token] = FileError(f"the save into {task.path} has failed: {error}")
             with suppress(Warning):  # which a program may have made an error
                 warnings.warn(str(untold[token]), stacklevel=1)
             raise
@@ -149,36 +114,30 @@ def save_beside(
     threads = ThreadPoolExecutor(1, thread_name_prefix="xshard-save")
     future = threads.submit(write_copies)
     threads.shutdown(wait=False)
-    return BackgroundSave(future, all_or_none, token)
+    return BackgroundSave(future, task.all_or_none, token)
 
 
-def _write_and_commit(
-    saving: Saving,
-    path: Path,
-    token: str,
-    writers: Writers,
-    copies: dict[tuple[str, int, str], NDArray[Any]],
-    keep: int | None,
-) -> None:
+def _write_and_commit(task: SaveTask, token: str) -> None:
     """Write the blocks of this process and report it; the first one waits for all, and commits."""
-    folder = unfinished(path, token)
+    folder = unfinished(task.path, token)
+    first, *others = task.writers.processes
+    own = task.writers.own
     try:
-        sums = write(saving, path, token, writers.own, lambda *block: copies[block])
-        if not writers.leads:
-            _write_report(folder, writers.own, {"sums": sums})
+        sums = write(task, token)
+        if own != first:
+            _write_report(folder, own, {"sums": sums})
             return
-        reports = [_read_report(folder, process) for process in writers.processes[1:]]
-        sums_of_all = merge_sums(saving, [sums, *[report["sums"] for report in reports]])
-        commit(saving, path, token, sums_of_all)
-        remove_old(path, keep)
+        reports = [_read_report(folder, process) for process in others]
+        sums_of_all = merge_sums(task.plan, [sums, *[report["sums"] for report in reports]])
+        commit(task, token, sums_of_all)
     except BaseException as error:  # of any kind: the first process waits for a report
-        if writers.leads:
+        if own == first:
             # One that still writes into the folder would keep it from being removed.
-            for process in writers.processes[1:]:
+            for process in others:
                 _wait_for_report(folder, process)
-            abort(path, token)
+            abort(task, token)
         else:
-            _write_report(folder, writers.own, {"error": str(error)})
+            _write_report(folder, own, {"error": str(error)})
         raise
 
 

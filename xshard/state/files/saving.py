@@ -259,18 +259,10 @@ def _replica_axes(sharding: Sharding) -> list[str]:
     return [axis for axis in sharding.mesh.axes if axis not in sharding.layout.sharding_axes]
 
 
-def differing_replicas(
-    saving: Saving, block_of: BlockOf, all_or_none: AllOrNone, process: int
-) -> list[str]:
+def differing_replicas(task: SaveTask) -> list[str]:
     """Compare blocks that several processes have, of which one will be written, by their checksums.
 
     All processes call this, before anything is written.
-
-    Args:
-        saving: The plan.
-        block_of: Gives a block: name, device, dtype -> a numpy array.
-        all_or_none: Calls a function in all processes -> the results of all.
-        process: The number of this process.
 
     Returns:
         The sources whose replicas differ, equal in all processes.
@@ -278,14 +270,14 @@ def differing_replicas(
 
     def sums_here() -> list[tuple[str, int, int]]:
         sums = []
-        for name, device, first_device in saving.shared_blocks(process):
-            block = block_of(name, device, saving.sources[name].dtype)
+        for name, device, first_device in task.plan.shared_blocks(task.writers.own):
+            block = task.block_of(name, device, task.plan.sources[name].dtype)
             sums.append((name, first_device, checksum(block)))
         return sums
 
     first_sums: dict[tuple[str, int], int] = {}
     differing: dict[str, None] = {}  # a set with an order
-    for sums in all_or_none(sums_here):
+    for sums in task.all_or_none(sums_here):
         for name, first_device, block_sum in sums:
             if first_sums.setdefault((name, first_device), block_sum) != block_sum:
                 differing[name] = None
@@ -312,67 +304,79 @@ def _do_alone(work: Callable[[], Any]) -> list[Any]:
     return [work()]
 
 
-def _say_nothing(n_bytes: int) -> None:
-    """Report no progress."""
+class Writers(NamedTuple):
+    """The processes of a save: all of them, and this one, which leads if it is the first."""
+
+    processes: Sequence[int]
+    own: int
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process begins and commits: it alone makes and renames files."""
+        return self.own == self.processes[0]
 
 
-def save_blocks(
-    saving: Saving,
-    path: Path,
-    block_of: BlockOf,
-    all_or_none: AllOrNone = _do_alone,
-    process: int = 0,
-    leads: bool = True,
-    progress: Report = _say_nothing,
-    keep: int | None = None,
-) -> None:
-    """Save a checkpoint: reserve the files, write all blocks, then put the new files in place.
+class SaveTask(NamedTuple):
+    """What one process does in a save.
 
-    All processes call this, and each writes its own blocks. One of them leads: it alone makes and
-    renames files. If any process fails, all raise, the new files are removed, and the folder's
-    old checkpoint stays as it was.
-
-    Args:
-        saving: The plan.
+    Attributes:
+        plan: The plan, equal in all processes.
         path: The folder.
         block_of: Gives a block: name, device, dtype -> a numpy array, with a dtype that numpy lacks
             (bfloat16) in the dtype that carries its bits.
         all_or_none: Calls a function in all processes -> the results of all; raises in all if one
             fails. Default: this process is the only one.
-        process: The number of this process.
-        leads: Whether this process begins and commits.
-        progress: Called with the bytes of each box that is written.
+        writers: The processes.
         keep: How many checkpoints of the run stay; None for all.
+    """
+
+    plan: Saving
+    path: Path
+    block_of: BlockOf
+    all_or_none: AllOrNone = _do_alone
+    writers: Writers = Writers((0,), 0)
+    keep: int | None = None
+
+
+def _say_nothing(n_bytes: int) -> None:
+    """Report no progress."""
+
+
+def save_blocks(task: SaveTask, progress: Report = _say_nothing) -> None:
+    """Save a checkpoint: reserve the files, write all blocks, then put the new files in place.
+
+    All processes call this, and each writes its own blocks. If any process fails, all raise, the new
+    files are removed, and the folder's old checkpoint stays as it was.
+
+    Args:
+        task: What this process does.
+        progress: Called with the bytes of each box that is written.
 
     Raises:
         FileError: The disk is full, or another save writes into the folder.
     """
-    # Two of the three phases, which run below. They read variables that are set there: the `token`
-    # that names the new files, and the checksums, `sums`.
-
-    def write_blocks() -> Sums:
-        """Write this process's blocks; return their checksums."""
-        return write(saving, path, token, process, block_of, progress)
-
-    def commit_once() -> None:
-        """Put the new files in place, as the leader."""
-        if leads:
-            commit(saving, path, token, sums)
-            remove_old(path, keep)
-
-    with ExitStack() as stack:  # the folder is locked until its end
-        # Results are in the order of processes, the leader's first: only it has a token.
-        token = all_or_none(lambda: begin_locked(saving, path, leads, stack))[0]
-        try:
-            sums = merge_sums(saving, all_or_none(write_blocks))
-            all_or_none(commit_once)
-        except BaseException:  # also if a user interrupts: no new files are left behind
-            if leads:
-                abort(path, token)
-            raise
+    with ExitStack() as stack, begun(task, stack) as token:
+        written = task.all_or_none(lambda: write(task, token, progress))
+        sums = merge_sums(task.plan, written)
+        task.all_or_none(lambda: commit(task, token, sums))
 
 
-def begin_locked(saving: Saving, path: Path, leads: bool, stack: ExitStack) -> str | None:
+@contextmanager
+def begun(task: SaveTask, stack: ExitStack) -> Iterator[str]:
+    """Begin a save in all processes, and yield its token; an error in the `with` block aborts it.
+
+    The folder is locked until the stack ends.
+    """
+    # Results are in the order of processes, the leader's first: only it has a token.
+    token = task.all_or_none(lambda: _begin_locked(task, stack))[0]
+    try:
+        yield token
+    except BaseException:  # also if a user interrupts: no new files are left behind
+        abort(task, token)
+        raise
+
+
+def _begin_locked(task: SaveTask, stack: ExitStack) -> str | None:
     """Lock the folder until the stack ends and make the files, as the leader; return the token.
 
     Raises the error of an earlier save that has failed beside the program, if nobody has waited for it.
@@ -380,10 +384,10 @@ def begin_locked(saving: Saving, path: Path, leads: bool, stack: ExitStack) -> s
     if untold:
         _, error = untold.popitem()
         raise error
-    if not leads:
+    if not task.writers.leads:
         return None
-    _lock_folder(path, stack)
-    return begin(saving, path)
+    _lock_folder(task.path, stack)
+    return begin(task.plan, task.path)
 
 
 def merge_sums(saving: Saving, written: Sequence[Sums]) -> Sums:
@@ -435,25 +439,15 @@ def unfinished(path: Path, token: str) -> Path:
     return path / f"{_UNFINISHED}{token}"
 
 
-def write(
-    saving: Saving,
-    path: Path,
-    token: str,
-    process: int,
-    block_of: BlockOf,
-    progress: Report = _say_nothing,
-) -> Sums:
+def write(task: SaveTask, token: str, progress: Report = _say_nothing) -> Sums:
     """Write all blocks of one process into the files that `begin` has made.
 
     A block of a fused qkv weight may belong to three stored arrays, q, k and v. Each part of it is
     a box of one stored array: rows 0-3 and all columns, say.
 
     Args:
-        saving: The plan.
-        path: The folder.
+        task: What this process does.
         token: What `begin` returned.
-        process: The number of this process.
-        block_of: Gives a block: name, device, dtype -> a numpy array.
         progress: Called with the bytes of each box that is written.
 
     Returns:
@@ -461,21 +455,21 @@ def write(
     """
     sums: Sums = {}
     # Several boxes in turn come from one block: keep the last one, and no more in memory.
-    block_of = functools.lru_cache(1)(block_of)
-    shard_of = {name: shard for shard in saving.shards for name in shard.starts}
-    with disk_errors(path), ExitStack() as stack:
+    block_of = functools.lru_cache(1)(task.block_of)
+    shard_of = {name: shard for shard in task.plan.shards for name in shard.starts}
+    with disk_errors(task.path), ExitStack() as stack:
         # A file is opened once, when its first box comes: a process may write to few of many files.
         @functools.cache
         def open_shard(name: str) -> int:
             """Open a file, which is synced and closed when all blocks are written -> its descriptor."""
-            file = unfinished(path, token) / name
+            file = unfinished(task.path, token) / name
             descriptor = stack.enter_context(file.open("r+b", buffering=0)).fileno()
             stack.callback(os.fsync, descriptor)
             return descriptor
 
-        for name, device, pairs in saving.writes(process):
+        for name, device, pairs in task.plan.writes(task.writers.own):
             for pair in pairs:
-                stored = saving.arrays[pair.name]
+                stored = task.plan.arrays[pair.name]
                 shard = shard_of[pair.name]
                 block = block_of(name, device, stored.dtype)
                 values = np.ascontiguousarray(pair.view(block))  # in the order of the stored dims
@@ -488,13 +482,19 @@ def write(
     return sums
 
 
-def commit(saving: Saving, path: Path, token: str, sums: Mapping[str, Any]) -> None:
+def commit(task: SaveTask, token: str, sums: Mapping[str, Any]) -> None:
     """Replace the folder's checkpoint by the new files, so that readers see either old or new.
 
     The files get names that no older save has. Then the index, which says what the checkpoint is,
-    is renamed over the old one, in one step of the file system. At last the old files are removed.
-    `sums` holds the checksums of all processes, by stored name.
+    is renamed over the old one, in one step of the file system. At last the old files are removed, and
+    old checkpoints of the run. `sums` holds the checksums of all processes, by stored name.
+
+    Only the leader does this; in other processes it does nothing.
     """
+    saving = task.plan
+    path = task.path
+    if not task.writers.leads:
+        return
     folder = unfinished(path, token)
     final_names = {shard.name: f"model-{token}-{shard.name}" for shard in saving.shards}
     weight_map = {name: final_names[shard.name] for shard in saving.shards for name in shard.starts}
@@ -517,10 +517,14 @@ def commit(saving: Saving, path: Path, token: str, sums: Mapping[str, Any]) -> N
         for name in old_files - new_files:
             (path / name).unlink(missing_ok=True)
         _remove_leftovers(path, new_files)
+    remove_old(path, task.keep)
 
 
-def abort(path: Path, token: str) -> None:
-    """Remove the files of a save, unless it is the checkpoint of the folder by now."""
+def abort(task: SaveTask, token: str) -> None:
+    """Remove the files of a save, as the leader, unless it is the checkpoint of the folder by now."""
+    path = task.path
+    if not task.writers.leads:
+        return
     shutil.rmtree(unfinished(path, token), ignore_errors=True)
     committed = {path / name for name in _files_of_checkpoint(path)}
     for file in set(path.glob(f"model-{token}-*")) - committed:
