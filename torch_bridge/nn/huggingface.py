@@ -63,7 +63,8 @@ def register_attention(
 
     Raises:
         XshardError: At the call of the model, for options that attention here lacks: dropout, caches of
-            keys, masks other than causal ones and windows, and biases.
+            keys, masks other than causal ones, windows and chunks, and biases; and for padding before the
+            tokens of chunks.
         ShapeError: At the call of the model, for position ids of other rows. Each forward pass compares them:
             8 bytes from each process.
     """
@@ -201,9 +202,8 @@ class _Implementation:
         """Raise XshardError on all processes if row 0 is padding: models count chunks from behind it."""
         if chunk is None or attention_mask is None or not self.layout.axes:
             return
-        first_row = attention_mask[
-            :, self._rows_of(q) == 0
-        ]  # of one process; of the others nothing
+        # Of the process that holds row 0; of the others nothing.
+        first_row = attention_mask[:, self._rows_of(q) == 0]
         is_padded = (first_row == 0).any().long()
         if redistribute(is_padded, f"() | max({','.join(self.layout.axes)}) -> ()", self.mesh):
             hint = "padding behind the tokens: chunks begin at row 0"

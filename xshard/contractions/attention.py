@@ -264,7 +264,7 @@ class AttentionCall:
         log_sum = self.move_any_width(greatest, whole, target) + xp.log(divisor)
         return total / divisor, xp.where(sees_nothing, -math.inf, log_sum)
 
-    def _with_sinks(self, results: Sequence[Any]) -> list[Any]:
+    def _with_sinks(self, results: Sequence[Any]) -> Any:
         """Count the sinks as one key more, whose value is 0: `[y, lse]` -> the same."""
         q = self.attn.q
         heads = q.layout.dims[HEADS]
@@ -272,7 +272,7 @@ class AttentionCall:
         copies = tuple(axis for axis in q.layout.axes if axis not in heads.axes)
         layouts = (Layout((heads,)), Layout((heads,), (("copy", copies),)))
         sinks = self.move(self.sinks, layouts, q.shape[HEADS:SEQUENCE])
-        return list(merged(self.xp, results, (0, sinks[:, None, None])))
+        return merged(self.xp, results, (0, sinks[:, None, None]))
 
     def _check(self, attn: Attention, n_local_heads: int) -> None:
         """Raise XshardError for values of alibi, sinks, dropout or documents that make no sense.
@@ -486,8 +486,8 @@ class Verb(Generic[A, M]):
         follow from the rows' positions.
 
         A ring has first derivatives only, in reverse mode. In torch the same holds for "reduce", softcap,
-        dropout, return_lse and masks between two sequences, and torch.func refuses them. torch.compile
-        calls it between two graphs.
+        sinks, dropout, return_lse and masks between two sequences, and torch.func refuses them.
+        torch.compile calls it between two graphs.
 
         Args:
             q: This device's block of queries, with the dims of `layout`.
@@ -527,7 +527,7 @@ class Verb(Generic[A, M]):
             heads: The name of the dim of heads.
             profile: The machine that "auto" chooses a method for.
             implementation: Passed to `jax.nn.dot_product_attention`, which "gather" and "ulysses" use
-                unless in float64 or with softcap, dropout, return_lse or masks of two sequences. In
+                unless in float64 or with softcap, sinks, dropout, return_lse or masks of two sequences. In
                 torch, `sdpa_kernel()` chooses.
 
         Returns:
