@@ -264,6 +264,23 @@ def test_plans_cut_projections_by_heads() -> None:
     assert shared["outputs"]["attn.o_proj"] == "... | sum(kv,rep) -> ..."
 
 
+def test_a_layer_that_shares_heads_says_nothing_of_others() -> None:
+    """One layer has 2 heads of keys and one has 4, each read by 4 heads of queries, on 4 processes."""
+    layers = {"a.0": 2, "a.1": 4}
+    attention = Fake(head_dim=2, num_key_value_groups=4, k_proj=None)
+    model = Fake(
+        tp_plan={"a.*.k_proj": "colwise"},
+        named_modules=lambda **_: [(name, attention) for name in layers],
+        named_parameters=lambda **_: [
+            (f"{name}.k_proj.weight", Fake(shape=(2 * n, 4))) for name, n in layers.items()
+        ],
+    )
+    rules = Rules.from_transformers(model, "tp", xs.Mesh(tp=4))
+    assert rules["counts"] == {"a.0.num_key_value_groups": "(g 2)/spread(tp)"}
+    assert rules["parameters"].find("a.0.k_proj.weight") == "(d0 2)/spread(tp) d1"
+    assert rules["parameters"].find("a.1.k_proj.weight") == "(d0 2)/balanced(tp) d1"
+
+
 def test_plans_shard_an_embedding_with_the_rows_of_its_head() -> None:
     """A tied weight is stored in one way; a style that the plan has for the embedding stays."""
     weight = Fake(shape=(8, 4))

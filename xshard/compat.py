@@ -400,12 +400,14 @@ def _heads_of_layers(
         if head_rows is None or not has_keys:
             continue
         n_queries = getattr(attention, GROUPS, 1)  # for a head of keys
+        keys = parameters.get(f"{name}.k_proj.weight")
+        are_cut = plan.get(_starred(f"{name}.k_proj")) == "colwise" and hasattr(attention, GROUPS)
         shared = None
-        if plan.get(_starred(f"{name}.k_proj")) == "colwise" and hasattr(attention, GROUPS):
-            n_keys = parameters[f"{name}.k_proj.weight"].shape[0] // head_rows
-            shared = _shared_heads(axis, mesh, n_keys, n_queries)
+        if are_cut and keys is not None:
+            shared = _shared_heads(axis, mesh, keys.shape[0] // head_rows, n_queries)
         if shared is not None:
-            counts[f"{_starred(name)}.{GROUPS}"] = shared.queries
+            # Of this layer alone: others may have as many heads as there are processes.
+            counts[f"{name}.{GROUPS}"] = shared.queries
             n_queries = 1
         for layer, n_heads in _LAYERS_OF_HEADS.items():
             cut = sharded(axis, "balanced")

@@ -339,7 +339,7 @@ def known_layout(x: jax.Array, sharding: JaxSharding | None, default: Sharding) 
 def check_even(array: Sharding, text: str) -> None:
     """Raise ShapeError unless all devices have blocks of one size, and share no units."""
     if array.mesh != root_of(array.mesh):
-        reason = f"a jax.Array cannot have units that devices share, as in '{array.written}'"
+        reason = "a jax.Array cannot have units that devices share"
         hint = "it has them whole; blocks have their units, at shard_map's border or inside of it"
         raise ShapeError(reason, text=text, hint=hint)
     if not array.is_even:

@@ -1,13 +1,17 @@
 """Units that several devices share, `h/spread(tp)`, inside of `shard_map` under both kinds of types."""
 
+import re
+
 import jax
 import numpy as np
+import pytest
 from jax.sharding import PartitionSpec as P
 
 import jax_bridge as xj
 from tests.jax_bridge.helpers import device_mesh, in_jax
 from tests.spread_cases import Spec, blocks_of, random_move, random_product
 from xshard import Mesh
+from xshard.errors import ShapeError
 
 
 def padded(blocks: list[np.ndarray]) -> np.ndarray:
@@ -81,3 +85,32 @@ def test_a_shared_unit_has_types() -> None:
     assert summed(x).tolist() == [3.0, 6.0, 36.0, 48.0]
     gradient = jax.grad(lambda x: summed(x).sum())(x)
     assert gradient.tolist() == [[3.0] * 3, [7.0] * 3]
+
+
+@in_jax
+def test_a_global_array_has_shared_units_whole_and_no_move_takes_it_for_blocks() -> None:
+    """Where units are as many as devices, or more, `spread` shards them as other arrays."""
+    mesh = device_mesh(Mesh(tp=4))
+    keys = np.arange(6.0, dtype=np.float32).reshape(2, 3)
+    placed = xj.place(keys, "g/spread(tp) d", mesh)
+    assert placed.sharding.is_fully_replicated and np.array_equal(placed, keys)
+    why = "a jax.Array cannot have units that devices share in '{}'"
+    for text, run in (
+        ("g/spread(tp) d -> g d/tp", lambda text: xj.reshard(placed, text, mesh)),
+        ("g d -> g/spread(tp) d", lambda text: xj.reshard(placed, text, mesh)),
+        ("g/spread(tp) d, g d -> g d", lambda text: xj.einsum(text, placed, keys, mesh=mesh)),
+    ):
+        with pytest.raises(ShapeError, match=re.escape(why.format(text))):
+            run(text)
+    queries = np.arange(24.0, dtype=np.float32).reshape(8, 3)
+    text = "h/spread(tp) d, e d -> h/spread(tp) e"
+
+    def multiplied(x: jax.Array) -> jax.Array:
+        return xj.einsum(text, x, keys, mesh=mesh)
+
+    heads = xj.place(queries, "h/spread(tp) d", mesh)
+    assert np.array_equal(multiplied(heads), queries @ keys.T)
+    gradient = jax.grad(lambda x: multiplied(x).sum())(heads)
+    assert np.array_equal(gradient, np.tile(keys.sum(0), (8, 1)))
+    moved = xj.reshard(heads, "h/spread(tp) d -> h d", mesh)
+    assert moved.sharding.is_fully_replicated and np.array_equal(moved, queries)

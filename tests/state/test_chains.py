@@ -342,6 +342,13 @@ def test_the_link_that_does_not_fit_is_named(names: Names, shapes: dict, reason:
         names.resolve(shapes)
 
 
+def test_a_link_that_is_no_list_of_relations_is_shown() -> None:
+    [first, second] = names_to_json(EXPERTS)
+    for wrong in ([first, second[0]], [first, [second]], [[[[]]]]):
+        with pytest.raises(XshardError, match="is not a relation"):
+            names_from_json(wrong)
+
+
 def test_the_last_link_of_a_chain_casts() -> None:
     named = Names(rename("w", "v"))
     half = Names(rename("v", "u", dtype="float16"))

@@ -8,8 +8,8 @@ import torch_bridge as xt
 from xshard import Mesh
 from xshard.errors import PlanError
 
-RULES = {"weight": "(n 4)/tp (m 4)", "scale": "n/tp m"}
-SHAPES = {"weight": (36, 8), "scale": (9, 2)}
+RULES = {"weight": "(n 128)/tp (m 128)", "scale": "n/tp m"}
+SHAPES = {"weight": (1152, 256), "scale": (9, 2)}
 
 
 def whole() -> dict[str, torch.Tensor]:
@@ -20,7 +20,7 @@ def whole() -> dict[str, torch.Tensor]:
 
 
 def save(path: str) -> list[int]:
-    mesh = Mesh(tp=4)
+    mesh = Mesh(tp=8)
     blocks = {}
     for name, rule in RULES.items():
         blocks[name] = xt.redistribute(whole()[name], f"{rule.replace('/tp', '')} -> {rule}", mesh)
@@ -31,21 +31,21 @@ def save(path: str) -> list[int]:
 def load_and_multiply(path: str) -> tuple[torch.Tensor, torch.Tensor]:
     mesh = Mesh(tp=3)
     blocks = xt.load(path, RULES, mesh)
-    x = torch.arange(16.0).reshape(2, 8)
+    x = torch.arange(512.0).reshape(2, 256) % 16
     weight = blocks["weight"].float().requires_grad_()
-    text = "(n 4)/tp (m 4), n/tp m, b (m 4) | copy(tp) -> b (n 4)/tp"
+    text = "(n 128)/tp (m 128), n/tp m, b (m 128) | copy(tp) -> b (n 128)/tp"
     y = xt.einsum(text, weight, blocks["scale"], x, mesh=mesh)
     y.sum().backward()
-    y = xt.redistribute(y.detach(), "b (n 4)/tp -> b (n 4)", mesh)
-    return y, xt.redistribute(weight.grad, "(n 4)/tp (m 4) -> (n 4) (m 4)", mesh)
+    y = xt.redistribute(y.detach(), "b (n 128)/tp -> b (n 128)", mesh)
+    return y, xt.redistribute(weight.grad, "(n 128)/tp (m 128) -> (n 128) (m 128)", mesh)
 
 
-def test_blocks_and_scales_are_saved_on_4_ranks_and_multiplied_on_3(tmp_path):
+def test_blocks_and_scales_are_saved_on_8_ranks_and_multiplied_on_3(tmp_path):
     path = str(tmp_path / "weights")
-    assert xt.testing.run_ranks(4, save, path) == [[12, 3]] * 3 + [[0, 0]]
-    scale = whole()["scale"].repeat_interleave(4, 0).repeat_interleave(4, 1)
+    assert xt.testing.run_ranks(8, save, path) == [[256, 2]] * 4 + [[128, 1]] + [[0, 0]] * 3
+    scale = whole()["scale"].repeat_interleave(128, 0).repeat_interleave(128, 1)
     weight = (whole()["weight"].float() * scale).requires_grad_()
-    x = torch.arange(16.0).reshape(2, 8)
+    x = torch.arange(512.0).reshape(2, 256) % 16
     for y, gradient in xt.testing.run_ranks(3, load_and_multiply, path):
         assert torch.equal(y, (x @ weight.T).detach())
         assert torch.equal(gradient, x.sum(0) * scale)

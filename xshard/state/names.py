@@ -457,9 +457,10 @@ def names_from_json(data: Any) -> Names:
         XshardError: A relation is malformed.
     """
     items = data if isinstance(data, list) else [data]
-    if items and all(isinstance(item, list) for item in items):  # the links of a chain
-        return _Chain(tuple(map(names_from_json, items)))
-    return Names(*(_relation_from_json(item) for item in items))
+    links = [items]
+    if items and all(isinstance(item, list) for item in items):  # a chain
+        links = items
+    return functools.reduce(Names.then, [Names(*map(_relation_from_json, link)) for link in links])
 
 
 def _relation_from_json(item: Any) -> Relation:
