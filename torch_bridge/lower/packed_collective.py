@@ -198,7 +198,7 @@ def _one_after_the_other(
     flat = blocks[0].new_empty(sum(lengths), dtype=dtype)
     parts = flat.split_with_sizes(lengths)
     copies = [part.view(block.shape) for part, block in zip(parts, blocks, strict=True)]
-    copy_all(copies, blocks)
+    copy_all(copies, list(blocks))
     return flat, copies
 
 
