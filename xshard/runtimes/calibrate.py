@@ -105,8 +105,8 @@ def calibrate(
     call_s = 0.0 if used.rounds else rounded(PRODUCTS_IN_CALL * smallest_s)
     profile = replace(constants, flops_per_s=flops_per_s, disk=disk_link, call_s=call_s)
     calibration = Calibration(profile, fitted_samples, held_out_samples)
-    source = _source(used, mesh, sizes, rounds, calibration)
-    return replace(calibration, profile=replace(profile, source=source))
+    profile = replace(profile, source=_source(used, mesh, sizes, rounds, calibration))
+    return replace(calibration, profile=profile)
 
 
 def _plans_to_time(

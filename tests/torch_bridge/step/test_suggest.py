@@ -98,6 +98,7 @@ def _searched(name):
         "micro_batches": 1,
         "recompute": False,
         "gap": 0.05,
+        "overlap": 0.8,
         "profile": a_machine_for_small_models(),
     }
     fixed = {} if name in ONE_AXIS else {next(iter(batch)): "b/dp ..."}

@@ -64,10 +64,9 @@ def bytes_at_moments(parts: Parts, block_times: Ints, micro_batches: int) -> Flo
             left_by_layers = left_by_block[block] * other_layers
         first_begins = around + saved[block] + gathered[block] + on_way[block, 0]
         moments.append(first_begins + (running[block] + received[block]) / times)
-        first_ends = first_begins - saved[block] / times
-        moments.append(first_ends + ending_layer)
-        last_ends = around + left_by_layers + on_way[block, 1]
-        moments.append(last_ends + ending_layer)
+        moments.append(first_begins - saved[block] / times + ending_layer)  # it ends
+        # The last layer ends.
+        moments.append(around + left_by_layers + ending_layer + on_way[block, 1])
     return np.asarray(moments)
 
 

@@ -60,7 +60,7 @@ def closed_form(setup: StepSetup, limit_shares: Floats) -> CostFunction:
     of_turns = _parts_of_turns(setup)
     computing, awaited, ahead = _seconds_of_passes(setup, of_turns)
     gradients = of_turns[:, BlockPart.GRADIENTS_S]
-    order = np.repeat(range(len(setup.n_turns)), setup.n_turns).tolist()
+    order = [block for block, _ in _turns(setup)]
     first = order[0]
     last = order[-1]
     # How often each turn occurs: its pass, the block before, its own, the next one.
@@ -101,12 +101,7 @@ def schedule_of(setup: StepSetup, vector: Floats) -> Schedule:
             activations=_move(f"{name} activations", awaited_s[block, number]),
         )
 
-    turns: list[tuple[int, str]] = []
-    for block, n_turns in enumerate(setup.n_turns):
-        name = next(op.name for op in setup.step.ops if setup.block_of[op.name] == block)
-        layer = name.partition("*")[0]
-        names = [name] if n_turns == 1 else [f"{layer}{i}" for i in range(n_turns)]
-        turns += [(block, name) for name in names]
+    turns = _turns(setup)
     forward = [turn(block, name, 0) for block, name in turns]
     backward = [turn(block, f"{name}, backward", 1) for block, name in reversed(turns)]
     return training_step(forward, backward, 0 if exposed.ahead == 1 else setup.prefetch)
@@ -114,6 +109,19 @@ def schedule_of(setup: StepSetup, vector: Floats) -> Schedule:
 
 def _move(name: str, seconds: float, n_bytes: float = 0) -> Start | None:
     return Start(name, int(n_bytes), seconds=float(seconds)) if seconds else None
+
+
+def _turns(setup: StepSetup) -> list[tuple[int, str]]:
+    """List the modules that compute in a forward pass, with their blocks: [(1, "layers.0"), ...]."""
+    first_names = {setup.block_of[op.name]: op.name for op in reversed(setup.step.ops)}
+    turns: list[tuple[int, str]] = []
+    for block, n_turns in enumerate(setup.n_turns):
+        names = [first_names[block]]
+        if n_turns > 1:
+            layer = first_names[block].partition("*")[0]
+            names = [f"{layer}{i}" for i in range(n_turns)]
+        turns += [(block, name) for name in names]
+    return turns
 
 
 def _parts_of_turns(setup: StepSetup) -> Floats:
