@@ -58,7 +58,12 @@ def tokens() -> Tensor:
 
 def train(rules: Mapping[str, Any], steps: int) -> Measured:
     """On every process: the model by its rules, `verify`, and a few steps of AdamW."""
-    moves = {"outputs": rules["outputs"], "keep": rules["once"]}
+    moves = {
+        "outputs": rules["outputs"],
+        "gathers": rules["gathers"],
+        "keep": rules["once"],
+        "prefetch": rules["prefetch"],
+    }
     model = xt.parallelize(build(), rules["parameters"], rules["inputs"], MESH, **moves)
     batch = {"input_ids": tokens()}
     logits = Layout.parse(rules["result"])
@@ -104,10 +109,11 @@ def main() -> int:
         "--profile", default="gloo", help="the machine: a shipped profile or a file"
     )
     chosen = parser.parse_args()
-    how = {"profile": chosen.profile, "micro_batches": 1, "recompute": False}
+    how = {"profile": chosen.profile, "micro_batches": 1, "recompute": False, "batch_parts": 1}
     plan = xt.suggest(build(), {"input_ids": tokens()}, MESH, **how)
     print(plan)
-    rules: dict[str, Any] = {"once": plan.once, "result": plan.result}
+    kept = ("once", "gathers", "prefetch", "result")
+    rules: dict[str, Any] = {name: getattr(plan, name) for name in kept}
     rules |= {
         name: dict(getattr(plan, name).items()) for name in ("parameters", "inputs", "outputs")
     }

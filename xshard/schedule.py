@@ -246,7 +246,6 @@ class Turn(NamedTuple):
         parameters: The move that has to arrive before; None: there is none.
         gradients: The move of its gradients, which can begin afterwards.
         activations: The move of activations that it awaits; it comes before all others.
-        beside: The move of activations of other parts of the batch, while this one computes.
     """
 
     name: str
@@ -254,7 +253,6 @@ class Turn(NamedTuple):
     parameters: Start | None = None
     gradients: Start | None = None
     activations: Start | None = None
-    beside: Start | None = None
 
 
 def last_started(n_bytes: Sequence[int], prefetch: Bytes) -> list[int]:
@@ -289,14 +287,12 @@ def prefetched(turns: Sequence[Turn], prefetch: Bytes) -> Schedule:
     n_started = 0
     for turn, last in zip(turns, last_started(n_bytes, prefetch), strict=True):
         # Before it waits for its own: so the links are not idle while it arrives.
-        starting = [turn.activations, turn.beside, *moves[n_started : last + 1]]
+        starting = [turn.activations, *moves[n_started : last + 1]]
         steps += [move for move in starting if move is not None]
         n_started = last + 1
         awaited = [turn.parameters, turn.activations]
         steps += [Wait(move.name) for move in awaited if move is not None]
         steps.append(Compute(turn.name, turn.seconds))
-        if turn.beside is not None:
-            steps.append(Wait(turn.beside.name))
     return Schedule(tuple(steps))
 
 
@@ -314,7 +310,7 @@ def training_step(forward: Sequence[Turn], backward: Sequence[Turn], prefetch: B
     gathered = prefetched(backward, prefetch)
     as_forward = [Turn(turn.name, parameters=turn.gradients) for turn in reversed(backward)]
     scattered = prefetched(as_forward, prefetch).backward
-    activations = [move for turn in backward for move in (turn.activations, turn.beside)]
+    activations = [turn.activations for turn in backward]
     first_run, *gathers = _between_computing(gathered)
     _, *gradients = _between_computing(scattered)
     steps = [*prefetched(forward, prefetch).steps, *first_run]

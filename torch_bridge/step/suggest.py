@@ -21,6 +21,9 @@ from xshard.step.record.fuse import fuse_operations
 from xshard.step.record.repeat import find_repeated
 from xshard.step.suggest import SuggestKeywords
 
+CALLS = """\
+xt.parallelize(model, plan.parameters, plan.inputs, mesh, outputs=plan.outputs,
+               gathers=plan.gathers, keep=plan.once, prefetch={})"""
 Losses = Tensor | tuple[Tensor, Tensor]
 
 
@@ -39,14 +42,10 @@ class TorchSuggestion(Suggestion):
 
     def __str__(self) -> str:
         """Write the plan, and the calls that run it."""
-        lines = [
-            str(super().__str__()),
-            "xt.parallelize(model, plan.parameters, plan.inputs, mesh, outputs=plan.outputs,",
-            f"               gathers=plan.gathers, keep=plan.once, prefetch={self.prefetch})",
-        ]
+        calls = CALLS.format(self.prefetch)
         if self.batch_parts > 1:
-            lines.append(f"xt.halves(model, {self.batch_parts})")
-        return "\n".join(lines)
+            calls += f"\nxt.halves(model, {self.batch_parts})"
+        return f"{super().__str__()}\n{calls}"
 
     @property
     def result(self) -> str:

@@ -96,14 +96,17 @@ def calibrate(
     fitted_samples = samples[: len(fitted)]
     held_out_samples = samples[len(fitted) :]
     constants = fit(fitted_samples, name, rounds=used.rounds, node_devices=node_devices)
-    rates = _product_rates(used, mesh, rounds, timeout_s)
-    (product_s,) = _seconds_of_products(used, mesh, 1, ("float32",), rounds, timeout_s)
+    products_s = _seconds_of_products(used, mesh, ROWS, PRODUCTS, rounds, timeout_s)
+    # A multiplication and an addition for each element of each sum.
+    rates = [rounded(2 * ROWS**3 / product_s) for product_s in products_s]
+    flops_per_s = tuple(zip(PRODUCTS, rates, strict=True))
+    (smallest_s,) = _seconds_of_products(used, mesh, 1, ("float32",), rounds, timeout_s)
     # Eager torch calls every operation of a step; JAX compiles it.
-    call_s = 0.0 if used.rounds else rounded(PRODUCTS_IN_CALL * product_s)
-    profile = replace(constants, flops_per_s=rates, disk=disk_link, call_s=call_s)
+    call_s = 0.0 if used.rounds else rounded(PRODUCTS_IN_CALL * smallest_s)
+    profile = replace(constants, flops_per_s=flops_per_s, disk=disk_link, call_s=call_s)
     calibration = Calibration(profile, fitted_samples, held_out_samples)
-    source = _source(used, mesh, sizes, rounds, calibration)
-    return replace(calibration, profile=replace(profile, source=source))
+    profile = replace(profile, source=_source(used, mesh, sizes, rounds, calibration))
+    return replace(calibration, profile=profile)
 
 
 def _plans_to_time(
@@ -127,20 +130,6 @@ def _devices_of_a_node(backend: Backend, mesh: Mesh) -> int | None:
     return None if n_processes == mesh.n_devices else n_processes
 
 
-def _product_rates(
-    backend: Backend, mesh: Mesh, rounds: int, timeout_s: float
-) -> tuple[tuple[str, float], ...]:
-    """Measure how fast each device multiplies matrices: (dtype, operations per second) pairs.
-
-    All devices multiply at once, since on one host they share its cores. Such as
-    (("float32", 5.2e10), ("bfloat16", 1.3e10)).
-    """
-    seconds = _seconds_of_products(backend, mesh, ROWS, PRODUCTS, rounds, timeout_s)
-    operations = 2 * ROWS**3  # a multiplication and an addition for each element of each sum
-    rates = [rounded(operations / product_s) for product_s in seconds]
-    return tuple(zip(PRODUCTS, rates, strict=True))
-
-
 def _seconds_of_products(
     backend: Backend,
     mesh: Mesh,
@@ -149,11 +138,14 @@ def _seconds_of_products(
     rounds: int,
     timeout_s: float,
 ) -> Sequence[float]:
-    """Measure the seconds of a product of square matrices in each dtype, on all devices at once."""
+    """Measure the seconds of a product of square matrices in each dtype.
+
+    All devices multiply at once, since on one host they share its cores.
+    """
+    n = mesh.n_devices
     function = "worker.seconds_of_products"
-    arguments = (mesh.n_devices, rows, dtypes, rounds)
     seconds: Sequence[float] = backend.ask(
-        mesh.n_devices, function, *arguments, timeout_s=timeout_s
+        n, function, n, rows, dtypes, rounds, timeout_s=timeout_s
     )
     return seconds
 

@@ -7,7 +7,6 @@ The phases are `record` (what the model does), `price` (what each way to shard i
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from itertools import product
 from typing import TypedDict
 
@@ -125,12 +124,12 @@ def suggest(  # noqa: PLR0913  the public signature
     moves = MovePrices(mesh, step.dtype, load_profile(profile))
     _check_rates(moves)
     candidates = list_problems(step, moves, micro_batches, recompute, overlap, batch_parts)
-    rules = {} if fixed is None else fixed
-    searches, by_hand = _search(candidates, limit, rules, gap, progress)
-    if not step.moves_anywhere and not any(search.best for search in searches):
-        # Nothing fits beside what travels ahead: so each module awaits its own.
-        candidates = [replace(problem, prefetch=0) for problem in candidates]
-        searches, by_hand = _search(candidates, limit, rules, gap, progress)
+    searches = _searches_of(candidates, limit, {} if fixed is None else fixed)
+    # Plans by hand first: they are good assignments to begin with, and a cutoff for all searches.
+    by_hand = _plans_by_hand(searches)
+    _raise_bounds(searches, progress)
+    _close_gaps(searches, gap)
+    progress(len(searches), len(searches))
     fastest = min(searches, key=lambda search: search.seconds)
     best = fastest.seconds
     if not np.isfinite(best):
@@ -169,48 +168,28 @@ def list_problems(
     """
     batch = step.lengths[step.batch]
     # Other numbers than powers of two are searched only when a person asks for one.
-    n_micro_batches = [2**i for i in range(MOST_BATCHES.bit_length()) if batch % 2**i == 0]
-    if micro_batches is not None:
-        if batch % micro_batches:
-            hint = f"{step.batch} is {batch}: {', '.join(map(str, n_micro_batches))} divide it"
-            raise PlanError(f"{short_repr(micro_batches)} micro-batches", hint=hint)
-        n_micro_batches = [micro_batches]
+    powers = [2**i for i in range(MOST_BATCHES.bit_length()) if batch % 2**i == 0]
+    n_micro_batches = powers if micro_batches is None else [micro_batches]
     has_repeated_blocks = any(op.times > 1 for op in step.ops)
     recomputing = [bool(recompute)]  # None is False where nothing can be computed again
     if recompute is None and has_repeated_blocks:
         recomputing = [False, True]
-    n_parts = [batch_parts]
-    if batch_parts is None:
-        # XLA has a scheduler of its own, and an overlap is given for whole batches.
-        is_scheduled = overlap is None and not step.moves_anywhere
-        n_parts = [1, 2] if is_scheduled else [1]
-    problem = StepProblem(step, moves, overlap=overlap, prefetch=int(not step.moves_anywhere))
+    ways = [(1, 1), (1, 2), (0, 1)]  # modules that travel ahead, and parts of a batch
+    if batch_parts is not None:
+        ways = [(1, batch_parts), (0, batch_parts)]
+    if overlap is not None:
+        ways = ways[:1]  # the others differ in what overlaps
+    if step.moves_anywhere:
+        ways = [(0, 1)]  # XLA has a scheduler of its own
     problems: list[StepProblem] = []
-    for number, again, parts in product(n_micro_batches, recomputing, n_parts):
+    for number, again, (ahead, parts) in product(n_micro_batches, recomputing, ways):
         if batch % (number * parts) == 0:
-            how = {"micro_batches": number, "recompute": again, "batch_parts": parts}
-            problems.append(replace(problem, **how))
+            problems.append(StepProblem(step, moves, number, again, overlap, ahead, parts))
     if not problems:
-        what = f"{short_repr(batch_parts)} parts of micro-batches"
-        raise PlanError(what, hint=f"{step.batch} is {batch}")
+        what = f"micro_batches={micro_batches}, batch_parts={batch_parts} do not divide the batch"
+        hint = f"{step.batch} is {batch}: {', '.join(map(str, powers))} divide it"
+        raise PlanError(what, hint=hint)
     return problems
-
-
-def _search(
-    candidates: Sequence[StepProblem],
-    limit: float,
-    fixed: RulesLike,
-    gap: float,
-    progress: Progress,
-) -> tuple[list[StepSearch], dict[str, StepPlan]]:
-    """Search all problems, and return the searches at their ends, and plans by hand."""
-    searches = _searches_of(candidates, limit, fixed)
-    # Plans by hand first: they are good assignments to begin with, and a cutoff for all searches.
-    by_hand = _plans_by_hand(searches)
-    _raise_bounds(searches, progress)
-    _close_gaps(searches, gap)
-    progress(len(searches), len(searches))
-    return searches, by_hand
 
 
 def _check_rates(moves: MovePrices) -> None:
@@ -260,12 +239,14 @@ def _plans_by_hand(searches: Sequence[StepSearch]) -> dict[str, StepPlan]:
     on the mesh is left out.
     """
     by_hand: dict[str, StepPlan] = {}
+    first = searches[0].problem
     for name, hand in HAND.items():
         plans: list[StepPlan] = []
         for search in searches:
-            if search.problem.batch_parts > 1:
-                continue  # people write it for the whole batch
-            search_by_hand = search.start_within(options_by_hand(search.problem, hand))
+            problem = search.problem
+            if problem.prefetch != first.prefetch or problem.batch_parts != first.batch_parts:
+                continue  # people write them for one way to run
+            search_by_hand = search.start_within(options_by_hand(problem, hand))
             if search_by_hand.vectors:
                 search_by_hand.run(most_steps=TRIES)
             for assignment, vector in search_by_hand.vectors.items():

@@ -92,12 +92,13 @@ def _mesh(name):
 
 
 def _searched(name):
-    """The rules of a model: parameters, inputs, outputs, what is gathered once, and the result."""
+    """The rules of a model: parameters, inputs, outputs, what is gathered once and together; the result."""
     model, batch = build(name)
     options = {
         "micro_batches": 1,
         "recompute": False,
         "gap": 0.05,
+        "overlap": 0.8,
         "profile": a_machine_for_small_models(),
     }
     fixed = {} if name in ONE_AXIS else {next(iter(batch)): "b/dp ..."}
@@ -113,7 +114,8 @@ def _searched(name):
     assert "tp" in str(parameters) and "tp" in str(inputs), name
     # Inside a module that is entered sharded an operation is idle.
     assert name not in ONE_AXIS or "mean(" in str(parameters), name
-    return parameters, inputs, outputs, plan.once, plan.result
+    assert f"prefetch={plan.prefetch})" in str(plan)
+    return parameters, inputs, outputs, plan.once, plan.gathers, plan.result
 
 
 def summed_and_counted(logits, labels):
@@ -123,7 +125,7 @@ def summed_and_counted(logits, labels):
 
 
 def _train(plans):
-    for name, (parameters, inputs, outputs, once, result) in plans.items():
+    for name, (parameters, inputs, outputs, once, gathers, result) in plans.items():
         mesh = _mesh(name)
         model, batch = build(name)
         logits_of = xs.Layout.parse(result)
@@ -136,7 +138,8 @@ def _train(plans):
         def loss(y, labels=labels, logits_of=logits_of, mesh=mesh):
             return mean_over_rows(summed_and_counted, y.logits, [labels], logits_of, mesh)
 
-        xt.parallelize(model, parameters, inputs, mesh, outputs=outputs, keep=once)
+        how = {"outputs": outputs, "gathers": gathers, "keep": once}
+        xt.parallelize(model, parameters, inputs, mesh, **how)
         tol = 1e-5 if name in IN_FLOAT32 else 1e-10
         xt.verify(model, batch, loss=loss, tol=tol)
 
@@ -169,7 +172,7 @@ def _search_and_train():
         found, {name: _searched(name) for name in [*MODELS][dist.get_rank() :: 4]}
     )
     plans = {name: plan for some in found for name, plan in some.items()}
-    assert plans.keys() == MODELS.keys() and any(once for *_, once, _ in plans.values())
+    assert plans.keys() == MODELS.keys() and any(once for *_, once, _, _ in plans.values())
     _train(plans)
 
 

@@ -62,12 +62,11 @@ def bytes_at_moments(parts: Parts, block_times: Ints, micro_batches: int) -> Flo
             # the parameters' and the gradients' bytes, hence twice.
             ending_layer = (sent[block] + 2 * gathered[block]) / times
             left_by_layers = left_by_block[block] * other_layers
-        beside_first = around + gathered[block] + on_way[block, 0]
-        first_layer = (running[block] + received[block]) / times
-        moments.append(beside_first + saved[block] + first_layer)
-        moments.append(beside_first + saved[block] * other_layers + ending_layer)
-        last_ends = around + ending_layer + left_by_layers
-        moments.append(last_ends + on_way[block, 1])
+        first_begins = around + saved[block] + gathered[block] + on_way[block, 0]
+        moments.append(first_begins + (running[block] + received[block]) / times)
+        moments.append(first_begins - saved[block] / times + ending_layer)  # it ends
+        # The last layer ends.
+        moments.append(around + left_by_layers + ending_layer + on_way[block, 1])
     return np.asarray(moments)
 
 
@@ -79,13 +78,14 @@ def _bytes_on_way(parts: Parts, block_times: Ints) -> Floats:
 
     Returns [blocks, first or last layer, parts].
     """
-    ahead = parts.of_blocks[:, BlockPart.AHEAD_BYTES]
-    behind = parts.of_blocks[:, BlockPart.BEHIND_BYTES]
+    # After the last block, and before block 0, which is number -1, nothing travels.
     nothing = np.zeros((1, parts.size))
-    next_ahead = np.concatenate([nothing, ahead[:-1]])
-    earlier_behind = np.concatenate([behind[1:], nothing])
-    times = block_times[:, None]
-    # Of three layers or more, one in the middle has two neighbours in the block.
-    first = np.where(times > 1, ahead, next_ahead) + np.where(times > 2, behind, earlier_behind)
-    last = next_ahead + np.where(times > 1, behind, earlier_behind)
-    return np.stack([first, last], 1)
+    ahead = np.concatenate([parts.of_blocks[:, BlockPart.AHEAD_BYTES], nothing])
+    behind = np.concatenate([parts.of_blocks[:, BlockPart.BEHIND_BYTES], nothing])
+    on_way: list[list[Floats]] = []
+    for block, times in enumerate(block_times):
+        is_alone = int(times == 1)
+        is_at_end = int(times < 3)  # of more layers, one in the middle has two neighbours
+        first = ahead[block - is_alone] + behind[block + is_at_end]
+        on_way.append([first, ahead[block - 1] + behind[block + is_alone]])
+    return np.array(on_way)

@@ -19,15 +19,20 @@ from xshard.step.price.options import Floats
 from xshard.step.price.parts import BlockPart, StepPart
 from xshard.step.price.step_setup import StepSetup
 
-EXPOSED_IN_PARTS = 0.2  # of activations: what `benchmarks.time` measures of batches in halves
+AWAITED_IN_PARTS = 0.5  # of activations: `benchmarks.time` measures 0.3 to 1.3 on gloo
 NO_BLOCK = -1  # before the first turn, and after the last
 
 
 class Exposed(NamedTuple):
-    """The shares of the seconds of moves that nothing hides."""
+    """The shares of seconds of moves in which a device waits.
+
+    Args:
+        activations: Of those of activations; the rest of them travels ahead as parameters do.
+        ahead: Of those of all that travels ahead, or beside the next module.
+    """
 
     activations: float
-    parameters: float  # and their gradients
+    ahead: float
 
 
 def exposed_shares(setup: StepSetup) -> Exposed:
@@ -36,8 +41,8 @@ def exposed_shares(setup: StepSetup) -> Exposed:
     if overlap is None and setup.step.moves_anywhere:
         overlap = setup.moves.profile.compiled_overlap
     if overlap is not None:
-        return Exposed(1 - overlap, 1 - overlap)
-    activations = EXPOSED_IN_PARTS if setup.batch_parts > 1 else 1.0
+        return Exposed(0.0, 1 - overlap)
+    activations = AWAITED_IN_PARTS if setup.batch_parts > 1 else 1.0
     return Exposed(activations, float(setup.prefetch == 0))
 
 
@@ -49,27 +54,26 @@ def closed_form(setup: StepSetup, limit_shares: Floats) -> CostFunction:
         parameters 0 + max(computing 0, parameters 1) + max(computing 1, parameters 2) + computing 2
 
     and the backward pass the same, with gradients of the module before beside parameters of the next
-    one, and gradients of the last one at its end. Activations are in the row of computing as far as
-    they are exposed, and in that of the links.
+    one, and gradients of the last one at its end. Activations that are awaited are in both rows.
     """
-    exposed = exposed_shares(setup)
+    share = exposed_shares(setup).ahead
     of_turns = _parts_of_turns(setup)
-    seconds = _by_pass(of_turns)
+    computing, awaited, ahead = _seconds_of_passes(setup, of_turns)
     gradients = of_turns[:, BlockPart.GRADIENTS_S]
-    order = [block for block, _ in setup.turns]
+    order = [block for block, _ in _turns(setup)]
+    first = order[0]
+    last = order[-1]
     # How often each turn occurs: its pass, the block before, its own, the next one.
     turns = Counter(zip(repeat(0), repeat(NO_BLOCK), order, [*order[1:], NO_BLOCK], strict=False))
-    first = order[0]
     order.reverse()
     followers = [*order[1:], NO_BLOCK]
     turns.update(zip(repeat(1), [NO_BLOCK, *order], order, followers, strict=False))
     rows: list[list[Floats]] = []
     for number, before, block, following in turns:
-        computing, activations, _ = seconds[block, number]
-        beside = seconds[following, number, -1] + gradients[before]
-        device = computing + exposed.activations * activations + exposed.parameters * beside
-        rows.append([device, activations + beside])
-    ends = seconds[first, 0, -1] + seconds[order[0], 1, -1] + gradients[first]
+        beside = ahead[following, number] + gradients[before]
+        waits = awaited[block, number]
+        rows.append([waits + computing[block, number] + share * beside, waits + beside])
+    ends = ahead[first, 0] + ahead[last, 1] + gradients[first]
     return CostFunction(
         linear=setup.micro_batches * ends + setup.parts.unit[StepPart.OPTIMIZER_S],
         times=setup.micro_batches * np.array([*turns.values()]),
@@ -80,42 +84,59 @@ def closed_form(setup: StepSetup, limit_shares: Floats) -> CostFunction:
 
 def schedule_of(setup: StepSetup, vector: Floats) -> Schedule:
     """Return the schedule of both passes of a micro-batch, with the seconds of a plan's parts."""
-    amounts = _parts_of_turns(setup) @ vector  # [blocks + 1, block parts]
-    seconds = _by_pass(amounts)
+    of_turns = _parts_of_turns(setup)
+    amounts = of_turns @ vector  # [blocks + 1, block parts]
+    computing_s, awaited_s, ahead_s = np.array(_seconds_of_passes(setup, of_turns)) @ vector
     exposed = exposed_shares(setup)
+    kind = "parameters" if exposed.activations == 1 else "parameters+activations"
 
     def turn(block: int, name: str, number: int) -> Turn:
-        computing_s, activations_s, parameters_s = map(float, seconds[block, number])
-        exposed_s = exposed.activations * activations_s
-        *_, gradients_s = amounts[block, : BlockPart.SAVED_BYTES]
-        *_, ahead, behind = amounts[block]
+        *_, ahead_bytes, behind_bytes = amounts[block]
+        gradients_s = amounts[block, BlockPart.GRADIENTS_S]
         return Turn(
             name,
-            computing_s,
-            parameters=_move(f"{name} parameters", parameters_s, ahead),
-            gradients=_move(f"{name} gradients", gradients_s, behind),
-            activations=_move(f"{name} activations", exposed_s),
-            beside=_move(f"{name} other activations", activations_s - exposed_s),
+            float(computing_s[block, number]),
+            parameters=_move(f"{name} {kind}", ahead_s[block, number], ahead_bytes),
+            gradients=_move(f"{name} gradients", gradients_s, behind_bytes),
+            activations=_move(f"{name} activations", awaited_s[block, number]),
         )
 
-    forward = [turn(block, name, 0) for block, name in setup.turns]
-    backward = [turn(block, f"{name}, backward", 1) for block, name in reversed(setup.turns)]
-    return training_step(forward, backward, 0 if exposed.parameters == 1 else setup.prefetch)
+    turns = _turns(setup)
+    forward = [turn(block, name, 0) for block, name in turns]
+    backward = [turn(block, f"{name}, backward", 1) for block, name in reversed(turns)]
+    return training_step(forward, backward, 0 if exposed.ahead == 1 else setup.prefetch)
 
 
 def _move(name: str, seconds: float, n_bytes: float = 0) -> Start | None:
     return Start(name, int(n_bytes), seconds=float(seconds)) if seconds else None
 
 
+def _turns(setup: StepSetup) -> list[tuple[int, str]]:
+    """List the modules that compute in a forward pass, with their blocks: [(1, "layers.0"), ...]."""
+    first_names = {setup.block_of[op.name]: op.name for op in reversed(setup.step.ops)}
+    turns: list[tuple[int, str]] = []
+    for block, n_turns in enumerate(setup.n_turns):
+        names = [first_names[block]]
+        if n_turns > 1:
+            layer = first_names[block].partition("*")[0]
+            names = [f"{layer}{i}" for i in range(n_turns)]
+        turns += [(block, name) for name in names]
+    return turns
+
+
 def _parts_of_turns(setup: StepSetup) -> Floats:
     """Return the parts of a turn in each block, and zeros for no block: [blocks + 1, block parts, parts]."""
-    n_turns = Counter(block for block, _ in setup.turns)
-    layers_in_turn = setup.block_times / np.array([*n_turns.values()])
+    layers_in_turn = setup.block_times / setup.n_turns
     of_turns = setup.parts.of_blocks * layers_in_turn[:, None, None]
     return np.concatenate([of_turns, np.zeros_like(of_turns[:1])])
 
 
-def _by_pass(of_turns: Floats) -> Floats:
-    """Take the seconds of computing, activations and parameters: [blocks, 2 passes, 3 kinds, ...]."""
-    of_passes = of_turns[:, : BlockPart.GRADIENTS_S]
-    return of_passes.reshape(len(of_turns), 2, 3, *of_turns.shape[2:])
+def _seconds_of_passes(setup: StepSetup, of_turns: Floats) -> list[Floats]:
+    """Take the seconds of computing, awaited activations, and what travels ahead.
+
+    Returns for each [blocks + 1, 2 passes, parts].
+    """
+    of_passes = of_turns[:, : BlockPart.GRADIENTS_S].reshape(len(of_turns), 2, 3, -1)
+    computing, activations, parameters = np.moveaxis(of_passes, 2, 0)
+    awaited = exposed_shares(setup).activations * activations
+    return [computing, awaited, parameters + activations - awaited]

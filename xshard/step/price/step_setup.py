@@ -97,25 +97,17 @@ class StepSetup:
         return np.array([*times.values()])
 
     @cached_property
-    def turns(self) -> Sequence[tuple[int, str]]:
-        """The modules that compute one after another in a forward pass: their blocks and names.
+    def n_turns(self) -> Ints:
+        """How many modules of each block compute, and gather their parameters, one after another.
 
-        They gather their parameters by themselves: each layer, and outside of layers each operation
-        that takes a matrix.
+        They are its layers; outside of layers they are the operations that take a matrix.
         """
         step = self.step
         matrices = [name for name in step.parameters if len(step.arrays[name].dims) > 1]
-        with_matrix = {step.consumers(name)[0].name for name in matrices}
-        turns: list[tuple[int, str]] = []
-        for block, times in enumerate(self.block_times):
-            names = [op.name for op in step.ops if self.block_of[op.name] == block]
-            if times > 1:
-                layer = names[0].partition("*")[0]
-                modules = [f"{layer}{i}" for i in range(times)]
-            else:
-                modules = [name for name in names if name in with_matrix]
-            turns += [(block, name) for name in modules or names[:1]]
-        return turns
+        takers = {step.consumers(name)[0].name for name in matrices}
+        in_block = Counter(self.block_of[name] for name in takers)
+        modules = [in_block[block] for block in range(len(self.block_times))]
+        return np.maximum(np.where(self.block_times > 1, self.block_times, modules), 1)
 
     @cached_property
     def parts(self) -> Parts:

@@ -22,11 +22,9 @@ from xshard.step.say.limits import read_limits
 from xshard.step.say.rules import StepRules, ends_of, written
 
 SAME = 0.01  # of the seconds: plans this near are as good
-WHY_EXPOSED = {
-    "activations": "which the next operation awaits",
-    "parameters": "of the first module of each pass, and where one computes for a shorter time",
-    "gradients": "of the last module, and where one computes for a shorter time",
-}
+WHY_EXPOSED = """\
+  activations are awaited where they are used; parameters and gradients at the ends of a pass, and where
+  they travel for a longer time than a module computes"""
 GATHERED = {Gathering.PER_USE: "for each use", Gathering.PER_STEP: "once per step"}
 
 
@@ -288,7 +286,7 @@ class Suggestion(Pictured):
         )
 
     def _exposed(self) -> list[str]:
-        """Write for each kind of moves how long the device waits for them, and why."""
+        """Write for how long the device waits for each kind of moves, and why."""
         problem = self.search.problem
         if problem.overlap is not None or problem.step.moves_anywhere:
             return []  # a share, and no schedule
@@ -297,11 +295,11 @@ class Suggestion(Pictured):
             if span.lane == EXPOSED:
                 kind = span.name.rpartition(" ")[2]
                 seconds_of[kind] = seconds_of.get(kind, 0.0) + span.end_s - span.begin_s
-        lines: list[str] = []
-        for kind in sorted(seconds_of, key=seconds_of.__getitem__, reverse=True):
-            exposed = format_seconds(problem.micro_batches * seconds_of[kind])
-            lines.append(f"  exposed: {kind} {exposed}, {WHY_EXPOSED[kind]}")
-        return lines
+        exposed = [
+            f"{kind} {format_seconds(problem.micro_batches * seconds)}"
+            for kind, seconds in seconds_of.items()
+        ]
+        return [f"exposed: {', '.join(exposed)}", WHY_EXPOSED] if exposed else []
 
     def _comparison(self) -> list[str]:
         """Compare this plan with plans by hand, such as ZeRO-3: a table, then a remark.
