@@ -8,7 +8,7 @@ elimination, Dechter 1999).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -142,9 +142,10 @@ def _eliminate(tables: Sequence[Table], sizes: Sequence[int], buckets: list[Buck
         for variable in table.scope:
             numbers_with[variable][number] = None
     n_entries: dict[int, int] = {}  # by variable, of the sum of all tables with it
-    # Variables whose tables have changed, so that `n_entries` is counted again: at first all.
-    changed: Iterable[int] = range(len(sizes))
-    for _ in sizes:
+    # Variables whose tables have changed, so that `n_entries` is counted again: at first all with
+    # a choice of values.
+    changed = [variable for variable, size in enumerate(sizes) if size > 1]
+    for _ in [*changed]:
         for variable in changed:
             with_variable = [left[number] for number in numbers_with[variable]]
             n_entries[variable] = _n_entries_of_sum(with_variable, sizes)
@@ -189,7 +190,7 @@ def excess(buckets: Sequence[Bucket]) -> dict[int, Floats]:
         buckets: Those of `minimum`, in the order of elimination.
 
     Returns:
-        For each variable, [values], at least 0. After mini-buckets they are lower bounds.
+        For each variable with several values, [values], at least 0. After mini-buckets they are lower bounds.
     """
     excess_of: dict[int, Floats] = {}
     # By number of a bucket: what other tables add, with its scope's axes, 1 long at its variable.
@@ -235,14 +236,17 @@ def _added_beside(least: Table, total: Floats, scope: Sequence[int], origin: Buc
 def _tables_of(unary: Sequence[Floats], pairs: Mapping[tuple[int, int], Floats]) -> list[Table]:
     """Make a table of every term, with variables in order.
 
-    A table of a pair has no axis for a variable with one value: arrays have few axes, and a variable
-    may have many neighbours.
+    A table has no axis for a variable with one value: a variable may have more neighbours than an
+    array has axes.
     """
-    tables = [Table((variable,), entries) for variable, entries in enumerate(unary)]
-    for (first, second), entries in pairs.items():
-        in_order = entries if first < second else entries.T
-        scope = [v for v in sorted((first, second)) if len(unary[v]) > 1]
-        tables.append(Table(scope, in_order.squeeze()))
+    terms: dict[tuple[int, ...], Floats] = {(v,): entries for v, entries in enumerate(unary)}
+    for pair, entries in pairs.items():
+        terms[pair] = entries
+    tables = []
+    for variables, entries in terms.items():
+        in_order = entries if variables == tuple(sorted(variables)) else entries.T
+        scope = [variable for variable in sorted(variables) if len(unary[variable]) > 1]
+        tables.append(Table(scope, np.asarray(in_order).squeeze()))
     return tables
 
 

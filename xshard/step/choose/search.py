@@ -9,6 +9,7 @@ assignment has them.
 from __future__ import annotations
 
 import sys
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -17,6 +18,7 @@ import numpy as np
 
 from xshard.step.choose.eliminate import Bucket, excess, minimum
 from xshard.step.choose.programs import Pairs, best_mixture, solve_program
+from xshard.step.price.edges import Edge
 from xshard.step.price.options import Flags, Floats, Ints
 from xshard.step.price.problem import StepProblem
 from xshard.step.record.arrays import REPLICAS
@@ -211,7 +213,11 @@ class StepSearch:
         With all others, every assignment takes more than `seconds` over the bound.
         """
         excess_of = excess(bound.buckets)
-        return [own[excess_of[node] <= seconds] for node, own in enumerate(self.live_options)]
+        # The only option of a node costs no more than it must.
+        only = np.zeros(1)
+        return [
+            own[excess_of.get(node, only) <= seconds] for node, own in enumerate(self.live_options)
+        ]
 
     def bound_by(self, multipliers: Floats) -> Bound:
         """Minimize the cost under multipliers (`CostFunction.weights`): a lower bound of all seconds."""
@@ -311,24 +317,52 @@ class StepSearch:
         rank = np.inf
         while True:
             # Planned when it was offered, a change may turn out to be none for the better.
-            new_rank = float(self.cost.rank(self.problem.vectors(assignment)[0]))
+            vector = self.problem.vectors(assignment)[0]
+            new_rank = float(self.cost.rank(vector))
             if new_rank >= (1 - CLOSE) * rank:
                 return
             rank = new_rank
-            assignment = self._best_change(assignment)
+            assignment = self._best_change(assignment, vector)
             self.offer(assignment)
 
-    def _best_change(self, assignment: list[int]) -> list[int]:
-        """Return the assignment that ranks first among those with another option at one node."""
+    def _best_change(self, assignment: list[int], vector: Floats) -> list[int]:
+        """Return the assignment that ranks first among those with another option at one node.
+
+        vector: the parts of the cost of the assignment.
+        """
+        edges_of_node = defaultdict[int, list[Edge]](list)
+        for edge in self.problem.edges:
+            for node in edge.nodes:
+                edges_of_node[node].append(edge)
         best = assignment
         least = np.inf
         for node, options in enumerate(self.live_options):
-            ranks = self.cost.rank(self.problem.vectors(assignment, node))[options]
+            costs = self.problem.nodes[node].costs
+            vectors = vector + costs[options] - costs[assignment[node]]
+            for edge in edges_of_node[node]:
+                _add_changes(vectors, edge, assignment, node, options)
+            ranks = self.cost.rank(vectors)
             if ranks.min() < least:
                 least = ranks.min()
                 best = list(assignment)
                 best[node] = int(options[ranks.argmin()])
         return best
+
+
+def _add_changes(
+    vectors: Floats, edge: Edge, assignment: Sequence[int], node: int, options: Ints
+) -> None:
+    """Add what the moves of an edge cost more if one of its nodes has other options.
+
+    vectors: the parts of the cost for each of the options, [options, parts]; changed in place.
+    """
+    now = {end: np.array([assignment[end]]) for end in edge.nodes}
+    then = {**now, node: options}
+    rows = edge.rows[then[edge.source]]
+    columns = edge.columns[then[edge.user]]
+    cost_before = edge.costs(edge.rows[now[edge.source]], edge.columns[now[edge.user]])
+    vectors[:, edge.parts] += (edge.costs(rows, columns) - cost_before).T
+    vectors[edge.banned[rows, columns]] = np.inf
 
 
 def _without_dead_ends(problem: StepProblem, options: Sequence[Ints]) -> Sequence[Ints]:
@@ -355,8 +389,8 @@ def _without_dead_ends(problem: StepProblem, options: Sequence[Ints]) -> Sequenc
             has_column = np.bincount(edge.columns[user], minlength=n_columns) > 0
             is_possible = ~edge.banned & has_row[:, None] & has_column
             for node, keeps in (
-                (edge.source, is_possible.any(1)[edge.rows]),
-                (edge.user, is_possible.any(0)[edge.columns]),
+                (edge.source, np.any(is_possible, 1)[edge.rows]),
+                (edge.user, np.any(is_possible, 0)[edge.columns]),
             ):
                 if (is_live[node] & ~keeps).any():
                     is_live[node] &= keeps
