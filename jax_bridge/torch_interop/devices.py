@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -78,7 +78,8 @@ class MeshPair:
     @cached_property
     def all_devices(self) -> tuple[jax.Device, ...]:
         """The devices of both meshes, by process and id."""
-        return _ordered({*self.torch_devices, *self.jax_devices})
+        used = {*self.torch_devices, *self.jax_devices}
+        return tuple(x for x in all_devices(self.jax_devices[0]) if x in used)
 
     @cached_property
     def has_device_per_process(self) -> bool:
@@ -172,7 +173,7 @@ def _torch_devices(
     if isinstance(torch_mesh, DeviceMesh):
         return _devices_of_ranks(torch_mesh.mesh.flatten().tolist(), jax_devices, available)
     if len(jax_devices) == axes.n_devices:
-        return _ordered(jax_devices)
+        available = [device for device in available if device in jax_devices]
     if len(available) < axes.n_devices:
         reason = f"torch's {axes!r} has {axes.n_devices} devices, JAX has {len(available)}"
         hint = "every block of torch is on a device of JAX of its own, in JAX's mesh or not"
@@ -207,10 +208,6 @@ def _devices_of_ranks(
         hint = "every rank of a DeviceMesh has one device of JAX; an xshard.Mesh counts devices"
         raise MeshError(reason, hint=hint)
     return tuple(device_of_rank[rank] for rank in ranks)
-
-
-def _ordered(devices: Iterable[jax.Device]) -> tuple[jax.Device, ...]:
-    return tuple(sorted(devices, key=lambda device: (device.process_index, device.id)))
 
 
 # ---- the start of processes

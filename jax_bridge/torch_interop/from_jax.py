@@ -150,11 +150,7 @@ class _JaxFunction:
 
         Raises MeshError if its axes or the order of its devices differ from JAX's mesh.
         """
-        device_mesh = None
-        for x in leaves:
-            if isinstance(x, DTensor):
-                device_mesh = x.device_mesh
-                break
+        device_mesh = next((x.device_mesh for x in leaves if isinstance(x, DTensor)), None)
         meshes = mesh_pair(self.mesh, device_mesh)
         has_same_axes = meshes.torch_axes == meshes.jax_axes
         if not has_same_axes or meshes.torch_devices != meshes.jax_devices:
@@ -415,9 +411,7 @@ class VjpProgram:
         next_group = iter(self.as_user_gives(self.divided(tensors)))
         leaves = [next(next_group) if x is None else x for x in non_tensors]
         gradients = self._pullback(leaves, self.as_user_gives(cotangents))
-        if self.n_local_devices > 1:
-            return list(gradients)
-        return [[gradient] for gradient in gradients]
+        return self.divided(jax.tree.leaves(gradients))
 
     @cached_property
     def _pullback(self) -> _JaxFunction:

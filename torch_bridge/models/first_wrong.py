@@ -313,9 +313,9 @@ def mismatch_of(
     # The kit looks at numpy arrays of all processes together, and finds what kind of mistake it is.
     blocks = [array_of(x.cpu().contiguous()) for x in (block, wanted.block)]
     found, expected = zip(*_from_all_processes(blocks, context), strict=True)
-    case = Case.of(found, expected, wanted.sharding, tol, largest, {})
+    case = Case(found, expected, wanted.sharding, tol, largest)
     subject = Subject(wanted.kind, wanted.name, "torch", context.axes, "one device")
-    return located(subject, case)
+    return located(subject, case.settled())
 
 
 def _from_all_processes(own: Any, context: ParallelContext) -> list[Any]:

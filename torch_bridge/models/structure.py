@@ -42,13 +42,17 @@ def check_structure(model: nn.Module, parallel: ParallelModel) -> None:
 
     Wrappers around a part, as for checkpointing, change nothing: the part keeps its hooks.
     """
-    places = [place for parameter in parallel.parameters for place in parameter.places]
-    known = {id(place.tensors.get(place.attribute)) for place in places}
-    strangers = [name for name, x in model.named_parameters() if id(x) not in known]
+    known: set[int] = set()
+    for parameter in parallel.parameters:
+        known.update(id(place.tensors.get(place.attribute)) for place in parameter.places)
+    changes = []
+    for name, x in model.named_parameters():
+        if id(x) not in known:
+            changes.append(f"{name} came into it")
     modules = set(model.modules())
-    gone = [name for module, name in parallel.names.items() if module not in modules]
-    changes = [f"{name} came into it" for name in strangers]
-    changes += [f"{title_of(name)} has left it" for name in gone if name in parallel.hooks]
+    for module, name in parallel.names.items():
+        if name in parallel.hooks and module not in modules:
+            changes.append(f"{title_of(name)} has left it")
     if changes:
         what = f"the model has changed since parallelize: {', '.join(changes[:LISTED])}"
         hint = "build the whole model first; wrappers of a part may come later"

@@ -50,16 +50,16 @@ from xshard.notation.parser import ELLIPSIS
 Converters = Mapping[type[nn.Module], Callable[[Any], nn.Module]]
 
 # Modules of torch that only call functions with rules: records follow blocks through them.
-_FOLLOWED_NAMES = (
-    "Sequential ModuleList ModuleDict ParameterList ParameterDict Identity Flatten Unflatten"
-    " Linear Embedding Dropout AlphaDropout Softmax Softmax2d Softmin LogSoftmax GLU"
-    " LocalResponseNorm ChannelShuffle PixelShuffle ELU Hardshrink Hardsigmoid Hardtanh Hardswish"
-    " LeakyReLU LogSigmoid PReLU ReLU ReLU6 SELU CELU GELU Sigmoid SiLU Mish Softplus Softshrink"
-    " Softsign Tanh Tanhshrink Threshold ConstantPad1d ConstantPad2d ConstantPad3d ZeroPad1d"
-    " ZeroPad2d ZeroPad3d CircularPad1d CircularPad2d CircularPad3d ReflectionPad1d"
-    " ReflectionPad2d ReflectionPad3d ReplicationPad1d ReplicationPad2d ReplicationPad3d"
-)
-FOLLOWED = tuple(getattr(nn, name) for name in _FOLLOWED_NAMES.split())
+FOLLOWED = (
+    nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict, nn.Identity,
+    nn.Flatten, nn.Unflatten, nn.Linear, nn.Embedding, nn.Dropout, nn.AlphaDropout, nn.Softmax, nn.Softmax2d,
+    nn.Softmin, nn.LogSoftmax, nn.GLU, nn.LocalResponseNorm, nn.ChannelShuffle, nn.PixelShuffle, nn.ELU,
+    nn.Hardshrink, nn.Hardsigmoid, nn.Hardtanh, nn.Hardswish, nn.LeakyReLU, nn.LogSigmoid, nn.PReLU, nn.ReLU,
+    nn.ReLU6, nn.SELU, nn.CELU, nn.GELU, nn.Sigmoid, nn.SiLU, nn.Mish, nn.Softplus, nn.Softshrink,
+    nn.Softsign,
+    nn.Tanh, nn.Tanhshrink, nn.Threshold,
+    *(getattr(nn, name) for name in nn.modules.padding.__all__),  # nn.ZeroPad2d and the like
+)  # fmt: skip
 
 
 @api_boundary

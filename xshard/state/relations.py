@@ -277,7 +277,7 @@ def _parts_of_whole(
     else:
         rows_in_group = tuple(lengths)
     group_rows = sum(rows_in_group)
-    n_groups = shape[d] // group_rows if group_rows else 0
+    n_groups = shape[d] // max(group_rows, 1)  # 0 without rows
     is_divided = n_groups * group_rows == shape[d]
     fits_lengths = not lengths or [n_groups * n for n in rows_in_group] == list(lengths)
     if not (is_divided and fits_lengths):

@@ -124,12 +124,18 @@ def plan_transfer(  # noqa: PLR0913  all but two are keywords
                 for piece in target.pieces
             ]
         arrays.append(ArrayPlan(name, sharding, target.dtype, tuple(moves)))
-    arrays = _with_balanced_senders(arrays)
-    bytes_sent = [array.bytes_by_device(sent=True) for array in arrays]
     limit_bytes = arguments.limit_of(bucket_bytes, "bucket_bytes")
-    groups = trees.group_by_bytes(bytes_sent, limit_bytes)
-    buckets = tuple(tuple(map(arrays.__getitem__, group)) for group in groups)
+    buckets = _bucketed(_with_balanced_senders(arrays), limit_bytes)
     return TreePlan(*meshes, sources, buckets, machine)
+
+
+def _bucketed(
+    arrays: Sequence[ArrayPlan], limit_bytes: int | None
+) -> tuple[tuple[ArrayPlan, ...], ...]:
+    """Divide arrays into buckets of which a device sends, or receives, about this many bytes at most."""
+    bytes_sent = [array.bytes_by_device(sent=True) for array in arrays]
+    groups = trees.group_by_bytes(bytes_sent, limit_bytes)
+    return tuple(tuple(arrays[i] for i in group) for group in groups)
 
 
 def _find_layouts(

@@ -15,7 +15,7 @@ from xshard.layout import Layout, Mesh, Sharding
 from xshard.steps.base import Block
 from xshard.testing.blocks import wanted_gradient
 from xshard.testing.diagnosis.causes import Cause
-from xshard.testing.diagnosis.evidence import in_double, largest_value, whole
+from xshard.testing.diagnosis.evidence import Case, in_double, largest_value, whole
 from xshard.testing.mismatch import DIFFERENCES, Mismatch, Subject, find_mismatch
 from xshard.testing.problem import Problem
 from xshard.testing.question import Devices, Side
@@ -139,7 +139,6 @@ class _Comparison:
         `runtime` is the framework whose run is checked.
         """
         derivatives = self.truth.derivatives
-        self.n_compared += len(derivatives)
         largest_size = max((slope.size for slope in derivatives.values()), default=0.0)
         # To `find_mismatch` the slopes are an array of one dim, on a mesh of one device.
         directions = Layout.parse("direction")
@@ -148,20 +147,17 @@ class _Comparison:
                 "gradient", self.problem.names[i], runtime, self.truth.mesh, DIFFERENCES
             )
             dtype = self.problem.values[i].dtype.name
-            mismatch = find_mismatch(
-                subject,
+            case = Case(
                 slope.of_gradient,
                 slope.by_differences,
                 Sharding(directions, self.truth.mesh, slope.of_gradient[0].shape),
                 tolerance=max(DERIVATIVE, rounding([dtype])),
-                # `find_mismatch` allows errors relative to a hundredth of this, or to the wanted
-                # values if these are larger. A slope may be near 0 by chance, so the error should
-                # be relative to `size`, the size of its terms.
+                # Errors are allowed relative to a hundredth of this, or to the wanted values if
+                # these are larger. A slope may be near 0 by chance, so the error should be relative
+                # to `size`, the size of its terms.
                 largest=max(100 * slope.size, largest_size),
-                arguments={},
             )
-            if mismatch is not None:
-                self.mismatches.append(_with_cause(mismatch, (), self.truth.draws))
+            self._note(subject, case, self.truth.draws)
 
     def compare_with_truth(self, run: RunAnswer) -> None:
         """Compare all arrays of a run with the right ones."""
@@ -203,21 +199,18 @@ class _Comparison:
         Returns:
             The mismatch, which has been added to `mismatches`; None if all blocks agree.
         """
-        self.n_compared += 1
         subject = Subject(array.kind, array.name, runtime, array.sharding.mesh, against)
-        mismatch = find_mismatch(
-            subject,
-            array.got,
-            want,
-            array.block_sharding,
-            tolerance=self.tol,
-            largest=self._largest_values[array.kind],
-            arguments=self.problem.arrays,
-        )
+        largest = self._largest_values[array.kind]
+        case = Case(array.got, want, array.block_sharding, self.tol, largest, self.problem.arrays)
+        return self._note(subject, case, self._draws_random_numbers)
+
+    def _note(self, subject: Subject, case: Case, draws_random_numbers: bool) -> Mismatch | None:
+        """Compare blocks with the right ones, and note a mismatch, if any, with its cause."""
+        self.n_compared += 1
+        mismatch = find_mismatch(subject, case)
         if mismatch is not None:
-            self.mismatches.append(
-                _with_cause(mismatch, self.mismatches, self._draws_random_numbers)
-            )
+            mismatch = _with_cause(mismatch, self.mismatches, draws_random_numbers)
+            self.mismatches.append(mismatch)
         return mismatch
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -93,39 +93,23 @@ class Mismatch:
         return self.cause.text if self.cause else "none that is known"
 
 
-def find_mismatch(
-    subject: Subject,
-    got: Sequence[Block],
-    want: Sequence[Block],
-    sharding: Sharding,
-    tolerance: float | None,
-    largest: float,
-    arguments: Mapping[str, Block],
-) -> Mismatch | None:
+def find_mismatch(subject: Subject, case: Case) -> Mismatch | None:
     """Compare one array's blocks with the right blocks: shapes, then dtypes, then values.
 
     Args:
         subject: What is compared with what, for the report.
-        got: The blocks as they are, one per device.
-        want: The right blocks, one per device.
-        sharding: The layout of both, on its mesh.
-        tolerance: The largest error that is still rounding, relative to the largest value. None: by
-            the dtypes.
-        largest: The largest value among all arrays of this kind. Errors are compared with a
-            hundredth of it at least, so that rounding in an array that is nearly zero counts as
-            such.
-        arguments: The function's whole arguments by name, which help to find the cause.
+        case: The blocks as they are, and the right ones.
 
     Returns:
         The first device and element that differ most, with a likely cause; None if all blocks
         agree.
     """
     # First, since blocks of other shapes have no elements to compare.
-    for device, (got_block, want_block) in enumerate(zip(got, want, strict=True)):
-        problem = _difference_of_form(got_block, want_block, sharding)
+    for device, (got, want) in enumerate(case.pairs):
+        problem = _difference_of_form(got, want, case.sharding)
         if problem:
             return Mismatch(subject, device, problem=problem)
-    case = Case.of(got, want, sharding, tolerance, largest, arguments)
+    case = case.settled()
     return None if case.agrees else located(subject, case)
 
 

@@ -216,7 +216,7 @@ def _case(many: Seen, right: Block, mesh: Mesh, arguments: Arrays, layout: Layou
             blocks[device] = blocks[device][tuple(map(slice, wanted.shape))]
     if [block.shape for block in blocks] != [wanted.shape for wanted in want]:
         return None
-    return Case.of(blocks, want, sharding, tolerance=None, largest=0.0, arguments=arguments)
+    return Case(tuple(blocks), tuple(want), sharding, arguments=arguments).settled()
 
 
 def _readings(layout: Layout, axes: Sequence[str]) -> Iterator[Layout]:

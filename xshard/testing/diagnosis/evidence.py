@@ -79,54 +79,33 @@ class Case:
     Attributes:
         got: The blocks as they are, one per device.
         want: The right blocks.
-        sharding: Of both, with a settled layout.
-        tolerance: Relative to the largest value wanted.
+        sharding: Of both; causes are found under a settled layout.
+        tolerance: The largest error that is still rounding, relative to the largest value wanted. None: by
+            the dtypes.
         largest: The largest value among arrays of this kind. The tolerance is relative to a hundredth of
             it if that is more: beside larger arrays, a deviation from zero is rounding.
-        arguments: Whole arguments of the function by name.
+        arguments: Whole arguments of the function by name: some mistakes are found by them.
     """
 
     got: tuple[Block, ...]
     want: tuple[Block, ...]
     sharding: Sharding
-    tolerance: float
+    tolerance: float | None = None
     largest: float = 0.0
     arguments: Mapping[str, Block] = field(default_factory=dict)
 
-    @classmethod
-    def of(
-        cls,
-        got: Sequence[Block],
-        want: Sequence[Block],
-        sharding: Sharding,
-        tolerance: float | None,
-        largest: float,
-        arguments: Mapping[str, Block],
-    ) -> Case:
-        """Put wrong and right blocks side by side, to search for the mistake between them.
+    def settled(self) -> Case:
+        """Return the case with all addends added up, to search for the mistake between both sides.
 
         A layout of a sum determines only the sum, and not the addend of each device: if got is 1
         and 4, and want is 2 and 3, nothing is wrong. So addends are added up first, which gives 5
         and 5 on both sides.
-
-        Args:
-            got: The blocks as they are, one per device.
-            want: The blocks as they should be.
-            sharding: The layout of both, on its mesh.
-            tolerance: The largest error that is still rounding, relative. None: by the dtypes.
-            largest: The largest value among all arrays of this kind: beside it, small errors of an
-                array that is nearly zero are rounding.
-            arguments: The function's whole arguments by name: some mistakes are found by them.
         """
-        if tolerance is None:
-            tolerance = rounding((want[0].dtype.name, got[0].dtype.name))
-        return cls(
-            got=settle(got, sharding),
-            want=settle(want, sharding),
-            sharding=sharding.with_layout(settled(sharding.layout)),
-            tolerance=tolerance,
-            largest=largest,
-            arguments=arguments,
+        return replace(
+            self,
+            got=settle(self.got, self.sharding),
+            want=settle(self.want, self.sharding),
+            sharding=self.sharding.with_layout(settled(self.sharding.layout)),
         )
 
     @property
@@ -149,10 +128,17 @@ class Case:
         """The largest absolute value wanted."""
         return largest_value(self.want)
 
+    @cached_property
+    def relative_slack(self) -> float:
+        """The difference that is allowed, relative to the largest value."""
+        if self.tolerance is not None:
+            return self.tolerance
+        return rounding((self.want[0].dtype.name, self.got[0].dtype.name))
+
     @property
     def slack(self) -> float:
         """The absolute difference that is allowed."""
-        return self.tolerance * max(self.scale, self.largest / 100)
+        return self.relative_slack * max(self.scale, self.largest / 100)
 
     def near(self, a: Any, b: Any) -> bool:
         """Tell whether two arrays are equal within the tolerance."""
@@ -165,7 +151,7 @@ class Case:
         return all(map(self.near, a, b))
 
     def _close(self, a: Block, b: Block) -> Mask:
-        close = np.isclose(a, b, rtol=self.tolerance, atol=self.slack, equal_nan=True)
+        close = np.isclose(a, b, rtol=self.relative_slack, atol=self.slack, equal_nan=True)
         return np.asarray(close)
 
     @cached_property
