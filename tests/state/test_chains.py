@@ -265,7 +265,7 @@ class Chain:
 
 def chains(n: int) -> list[Chain]:
     made = [Chain(seed) for seed in range(n)]
-    return [chain for chain in made if chain.names is not None and len(chain.names.links) > 1]
+    return [chain for chain in made if chain.names is not None and chain.names.links]
 
 
 def test_a_random_chain_is_its_links_in_turn_and_its_inverse_undoes_it() -> None:

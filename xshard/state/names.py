@@ -185,6 +185,7 @@ class Names:
         for item in relations:
             flat += [item] if isinstance(item, Relation) else item
         self.relations = tuple(flat)
+        self.links: tuple[Names, ...] = ()  # of a chain, in turn: see `then`
         # How many rows each part of a joined array had, by its name and shape. A split without
         # `rows=` divides the array so. () if arrays of one name and shape had different parts.
         self._joined: dict[tuple[str, Shape], tuple[int, ...]] = {}
@@ -205,14 +206,11 @@ class Names:
         >>> {name: array.shape for name, array in names.inverse.resolve({"a.qk": (10,)}).items()}
         {'a.q': (8,), 'a.k': (2,)}
         """
+        if self.links:
+            return functools.reduce(Names.then, [link.inverse for link in reversed(self.links)])
         inverse = Names(*(relation.inverse for relation in self.relations))
         inverse._joined = self._joined  # shared: what is resolved later counts, too
         return inverse
-
-    @property
-    def links(self) -> tuple[Names, ...]:
-        """The names that apply one after the other: these alone, unless they are a chain."""
-        return (self,)
 
     def then(self, names: Names) -> Names:
         """Apply other names to the arrays that these make, as one mapping from the first to the last.
@@ -234,7 +232,14 @@ class Names:
             >>> {name: array.shape for name, array in names.resolve({"experts": (1, 8, 2)}).items()}
             {'experts.0.gate': (4, 2), 'experts.0.up': (4, 2)}
         """
-        return _Chain((*self.links, *names.links))
+        for relation in self.relations:
+            if relation.dtype is not None:
+                reason = f"'{relation}' casts to {relation.dtype}, and other names follow"
+                raise XshardError(reason, hint="cast in the last link of a chain")
+        chain = Names(*self.relations, *names.relations)
+        for part in (self, names):
+            chain.links += part.links if part.links else (part,)
+        return chain
 
     def resolve(
         self, shapes: Mapping[str, Sequence[int]], dtypes: Mapping[str, str] | None = None
@@ -255,6 +260,8 @@ class Names:
             XshardError: A name has no relation, a relation no name, or a name two origins.
             ShapeError: Shapes do not fit together.
         """
+        if self.links:
+            return _resolve_chain(self.links, shapes, dtypes)
         # The sources that no relation has used yet: `_take_shapes` removes those that one uses.
         remaining = {name: tuple(shape) for name, shape in shapes.items()}
         targets = {}
@@ -332,40 +339,23 @@ class Names:
         return results
 
 
-class _Chain(Names):
-    """Names that apply one after the other, as one mapping from the first sources to the last targets."""
-
-    def __init__(self, links: tuple[Names, ...]) -> None:
-        super().__init__(*(link.relations for link in links))
-        self._links = links
-        for link in links[:-1]:
-            for relation in link.relations:
-                if relation.dtype is not None:
-                    reason = f"'{relation}' casts to {relation.dtype}, and other names follow"
-                    raise XshardError(reason, hint="cast in the last link of a chain")
-
-    @property
-    def links(self) -> tuple[Names, ...]:
-        return self._links
-
-    @functools.cached_property
-    def inverse(self) -> Names:
-        return _Chain(tuple(link.inverse for link in reversed(self.links)))
-
-    def resolve(
-        self, shapes: Mapping[str, Sequence[int]], dtypes: Mapping[str, str] | None = None
-    ) -> dict[str, TargetArray]:
-        targets = SAME.resolve(shapes, dtypes)
-        for number, link in enumerate(self.links, 1):
-            with located(f"link {number} of the names"):
-                made = link.resolve(
-                    {name: array.shape for name, array in targets.items()},
-                    {name: array.dtype for name, array in targets.items()},
-                )
-            for name, array in made.items():
-                made[name] = array._replace(pieces=_from_sources(array, targets))
-            targets = made
-        return targets
+def _resolve_chain(
+    links: Iterable[Names],
+    shapes: Mapping[str, Sequence[int]],
+    dtypes: Mapping[str, str] | None,
+) -> dict[str, TargetArray]:
+    """Resolve names that apply one after the other: the targets of the last, made of the first sources."""
+    targets = SAME.resolve(shapes, dtypes)
+    for number, link in enumerate(links, 1):
+        with located(f"link {number} of the names"):
+            made = link.resolve(
+                {name: array.shape for name, array in targets.items()},
+                {name: array.dtype for name, array in targets.items()},
+            )
+        for name, array in made.items():
+            made[name] = array._replace(pieces=_from_sources(array, targets))
+        targets = made
+    return targets
 
 
 def _from_sources(array: TargetArray, middle: Mapping[str, TargetArray]) -> tuple[PartMapping, ...]:
@@ -436,7 +426,7 @@ def names_to_json(names: Names) -> list[Any]:
     `Names(rename("q", "query"))` -> `[{"parts": ["q"], "whole": "query"}]`. For a chain, a list
     with such a list for each link.
     """
-    if len(names.links) > 1:
+    if names.links:
         return list(map(names_to_json, names.links))
     defaults = fields_to_plain(Relation((), ""))
     data: list[Any] = []

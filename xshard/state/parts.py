@@ -26,13 +26,16 @@ class PartDim(NamedTuple):
     dim: int
     rows: Runs | None = None
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is a dim of the array, with all its rows."""
+        return self.dim != NEW and self.rows is None
+
     def take(self, positions: Numbers, n_rows: int) -> PartDim:
         """Return the rows at some positions, in ascending order, of the part's `n_rows` rows."""
         if len(positions) == n_rows:
             return self
-        if self.rows is None:
-            return self._replace(rows=as_few_runs(positions))
-        return self._replace(rows=as_few_runs(row_numbers(self.rows)[positions]))
+        return self._replace(rows=as_few_runs(_numbers(self.rows, n_rows)[positions]))
 
 
 class ArrayPart(NamedTuple):
@@ -54,7 +57,7 @@ class ArrayPart(NamedTuple):
     @property
     def is_whole(self) -> bool:
         """Whether the part is the array as it is."""
-        return all(dim != NEW and rows is None for dim, rows in self.dims)
+        return all(dim.is_whole for dim in self.dims)
 
     def with_rows(self, d: int, rows: Runs) -> ArrayPart:
         """Return the part with other rows of its dim `d`."""
@@ -77,23 +80,17 @@ class ArrayPart(NamedTuple):
     def numpy_index(self, shape: Shape) -> tuple[Any, ...]:
         """Return the numpy index of the part in an array of this shape."""
         index: list[Any] = []
-        for dim, rows in self.dims:
-            if dim == NEW:
-                index.append(None)  # adds a dim of length 1
-            elif rows is None:
-                index.append(slice(None))
-            else:
-                index.append(as_index(rows))
+        for _, rows in self.dims:
+            index.append(slice(None) if rows is None else as_index(rows))
+        is_new = [dim == NEW for dim, _ in self.dims]
         if sum(isinstance(rows, np.ndarray) for rows in index) < 2:
-            return tuple(index)
+            # None adds a dim of length 1.
+            return tuple(None if new else rows for new, rows in zip(is_new, index, strict=True))
         # numpy pairs up the rows of several arrays, unless they are shaped as an open grid. Slices
         # and new dims between arrays would change the order of dims: all become arrays.
         lengths = [1 if dim == NEW else shape[dim] for dim, _ in self.dims]
-        rows_by_dim = []
-        for rows, length in zip(index, lengths, strict=True):
-            rows_by_dim.append(np.arange(length) if rows is None else np.arange(length)[rows])
-        grid = zip(np.ix_(*rows_by_dim), self.dims, strict=True)
-        return tuple(rows for rows, part_dim in grid if part_dim.dim != NEW)
+        grid = np.ix_(*(np.arange(n)[rows] for n, rows in zip(lengths, index, strict=True)))
+        return tuple(rows for new, rows in zip(is_new, grid, strict=True) if not new)
 
 
 class Link(NamedTuple):
@@ -181,6 +178,8 @@ def _joint(link: Link, following: Link, length: int) -> Link | None:
     """
     if link.dst.rows == following.src.rows:
         return Link(link.src, following.dst)
+    if link.src.is_whole and link.dst.is_whole:
+        return Link(link.src._replace(rows=following.src.rows), following.dst)
     arriving = _numbers(link.dst.rows, length)
     leaving = _numbers(following.src.rows, length)
     common, in_arriving, in_leaving = np.intersect1d(

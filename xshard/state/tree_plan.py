@@ -30,7 +30,7 @@ from xshard.plans.plan import Plan
 from xshard.plans.table import device_ranges
 from xshard.plans.transfer import Transfer
 from xshard.plans.transfer_pieces import Ints
-from xshard.state.parts import NEW, ArrayPart
+from xshard.state.parts import NEW, ArrayPart, PartDim
 from xshard.steps import Step
 
 ADDED = "_added"  # with its number, the dim of length 1 of an array that is stacked
@@ -87,27 +87,23 @@ def part_of(whole: Sharding, part: ArrayPart) -> PartSharding:
     """
     if part.is_whole:
         return PartSharding(whole, part, whole, (None,) * len(part.dims))
-    dims: list[Dim] = []
-    rows: list[tuple[Runs, ...] | None] = []
-    for i, (d, part_rows) in enumerate(part.dims):
-        if d == NEW:
-            dims.append(Dim(f"{ADDED}{i}"))
-            rows.append(None)
-        elif part_rows is None:
-            dims.append(whole.layout.dims[d])
-            rows.append(None)
-        else:
-            dim, rows_of_block = _part_of_dim(whole, d, part_rows)
-            dims.append(dim)
-            rows.append(rows_of_block)
-    layout = replace(whole.layout, dims=tuple(dims))
+    parts = [_part_of_dim(whole, i, part_dim) for i, part_dim in enumerate(part.dims)]
+    layout = replace(whole.layout, dims=tuple(dim for dim, _ in parts))
     sharding = Sharding(layout, whole.mesh, part.part_shape(whole.shape))
-    return PartSharding(whole, part, sharding, tuple(rows))
+    return PartSharding(whole, part, sharding, tuple(rows for _, rows in parts))
 
 
-def _part_of_dim(whole: Sharding, d: int, rows: Runs) -> tuple[Dim, tuple[Runs, ...]]:
-    """Return how some rows of a dim are sharded, as a dim of their own, and where they are in each block."""
+def _part_of_dim(whole: Sharding, i: int, part_dim: PartDim) -> tuple[Dim, tuple[Runs, ...] | None]:
+    """Return how dim `i` of a part is sharded, as a dim of its own, and its rows in each block.
+
+    They are None for a new dim, and for all rows.
+    """
+    d, rows = part_dim
+    if d == NEW:
+        return Dim(f"{ADDED}{i}"), None
     dim = whole.layout.dims[d]
+    if rows is None:
+        return dim, None
     if dim.overlap is not None:
         raise PlanError(
             f"'{dim}' has blocks that overlap, a part of it cannot have a layout",
@@ -122,8 +118,8 @@ def _part_of_dim(whole: Sharding, d: int, rows: Runs) -> tuple[Dim, tuple[Runs, 
         rows_in_block = row_numbers(tuple(Run(s.dst, s.length) for s in segments))
         block_positions.append(as_few_runs(rows_in_block))
     sizes = whole.mesh.sizes_of(dim.axes)
-    part_dim = _sharded_as(dim, tuple(part_positions), sizes, count_rows(rows))
-    return part_dim, tuple(block_positions)
+    sharded_dim = _sharded_as(dim, tuple(part_positions), sizes, count_rows(rows))
+    return sharded_dim, tuple(block_positions)
 
 
 def _sharded_as(
