@@ -201,12 +201,14 @@ class DeviceAttention(AttentionCall):
             kv = kv.take(heads, 1)
         return self.attn.split(kv)
 
-    def send(self, block: Array, by: int) -> Callable[[], Array]:
-        """Send a block to the device `by` further on in the ring.
+    def send(self, block: Array, by: int, after: Array | None = None) -> Callable[[], Array]:
+        """Send a block to the device `by` further on in the ring, once `after` has been computed.
 
         Returns:
             A function that returns the block that arrived: XLA itself decides when to wait.
         """
+        if after is not None:
+            block, _ = lax.optimization_barrier((block, after))
         layouts, shape = self.attn.rotation(block.shape, by)
         arrived = redistribute(block, layouts, self.attn.q.mesh, shape=shape)
         return lambda: arrived
@@ -336,7 +338,12 @@ def _ring_forward(call: DeviceAttention, q: Array, kv: Array) -> tuple[Array, Ar
     # and so these constants are declared to.
     y = as_varying(y, varying_axes(q))
     log_sum = as_varying(log_sum, varying_axes(q))
-    for round_number, block in call.attn.blocks_by_round(kv, call.send):
+
+    def send(block: Array, by: int) -> Callable[[], Array]:
+        # In the round that has begun. XLA would send all blocks first, and then compute all rounds.
+        return call.send(block, by, after=log_sum)
+
+    for round_number, block in call.attn.blocks_by_round(kv, send):
         for tile in call.tiles(query_rows, call.key_rows(round_number)):
             merge = partial(_merge_tile, call, q, block, tile)
             y, log_sum = call.if_visible(tile, merge, y, log_sum)
@@ -403,7 +410,11 @@ def _ring_backward(call: DeviceAttention, rows: BackwardRows, kv: Array) -> tupl
     # What arrived from the previous device: the gradient of the block that is now here, summed over
     # the devices that it has visited so far.
     arrived: Array | None = None  # before the first round
-    for round_number, block in call.attn.blocks_by_round(kv, call.send):
+
+    def send(block: Array, by: int) -> Callable[[], Array]:
+        return call.send(block, by, after=q_gradient)  # as in the forward pass
+
+    for round_number, block in call.attn.blocks_by_round(kv, send):
         kv_gradient = kv_zeros
         for tile in call.tiles(query_rows, call.key_rows(round_number)):
             add_tile = partial(_add_tile_gradients, call, rows, block, tile)

@@ -1,9 +1,14 @@
 """Attention over a cut sequence in JAX, beside that of one device: orders, ways, masks; transformations."""
 
+import itertools
+import re
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import xshard as xs
 from jax_bridge import nn
@@ -21,7 +26,7 @@ from tests.attention import (
     problem,
 )
 from tests.jax_bridge.domains import difference, sharded
-from tests.jax_bridge.helpers import in_jax
+from tests.jax_bridge.helpers import device_mesh, in_jax
 
 ROWS = [
     ("zigzag, fewer heads of keys than devices", "ring", "vma", 2),
@@ -172,3 +177,24 @@ def test_methods_agree_under_transformations() -> None:
     q = jnp.ones((2, 19, 3, 6))
     with pytest.raises(xs.errors.ShapeError, match="3 heads of queries, 2 of keys"):
         attended(Case(ROW, "b s h k", (3, 2)), mask, "ring", q, q[:, :, :2], q[:, :, :2])
+
+
+@in_jax
+def test_a_ring_sends_a_block_in_each_round() -> None:
+    """A block waits for the round before: else XLA sends all of them first, and computes afterwards."""
+    mesh, spec = device_mesh(xs.Mesh(cp=4)), P(None, "cp")
+    inside = partial(nn.attention, layout="b s/cp h k", how="ring")
+    ring = jax.shard_map(inside, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec)
+    x = jnp.ones((1, 8, 2, 4))
+
+    def order(program) -> str:
+        """What a program does: waits, sends, computes; several of one kind count as one."""
+        names = re.findall("optimization_barrier|collective_permute|dot_general", program)
+        return "".join(kind for kind, _ in itertools.groupby(name[0] for name in names))
+
+    forward = jax.jit(ring).lower(x, x, x).as_text()
+    assert order(forward) == "ocd" * 3
+    # The barrier takes the log-sum-exps of the round before, which its `case` returns.
+    assert len(re.findall(r"optimization_barrier %\w+, %\d+#1 ", forward)) == 2
+    both = jax.grad(lambda *blocks: ring(*blocks).sum(), (0, 1, 2))
+    assert jax.jit(both).lower(x, x, x).as_text().count("optimization_barrier") == 6

@@ -42,6 +42,9 @@ class _Span(NamedTuple):
     end: int
 
 
+_Call = tuple[int, nn.Module]  # the thread of a forward pass, and the module
+
+
 class _Found(NamedTuple):
     """A node of a loss, and the axes over which means were taken between it and the loss."""
 
@@ -59,9 +62,9 @@ class Penalties:
 
     def __init__(self, parameters: Sequence[ShardedParameter]) -> None:
         self.parameters = parameters
-        self._begun: dict[nn.Module, int] = {}  # the number of the first node of calls that run
-        self._spans: list[_Span] = []  # ascending, disjoint
-        self._threads: set[int] = set()  # each numbers its nodes by itself
+        # Each thread numbers its nodes by itself.
+        self._begun: dict[_Call, int] = {}  # the number of the first node of calls that run
+        self._spans: dict[int, list[_Span]] = {}  # by thread: ascending, disjoint
         self._has_graph_of_gradients = False  # its nodes are made neither here nor there
 
     def __getstate__(self) -> dict[str, Any]:
@@ -74,30 +77,33 @@ class Penalties:
     def before_forward(self, module: nn.Module, args: Any) -> None:
         """Note that a module's forward pass begins; a hook."""
         if not torch.compiler.is_compiling():
-            self._begun[module] = number_of_next_node()
+            self._begun[threading.get_ident(), module] = number_of_next_node()
 
     def after_forward(self, module: nn.Module, args: Any, result: Any) -> None:
         """Note which nodes a forward pass has made; a hook that is always called."""
-        if torch.compiler.is_compiling() or module not in self._begun:
+        if torch.compiler.is_compiling():
             return
-        span = _Span(self._begun.pop(module), number_of_next_node())
+        thread = threading.get_ident()
+        if (thread, module) not in self._begun:
+            return
+        span = _Span(self._begun.pop((thread, module)), number_of_next_node())
         if span.first == span.end:
             return
-        self._threads.add(threading.get_ident())
+        spans = self._spans.setdefault(thread, [])
         # Passes of inner modules are parts of this one.
-        while self._spans and self._spans[-1].first >= span.first:
-            self._spans.pop()
-        self._spans.append(span)
-        del self._spans[:-REMEMBERED]
+        while spans and spans[-1].first >= span.first:
+            spans.pop()
+        spans.append(span)
+        del spans[:-REMEMBERED]
 
     def check(self) -> None:
         """Raise PlanError if the running backward pass has a penalty that would be miscounted."""
-        if torch.is_grad_enabled():  # backward(create_graph=True)
-            self._has_graph_of_gradients = True
-            return
-        if self._has_graph_of_gradients or len(self._threads) > 1:
-            self._has_graph_of_gradients = False
-            return
+        if not self._has_graph_of_gradients:
+            self._search()
+        self._has_graph_of_gradients = torch.is_grad_enabled()  # of backward(create_graph=True)
+
+    def _search(self) -> None:
+        """Raise PlanError as `check` does."""
         by_id = {id(parameter.tensor): parameter for parameter in self.parameters}
         search = _Search(self._is_inside, by_id)
         for root in roots_of_backward_pass():
@@ -109,10 +115,15 @@ class Penalties:
         if node.name().startswith(COMPILED_NODE):
             return True
         number = number_of_node(node)
-        i = bisect_right(self._spans, number, key=lambda span: span.first) - 1
-        if i < 0:  # older than all that is remembered
-            return len(self._spans) == REMEMBERED
-        return number < self._spans[i].end
+        return any(_is_in(spans, number) for spans in self._spans.values())
+
+
+def _is_in(spans: list[_Span], number: int) -> bool:
+    """Return whether a node with this number was made by a pass of a thread, or may have been."""
+    i = bisect_right(spans, number, key=lambda span: span.first) - 1
+    if i < 0:  # older than all that is remembered
+        return len(spans) == REMEMBERED
+    return number < spans[i].end
 
 
 class _Search:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from typing import Any
 
 import pytest
@@ -303,6 +304,17 @@ def test_penalties_count_once_or_are_refused() -> None:
     found = judged(rows, of_blocks)
     assert found["summed"] == "equal"
     assert "would count 1/2, by the mean over 'dp' in 'o/dp" in found["inside"]
+
+    # A pass whose gradients get gradients is searched, and one of a model that two threads call.
+    model = xt.parallelize(Scaled().double(), rows, {"": "b c -> b/dp c"}, MESH)
+    for is_in_thread in (False, True):
+        if is_in_thread:
+            thread = threading.Thread(target=model, args=(_x(),))
+            thread.start()
+            thread.join()
+        loss = inside(model.body, model(_x()))
+        told = error_of(functools.partial(loss.backward, create_graph=not is_in_thread))[1]
+        assert "would count 1/2, by the mean over 'dp'" in told, (is_in_thread, told)
 
     # Uses outside of modules that vary as activations do are summed as those inside.
     def of_logits(model: nn.Module, y: Tensor) -> Tensor:
