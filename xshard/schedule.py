@@ -199,7 +199,8 @@ class Schedule:
         waits: list[str] = []
         for step in (*self.steps, Compute("(end)")):
             if isinstance(step, Start):
-                starts.append(f"{step.name} {format_bytes(step.n_bytes)}")
+                size = f" {format_bytes(step.n_bytes)}" if step.n_bytes else ""
+                starts.append(f"{step.name}{size}")
             elif isinstance(step, Wait):
                 waits.append(step.name)
             else:

@@ -83,7 +83,10 @@ def closed_form(setup: StepSetup, limit_shares: Floats) -> CostFunction:
 
 
 def schedule_of(setup: StepSetup, vector: Floats) -> Schedule:
-    """Return the schedule of both passes of a micro-batch, with the seconds of a plan's parts."""
+    """Return the schedule of both passes of a micro-batch, with the seconds of a plan's parts.
+
+    Bytes are those that count in memory: of parameters that are gathered for each use, and of gradients.
+    """
     of_turns = _parts_of_turns(setup)
     amounts = of_turns @ vector  # [blocks + 1, block parts]
     computing_s, awaited_s, ahead_s = np.array(_seconds_of_passes(setup, of_turns)) @ vector
