@@ -26,12 +26,7 @@ HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "use_cache": False}
 IDS = {"input_ids": (4, 8)}
 MODELS = {
     "Llama": ("CausalLM", {**SIZES, **HEADS}, IDS),
-    # Its vocabulary is nearly even on two and four devices.
-    "GPT2": (
-        "LMHeadModel",
-        {"vocab_size": 103, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32},
-        IDS,
-    ),
+    "GPT2": ("LMHeadModel", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32}, IDS),
     "T5": (
         "ConditionalGeneration",
         {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 1, "num_heads": 4},
@@ -118,8 +113,6 @@ def _searched(name):
     assert "tp" in str(parameters) and "tp" in str(inputs), name
     # Inside a module that is entered sharded an operation is idle.
     assert name not in ONE_AXIS or "mean(" in str(parameters), name
-    if name == "GPT2":  # 103 rows in blocks of 52 and 51
-        assert "o/" in str(plan.parameters.find("transformer.wte.weight"))
     return parameters, inputs, outputs, plan.once, plan.result
 
 
