@@ -143,14 +143,6 @@ class StepRecorder(TorchDispatchMode):
             hint += "; experts of transformers are, with the config's _experts_implementation 'batched_mm'"
         return PlanError(f"{reader} {what}", hint=hint)
 
-    def without_data(self, error: Exception) -> PlanError:
-        """Return the error for a module with a function that does not run on the meta device."""
-        reader = self._open_modules[-1].path
-        hint = (
-            "another implementation may, as of the config's _attn_implementation: 'eager', 'sdpa'"
-        )
-        return PlanError(f"{reader} does not run without data: {error}", hint=hint)
-
     def _has_values(self, arguments: Mapping[str, Any], results: Sequence[Tensor]) -> bool:
         """Return whether results are few numbers that depend on no input."""
         if sum(x.numel() for x in results) > LARGEST:
@@ -410,7 +402,8 @@ def _run(
         except (NotImplementedError, RuntimeError, ValueError) as error:
             if "meta" not in str(error):
                 raise  # a mistake of the model or of the batch
-            raise recorder.without_data(error) from error
+            hint = "another implementation may, as with attn_implementation='eager'"
+            raise PlanError(f"it does not run without data: {error}", hint=hint) from error
 
 
 @contextmanager

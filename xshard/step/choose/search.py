@@ -84,7 +84,7 @@ class StepSearch:
         if not self.options:
             self.options = [np.arange(len(node.placements)) for node in self.problem.nodes]
         # `options`, but for those that no assignment within the cutoff (in seconds) can have.
-        self.live_options = _without_dead_ends(self.problem, self.options)
+        self.live_options = self.options
         self._gap_at_cut = np.inf  # seconds between bound and cutoff when options were left out
         # The round that `advance` is in: its number, the seconds of the best mixture of
         # assignments, the weights that it tries.
@@ -363,41 +363,6 @@ def _add_changes(
     cost_before = edge.costs(edge.rows[now[edge.source]], edge.columns[now[edge.user]])
     vectors[:, edge.parts] += (edge.costs(rows, columns) - cost_before).T
     vectors[edge.banned[rows, columns]] = np.inf
-
-
-def _without_dead_ends(problem: StepProblem, options: Sequence[Ints]) -> Sequence[Ints]:
-    """Leave out options that no neighbour can follow, as inside a module, where nothing moves.
-
-    If one operation of a module needs a dim whole, none of its neighbours shards it. Without any
-    assignment all options stay: the search then finds none.
-    """
-    is_live = [np.zeros(len(node.placements), bool) for node in problem.nodes]
-    for live, own in zip(is_live, options, strict=True):
-        live[own] = True
-    edges = [edge for edge in problem.edges if edge.banned.any()]
-    changed = {*range(len(is_live))}  # nodes whose neighbours have to be looked at
-    while changed:
-        changed_before = changed
-        changed = set()
-        edges.reverse()  # forward and back in turn, so that what is left out reaches both ends
-        for edge in edges:
-            if changed_before.isdisjoint(edge.nodes) and changed.isdisjoint(edge.nodes):
-                continue
-            source, user = is_live[edge.source], is_live[edge.user]
-            n_rows, n_columns = edge.banned.shape
-            has_row = np.bincount(edge.rows[source], minlength=n_rows) > 0
-            has_column = np.bincount(edge.columns[user], minlength=n_columns) > 0
-            is_possible = ~edge.banned & has_row[:, None] & has_column
-            for node, keeps in (
-                (edge.source, np.any(is_possible, 1)[edge.rows]),
-                (edge.user, np.any(is_possible, 0)[edge.columns]),
-            ):
-                if (is_live[node] & ~keeps).any():
-                    is_live[node] &= keeps
-                    changed.add(node)
-    if not all(live.any() for live in is_live):
-        return options
-    return [np.flatnonzero(live) for live in is_live]
 
 
 def _most_whole(placements: Ints, options: Ints) -> int:

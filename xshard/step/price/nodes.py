@@ -92,7 +92,7 @@ def _storage_options(setup: StepSetup, name: str) -> Placements:
     names = setup.names(name)
     lengths = dict(zip(names, setup.shape(name), strict=True))
     storing = Op(name, f"{ARROW} {' '.join(names)}", (), "source")
-    return options_of(storing, lengths, setup.mesh, setup.most_uneven)
+    return options_of(storing, lengths, setup.mesh)
 
 
 def price_operation(setup: StepSetup, op: Op) -> Node:
@@ -104,9 +104,7 @@ def price_operation(setup: StepSetup, op: Op) -> Node:
 
     Returns a node with placements [options, arrays, axes] and costs [options, parts of the cost].
     """
-    placements = options_of(
-        op, setup.lengths, setup.mesh, setup.most_uneven
-    )  # [options, arrays, axes]
+    placements = options_of(op, setup.lengths, setup.mesh)  # [options, arrays, axes]
     block_bytes: list[Floats] = []  # of each operand, then of the result: [options] each
     for i, array in enumerate(op.arrays):
         shape = shape_of(array, setup.lengths)

@@ -23,13 +23,9 @@ Ints = NDArray[np.int64]
 Placements = Ints  # [layouts, axes] or [options, arrays, axes]
 Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
-# Rows of the largest block over those of an even one. Prices are of even blocks.
-NEARLY_EVEN = 1.01
 
 
-def options_of(
-    op: Op, lengths: Mapping[str, int], mesh: Mesh, most_uneven: float = NEARLY_EVEN
-) -> Placements:
+def options_of(op: Op, lengths: Mapping[str, int], mesh: Mesh) -> Placements:
     """List all ways to shard an operation over the axes of a mesh: [options, arrays, axes].
 
     A placement is what one mesh axis does in one array: the number of the dim that it shards, or a
@@ -37,15 +33,11 @@ def options_of(
     `b c -> b c` (shard b: (0, 0); shard c: (1, 1); idle: replicas in both) have nine combinations.
 
     Options are left out if a dim is not divided evenly, and if they are the same layouts as an
-    option before them. A vocabulary of 50257 rows is divided over 4 devices all the same: no block
-    has more than `most_uneven` of the rows of an even one. The order of options is that of the
-    rules.
+    option before them. The order of options is that of the rules.
     """
     dims = dict.fromkeys(chain.from_iterable(map(dims_of, op.all_arrays)))
     lengths_of_dims = tuple((dim, lengths[dim]) for dim in dims)
-    return _options(
-        op.axis_rules, op.all_arrays, len(op.arrays), lengths_of_dims, mesh, most_uneven
-    )
+    return _options(op.axis_rules, op.all_arrays, len(op.arrays), lengths_of_dims, mesh)
 
 
 # Layers that are alike, and the same step with and without recomputing, have the same options.
@@ -56,7 +48,6 @@ def _options(
     n_visible: int,
     lengths_of_dims: tuple[tuple[str, int], ...],
     mesh: Mesh,
-    most_uneven: float,
 ) -> Placements:
     """List the options of `options_of`, in an array that nobody may change.
 
@@ -71,9 +62,7 @@ def _options(
     placements = axis_rules[rule_of_axis].swapaxes(1, 2).copy()
     is_possible = np.ones(len(placements), bool)
     for i, array in enumerate(arrays):
-        placements[:, i], is_possible_in_array = _in_array(
-            placements[:, i], array, lengths, mesh, most_uneven
-        )
+        placements[:, i], is_possible_in_array = _in_array(placements[:, i], array, lengths, mesh)
         is_possible &= is_possible_in_array
     # Arrays inside a chain of operations come last, and only decide what is possible.
     placements = placements[is_possible, :n_visible]
@@ -98,11 +87,7 @@ class Sharded(NamedTuple):
 
 
 def _in_array(
-    placements: Placements,
-    array: Layout,
-    lengths: Mapping[str, int],
-    mesh: Mesh,
-    most_uneven: float,
+    placements: Placements, array: Layout, lengths: Mapping[str, int], mesh: Mesh
 ) -> tuple[Placements, Flags]:
     """Convert placements over single dims to those over an array's merged dims, as in `b (g d)`.
 
@@ -120,14 +105,11 @@ def _in_array(
     single_dim = 0
     for dim_number, dim in enumerate(array.dims):
         parts: list[Sharded] = []
-        names = names_of_dim(dim)
-        # In a merged dim uneven blocks of a part are other rows than uneven blocks of the whole.
-        longest = most_uneven if len(names) == 1 else 1.0
-        for name in names:
+        for name in names_of_dim(dim):
             is_sharding = placements == single_dim  # [layouts, axes]
             in_dims[is_sharding] = dim_number
             n_shards = product_over(is_sharding, mesh.sizes)
-            is_possible &= -(-lengths[name] // n_shards) * n_shards <= longest * lengths[name]
+            is_possible &= lengths[name] % n_shards == 0
             first_axis = np.where(is_sharding, axes, len(axes)).min(-1)
             last_axis = np.where(is_sharding, axes, -1).max(-1)
             parts.append(Sharded(n_shards == lengths[name], first_axis, last_axis))

@@ -15,7 +15,7 @@ from xshard.dtypes import itemsize
 from xshard.layout import Mesh
 from xshard.notation.parser import names_of_dim
 from xshard.step.price.moves import MovePrices
-from xshard.step.price.options import NEARLY_EVEN, Floats, Ints, Placements, product_over
+from xshard.step.price.options import Floats, Ints, Placements, product_over
 from xshard.step.price.parts import BlockPart, Parts
 from xshard.step.record.arrays import shape_of
 from xshard.step.record.op import Op
@@ -48,11 +48,6 @@ class StepSetup:
     @property
     def mesh(self) -> Mesh:
         return self.moves.mesh
-
-    @property
-    def most_uneven(self) -> float:
-        """Rows of the largest block over those of an even one; arrays of JAX are divided evenly."""
-        return 1.0 if self.step.moves_anywhere else NEARLY_EVEN
 
     @property
     def item_bytes(self) -> int:

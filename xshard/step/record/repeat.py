@@ -77,6 +77,8 @@ def _fold_runs(step: TrainingStep) -> tuple[TrainingStep, dict[str, str]]:
             ops += run.as_one_block()
             new_names |= run.new_names
             start += len(run.members)
+    if not new_names:
+        return step, new_names
     parameters = {}
     for name, text in step.parameters.items():
         parameters[new_names.get(name, name)] = text
