@@ -13,7 +13,16 @@ from xshard import Layout, Mesh, Sharding, reference
 from xshard.state import Names
 from xshard.state.files import open_checkpoint
 from xshard.state.files.loading import plan_load, read_block
-from xshard.state.files.saving import SaveTask, Source, Writers, abort, begin, commit, plan_save, write
+from xshard.state.files.saving import (
+    SaveTask,
+    Source,
+    Writers,
+    abort,
+    begin,
+    commit,
+    plan_save,
+    write,
+)
 
 Arrays = Mapping[str, NDArray[Any]]
 CUTS = {"w": "o/p i"}

@@ -338,7 +338,7 @@ class OptimizerState:
             if leaf in arrays:
                 value = _placed_as(arrays[leaf], parameters[name])
             else:
-                value = checkpoint.value(leaf, {})
+                value = checkpoint.constant(leaf, None)
             state.setdefault(name, {})[key] = value
         groups = self.stored_groups(checkpoint, arrays, strict)
         load_named(self.optimizer, self.names, {"state": state, "param_groups": groups})

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 import os
-import resource
 import signal
 import time
 from collections.abc import Mapping
@@ -35,6 +33,7 @@ from xshard.step.say.suggestion import Suggestion
 # The field that an error is about, if it does not mark the text of one.
 _ABOUT = {MeshError: "mesh", ShapeError: "lengths", DtypeError: "dtype", ProfileError: "profile"}
 Shown = Plan | ContractionPlan | Sharding
+_LOOK_S = 0.1  # processor seconds between two looks at the limit
 MAX_CHARS = 400
 MAX_DEVICES = 1024
 MAX_LENGTH = 1 << 20
@@ -44,18 +43,23 @@ MAX_DIMS = 12
 def limited_view(fields: Mapping[str, str], limit_s: float) -> dict[str, str]:
     """Compute what the page shows, and end this whole process if it takes too long.
 
-    It runs in a worker process of the server. The system ends the process when it has used `limit_s`
-    more seconds of processor time, also if the server has ended.
+    It runs in a worker process of the server. A timer looks regularly whether `limit_s` seconds of
+    processor time are used up, or whether the server has ended; either ends the process.
     """
-    signal.signal(signal.SIGXCPU, _end)
-    _, most_s = resource.getrlimit(resource.RLIMIT_CPU)
-    resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(time.process_time() + limit_s), most_s))
-    return view(fields)
+    parent = os.getppid()
+    start_s = time.process_time()
 
+    def look(*_: Any) -> None:
+        if time.process_time() - start_s > limit_s or os.getppid() != parent:
+            # An exception could be caught on its way, or leave a half-made result in a cache.
+            os._exit(1)
 
-def _end(*_: Any) -> None:
-    """End this process: an exception could be caught on its way, or leave a half-made result in a cache."""
-    os._exit(1)
+    signal.signal(signal.SIGPROF, look)
+    signal.setitimer(signal.ITIMER_PROF, _LOOK_S, _LOOK_S)
+    try:
+        return view(fields)
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
 
 
 def view(fields: Mapping[str, str]) -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from threading import Lock
@@ -140,9 +140,40 @@ class Checkpoint(Mapping[str, Stored], AbstractContextManager["Checkpoint"]):
             return [items[str(i)] for i in range(len(items))]
         return items
 
+    def constant(self, name: str, default: Any) -> Any:
+        """Look up a stored value that is no array, such as a step count, or an item inside of one.
+
+        Optimizer states have such values: numbers, texts, and lists or dicts of them.
+
+        Args:
+            name: The stored name of the leaf, and the keys of the item behind it.
+            default: The result if there is no such leaf or item.
+
+        Examples:
+            >>> Checkpoint({}, constants={"groups": [{"lr": 0.5}]}).constant("groups.0.lr", 0.1)
+            0.5
+        """
+        parts = name.split(".")
+        for n_parts in range(len(parts), -1, -1):  # the leaf, or a list or dict that has it
+            stored_name = ".".join(parts[:n_parts])
+            if stored_name in self.constants:
+                value = from_json(self.constants[stored_name], stored_name, {})
+                return _item_at(value, parts[n_parts:], default)
+        return default
+
     def close(self) -> None:
         """Let go of the files."""
         self.arrays = {}
 
     def __exit__(self, *raised: object) -> None:
         self.close()
+
+
+def _item_at(tree: Any, keys: Sequence[str], default: Any) -> Any:
+    """Return an item inside of lists and dicts: keys "0" and "lr" of [{"lr": 0.5}] -> 0.5."""
+    try:
+        for key in keys:
+            tree = tree[int(key) if isinstance(tree, list | tuple) else key]
+    except (LookupError, TypeError, ValueError):  # a tree of another form
+        return default
+    return tree

@@ -257,30 +257,29 @@ def stored_constants(
     Raises:
         XshardError: As `in_both` does.
     """
-    values: dict[str, Any] = {}
+    stored: list[str] = []
     for name in opened.constants:
-        if any(leaf.startswith(f"{name}.") for leaf in own):
-            # A list may be one value there, as in DCP, and leaves here.
-            values.update(_leaves(name, opened.value(name, {})))
-        else:
-            # What has no place here is not read: only a pickle might bring it back.
-            values[name] = opened.value(name, {}) if name in own else None
-    stored = [x for x in values if x in own or (names is None and not is_taken(x))]
+        # A list may be one value there, as in DCP, and leaves here.
+        is_whole = not any(leaf.startswith(f"{name}.") for leaf in own)
+        stored += [name] if is_whole else _leaf_names(name, opened.value(name, {}))
+    if names is not None:
+        stored = [name for name in stored if name in own]
+    stored = [name for name in stored if name in own or not is_taken(name)]
     # JAX, where None is an empty tree, stores none.
     needed = [name for name, x in own.items() if x is not None or name in stored]
     in_both(stored, [(name,) for name in needed], strict)
-    return {name: values.get(name, x) for name, x in own.items()}
+    return {name: opened.constant(name, x) for name, x in own.items()}
 
 
-def _leaves(name: str, value: Any) -> dict[str, Any]:
-    """Return all items inside of lists and dicts by name; another value under the name itself."""
+def _leaf_names(name: str, value: Any) -> list[str]:
+    """Return the names of all items inside of lists and dicts; the name itself for another value."""
     items = children(value)
     if items is None:
-        return {name: value}
-    leaves = {}
+        return [name]
+    names = []
     for key, item in items.items():
-        leaves.update(_leaves(joined(name, str(key)), item))
-    return leaves
+        names += _leaf_names(joined(name, str(key)), item)
+    return names
 
 
 def _first_stored(names: Sequence[str], stored: Collection[str]) -> str | None:
