@@ -133,3 +133,12 @@ def test_prices_of_moves_are_the_planner_s():
         layouts = (layout_of(ways, "xyz", mesh.axes) for ways in (src, dst))
         cost = plan(tuple(layouts), mesh, shape, "bfloat16").cost
         assert moves.planned_seconds(src, dst, shape) == pytest.approx(cost, rel=0.02)
+
+
+def test_a_variable_has_more_neighbours_than_an_array_has_axes():
+    """Those with one value are no variables: their tables count, and they keep that value."""
+    unary = [np.arange(3.0), *[np.zeros(1)] * 40]
+    pairs = {(0, neighbour): np.array([[2.0], [1.0], [0.0]]) for neighbour in range(1, 41)}
+    value, assignment, buckets = minimum(unary, pairs)
+    assert (value, assignment) == (2.0, [2, *[0] * 40])
+    assert excess(buckets)[0].tolist() == [78.0, 39.0, 0.0]
