@@ -122,7 +122,7 @@ def redistribute(  # noqa: PLR0913  one verb for all moves: most calls pass thre
         bucket_bytes: About how many bytes of a tree a device sends together. All, the default, needs a
             copy.
         async_op: Return at once, with a `PendingTensor`, or a tree of them. Any use of it waits, in one order
-            on all processes.
+            on all processes. Until then `x` must not be written to, as in torch's own collectives.
         debug: First compare the call with the other ranks' calls, and later its gradient. If they differ,
             or one of them fails, all of them raise DesyncError and none waits. Also: `XSHARD_DEBUG=1`.
         check_replicated: For debugging, compare the replicas and copies of `x` along the axes that the
