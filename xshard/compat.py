@@ -386,10 +386,13 @@ def _heads_of_layers(
     axis: Axes,
     mesh: Mesh | None,
 ) -> tuple[dict[str, Heads], dict[str, str]]:
-    """Find how each layer of an attention is cut by heads, by its name: a head of keys with its queries.
+    """Find how the layers of each attention are cut by heads, and how many queries then read a head of keys.
 
-    If processes share a head of keys, each head of queries is by itself. Also returned are the rules
-    for how many heads of queries read one of keys, of which such a process has a part.
+    A process has whole heads of keys, each with the queries that read it. Where processes share a
+    head of keys, each has some of its queries: it counts fewer of them than the model does.
+
+    Returns:
+        By the name of a layer, how it is cut; by the name of a number of the model, the rule for it.
     """
     heads_of_layers = {}
     counts = {}
@@ -399,24 +402,39 @@ def _heads_of_layers(
         has_keys = hasattr(attention, "k_proj") or hasattr(attention, "query_key_value")
         if head_rows is None or not has_keys:
             continue
-        n_queries = getattr(attention, GROUPS, 1)  # for a head of keys
+        queries_of_keys = getattr(attention, GROUPS, 1)  # heads of queries that read one of keys
+        shared = None
         keys = parameters.get(f"{name}.k_proj.weight")
         are_cut = plan.get(_starred(f"{name}.k_proj")) == "colwise" and hasattr(attention, GROUPS)
-        shared = None
         if are_cut and keys is not None:
-            shared = _shared_heads(axis, mesh, keys.shape[0] // head_rows, n_queries)
+            n_keys = keys.shape[0] // head_rows
+            shared = _shared_heads(axis, mesh, n_keys, queries_of_keys)
         if shared is not None:
             # Of this layer alone: others may have as many heads as there are processes.
             counts[f"{name}.{GROUPS}"] = shared.queries
-            n_queries = 1
-        for layer, n_heads in _LAYERS_OF_HEADS.items():
-            cut = sharded(axis, "balanced")
-            if shared is not None and layer in ("k_proj", "v_proj"):
-                cut = shared.cut
-            if n_heads is None:
-                n_heads = n_queries
-            heads_of_layers[f"{name}.{layer}"] = Heads(head_rows * n_heads, cut)
+        for layer, heads in _heads_by_layer(head_rows, queries_of_keys, axis, shared).items():
+            heads_of_layers[f"{name}.{layer}"] = heads
     return heads_of_layers, counts
+
+
+def _heads_by_layer(
+    head_rows: int, queries_of_keys: int, axis: Axes, shared: SharedHeads | None
+) -> dict[str, Heads]:
+    """Return how each layer of an attention is cut: rows that stay together, and how they are dealt out.
+
+    head_rows: rows of a head. queries_of_keys: heads of queries that read one of keys. shared: how
+    processes share heads of keys; None if each has whole ones.
+    """
+    # Queries of a whole head of keys stay with it; of a shared one each is by itself.
+    queries_together = queries_of_keys if shared is None else 1
+    by_layer = {}
+    for layer, n_heads in _LAYERS_OF_HEADS.items():
+        rows_together = head_rows * (queries_together if n_heads is None else n_heads)
+        cut = sharded(axis, "balanced")
+        if shared is not None and layer in ("k_proj", "v_proj"):
+            cut = shared.cut
+        by_layer[layer] = Heads(rows_together, cut)
+    return by_layer
 
 
 class SharedHeads(NamedTuple):

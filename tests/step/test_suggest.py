@@ -13,7 +13,7 @@ from benchmarks.suggest.models import llama
 from tests.step.random_steps import random_step
 from xshard import Link, Mesh, Op, Profile, Suggestion, TrainingStep, suggest
 from xshard.cost.machine import load_profile
-from xshard.errors import PlanError, XshardError
+from xshard.errors import MeshError, PlanError, XshardError
 from xshard.schedule import EXPOSED
 from xshard.step.choose.hand import HAND, options_by_hand
 from xshard.step.choose.search import StepSearch
@@ -361,6 +361,9 @@ def test_what_does_not_fit_or_exist_is_refused():
         suggest(a_model(), MESH, fixed={"layers.*.up.weight": "f/tp/dp c"})
     with pytest.raises(XshardError, match="'bandwidth' lacks rates of operations"):
         suggest(a_model(), MESH, profile="bandwidth")
+    for one in (Mesh(), Mesh(dp=1, tp=1)):
+        with pytest.raises(MeshError, match="has one device, and nothing to shard over"):
+            suggest(a_model(), one)
 
 
 def test_every_process_suggests_the_same(found):

@@ -15,7 +15,7 @@ import numpy as np
 from xshard.arguments import limit_of
 from xshard.cost.machine import load_profile
 from xshard.cost.model import ProfileLike
-from xshard.errors import NotationError, PlanError, ProfileError, api_boundary
+from xshard.errors import MeshError, NotationError, PlanError, ProfileError, api_boundary
 from xshard.formatting import format_bytes
 from xshard.layout import Mesh
 from xshard.layout.mesh import check_mesh
@@ -97,7 +97,7 @@ def suggest(  # noqa: PLR0913  the public signature
         progress: Called with the numbers of searches done, and of all.
 
     Raises:
-        MeshError: The mesh is none.
+        MeshError: The mesh is none, or has one device.
         NotationError: `fixed` is malformed, or fits nothing.
         ProfileError: The profile is unknown, or lacks rates of operations.
         PlanError: Nothing fits the memory, the batch cannot be divided so, or scipy is missing.
@@ -115,6 +115,9 @@ def suggest(  # noqa: PLR0913  the public signature
         ('o/dp/tp i', True)
     """
     check_mesh(mesh)
+    if not mesh.long_axes:
+        what = f"{mesh} has one device, and nothing to shard over"
+        raise MeshError(what, hint="a mesh of two devices or more, as Mesh(dp=2)")
     # Axes of size 1 would only multiply options.
     mesh = Mesh({axis: mesh.size(axis) for axis in mesh.long_axes})
     limit = np.inf
