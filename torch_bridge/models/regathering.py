@@ -18,6 +18,7 @@ from torch_bridge.models.gathered import (
     no_gather,
 )
 from torch_bridge.versions.autograd import (
+    backward_pass_id,
     call_after_backward,
     is_in_backward_pass,
     origin_of,
@@ -96,11 +97,33 @@ class Regathering:
         }
         # While GATHERED. Emptied, not replaced, at its end, which must not refer to this object.
         self._gathered: list[Tensor] = []
+        self._with_gradient: set[int] = (
+            set()
+        )  # numbers of kept tensors, in the running backward pass
         self._taking_back: weakref.finalize[..., Any] | None = None
 
     def keep(self, tensors: Sequence[Tensor]) -> None:
-        """Keep the tensors of the forward pass for the backward pass, instead of gathering them again."""
+        """Keep the tensors of the forward pass for the backward pass, instead of gathering them again.
+
+        Until all have their gradients: then the backward pass has nothing left to compute with them.
+        A tensor without a gradient, as of a frozen parameter, is kept until the graph is gone.
+        """
         self._gathered += tensors
+        if all(x.grad_fn is not None for x in tensors):
+            for i, x in enumerate(tensors):
+                # Weakly: a tensor would refer to what keeps it, and never be freed.
+                x.register_hook(partial(_note_gradient, weakref.ref(self), i))
+
+    def note_gradient(self, i: int) -> None:
+        """Let go of the kept tensors when the last of them has its gradient; GATHERED -> WAITING."""
+        if backward_pass_id() != self._pass_id:
+            return  # that of a reentrant checkpoint in the module: others may come
+        self._with_gradient.add(i)
+        if len(self._with_gradient) < len(self._parameters):
+            return
+        if self._taking_back is not None:
+            self._taking_back()
+        self._gathered.clear()
 
     def open(self, _: Any = None) -> None:
         """Let modules have the gathered parameters in the running backward pass; WAITING -> GATHERED.
@@ -110,6 +133,8 @@ class Regathering:
         """
         if self._taking_back is not None and self._taking_back.alive:
             return
+        self._with_gradient.clear()
+        self._pass_id = backward_pass_id()
         if not self._gathered:
             self._gathered = self._gathered_again()
         if not is_in_backward_pass():
@@ -207,6 +232,13 @@ class Saving:
             _, unpack = self._hooks_around
             return unpack(saved.packed)
         return saved
+
+
+def _note_gradient(regathering: weakref.ref[Regathering], i: int, _: Tensor) -> None:
+    """Tell a pass whose tensors are kept that one of them has its gradient; a hook of that tensor."""
+    kept = regathering()
+    if kept is not None:
+        kept.note_gradient(i)
 
 
 def _take_back(parameters: Sequence[GatheredParameter], tensors: list[Tensor]) -> None:

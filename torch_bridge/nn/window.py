@@ -59,20 +59,21 @@ def per_dim(value: Any, rank: int) -> tuple[Any, ...]:
 def geometry_of(
     placement: Placement, frames: Mapping[int, Frame], channels: int | None = None
 ) -> Geometry:
-    """Combine the dims of a windowed op (convolution, pool, ...) into layouts of its whole arrays.
+    """Decide what this process reads and computes of a windowed op (convolution, pool, ...).
+
+    A convolution over "b c h/sp w" reads "b c h/sp:halo(1,1) w", and its outputs are "b c h/sp w".
 
     frames: for each spatial dim, the rows that each device needs, the outputs that it computes, and
     the global length of the result. channels: of the result; None leaves the number as it is.
-    Returns the layout with the needed rows (such as halos), the placement of the result, and this
-    device's share of rows and outputs per dim.
     """
     lengths = {}
     if channels is not None:
-        lengths[min(frames) - 1] = channels
+        channel_dim = min(frames) - 1  # the last before the spatial dims
+        lengths[channel_dim] = channels
     arrays = framed_arrays(placement.sharding, frames, lengths)
     runs = []
     for d, frame in frames.items():
-        # This process's part of the dim: others may have the same one.
+        # Processes that differ along other axes alone have the same part of this dim.
         part = placement.sharding.dim_device(d, placement.processes.device)
         runs.append(frame.runs[part])
     return Geometry(arrays.source, replace(placement, sharding=arrays.result), tuple(runs))

@@ -22,7 +22,9 @@ with private_names():
     is_forward_mode_enabled = torch._C._is_fwd_grad_enabled
 
     _set_forward_mode_enabled: Any = torch.autograd.forward_ad._set_fwd_grad_enabled
-    _backward_pass_id = torch._C._current_graph_task_id
+    # The number of the backward pass that runs on this thread, -1 outside of one. A reentrant checkpoint
+    # runs a pass of its own inside.
+    backward_pass_id = torch._C._current_graph_task_id
     _engine: Any = torch.autograd.Variable._execution_engine
     _run_backward_code = torch.autograd.graph._engine_run_backward.__code__
     # The number that the next node of autograd made on this thread will have.
@@ -109,7 +111,7 @@ def is_in_backward_pass() -> bool:
     Without it, a module that is computed again would undo the backward pass that it is a part of,
     or be taken for one that is called by itself.
     """
-    return _backward_pass_id() != -1
+    return backward_pass_id() != -1
 
 
 def call_after_backward(callback: Callable[[], None], if_failed: Callable[[], None]) -> None:

@@ -331,6 +331,24 @@ def test_parameters_are_cast_into_their_message_by_one_call() -> None:
 
 
 @on_two
+def test_kept_parameters_are_freed_as_their_gradients_come() -> None:
+    """Of four whole weights that are kept, less is left at the first layer than blocks of gradients add."""
+    layers = [nn.Linear(64, 64, bias=False) for _ in range(4)]
+    model = nn.Sequential(*layers)
+    xt.parallelize(model, ZERO, {"": "b/dp i"}, MESH, gathers="*", keep=True, prefetch=0)
+    x = torch.ones(2, 64)
+    model(x).sum().backward()
+    model.zero_grad()
+    live = []
+    with Allocations() as allocations:
+        layers[0].register_full_backward_hook(lambda *_: live.append(allocations.live))
+        y = model(x)
+        kept = allocations.live
+        y.sum().backward()
+    assert kept > 4 * 64 * 64 * 4 > live[0], (kept, live)
+
+
+@on_two
 def test_casts_that_are_no_plain_ones_come_back_as_they_were() -> None:
     """The backward pass gets a cast parameter in the memory format in which the forward pass had it."""
 
