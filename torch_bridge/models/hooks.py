@@ -108,6 +108,12 @@ class TensorRule:
         self.last = TensorFacts(shape, x.dtype, x.requires_grad)
         return Moved(y, inner_known_dims)
 
+    def forget(self) -> None:
+        """Take the next block for the first that comes."""
+        self._arrivals.clear()
+        self.last = None
+        self.claim = None
+
     def _redistributed(
         self, x: Tensor, shape: tuple[int, ...] | None, context: ParallelContext
     ) -> Tensor:

@@ -185,7 +185,33 @@ class ParallelModel:
         return {name: self.used_shardings[name] for name in names}
 
     def check_first_pass(self) -> None:
-        """Raise XshardError, on all processes, if the first pass contradicts the rules."""
+        """Raise XshardError, on all processes, if the first pass contradicts the rules.
+
+        A pipeline learns shapes by a pass over memory without values, which asks for gradients of
+        inputs alone: then the next pass is the first.
+        """
+        if self.trained and not self._has_gradients():
+            for rule in self._tensor_rules:
+                rule.forget()
+            self.gradients.after_first = self._check_pass
+        else:
+            self._check_pass()
+
+    def _has_gradients(self) -> bool:
+        """Return whether a parameter has a gradient, on any process."""
+        has_gradient = any(parameter.tensor.grad is not None for parameter in self.trained)
+        flag = torch.tensor([float(has_gradient)], device=self.trained[0].tensor.device)
+        return bool(self.context.reduced(flag, "max"))
+
+    @property
+    def _tensor_rules(self) -> list[TensorRule]:
+        rules: list[TensorRule] = []
+        for hooks in self.hooks.values():
+            rules += [*hooks.inputs, *hooks.outputs]
+        return rules
+
+    def _check_pass(self) -> None:
+        """Raise XshardError, on all processes, if the pass that ends contradicts the rules."""
         self._check_called()
         self._check_claims()
         self.compare()
@@ -212,9 +238,7 @@ class ParallelModel:
 
     def _check_claims(self) -> None:
         """Raise ReplicaError, on all processes, if what rules call replicated has come different."""
-        rules: list[TensorRule] = []
-        for hooks in self.hooks.values():
-            rules += [*hooks.inputs, *hooks.outputs]
+        rules = self._tensor_rules
         if rules and self.trained:
             claims = [rule.claim for rule in rules]
             for rule in rules:

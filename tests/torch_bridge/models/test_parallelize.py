@@ -660,6 +660,22 @@ def test_a_batch_that_is_in_shards_already_is_found() -> None:
 
 
 @on_four
+def test_a_pass_that_learns_shapes_is_not_the_first() -> None:
+    """A pipeline's stages first run on memory without values, for gradients of their inputs alone."""
+    whole = torch.arange(48.0).view(8, 6)
+    for batch, is_right in ((whole, True), (whole + dist.get_rank() // 2, False)):
+        model = xt.parallelize(nn.Linear(6, 3), {"**": "..."}, {"": "b c -> b/dp c"}, MESH)
+        garbage = torch.full((8, 6), float(dist.get_rank())).requires_grad_()
+        torch.autograd.grad(model(garbage).sum(), garbage)
+        loss = xt.redistribute(model(batch).sum(), "() | sum(dp) -> ()", MESH)
+        if is_right:
+            loss.backward()
+        else:
+            with pytest.raises(xs.errors.ReplicaError, match="input of the model: blocks differ"):
+                loss.backward()
+
+
+@on_four
 def test_a_table_has_the_bytes_of_a_step_once_it_ran() -> None:
     model = xt.parallelize(net(), mesh=MESH, **RULES, profile="h100")
     before = _rows_of_table(model)
