@@ -332,6 +332,19 @@ def test_moments_that_are_not_stored_stay(tmp_path: Path) -> None:
         assert_equal(moments(optimizer), before)
 
 
+def test_what_has_nothing_in_common_is_refused_even_if_some_may_be_missing(tmp_path: Path) -> None:
+    """As a model from the folder of a run: with `strict=False` nothing was loaded, and nobody told."""
+    model = net()
+    xt.save({"model": model, "step": 1}, tmp_path)
+    with pytest.raises(
+        XshardError, match=r"(?s)nothing of the tree .* which has model\..*like={'model'"
+    ):
+        xt.load(tmp_path, like=net(), strict=False)
+    loaded = net()
+    xt.load(tmp_path, like={"model": loaded}, strict=False)
+    assert_equal(loaded.state_dict(), model.state_dict())
+
+
 @pytest.mark.parametrize("dtypes", [("bfloat16", "float32"), ("float32", "bfloat16")])
 def test_moments_keep_their_bits_and_dtypes(dtypes: tuple[str, str], tmp_path: Path) -> None:
     of_parameters, of_moments = (getattr(torch, name) for name in dtypes)

@@ -204,6 +204,8 @@ def in_both(
     leaves: Sequence[Sequence[str]],
     strict: bool,
     places: tuple[str, str] = ("tree", "checkpoint"),
+    *,
+    needs_one: bool = True,
 ) -> list[str | None]:
     """Find under which name each array of a tree of parameters is stored in a checkpoint.
 
@@ -216,6 +218,7 @@ def in_both(
             several.
         strict: Whether every array has to be in both places. If not, a warning names what is not.
         places: The words for the two places in errors.
+        needs_one: Whether one has to be in both places even so: else nothing at all would be loaded.
 
     Returns:
         For each array the first of its names that is stored, or None if none is.
@@ -224,6 +227,15 @@ def in_both(
         XshardError: With `strict`, for an array that is in one of the two places alone.
     """
     stored_names = [_first_stored(names, stored) for names in leaves]
+    has_none = all(name is None for name in stored_names)
+    if needs_one and not strict and leaves and stored and has_none:
+        what = (
+            f"nothing of the {places[0]} is in the {places[1]}, which has {listed_names([*stored])}"
+        )
+        hint = (
+            "names= maps stored names; what was saved as {'model': model} has like={'model': ...}"
+        )
+        raise XshardError(what, hint=hint)
     in_tree_alone = [leaves[i][0] for i, name in enumerate(stored_names) if name is None]
     in_tree = set(chain.from_iterable(leaves))
     stored_alone = [name for name in stored if name not in in_tree]
@@ -267,7 +279,7 @@ def stored_constants(
     stored = [name for name in stored if name in own or not is_taken(name)]
     # JAX, where None is an empty tree, stores none.
     needed = [name for name, x in own.items() if x is not None or name in stored]
-    in_both(stored, [(name,) for name in needed], strict)
+    in_both(stored, [(name,) for name in needed], strict, needs_one=False)
     return {name: opened.constant(name, x) for name, x in own.items()}
 
 
