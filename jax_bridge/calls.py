@@ -261,8 +261,8 @@ def with_entry_type(
                 "where the source holds addends"
             )
             hint = (
-                "JAX has summed the gradient of a whole argument itself: leave the axis out for the sum,"
-                f" and divide it by {axis_size(axis)} for the mean;"
+                "leave the axis out. A gradient of a whole argument has been summed by JAX: divide it by"
+                f" {axis_size(axis)} for the mean; any other equal value is its own mean."
                 f" jax.lax.pcast(x, {axis!r}, to='varying') declares equal addends"
             )
         elif axis in src_axes or not is_typed(axis) or axis not in varying_axes(x):

@@ -270,7 +270,7 @@ BREAKS: dict[str, list[tuple[dict[str, Any], list[str]]]] = {
     "suggest": [
         (
             {"cases/0/seconds": 0.27},
-            ["best plan by hand", "AutoParallel's, 8B at 16 x 8192, overlap 0.8"],
+            ["best plan by hand", "AutoParallel's, 8B at 16 x 8192, scheduled"],
         ),
         ({"cases/1/autoparallel": 0.36}, ["AutoParallel's, 8B at 16 x 8192, no overlap"]),
         ({"cases/2/gap": 0.02}, ["the gap to the bound"]),

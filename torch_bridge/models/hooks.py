@@ -59,12 +59,14 @@ class TensorRule:
         key: Which tensor it is.
         rule: Its layouts before and after.
         last: The tensor that it last moved, for `explain`.
-        claim: About the first block that has come, until processes have compared it.
+        takes_claims: Whether processes have not yet compared what comes as replicas.
+        claim: About the newest block, until then: processes may have made other calls before.
     """
 
     key: Key
     rule: ActivationRule
     last: TensorFacts | None = None
+    takes_claims: bool = True
     claim: Claim | None = None
     _arrivals: dict[Any, _Arrival] = field(default_factory=dict)  # by block shape and known dims
 
@@ -91,6 +93,10 @@ class TensorRule:
             # global shape is not given but inferred, by which all blocks count as equally long.
             return Moved(self._redistributed(x, None, context), ())
 
+        if (
+            self.takes_claims and torch.is_grad_enabled()
+        ):  # hot: in the passes of a first step alone
+            self.claim = claim_of(self.rule, x, context, title)
         key = (x.shape, outer_known_dims)
         arrival = self._arrivals.get(key)
         if arrival is not None:  # most passes: the rule has been checked for such a block
@@ -103,16 +109,8 @@ class TensorRule:
         # Only now that all has succeeded: a block that fails a check is checked again in the next
         # call.
         self._arrivals[key] = _Arrival(shape, inner_known_dims)
-        if self.last is None:
-            self.claim = claim_of(self.rule, x, context, title)
         self.last = TensorFacts(shape, x.dtype, x.requires_grad)
         return Moved(y, inner_known_dims)
-
-    def forget(self) -> None:
-        """Take the next block for the first that comes."""
-        self._arrivals.clear()
-        self.last = None
-        self.claim = None
 
     def _redistributed(
         self, x: Tensor, shape: tuple[int, ...] | None, context: ParallelContext

@@ -191,8 +191,6 @@ class ParallelModel:
         inputs alone: then the next pass is the first.
         """
         if self.trained and not self._has_gradients():
-            for rule in self._tensor_rules:
-                rule.forget()
             self.gradients.after_first = self._check_pass
         else:
             self._check_pass()
@@ -202,13 +200,6 @@ class ParallelModel:
         has_gradient = any(parameter.tensor.grad is not None for parameter in self.trained)
         flag = torch.tensor([float(has_gradient)], device=self.trained[0].tensor.device)
         return bool(self.context.reduced(flag, "max"))
-
-    @property
-    def _tensor_rules(self) -> list[TensorRule]:
-        rules: list[TensorRule] = []
-        for hooks in self.hooks.values():
-            rules += [*hooks.inputs, *hooks.outputs]
-        return rules
 
     def _check_pass(self) -> None:
         """Raise XshardError, on all processes, if the pass that ends contradicts the rules."""
@@ -238,10 +229,13 @@ class ParallelModel:
 
     def _check_claims(self) -> None:
         """Raise ReplicaError, on all processes, if what rules call replicated has come different."""
-        rules = self._tensor_rules
+        rules: list[TensorRule] = []
+        for hooks in self.hooks.values():
+            rules += [*hooks.inputs, *hooks.outputs]
         if rules and self.trained:
             claims = [rule.claim for rule in rules]
             for rule in rules:
+                rule.takes_claims = False
                 rule.claim = None
             check_claims(claims, self.context, self.trained[0].tensor.device)
 

@@ -636,6 +636,11 @@ def test_a_batch_that_is_in_shards_already_is_found() -> None:
         """Return the error of a first step on x[row, column]: of `make(dp)`, the number of the process."""
         model = xt.parallelize(nn.Linear(6, 3), {"**": "..."}, {"": text}, MESH)
         x = make(dist.get_rank() // 2)
+        if dist.get_rank() == 0:  # alone: what it looks at, or fails with, is no claim of the step
+            with torch.no_grad():
+                model(x + 1)
+            with pytest.raises(RuntimeError):
+                model(torch.ones(8, 5))
         loss = xt.redistribute(model(x).sum(), "() | sum(dp) -> ()", MESH)
         try:
             loss.backward()
