@@ -139,7 +139,8 @@ START: dict[str, dict[str, Any]] = {
         "transfers/*/bound_bytes": 100,
         "transfers/*/across_bytes/xshard": 102,
     },
-    "suggest": {"cases/*/gap": 0.005},
+    # The recorded rows are of a share of overlap; those of schedules take minutes for experts.
+    "suggest": {"cases/*/gap": 0.005, "cases/0/overlap": None},
     "suggest_gspmd": {"steps/20/received_bytes": 2**26},
     "torch_redistribute": {
         "ends/*/faster_than": {"DTensor": 3.0, "by hand": 1.0},
