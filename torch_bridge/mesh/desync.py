@@ -371,9 +371,7 @@ def _desync(reports: Mapping[int, Report], differing: Sequence[str]) -> DesyncEr
     hint = _lines(reports, describe) + "\n  all ranks of a mesh call it with equal arguments"
     if "shape" in differing:
         # Without `shape=` it follows from a rank's own block, as if all were equally long.
-        hint += (
-            "; blocks of unequal lengths need shape=, or a layout that has them: v/sizes(tp,31,30)"
-        )
+        hint += "; blocks of unequal lengths need shape=, or a layout with them: v/sizes(tp,31,30)"
     names = ", ".join(differing)
     return DesyncError(f"the ranks disagree about a redistribution: {names}", hint=hint)
 

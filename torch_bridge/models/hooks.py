@@ -93,9 +93,8 @@ class TensorRule:
             # global shape is not given but inferred, by which all blocks count as equally long.
             return Moved(self._redistributed(x, None, context), ())
 
-        if (
-            self.takes_claims and torch.is_grad_enabled()
-        ):  # hot: in the passes of a first step alone
+        # Hot: only passes of the first step take samples.
+        if self.takes_claims and torch.is_grad_enabled():
             self.claim = claim_of(self.rule, x, context, title)
         key = (x.shape, outer_known_dims)
         arrival = self._arrivals.get(key)

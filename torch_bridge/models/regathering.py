@@ -97,9 +97,9 @@ class Regathering:
         }
         # While GATHERED. Emptied, not replaced, at its end, which must not refer to this object.
         self._gathered: list[Tensor] = []
-        self._with_gradient: set[int] = (
-            set()
-        )  # numbers of kept tensors, in the running backward pass
+        # The backward pass that has come to the module, and which kept tensors have a gradient in it.
+        self._pass_id = -1
+        self._with_gradient: set[int] = set()
         self._taking_back: weakref.finalize[..., Any] | None = None
 
     def keep(self, tensors: Sequence[Tensor]) -> None:

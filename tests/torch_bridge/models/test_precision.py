@@ -349,6 +349,30 @@ def test_kept_parameters_are_freed_as_their_gradients_come() -> None:
 
 
 @on_two
+def test_kept_parameters_get_gradients_by_a_result_that_nobody_finds() -> None:
+    """The backward pass comes into the module by a tensor inside an object, not by the one beside it."""
+
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Linear(4, 4, bias=False)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Result]:
+            y = self.up(x)
+            return y.sum(), Result(y)
+
+    model = Both()
+    whole = model.up.weight.detach().clone()
+    xt.parallelize(model, ZERO, {"": "b i"}, MESH, gathers="", keep=True)
+    x = torch.arange(8.0).view(2, 4)
+    seen, hidden = model(x)
+    hidden.logits.square().sum().backward()
+    right = 2 * (x @ whole.T).T @ x
+    own = xt.redistribute(right, "o i -> o/dp i", MESH)
+    assert seen.requires_grad and torch.allclose(model.up.weight.grad, own)
+
+
+@on_two
 def test_casts_that_are_no_plain_ones_come_back_as_they_were() -> None:
     """The backward pass gets a cast parameter in the memory format in which the forward pass had it."""
 
