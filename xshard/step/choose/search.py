@@ -27,7 +27,7 @@ ROUNDS = 100  # of weights
 CLOSE = 2e-5  # of the seconds: a bound so near is reached
 MOST_PROGRAMS = 5  # one after another, as moves are planned that the one before has
 MOST_NODES = 100  # of the integer program's search tree
-MOST_FLOWS = 20_000  # in an integer program: with 10,000 it takes 5 s, with 16,000 15 s
+MOST_FLOWS = 5_000  # in an integer program: with 16,000 it takes 25 s
 STARTS = 3  # assignments to improve
 EXCESS_BEFORE_CHANGES = (
     10.0  # times the cost, for a limit that is exceeded once over: changes may mend it
