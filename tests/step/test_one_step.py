@@ -127,7 +127,7 @@ def assignment_of(problem, plan):
 def test_every_sum_is_there(problem):
     rows = []
     for name, plan in PLANS.items():
-        vector = problem.vectors(assignment_of(problem, plan))[0]
+        vector = problem.vector(assignment_of(problem, plan))
         seconds = float(problem.cost(1.0).total(vector))
         n_bytes = float(problem.cost(1.0).largest_limit_share(vector))
         parts = [part for part in BlockPart if part.name.endswith("_S")]
@@ -145,7 +145,7 @@ def test_the_arithmetic_of_the_page(problem):
     read = 4 * MEGABYTES * 1e6 / 2e10
     assert read == pytest.approx(0.8e-3)
     vectors = {
-        name: problem.vectors(assignment_of(problem, plan))[0] for name, plan in PLANS.items()
+        name: problem.vector(assignment_of(problem, plan)) for name, plan in PLANS.items()
     }
     seconds = {name: float(problem.cost(1.0).total(vector)) for name, vector in vectors.items()}
     computing = forward / 2 + read / 2

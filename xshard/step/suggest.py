@@ -245,13 +245,15 @@ def _plans_by_hand(searches: Sequence[StepSearch]) -> dict[str, StepPlan]:
     first = searches[0].problem
     for name, hand in HAND.items():
         plans: list[StepPlan] = []
+        best_s = np.inf
         for search in searches:
             problem = search.problem
             if problem.prefetch != first.prefetch or problem.batch_parts != first.batch_parts:
                 continue  # people write them for one way to run
-            search_by_hand = search.start_within(options_by_hand(problem, hand))
+            search_by_hand = search.start_within(options_by_hand(problem, hand), best_s)
             if search_by_hand.vectors:
                 search_by_hand.run(most_steps=TRIES)
+            best_s = min(best_s, search_by_hand.seconds)
             for assignment, vector in search_by_hand.vectors.items():
                 search.offer(assignment)
                 plans.append(StepPlan(search, vector))

@@ -9,7 +9,6 @@ assignment has them.
 from __future__ import annotations
 
 import sys
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -18,7 +17,6 @@ import numpy as np
 
 from xshard.step.choose.eliminate import Bucket, excess, minimum
 from xshard.step.choose.programs import Pairs, best_mixture, solve_program
-from xshard.step.price.edges import Edge
 from xshard.step.price.options import Flags, Floats, Ints
 from xshard.step.price.problem import StepProblem
 from xshard.step.record.arrays import REPLICAS
@@ -101,7 +99,7 @@ class StepSearch:
         Returns the seconds that planning added to the bounds of its moves.
         """
         added = self.problem.raise_to_prices(assignment)
-        vector = self.problem.vectors(assignment)[0]
+        vector = self.problem.vector(assignment)
         if np.isfinite(vector).all():
             self.vectors[tuple(assignment)] = vector
             seconds = float(self.cost.total(vector))
@@ -116,19 +114,23 @@ class StepSearch:
         # In all, the memory is worth one second.
         multipliers = np.append(self.multipliers[:-n_limits], np.full(n_limits, 1 / n_limits))
         bound = self.bound_by(multipliers)
-        if np.isinf(bound.seconds):  # every assignment has a move that is not possible
-            self.bound = bound.seconds
+        self.bound = max(self.bound, bound.seconds)  # infinite if all need an impossible move
+        if self.bound >= self.cutoff:
+            return
         self.offer(bound.assignment)
         if not self.vectors:
             # The bound of large tables may be of moves that do not exist; whole arrays never move.
             pairs = zip(self.options, self.problem.nodes, strict=True)
             self.offer([_most_whole(node.placements, options) for options, node in pairs])
 
-    def start_within(self, flags: Sequence[Flags]) -> StepSearch:
-        """Return a search among some of the options, which has begun if it has any."""
+    def start_within(self, flags: Sequence[Flags], cutoff: float = np.inf) -> StepSearch:
+        """Return a search among some of the options, which has begun if it has any.
+
+        cutoff: seconds of a plan that is known: nothing is planned where all take longer.
+        """
         pairs = zip(self.options, flags, strict=True)
         options = [own[allowed[own]] for own, allowed in pairs]
-        search = StepSearch(self.problem, self.limit, options)
+        search = StepSearch(self.problem, self.limit, options, cutoff=cutoff)
         if all(len(own) for own in options):
             search.start()
         return search
@@ -326,7 +328,7 @@ class StepSearch:
         rank = np.inf
         while True:
             # Planned when it was offered, a change may turn out to be none for the better.
-            vector = self.problem.vectors(assignment)[0]
+            vector = self.problem.vector(assignment)
             new_rank = float(self.cost.rank(vector))
             if new_rank >= (1 - CLOSE) * rank:
                 return
@@ -339,39 +341,16 @@ class StepSearch:
 
         vector: the parts of the cost of the assignment.
         """
-        edges_of_node = defaultdict[int, list[Edge]](list)
-        for edge in self.problem.edges:
-            for node in edge.nodes:
-                edges_of_node[node].append(edge)
         best = assignment
         least = np.inf
         for node, options in enumerate(self.live_options):
-            costs = self.problem.nodes[node].costs
-            vectors = vector + costs[options] - costs[assignment[node]]
-            for edge in edges_of_node[node]:
-                _add_changes(vectors, edge, assignment, node, options)
+            vectors = self.problem.vectors_with(assignment, vector, node, options)
             ranks = self.cost.rank(vectors)
             if ranks.min() < least:
                 least = ranks.min()
                 best = list(assignment)
                 best[node] = int(options[ranks.argmin()])
         return best
-
-
-def _add_changes(
-    vectors: Floats, edge: Edge, assignment: Sequence[int], node: int, options: Ints
-) -> None:
-    """Add what the moves of an edge cost more if one of its nodes has other options.
-
-    vectors: the parts of the cost for each of the options, [options, parts]; changed in place.
-    """
-    now = {end: np.array([assignment[end]]) for end in edge.nodes}
-    then = {**now, node: options}
-    rows = edge.rows[then[edge.source]]
-    columns = edge.columns[then[edge.user]]
-    cost_before = edge.costs(edge.rows[now[edge.source]], edge.columns[now[edge.user]])
-    vectors[:, edge.parts] += (edge.costs(rows, columns) - cost_before).T
-    vectors[edge.banned[rows, columns]] = np.inf
 
 
 def _most_whole(placements: Ints, options: Ints) -> int:

@@ -17,7 +17,7 @@ from xshard.step.price.cost import CostFunction
 from xshard.step.price.edges import Edge, edges_of
 from xshard.step.price.memory import bytes_at_moments
 from xshard.step.price.nodes import Node, price_input, price_operation, price_parameter
-from xshard.step.price.options import Flags, Floats
+from xshard.step.price.options import Flags, Floats, Ints
 from xshard.step.price.parts import BlockPart, StepPart
 from xshard.step.price.passes import closed_form
 from xshard.step.price.step_setup import StepSetup
@@ -67,38 +67,67 @@ class StepProblem(StepSetup):
     def forget_edges(self) -> None:
         """Free the memory of edges, which are made again if anyone asks for them."""
         self.__dict__.pop("edges", None)  # where cached_property has them
+        self.__dict__.pop("edges_of_node", None)
 
-    def vectors(self, assignment: Sequence[int], node: int | None = None) -> Floats:
-        """Add up the cost of an assignment, or of many that differ at one node, part by part.
+    def vector(self, assignment: Sequence[int]) -> Floats:
+        """Add up the cost of an assignment, part by part.
 
         An assignment chooses for each node (a parameter, an input, an operation) one of its
         options, the ways to shard it. Parts are seconds and bytes of each kind. Moves cost what is
         known so far, a lower bound or the planner's price. All parts of an assignment with a move
         that is not possible are infinite.
 
+        assignment: the number of an option for each node. Returns [parts].
+        """
+        chosen = zip(self.nodes, assignment, strict=True)
+        total: Floats = sum(node.costs[option] for node, option in chosen)
+        is_banned = False
+        for edge in self.edges:
+            row = edge.rows[assignment[edge.source]]
+            column = edge.columns[assignment[edge.user]]
+            total[edge.parts] += edge.costs(row, column)
+            is_banned |= bool(edge.banned[row, column])
+        if is_banned:
+            # After all sums: infinite parts rank last, and callers keep them out of linear programs.
+            total[:] = np.inf
+        return total
+
+    def vectors_with(
+        self, assignment: Sequence[int], vector: Floats, node: int, options: Ints
+    ) -> Floats:
+        """Compute the costs of the assignments with other options at one node.
+
+        Only this node and the moves to and from it cost something else.
+
         Args:
-            assignment: The number of an option for each node.
-            node: The number of a node that has each of its options in turn; None for one
-                assignment.
+            assignment: The number of an option for each node, with possible moves.
+            vector: The parts of its cost.
+            node: The number of the node.
+            options: The options that it has in turn.
 
         Returns:
-            [options of the node, parts], or [1, parts].
+            [options, parts].
         """
-        # Options of every node: one, or [options] at `node`. They broadcast against each other.
-        chosen = [np.array([option]) for option in assignment]
-        if node is not None:
-            chosen[node] = np.arange(len(self.nodes[node].placements))
-        pairs = zip(self.nodes, chosen, strict=True)
-        total: Floats = sum(priced.costs[options] for priced, options in pairs)
-        is_banned = np.zeros(len(total), bool)
+        costs = self.nodes[node].costs
+        vectors = vector + costs[options] - costs[assignment[node]]
+        for edge in self.edges_of_node[node]:
+            now = {end: np.array([assignment[end]]) for end in edge.nodes}
+            then = {**now, node: options}
+            rows = edge.rows[then[edge.source]]
+            columns = edge.columns[then[edge.user]]
+            cost_before = edge.costs(edge.rows[now[edge.source]], edge.columns[now[edge.user]])
+            vectors[:, edge.parts] += (edge.costs(rows, columns) - cost_before).T
+            vectors[edge.banned[rows, columns]] = np.inf
+        return vectors
+
+    @cached_property
+    def edges_of_node(self) -> list[list[Edge]]:
+        """The moves to and from each node."""
+        edges_of_node: list[list[Edge]] = [[] for _ in self.nodes]
         for edge in self.edges:
-            rows = edge.rows[chosen[edge.source]]
-            columns = edge.columns[chosen[edge.user]]
-            total[:, edge.parts] += edge.costs(rows, columns).T
-            is_banned |= edge.banned[rows, columns]
-        # After all sums: infinite parts rank last, and callers keep them out of linear programs.
-        total[is_banned] = np.inf
-        return total
+            for node in set(edge.nodes):
+                edges_of_node[node].append(edge)
+        return edges_of_node
 
     def raise_to_prices(self, assignment: Sequence[int]) -> float:
         """Replace the lower bounds of all moves of an assignment by the planner's prices.

@@ -78,7 +78,7 @@ def _with_changes(search: StepSearch, assignment: list[int], most: float) -> lis
         problem.raise_to_prices(trial)
         trial_variety = _variety(problem, trial)
         is_simpler = trial_variety < variety - LEAST
-        if is_simpler and search.cost.rank(problem.vectors(trial)[0]) <= most:
+        if is_simpler and search.cost.rank(problem.vector(trial)) <= most:
             simple = trial
             variety = trial_variety
     return simple
@@ -98,7 +98,7 @@ def _best_first(
         most: Seconds that a changed plan may take.
     """
     problem = search.problem
-    seconds = float(search.cost.rank(problem.vectors(assignment)[0]))
+    seconds = float(search.cost.rank(problem.vector(assignment)))
     changes = _other_options(search, assignment)
     changes += _like_another_parameter(search, assignment)
     gains: list[tuple[float, list[int]]] = []  # rules saved for each second, changed assignment
@@ -118,12 +118,13 @@ def _best_first(
 def _other_options(search: StepSearch, assignment: list[int]) -> list[Change]:
     """List the assignments with another option at one node."""
     changes: list[Change] = []
+    vector = search.problem.vector(assignment)
     for node, options in enumerate(search.options):
-        ranks = search.cost.rank(search.problem.vectors(assignment, node))
-        for option in options:
+        vectors = search.problem.vectors_with(assignment, vector, node, options)
+        for option, rank in zip(options, search.cost.rank(vectors), strict=True):
             changed = list(assignment)
             changed[node] = int(option)
-            changes.append(Change(ranks[option], changed))
+            changes.append(Change(float(rank), changed))
     return changes
 
 

@@ -93,7 +93,7 @@ class Suggestion(Pictured):
         self.recompute = problem.recompute
         self.prefetch = problem.prefetch
         self.batch_parts = problem.batch_parts
-        vector = problem.vectors(self.assignment)[0]
+        vector = problem.vector(self.assignment)
         self.parts, self.memory = problem.summary(vector)
         self.seconds = float(self.search.cost.total(vector))
         self.gap = 1 - self.bound / self.seconds
@@ -102,7 +102,7 @@ class Suggestion(Pictured):
     def schedule(self) -> Schedule:
         """What computes and what travels in both passes of a micro-batch, with predicted seconds."""
         problem = self.search.problem
-        return schedule_of(problem, problem.vectors(self.assignment)[0])
+        return schedule_of(problem, problem.vector(self.assignment))
 
     @cached_property
     def layouts(self) -> Mapping[str, tuple[Layout, Layout]]:
@@ -306,7 +306,7 @@ class Suggestion(Pictured):
 
         A row has the plan's seconds, its bytes, and whether it fits.
         """
-        vector = self.search.problem.vectors(self.assignment)[0]
+        vector = self.search.problem.vector(self.assignment)
         plans = {"suggested": StepPlan(self.search, vector)}
         # Plans that fit the memory first, the fastest first. (`|=` takes pairs, and keeps their order.)
         plans |= sorted(self.by_hand.items(), key=_fitting_first)
