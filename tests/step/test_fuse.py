@@ -11,9 +11,11 @@ from xshard import Mesh, Op, TrainingStep, load_profile, suggest
 from xshard.step.price.moves import MovePrices
 from xshard.step.price.options import options_of
 from xshard.step.price.problem import StepProblem
-from xshard.step.record.arrays import COPY
+from xshard.step.record.arrays import COPY, REPLICAS, SUM
 from xshard.step.record.fuse import fuse_operations
+from xshard.step.record.letters import LetteredOp
 from xshard.step.record.repeat import find_repeated
+from xshard.step.record.trace import Trace
 
 LENGTHS = {"b": 2, "c": 4, "d": 2, "e": 4}
 
@@ -334,3 +336,32 @@ def test_an_operation_without_floating_point_operations_stays_so_in_a_chain():
     ]
     step = TrainingStep(ops, {"b": 4, "c": 4, "d": 4}, {"x": "b c"}, {"w": "c d"})
     assert [op.work.flops for op in fuse_operations(step).ops if op.kind == "contraction"] == [0.0]
+
+
+def test_tags_of_an_array_whose_lengths_are_read_mean_nothing():
+    """`zeros(y.shape[0], 3)` follows shards of y; that y has partial sums costs no move."""
+    trace = Trace(batch=8)
+    x = trace.input("x", (8, 4))
+    w = trace.parameter("w", (6, 4))
+    y = trace.add("y", LetteredOp(["ac", "dc", "ad"], "contraction"), (x, w), (8, 6))
+    zeros = trace.add("zeros", LetteredOp(["aw", "ae"], "source", links=1), (y,), (8, 3))
+    step = trace.step(zeros)
+    empty = step.by_name[zeros]
+    rules = ["b/x n6 -> b/x n3", "b n6 -> b n3/x", "b n6/x -> b n3/x", "b n6/x -> b n3"]
+    assert [empty.text_of(rule) for rule in empty.axis_rules] == [*rules, "b n6 -> b n3"]
+    moves = MovePrices(Mesh(x=2), step.dtype, load_profile("h100"))
+    edge = StepProblem(step, moves, 1, False).edges[-1]  # behind all that move
+    nodes = StepProblem(step, moves, 1, False).nodes
+    made = nodes[edge.source].placements[:, -1, 0]
+    used = nodes[edge.user].placements[:, 0, 0]
+    for option, user_option in product(range(len(made)), range(len(used))):
+        pair = edge.rows[option], edge.columns[user_option]
+        is_same = made[option] == used[user_option]
+        is_tag = made[option] in (SUM, REPLICAS) and used[user_option] == REPLICAS
+        assert edge.banned[pair] == (not (is_same or is_tag))
+        assert edge.banned[pair] or not edge.costs(*pair).any()
+    # Where its values are read, too, tags are those of the operation that reads them.
+    trace.add("out", LetteredOp(["ae", "ad", "ade"], "linear"), (zeros, y), (8, 6, 3))
+    out = fuse_operations(trace.step("out")).by_name["out"]
+    assert out.operands == ("y",) and not out.links
+    assert "b n6 | copy(x) -> b n6 n3/x" in [out.text_of(rule) for rule in out.axis_rules]

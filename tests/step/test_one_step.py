@@ -144,9 +144,7 @@ def test_the_arithmetic_of_the_page(problem):
     assert forward == pytest.approx(2.78e-3, rel=1e-3)
     read = 4 * MEGABYTES * 1e6 / 2e10
     assert read == pytest.approx(0.8e-3)
-    vectors = {
-        name: problem.vector(assignment_of(problem, plan)) for name, plan in PLANS.items()
-    }
+    vectors = {name: problem.vector(assignment_of(problem, plan)) for name, plan in PLANS.items()}
     seconds = {name: float(problem.cost(1.0).total(vector)) for name, vector in vectors.items()}
     computing = forward / 2 + read / 2
     backward = 2 * forward / 2 + read / 2

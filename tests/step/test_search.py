@@ -71,6 +71,24 @@ def test_a_bound_by_moves_that_do_not_exist_still_has_a_plan(monkeypatch):
         assert search.best, seed
 
 
+def test_a_search_ends_where_all_options_take_longer_than_a_known_plan(monkeypatch):
+    """Bounds of parts of a table, each with a value of its own, may leave a node no option."""
+    moves = MovePrices(Mesh(a=4), "bfloat16", load_profile("h100"))
+    for seed in range(2):
+        problem = StepProblem(random_step(seed).with_shares, moves)
+        monkeypatch.undo()
+        known = StepSearch(problem, np.inf)
+        known.run()
+        known.improve()
+        monkeypatch.setattr(eliminate, "MOST_ENTRIES", 1)
+        for share in (1.1, 0.9, 0.5):
+            search = StepSearch(problem, np.inf)
+            search.start()
+            search.cutoff = known.seconds * share
+            search.run()
+            assert min(search.bound, search.cutoff) <= known.seconds
+
+
 def test_less_memory_than_any_plan_needs():
     moves = MovePrices(Mesh(a=2), "bfloat16", load_profile("h100"))
     search = StepSearch(StepProblem(random_step(0).with_shares, moves), 1000.0)

@@ -15,7 +15,7 @@ import numpy as np
 
 from xshard.step.price.options import Floats
 
-MOST_ENTRIES = 2**24  # of a table; beyond that the minimum is bounded from below only
+MOST_ENTRIES = 2**18  # of a table; beyond that the minimum is bounded from below only
 ENTRIES_AT_A_TIME = 2**17  # of a sum of tables
 GIVEN = -1  # in place of the bucket of a table that is no minimum
 

@@ -207,7 +207,11 @@ class StepSearch:
         # It takes about as long as a bound, hence only when the gap is clearly smaller.
         if 0 < gap < CUT * self._gap_at_cut:
             self._gap_at_cut = gap
-            self.live_options = self._options_within(bound, gap)
+            options = self._options_within(bound, gap)
+            if all(map(len, options)):
+                self.live_options = options
+            else:  # with any option of some node, an assignment takes more
+                self.bound = self.cutoff
 
     def _options_within(self, bound: Bound, seconds: float) -> list[Ints]:
         """Return for each node the options with which an assignment may be near a bound.

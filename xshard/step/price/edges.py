@@ -154,14 +154,16 @@ def edges_of(setup: StepSetup, nodes: Sequence[Node], numbers: Mapping[str, int]
     numbers: the number of each node by name.
     """
     edges: list[Edge] = []
+    links: list[Edge] = []  # behind all moves, so that the first use of an array reads it
     for op in setup.step.ops:
         share_of_operand = op.starts / op.times if op.again else 1.0
         for operand, name in enumerate(op.operands):
-            edges.append(_edge(setup, nodes, numbers, name, op, operand, share_of_operand))
+            edge = _edge(setup, nodes, numbers, name, op, operand, share_of_operand)
+            (links if operand in op.links else edges).append(edge)
         if op.again:
             share_of_layers = 1 - share_of_operand
             edges.append(_edge(setup, nodes, numbers, op.again, op, 0, share_of_layers))
-    return edges
+    return [*edges, *links]
 
 
 def _edge(
@@ -192,16 +194,23 @@ def _edge(
     source = nodes[numbers[name]]
     user = nodes[numbers[op.name]]
     used_layouts, columns = distinct_layouts(user.placements[:, operand])
-    made_layouts, rows = distinct_layouts(source.placements[:, -1])  # the last array is the result
+    made_placements = source.placements[:, -1]  # the last array is the result
+    # A parameter is gathered to read its lengths, for they are those in use; others stay.
+    stays = operand in op.links and source.gathering is None
+    if stays:  # no value is read, so that tags mean nothing
+        made_placements = np.maximum(made_placements, REPLICAS)
+    made_layouts, rows = distinct_layouts(made_placements)
     launch_share = 1.0
     if source.gathering is not None:  # a parameter
         # Options with one layout differ in when they are gathered: each has its own row.
         made_layouts = source.placements[:, -1]
         rows = np.arange(len(made_layouts))
         launch_share = setup.launch_share(name)
-    place = _place(setup, name, op, is_first=operand == 0)
+    place = Place("", False)
+    if not stays:
+        place = _place(setup, name, op, is_first=operand == 0)
     bytes_of_moves = _bytes_of_moves(setup, source, op, made_layouts, used_layouts)
-    is_linear = name in step.differentiable
+    is_linear = name in step.differentiable and not stays
     seconds_parts = SECONDS_OF_ACTIVATIONS if source.gathering is None else SECONDS_OF_PARAMETERS
     if name in step.by_name and not is_linear and not place.is_input:
         # A copy is a replica whose gradients are partial sums: without a gradient both are one.

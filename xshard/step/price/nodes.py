@@ -108,7 +108,8 @@ def price_operation(setup: StepSetup, op: Op) -> Node:
     block_bytes: list[Floats] = []  # of each operand, then of the result: [options] each
     for i, array in enumerate(op.arrays):
         shape = shape_of(array, setup.lengths)
-        block_bytes.append(setup.block_bytes(placements[:, i], shape, setup.item_bytes))
+        item_bytes = 0 if i in op.links else setup.item_bytes
+        block_bytes.append(setup.block_bytes(placements[:, i], shape, item_bytes))
     seconds = _seconds_of_computing(setup, op, placements, block_bytes)
     saved_bytes = _bytes_saved_for_gradient(setup, op, placements, block_bytes)
     running_bytes = _bytes_of_gradients_on_the_way(setup, op, block_bytes)

@@ -80,7 +80,7 @@ class StepProblem(StepSetup):
         assignment: the number of an option for each node. Returns [parts].
         """
         chosen = zip(self.nodes, assignment, strict=True)
-        total: Floats = sum(node.costs[option] for node, option in chosen)
+        total = np.asarray(sum(node.costs[option] for node, option in chosen))
         is_banned = False
         for edge in self.edges:
             row = edge.rows[assignment[edge.source]]
@@ -109,7 +109,7 @@ class StepProblem(StepSetup):
             [options, parts].
         """
         costs = self.nodes[node].costs
-        vectors = vector + costs[options] - costs[assignment[node]]
+        vectors = np.asarray(vector + costs[options] - costs[assignment[node]])
         for edge in self.edges_of_node[node]:
             now = {end: np.array([assignment[end]]) for end in edge.nodes}
             then = {**now, node: options}

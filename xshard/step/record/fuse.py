@@ -86,6 +86,8 @@ def _with_needed_operands(op: Op, step: TrainingStep) -> Op:
     with_gradient = {i for i, name in enumerate(op.operands) if name in step.differentiable}
     needed = []
     for i in op.saved_operands:
+        if i in op.links:
+            continue
         if i == n_operands and step.is_saved(op.name):
             continue  # counted once: an operation that uses the result saves it already
         # In a product the gradient of one operand is computed from the others, so that operand i
@@ -244,6 +246,11 @@ class _FusedPair:
         return self.second_start + len(self.second.operands)
 
     @cached_property
+    def links(self) -> set[int]:
+        """The numbers of operands of which only lengths are read: tags mean nothing there."""
+        return {*self.first.links, *(self.second_start + i for i in self.second.links)}
+
+    @cached_property
     def names(self) -> dict[int, str]:
         """The names of operands, by number."""
         names = dict(enumerate(self.first.operands))
@@ -308,7 +315,15 @@ class _FusedPair:
         for i, j in self.equal_pairs:
             agreeing = self._agreeing_placements(i, j)
             rules = [rule for rule in rules if (rule[i], rule[j]) in agreeing]
-        return rules
+        return [self._with_tags_of_links(rule) for rule in rules]
+
+    def _with_tags_of_links(self, rule: AxisRule) -> AxisRule:
+        """Give links the tags of operands of the same name whose values are read."""
+        placements = list(rule)
+        for i, j in self.equal_pairs:
+            if i in self.links and rule[i] < 0:
+                placements[i] = rule[j]
+        return tuple(placements)
 
     def _agreeing_placements(self, i: int, j: int) -> set[tuple[int, int]]:
         """List pairs of placements of arrays i and j that can go together, as both are one array.
@@ -316,7 +331,10 @@ class _FusedPair:
         Both have the same tag (replicas, sums, copies), or shard dims that overlap. If array i is
         `(g d)` and array j is c: (0, 0) and (1, 0), as g and d both are a part of c.
         """
-        agreeing = {(tag, tag) for tag in (REPLICAS, SUM, COPY)}
+        tags = (REPLICAS, SUM, COPY)
+        agreeing = {(tag, tag) for tag in tags}
+        if not self.links.isdisjoint((i, j)):
+            agreeing.update(product(tags, tags))
         for number_in_i, span in enumerate(self.spans[i]):
             for number_in_j, other in enumerate(self.spans[j]):
                 if span.overlaps(other):
@@ -332,7 +350,10 @@ class _FusedPair:
         rule is (COPY, COPY, COPY), a placement for each array of the operation.
         """
         # The second operation's arrays begin where the first one's end, so that this is their number.
-        rules = [(COPY,) * self.second_start]
+        copies = [COPY] * self.second_start
+        for link in self.first.links:
+            copies[link] = REPLICAS
+        rules = [tuple(copies)]
         if self.first.kind == "source":
             # Constants have no gradient, so that replicas of them are copies, too. Rules that leave
             # the result replicated get a twin with COPY in that place.
@@ -433,6 +454,7 @@ class _FusedPair:
             operands=tuple(self.names[i] for i in self.operand_arrays),
             kind=kind,
             rules=self._rules_of_visible(),
+            links=self._visible_links(),
             times=self.second.times,
             enters=self._enters(),
             leaves=self.step.module(self.second, left=True),
@@ -446,6 +468,12 @@ class _FusedPair:
             inner=inner,
             calls=self.first.calls + self.second.calls,
         )
+
+    def _visible_links(self) -> tuple[int, ...]:
+        """Return the positions of operands of which neither operation reads values."""
+        read = {i for i in self.all_operand_arrays if i not in self.links}
+        read.update(i for i, j in self.equal_pairs if j in read)
+        return tuple(position for position, i in enumerate(self.operand_arrays) if i not in read)
 
     def _rules_of_visible(self) -> tuple[AxisRule, ...]:
         """Shorten each rule to the arrays that the fused operation has, then to hidden dims.

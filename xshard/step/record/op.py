@@ -87,6 +87,8 @@ class Op:
         kind: Its class, one of `KINDS`.
         whole: Dims that no axis may shard.
         rules: They replace the rules of its class for an axis, each as in `axis_rules`.
+        links: Operands of which only lengths are read, by number. Their tags mean nothing: rules
+            have replicas for all of them.
         times: How often it runs.
         again: In a repeated block, the operation that gives the operand of a `carry` from the
             second time on.
@@ -126,6 +128,7 @@ class Op:
     kind: str = "contraction"
     whole: Sequence[str] = ()
     rules: tuple[AxisRule, ...] | None = None
+    links: tuple[int, ...] = ()
     times: int = 1
     again: str = ""
     starts: int = 1

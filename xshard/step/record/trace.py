@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, product
 
-from xshard.step.record.arrays import COPY, REPLICAS, SUM
+from xshard.step.record.arrays import REPLICAS
 from xshard.step.record.letters import Factor, LetteredOp, common_factors, grouped
 from xshard.step.record.op import AxisRule, Op
 from xshard.step.record.training_step import TrainingStep
@@ -257,7 +257,9 @@ class Trace:
         # Links are the last operands, if only their lengths are read. Of a letter with several
         # names, as `(b s512)`, an axis shards the first: blocks are contiguous.
         outermost = {names[0] for names in names_of_letter.values()}
-        return replace(op, rules=_rules_with_links(op, lettered.links, outermost))
+        links = range(len(operands) - lettered.links, len(operands))
+        rules = _rules_with_links(op, lettered.links, outermost)
+        return replace(op, rules=rules, links=tuple(links))
 
     def _take(self, wanted: str, length: int, names_in_use: list[str]) -> str:
         """Choose a name for a dim that is not in `names_in_use`, and add it there: s512, s512_2, ...
@@ -307,7 +309,7 @@ def _rules_with_links(op: Op, n_links: int, outermost: set[str]) -> tuple[AxisRu
 
     These operands are links, the last `n_links`: `y = zeros(x.shape[0], 8)` has the link x. An axis
     that shards dim 0 of y has to shard dim 0 of x, too: so the length that a device reads is that of
-    its own block of y. If the axis does not shard dim 0, x may be in any layout.
+    its own block of y. If the axis does not shard dim 0, it may do anything else in x.
 
     op: the operation with its links. outermost: of each merged dim, the factor that axes shard
     first: b of `(b s512)`. Returns rules as in `Op.axis_rules`, each with a placement for every
@@ -336,12 +338,13 @@ def _rules_with_links(op: Op, n_links: int, outermost: set[str]) -> tuple[AxisRu
 def _choices_in_link(link: Sequence[str], sharded: set[str], free: set[str]) -> list[int]:
     """List what an axis that shards the dims `sharded` may do in an array whose lengths are read.
 
-    It shards the same dim, if the array has it; else it may shard a dim of `free`, or none.
+    It shards the same dim, if the array has it; else it may shard a dim of `free`, or none. Tags are
+    all one, REPLICAS, for no value is read.
     """
     same_dim = _places_of(sharded, link)
     if same_dim:
         return same_dim
-    return [REPLICAS, SUM, COPY, *_places_of(free, link)]
+    return [REPLICAS, *_places_of(free, link)]
 
 
 def _places_of(names: set[str], dims: Sequence[str]) -> list[int]:
