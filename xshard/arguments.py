@@ -9,7 +9,7 @@ from typing import Any
 from xshard.errors import PlanError, ShapeError, XshardError, located
 from xshard.signatures import as_whole_number, short_repr
 
-MOST_DIGITS = 18  # of a number in a text: more do not fit 64 bits
+MAX_DIGITS = 18  # of a number in a text: more do not fit 64 bits
 _UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _BYTES = re.compile(r"\s*(?P<number>\d{1,19}(?:\.\d+)?)\s*(?P<unit>[A-Za-z]*)\s*")
 
@@ -62,7 +62,7 @@ def parse_number(text: str) -> int | None:
         >>> parse_number("64"), parse_number("-1"), parse_number("9" * 100_000)
         (64, None, None)
     """
-    if not text.isdecimal() or len(text) > MOST_DIGITS:
+    if not text.isdecimal() or len(text) > MAX_DIGITS:
         return None
     return int(text)
 

@@ -29,8 +29,8 @@ from xshard.signatures import did_you_mean, short_repr
 ALL = "**"
 NAMED = 8  # most names that an error lists
 # Limits on what a pattern may ask for, so that no text from outside takes all memory or time.
-MOST_SPELLINGS = 1000  # alternatives of one pattern
-MOST_CHARS = 1_000_000  # in all alternatives
+MAX_SPELLINGS = 1000  # alternatives of one pattern
+MAX_CHARS = 1_000_000  # in all alternatives
 DEEPEST = 8  # braces inside braces
 _PARTS = r"[^.]++(?:\.[^.]++)"  # before a star: one part or more
 
@@ -524,10 +524,10 @@ def spellings(pattern: str) -> tuple[str, ...]:
 def _check_number(n_spellings: int, pattern: str) -> None:
     """Raise NotationError if a pattern has too many spellings, or too long ones."""
     whole = (0, len(pattern))
-    if n_spellings > MOST_SPELLINGS:
-        raise _malformed(f"a pattern of more than {MOST_SPELLINGS} spellings", pattern, whole)
-    if n_spellings * len(pattern) > MOST_CHARS:
-        raise _malformed(f"a pattern of more than {MOST_CHARS} characters", pattern, whole)
+    if n_spellings > MAX_SPELLINGS:
+        raise _malformed(f"a pattern of more than {MAX_SPELLINGS} spellings", pattern, whole)
+    if n_spellings * len(pattern) > MAX_CHARS:
+        raise _malformed(f"a pattern of more than {MAX_CHARS} characters", pattern, whole)
 
 
 def _regex(spelling: str, pattern: str) -> str:

@@ -18,8 +18,8 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 
-MOST_LIKE = 100  # characters of a word that is compared to known ones
-MOST_SHOWN = 60  # characters of a value in an error
+MAX_LIKE = 100  # characters of a word that is compared to known ones
+MAX_SHOWN = 60  # characters of a value in an error
 # Names of arguments in other systems, and those here.
 ELSEWHERE = {
     "params": "parameters",
@@ -52,7 +52,7 @@ def short_repr(value: object) -> str:
         text = repr(value)
     except ValueError:  # Python writes no number of more than 4,300 digits
         return kind
-    is_short = len(text) <= MOST_SHOWN and "\n" not in text
+    is_short = len(text) <= MAX_SHOWN and "\n" not in text
     return text if is_short else kind
 
 
@@ -66,7 +66,7 @@ def did_you_mean(word: str, known: Collection[str], others: Mapping[str, str] | 
     """
     if others is not None and word.lower() in others:
         return f"did you mean {others[word.lower()]!r}? "
-    close = difflib.get_close_matches(word, known, 1) if len(word) <= MOST_LIKE else []
+    close = difflib.get_close_matches(word, known, 1) if len(word) <= MAX_LIKE else []
     return f"did you mean {close[0]!r}? " if close else ""
 
 

@@ -218,18 +218,18 @@ def _needed_of_fold(wanted: tuple[Runs, ...], blocks: tuple[Runs, ...], length: 
 def _needed_runs_of_fold(wanted: tuple[Runs, ...], blocks: tuple[Runs, ...]) -> NeededRows:
     """Find the rows of `_needed_of_fold` by runs, without listing every row.
 
-    All runs are cut at the edges of all others, so that any two pieces are equal or disjoint; equal
-    ones get the same number. 0-4 and 3-7 are pieces 0-2 (0), 3-4 (1), 3-4 (1) and 5-7 (2).
+    All intervals are cut at the ends of all others, so that any two fragments are equal or disjoint;
+    equal ones have one cell. 0-4 and 3-7 are fragments 0-2 (0), 3-4 (1), 3-4 (1) and 5-7 (2).
     """
-    held_runs = interval_table(blocks)
-    all_runs = concatenate_tables(held_runs, interval_table(wanted))  # held ones first
-    pieces, piece_numbers, run_of_piece = cut_at_edges(all_runs)
-    is_held = run_of_piece < len(held_runs.start)
-    n_pieces = len(piece_numbers)
-    n_blocks = np.bincount(piece_numbers[is_held], minlength=n_pieces)[piece_numbers]
+    held_intervals = interval_table(blocks)
+    all_intervals = concatenate_tables(held_intervals, interval_table(wanted))  # held ones first
+    fragments, cell_index, interval_index = cut_at_edges(all_intervals)
+    is_held = interval_index < len(held_intervals.start)
+    n_fragments = len(cell_index)
+    n_blocks = np.bincount(cell_index[is_held], minlength=n_fragments)[cell_index]
     return NeededRows(
-        wanted=runs_by_row(pieces.take(~is_held & (n_blocks > 0)), len(wanted)),
-        complete=runs_by_row(pieces.take(is_held & (n_blocks == 1)), len(blocks)),
+        wanted=runs_by_row(fragments.take(~is_held & (n_blocks > 0)), len(wanted)),
+        complete=runs_by_row(fragments.take(is_held & (n_blocks == 1)), len(blocks)),
     )
 
 

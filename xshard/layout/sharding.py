@@ -20,7 +20,7 @@ from xshard.layout.mesh import Mesh, all_coords, check_mesh
 from xshard.layout.partition import all_owned_rows, block_length, cut_by_shard
 from xshard.layout.runs import Runs, are_equal, count_rows
 from xshard.layout.sub_axes import axis_factors
-from xshard.layout.validation import MOST_ELEMENTS, check_fit
+from xshard.layout.validation import MAX_ELEMENTS, check_fit
 from xshard.notation.overlap import Fold, Overlap, Reads, Window, unfolded
 from xshard.notation.parser import SEGMENTS, SIZES, Dim, Shard, Tags
 from xshard.notation.row_arrays import Numbers
@@ -307,7 +307,7 @@ def _check_shape(shape: tuple[int, ...]) -> None:
     for length in shape:
         if isinstance(length, bool) or not isinstance(length, int) or length < 0:
             raise ShapeError(f"shape {shape} has {length!r}, not a length >= 0")
-    if math.prod(shape) > MOST_ELEMENTS:
+    if math.prod(shape) > MAX_ELEMENTS:
         raise ShapeError(f"an array of shape {short_repr(shape)}", hint="at most 2**60 elements")
 
 

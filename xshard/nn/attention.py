@@ -47,7 +47,7 @@ SOME = "some"
 # Of random numbers: products by 27 bits fit into int64, and uint32 gives the same bits.
 BITS = 2**31 - 1
 UNLIMITED = 2**31 - 1  # more than the number of any row; JAX compares rows in 32 bits
-MOST_RUNS = 4  # blocks of more runs, as under `cyclic`, are one tile: many small products are slow
+MAX_RUNS = 4  # blocks of more runs, as under `cyclic`, are one tile: many small products are slow
 
 T = TypeVar("T")
 Rows = NDArray[np.int64]
@@ -543,7 +543,7 @@ def run_starts(attn: Attention, array: Sharding) -> tuple[int, ...]:
 def _runs(rows: Rows, chunk: int | None = None) -> list[slice]:
     """Split rows into intervals of consecutive ones of one chunk; with many gaps, all rows are one."""
     is_break = np.diff(rows) != 1
-    if is_break.sum() >= MOST_RUNS:
+    if is_break.sum() >= MAX_RUNS:
         return [slice(0, len(rows))]
     if chunk is not None:
         is_break |= np.diff(rows // chunk) != 0

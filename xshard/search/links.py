@@ -27,7 +27,7 @@ from xshard.steps.exchange.even_traffic import LinkCuts, digit_traffic
 from xshard.steps.exchange.messages import MAX_PAIRED, node_local_traffic
 from xshard.steps.exchange.sources import DimEnd, Received
 from xshard.steps.exchange.traffic import (
-    MOST_COUNTED,
+    MAX_COUNTED,
     SpanAxes,
     counted_traffic,
     received_of_dim,
@@ -141,7 +141,7 @@ class LinkedStates(States):
         # most the whole array for each pair of a device and an addend, of which there are at most
         # as many as devices.
         most_elements = math.prod(self.shape) * self.mesh.n_devices**2
-        if self.ended(after, state) or most_elements >= MOST_COUNTED:
+        if self.ended(after, state) or most_elements >= MAX_COUNTED:
             spans = self.fabric.spans
             return counted_traffic(self.sharding(state), self.sharding(after), spans)
         return self._counted(state, after)

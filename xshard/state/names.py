@@ -22,7 +22,7 @@ from xshard.state.parts import PartMapping, Shape, TargetArray
 from xshard.state.relations import JoinedArray, Relation, applications, make_targets
 
 _KEEP = Relation(("**",), "**")
-MOST_NAMES_IN_ERROR = 8
+MAX_NAMES_IN_ERROR = 8
 Counts = Sequence[int] | None
 
 
@@ -410,7 +410,7 @@ def _unmatched(
     """Return the error for names without a relation, and for relations without a name."""
     reasons = []
     if remaining:
-        first_names = ", ".join(remaining[:MOST_NAMES_IN_ERROR])
+        first_names = ", ".join(remaining[:MAX_NAMES_IN_ERROR])
         reasons.append(f"no relation for {len(remaining)} names: {first_names}")
     reasons += [f"'{relation}' fits no name" for relation in unused]
     similar = [nearest_hint(relation.sides[0][0], shapes) for relation in unused]

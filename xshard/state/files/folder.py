@@ -38,7 +38,7 @@ from xshard.state.names import names_from_json
 CheckpointLike = str | Path | Checkpoint  # its file or folder, or itself
 INDEX = "model.safetensors.index.json"
 OURS = re.compile(r"model-[0-9a-f]{8}-\d+-of-\d+\.safetensors")  # files of a save
-MOST_TRIES = 50  # to read a folder whose files saves replace meanwhile
+MAX_TRIES = 50  # to read a folder whose files saves replace meanwhile
 _NUMBERED = re.compile(r"(.+)-(\d+)-of-(\d+)\.safetensors")
 AllOrNone = Callable[[Callable[[], Any]], list[Any]]  # see `open_on_all`
 KEY = "xshard"  # of xshard's own metadata, in files and in the index
@@ -176,7 +176,7 @@ def open_on_all(path: CheckpointLike, all_or_none: AllOrNone) -> Checkpoint:
         opened[:] = [path if isinstance(path, Checkpoint) else open_checkpoint(path)]
         return zlib.crc32(repr(opened[0].places).encode())
 
-    for _ in range(MOST_TRIES):
+    for _ in range(MAX_TRIES):
         if len(set(all_or_none(open_here))) == 1:
             return opened[0]
     raise FileError(
@@ -206,7 +206,7 @@ class Contents(NamedTuple):
         self.notes.append(parse_object(metadata.get(KEY, "{}"), f"{file.name}:"))
 
 
-def _read_headers(path: Path, links: bool, most_tries: int = MOST_TRIES) -> Contents:
+def _read_headers(path: Path, links: bool, most_tries: int = MAX_TRIES) -> Contents:
     """Read the headers of a safetensors file, or of all such files of a folder; no data is read.
 
     A folder's index has to name the same arrays in the same files. `links` allows files that are

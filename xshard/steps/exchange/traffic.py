@@ -36,8 +36,8 @@ from xshard.steps.exchange.sources import (
 )
 from xshard.steps.traffic import Hop, LinkSpan, LinkSpans, Traffic, slowest_first
 
-MOST_COMPARED = 2**20  # rows of a dim, times its blocks, that are compared one by one
-MOST_COUNTED = 2**62  # elements of all devices together that 64-bit integers count safely
+MAX_COMPARED = 2**20  # rows of a dim, times its blocks, that are compared one by one
+MAX_COUNTED = 2**62  # elements of all devices together that 64-bit integers count safely
 
 
 def exchange_traffic(before: Sharding, after: Sharding, spans: LinkSpans) -> Traffic:
@@ -284,7 +284,7 @@ def received_from(before: Sharding, after: Sharding, shared_axes: Axes) -> Recei
     n_addends = mesh.size(*(a for a in ended if a not in shared_axes))
     # Python's own integers are used if the elements of all devices might not fit into 64 bits.
     largest_block = max(before.max_local_size, after.max_local_size)
-    fits = largest_block * mesh.n_devices * n_addends < MOST_COUNTED
+    fits = largest_block * mesh.n_devices * n_addends < MAX_COUNTED
     dtype: Any = np.int64 if fits else object
     # One number, the same for all devices, as an array that broadcasts over the mesh.
     addends = np.full((1,) * len(mesh.axes), n_addends, dtype)
@@ -410,7 +410,7 @@ def shared_rows_of(src: DimEnd, dst: DimEnd) -> RowPairs:
     8 rows, "n/x" -> "n/y" with x=2, y=4: receivers (0, 1, 2, 3), senders (0, 0, 1, 1), 2 rows each.
     A short dim is compared row by row, a long one by ranges of rows, which takes less memory.
     """
-    if src.length * max(src.n_shards, dst.n_shards) > MOST_COMPARED:
+    if src.length * max(src.n_shards, dst.n_shards) > MAX_COMPARED:
         src_rows = all_owned_rows(src.dim, src.length, src.sizes)
         dst_rows = all_owned_rows(dst.dim, dst.length, dst.sizes)
         return shared_rows(src_rows, dst_rows)
