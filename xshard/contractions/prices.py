@@ -133,8 +133,8 @@ def _price(move: MoveEstimate) -> float:
     start = grid.sharding(move.start)
     # Where blocks are equal, the goal is written with the shards of the start: no step is needed.
     goal = with_dims_of_start(grid.sharding(move.goal), start)
-    route = NamedRoute(start, goal, grid.itemsize, grid.profile)
-    return best_path(route.route).seconds
+    named_route = NamedRoute(start, goal, grid.itemsize, grid.profile)
+    return best_path(named_route.route).seconds
 
 
 @layout_cache(maxsize=4096)

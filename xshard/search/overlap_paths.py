@@ -138,7 +138,7 @@ def _check_rows_exist(source: Sharding, target: Sharding, d: int) -> None:
         # A dim that stays as it is needs nothing from others, unless a pole (rows mirrored beyond
         # the end of a sphere's latitude) rolls it: then its rows come from elsewhere.
         if src.dim != dst.dim or view.shifts[d]:
-            part = dim_end(target, d, view.sides[d], view.shifts[d])
+            part = dim_end(target, d, view.pole_sides[d], view.shifts[d])
             wanted += part.wanted_rows()
     row = _first_missing(src, wanted)
     if row is not None:
@@ -160,7 +160,7 @@ def _check_contributions_fit(source: Sharding, target: Sharding, d: int) -> None
         return  # rows are lost only in a fold that the source does not have
     offered: list[Runs] = []
     for view in views(source):
-        part = dim_end(source, d, view.sides[d], view.shifts[d])
+        part = dim_end(source, d, view.pole_sides[d], view.shifts[d])
         offered += chain.from_iterable(part.offered_rows())
     row = _first_missing(dst, offered)
     if row is not None:

@@ -36,23 +36,23 @@ class AllReduce(Step):
     op: str = "sum"
     copies: tuple[str, ...] = ()
 
-    def after(self, before: Sharding) -> Sharding:
-        layout = base.reduced(before.layout, self.axes, self.op)
-        return before.with_layout(base.with_replicas_and_copies(layout, self.axes, self.copies))
+    def after(self, source: Sharding) -> Sharding:
+        layout = base.reduced(source.layout, self.axes, self.op)
+        return source.with_layout(base.with_replicas_and_copies(layout, self.axes, self.copies))
 
-    def traffic(self, before: Sharding, spans: LinkSpans = ()) -> Traffic:
-        group = slowest_first(before.mesh, self.axes, spans)
-        return all_reduce_traffic(before.max_local_size, group)
+    def traffic(self, source: Sharding, spans: LinkSpans = ()) -> Traffic:
+        group = slowest_first(source.mesh, self.axes, spans)
+        return all_reduce_traffic(source.max_local_size, group)
 
-    def pair_traffic(self, before: Sharding) -> tuple[PairTraffic, ...]:
+    def pair_traffic(self, source: Sharding) -> tuple[PairTraffic, ...]:
         # Each member sends each other one a share to reduce, then the reduced share; rounded up.
-        elements = -(-2 * before.max_local_size // before.mesh.size(*self.axes))
-        return pairs_in_groups(before.mesh, self.axes, elements)
+        elements = -(-2 * source.max_local_size // source.mesh.size(*self.axes))
+        return pairs_in_groups(source.mesh, self.axes, elements)
 
-    def run(self, blocks: Blocks, before: Sharding) -> list[Block]:
+    def run(self, blocks: Blocks, source: Sharding) -> list[Block]:
         results = []
-        for device in range(before.mesh.n_devices):
-            members = before.mesh.group(device, self.axes)
+        for device in range(source.mesh.n_devices):
+            members = source.mesh.group(device, self.axes)
             addends = [blocks[member] for member in members]
             results.append(base.reduce_blocks(self.op, addends))
         return results
