@@ -55,11 +55,11 @@ class Path(NamedTuple):
     held_elements_floor: float  # elements held that count: to hold less is no gain
     moves: Moves
 
-    def rank(self, seconds: float = 0.0, plainness: int = 0) -> Rank:
+    def rank(self, remaining_s: float = 0.0, remaining_plainness: int = 0) -> Rank:
         """Return the rank of the path, with a bound for the seconds and moves that still follow."""
-        total = round(self.seconds + seconds, DIGITS)
-        held = max(self.held_elements, self.held_elements_floor)
-        return Rank(total, held, self.plainness + plainness)
+        total_s = round(self.seconds + remaining_s, DIGITS)
+        counted_elements = max(self.held_elements, self.held_elements_floor)
+        return Rank(total_s, counted_elements, self.plainness + remaining_plainness)
 
 
 @dataclass(frozen=True)
@@ -95,8 +95,8 @@ class Search:
         if not self.exchanges:
             raise PlanError("no path of collectives leads there")
         # The error says which limit would do.
-        least = replace(self, memory_limit=None)._least_peak_bytes()
-        raise too_large(self.memory_limit, least, "any plan needs")
+        needed_bytes = replace(self, memory_limit=None)._min_peak_bytes()
+        raise too_large(self.memory_limit, needed_bytes, "any plan needs")
 
     def _search(self) -> Path | None:
         """Find the cheapest path; None if none fits."""
@@ -142,10 +142,10 @@ class Search:
         """Check whether a device may not hold so many elements."""
         return self.memory_limit is not None and elements * self.grid.itemsize > self.memory_limit
 
-    def least_seconds_of(self, state: State, move: Move) -> float:
+    def move_lower_bound_s(self, state: State, move: Move) -> float:
         """Bound the seconds of a move from below, without its traffic."""
         if move.kind == "exchange":
-            return self.grid.least_exchange(state, move.after)
+            return self.grid.exchange_lower_bound_s(state, move.next_state)
         if move.kind in LOCAL:
             return 0.0
         return self.grid.fabric.least_step_s
@@ -153,10 +153,10 @@ class Search:
     def remaining(self, state: State) -> float:
         """Bound the seconds of any path from a state to the goal from below."""
         goal = self.route.goal
-        least = self.grid.least_seconds(state, goal)
+        lower_bound_s = self.grid.lower_bound_s(state, goal)
         if self.successors.complete and state.sums != goal.sums:
-            least = max(least, self.grid.least_reducing(state, goal))
-        return least
+            lower_bound_s = max(lower_bound_s, self.grid.reducing_lower_bound_s(state, goal))
+        return lower_bound_s
 
     def expected(self, state: State) -> float:
         """Estimate the seconds of collectives to the goal, one for each axis that must change.
@@ -179,7 +179,7 @@ class Search:
         would hold more than the memory limit, or if the move permutes whole blocks, and the blocks
         before and after are not the same.
         """
-        if move.kind == "permute" and not self._has_same_blocks(state, move.after):
+        if move.kind == "permute" and not self._has_same_blocks(state, move.next_state):
             return None
         price = move_cost(self.grid, move, state)
         if self.exceeds_limit(price.held_elements):
@@ -193,31 +193,33 @@ class Search:
         else:
             plainness = 1
         seconds = path.seconds + price.seconds
-        held = max(path.held_elements, price.held_elements)
+        held_elements = max(path.held_elements, price.held_elements)
         moves = (*path.moves, (state, move))
-        return Path(seconds, path.plainness + plainness, held, path.held_elements_floor, moves)
+        return Path(
+            seconds, path.plainness + plainness, held_elements, path.held_elements_floor, moves
+        )
 
-    def _has_same_blocks(self, state: State, after: State) -> bool:
+    def _has_same_blocks(self, state: State, next_state: State) -> bool:
         """Check that both states have the same blocks.
 
         Even shards of equal length do; other blocks are compared.
         """
-        if self.grid.is_regular(state) and self.grid.is_regular(after):
+        if self.grid.is_regular(state) and self.grid.is_regular(next_state):
             return True
         try:
-            Permute(self.grid.sharding(after).layout).after(self.grid.sharding(state))
+            Permute(self.grid.sharding(next_state).layout).after(self.grid.sharding(state))
         except PlanError:
             return False
         return True
 
-    def _least_peak_bytes(self) -> int:
+    def _min_peak_bytes(self) -> int:
         """Find the smallest peak of any path: lower the limit until no path is left."""
-        least = 0
+        peak_bytes = 0
         path = self._search()
         while path is not None:
-            least = path.held_elements * self.grid.itemsize
-            path = replace(self, memory_limit=least - 1)._search()
-        return least
+            peak_bytes = path.held_elements * self.grid.itemsize
+            path = replace(self, memory_limit=peak_bytes - 1)._search()
+        return peak_bytes
 
 
 class Exploration:
@@ -276,7 +278,7 @@ class Exploration:
             # Hot: most moves lead to states that are settled. A state is skipped if its blocks are
             # larger than `largest`, that of the two ends: no path is worth them.
             for move in self._moves_from(state, path):
-                if move.after not in self.settled and block(move.after) <= self.largest:
+                if move.next_state not in self.settled and block(move.next_state) <= self.largest:
                     self._try(path, state, move)
 
     def _moves_from(self, state: State, path: Path) -> Iterator[Move]:
@@ -301,10 +303,10 @@ class Exploration:
         # takes at least one launch and one message, and the bound for what remains. That bound is
         # left out if a sum begins, since it may begin locally after the exchange.
         launch_s = search.grid.profile.launch("exchange")
-        least = path.seconds + launch_s + search.grid.fabric.least_latency_s
+        lower_bound_s = path.seconds + launch_s + search.grid.fabric.least_latency_s
         if not search.grid.ended(goal, state):
-            least += search.remaining(state)
-        if best is None or least < best.seconds:
+            lower_bound_s += search.remaining(state)
+        if best is None or lower_bound_s < best.seconds:
             yield from search.successors.exchanges(state)
 
     def _may_stop(self) -> bool:
@@ -318,23 +320,23 @@ class Exploration:
         happens if a path at least as good is known, to that layout or to the goal.
         """
         search = self.search
-        best_there = self.reached.get(move.after, WORST)
+        best_known_rank = self.reached.get(move.next_state, WORST)
         # First a lower bound that is quick to compute, since the traffic of a move is slow to
         # count.
-        soonest = round(path.seconds + search.least_seconds_of(state, move), DIGITS)
-        if soonest > best_there.seconds or self._is_too_late(soonest, move.after):
+        earliest_s = round(path.seconds + search.move_lower_bound_s(state, move), DIGITS)
+        if earliest_s > best_known_rank.seconds or self._is_too_late(earliest_s, move.next_state):
             return
-        longer = search.extended(path, state, move)
-        if longer is None:
+        extended_path = search.extended(path, state, move)
+        if extended_path is None:
             return
-        rank = longer.rank()
-        if rank >= best_there:
+        rank = extended_path.rank()
+        if rank >= best_known_rank:
             return
-        self.reached[move.after] = rank
-        if move.after != search.route.goal:
-            self._push_if_promising(longer, move.after)
+        self.reached[move.next_state] = rank
+        if move.next_state != search.route.goal:
+            self._push_if_promising(extended_path, move.next_state)
         elif rank < self.best_rank:
-            self.best = longer
+            self.best = extended_path
             self.best_rank = rank
 
     def _push_if_promising(self, path: Path, state: State) -> None:

@@ -38,46 +38,48 @@ def estimate(grid: Grid, state: State, goal: State) -> float:
     # Axes along which devices hold equal blocks on both sides: each device may move a share of its
     # block and gather the shares afterwards, so that less crosses slow links.
     spare = grid.spare(state, goal, grid.changing(state, goal))
-    least = _collectives_in_turn(grid, state, goal, ())
+    best_s = _collectives_in_turn(grid, state, goal, ())
     if spare:
-        least = min(least, _collectives_in_turn(grid, state, goal, spare))
+        best_s = min(best_s, _collectives_in_turn(grid, state, goal, spare))
     # An exchange that begins a sum is not tried: its traffic would have to be counted per device.
     if not grid.ended(goal, state):
-        for reduced in _reduced_first(grid, state, goal):
-            least = _with_exchange(grid, reduced, goal, least)
+        for first_leg in _reduced_first(grid, state, goal):
+            best_s = _with_exchange(grid, first_leg, goal, best_s)
     if state.sums == goal.sums and grid.lengths(state) == grid.lengths(goal):
-        least = min(least, move_cost(grid, Move("permute", (), goal), state).seconds)
-    return least
+        best_s = min(best_s, move_cost(grid, Move("permute", (), goal), state).seconds)
+    return best_s
 
 
-def _with_exchange(grid: Grid, first: Leg, goal: State, least: float) -> float:
+def _with_exchange(grid: Grid, first_leg: Leg, goal: State, best_s: float) -> float:
     """Price the paths that go on with an exchange, and return the fewest seconds known.
 
     An exchange is a general step: each device takes from any others what it lacks. It leads from
-    the layout of `first` to the goal, or to a layout from which one all-gather leads to the goal.
+    the layout of `first_leg` to the goal, or to a layout from which one all-gather leads to the goal.
 
     Args:
         grid: The grid of the states.
-        first: The layout from which the exchange starts, and the seconds to get there.
+        first_leg: The layout from which the exchange starts, and the seconds to get there.
         goal: The layout at the end.
-        least: The seconds of the best path so far: the result if none here takes fewer.
+        best_s: The seconds of the best path so far: the result if none here takes fewer.
     """
-    exchange_s = _exchange_seconds(grid, first.state, goal, least - first.seconds)
-    least = min(least, first.seconds + exchange_s)
-    for last in _before_gathers(grid, first.state, goal):
-        below = least - first.seconds - last.seconds  # what is left for the middle of the path
-        if below <= 0:
+    exchange_s = _exchange_seconds(grid, first_leg.state, goal, best_s - first_leg.seconds)
+    best_s = min(best_s, first_leg.seconds + exchange_s)
+    for last_leg in _before_gathers(grid, first_leg.state, goal):
+        limit_s = (
+            best_s - first_leg.seconds - last_leg.seconds
+        )  # what is left for the middle of the path
+        if limit_s <= 0:
             continue  # the first and last legs alone take as long as the best path
-        by_exchange = _exchange_seconds(grid, first.state, last.state, below)
-        by_collectives = _collectives_in_turn(grid, first.state, last.state, ())
-        seconds = min(by_exchange, by_collectives)
-        least = min(least, first.seconds + seconds + last.seconds)
-    return least
+        exchange_path_s = _exchange_seconds(grid, first_leg.state, last_leg.state, limit_s)
+        collectives_path_s = _collectives_in_turn(grid, first_leg.state, last_leg.state, ())
+        middle_s = min(exchange_path_s, collectives_path_s)
+        best_s = min(best_s, first_leg.seconds + middle_s + last_leg.seconds)
+    return best_s
 
 
 def _exchange_seconds(grid: Grid, state: State, goal: State, below: float) -> float:
     """Price an exchange to the goal; infinite if not below a limit, or to be counted per device."""
-    if grid.least_exchange(state, goal) >= below or grid.even_received(state, goal) is None:
+    if grid.exchange_lower_bound_s(state, goal) >= below or grid.even_received(state, goal) is None:
         return math.inf
     return move_cost(grid, Move("exchange", (), goal), state).seconds
 
@@ -90,13 +92,15 @@ def _before_gathers(grid: Grid, state: State, goal: State) -> Iterator[Leg]:
     numbers. If the goal is "b c" on axes 0 and 1, and the start is sharded over axis 1: "b/0/1 c",
     then "b/1 c". The first dim that the axes divide evenly is sharded.
     """
-    free = grid.replica_axes(goal)
-    sharding_at_start = common(free, grid.roles(state))
-    for axes in filter(None, dict.fromkeys((free, sharding_at_start))):  # once if both are the same
-        d = _first_even_dim(grid, range(len(goal.cuts)), goal, axes)
-        if d is not None:
-            sharded = goal.with_inner(d, axes)
-            in_place = d == 0  # pieces of dim 0 lie one after the other in the result
+    replica_axes = grid.replica_axes(goal)
+    sharding_at_start = common(replica_axes, grid.roles(state))
+    for axes in filter(
+        None, dict.fromkeys((replica_axes, sharding_at_start))
+    ):  # once if both are the same
+        dim_index = _first_even_dim(grid, range(len(goal.cuts)), goal, axes)
+        if dim_index is not None:
+            sharded = goal.with_inner(dim_index, axes)
+            in_place = dim_index == 0  # pieces of dim 0 lie one after the other in the result
             block = grid.block(sharded)
             yield Leg(sharded, grid.collective_seconds("all_gather", block, axes, in_place))
 
@@ -119,18 +123,18 @@ def _reduced_first(grid: Grid, state: State, goal: State) -> Iterator[Leg]:
     yielded.
     """
     yield Leg(state, 0.0)
-    ended = grid.ended(state, goal)
-    if not ended:
+    ended_axes = grid.ended(state, goal)
+    if not ended_axes:
         return
     dims = list(range(len(state.cuts)))  # in the order of trying
-    role = grid.roles(goal).get(ended[0])
+    role = grid.roles(goal).get(ended_axes[0])
     if role is not None:
         dims.insert(0, role.dim)
-    d = _first_even_dim(grid, dims, state, ended)
-    if d is not None:
-        after = state.without_sums(ended).with_inner(d, ended)
-        move = Move("reduce_scatter", (d, ended), after)
-        yield Leg(after, move_cost(grid, move, state).seconds)
+    dim_index = _first_even_dim(grid, dims, state, ended_axes)
+    if dim_index is not None:
+        reduced_state = state.without_sums(ended_axes).with_inner(dim_index, ended_axes)
+        move = Move("reduce_scatter", (dim_index, ended_axes), reduced_state)
+        yield Leg(reduced_state, move_cost(grid, move, state).seconds)
 
 
 class AxisChanges(NamedTuple):
@@ -236,7 +240,7 @@ def _reduction(grid: Grid, block: int, ended: Cut, goal: State, *, has_gather: b
 
 
 def _moving_seconds(
-    grid: Grid, axes: tuple[int, ...], block: int, largest: int, can_permute: bool
+    grid: Grid, axes: tuple[int, ...], block: int, max_block: int, can_permute: bool
 ) -> float:
     """Price the cheapest way to move shards from dim to dim, as in "s/x c" -> "s c/x".
 
@@ -247,17 +251,17 @@ def _moving_seconds(
         grid: The grid of the states.
         axes: The axes that move.
         block: Elements of each device's block before the move.
-        largest: The most elements that a gathered block may have.
+        max_block: The most elements that a gathered block may have.
         can_permute: Whether whole blocks may just change places: all have the same shape.
     """
-    least = grid.collective_seconds("all_to_all", block, axes, False)
+    best_s = grid.collective_seconds("all_to_all", block, axes, False)
     # The gathered block has the blocks of all devices along the axes.
-    if block * grid.count_parts(axes) <= largest:
-        gather = grid.collective_seconds("all_gather", block, axes, False)
-        least = min(least, gather + _copy_seconds(grid, block))
+    if block * grid.count_parts(axes) <= max_block:
+        gather_s = grid.collective_seconds("all_gather", block, axes, False)
+        best_s = min(best_s, gather_s + _copy_seconds(grid, block))
     if can_permute:
-        least = min(least, grid.collective_seconds("permute", block, axes, False))
-    return least
+        best_s = min(best_s, grid.collective_seconds("permute", block, axes, False))
+    return best_s
 
 
 def _copy_seconds(grid: Grid, block: int) -> float:
@@ -265,7 +269,9 @@ def _copy_seconds(grid: Grid, block: int) -> float:
     return grid.fabric.seconds("slice", Traffic(copied=block), grid.itemsize)
 
 
-def _can_match_by_slices(grid: Grid, state: State, goal: State, slices: int, gathers: int) -> bool:
+def _can_match_by_slices(
+    grid: Grid, state: State, goal: State, n_slices: int, n_gathers: int
+) -> bool:
     """Check whether a slice before and a gather after let whole blocks just change places.
 
     Blocks can be permuted among devices if each dim is cut into the same number of parts on both
@@ -276,10 +282,13 @@ def _can_match_by_slices(grid: Grid, state: State, goal: State, slices: int, gat
         grid: The grid of the states.
         state: The state before.
         goal: The state after.
-        slices: Into how many more parts the start may be cut.
-        gathers: Into how many more parts the goal may be cut, to be gathered afterwards.
+        n_slices: Into how many more parts the start may be cut.
+        n_gathers: Into how many more parts the goal may be cut, to be gathered afterwards.
     """
-    parts = [grid.count_parts(cut) for cut in state.cuts]
+    start_parts = [grid.count_parts(cut) for cut in state.cuts]
     goal_parts = [grid.count_parts(cut) for cut in goal.cuts]
-    multiple = math.prod(map(math.lcm, parts, goal_parts))
-    return multiple <= math.prod(parts) * slices and multiple <= math.prod(goal_parts) * gathers
+    multiple = math.prod(map(math.lcm, start_parts, goal_parts))
+    return (
+        multiple <= math.prod(start_parts) * n_slices
+        and multiple <= math.prod(goal_parts) * n_gathers
+    )

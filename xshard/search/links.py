@@ -123,7 +123,7 @@ class LinkedStates(States):
         traffic = self.collective_traffic(kind, block, axes, in_place)
         return self.fabric.seconds(kind, traffic, self.itemsize)
 
-    def exchange_traffic(self, state: State, after: State) -> Traffic:
+    def exchange_traffic(self, state: State, next_state: State) -> Traffic:
         """Count what devices receive in an exchange between two layouts, on the busiest device.
 
         In an exchange each device takes from any others what it lacks. There are four ways to
@@ -132,38 +132,38 @@ class LinkedStates(States):
         cached tables for each dim; and, for a new partial sum or numbers beyond 64 bits, a count
         device by device.
         """
-        even = self.even_received(state, after)
-        if even is not None:
-            return even
-        if self.nodes is not None and state.sums == after.sums:
-            return node_local_traffic(self.sharding(state), self.sharding(after), self.nodes)
+        even_traffic = self.even_received(state, next_state)
+        if even_traffic is not None:
+            return even_traffic
+        if self.nodes is not None and state.sums == next_state.sums:
+            return node_local_traffic(self.sharding(state), self.sharding(next_state), self.nodes)
         # Tables by dim know of no new sums, and hold 64-bit integers. All devices together take at
         # most the whole array for each pair of a device and an addend, of which there are at most
         # as many as devices.
-        most_elements = math.prod(self.shape) * self.mesh.n_devices**2
-        if self.ended(after, state) or most_elements >= MAX_COUNTED:
+        max_elements = math.prod(self.shape) * self.mesh.n_devices**2
+        if self.ended(next_state, state) or max_elements >= MAX_COUNTED:
             spans = self.fabric.spans
-            return counted_traffic(self.sharding(state), self.sharding(after), spans)
-        return self._counted(state, after)
+            return counted_traffic(self.sharding(state), self.sharding(next_state), spans)
+        return self._counted(state, next_state)
 
-    def even_received(self, state: State, after: State) -> Traffic | None:
+    def even_received(self, state: State, next_state: State) -> Traffic | None:
         """Return the traffic of an exchange, if it is known without counting per device."""
-        if self.nodes is not None and state.sums == after.sums:
+        if self.nodes is not None and state.sums == next_state.sums:
             return None
-        return self.even_exchange(state, after)
+        return self.even_exchange(state, next_state)
 
     @cached_method
-    def even_exchange(self, state: State, after: State) -> Traffic | None:
+    def even_exchange(self, state: State, next_state: State) -> Traffic | None:
         """Return the traffic of an exchange with any senders, in closed form.
 
         None if shards do not divide each other, or a sum begins.
         """
-        if not (self.is_regular(state) and self.is_regular(after)):
+        if not (self.is_regular(state) and self.is_regular(next_state)):
             return None
-        if self.ended(after, state):
+        if self.ended(next_state, state):
             return None
-        addends = self._outermost_first(self.ended(state, after))
-        return digit_traffic(self.shape, self.link_cuts(state), self.link_cuts(after), addends)
+        addends = self._outermost_first(self.ended(state, next_state))
+        return digit_traffic(self.shape, self.link_cuts(state), self.link_cuts(next_state), addends)
 
     def link_cuts(self, state: State) -> LinkCuts:
         """List, for each dim of a regular state, the spans that shard it, outermost first."""
@@ -174,7 +174,7 @@ class LinkedStates(States):
         """Return the spans of some axes, axis by axis, each from the outermost to the innermost."""
         return tuple(chain.from_iterable(self._spans[axis] for axis in axes))
 
-    def _counted(self, state: State, after: State) -> Traffic:
+    def _counted(self, state: State, next_state: State) -> Traffic:
         """Count the traffic of an exchange as a product of cached tables, one table for each dim.
 
         A search counts thousands of pairs of layouts, but the shards of one dim before and after
@@ -182,23 +182,23 @@ class LinkedStates(States):
         tables.
         """
         mesh = self._span_axes.mesh
-        ended = self._sub_axes(self.ended(state, after))
-        moved = self._sub_axes(self.changing(state, after))
+        ended = self._sub_axes(self.ended(state, next_state))
+        moved = self._sub_axes(self.changing(state, next_state))
 
-        def received_from(agree: tuple[str, ...]) -> Received:
+        def received_from(shared_axes: tuple[str, ...]) -> Received:
             """Count what each device takes from senders at its own coordinates along some axes.
 
-            `agree` are these axes: () counts all senders, the axis of nodes only those in its node.
+            `shared_axes` are these axes: () counts all senders, the axis of nodes only those in its node.
             """
             # From each addend of a sum, so many times what the tables count.
-            n_addends = mesh.size(*without(ended, agree))
+            n_addends = mesh.size(*without(ended, shared_axes))
             received = np.full(
                 (2, *[1] * len(mesh.axes)), n_addends
             )  # [elements or senders, *mesh]
-            for d, (cut, cut_after) in enumerate(zip(state.cuts, after.cuts, strict=True)):
+            for d, (cut, next_cut) in enumerate(zip(state.cuts, next_state.cuts, strict=True)):
                 axes = self._dim_end(d, cut).dim.axes
-                agreeing = common(axes, agree)
-                received = received * self._received_of_dim(d, cut, cut_after, agreeing)
+                shared_dim_axes = common(axes, shared_axes)
+                received = received * self._received_of_dim(d, cut, next_cut, shared_dim_axes)
             return Received(received[0], received[1])
 
         return traffic_by_level(received_from, mesh, [*ended, *moved], self._span_axes.levels)
@@ -210,11 +210,11 @@ class LinkedStates(States):
 
     @cached_method
     def _received_of_dim(
-        self, d: int, cut: Cut, cut_after: Cut, fixed: tuple[str, ...]
+        self, d: int, cut: Cut, next_cut: Cut, fixed: tuple[str, ...]
     ) -> np.ndarray:
         """Count the rows of one dim as `received_of_dim` does: [elements and senders, *mesh]."""
         src = self._dim_end(d, cut)
-        dst = self._dim_end(d, cut_after)
+        dst = self._dim_end(d, next_cut)
         return np.stack(received_of_dim(src, dst, fixed, self._span_axes.mesh, False))
 
     @cached_method

@@ -72,14 +72,14 @@ def replaced(items: tuple[T, ...], index: int, item: T) -> tuple[T, ...]:
     return (*items[:index], item, *items[index + 1 :])
 
 
-def common(items: Iterable[T], others: Container[object]) -> tuple[T, ...]:
-    """List the items that are among others, in their order: (2, 1, 0) and {0, 2} -> (2, 0)."""
-    return tuple([item for item in items if item in others])
+def common(items: Iterable[T], members: Container[object]) -> tuple[T, ...]:
+    """List the items that are members of a second collection, in order: (2, 1, 0), {0, 2} -> (2, 0)."""
+    return tuple([item for item in items if item in members])
 
 
-def without(items: Iterable[T], others: Container[object]) -> tuple[T, ...]:
-    """List the items that are not among others, in their order: (2, 1, 0) and {0, 2} -> (1,)."""
-    return tuple([item for item in items if item not in others])
+def without(items: Iterable[T], excluded: Container[object]) -> tuple[T, ...]:
+    """List the items that are not excluded, in their order: (2, 1, 0) without {0, 2} -> (1,)."""
+    return tuple([item for item in items if item not in excluded])
 
 
 def add_inner_cuts(cuts: Cuts, inner_cuts: Cuts) -> Cuts:
@@ -87,14 +87,14 @@ def add_inner_cuts(cuts: Cuts, inner_cuts: Cuts) -> Cuts:
     return tuple(map(tuple.__add__, cuts, inner_cuts))
 
 
-def shared(cut: Cut, other: Cut) -> Cut:
-    """Return the leading shards that both have: (0, 2, 1) and (0, 1) -> (0,)."""
+def shared(first_cut: Cut, second_cut: Cut) -> Cut:
+    """Return the leading shards that two cuts share: (0, 2, 1) and (0, 1) -> (0,)."""
     n_shared = 0
-    for shard, other_shard in zip(cut, other, strict=False):
-        if shard != other_shard:
+    for first_shard, second_shard in zip(first_cut, second_cut, strict=False):
+        if first_shard != second_shard:
             break
         n_shared += 1
-    return cut[:n_shared]
+    return first_cut[:n_shared]
 
 
 def starts_with(cut: Cut, beginning: Cut) -> bool:
@@ -174,7 +174,7 @@ class States:
 
     def names(self, axes: Iterable[int]) -> tuple[str, ...]:
         """Return the names of numbered axes."""
-        return tuple(self.axes[a] for a in axes)
+        return tuple(self.axes[axis] for axis in axes)
 
     def shards_of(self, cut: Iterable[int]) -> tuple[Shard, ...]:
         """Return the shards with these numbers."""
@@ -195,8 +195,8 @@ class States:
     @cached_method
     def replica_axes(self, state: State) -> tuple[int, ...]:
         """List the axes that hold replicas."""
-        busy = (*state.sums, *self.axes_in(chain.from_iterable(state.cuts)))
-        return without(range(len(self.axes)), busy)
+        used_axes = (*state.sums, *self.axes_in(chain.from_iterable(state.cuts)))
+        return without(range(len(self.axes)), used_axes)
 
     @cached_method
     def length(self, d: int, cut: Cut) -> BlockLength:
@@ -236,22 +236,22 @@ class States:
         """Map each axis that shards to its role: the dim, and its shards down to the axis."""
         roles: dict[int, AxisRole] = {}
         for d, cut in enumerate(state.cuts):
-            for i, shard in enumerate(cut):
-                role = AxisRole(d, cut[: i + 1])
+            for level, shard in enumerate(cut):
+                role = AxisRole(d, cut[: level + 1])
                 for axis in self.shard_axes[shard]:
                     roles[axis] = role
         return roles
 
     @cached_method
-    def changing(self, state: State, after: State) -> list[int]:
-        """List the axes that shard otherwise afterwards."""
-        old_roles = self.roles(state)
-        new_roles = self.roles(after)
-        return [a for a in {**old_roles, **new_roles} if old_roles.get(a) != new_roles.get(a)]
+    def changing(self, state: State, next_state: State) -> list[int]:
+        """List the axes that shard something else, or elsewhere, in the next state."""
+        roles = self.roles(state)
+        new_roles = self.roles(next_state)
+        return [a for a in {**roles, **new_roles} if roles.get(a) != new_roles.get(a)]
 
-    def ended(self, state: State, after: State) -> tuple[int, ...]:
+    def ended(self, state: State, next_state: State) -> tuple[int, ...]:
         """List the axes along which a sum ends; with both states exchanged, those where one begins."""
-        return without(state.sums, after.sums)
+        return without(state.sums, next_state.sums)
 
     @cached_method
     def sharding(self, state: State) -> Sharding:
