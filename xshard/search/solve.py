@@ -85,9 +85,7 @@ def solve(request: Request) -> Solution:
             without_copies(start), without_copies(goal), named_route.itemsize, profile
         )
     split = split_of(start.mesh)
-    return Solution(
-        _completed(named_route.steps(path.moves), request, start, goal), split
-    )
+    return Solution(_completed(named_route.steps(path.moves), request, start, goal), split)
 
 
 def _completed(steps: Steps, request: Request, start: Sharding, goal: Sharding) -> Steps:

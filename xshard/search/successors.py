@@ -358,7 +358,7 @@ class Successors:
                 yield from combinations(axes, n_axes)
 
     def _rest_of_goal(self, d: int, cut: Cut) -> Cut:
-        """Return the shards of the goal inside of `cut`: of "n/0/1" after (0,) -> (1,); () if it has others."""
+        """Return the shards of the goal inside of `cut`: of "n/0/1" after (0,) -> (1,), else ()."""
         goal_cut = self.goal.cuts[d]
         return goal_cut[len(cut) :] if starts_with(goal_cut, cut) else ()
 

@@ -123,8 +123,8 @@ def applications(relation: Relation, shapes: Mapping[str, Shape]) -> Iterator[Us
         # Members are stacked, and their last star is a number: a.e.0 and a.e.1 become a.e, and b.e.0
         # becomes b.e.
         n_members = Counter(tuple(stars[:-1]) for stars in stars_of.values())
-        for outer_stars, n in n_members.items():
-            members = _numbered(first_pattern, outer_stars, n)
+        for outer_stars, n_stacked in n_members.items():
+            members = _numbered(first_pattern, outer_stars, n_stacked)
             yield Use(members, _filled(dst_patterns, outer_stars))
 
 
@@ -177,8 +177,8 @@ def make_targets(
     [source] = use.sources
     [target] = use.targets
     ndim = len(order)
-    piece = PartMapping(ArrayPart.whole(source, ndim), ArrayPart.whole(target, ndim), order)
-    return [MadeArray(target, permuted[0], (piece,))]
+    mapping = PartMapping(ArrayPart.whole(source, ndim), ArrayPart.whole(target, ndim), order)
+    return [MadeArray(target, permuted[0], (mapping,))]
 
 
 def _split(
@@ -191,26 +191,28 @@ def _split(
     how long the parts are, they are as long as when they were joined before: `joined` has the rows
     of each part, by the name and shape of the whole.
     """
-    [whole] = use.sources
+    [source_name] = use.sources
     lengths: tuple[int, ...] = ()  # empty if the relation itself says how long the parts are
     if not (relation.stacks or relation.rows or relation.equal or len(use.targets) == 1):
-        lengths = joined.get((whole, shape), ())
+        lengths = joined.get((source_name, shape), ())
         if not lengths:
-            reason = f"{relation}: {whole} of shape {shape} does not say the rows of each part"
+            reason = (
+                f"{relation}: {source_name} of shape {shape} does not say the rows of each part"
+            )
             hint = (
                 "give rows=, write split() for equal parts, or resolve the parts before the inverse"
             )
             raise ShapeError(reason, hint=hint)
-    parts = _parts_of_whole(relation, whole, shape, len(use.targets), lengths)
-    made = []
-    for name, part in zip(use.targets, parts, strict=True):
-        piece = _mapping(name, part, order, relation).inverse  # from the whole to the part
-        shape_in_whole = part.part_shape(shape)  # with the dims in the order of the whole
-        part_shape = [shape_in_whole[i] for i in piece.order]
+    parts_of_whole = _parts_of_whole(relation, source_name, shape, len(use.targets), lengths)
+    made_arrays = []
+    for name, whole_part in zip(use.targets, parts_of_whole, strict=True):
+        mapping = _mapping(name, whole_part, order, relation).inverse  # from the whole to the part
+        shape_in_whole = whole_part.part_shape(shape)  # with the dims in the order of the whole
+        part_shape = [shape_in_whole[i] for i in mapping.order]
         if relation.stacks:
             del part_shape[relation.dim]  # length 1: a member lacks the dim of the stack
-        made.append(MadeArray(name, tuple(part_shape), (piece,)))
-    return made
+        made_arrays.append(MadeArray(name, tuple(part_shape), (mapping,)))
+    return made_arrays
 
 
 def _join(
@@ -221,21 +223,21 @@ def _join(
     [4, 2] and [4, 2] along dim 0 are joined to [8, 2], or stacked to [2, 4, 2]. `shapes` are those
     after the dims were permuted by `order`.
     """
-    d = relation.dim
-    in_whole = list(shapes)  # each as a part of the whole
+    join_dim = relation.dim
+    shapes_in_whole = list(shapes)  # each as a part of the whole
     if relation.stacks:
-        in_whole = [_with_new_dim(shape, d) for shape in shapes]
-    other_lengths = {_with_length(shape, d, 0) for shape in in_whole}
-    if len(other_lengths) > 1 or not 0 <= d < len(in_whole[0]):
-        raise ShapeError(f"{relation}: {list(shapes)} cannot be joined along dim {d}")
-    lengths = tuple(shape[d] for shape in in_whole)
-    whole_shape = _with_length(in_whole[0], d, sum(lengths))
+        shapes_in_whole = [_with_new_dim(shape, join_dim) for shape in shapes]
+    other_lengths = {_with_length(shape, join_dim, 0) for shape in shapes_in_whole}
+    if len(other_lengths) > 1 or not 0 <= join_dim < len(shapes_in_whole[0]):
+        raise ShapeError(f"{relation}: {list(shapes)} cannot be joined along dim {join_dim}")
+    lengths = tuple(shape[join_dim] for shape in shapes_in_whole)
+    whole_shape = _with_length(shapes_in_whole[0], join_dim, sum(lengths))
     [target] = use.targets
-    parts = _parts_of_whole(relation, target, whole_shape, len(lengths), lengths)
-    pieces = []
-    for name, part in zip(use.sources, parts, strict=True):
-        pieces.append(_mapping(name, part, order, relation))
-    return MadeArray(target, whole_shape, tuple(pieces))
+    parts_of_whole = _parts_of_whole(relation, target, whole_shape, len(lengths), lengths)
+    mappings = []
+    for name, whole_part in zip(use.sources, parts_of_whole, strict=True):
+        mappings.append(_mapping(name, whole_part, order, relation))
+    return MadeArray(target, whole_shape, tuple(mappings))
 
 
 def _mapping(name: str, part: ArrayPart, order: tuple[int, ...], relation: Relation) -> PartMapping:
@@ -264,32 +266,34 @@ def _parts_of_whole(
         lengths: How many rows each part has in all groups together. Empty if that is not known: then
             the relation says it, by `rows` or `equal`.
     """
-    d = relation.dim
+    join_dim = relation.dim
     whole = ArrayPart.whole(name, len(shape))
     if relation.stacks:
-        return [whole.with_rows(d, interval(i, i + 1)) for i in range(n_parts)]
+        return [whole.with_rows(join_dim, interval(i, i + 1)) for i in range(n_parts)]
     if n_parts == 1:
         return [whole]
     if relation.rows:
         rows_in_group = relation.rows
     elif relation.equal:
-        rows_in_group = (shape[d] // n_parts,) * n_parts
+        rows_in_group = (shape[join_dim] // n_parts,) * n_parts
     else:
         rows_in_group = tuple(lengths)
     group_rows = sum(rows_in_group)
-    n_groups = shape[d] // max(group_rows, 1)  # 0 without rows
-    is_divided = n_groups * group_rows == shape[d]
+    n_groups = shape[join_dim] // max(group_rows, 1)  # 0 without rows
+    is_divided = n_groups * group_rows == shape[join_dim]
     fits_lengths = not lengths or [n_groups * n for n in rows_in_group] == list(lengths)
     if not (is_divided and fits_lengths):
         rows = list(rows_in_group)
-        reason = f"dim {d} of {shape[d]} rows is not a whole number of groups of {rows} rows"
+        reason = f"dim {join_dim} of {shape[join_dim]} rows is not a whole number of groups of {rows} rows"
         hint = "rows= has the rows of each part that come in turn"
         raise ShapeError(f"{relation}: {reason}", hint=hint)
-    parts = []
+    array_parts = []
     start = 0
     for length in rows_in_group:
-        run = Run(start, length, n_groups, group_rows) if n_groups > 1 else Run(start, length)
+        run_of_part = (
+            Run(start, length, n_groups, group_rows) if n_groups > 1 else Run(start, length)
+        )
         has_rows = n_groups > 0 and length > 0
-        parts.append(whole.with_rows(d, (run,) if has_rows else ()))
+        array_parts.append(whole.with_rows(join_dim, (run_of_part,) if has_rows else ()))
         start += length
-    return parts
+    return array_parts

@@ -103,8 +103,8 @@ class Saving:
     def writes(self, process: int) -> Iterator[BlockWrite]:
         """Yield the blocks that one process writes."""
         for name, device in self._owned.get(process, ()):
-            pairs = box_pairs(self._pieces[name], self.sources[name].sharding, device)
-            yield BlockWrite(name, device, tuple(pairs))
+            filled_boxes = box_pairs(self._mappings[name], self.sources[name].sharding, device)
+            yield BlockWrite(name, device, tuple(filled_boxes))
 
     def shared_blocks(self, process: int) -> Iterator[tuple[str, int, int]]:
         """Yield the blocks of one process that others have, too, as the layouts say.
@@ -113,18 +113,18 @@ class Saving:
         """
         for name, (sharding, _, processes) in self.sources.items():
             for holders in sharding.mesh.groups(_replica_axes(sharding)):
-                own = [device for device in holders if processes[device] == process]
-                if own and len({processes[device] for device in holders}) > 1:
-                    yield name, own[0], holders[0]
+                own_devices = [device for device in holders if processes[device] == process]
+                if own_devices and len({processes[device] for device in holders}) > 1:
+                    yield name, own_devices[0], holders[0]
 
     @cached_property
-    def _pieces(self) -> dict[str, list[PartMapping]]:
+    def _mappings(self) -> dict[str, list[PartMapping]]:
         """The parts of every source in stored arrays."""
-        pieces: dict[str, list[PartMapping]] = {name: [] for name in self.sources}
+        mappings_by_source: dict[str, list[PartMapping]] = {name: [] for name in self.sources}
         for array in self.arrays.values():
-            for piece in array.pieces:
-                pieces[piece.src.name].append(piece.inverse)
-        return pieces
+            for mapping in array.pieces:
+                mappings_by_source[mapping.src.name].append(mapping.inverse)
+        return mappings_by_source
 
     @cached_property
     def digest(self) -> str:
@@ -164,13 +164,16 @@ def plan_save(
     source_dtypes = {name: source.dtype for name, source in sources.items()}
     arrays = (names or SAME).resolve(shapes, source_dtypes)
     mesh = _common_mesh(sources)
-    note: dict[str, Any] = {"mesh": mesh, "names": None if names is None else names_to_json(names)}
+    shared_note: dict[str, Any] = {
+        "mesh": mesh,
+        "names": None if names is None else names_to_json(names),
+    }
     groups = _group_arrays(arrays, arguments.limit_of(shard_bytes, "shard_bytes"))
     files = []
-    for number, group in enumerate(groups, 1):
+    for file_number, group in enumerate(groups, 1):
         layouts = {} if mesh is None else _layouts(group, sources)
-        file_name = f"{number:05}-of-{len(groups):05}.safetensors"
-        files.append(_plan_file(file_name, group, {**note, "layouts": layouts}))
+        file_name = f"{file_number:05}-of-{len(groups):05}.safetensors"
+        files.append(_plan_file(file_name, group, {**shared_note, "layouts": layouts}))
     metadata = {"constants": _constants_to_json(constants or {})}
     return Saving(dict(sources), arrays, tuple(files), metadata, _assign_blocks(sources))
 
@@ -299,9 +302,9 @@ def _layouts(arrays: Mapping[str, TargetArray], sources: Mapping[str, Source]) -
     return layouts
 
 
-def _do_alone(work: Callable[[], Any]) -> list[Any]:
+def _do_alone(function: Callable[[], Any]) -> list[Any]:
     """Do the work of the one process that there is: the default of `all_or_none`."""
-    return [work()]
+    return [function()]
 
 
 class Writers(NamedTuple):
@@ -414,9 +417,11 @@ def begin(saving: Saving, path: Path) -> str:
     """
     with disk_errors(path):
         path.mkdir(parents=True, exist_ok=True)
-        for other in (path / "model.safetensors", *path.glob("*.safetensors.index.json")):
-            if other.exists() and other.name != INDEX:
-                reason = f"{path} has a {other.name}, which others would read instead of {INDEX}"
+        for other_file in (path / "model.safetensors", *path.glob("*.safetensors.index.json")):
+            if other_file.exists() and other_file.name != INDEX:
+                reason = (
+                    f"{path} has a {other_file.name}, which others would read instead of {INDEX}"
+                )
                 raise FileError(reason, hint="remove it, or save to a folder of its own")
         _remove_leftovers(path, _files_of_checkpoint(path))
         token = secrets.token_hex(4)
@@ -467,16 +472,16 @@ def write(task: SaveTask, token: str, progress: Report = _say_nothing) -> Sums:
             stack.callback(os.fsync, descriptor)
             return descriptor
 
-        for name, device, pairs in task.plan.writes(task.writers.own):
-            for pair in pairs:
+        for name, device, filled_boxes in task.plan.writes(task.writers.own):
+            for pair in filled_boxes:
                 stored = task.plan.arrays[pair.name]
                 shard = shard_of[pair.name]
                 block = block_of(name, device, stored.dtype)
                 values = np.ascontiguousarray(pair.view(block))  # in the order of the stored dims
                 file = open_shard(shard.name)
                 _write_box(file, shard.starts[pair.name], values, pair.box, stored.shape)
-                dims = zip(pair.box, stored.shape, strict=True)
-                rows = [list(s.indices(length)) for s, length in dims]
+                slices_and_lengths = zip(pair.box, stored.shape, strict=True)
+                rows = [list(box_slice.indices(length)) for box_slice, length in slices_and_lengths]
                 sums.setdefault(pair.name, []).append([rows, checksum(values)])
                 progress(values.nbytes)
     return sums
