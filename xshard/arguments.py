@@ -31,11 +31,11 @@ def whole_numbers(values: Any) -> tuple[Any, ...] | None:
         return None
     if set(map(type, items)) <= {int}:
         return items  # the usual case, quickly: every call of a user comes here
-    numbers: list[Any] = []
+    converted: list[Any] = []
     for item in items:
-        number = as_whole_number(item)
-        numbers.append(item if number is None else number)
-    return tuple(numbers)
+        whole = as_whole_number(item)
+        converted.append(item if whole is None else whole)
+    return tuple(converted)
 
 
 def lengths_of(shape: Any) -> tuple[Any, ...]:
@@ -83,23 +83,24 @@ def parse_bytes(text: str) -> int:
     )
 
 
-def limit_of(given: Any, what: str = "memory_limit") -> int | None:
+def limit_of(limit_like: Any, argument: str = "memory_limit") -> int | None:
     """Return a limit in bytes: `2**31`, `2e9`, `"2GiB"` or None -> an int, or None.
 
     Raises:
-        PlanError: It is none of these. what: the name of the argument.
+        PlanError: It is none of these. `argument` is its name in the error.
     """
-    if given is None:
+    if limit_like is None:
         return None
-    if isinstance(given, str):
-        with located(what):
-            return parse_bytes(given)
-    if isinstance(given, float) and given.is_integer():
-        return int(given)
-    limit = as_whole_number(given)
+    if isinstance(limit_like, str):
+        with located(argument):
+            return parse_bytes(limit_like)
+    if isinstance(limit_like, float) and limit_like.is_integer():
+        return int(limit_like)
+    limit = as_whole_number(limit_like)
     if limit is None:
         raise PlanError(
-            f"{what} is {short_repr(given)}", hint='a number of bytes, as in 2**31 or "2GiB"'
+            f"{argument} is {short_repr(limit_like)}",
+            hint='a number of bytes, as in 2**31 or "2GiB"',
         )
     return limit
 

@@ -47,27 +47,29 @@ def as_whole_number(value: Any) -> int | None:
 
 def short_repr(value: object) -> str:
     """Return a value as an error shows it: as it is written where that is short, else its type."""
-    kind = f"a {type(value).__name__}"
+    type_text = f"a {type(value).__name__}"
     try:
         text = repr(value)
     except ValueError:  # Python writes no number of more than 4,300 digits
-        return kind
+        return type_text
     is_short = len(text) <= MAX_SHOWN and "\n" not in text
-    return text if is_short else kind
+    return text if is_short else type_text
 
 
-def did_you_mean(word: str, known: Collection[str], others: Mapping[str, str] | None = None) -> str:
+def did_you_mean(
+    word: str, known_words: Collection[str], words_elsewhere: Mapping[str, str] | None = None
+) -> str:
     """Return the beginning of a hint: `psum` -> "did you mean 'sum'? "; "" if no word is close.
 
     Args:
         word: An unknown word of a user.
-        known: The words that may be meant.
-        others: Words of other systems, with the words for them here.
+        known_words: The words that may be meant.
+        words_elsewhere: Words of other systems, with the words for them here.
     """
-    if others is not None and word.lower() in others:
-        return f"did you mean {others[word.lower()]!r}? "
-    close = difflib.get_close_matches(word, known, 1) if len(word) <= MAX_LIKE else []
-    return f"did you mean {close[0]!r}? " if close else ""
+    if words_elsewhere is not None and word.lower() in words_elsewhere:
+        return f"did you mean {words_elsewhere[word.lower()]!r}? "
+    close_words = difflib.get_close_matches(word, known_words, 1) if len(word) <= MAX_LIKE else []
+    return f"did you mean {close_words[0]!r}? " if close_words else ""
 
 
 # ---- annotations
@@ -107,34 +109,34 @@ def test_of(annotation: Any) -> Test:
             `isinstance` cannot ask, take all values.
     """
     origin = typing.get_origin(annotation) or annotation
-    parts = typing.get_args(annotation)
+    arguments = typing.get_args(annotation)
     if origin in _TESTS:
         return _TESTS[origin]
     if origin is Literal:
-        return lambda value: isinstance(value, str) and value in parts
+        return lambda value: isinstance(value, str) and value in arguments
     if origin is Annotated:
-        kind, low, high = parts
-        test = test_of(kind)
+        plain_annotation, low, high = arguments
+        test = test_of(plain_annotation)
         return lambda value: test(value) and _is_within(low, high, value)
 
-    tests = [test_of(part) for part in parts if part is not ...]
+    tests = [test_of(argument) for argument in arguments if argument is not ...]
     if origin in (typing.Union, types.UnionType):
         return lambda value: any(test(value) for test in tests)
     if not isinstance(origin, type):
         return _TESTS[Any]  # such as a type variable
-    is_checkable = getattr(origin, "_is_runtime_protocol", False) and not parts
+    is_checkable = getattr(origin, "_is_runtime_protocol", False) and not arguments
     if getattr(origin, "_is_protocol", False) and not is_checkable:
         return _TESTS[Any]  # for type checkers alone
-    if parts and issubclass(origin, Mapping):
+    if arguments and issubclass(origin, Mapping):
         takes_key, takes_value = tests
         return lambda value: (
             isinstance(value, Mapping)
             and all(takes_key(key) and takes_value(item) for key, item in value.items())
         )
-    if parts and issubclass(origin, Collection):
+    if arguments and issubclass(origin, Collection):
         # For Sequence[str], "xy" may stand for ["x", "y"].
-        others = Mapping if annotation == Sequence[str] else str | Mapping
-        return lambda value: not isinstance(value, others) and _takes_items(tests, value)
+        excluded_types = Mapping if annotation == Sequence[str] else str | Mapping
+        return lambda value: not isinstance(value, excluded_types) and _takes_items(tests, value)
     if hasattr(origin, "dtype"):  # arrays of numpy will do for those of a framework
         return lambda value: hasattr(value, "dtype")
     return lambda value: isinstance(value, origin)
@@ -200,8 +202,8 @@ class Signature:
             kwargs: Arguments by name.
             has_failed: The call has raised: look also at arguments that a parser reads, and at names.
         """
-        given = {**dict(zip(self.positional, args, strict=False)), **kwargs}
-        for name, value in given.items():
+        values_by_name = {**dict(zip(self.positional, args, strict=False)), **kwargs}
+        for name, value in values_by_name.items():
             if name not in self.tests or (name in self.parsed and not has_failed):
                 continue
             if not self.tests[name](value):

@@ -46,7 +46,7 @@ class Calibration:
         return median_error(self.held_out, self.profile)
 
 
-def _say_nothing(done: int, total: int) -> None:
+def _say_nothing(n_done: int, n_plans: int) -> None:
     """Report no progress."""
 
 
