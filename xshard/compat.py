@@ -341,6 +341,22 @@ def plan_of_transformers(
             reason = f"unknown style {style_name!r} of '{name}' in the model's plan"
             raise XshardError(reason, hint=f"the styles are: {', '.join(styles)}")
     parameters = dict(model.named_parameters(remove_duplicate=False))
+    heads, counts = _heads_of_layers(model, plan, parameters, axis, mesh)
+    inputs, outputs = _activation_rules(model, plan, styles)
+    rules: dict[str, dict[Any, Any]] = {
+        "parameters": _parameter_rules(parameters.items(), plan, styles, axis, heads),
+        "inputs": inputs,
+        "outputs": outputs,
+    }
+    if counts:
+        rules["counts"] = counts
+    return rules
+
+
+def _activation_rules(
+    model: Any, plan: Mapping[str, str], styles: Mapping[str, Style]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the rules of the inputs and of the outputs of a model's modules, by their styles."""
     inputs = {"": "..."}
     outputs = {}
     local_modules = _modules_with_local_parts(plan)  # whose weights each device uses for its heads
@@ -352,15 +368,7 @@ def plan_of_transformers(
             inputs[pattern] = input_rule
         if style.outputs is not None:
             outputs[pattern] = style.outputs
-    heads, counts = _heads_of_layers(model, plan, parameters, axis, mesh)
-    rules: dict[str, dict[Any, Any]] = {
-        "parameters": _parameter_rules(parameters.items(), plan, styles, axis, heads),
-        "inputs": inputs,
-        "outputs": outputs,
-    }
-    if counts:
-        rules["counts"] = counts
-    return rules
+    return inputs, outputs
 
 
 def _with_tied_embeddings(plan: dict[str, str], model: Any) -> dict[str, str]:

@@ -128,11 +128,7 @@ def test_of(annotation: Any) -> Test:
     if getattr(origin, "_is_protocol", False) and not is_checkable:
         return _TESTS[Any]  # for type checkers alone
     if arguments and issubclass(origin, Mapping):
-        takes_key, takes_value = tests
-        return lambda value: (
-            isinstance(value, Mapping)
-            and all(takes_key(key) and takes_value(item) for key, item in value.items())
-        )
+        return _test_of_mapping(*tests)
     if arguments and issubclass(origin, Collection):
         # For Sequence[str], "xy" may stand for ["x", "y"].
         excluded_types = Mapping if annotation == Sequence[str] else str | Mapping
@@ -140,6 +136,17 @@ def test_of(annotation: Any) -> Test:
     if hasattr(origin, "dtype"):  # arrays of numpy will do for those of a framework
         return lambda value: hasattr(value, "dtype")
     return lambda value: isinstance(value, origin)
+
+
+def _test_of_mapping(takes_key: Test, takes_value: Test) -> Test:
+    """Return the predicate of mappings whose keys and values pass these tests."""
+
+    def test(value: Any) -> bool:
+        if not isinstance(value, Mapping):
+            return False
+        return all(takes_key(key) and takes_value(item) for key, item in value.items())
+
+    return test
 
 
 def _is_within(low: float, high: float, value: Any) -> bool:

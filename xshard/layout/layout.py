@@ -550,10 +550,9 @@ def _without_first_spread(layout: Layout, mesh: Mesh, shape: Sequence[int]) -> t
     layout = factored(layout, axis_factors(mesh, fine_mesh))
     dim = layout.dims[dim_index]
     spread = dim.shards[spread_index]
-    n_cutting = next(
-        i for i in range(len(spread.axes) + 1) if fine_mesh.size(*spread.axes[:i]) == n_groups
-    )
-    cutting_axes = spread.axes[:n_cutting]
+    cutting_axes: Axes = ()
+    while fine_mesh.size(*cutting_axes) < n_groups:
+        cutting_axes = spread.axes[: len(cutting_axes) + 1]
     plain_shards = (parser.Shard(cutting_axes),) if cutting_axes else ()
     dim = replace(
         dim, shards=(*dim.shards[:spread_index], *plain_shards, *dim.shards[spread_index + 1 :])

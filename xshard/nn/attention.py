@@ -581,18 +581,27 @@ def _tile(attn: Attention, q: Rows, k: Rows, q_run: slice, k_run: slice) -> Tile
     first_query = max(q_start, first_key - attn.right)
     stop_query = min(q_stop, stop_key + attn.left)
 
-    mask_kind = SOME
+    query_offset = q_run.start - q_start  # from a position to a local row of queries
+    key_offset = k_run.start - k_start
+    return Tile(
+        slice(first_query + query_offset, stop_query + query_offset),
+        slice(first_key + key_offset, stop_key + key_offset),
+        _mask_kind(attn, (first_query, stop_query), (first_key, stop_key)),
+    )
+
+
+def _mask_kind(attn: Attention, queries: Interval, keys: Interval) -> str:
+    """Say which mask the scores of some queries and keys need: none (ALL), CAUSAL, or another (SOME)."""
+    first_query, stop_query = queries
+    first_key, stop_key = keys
     last_sees_first_key = stop_query - 1 - first_key <= attn.left
     first_sees_last_key = stop_key - 1 - first_query <= attn.right
     last_sees_just_all = stop_key - stop_query == attn.right
     if last_sees_first_key and first_sees_last_key:
-        mask_kind = ALL
-    elif last_sees_first_key and last_sees_just_all:
-        mask_kind = CAUSAL
-    query_offset = q_run.start - q_start  # to a local row of queries
-    key_offset = k_run.start - k_start
-    queries = slice(first_query + query_offset, stop_query + query_offset)
-    return Tile(queries, slice(first_key + key_offset, stop_key + key_offset), mask_kind)
+        return ALL
+    if last_sees_first_key and last_sees_just_all:
+        return CAUSAL
+    return SOME
 
 
 def _spanned_interval(positions: Rows) -> Interval:

@@ -185,7 +185,7 @@ def interval_frame(
     Args:
         rows: The dim.
         n_outputs: The number of outputs.
-        rows_read: Outputs [start, stop) -> the rows [first, last) that they read.
+        rows_read: Outputs [start, stop) -> the rows [first, stop) that they read.
         rule: How outputs are sharded. Empty: like the rows, or aligned if the rows have given sizes.
             "balanced". "aligned": a part has the same share of the outputs as of the rows.
         beyond: What lies beyond the ends. If there are no rows, intervals end with the array.
@@ -206,16 +206,16 @@ def interval_frame(
     halo_after = []
     runs_of_parts = []
     for (own_start, own_stop), (start, stop) in zip(row_intervals, output_intervals, strict=True):
-        first_read = stop_read = own_start  # a part without outputs reads nothing
+        first_read = own_start  # a part without outputs reads nothing
+        stop_read = own_start
         output_runs: tuple[OutputRun, ...] = ()
         if start < stop:
             first_read, stop_read = rows_read(start, stop)
             if beyond == EMPTY:  # there is nothing to read beyond the ends
                 first_read = min(max(first_read, 0), rows.length)
                 stop_read = min(stop_read, rows.length)
-            stop_read = max(
-                first_read, stop_read
-            )  # an empty interval, where all rows are beyond an end
+            # An empty interval, where all rows are beyond an end.
+            stop_read = max(first_read, stop_read)
             output_runs = (OutputRun(first_read, stop_read - first_read, start, stop - start),)
         halo_before.append(own_start - first_read)
         halo_after.append(stop_read - own_stop)
@@ -326,31 +326,17 @@ def taps(
     "linear", 2 rows to 4 outputs: output 1 reads rows 0 and 1 with weights 0.75 and 0.25. Arrays
     are (outputs, taps): 1 tap for nearest, 2 for linear, 4 for cubic.
 
-    length, outputs: the numbers of rows and of outputs. scale: outputs per row; None: outputs /
+    length, n_outputs: the numbers of rows and of outputs. scale: outputs per row; None: n_outputs /
     length. Raises XshardError for a mode not in `MODES`.
     """
     if mode not in MODES:
         raise XshardError(f"no interpolation {mode!r}", hint=f"modes are: {', '.join(MODES)}")
-    output_index = np.arange(n_outputs, dtype=np.float64)
     # 5 rows with a scale of 1.5 are 7 outputs: torch then steps by 1 / 1.5, not by 5 / 7.
     step = length / n_outputs if scale is None else 1 / scale
-    is_nearest = mode.startswith("nearest")
-    # Where each output lies among the rows, as a number of rows.
-    if is_nearest:
-        shift = 0.5 if mode == "nearest-exact" else 0.0  # of the centers of pixels
-        position = (output_index + shift) * step
-    elif align_corners:
-        # The first and the last output lie on the first and the last row.
-        position = output_index * ((length - 1) / max(n_outputs - 1, 1))
-    else:
-        position = (output_index + 0.5) * step - 0.5
-    # As torch does: linear clamps positions before the first row, cubic does not.
-    if mode == "linear":
-        position = np.maximum(position, 0.0)
+    position = _output_positions(mode, length, n_outputs, step, align_corners=align_corners)
     first_row = np.floor(position).astype(np.int64)
     fraction = position - first_row
-
-    if is_nearest:
+    if mode.startswith("nearest"):
         offsets = np.arange(1)
         weights = [np.ones(n_outputs)]
     elif mode == "linear":
@@ -363,6 +349,26 @@ def taps(
     # Beyond the ends the first or the last row counts again.
     inputs = np.clip(first_row[:, None] + offsets, 0, length - 1)
     return Taps(inputs, np.stack(weights, 1))
+
+
+def _output_positions(
+    mode: str, length: int, n_outputs: int, step: float, *, align_corners: bool
+) -> NDArray[np.float64]:
+    """Return where each output lies among the rows: 0.25 is a quarter of the way from row 0 to row 1.
+
+    step: the rows from one output to the next.
+    """
+    output_index = np.arange(n_outputs, dtype=np.float64)
+    if mode.startswith("nearest"):
+        shift = 0.5 if mode == "nearest-exact" else 0.0  # of the centers of pixels
+        return (output_index + shift) * step
+    if align_corners:
+        # The first and the last output lie on the first and the last row.
+        position = output_index * ((length - 1) / max(n_outputs - 1, 1))
+    else:
+        position = (output_index + 0.5) * step - 0.5
+    # As torch does: linear clamps positions before the first row, cubic does not.
+    return np.maximum(position, 0.0) if mode == "linear" else position
 
 
 def taps_of_part(resampling: Taps, output_runs: Sequence[OutputRun]) -> Taps:

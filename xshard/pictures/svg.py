@@ -128,27 +128,25 @@ def _messages(
         senders: The number of every device of the mesh before the step.
         receivers: The number of every device of the mesh after it.
     """
-    device_pairs = stage.step.pair_traffic(stage.before)
-    max_elements = max((device_pair.elements for device_pair in device_pairs), default=0)
+    messages = stage.step.pair_traffic(stage.before)
+    max_elements = max((message.elements for message in messages), default=0)
     if not max_elements:
         return el.line_of("nothing travels")
     if max(len(senders), len(receivers)) > MAX_DEVICES:
-        return el.line_of(f"{len(device_pairs)} messages between {len(senders)} devices")
+        return el.line_of(f"{len(messages)} messages between {len(senders)} devices")
     shapes = []
-    for device_pair in device_pairs:
-        src = senders[device_pair.src]
-        dst = receivers[device_pair.dst]
+    for message in messages:
+        src = senders[message.src]
+        dst = receivers[message.dst]
         # From below the upper device to above the lower one.
-        box = (_device_x(device_pair.src), LINE_GAP, _device_x(device_pair.dst), BAND - LINE_GAP)
+        box = (_device_x(message.src), LINE_GAP, _device_x(message.dst), BAND - LINE_GAP)
         x1, y1, x2, y2 = box
-        line = f'x1="{x1:.0f}" y1="{y1:.0f}" x2="{x2:.0f}" y2="{y2:.0f}" '
-        width = 0.5 + 3.5 * device_pair.elements / max_elements
+        ends = f'x1="{x1:.0f}" y1="{y1:.0f}" x2="{x2:.0f}" y2="{y2:.0f}"'
+        width = 0.5 + 3.5 * message.elements / max_elements
         ink = f'stroke="currentColor" stroke-opacity=".55" stroke-width="{width:.1f}"'
-        tooltip = f"d{src} to d{dst}: {format_bytes(device_pair.elements * itemsize)}"
-        body = (
-            f'<line {line}{ink} data-src="{src}" data-dst="{dst}"><title>{tooltip}</title></line>'
-        )
-        shapes.append(Shape(body, box))
+        tooltip = f"d{src} to d{dst}: {format_bytes(message.elements * itemsize)}"
+        devices = f'data-src="{src}" data-dst="{dst}"'
+        shapes.append(Shape(f"<line {ends} {ink} {devices}><title>{tooltip}</title></line>", box))
     shapes += _devices(senders, DEVICE_TOP)
     shapes += _devices(receivers, BAND - DEVICE_TOP)
     return el.framed(shapes)

@@ -155,34 +155,22 @@ def _grids(drawn: Picture, width: int) -> Iterator[Table]:
     down, across = drawn.down_and_across
     corner = " / ".join(strip.head for strip in drawn.strips) or "scalar"
     columns = []  # of texts, the head first
-    for column_index, head in enumerate(across.texts):
-        columns.append(
-            [
-                head,
-                *(
-                    cell_text(drawn, row_index, column_index)
-                    for row_index in range(len(down.texts))
-                ),
-            ]
-        )
+    for j, head in enumerate(across.texts):
+        columns.append([head, *(cell_text(drawn, i, j) for i in range(len(down.texts)))])
     widths = [max(map(len, column)) + 2 for column in columns]
-    side_width = max(map(len, (corner, *down.texts))) + 1
-    for band in _bands(widths, width - side_width):  # the numbers of the columns of one table
+    row_head_width = max(map(len, (corner, *down.texts))) + 1
+    for band in _bands(widths, width - row_head_width):  # the indices of the columns of one table
         grid = Table(box=None, padding=0)
         grid.add_column(Text(f"{corner} ", style="bold"), justify="right", no_wrap=True)
-        for column_index in band:
-            grid.add_column(
-                Text(columns[column_index][0].center(widths[column_index])), no_wrap=True
-            )
-        for row_index, row_head in enumerate(down.texts):
-            row = [Text(f"{row_head} ")]
-            for column_index in band:
+        for j in band:
+            grid.add_column(Text(columns[j][0].center(widths[j])), no_wrap=True)
+        for i, row_head in enumerate(down.texts):
+            cells = [Text(f"{row_head} ")]
+            for j in band:
                 # The device in front, where several have the block: [cards, rows, columns].
-                style = _style(int(drawn.cards[0, row_index, column_index]))
-                row.append(
-                    Text(columns[column_index][row_index + 1].center(widths[column_index]), style)
-                )
-            grid.add_row(*row)
+                style = _style(int(drawn.cards[0, i, j]))
+                cells.append(Text(columns[j][i + 1].center(widths[j]), style))
+            grid.add_row(*cells)
         yield grid
 
 

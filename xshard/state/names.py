@@ -269,7 +269,7 @@ class Names:
         unused = []
         for relation in self.relations:
             uses = list(applications(relation, remaining))
-            # `rename("**", "**")` keeps all other names. That nothing is left for it is no mistake.
+            # `rename("**", "**")` keeps all other names. That none remain for it is no mistake.
             keeps_others = replace(relation, splits=False) == _KEEP
             if not (uses or relation.optional or keeps_others):
                 unused.append(relation)

@@ -272,28 +272,41 @@ def _parts_of_whole(
         return [whole.with_rows(join_dim, interval(i, i + 1)) for i in range(n_parts)]
     if n_parts == 1:
         return [whole]
+    rows_in_group = _rows_in_group(relation, shape[join_dim], n_parts, lengths)
+    group_rows = sum(rows_in_group)
+    n_groups = shape[join_dim] // max(group_rows, 1)  # 0 without rows
+    array_parts = []
+    start = 0
+    for part_rows in rows_in_group:
+        runs: tuple[Run, ...] = ()
+        if n_groups > 1 and part_rows:
+            runs = (Run(start, part_rows, n_groups, group_rows),)
+        elif n_groups == 1:
+            runs = interval(start, start + part_rows)
+        array_parts.append(whole.with_rows(join_dim, runs))
+        start += part_rows
+    return array_parts
+
+
+def _rows_in_group(
+    relation: Relation, n_rows: int, n_parts: int, lengths: Sequence[int]
+) -> tuple[int, ...]:
+    """Return how many rows of each part a group has, checked against the `n_rows` of the joined dim."""
     if relation.rows:
         rows_in_group = relation.rows
     elif relation.equal:
-        rows_in_group = (shape[join_dim] // n_parts,) * n_parts
+        rows_in_group = (n_rows // n_parts,) * n_parts
     else:
         rows_in_group = tuple(lengths)
     group_rows = sum(rows_in_group)
-    n_groups = shape[join_dim] // max(group_rows, 1)  # 0 without rows
-    is_divided = n_groups * group_rows == shape[join_dim]
+    n_groups = n_rows // max(group_rows, 1)
+    is_divided = n_groups * group_rows == n_rows
     fits_lengths = not lengths or [n_groups * n for n in rows_in_group] == list(lengths)
     if not (is_divided and fits_lengths):
         rows = list(rows_in_group)
-        reason = f"dim {join_dim} of {shape[join_dim]} rows is not a whole number of groups of {rows} rows"
+        reason = (
+            f"dim {relation.dim} of {n_rows} rows is not a whole number of groups of {rows} rows"
+        )
         hint = "rows= has the rows of each part that come in turn"
         raise ShapeError(f"{relation}: {reason}", hint=hint)
-    array_parts = []
-    start = 0
-    for length in rows_in_group:
-        run_of_part = (
-            Run(start, length, n_groups, group_rows) if n_groups > 1 else Run(start, length)
-        )
-        has_rows = n_groups > 0 and length > 0
-        array_parts.append(whole.with_rows(join_dim, (run_of_part,) if has_rows else ()))
-        start += length
-    return array_parts
+    return rows_in_group

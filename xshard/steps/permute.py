@@ -116,7 +116,7 @@ def sender_of_each_device(source: Sharding, target: Sharding) -> tuple[int, ...]
     unchanged_axes = [axis for axis in mesh.axes if axis not in changed_axes]
     holders = _devices_by_block(source, unchanged_axes)
     receivers = _devices_by_block(target, unchanged_axes)
-    result = [-1] * mesh.n_devices
+    senders = [-1] * mesh.n_devices
     # A key is a block together with the coordinates along unchanged axes.
     for key, block_receivers in receivers.items():
         block_holders = holders.get(key, [])
@@ -124,12 +124,12 @@ def sender_of_each_device(source: Sharding, target: Sharding) -> tuple[int, ...]
             raise _no_permutation(source, target)
         staying = set(block_receivers) & set(block_holders)
         for device in staying:
-            result[device] = device
+            senders[device] = device
         moving_to = [device for device in block_receivers if device not in staying]
         moving_from = [device for device in block_holders if device not in staying]
         for receiver, sender in zip(moving_to, moving_from, strict=True):
-            result[receiver] = sender
-    return tuple(result)
+            senders[receiver] = sender
+    return tuple(senders)
 
 
 def _devices_by_block(sharding: Sharding, unchanged_axes: list[str]) -> DevicesByBlock:
