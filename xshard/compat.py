@@ -528,7 +528,7 @@ def _parameter_rule(style: Style, shape: tuple[int, ...], name: str, axis: Axes)
     # Column parallel is dim -2 of a weight, and the only dim of its bias.
     dim = max(len(shape) + style.dim, 0)
     if style.heads is not None:
-        names = [f"d{d}" for d in range(len(shape))]
+        names = [f"d{dim_index}" for dim_index in range(len(shape))]
         names[dim] = f"({names[dim]} {style.heads.rows})/{style.heads.cut}"
         return " ".join(names)
     if style.parts == 1:

@@ -222,9 +222,13 @@ def _misfit_hint(
     layout: of the array on arrival. shape: of the whole array. known_dims: those that other rules have fixed.
     """
     # The first wrong dim. There is one: the caller has compared the shapes.
-    d = next(d for d, rows in enumerate(local_shape) if rows != expected[d])
-    dim = layout.dims[d]
-    hint = f"{local_shape[d]} rows of '{dim}', not {expected[d]} of {shape[d]}"
+    dim_index = next(
+        dim_index for dim_index, rows in enumerate(local_shape) if rows != expected[dim_index]
+    )
+    dim = layout.dims[dim_index]
+    hint = (
+        f"{local_shape[dim_index]} rows of '{dim}', not {expected[dim_index]} of {shape[dim_index]}"
+    )
     for known_dim in known_dims:
         if known_dim.name == dim.name and known_dim.source:
             hint += f" as by {known_dim.source}: it arrives under another layout, or {dim.name!r} "

@@ -282,7 +282,7 @@ def dims(shape: Sequence[int], shards: Mapping[int, str] | None = None) -> str:
     Raises:
         ShapeError: The block has no such dim.
     """
-    names = [f"d{d}" for d in range(len(shape))]
+    names = [f"d{dim_index}" for dim_index in range(len(shape))]
     if shards is None:
         shards = {}
     for key, shard in shards.items():

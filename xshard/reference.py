@@ -83,8 +83,8 @@ def _fill(block: Block, x: Block, sharding: Sharding, device: int) -> None:
     # One view is the array itself. Others are mirrored copies of it, if it ends at poles of a sphere.
     for view in views(sharding):
         rows = []  # for every dim, the global row at each position of the block; FILL for none
-        for d, end in enumerate(view_ends(sharding, view)):
-            rows.append(end.wanted_rows()[sharding.dim_device(d, device)])
+        for dim_index, end in enumerate(view_ends(sharding, view)):
+            rows.append(end.wanted_rows()[sharding.dim_device(dim_index, device)])
         index = _indices(rows)
         values = x[index.array]
         if view.sign < 0:  # components of vectors change their sign across a pole
@@ -171,8 +171,8 @@ def _offers(sharding: Sharding, view: View, device: int) -> Iterator[tuple[Runs,
     view: the array itself, or its image beyond a pole.
     """
     offers = []
-    for d, end in enumerate(view_ends(sharding, view)):
-        offers.append(end.offered_rows()[sharding.dim_device(d, device)])
+    for dim_index, end in enumerate(view_ends(sharding, view)):
+        offers.append(end.offered_rows()[sharding.dim_device(dim_index, device)])
     yield from itertools.product(*offers)
 
 
@@ -469,12 +469,12 @@ def contract_gradient(
         known_names.update(dims)
     # In `n d, d -> d`, only the first operand has n, which is summed: all rows along n have the
     # same gradient. A factor of ones with the dim n repeats it.
-    repeated_dims = [d for d, name in enumerate(names) if name not in known_names]
+    repeated_dims = [dim_index for dim_index, name in enumerate(names) if name not in known_names]
     blocks_of_ones = []  # one block per device
     for block in operand_blocks:
-        shape = [block.shape[d] for d in repeated_dims]
+        shape = [block.shape[dim_index] for dim_index in repeated_dims]
         blocks_of_ones.append(np.ones(shape, block.dtype))
-    repeated_names = tuple(names[d] for d in repeated_dims)
+    repeated_names = tuple(names[dim_index] for dim_index in repeated_dims)
     return contract([*operands, (repeated_names, blocks_of_ones)], names)
 
 

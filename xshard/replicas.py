@@ -83,7 +83,7 @@ class ReplicaCheck(NamedTuple):
         axis = self.axes[axis_index]
         group = self.mesh.group(device, (axis,))
         if names:
-            members_text = "ranks " + ", ".join(str(names[d]) for d in group)
+            members_text = "ranks " + ", ".join(str(names[dim_index]) for dim_index in group)
         else:
             members_text = "devices " + ", ".join(map(str, group))
         hint = f"by {difference[device, axis_index]:.3g} on {members_text}, where the largest value is "

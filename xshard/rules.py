@@ -358,8 +358,8 @@ def _owned_by(owner: int, shape: Sequence[int], axis: str, n_devices: int) -> st
     sizes = ["0"] * n_devices
     sizes[owner] = str(shape[0])
     dims = [f"o/sizes({axis},{','.join(sizes)})"]
-    for d in range(1, len(shape)):
-        dims.append(f"d{d}" if d > 1 else "i")  # as weights are written: out, in
+    for dim_index in range(1, len(shape)):
+        dims.append(f"d{dim_index}" if dim_index > 1 else "i")  # as weights are written: out, in
     return " ".join(dims)
 
 

@@ -158,7 +158,9 @@ def _takes_items(tests: Sequence[Test], value: Any) -> bool:
     """Return whether a value is a sequence, each of whose items passes one of the tests."""
     try:
         # Reading an iterator would use it up.
-        return isinstance(value, Iterator) or all(any(t(x) for t in tests) for x in value)
+        return isinstance(value, Iterator) or all(
+            any(test(item) for test in tests) for item in value
+        )
     except TypeError:  # it is no sequence
         return False
 

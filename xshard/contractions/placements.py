@@ -145,7 +145,10 @@ class EinsumShardings:
 
     def _sharded_by(self, shards: Mapping[str, Shards]) -> Placement:
         """Return the placement in which dims have these shards by name, and all others have none."""
-        dims = [self._dim(d, shards.get(name, ())) for d, name in enumerate(self.lengths)]
+        dims = [
+            self._dim(dim_index, shards.get(name, ()))
+            for dim_index, name in enumerate(self.lengths)
+        ]
         return Placement.of(tuple(dims))
 
     @cached_property
@@ -166,9 +169,9 @@ class EinsumShardings:
         for axis in self.axes:
             # Take the axis out of all that it does, and let it do everything else that it can.
             dims = []
-            for d, dim in enumerate(placement.dims):
+            for dim_index, dim in enumerate(placement.dims):
                 other_shards = tuple([shard for shard in dim.shards if axis not in shard.axes])
-                dims.append(self._dim(d, other_shards))
+                dims.append(self._dim(dim_index, other_shards))
             sums = tuple([(sum_axis, i) for sum_axis, i in placement.sums if sum_axis != axis])
             copies = without(placement.copies, (axis,))
             without_axis = Placement.of(tuple(dims), sums, copies)
@@ -204,12 +207,12 @@ class EinsumShardings:
         """
         yield placement  # the axis stays idle
         dims, sums, copies, active_axes = placement
-        for d, dim in enumerate(dims):
+        for dim_index, dim in enumerate(dims):
             # `added_axes` are those of the shard: this axis and any that it shares the shard with.
-            for finer_dim, added_axes in self._finer_shardings(d, dim, axis):
+            for finer_dim, added_axes in self._finer_shardings(dim_index, dim, axis):
                 if added_axes <= idle_axes:
                     yield Placement(
-                        replaced(dims, d, finer_dim), sums, copies, active_axes | added_axes
+                        replaced(dims, dim_index, finer_dim), sums, copies, active_axes | added_axes
                     )
         *operands, result = self.endpoints
         for i, operand in enumerate(operands):
@@ -223,18 +226,18 @@ class EinsumShardings:
 
     @cached_method
     def _finer_shardings(
-        self, d: int, dim: DimSharding, axis: str
+        self, dim_index: int, dim: DimSharding, axis: str
     ) -> list[tuple[DimSharding, Axes]]:
         """Shard a dim once more over one mesh axis, in all ways: `b/dp` -> `b/tp/dp`, `b/dp/tp`.
 
-        d: the index of the dim in the contraction. dim: how it is sharded so far. Returns each
+        dim_index: in the contraction. dim: how it is sharded so far. Returns each
         finer sharding with the mesh axes that were added: {tp}, or more for a shard over several
         axes. Results are cached, since many placements have the same shardings of dims.
         """
         finer_shardings: list[tuple[DimSharding, Axes]] = []
-        length = self._all_lengths[d]
+        length = self._all_lengths[dim_index]
         mesh = self.result.mesh
-        for shard in self._shards[d]:
+        for shard in self._shards[dim_index]:
             if axis not in shard.axes:
                 continue
             # At each level, since the order of nested shards counts.
@@ -243,18 +246,18 @@ class EinsumShardings:
                 # A short dim is sharded no further, unless an array is given so: then it is free.
                 has_rows_for_all = mesh.size(*axes_of(shards)) <= length
                 if has_rows_for_all or shards in self._array_shards:
-                    finer_shardings.append((self._dim(d, shards), Axes(shard.axes)))
+                    finer_shardings.append((self._dim(dim_index, shards), Axes(shard.axes)))
         return finer_shardings
 
-    def _dim(self, d: int, shards: Shards) -> DimSharding:
+    def _dim(self, dim_index: int, shards: Shards) -> DimSharding:
         """Return the sharding of a dim by some shards, with its longest block and whether it fits.
 
         A dim of 10 rows by (dp,) on 4 devices: blocks of 3, 3, 3 and 1 rows, so `block_rows` is 3.
         Equal lengths and shards give the same object: placements are compared by identity.
 
-        d: the index of the dim, whose length is looked up. shards: outermost first; () for none.
+        dim_index: of the dim whose length is looked up. shards: outermost first; () for none.
         """
-        length = self._all_lengths[d]
+        length = self._all_lengths[dim_index]
         sharding = self.dim_shardings.get((length, shards))
         if sharding is None:
             dim = Dim("", shards)  # without a name: dims of one length share what is found
@@ -316,8 +319,8 @@ class EinsumShardings:
         endpoints = []
         for (_, positions), array in zip(self._positions, self.arrays, strict=True):
             dims = []
-            for d, dim in zip(positions, array.normal_layout.dims, strict=True):
-                dims.append(self._dim(d, dim.shards))
+            for dim_index, dim in zip(positions, array.normal_layout.dims, strict=True):
+                dims.append(self._dim(dim_index, dim.shards))
             sums = Axes(array.layout.tagged("sum", "mean")).intersection(self.axes)
             copies = Axes(array.layout.tagged("copy")).intersection(self.axes)
             endpoints.append(OperandSharding(tuple(dims), sums, copies))
@@ -328,7 +331,7 @@ class EinsumShardings:
         dims = placement.dims  # hot: called for each placement that is weighed
         placed_arrays = []
         for array_index, positions in self._positions:
-            dims_of_array = tuple([dims[d] for d in positions])
+            dims_of_array = tuple([dims[dim_index] for dim_index in positions])
             placed_arrays.append(PlacedArray(array_index, dims_of_array, placement))
         return placed_arrays
 

@@ -85,8 +85,10 @@ class Part:
     @cached_property
     def flops(self) -> int:
         """Floating point operations of the busiest device."""
-        layouts = [x.layout for x in self.contracted_shardings]
-        lengths = dim_lengths(layouts, [x.max_local_shape for x in self.contracted_shardings])
+        layouts = [sharding.layout for sharding in self.contracted_shardings]
+        lengths = dim_lengths(
+            layouts, [sharding.max_local_shape for sharding in self.contracted_shardings]
+        )
         has_sum = len(lengths) > len(self.result.src.names)
         return operations(lengths.values(), len(self.moves), has_sum=has_sum)
 

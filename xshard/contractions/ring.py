@@ -202,11 +202,11 @@ def _rings(travelling: TravellingDim, move: Plan) -> Iterator[ContractionRing]:
         tags = src.layout.tags
     # What else the move does, without the dim that travels: changes of tags, or nothing.
     remaining_move = _plan_like(move, src, travelling.remaining_dst)
-    d = src.dim_index(travelling.dim)
-    *outer_shards, travelling_shard = dims[d].shards
+    dim_index = src.dim_index(travelling.dim)
+    *outer_shards, travelling_shard = dims[dim_index].shards
     [axis] = travelling_shard.axes
     n_devices = src.mesh.size(axis)
-    block_rows = src.max_local_shape[d]
+    block_rows = src.max_local_shape[dim_index]
     for n_pieces in PIECE_COUNTS:
         # Pieces are equal, so that all devices send messages of one size.
         if block_rows % n_pieces or (n_pieces > 1 and n_devices * n_pieces > MAX_PRODUCTS):
@@ -214,9 +214,9 @@ def _rings(travelling: TravellingDim, move: Plan) -> Iterator[ContractionRing]:
         # One round as a redistribution: an array of one piece of every device, whose blocks all go
         # to the device before.
         next_shard = rotated((axis,), n_devices, block_rows // n_pieces, -1)
-        next_dim = replace(dims[d], shards=(*outer_shards, next_shard))
-        next_layout = Layout(replaced(dims, d, next_dim), tags)
-        shape = replaced(src.shape, d, src.shape[d] // n_pieces)
+        next_dim = replace(dims[dim_index], shards=(*outer_shards, next_shard))
+        next_layout = Layout(replaced(dims, dim_index, next_dim), tags)
+        shape = replaced(src.shape, dim_index, src.shape[dim_index] // n_pieces)
         rotation = _plan_like(move, Sharding(Layout(dims, tags), src.mesh, shape), next_layout)
         yield ContractionRing(
             travelling.operand, travelling.dim, axis, n_pieces, rotation, remaining_move

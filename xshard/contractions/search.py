@@ -134,7 +134,11 @@ class CandidateSearch:
         if len(placements) > MAX_PLACEMENTS:
             placements = self.hill_climb()
         if flops_limit is not None:
-            placements = [p for p in placements if self.shardings.flops(p) <= flops_limit]
+            placements = [
+                placement
+                for placement in placements
+                if self.shardings.flops(placement) <= flops_limit
+            ]
         candidates = self.by_estimates(placements)
         if level == PRICE:
             # The finalists in the order of their prices, then the others as they come.

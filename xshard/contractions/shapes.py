@@ -348,9 +348,9 @@ def named_block(
         x = x.reshape([dim.length for dim in dims])
     # In `i/tp i` the name i is sharded in one dim and whole in the other. Of the whole one, only
     # the rows that this device has in the sharded one are on its part of the diagonal.
-    for d, dim in enumerate(dims):
+    for dim_index, dim in enumerate(dims):
         if dim.is_picked:
-            x = x[(slice(None),) * d + (rows(dim.name),)]
+            x = x[(slice(None),) * dim_index + (rows(dim.name),)]
     for name in named.layout.names:
         while names.count(name) > 1:
             first = names.index(name)

@@ -145,11 +145,11 @@ def _received_with_overlaps(source: Sharding, target: Sharding) -> int:
     # Products over dims, for each device.
     wanted_elements = np.ones(mesh.n_devices, np.int64)
     present_elements = np.ones(mesh.n_devices, np.int64)
-    for d in range(len(target.shape)):
-        needed_rows = _needed_rows(source, target, d)
+    for dim_index in range(len(target.shape)):
+        needed_rows = _needed_rows(source, target, dim_index)
         for device in range(mesh.n_devices):
-            wanted_rows = needed_rows.wanted[target.dim_device(d, device)]
-            complete_rows = needed_rows.complete[source.dim_device(d, device)]
+            wanted_rows = needed_rows.wanted[target.dim_device(dim_index, device)]
+            complete_rows = needed_rows.complete[source.dim_device(dim_index, device)]
             wanted_elements[device] *= count_rows(wanted_rows)
             present_elements[device] *= _n_common(complete_rows, wanted_rows)
     return int((wanted_elements - present_elements).max())
@@ -158,14 +158,14 @@ def _received_with_overlaps(source: Sharding, target: Sharding) -> int:
 def _reached_elements(source: Sharding, target: Sharding) -> int:
     """Return the number of elements that some device holds at the source, and some at the destination."""
     elements = 1
-    for d in range(len(source.shape)):
-        elements *= _n_common(_all_held(source, d), _all_held(target, d))
+    for dim_index in range(len(source.shape)):
+        elements *= _n_common(_all_held(source, dim_index), _all_held(target, dim_index))
     return elements
 
 
-def _all_held(sharding: Sharding, d: int) -> Runs:
+def _all_held(sharding: Sharding, dim_index: int) -> Runs:
     """Return the rows of a dim that some device holds, each once."""
-    rows_of_blocks = tuple(chain.from_iterable(sharding.held_by_position(d)))
+    rows_of_blocks = tuple(chain.from_iterable(sharding.held_by_position(dim_index)))
     [rows] = distinct_rows([rows_of_blocks])
     return rows
 
@@ -182,23 +182,25 @@ class NeededRows(NamedTuple):
     complete: tuple[Runs, ...]
 
 
-def _needed_rows(source: Sharding, target: Sharding, d: int) -> NeededRows:
-    """Find, for every position along dim `d`, which rows its device wants, and which it has.
+def _needed_rows(source: Sharding, target: Sharding, dim_index: int) -> NeededRows:
+    """Find, for every position along dim `dim_index`, which rows its device wants, and which it has.
 
     `n/sp -> n/sp:halo(1,1)` of 4 rows on 2 devices: rows 0-2 and 1-3 are wanted, 0-1 and 2-3 are
     there. Each row is listed once, though a block may repeat it.
     """
-    src_dim = source.layout.dims[d]
-    dst_dim = target.layout.dims[d]
-    length = source.shape[d]
+    src_dim = source.layout.dims[dim_index]
+    dst_dim = target.layout.dims[dim_index]
+    length = source.shape[dim_index]
     # The dim is not changed: all rows stay where they are, also contributions that
     # are not added yet.
     if src_dim == dst_dim and src_dim.overlap is not None:
-        held_blocks = distinct_rows(source.held_by_position(d))
+        held_blocks = distinct_rows(source.held_by_position(dim_index))
         return NeededRows(held_blocks, held_blocks)
     wanted_blocks = distinct_rows(wanted_rows(dst_dim, length, source.mesh.sizes_of(dst_dim.axes)))
     if isinstance(src_dim.overlap, Fold):
-        return _needed_of_fold(wanted_blocks, distinct_rows(source.held_by_position(d)), length)
+        return _needed_of_fold(
+            wanted_blocks, distinct_rows(source.held_by_position(dim_index)), length
+        )
     sizes = source.mesh.sizes_of(src_dim.axes)
     return NeededRows(wanted_blocks, distinct_rows(distinct_held_rows(src_dim, length, sizes)))
 
@@ -279,10 +281,10 @@ def shared_elements(source: Sharding, target: Sharding) -> NDArray[np.int64]:
     be on two meshes.
     """
     shared = np.ones((source.mesh.n_devices, target.mesh.n_devices), np.int64)
-    for d in range(len(source.shape)):
-        common_rows = rows_in_common(dim_end(source, d), dim_end(target, d))
-        src_indices = source.mesh.indices(source.layout.dims[d].axes)
-        dst_indices = target.mesh.indices(target.layout.dims[d].axes)
+    for dim_index in range(len(source.shape)):
+        common_rows = rows_in_common(dim_end(source, dim_index), dim_end(target, dim_index))
+        src_indices = source.mesh.indices(source.layout.dims[dim_index].axes)
+        dst_indices = target.mesh.indices(target.layout.dims[dim_index].axes)
         shared *= common_rows[np.ix_(src_indices, dst_indices)]
     return shared
 

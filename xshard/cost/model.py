@@ -202,7 +202,9 @@ class Profile:
         if node_positions is not None:
             # The profile says it of the original axis. One step along a sub-axis of that passes
             # over all of its sub-axes that are further in.
-            inner_axes = tuple(a for a in inner_axes if mesh.origin(a) == origin)
+            inner_axes = tuple(
+                inner_axis for inner_axis in inner_axes if mesh.origin(inner_axis) == origin
+            )
         else:
             node_positions = self.node_devices
             is_one_link = self.across is None or origin in dict(self.axes)

@@ -206,13 +206,13 @@ class Sharding(Pictured):
         Hot in planning: without an overlap no rows are listed.
         """
         lengths = []
-        for d, dim in enumerate(self.layout.dims):
+        for dim_index, dim in enumerate(self.layout.dims):
             if dim.overlap:
-                held = self.local_sizes[d]
+                held = self.local_sizes[dim_index]
                 lengths.append((max(held), len(set(held)) == 1))
             else:
                 sizes = self.mesh.sizes_of(dim.axes)
-                lengths.append(block_length(dim, self.shape[d], sizes))
+                lengths.append(block_length(dim, self.shape[dim_index], sizes))
         return tuple(lengths)
 
     @cached_property

@@ -36,10 +36,10 @@ class ShardedDim(NamedTuple):
     sizes: Sizes
 
 
-def along(sharding: Sharding, d: int) -> ShardedDim:
-    """Return dim `d` of a sharded array, with every row at its owner only."""
-    dim = replace(sharding.layout.dims[d], overlap=None)
-    return ShardedDim(dim, sharding.shape[d], sharding.mesh.sizes_of(dim.axes))
+def along(sharding: Sharding, dim_index: int) -> ShardedDim:
+    """Return dim `dim_index` of a sharded array, with every row at its owner only."""
+    dim = replace(sharding.layout.dims[dim_index], overlap=None)
+    return ShardedDim(dim, sharding.shape[dim_index], sharding.mesh.sizes_of(dim.axes))
 
 
 class OutputRun(NamedTuple):
@@ -79,10 +79,10 @@ def framed_arrays(
     source_dims = dims_without_overlaps(sharding.layout)
     result_dims = list(source_dims)
     shape = {**dict(enumerate(sharding.shape)), **lengths}
-    for d, frame in frames.items():
-        source_dims[d] = frame.source
-        result_dims[d] = frame.result
-        shape[d] = frame.length
+    for dim_index, frame in frames.items():
+        source_dims[dim_index] = frame.source
+        result_dims[dim_index] = frame.result
+        shape[dim_index] = frame.length
     source = replace(sharding.layout, dims=tuple(source_dims))
     result = replace(sharding.layout, dims=tuple(result_dims))
     return FramedArrays(source, Sharding(result, sharding.mesh, tuple(shape.values())))

@@ -245,7 +245,7 @@ def mark_errors(text: str | None) -> Iterator[None]:
 
 def is_plain(dim: Dim) -> bool:
     """Return whether a dim is whole, or cut into contiguous parts that need not end between units."""
-    return not dim.shards or (dim.unit == 1 and all(s.order == "block" for s in dim.shards))
+    return not dim.shards or (dim.unit == 1 and all(shard.order == "block" for shard in dim.shards))
 
 
 def names_of_dim(dim: Dim) -> list[str]:

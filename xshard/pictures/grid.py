@@ -132,7 +132,7 @@ def picture(sharding: Sharding, dims: Sequence[str] = (), devices: Sequence[int]
     drawn_dims = _drawn_dims(sharding, dims)
     mesh = sharding.mesh
     device_numbers = np.array(devices or range(mesh.n_devices))
-    strips = [_strip(sharding, d, device_numbers) for d in drawn_dims]
+    strips = [_strip(sharding, dim_index, device_numbers) for dim_index in drawn_dims]
     down, across = [NO_DIM] * (2 - len(strips)) + strips  # a single dim goes across
     # What the axes that shard no drawn dim do, such as ("replicas", ("tp",)): these make the cards.
     roles = _roles(sharding, {*down.dim.axes, *across.dim.axes})
@@ -195,7 +195,7 @@ def _roles(sharding: Sharding, drawn_axes: set[str]) -> tuple[tuple[str, tuple[s
 def _is_empty(sharding: Sharding, device: int) -> bool:
     """Return whether a device owns no element."""
     dims = range(len(sharding.shape))
-    return not all(count_rows(sharding.owned(d, device)) for d in dims)
+    return not all(count_rows(sharding.owned(dim_index, device)) for dim_index in dims)
 
 
 def title(sharding: Sharding) -> str:
@@ -243,32 +243,34 @@ def _drawn_dims(sharding: Sharding, dims: Sequence[str]) -> tuple[int, ...]:
         raise ShapeError(f"a picture has one or two dims, not {', '.join(dims)}")
     if dims:
         return tuple(map(names.index, dims))
-    sharded = [d for d, dim in enumerate(sharding.layout.dims) if dim.axes]
-    unsharded = [d for d in reversed(range(len(names))) if d not in sharded]
+    sharded = [dim_index for dim_index, dim in enumerate(sharding.layout.dims) if dim.axes]
+    unsharded = [dim_index for dim_index in reversed(range(len(names))) if dim_index not in sharded]
     return tuple(sorted([*sharded, *unsharded][:2]))
 
 
-def _strip(sharding: Sharding, d: int, device_numbers: Ints) -> Strip:
+def _strip(sharding: Sharding, dim_index: int, device_numbers: Ints) -> Strip:
     """Divide a dim, for drawing, into ranges of rows that each lie in one device's block.
 
     8 rows under zigzag on 2 devices -> rows 0-1 of block 0, 2-3 of 1, 4-5 of 1, 6-7 of 0. With many
     blocks, only the first are kept.
 
-    d: the index of the dim. device_numbers: the device's number at each position of the mesh.
+    dim_index: of the dim. device_numbers: the device's number at each position of the mesh.
     """
-    length = sharding.shape[d]
-    owned = rows_in_order(sharding, d)  # the rows of all blocks as intervals, sorted by first row
+    length = sharding.shape[dim_index]
+    owned = rows_in_order(
+        sharding, dim_index
+    )  # the rows of all blocks as intervals, sorted by first row
     stops = owned.start + owned.length
     # The rows at which a range begins or ends.
     edges = np.unique(np.concatenate([owned.start, stops, [0, length]]))[: MAX_BLOCKS + 1]
     # The owner of a range has the last interval that begins at or before the range does.
     interval_of_range = np.searchsorted(owned.start, edges[:-1], side="right") - 1
     return Strip(
-        dim=sharding.layout.dims[d],
+        dim=sharding.layout.dims[dim_index],
         length=length,
         blocks=tuple(itertools.pairwise(edges.tolist())),
         owners=tuple(owned.block[interval_of_range].tolist()),
-        lanes=tuple(lanes_of(sharding, d, device_numbers)),
+        lanes=tuple(lanes_of(sharding, dim_index, device_numbers)),
     )
 
 
@@ -292,7 +294,11 @@ def _notes(sharding: Sharding, drawn_dims: tuple[int, ...]) -> tuple[str, ...]:
     replicas = ", ".join(_replica_axes(sharding))
     if replicas:
         notes.append(f"along {replicas} all devices hold the same values (replicas)")
-    hidden = [dim.name for d, dim in enumerate(layout.dims) if dim.axes and d not in drawn_dims]
+    hidden = [
+        dim.name
+        for dim_index, dim in enumerate(layout.dims)
+        if dim.axes and dim_index not in drawn_dims
+    ]
     if hidden:
         notes.append(
             f"not drawn: {', '.join(hidden)}, cut too; devices that share a block here differ there"

@@ -75,10 +75,10 @@ def devices_text(devices: Sequence[int]) -> str:
     return rows_text(device_runs, max_texts=3).replace(", ", ",")
 
 
-def rows_in_order(sharding: Sharding, d: int) -> IntervalTable:
+def rows_in_order(sharding: Sharding, dim_index: int) -> IntervalTable:
     """Sort the rows of a dim, as far as a strip can reach, with their owners along the dim's axes."""
     rows = interval_table(
-        tuple(map(_first_repeats, runs)) for runs in sharding.owned_by_position(d)
+        tuple(map(_first_repeats, runs)) for runs in sharding.owned_by_position(dim_index)
     )
     return rows.take(np.argsort(rows.start, kind="stable"))
 
@@ -98,7 +98,7 @@ class OwnedRun(NamedTuple):
     run: Run
 
 
-def lanes_of(sharding: Sharding, d: int, device_numbers: Ints) -> Iterator[Lane]:
+def lanes_of(sharding: Sharding, dim_index: int, device_numbers: Ints) -> Iterator[Lane]:
     """Yield, for each block of a dim with halos, which rows it holds and which device owns them.
 
     8 rows on 2 devices with a halo of 1: block 0 holds 4 rows of its own and 1 of device 1. Rows
@@ -106,11 +106,11 @@ def lanes_of(sharding: Sharding, d: int, device_numbers: Ints) -> Iterator[Lane]
 
     Args:
         sharding: The sharding.
-        d: The number of the dim.
+        dim_index: The number of the dim.
         device_numbers: The device's number at each position of the mesh, [positions]: (4, 5) if a mesh of
             two devices is made of devices 4 and 5.
     """
-    dim = sharding.layout.dims[d]
+    dim = sharding.layout.dims[dim_index]
     if dim.overlap is None:
         return
     block_of_device = sharding.mesh.indices(dim.axes)  # [positions]
@@ -121,8 +121,10 @@ def lanes_of(sharding: Sharding, d: int, device_numbers: Ints) -> Iterator[Lane]
 
     # For each block its rows in local order, as spans: rows with their origin, "own", "near" (of a
     # neighbour), or "before" and "after" the array.
-    spans_of_blocks = all_row_spans(dim, sharding.shape[d], sharding.mesh.sizes_of(dim.axes))
-    owners = rows_in_order(sharding, d)
+    spans_of_blocks = all_row_spans(
+        dim, sharding.shape[dim_index], sharding.mesh.sizes_of(dim.axes)
+    )
+    owners = rows_in_order(sharding, dim_index)
     for block, spans in enumerate(spans_of_blocks[:MAX_LANES]):
         owned_runs = list(itertools.islice(_owned_runs(spans, owners), MAX_BLOCKS))
         groups = []
@@ -134,7 +136,7 @@ def lanes_of(sharding: Sharding, d: int, device_numbers: Ints) -> Iterator[Lane]
             is_beyond = origin in ("before", "after")
             text = _beyond_text(dim.overlap, origin, group_runs) if is_beyond else ""
             groups.append(RowGroup(count_rows(group_runs), origin, devices_of(owner), text))
-        start = _lane_start(groups, owned_runs, sharding.shape[d])
+        start = _lane_start(groups, owned_runs, sharding.shape[dim_index])
         yield Lane(devices_of(block), start, tuple(groups))
 
 

@@ -220,11 +220,11 @@ def _legend(drawn: Picture) -> Table:
 def _legend_columns(sharding: Sharding) -> dict[str, Callable[[int], Runs]]:
     """Choose columns by head: the rows of each sharded dim; of an overlapping one, owned and held rows."""
     columns: dict[str, Callable[[int], Runs]] = {}
-    for d, dim in enumerate(sharding.layout.dims):
+    for dim_index, dim in enumerate(sharding.layout.dims):
         if dim.overlap:
             held = "contributed" if isinstance(dim.overlap, Fold) else "held"
-            columns[f"{dim.name} owned"] = partial(sharding.owned, d)
-            columns[f"{dim.name} {held}"] = partial(sharding.held, d)
+            columns[f"{dim.name} owned"] = partial(sharding.owned, dim_index)
+            columns[f"{dim.name} {held}"] = partial(sharding.held, dim_index)
         elif dim.axes:
-            columns[f"rows of {dim.name}"] = partial(sharding.owned, d)
+            columns[f"rows of {dim.name}"] = partial(sharding.owned, dim_index)
     return columns

@@ -108,7 +108,9 @@ class Transfer(Step):
     def after(self, source: Sharding) -> Sharding:
         is_same_array = source.mesh == self.source.mesh and source.shape == self.source.shape
         if not (is_same_array and source.means_the_same_as(self.source)):
-            expected, actual = (f"'{s.layout}' on {s.mesh!r}" for s in (self.source, source))
+            expected, actual = (
+                f"'{sharding.layout}' on {sharding.mesh!r}" for sharding in (self.source, source)
+            )
             raise PlanError(f"the transfer starts from {expected}, not from {actual}")
         return self.target
 

@@ -81,10 +81,12 @@ def find_pieces(source: Sharding, target: Sharding, sends: bool) -> SentPieces:
     holder_key = np.tile(np.arange(n_addends), len(receivers))
     box_indices: list[Ints] = []  # of each dim so far, [pieces]
     boxes: list[Any] = []
-    for d, (src_dim, dst_dim) in enumerate(
+    for dim_index, (src_dim, dst_dim) in enumerate(
         zip(source.layout.dims, target.layout.dims, strict=True)
     ):
-        dim_overlaps = _overlaps(source.owned_by_position(d), target.held_by_position(d))
+        dim_overlaps = _overlaps(
+            source.owned_by_position(dim_index), target.held_by_position(dim_index)
+        )
         dst_block = target.mesh.indices(dst_dim.axes)[dst]
         # For each new piece: the old piece that it is cut from, and its entry in `dim_overlaps`.
         old_piece, overlap_index = _cut_pieces(dst_block, dim_overlaps.starts)

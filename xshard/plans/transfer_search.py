@@ -234,8 +234,8 @@ def _cut_over(sharding: Sharding, axes: tuple[str, ...]) -> Iterator[Sharding]:
     # The tags of `axes` end, since blocks along them become parts of a dim. Copy tags say something
     # about gradients only, and go too.
     layout = without_tags(sharding.layout, (*axes, *sharding.layout.tagged("copy")))
-    for d, dim in enumerate(layout.dims):
-        lengths = set(sharding.local_sizes[d])
+    for dim_index, dim in enumerate(layout.dims):
+        lengths = set(sharding.local_sizes[dim_index])
         max_rows = max(lengths)
         if max_rows < n_parts:
             continue

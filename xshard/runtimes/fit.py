@@ -231,11 +231,13 @@ def _profile(constants: Mapping[Column, float], start: Profile) -> Profile:
         links[name] = Link(rounded(latency_s), bytes_per_s, topology)
     across = links.pop(_ACROSS, None)
     axes = [(name, link) for name, link in sorted(links.items()) if name != _SHARED]
-    launch_s = {step_kind: rounded(s) for step_kind, s in _of_kind(constants, "launch").items()}
+    launch_s = {
+        step_kind: rounded(seconds) for step_kind, seconds in _of_kind(constants, "launch").items()
+    }
     round_s = {
-        step_kind: rounded(s)
-        for step_kind, s in _of_kind(constants, "round").items()
-        if s > _NO_TIME
+        step_kind: rounded(seconds)
+        for step_kind, seconds in _of_kind(constants, "round").items()
+        if seconds > _NO_TIME
     }
     # For axes and kinds of steps that were not measured, take the slowest that was measured. `links`
     # has no link between nodes any more.

@@ -107,9 +107,9 @@ def _before_gathers(grid: Grid, state: State, goal: State) -> Iterator[Leg]:
 
 def _first_even_dim(grid: Grid, dims: Iterable[int], state: State, axes: Cut) -> int | None:
     """Find the first dim that some axes divide evenly if they shard it further; None if none."""
-    for d in dims:
-        if grid.is_even(d, state.cuts[d] + axes):
-            return d
+    for dim_index in dims:
+        if grid.is_even(dim_index, state.cuts[dim_index] + axes):
+            return dim_index
     return None
 
 
@@ -155,15 +155,27 @@ def _axis_changes(grid: Grid, state: State, goal: State) -> AxisChanges:
     """
     old_roles = grid.roles(state)
     new_roles = grid.roles(goal)
-    sliced = [a for a in new_roles if a not in old_roles and a not in state.sums]
-    moved = [a for a in new_roles if a in old_roles and old_roles[a] != new_roles[a]]
+    sliced = [
+        sharding_axis
+        for sharding_axis in new_roles
+        if sharding_axis not in old_roles and sharding_axis not in state.sums
+    ]
+    moved = [
+        sharding_axis
+        for sharding_axis in new_roles
+        if sharding_axis in old_roles and old_roles[sharding_axis] != new_roles[sharding_axis]
+    ]
     # A slice adds an innermost shard: "s/1" -> "s/1/2". If the goal has the axis further out, as in
     # "s/2/1", or the dim keeps less, it has to move after the slice.
     for axis in sliced:
-        d = new_roles[axis].dim
-        if not starts_with(goal.cuts[d], state.cuts[d]):
+        dim_index = new_roles[axis].dim
+        if not starts_with(goal.cuts[dim_index], state.cuts[dim_index]):
             moved.append(axis)
-    gathered = [a for a in old_roles if a not in new_roles and a not in goal.sums]
+    gathered = [
+        sharding_axis
+        for sharding_axis in old_roles
+        if sharding_axis not in new_roles and sharding_axis not in goal.sums
+    ]
     return AxisChanges(grid.ended(state, goal), sliced, moved, gathered)
 
 
@@ -217,7 +229,10 @@ def _collectives_in_turn(grid: Grid, state: State, goal: State, spare: Sequence[
     if gathered:
         old_roles = grid.roles(state)
         # Shards of dim 0 lie one after the other in the gathered block, and need no copy.
-        in_place = all(a not in old_roles or old_roles[a].dim == 0 for a in gathered)
+        in_place = all(
+            gathered_axis not in old_roles or old_roles[gathered_axis].dim == 0
+            for gathered_axis in gathered
+        )
         seconds += grid.collective_seconds("all_gather", block, gathered, in_place)
     return seconds
 
@@ -229,7 +244,7 @@ def _reduction(grid: Grid, block: int, ended: Cut, goal: State, *, has_gather: b
     which can gather these shards too.
     """
     new_roles = grid.roles(goal)
-    dims = [new_roles[a].dim for a in ended if a in new_roles]
+    dims = [new_roles[ended_axis].dim for ended_axis in ended if ended_axis in new_roles]
     if not dims and not has_gather:
         return Reduction(grid.collective_seconds("all_reduce", block, ended, False), block, ())
     # Pieces of dim 0 lie one after the other: they need no packing. An axis that shards no dim at

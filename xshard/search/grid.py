@@ -105,7 +105,9 @@ class Grid(LinkedStates):
 
     def _span_product(self, axes: tuple[int, ...], level: int | None) -> int:
         """Count the devices along some axes, or those of their links of one level."""
-        return math.prod([s.size for s in self.group(axes) if level is None or s.level == level])
+        return math.prod(
+            [span.size for span in self.group(axes) if level is None or span.level == level]
+        )
 
     def crossing_lower_bound(self, state: State, goal: State) -> float:
         """Bound the elements that some device must receive over the slowest links, from below.
@@ -232,25 +234,27 @@ class Grid(LinkedStates):
         # others have zeros. Some devices then receive nothing, so 0 is the only bound.
         n_addends = 0 if self.ended(next_state, state) else self.count_parts(ended)
         demands = [ExchangeDemand(n_addends, n_addends, 1, 1, self._parts_near(ended))]
-        for d, (cut, next_cut) in enumerate(zip(state.cuts, next_state.cuts, strict=True)):
-            demands.append(self._dim_demand(d, cut, next_cut, is_regular))
+        for dim_index, (cut, next_cut) in enumerate(zip(state.cuts, next_state.cuts, strict=True)):
+            demands.append(self._dim_demand(dim_index, cut, next_cut, is_regular))
         return ExchangeDemand(*map(math.prod, zip(*demands, strict=True)))
 
     @cached_method
-    def _dim_demand(self, d: int, cut: Cut, next_cut: Cut, is_regular: bool) -> ExchangeDemand:
+    def _dim_demand(
+        self, dim_index: int, cut: Cut, next_cut: Cut, is_regular: bool
+    ) -> ExchangeDemand:
         """Bound the rows of one dim that the busiest device takes in an exchange between layouts.
 
         8 rows, "n/x" -> "n" with x=4: 8 rows are wanted, from at least 4 senders with at most 2
         rows each. At most 2 are on the device already, and with 2 devices in a node, 4 in the node.
 
         Args:
-            d: The index of the dim.
+            dim_index: The index of the dim.
             cut: Its shards before.
             next_cut: Its shards after.
             is_regular: Whether all shards of all dims after are even and contiguous.
         """
-        rows_before = self.length(d, cut).longest  # of one block
-        rows = self.length(d, next_cut).longest
+        rows_before = self.length(dim_index, cut).longest  # of one block
+        rows = self.length(dim_index, next_cut).longest
         min_senders = -(-rows // max(1, rows_before))  # rounded up
         max_per_sender = min(rows_before, rows)
         # A node holds at most as many different blocks as it has devices along the axes of the dim.

@@ -84,11 +84,11 @@ class LinkedStates(States):
         """
         # Levels number the links by speed, 0 for the slowest, which is also taken if no axis
         # changes.
-        slowest = min([min(self.levels(a)) for a in changing], default=0)
+        slowest = min([min(self.levels(axis)) for axis in changing], default=0)
         spare = common(self.replica_axes(state), self.replica_axes(goal))
         if self.ended(state, goal):
             return spare
-        return [a for a in spare if max(self.levels(a)) > slowest]
+        return [axis for axis in spare if max(self.levels(axis)) > slowest]
 
     def collective_traffic(
         self, kind: str, block: int, axes: tuple[int, ...], in_place: bool
@@ -195,10 +195,14 @@ class LinkedStates(States):
             received = np.full(
                 (2, *[1] * len(mesh.axes)), n_addends
             )  # [elements or senders, *mesh]
-            for d, (cut, next_cut) in enumerate(zip(state.cuts, next_state.cuts, strict=True)):
-                axes = self._dim_end(d, cut).dim.axes
+            for dim_index, (cut, next_cut) in enumerate(
+                zip(state.cuts, next_state.cuts, strict=True)
+            ):
+                axes = self._dim_end(dim_index, cut).dim.axes
                 shared_dim_axes = common(axes, shared_axes)
-                received = received * self._received_of_dim(d, cut, next_cut, shared_dim_axes)
+                received = received * self._received_of_dim(
+                    dim_index, cut, next_cut, shared_dim_axes
+                )
             return Received(received[0], received[1])
 
         return traffic_by_level(received_from, mesh, [*ended, *moved], self._span_axes.levels)
@@ -210,19 +214,19 @@ class LinkedStates(States):
 
     @cached_method
     def _received_of_dim(
-        self, d: int, cut: Cut, next_cut: Cut, fixed: tuple[str, ...]
+        self, dim_index: int, cut: Cut, next_cut: Cut, fixed: tuple[str, ...]
     ) -> np.ndarray:
         """Count the rows of one dim as `received_of_dim` does: [elements and senders, *mesh]."""
-        src = self._dim_end(d, cut)
-        dst = self._dim_end(d, next_cut)
+        src = self._dim_end(dim_index, cut)
+        dst = self._dim_end(dim_index, next_cut)
         return np.stack(received_of_dim(src, dst, fixed, self._span_axes.mesh, False))
 
     @cached_method
-    def _dim_end(self, d: int, cut: Cut) -> DimEnd:
+    def _dim_end(self, dim_index: int, cut: Cut) -> DimEnd:
         """Return a dim with these shards, on the mesh that has the spans of links as axes."""
         layout = Layout((Dim("", self.shards_of(cut)),))
         [dim] = factored(layout, self._span_axes.factors).dims
-        return DimEnd(dim, self.shape[d], self._span_axes.mesh.sizes_of(dim.axes))
+        return DimEnd(dim, self.shape[dim_index], self._span_axes.mesh.sizes_of(dim.axes))
 
     @cached_property
     def _span_axes(self) -> SpanAxes:

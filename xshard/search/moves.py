@@ -104,9 +104,9 @@ class NamedRoute:
         """Convert a state to its layout."""
         return self.grid.layout(state, self.start.layout.names, self.op)
 
-    def dim_cut(self, d: int, cut: Cut) -> DimCut:
+    def dim_cut(self, dim_index: int, cut: Cut) -> DimCut:
         """Return the name of a dim and some of its shards, as steps have them."""
-        return self.start.layout.names[d], self.grid.shards_of(cut)
+        return self.start.layout.names[dim_index], self.grid.shards_of(cut)
 
     def exchange(self, src: Layout, dst: Layout) -> Exchange:
         """Build an exchange, with node-local senders where the grid has nodes and sums stay."""
@@ -176,8 +176,8 @@ def _lands_in_place(grid: Grid, move: Move) -> bool:
     """Check that the pieces of a gather or scatter lie one after the other in the larger block."""
     if move.kind not in ("all_gather", "reduce_scatter"):
         return False
-    d, cut = move.data
-    return d == 0 and all(grid.shards[s].order == "block" for s in cut)
+    dim_index, cut = move.data
+    return dim_index == 0 and all(grid.shards[shard].order == "block" for shard in cut)
 
 
 def _step(named_route: NamedRoute, move: Move, state: State) -> steps.Step:
@@ -196,7 +196,9 @@ def _step(named_route: NamedRoute, move: Move, state: State) -> steps.Step:
             )
         case "slice":
             cuts = [
-                named_route.dim_cut(d, new_cut) for d, new_cut in enumerate(move.data) if new_cut
+                named_route.dim_cut(dim_index, new_cut)
+                for dim_index, new_cut in enumerate(move.data)
+                if new_cut
             ]
             return steps.Slice(tuple(cuts))
         case "mask":
@@ -205,8 +207,8 @@ def _step(named_route: NamedRoute, move: Move, state: State) -> steps.Step:
             return steps.AllReduce(named_route.grid.names(move.data[0]), named_route.op)
 
     # The data of all other kinds are a dim and shards, of an all-to-all twice.
-    d, cut, *arriving = move.data
-    dim, shards = named_route.dim_cut(d, cut)
+    dim_index, cut, *arriving = move.data
+    dim, shards = named_route.dim_cut(dim_index, cut)
     match move.kind:
         case "all_gather":
             return steps.AllGather(dim, shards)

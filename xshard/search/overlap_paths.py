@@ -56,9 +56,13 @@ def best_path(
         return ()
     paths = paths_by_name(start, goal, dtype, profile).values()
     candidates = [_candidate(steps, start, goal, dtype, profile) for steps in paths]
-    fitting = [c for c in candidates if limit is None or c.peak_bytes <= limit]
+    fitting = [
+        candidate for candidate in candidates if limit is None or candidate.peak_bytes <= limit
+    ]
     if not fitting:
-        raise too_large(limit, min(c.peak_bytes for c in candidates), "any plan needs")
+        raise too_large(
+            limit, min(candidate.peak_bytes for candidate in candidates), "any plan needs"
+        )
     # Of those that cost the same, the first.
     return min(fitting, key=attrgetter("has_larger_blocks", "seconds")).steps
 
@@ -96,14 +100,14 @@ def check_overlaps(source: Sharding, target: Sharding, dtype: str) -> None:
     """Raise PlanError or DtypeError if no redistribution between these overlaps is defined."""
     src = source.layout
     dst = target.layout
-    for d, src_dim in enumerate(src.dims):
+    for dim_index, src_dim in enumerate(src.dims):
         if isinstance(src_dim.overlap, Fold):
             check_reduction(dtype, "sum")
             if not src.is_linear:
                 reason = f"'{src}' is a max of blocks that overlap as contributions"
                 raise PlanError(reason, hint="reduce the max first")
-        _check_rows_exist(source, target, d)
-        _check_contributions_fit(source, target, d)
+        _check_rows_exist(source, target, dim_index)
+        _check_contributions_fit(source, target, dim_index)
     check_boundaries(src, dtype)
     check_boundaries(dst, dtype)
 
@@ -120,15 +124,15 @@ def check_boundaries(layout: Layout, dtype: str) -> None:
             check_signed(dtype)
 
 
-def _check_rows_exist(source: Sharding, target: Sharding, d: int) -> None:
-    """Raise PlanError if the destination needs a row of dim `d` that no device holds.
+def _check_rows_exist(source: Sharding, target: Sharding, dim_index: int) -> None:
+    """Raise PlanError if the destination needs a row of dim `dim_index` that no device holds.
 
     The blocks under a window are what a convolution reads, and it may skip rows: a kernel of 2 with
     stride 3 reads rows 0 1, 3 4, ..., and row 2 is on no device. A halo of negative width drops
     rows too.
     """
-    src = dim_end(source, d)
-    dst = dim_end(target, d)
+    src = dim_end(source, dim_index)
+    dst = dim_end(target, dim_index)
     # Without an overlap the blocks hold all rows. Under a Fold, where the rows that several blocks
     # hold are to be added up, a row in no block is simply zero.
     if src.dim.overlap is None or isinstance(src.dim.overlap, Fold):
@@ -137,8 +141,10 @@ def _check_rows_exist(source: Sharding, target: Sharding, d: int) -> None:
     for view in views(target):
         # A dim that stays as it is needs nothing from others, unless a pole (rows mirrored beyond
         # the end of a sphere's latitude) rolls it: then its rows come from elsewhere.
-        if src.dim != dst.dim or view.shifts[d]:
-            dim_view = dim_end(target, d, view.pole_sides[d], view.shifts[d])
+        if src.dim != dst.dim or view.shifts[dim_index]:
+            dim_view = dim_end(
+                target, dim_index, view.pole_sides[dim_index], view.shifts[dim_index]
+            )
             wanted_blocks += dim_view.wanted_rows()
     row = _first_missing(src, wanted_blocks)
     if row is not None:
@@ -147,20 +153,20 @@ def _check_rows_exist(source: Sharding, target: Sharding, d: int) -> None:
         raise PlanError(f"{reason}'{target.layout}' has", hint=hint)
 
 
-def _check_contributions_fit(source: Sharding, target: Sharding, d: int) -> None:
-    """Raise PlanError if rows of dim `d` would be lost under a fold at the destination.
+def _check_contributions_fit(source: Sharding, target: Sharding, dim_index: int) -> None:
+    """Raise PlanError if rows of dim `dim_index` would be lost under a fold at the destination.
 
     A fold is the adjoint of a halo or window: blocks overlap, and what several devices hold of a
     row is to be added up. A row that no block of the window reads is in no block of the fold
     either: for a kernel of 2 with stride 3, row 2.
     """
-    src = dim_end(source, d)
-    dst = dim_end(target, d)
+    src = dim_end(source, dim_index)
+    dst = dim_end(target, dim_index)
     if not isinstance(dst.dim.overlap, Fold) or src.dim == dst.dim:
         return  # rows are lost only in a fold that the source does not have
     offered_blocks: list[Runs] = []
     for view in views(source):
-        dim_view = dim_end(source, d, view.pole_sides[d], view.shifts[d])
+        dim_view = dim_end(source, dim_index, view.pole_sides[dim_index], view.shifts[dim_index])
         offered_blocks += chain.from_iterable(dim_view.offered_rows())
     row = _first_missing(dst, offered_blocks)
     if row is not None:
@@ -200,8 +206,8 @@ def _one_by_one(start: Sharding, goal: Sharding, dtype: str, profile: Profile) -
 def _without_overlaps(sharding: Sharding, kept_dims: Sequence[int]) -> Sharding:
     """Return the sharding without overlaps, except of some dims."""
     dims = list(sharding.layout.dims)
-    for d in without(range(len(dims)), kept_dims):
-        dims[d] = replace(dims[d], overlap=None)
+    for dim_index in without(range(len(dims)), kept_dims):
+        dims[dim_index] = replace(dims[dim_index], overlap=None)
     return sharding.with_layout(replace(sharding.layout, dims=tuple(dims)))
 
 
@@ -216,13 +222,17 @@ def _layouts(
     """
     goal_dims = goal.layout.dims
     dims = list(start.layout.dims)  # as in the layout listed last
-    changed_dims = [d for d, dim in enumerate(dims) if dim != goal_dims[d]]
-    changed_alone = [d for d in changed_dims if isinstance(goal_dims[d].overlap, one_by_one)]
+    changed_dims = [dim_index for dim_index, dim in enumerate(dims) if dim != goal_dims[dim_index]]
+    changed_alone = [
+        dim_index
+        for dim_index in changed_dims
+        if isinstance(goal_dims[dim_index].overlap, one_by_one)
+    ]
     changed_together = without(changed_dims, changed_alone)
     layouts = [start.layout]
     for changed_group in (*_in_turn(goal, changed_alone), changed_together):
-        for d in changed_group:
-            dims[d] = goal_dims[d]
+        for dim_index in changed_group:
+            dims[dim_index] = goal_dims[dim_index]
         if changed_group:
             layouts.append(replace(start.layout, dims=tuple(dims)))
     return layouts
@@ -238,9 +248,9 @@ def _in_turn(goal: Sharding, dims: Sequence[int]) -> Iterator[Sequence[int]]:
     remaining_dims: Sequence[int] = dims
     while remaining_dims:
         waiting_dims: set[int | None] = set()
-        for d in remaining_dims:
+        for dim_index in remaining_dims:
             waiting_dims.update(
-                waiting_dim for waiting_dim in _waiting(goal, d) if waiting_dim != d
+                waiting_dim for waiting_dim in _waiting(goal, dim_index) if waiting_dim != dim_index
             )
         ready_dims = without(remaining_dims, waiting_dims)
         # One at a time, since fewer dims may be waiting after it. If all wait in a circle, none is
@@ -250,16 +260,16 @@ def _in_turn(goal: Sharding, dims: Sequence[int]) -> Iterator[Sequence[int]]:
         remaining_dims = without(remaining_dims, group)
 
 
-def _waiting(goal: Sharding, d: int) -> Iterator[int | None]:
-    """Yield the dims that must change after dim `d`, because of the poles at its ends.
+def _waiting(goal: Sharding, dim_index: int) -> Iterator[int | None]:
+    """Yield the dims that must change after dim `dim_index`, because of the poles at its ends.
 
     They are the dims that a pole rolls, and those with boundary constants, which a pole with a
     negative sign would negate.
     """
     dims = goal.layout.dims
-    for pole_boundary in ends_of(dims[d].overlap):
+    for pole_boundary in ends_of(dims[dim_index].overlap):
         if pole_boundary.kind == "pole":
-            yield rolled_dim(dims, d, pole_boundary, goal.shape)
+            yield rolled_dim(dims, dim_index, pole_boundary, goal.shape)
         if pole_boundary.sign < 0:
             for other_dim_index, other_dim in enumerate(dims):
                 if any(boundary.value for boundary in ends_of(other_dim.overlap)):
@@ -283,11 +293,11 @@ class _Disguise:
         overlapping_dims: dict[int, Dim] = {}
         used_axes: set[str] = set()
         shape = list(sharding.shape)
-        for d, dim in enumerate(sharding.layout.dims):
+        for dim_index, dim in enumerate(sharding.layout.dims):
             if dim.overlap is not None:
-                overlapping_dims[d] = dim
+                overlapping_dims[dim_index] = dim
                 used_axes.update(dim.axes)
-                shape[d] = sharding.max_local_shape[d]
+                shape[dim_index] = sharding.max_local_shape[dim_index]
         mesh = sharding.mesh
         remaining_sizes = {axis: mesh.size(axis) for axis in without(mesh.axes, used_axes)}
         return cls(overlapping_dims, Mesh(remaining_sizes), tuple(shape))
@@ -295,21 +305,23 @@ class _Disguise:
     def put_on(self, sharding: Sharding) -> Sharding:
         """Return the sharding as the search sees it."""
         dims = list(sharding.layout.dims)
-        for d in self.overlapping_dims:
-            dims[d] = Dim(dims[d].name)
+        for dim_index in self.overlapping_dims:
+            dims[dim_index] = Dim(dims[dim_index].name)
         return Sharding(replace(sharding.layout, dims=tuple(dims)), self.mesh, self.shape)
 
     def taken_off(self, step: Step) -> Step:
         """Return a step of the search as it is between the real layouts."""
         if not isinstance(step, Exchange | Permute):
             return step
-        dims = [self.overlapping_dims.get(d, dim) for d, dim in enumerate(step.to.dims)]
+        dims = [
+            self.overlapping_dims.get(dim_index, dim) for dim_index, dim in enumerate(step.to.dims)
+        ]
         layout = replace(step.to, dims=tuple(dims))
         return type(step)(layout)  # of an exchange without node-local senders: no overlap has them
 
     def is_sharded(self, sharding: Sharding) -> bool:
         """Check whether the search shards a dim that only looks unsharded."""
-        return any(sharding.layout.dims[d].shards for d in self.overlapping_dims)
+        return any(sharding.layout.dims[dim_index].shards for dim_index in self.overlapping_dims)
 
 
 def _between(start: Sharding, goal: Sharding, dtype: str, profile: Profile) -> Sequence[Step]:

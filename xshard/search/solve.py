@@ -115,9 +115,9 @@ def best_path(
 def with_dims_of_start(goal: Sharding, start: Sharding) -> Sharding:
     """Write each dim of the goal as the start has it, if that means the same over the same axes."""
     dims = list(goal.layout.dims)
-    for d, (old_dim, new_dim) in enumerate(zip(start.layout.dims, dims, strict=True)):
-        if sorted(old_dim.axes) == sorted(new_dim.axes) and start.agrees_with(goal, d):
-            dims[d] = old_dim
+    for dim_index, (old_dim, new_dim) in enumerate(zip(start.layout.dims, dims, strict=True)):
+        if sorted(old_dim.axes) == sorted(new_dim.axes) and start.agrees_with(goal, dim_index):
+            dims[dim_index] = old_dim
     return goal.with_layout(replace(goal.layout, dims=tuple(dims)))
 
 

@@ -180,16 +180,19 @@ def _options(route: SearchRoute, factors: Factors) -> Iterator[tuple[Factors, Se
     if factors.are_any:
         yield factors, route.changing
     # Only axes with links of one speed: others would gather the shares over slow links again.
-    fast_axes = [a for a in route.spare if len(grid.levels(a)) == 1]
+    fast_axes = [axis for axis in route.spare if len(grid.levels(axis)) == 1]
     n_shares = grid.count_parts(fast_axes)
     if n_shares == 1:
         return
-    for d, cut in enumerate(route.goal.cuts):
-        if grid.shape[d] % (grid.count_parts(cut) * factors.goal[d] * n_shares) == 0:
+    for dim_index, cut in enumerate(route.goal.cuts):
+        if (
+            grid.shape[dim_index] % (grid.count_parts(cut) * factors.goal[dim_index] * n_shares)
+            == 0
+        ):
             start = [*factors.start]
             goal = [*factors.goal]
-            start[d] *= n_shares
-            goal[d] *= n_shares
+            start[dim_index] *= n_shares
+            goal[dim_index] *= n_shares
             yield Factors(start, goal), [*route.changing, *fast_axes]
 
 
@@ -281,14 +284,16 @@ class Gathers(NamedTuple):
 
 def _best_gathers(route: SearchRoute, state: State, gathered: Cuts, limit: float) -> Gathers:
     """Find the cheapest order in which the dims may gather these innermost shards."""
-    dims = [d for d, cut in enumerate(gathered) if cut]
+    dims = [dim_index for dim_index, cut in enumerate(gathered) if cut]
     orders: list[Gathers] = []
     for order in permutations(dims):
         moves: Moves = ()
         state_before = state
-        for d in order:
-            state_after = state_before.without_inner(d, gathered[d])
-            moves += ((state_before, Move("all_gather", (d, gathered[d]), state_after)),)
+        for dim_index in order:
+            state_after = state_before.without_inner(dim_index, gathered[dim_index])
+            moves += (
+                (state_before, Move("all_gather", (dim_index, gathered[dim_index]), state_after)),
+            )
             state_before = state_after
         orders.append(Gathers(_priced(route, moves, limit), moves))
     return min(orders, key=attrgetter("seconds"))
@@ -371,8 +376,8 @@ def _merged_move(state: State, move: Move, merged_number: dict[int, int]) -> tup
     if move.kind == "slice":
         data = _merged(move.data, merged_number)
     elif move.kind == "all_gather":
-        d, *leaving = move.data
-        data = (d, *_merged(leaving, merged_number))
+        dim_index, *leaving = move.data
+        data = (dim_index, *_merged(leaving, merged_number))
     return merged_state, Move(move.kind, data, merged_next_state)
 
 

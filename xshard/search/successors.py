@@ -73,9 +73,11 @@ class Successors:
 
     def _gathers(self, state: State) -> Iterator[Move]:
         """Yield gathers of innermost shards, one dim at a time."""
-        for d, cut in enumerate(state.cuts):
-            for leaving in self._movable(d, cut):
-                yield Move("all_gather", (d, leaving), state.without_inner(d, leaving))
+        for dim_index, cut in enumerate(state.cuts):
+            for leaving in self._movable(dim_index, cut):
+                yield Move(
+                    "all_gather", (dim_index, leaving), state.without_inner(dim_index, leaving)
+                )
 
     def _slices(self, state: State) -> Iterator[Move]:
         """Yield the local steps in which each device keeps a part of its block: "b s" -> "b s/cp".
@@ -103,9 +105,9 @@ class Successors:
 
     def _may_cut(self, state: State, new_cuts: Cuts) -> bool:
         """Check that new shards are the goal's, or even; other shards are a detour."""
-        for d, (cut, new_cut) in enumerate(zip(state.cuts, new_cuts, strict=True)):
-            is_of_goal = starts_with(self._rest_of_goal(d, cut), new_cut)
-            if not is_of_goal and not self._is_evenly_cut(d, cut, new_cut):
+        for dim_index, (cut, new_cut) in enumerate(zip(state.cuts, new_cuts, strict=True)):
+            is_of_goal = starts_with(self._rest_of_goal(dim_index, cut), new_cut)
+            if not is_of_goal and not self._is_evenly_cut(dim_index, cut, new_cut):
                 return False
         return True
 
@@ -116,7 +118,10 @@ class Successors:
         ((), (0,)), ((0,), ()), ..., ((), (0, 1)), ((0,), (1,)), ((0, 1), ()), ...
         """
         # The goal's own shards may be zigzag or uneven. All other choices are plain, whole axes.
-        goals_shards = [_prefixes(self._rest_of_goal(d, cut)) for d, cut in enumerate(state.cuts)]
+        goals_shards = [
+            _prefixes(self._rest_of_goal(dim_index, cut))
+            for dim_index, cut in enumerate(state.cuts)
+        ]
         yield from product(*goals_shards)
         n_inner_edges = len(state.cuts) - 1
         for n_axes in range(1, len(free_axes) + 1):
@@ -130,15 +135,15 @@ class Successors:
     def _some_new_cuts(self, state: State, free_axes: tuple[int, ...]) -> Iterator[Cuts]:
         """Yield all shards of the goal at once; then those of one dim at a time."""
         no_cuts: Cuts = ((),) * len(state.cuts)
-        yield tuple(self._rest_of_goal(d, cut) for d, cut in enumerate(state.cuts))
-        for d, cut in enumerate(state.cuts):
-            for new_cut in self._new_cuts(d, cut, free_axes):
-                yield replaced(no_cuts, d, new_cut)
+        yield tuple(self._rest_of_goal(dim_index, cut) for dim_index, cut in enumerate(state.cuts))
+        for dim_index, cut in enumerate(state.cuts):
+            for new_cut in self._new_cuts(dim_index, cut, free_axes):
+                yield replaced(no_cuts, dim_index, new_cut)
 
-    def _new_cuts(self, d: int, cut: Cut, free_axes: tuple[int, ...]) -> Iterator[Cut]:
+    def _new_cuts(self, dim_index: int, cut: Cut, free_axes: tuple[int, ...]) -> Iterator[Cut]:
         """Yield shards that a slice may add to one dim of a large space."""
-        yield from _prefixes(self._rest_of_goal(d, cut))[:-1]  # but for the last, ()
-        for shard in self.goal.cuts[d]:  # out of order: a permutation puts it right later
+        yield from _prefixes(self._rest_of_goal(dim_index, cut))[:-1]  # but for the last, ()
+        for shard in self.goal.cuts[dim_index]:  # out of order: a permutation puts it right later
             yield (shard,)
         for axis in free_axes:  # a replica's share, so that a slow link carries it once
             if axis not in self.grid.roles(self.goal):
@@ -196,21 +201,27 @@ class Successors:
         for axes in self._subsets(self.grid.ended(state, self.goal)):
             next_state = state.without_sums(axes)
             yield Move("all_reduce", (axes,), next_state)
-            for d, cut in enumerate(state.cuts):
-                for new_cut in self._even_cuts(d, cut, self._scatters(d, cut, axes)):
-                    yield Move("reduce_scatter", (d, new_cut), next_state.with_inner(d, new_cut))
+            for dim_index, cut in enumerate(state.cuts):
+                for new_cut in self._even_cuts(
+                    dim_index, cut, self._scatters(dim_index, cut, axes)
+                ):
+                    yield Move(
+                        "reduce_scatter",
+                        (dim_index, new_cut),
+                        next_state.with_inner(dim_index, new_cut),
+                    )
 
-    def _scatters(self, d: int, cut: Cut, axes: tuple[int, ...]) -> Iterator[Cut]:
+    def _scatters(self, dim_index: int, cut: Cut, axes: tuple[int, ...]) -> Iterator[Cut]:
         """Yield shards that a scatter may give a dim: the goal's, then the axes in any order."""
-        yield from self._goals_shards_over(axes, d, cut)
+        yield from self._goals_shards_over(axes, dim_index, cut)
         if self.complete:
             yield from permutations(axes)
         else:
             yield axes
 
-    def _goals_shards_over(self, axes: tuple[int, ...], d: int, cut: Cut) -> Iterator[Cut]:
+    def _goals_shards_over(self, axes: tuple[int, ...], dim_index: int, cut: Cut) -> Iterator[Cut]:
         """Yield the goal's next shards of a dim, if they are over just these axes, in any order."""
-        for shards in _prefixes(self._rest_of_goal(d, cut)):
+        for shards in _prefixes(self._rest_of_goal(dim_index, cut)):
             if sorted(self.grid.axes_in(shards)) == sorted(axes):
                 yield shards
 
@@ -224,13 +235,13 @@ class Successors:
         # Axes with partial sums at the goal, but not here: from the goal back, these sums would
         # end.
         begun = self.grid.ended(self.goal, state)
-        for d, cut in enumerate(state.cuts):
+        for dim_index, cut in enumerate(state.cuts):
             for n_leaving in range(1, len(cut) + 1):
                 leaving = cut[-n_leaving:]
                 axes = self.grid.axes_in(leaving)
                 if set(axes) <= set(begun):
-                    next_state = state.with_sums(axes).without_inner(d, leaving)
-                    yield Move("embed", (d, leaving), next_state)
+                    next_state = state.with_sums(axes).without_inner(dim_index, leaving)
+                    yield Move("embed", (dim_index, leaving), next_state)
         free_axes = self._usable_replicas(state)
         for axes in self._subsets(common(begun, free_axes)):
             yield Move("mask", (axes,), state.with_sums(axes))
@@ -266,9 +277,9 @@ class Successors:
             return
         # The goal sharded further, to be gathered over links that the exchange would fill.
         for axes in self._subsets(self._usable_replicas(self.goal)):
-            for d, cut in enumerate(self.goal.cuts):
-                if self._is_evenly_cut(d, cut, axes):
-                    yield Move("exchange", (), self.goal.with_inner(d, axes))
+            for dim_index, cut in enumerate(self.goal.cuts):
+                if self._is_evenly_cut(dim_index, cut, axes):
+                    yield Move("exchange", (), self.goal.with_inner(dim_index, axes))
 
     def _all_exchanges(self, state: State) -> Iterator[Move]:
         """Yield exchanges to every even state that has some of the sums that end, or begin."""
@@ -298,9 +309,9 @@ class Successors:
         # Each axis shards one of the dims, or none (-1).
         for dim_of_axis in product((-1, *self.dims), repeat=len(usable)):
             axes_of_dim: list[list[int]] = [[] for _ in self.dims]
-            for axis, d in zip(usable, dim_of_axis, strict=True):
-                if d >= 0:
-                    axes_of_dim[d].append(axis)
+            for axis, dim_index in zip(usable, dim_of_axis, strict=True):
+                if dim_index >= 0:
+                    axes_of_dim[dim_index].append(axis)
             orders = [permutations(axes) for axes in axes_of_dim]
             for inner_cuts in product(*orders):
                 cuts = add_inner_cuts(self.pinned, inner_cuts)
@@ -309,28 +320,32 @@ class Successors:
         return all_cuts
 
     def _arrangements(
-        self, d: int, free_axes: tuple[int, ...], parts_of_dims: list[int]
+        self, dim_index: int, free_axes: tuple[int, ...], parts_of_dims: list[int]
     ) -> Iterator[Cuts]:
-        """Yield ways to shard the dims from `d` on into as many parts as now, the goal's first."""
-        if d == len(parts_of_dims):
+        """Yield ways to shard the dims from `dim_index` on into as many parts as now, the goal's first."""
+        if dim_index == len(parts_of_dims):
             yield ()
             return
-        for cut in dict.fromkeys(self._rearranged(d, free_axes, parts_of_dims[d])):
+        for cut in dict.fromkeys(self._rearranged(dim_index, free_axes, parts_of_dims[dim_index])):
             unused_axes = without(free_axes, cut)
-            for inner_cuts in self._arrangements(d + 1, unused_axes, parts_of_dims):
-                yield (self.pinned[d] + cut, *inner_cuts)
+            for inner_cuts in self._arrangements(dim_index + 1, unused_axes, parts_of_dims):
+                yield (self.pinned[dim_index] + cut, *inner_cuts)
 
-    def _rearranged(self, d: int, free_axes: tuple[int, ...], n_parts: int) -> Iterator[Cut]:
+    def _rearranged(
+        self, dim_index: int, free_axes: tuple[int, ...], n_parts: int
+    ) -> Iterator[Cut]:
         """Yield ways to cut one dim into `n_parts` parts by axes that are still free."""
         if not self.complete:
-            yield from self._towards_goal(d, free_axes, n_parts)
+            yield from self._towards_goal(dim_index, free_axes, n_parts)
             return
         for n_axes in range(len(free_axes) + 1):
             for cut in permutations(free_axes, n_axes):
                 if self.grid.count_parts(cut) == n_parts:
                     yield cut
 
-    def _towards_goal(self, d: int, free_axes: tuple[int, ...], n_parts: int) -> Iterator[Cut]:
+    def _towards_goal(
+        self, dim_index: int, free_axes: tuple[int, ...], n_parts: int
+    ) -> Iterator[Cut]:
         """Yield ways to cut one dim into `n_parts` parts, those that begin like the goal's first.
 
         If the goal has "n/0/1", axes 0 to 3 are of size 2, and 4 parts are wanted: (0, 1); then (0,
@@ -338,7 +353,7 @@ class Successors:
         comes first, and a cut may come twice. Outermost shards that always stay (`pinned`) are left
         out.
         """
-        goal_cut = self.goal.cuts[d][len(self.pinned[d]) :]
+        goal_cut = self.goal.cuts[dim_index][len(self.pinned[dim_index]) :]
         for leading_cut in _prefixes(goal_cut):
             if not self.grid.is_plain(leading_cut) or not set(leading_cut) <= set(free_axes):
                 continue
@@ -357,31 +372,35 @@ class Successors:
             if self.complete or n_axes in (1, len(axes)):
                 yield from combinations(axes, n_axes)
 
-    def _rest_of_goal(self, d: int, cut: Cut) -> Cut:
+    def _rest_of_goal(self, dim_index: int, cut: Cut) -> Cut:
         """Return the shards of the goal inside of `cut`: of "n/0/1" after (0,) -> (1,), else ()."""
-        goal_cut = self.goal.cuts[d]
+        goal_cut = self.goal.cuts[dim_index]
         return goal_cut[len(cut) :] if starts_with(goal_cut, cut) else ()
 
-    def _movable(self, d: int, cut: Cut) -> Iterator[Cut]:
+    def _movable(self, dim_index: int, cut: Cut) -> Iterator[Cut]:
         """Yield the innermost shards that may leave a dim together, if they cut it evenly.
 
         On large spaces, the goal's stay. (0, 1) -> (1,), then (0, 1).
         """
-        staying = self.pinned[d] if self.complete else shared(cut, self.goal.cuts[d])
+        staying = (
+            self.pinned[dim_index] if self.complete else shared(cut, self.goal.cuts[dim_index])
+        )
         for n_leaving in range(1, len(cut) - len(staying) + 1):
             # Pieces of a message have one size.
-            if self._is_evenly_cut(d, cut[:-n_leaving], cut[-n_leaving:]):
+            if self._is_evenly_cut(dim_index, cut[:-n_leaving], cut[-n_leaving:]):
                 yield cut[-n_leaving:]
 
-    def _even_cuts(self, d: int, cut: Cut, new_cuts: Iterable[Cut]) -> Iterator[Cut]:
+    def _even_cuts(self, dim_index: int, cut: Cut, new_cuts: Iterable[Cut]) -> Iterator[Cut]:
         """Yield those of some new shards of a dim that cut it evenly, each once."""
         for new_cut in dict.fromkeys(new_cuts):
-            if self._is_evenly_cut(d, cut, new_cut):
+            if self._is_evenly_cut(dim_index, cut, new_cut):
                 yield new_cut
 
-    def _is_evenly_cut(self, d: int, outer_cut: Cut, inner_cut: Cut) -> bool:
+    def _is_evenly_cut(self, dim_index: int, outer_cut: Cut, inner_cut: Cut) -> bool:
         """Check that `inner_cut` shards each block of a dim under `outer_cut` into equal parts."""
-        return self.grid.is_even(d, outer_cut) and self.grid.is_even(d, outer_cut + inner_cut)
+        return self.grid.is_even(dim_index, outer_cut) and self.grid.is_even(
+            dim_index, outer_cut + inner_cut
+        )
 
 
 def _prefixes(cut: Cut) -> list[Cut]:

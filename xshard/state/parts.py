@@ -63,10 +63,10 @@ class ArrayPart(NamedTuple):
         """Whether the part is the array as it is."""
         return all(dim.is_whole for dim in self.dims)
 
-    def with_rows(self, d: int, rows: Runs) -> ArrayPart:
-        """Return the part with other rows of its dim `d`."""
+    def with_rows(self, dim_index: int, rows: Runs) -> ArrayPart:
+        """Return the part with other rows of its dim `dim_index`."""
         dims = list(self.dims)
-        dims[d] = dims[d]._replace(rows=rows)
+        dims[dim_index] = dims[dim_index]._replace(rows=rows)
         return self._replace(dims=tuple(dims))
 
     def part_shape(self, shape: Shape) -> Shape:

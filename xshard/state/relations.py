@@ -17,14 +17,14 @@ Joined = Mapping[tuple[str, Shape], tuple[int, ...]]
 JoinedArray = tuple[str, Shape, tuple[int, ...]]  # the same, as one entry of a list
 
 
-def _with_length(shape: Shape, d: int, length: int) -> Shape:
+def _with_length(shape: Shape, dim_index: int, length: int) -> Shape:
     """Replace the length of one dim: (4, 2) with 8 for dim 0 -> (8, 2)."""
-    return (*shape[:d], length, *shape[d + 1 :])
+    return (*shape[:dim_index], length, *shape[dim_index + 1 :])
 
 
-def _with_new_dim(shape: Shape, d: int) -> Shape:
+def _with_new_dim(shape: Shape, dim_index: int) -> Shape:
     """Insert a dim of length 1: (4, 2) at dim 1 -> (4, 1, 2)."""
-    return (*shape[:d], 1, *shape[d:])
+    return (*shape[:dim_index], 1, *shape[dim_index:])
 
 
 class MadeArray(NamedTuple):

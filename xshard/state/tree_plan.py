@@ -100,10 +100,10 @@ def _part_of_dim(
 
     They are None for a new dim, and for all rows.
     """
-    d, rows = part_dim
-    if d == NEW:
+    dim_index, rows = part_dim
+    if dim_index == NEW:
         return Dim(f"{ADDED}{i}"), None
-    dim = array_sharding.layout.dims[d]
+    dim = array_sharding.layout.dims[dim_index]
     if rows is None:
         return dim, None
     if dim.overlap is not None:
@@ -113,11 +113,13 @@ def _part_of_dim(
         )
     part_positions = []  # the part's rows in each block, counted within the part
     block_positions = []  # the same rows, counted within the block
-    for owned in array_sharding.owned_by_position(d):
+    for owned in array_sharding.owned_by_position(dim_index):
         # A segment is rows of both: where they are in the part, where in the block, how many.
         segments = common_segments(rows, owned)
-        part_positions.append(merge_adjacent(Run(s.src, s.length) for s in segments))
-        rows_in_block = row_numbers(tuple(Run(s.dst, s.length) for s in segments))
+        part_positions.append(
+            merge_adjacent(Run(segment.src, segment.length) for segment in segments)
+        )
+        rows_in_block = row_numbers(tuple(Run(segment.dst, segment.length) for segment in segments))
         block_positions.append(as_few_runs(rows_in_block))
     sizes = array_sharding.mesh.sizes_of(dim.axes)
     sharded_dim = _sharded_as(dim, tuple(part_positions), sizes, count_rows(rows))

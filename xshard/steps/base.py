@@ -122,8 +122,8 @@ def with_inner(layout: Layout, dim: str, shards: tuple[Shard, ...]) -> Layout:
 def _with_shards(layout: Layout, dim: str, shards: tuple[Shard, ...]) -> Layout:
     """Replace all shards of one dim."""
     dims = list(layout.dims)
-    d = layout.dim_index(dim)
-    dims[d] = replace(dims[d], shards=shards)
+    dim_index = layout.dim_index(dim)
+    dims[dim_index] = replace(dims[dim_index], shards=shards)
     return replace(layout, dims=tuple(dims))
 
 
@@ -138,7 +138,7 @@ def without_tags(layout: Layout, axes: Sequence[str]) -> Layout:
     """Remove all tags of these axes, which then hold replicas."""
     tags = []
     for tag, tagged in layout.tags:
-        tags.append((tag, tuple(a for a in tagged if a not in axes)))
+        tags.append((tag, tuple(axis for axis in tagged if axis not in axes)))
     return replace(layout, tags=tuple(tags))
 
 
@@ -220,7 +220,7 @@ def lands_in_place(sharding: Sharding, dim: str, shards: Sequence[Shard]) -> boo
 
     They are for contiguous shards of the leading dim.
     """
-    return dim == sharding.layout.names[0] and all(s.order == "block" for s in shards)
+    return dim == sharding.layout.names[0] and all(shard.order == "block" for shard in shards)
 
 
 def take_rows(block: Block, dim: int, runs: Runs) -> Block:

@@ -164,7 +164,7 @@ class Transpose(Step):
         return tuple(old_names.index(name) for name in new_names)
 
     def after(self, source: Sharding) -> Sharding:
-        return source.in_order([source.layout.names[d] for d in self.order(source)])
+        return source.in_order([source.layout.names[dim_index] for dim_index in self.order(source)])
 
     def run(self, blocks: Blocks, source: Sharding) -> list[Block]:
         return [block.transpose(self.order(source)) for block in blocks]

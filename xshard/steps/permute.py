@@ -145,7 +145,10 @@ def block_keys(sharding: Sharding) -> Iterator[BlockKey]:
     """Yield, for each device, its number among the addends of a sum, and its rows of each dim."""
     mesh = sharding.mesh
     sum_axes = sorted(sharding.layout.tagged(*REDUCERS), key=mesh.position)
-    holders = [sharding.held_by_position(d) for d in range(len(sharding.shape))]
+    holders = [sharding.held_by_position(dim_index) for dim_index in range(len(sharding.shape))]
     for device in range(mesh.n_devices):
-        rows = [blocks[sharding.dim_device(d, device)] for d, blocks in enumerate(holders)]
+        rows = [
+            blocks[sharding.dim_device(dim_index, device)]
+            for dim_index, blocks in enumerate(holders)
+        ]
         yield mesh.index(device, sum_axes), *rows

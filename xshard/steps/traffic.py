@@ -144,7 +144,11 @@ class Phases:
         """List the devices that a device meets in the phase of a level, itself among them."""
         position = self._coords_on_other_levels(device, level)
         group = self.mesh.group(device, self.axes)
-        members = [d for d in group if self._coords_on_other_levels(d, level) == position]
+        members = [
+            dim_index
+            for dim_index in group
+            if self._coords_on_other_levels(dim_index, level) == position
+        ]
         return tuple(sorted(members, key=self.block_indices.__getitem__))
 
     def devices_reached(self, device: int, level: int = 0) -> tuple[int, ...]:

@@ -79,7 +79,9 @@ def box_pairs(
         sharding: The array's sharding.
         device: A position in its mesh.
     """
-    block_rows = [sharding.held(d, device) for d in range(len(sharding.shape))]  # for each dim
+    block_rows = [
+        sharding.held(dim_index, device) for dim_index in range(len(sharding.shape))
+    ]  # for each dim
     for mapping in mappings:
         for slices in itertools.product(*_slices_by_dim(mapping, block_rows, sharding.shape)):
             yield _box_pair(mapping, slices)

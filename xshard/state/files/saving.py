@@ -250,7 +250,7 @@ def _assign_blocks(sources: Mapping[str, Source]) -> dict[int, list[tuple[str, i
     written_bytes = Counter[int]()
     for name, (sharding, dtype, processes) in sources.items():
         for holders in sharding.mesh.groups(_replica_axes(sharding)):
-            device = min(holders, key=lambda d: written_bytes[processes[d]])
+            device = min(holders, key=lambda dim_index: written_bytes[processes[dim_index]])
             process = processes[device]
             assigned.setdefault(process, []).append((name, device))
             written_bytes[process] += dtypes.n_bytes(sharding.local_shape(device), dtype)
@@ -614,11 +614,11 @@ def _range_starts(box: Box, shape: tuple[int, ...]) -> NDArray[np.int64]:
     while last_cut >= 0 and bounds[last_cut] == (0, shape[last_cut], 1):
         last_cut -= 1
     starts = np.zeros((), np.int64)  # of the dims so far: one entry for each of their rows
-    for d, (first, stop, step) in enumerate(bounds[: last_cut + 1]):
+    for dim_index, (first, stop, step) in enumerate(bounds[: last_cut + 1]):
         rows = np.arange(first, stop, step)
-        if d == last_cut and step == 1:
+        if dim_index == last_cut and step == 1:
             rows = rows[:1]  # its rows are contiguous too: the first one is enough
-        starts = np.add.outer(starts, rows * math.prod(shape[d + 1 :]))
+        starts = np.add.outer(starts, rows * math.prod(shape[dim_index + 1 :]))
     return starts.ravel()
 
 

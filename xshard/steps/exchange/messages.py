@@ -77,10 +77,10 @@ def needed_elements(source: Sharding, target: Sharding, node_devices: int) -> Nu
     # A device takes only addends of its own index.
     has_same_addend = holders.keys[:, -1:] == holders.addend_of_device[None]
     elements: Numbers = has_same_addend.astype(np.int64)  # [blocks, devices]
-    for d, dim in enumerate(target.layout.dims):
-        shared = rows_in_common(dim_end(source, d), dim_end(target, d))
+    for dim_index, dim in enumerate(target.layout.dims):
+        shared = rows_in_common(dim_end(source, dim_index), dim_end(target, dim_index))
         by_device = shared[:, target.mesh.indices(dim.axes)]  # [shards before, devices]
-        elements *= by_device[holders.keys[:, d]]
+        elements *= by_device[holders.keys[:, dim_index]]
     return elements
 
 
@@ -250,17 +250,19 @@ def boundary_fills(target: Sharding, device: int) -> tuple[tuple[int, int, int, 
         (dim, start, stop, value), with local rows.
     """
     fills = []
-    for d, (dim, length) in enumerate(zip(target.layout.dims, target.shape, strict=True)):
+    for dim_index, (dim, length) in enumerate(zip(target.layout.dims, target.shape, strict=True)):
         sizes = target.mesh.sizes_of(dim.axes)
-        for start, stop, value in block_fills(dim, length, sizes, target.dim_device(d, device)):
-            fills.append((d, start, stop, value))
+        for start, stop, value in block_fills(
+            dim, length, sizes, target.dim_device(dim_index, device)
+        ):
+            fills.append((dim_index, start, stop, value))
     return tuple(fills)
 
 
 def fill_boundaries(block: NDArray[Any], sharding: Sharding, device: int) -> None:
     """Write the values of boundaries into a device's block, where it has rows outside the array."""
-    for d, start, stop, value in boundary_fills(sharding, device):
-        rows = (slice(None),) * d + (slice(start, stop),)
+    for dim_index, start, stop, value in boundary_fills(sharding, device):
+        rows = (slice(None),) * dim_index + (slice(start, stop),)
         block[rows] = value
 
 
@@ -285,8 +287,8 @@ def _messages_to(source: Sharding, target: Sharding, device: int, sender: int | 
     messages = []
     for dst_view, src_view in view_pairs(source, target):
         sources_by_dim = []
-        for d, (src, dst) in enumerate(dim_ends(source, target, dst_view, src_view)):
-            sources_by_dim.append(receiver.dim_sources(d, src, dst))
+        for dim_index, (src, dst) in enumerate(dim_ends(source, target, dst_view, src_view)):
+            sources_by_dim.append(receiver.dim_sources(dim_index, src, dst))
         sign = dst_view.sign * src_view.sign  # -1 if values change their sign beyond a pole
         # No combination, and no message, if some dim has no source.
         for addend in all_coords(source.mesh.sizes_of(receiver.ended_sums)):
@@ -333,7 +335,7 @@ class _Receiver:
         ]
         return self.source.mesh.index(self.device, replicated) == 0
 
-    def dim_sources(self, d: int, src: DimEnd, dst: DimEnd) -> list[RowSource]:
+    def dim_sources(self, dim_index: int, src: DimEnd, dst: DimEnd) -> list[RowSource]:
         """Find which rows of one dim the receiver takes from which senders.
 
         "n/x" -> "n" with 4 rows on x=2: rows 0-1 from x=0 and rows 2-3 from x=1. A sender is given
@@ -341,13 +343,13 @@ class _Receiver:
         such an axis, a device takes only its own shard: the addends are to have it once.
 
         Args:
-            d: The index of the dim.
+            dim_index: The index of the dim.
             src: The dim before.
             dst: The dim after.
         """
-        src_index = self.source.dim_device(d, self.device)
-        dst_index = self.target.dim_device(d, self.device)
-        sender = None if self.sender is None else self.source.dim_device(d, self.sender)
+        src_index = self.source.dim_device(dim_index, self.device)
+        dst_index = self.target.dim_device(dim_index, self.device)
+        sender = None if self.sender is None else self.source.dim_device(dim_index, self.sender)
         # In a new sum each row counts once: it is taken from its one provider, never from a copy.
         begins_sum = not set(src.dim.axes).isdisjoint(self.new_sums)
         # `sources` is cached by its positional arguments, so it gets no keywords.

@@ -85,25 +85,25 @@ def views(sharding: Sharding, unsplit_dims: tuple[int, ...] = ()) -> tuple[View,
         unsplit_dims: Dims that are not divided, since all their rows stay on their device.
     """
     sides_by_dim = []
-    for d in range(len(sharding.shape)):
+    for dim_index in range(len(sharding.shape)):
         pole_sides = [PoleSide(STRAIGHT)]
-        if d not in unsplit_dims:
-            pole_sides += _pole_sides(sharding, d)
+        if dim_index not in unsplit_dims:
+            pole_sides += _pole_sides(sharding, dim_index)
         sides_by_dim.append(pole_sides)
     return tuple(
         _view(pole_sides, sharding.shape) for pole_sides in itertools.product(*sides_by_dim)
     )
 
 
-def _pole_sides(sharding: Sharding, d: int) -> list[PoleSide]:
+def _pole_sides(sharding: Sharding, dim_index: int) -> list[PoleSide]:
     """List the ends of a dim beyond which a pole lies: none, or "before" or "after", or both."""
     dims = sharding.layout.dims
     pole_sides = []
     # `ends_of` is empty for a dim without boundaries, so the lengths may differ.
-    for name, boundary in zip(POLE_SIDES, ends_of(dims[d].overlap), strict=False):
+    for name, boundary in zip(POLE_SIDES, ends_of(dims[dim_index].overlap), strict=False):
         if boundary.kind == "pole":
             pole_sides.append(
-                PoleSide(name, rolled_dim(dims, d, boundary, sharding.shape), boundary.sign)
+                PoleSide(name, rolled_dim(dims, dim_index, boundary, sharding.shape), boundary.sign)
             )
     return pole_sides
 
@@ -126,9 +126,11 @@ def _view(pole_sides: tuple[PoleSide, ...], shape: tuple[int, ...]) -> View:
 def carried_dims(source: Sharding, target: Sharding) -> tuple[int, ...]:
     """List the dims with equal shards and overlap in both: all their rows stay on their device."""
     carried = []
-    for d, (src, dst) in enumerate(zip(source.layout.dims, target.layout.dims, strict=True)):
+    for dim_index, (src, dst) in enumerate(
+        zip(source.layout.dims, target.layout.dims, strict=True)
+    ):
         if src.overlap is not None and src == dst:
-            carried.append(d)
+            carried.append(dim_index)
     return tuple(carried)
 
 
@@ -176,17 +178,21 @@ class DimEnd(NamedTuple):
         return providers.distinct_held_rows(self.dim, self.length, self.sizes, self.shift)
 
 
-def dim_end(sharding: Sharding, d: int, pole_side: str = STRAIGHT, shift: int = 0) -> DimEnd:
+def dim_end(
+    sharding: Sharding, dim_index: int, pole_side: str = STRAIGHT, shift: int = 0
+) -> DimEnd:
     """Return one dim of a sharding on one of its pole sides, with `shift` added to its rows."""
-    dim = sharding.layout.dims[d]
-    return DimEnd(dim, sharding.shape[d], sharding.mesh.sizes_of(dim.axes), pole_side, shift)
+    dim = sharding.layout.dims[dim_index]
+    return DimEnd(
+        dim, sharding.shape[dim_index], sharding.mesh.sizes_of(dim.axes), pole_side, shift
+    )
 
 
 def view_ends(sharding: Sharding, view: View) -> list[DimEnd]:
     """Describe each dim of a sharding in one view of its blocks."""
     ends_of_dims = []
-    for d, (pole_side, shift) in enumerate(zip(view.pole_sides, view.shifts, strict=True)):
-        ends_of_dims.append(dim_end(sharding, d, pole_side, shift))
+    for dim_index, (pole_side, shift) in enumerate(zip(view.pole_sides, view.shifts, strict=True)):
+        ends_of_dims.append(dim_end(sharding, dim_index, pole_side, shift))
     return ends_of_dims
 
 
@@ -206,10 +212,10 @@ def dim_ends(
     """
     carried = carried_dims(source, target)
     ends_of_dims = zip(view_ends(source, src_view), view_ends(target, dst_view), strict=True)
-    for d, (src, dst) in enumerate(ends_of_dims):
+    for dim_index, (src, dst) in enumerate(ends_of_dims):
         # A shift means that a pole of another dim rolls this one by half its length: then its rows
         # do travel, even if its shards stay.
-        if d in carried and src.shift == 0 and dst.shift == 0:
+        if dim_index in carried and src.shift == 0 and dst.shift == 0:
             yield src._replace(pole_side=CARRIED), dst._replace(pole_side=CARRIED)
         else:
             yield src, dst

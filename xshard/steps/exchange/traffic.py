@@ -110,9 +110,15 @@ def traffic_by_level(
         received_so_far = received_so_far + received.elements
         if received.elements.any():
             # The hop is named after the longest axis, by the alphabet if two are as long.
-            _, longest = max((mesh.size(a), a) for a in moving if a in level.axes)
+            _, longest = max(
+                (mesh.size(moving_axis), moving_axis)
+                for moving_axis in moving
+                if moving_axis in level.axes
+            )
             # All other axes are of faster links: along them are the devices of one node, say.
-            nearer_dims = tuple(i for i, a in enumerate(mesh.axes) if a not in shared_axes)
+            nearer_dims = tuple(
+                i for i, moving_axis in enumerate(mesh.axes) if moving_axis not in shared_axes
+            )
             hops.append(_level_hop(received, level.level, level.axes[longest], nearer_dims))
         remaining = from_nearer
     return busiest_traffic(wanted_by_device.elements, received_so_far, hops)
@@ -216,9 +222,11 @@ def moving_axes(source: Sharding, target: Sharding) -> Axes:
     moving = set(axes_with_new_role(source, target.layout))
     for views in view_pairs(source, target):
         for view in views:
-            for d, shift in enumerate(view.shifts):
+            for dim_index, shift in enumerate(view.shifts):
                 if shift:
-                    moving.update(source.layout.dims[d].axes, target.layout.dims[d].axes)
+                    moving.update(
+                        source.layout.dims[dim_index].axes, target.layout.dims[dim_index].axes
+                    )
     return tuple(axis for axis in source.mesh.axes if axis in moving)
 
 
@@ -283,7 +291,7 @@ def received_from(source: Sharding, target: Sharding, shared_axes: Axes) -> Rece
     mesh = source.mesh
     new_sum_axes = begun_axes(source.layout, target.layout)
     ended_sum_axes = ended_axes(source.layout, target.layout)
-    n_addends = mesh.size(*(a for a in ended_sum_axes if a not in shared_axes))
+    n_addends = mesh.size(*(sum_axis for sum_axis in ended_sum_axes if sum_axis not in shared_axes))
     # Python's own integers are used if the elements of all devices might not fit into 64 bits.
     largest_block = max(source.max_local_size, target.max_local_size)
     fits_int64 = largest_block * mesh.n_devices * n_addends < MAX_COUNTED
@@ -335,7 +343,9 @@ def _received_in_view(
         # own shard as its addend: sender and receiver have the same coordinate there. A copy of a
         # row would count twice in the sum, so rows come from their one provider.
         begins_sum = not set(src.dim.axes).isdisjoint(new_sum_axes)
-        fixed_axes = tuple(a for a in src.dim.axes if a in new_sum_axes or a in shared_axes)
+        fixed_axes = tuple(
+            axis for axis in src.dim.axes if axis in new_sum_axes or axis in shared_axes
+        )
         # Positional: a call with keywords would be another entry of the cache.
         of_dim = received_of_dim(src, dst, fixed_axes, mesh, begins_sum)
         elements = elements * of_dim.elements
@@ -349,7 +359,7 @@ def _is_first_along(mesh: Mesh, axis: str) -> Numbers:
     Of the replicas along a new sum, only the first contributes.
     """
     ones = np.eye(1, mesh.size(axis), dtype=np.int64)
-    return ones.reshape([-1 if a == axis else 1 for a in mesh.axes])
+    return ones.reshape([-1 if mesh_axis == axis else 1 for mesh_axis in mesh.axes])
 
 
 @layout_cache(maxsize=64)
