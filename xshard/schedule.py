@@ -316,8 +316,8 @@ def training_step(forward: Sequence[Turn], backward: Sequence[Turn], prefetch: B
     as_forward = [Turn(turn.name, parameters=turn.gradients) for turn in reversed(backward)]
     scattered = prefetched(as_forward, prefetch).backward
     activations = [turn.activations for turn in backward]
-    first_gathering, *gatherings = _between_computing(gathered)
-    _, *scatterings = _between_computing(scattered)
+    first_gathering, *gatherings = _moves_between_computing(gathered)
+    _, *scatterings = _moves_between_computing(scattered)
     steps = [*prefetched(forward, prefetch).steps, *first_gathering]
     for turn, scattering, gathering in zip(backward, scatterings, gatherings, strict=True):
         steps.append(Compute(turn.name, turn.seconds))
@@ -326,7 +326,7 @@ def training_step(forward: Sequence[Turn], backward: Sequence[Turn], prefetch: B
     return Schedule(tuple(steps))
 
 
-def _between_computing(schedule: Schedule) -> list[list[ScheduleStep]]:
+def _moves_between_computing(schedule: Schedule) -> list[list[ScheduleStep]]:
     """Return the steps before the first module computes, between each two, and after the last."""
     step_groups: list[list[ScheduleStep]] = [[]]
     for step in schedule.steps:

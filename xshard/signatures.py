@@ -191,7 +191,7 @@ class Signature:
         parameters = self.signature.parameters
         names = inspect.unwrap(function).__globals__
         self.annotations = {
-            name: _evaluated(parameter.annotation, names) for name, parameter in parameters.items()
+            name: _evaluate(parameter.annotation, names) for name, parameter in parameters.items()
         }
         self.tests = {name: test_of(annotation) for name, annotation in self.annotations.items()}
         self.positional = inspect.getfullargspec(inspect.unwrap(function)).args
@@ -241,7 +241,7 @@ class Signature:
         return None
 
 
-def _evaluated(annotation: Any, names: dict[str, Any]) -> Any:
+def _evaluate(annotation: Any, names: dict[str, Any]) -> Any:
     """Return an annotation that may be text as what it stands for; Any for one that is not imported."""
     if annotation is inspect.Parameter.empty:
         return Any

@@ -186,13 +186,13 @@ def prefix_branches(
         # like it: its keys are patterns over these names.
         yield name, Rules(value_tree), tree
     else:
-        difference = f"{_described(tree, branches)}, and {_described(value_tree, value_branches)}"
+        difference = f"{_describe(tree, branches)}, and {_describe(value_tree, value_branches)}"
         reason = f"{tree_text} and {values_noun} differ: {difference}"
         hint = "one for each array, or one for all arrays of a branch; patterns over names: xshard.Rules"
         raise error(reason, hint=hint)
 
 
-def _described(tree: Any, branches: Mapping[Any, Any]) -> str:
+def _describe(tree: Any, branches: Mapping[Any, Any]) -> str:
     """Return what an error says of the branches of a tree: their keys, or how many they are."""
     if isinstance(tree, Mapping):
         return f"keys {listed_names(list(map(repr, branches)))}"

@@ -371,7 +371,7 @@ class AttentionCall:
             self.as_integers(rows[:, None]),
             self.as_integers(keys),
         )
-        is_dropped = core.dropped(self.as_integers(self.seed), position, share=self.dropout)
+        is_dropped = core.drop_mask(self.as_integers(self.seed), position, share=self.dropout)
         return self.in_score_dtype(~is_dropped) / (1 - self.dropout)
 
 

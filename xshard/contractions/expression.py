@@ -40,7 +40,7 @@ class Contraction:
         Raises NotationError if an array has no layout with one dim per name.
         """
         with parser.mark_errors(text):
-            *operands, result = map(_by_name, arrays)
+            *operands, result = map(_with_dim_per_name, arrays)
         return cls(tuple(operands), result, text, tuple(arrays))
 
     def resolved(
@@ -131,11 +131,11 @@ def _has_outer_comma(text: str) -> bool:
 def contraction(text: str) -> Contraction:
     """Parse a contraction; `()` or an empty right side is a scalar. NotationError marks the place."""
     parser.check_text("a contraction", text, 'it comes first: "layout, layout -> layout"')
-    return _parsed(text)
+    return _parse_contraction(text)
 
 
 @layout_cache(maxsize=4096)
-def _parsed(text: str) -> Contraction:
+def _parse_contraction(text: str) -> Contraction:
     """Parse a contraction, and raise NotationError for what a product of local blocks cannot give.
 
     That is a dim with a halo, a max or min of an operand or result, and a dim of the result that no
@@ -163,7 +163,7 @@ def _parsed(text: str) -> Contraction:
     return call
 
 
-def _by_name(layout: Layout) -> Layout:
+def _with_dim_per_name(layout: Layout) -> Layout:
     """Return the layout with one dim for every name: `(b d)/tp` -> `b/tp d`, `i/tp i` -> `i/tp`.
 
     A name that two dims have stands for their diagonal. It comes last, as numpy's and torch's

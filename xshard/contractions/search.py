@@ -68,7 +68,7 @@ class Candidate(NamedTuple):
         placed_arrays = shardings.placed_arrays(self.placement)
         return tuple([shardings.move(placed, shardings.local(placed)) for placed in placed_arrays])
 
-    def priced(self, prices: Prices, below: float = math.inf) -> float:
+    def price(self, prices: Prices, below: float = math.inf) -> float:
         """Price all moves, the most expensive first, and return the seconds.
 
         It stops once the seconds are not below `below`: the candidate loses, whatever the others cost.
@@ -142,7 +142,7 @@ class CandidateSearch:
         candidates = self.by_estimates(placements)
         if level == PRICE:
             # The finalists in the order of their prices, then the others as they come.
-            yield from by_prices(itertools.islice(candidates, FINALISTS), self._priced_rank)
+            yield from by_prices(itertools.islice(candidates, FINALISTS), self._rank_by_price)
         yield from candidates
 
     def by_estimates(self, placements: Iterable[Placement]) -> Iterator[Candidate]:
@@ -180,8 +180,8 @@ class CandidateSearch:
                 heapq.heappop(queue)
                 yield candidate
 
-    def _priced_rank(self, candidate: Candidate, below: float) -> tuple[float, int, int]:
-        seconds = candidate.priced(self.prices, below)
+    def _rank_by_price(self, candidate: Candidate, below: float) -> tuple[float, int, int]:
+        seconds = candidate.price(self.prices, below)
         return seconds, candidate.flops, candidate.touched_elements
 
     def hill_climb(self) -> list[Placement]:

@@ -124,7 +124,7 @@ class ContractionPath(NamedTuple):
             steps=(*self.steps, PathStep(operand_indices, candidate)),
         )
 
-    def priced(self, prices: Prices, below: float) -> float:
+    def price(self, prices: Prices, below: float) -> float:
         """Price all moves, the slowest contraction first, and return the seconds.
 
         It stops once the seconds are not below `below`: then other paths are better.
@@ -137,7 +137,7 @@ class ContractionPath(NamedTuple):
                 for other_candidate in candidates
                 if other_candidate is not candidate
             )
-            candidate.priced(prices, below - other_seconds)
+            candidate.price(prices, below - other_seconds)
         return sum(candidate.seconds for candidate in candidates)
 
 
@@ -185,7 +185,7 @@ class _Solver:
 
     def _plan_seconds(self, candidate: Candidate) -> float:
         """Return the seconds of the plan of a candidate, in rounds if it may be."""
-        candidate.priced(self.prices)
+        candidate.price(self.prices)
         if self.request.overlap != NEVER:
             return self._plan(self._as_single_contraction(candidate)).cost
         # The same without making a plan, and rounded as candidates' seconds are.
@@ -212,10 +212,10 @@ class _Solver:
                 if limit is None or path.flops <= limit:
                     paths.append(path)
         paths.sort(key=attrgetter("seconds"))
-        return by_prices(paths[:WIDTH], self._priced_rank)
+        return by_prices(paths[:WIDTH], self._rank_by_price)
 
-    def _priced_rank(self, path: ContractionPath, below: float) -> tuple[float]:
-        return (path.priced(self.prices, below),)
+    def _rank_by_price(self, path: ContractionPath, below: float) -> tuple[float]:
+        return (path.price(self.prices, below),)
 
     def _paths_in(self, order: Order) -> list[ContractionPath]:
         """Return the best paths in one order: a beam search, `WIDTH` paths wide."""
@@ -225,7 +225,7 @@ class _Solver:
             flops_to_follow = sum(min_flops[n_contracted + 1 :])
             extended_paths: list[ContractionPath] = []
             for path in paths:
-                extended_paths += self._extended(path, operand_indices, flops_to_follow)
+                extended_paths += self._extend_path(path, operand_indices, flops_to_follow)
             paths = sorted(extended_paths, key=attrgetter("seconds"))[:WIDTH]
         return paths
 
@@ -254,7 +254,7 @@ class _Solver:
             original_indices = [*remaining(original_indices, operand_indices), RESULT]
         return path
 
-    def _extended(
+    def _extend_path(
         self, path: ContractionPath, operand_indices: OperandIndices, flops_to_follow: int
     ) -> list[ContractionPath]:
         """Return the path with one more pair contracted, in each of the best ways to shard the pair.

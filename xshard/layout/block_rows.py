@@ -23,7 +23,7 @@ from xshard.layout.partition import (
     find_misfit,
     owned_rows,
 )
-from xshard.layout.runs import FILL, Run, Runs, as_runs, count_rows, row_numbers, unrolled
+from xshard.layout.runs import FILL, Run, Runs, as_runs, count_rows, row_numbers, unroll
 from xshard.notation.overlap import Boundary, Fold, Halo, Reads, Window, unfolded
 from xshard.notation.parser import SIZES, Dim, Shard
 from xshard.notation.row_arrays import Numbers
@@ -117,7 +117,7 @@ def _spans_of_block(
         intervals = _halo_intervals(dim, overlap, length, sizes, coords, owned)
     else:
         intervals = _window_intervals(dim, overlap, length, sizes, coords)
-    owned_intervals = sorted(unrolled(owned))  # for the search by bisection
+    owned_intervals = sorted(unroll(owned))  # for the search by bisection
     spans: list[RowSpan] = []
     for start, stop in intervals:
         if start < stop:  # a negative halo may leave no rows
@@ -165,7 +165,7 @@ def window_outputs(dim: Dim, window: Window, length: int, sizes: Ints, coords: I
     # "aligned": output i is computed on the device that owns row i * stride. Rows 4 to 7 with a
     # stride of 3 -> output 2 (row 6).
     runs = []
-    for run in unrolled(owned_rows(dim, length, sizes, coords)):
+    for run in unroll(owned_rows(dim, length, sizes, coords)):
         run_stop = _stop_of(run)
         first = -(-run.start // window.s)  # rounded up: -(-a // b) is a / b rounded up
         stop = min(-(-run_stop // window.s), n_outputs)
@@ -286,7 +286,7 @@ def _window_intervals(
     ends may lie outside the array.
     """
     intervals = []
-    for outputs in unrolled(window_outputs(dim, window, length, sizes, coords)):
+    for outputs in unroll(window_outputs(dim, window, length, sizes, coords)):
         intervals.append(window.rows_read(outputs.start, _stop_of(outputs)))
     return intervals
 
@@ -301,7 +301,7 @@ def _halo_intervals(
     """
     part_index = row_major(sizes, coords)
     if isinstance(halo.lo, int) and isinstance(halo.hi, int):  # one width for all devices
-        intervals = [(run.start, _stop_of(run)) for run in unrolled(owned)]
+        intervals = [(run.start, _stop_of(run)) for run in unroll(owned)]
     else:
         # A list of widths, one per device: then each device owns one interval, perhaps without rows.
         intervals = [_interval_of_part(dim, length, sizes, part_index)]

@@ -67,7 +67,7 @@ class Layout(Pictured):
         check_form(dims, tags)
         # The class is frozen for users; this is how a frozen dataclass sets its own fields.
         object.__setattr__(self, "dims", dims)
-        object.__setattr__(self, "tags", _merged_tags(tags))
+        object.__setattr__(self, "tags", _merge_tags(tags))
 
     @classmethod
     @api_boundary
@@ -154,7 +154,7 @@ class Layout(Pictured):
 
     def tagged(self, *tags: str) -> Axes:
         """Return the axes under any of these tags: `layout.tagged("sum", "mean")`."""
-        return _tagged(self.tags, tags)
+        return _axes_tagged(self.tags, tags)
 
     def role(self, axis: str) -> tuple[object, ...]:
         """Return what the layout uses a mesh axis for; two layouts use it alike if these are equal.
@@ -226,7 +226,7 @@ class Layout(Pictured):
         """Return the layout with these names for its dims."""
         dims_with_names = zip(self.dims, names, strict=True)
         renamed = [
-            dim if dim.name == name else _renamed(dim, name) for dim, name in dims_with_names
+            dim if dim.name == name else _rename_dim(dim, name) for dim, name in dims_with_names
         ]
         return replace(self, dims=tuple(renamed))
 
@@ -329,22 +329,22 @@ class Layout(Pictured):
         return tuple(block_rows)
 
 
-def _merged_tags(tags: Tags) -> Tags:
+def _merge_tags(tags: Tags) -> Tags:
     """Merge equal tags, and sort them and their axes: copy(c) sum(b) sum(a) -> sum(a,b) copy(c)."""
     merged = []
     for tag in parser.TAGS:
-        axes = sorted(_tagged(tags, (tag,)))
+        axes = sorted(_axes_tagged(tags, (tag,)))
         if axes:
             merged.append((tag, tuple(axes)))
     return tuple(merged)
 
 
-def _tagged(tags: Tags, wanted_tags: Sequence[str]) -> Axes:
+def _axes_tagged(tags: Tags, wanted_tags: Sequence[str]) -> Axes:
     """Return the axes that have one of these tags, in the order of the tags."""
     return tuple(chain.from_iterable(axes for tag, axes in tags if tag in wanted_tags))
 
 
-def _renamed(dim: Dim, name: str) -> Dim:
+def _rename_dim(dim: Dim, name: str) -> Dim:
     """Return the dim under another name; the unit of a composed one stays: `(n 128)` -> `(d0 128)`."""
     part_names = (name, *dim.parts[1:]) if dim.parts else ()
     return replace(dim, name=name, parts=part_names)

@@ -20,7 +20,7 @@ from xshard.layout.runs import (
     interval,
     interval_pairs,
     row_numbers,
-    select,
+    rows_at_positions,
 )
 from xshard.notation.maps import NamedMap, Owners
 from xshard.notation.parser import BY, INTERVALS, SEGMENTS, SIZES, Dim, Shard
@@ -56,15 +56,15 @@ def cut_by_shard(length: int, shard: Shard, n_parts: int, index: int) -> Runs:
         start = sum(sizes[:index])
         return interval(start, start + sizes[index])
     if order == INTERVALS:  # listed for each part
-        return _intervals(shard, index)
+        return _listed_intervals(shard, index)
     if order == BY:  # a map, as an array, says which part has each row
         return as_runs(map_of(shard).part(index))
     if order == "balanced":
-        return _balanced(length, n_parts, index)
+        return _balanced_part(length, n_parts, index)
     if order == "zigzag":
-        return _segmented(length, shard, n_parts, index, _zigzag)
+        return _rows_by_segment(length, shard, n_parts, index, _zigzag)
     if order == SEGMENTS:
-        return _segmented(length, shard, n_parts, index, _chunk)
+        return _rows_by_segment(length, shard, n_parts, index, _chunk)
     if order == "cyclic":
         group_rows = whole_numbers_of(shard)[0] if shard.numbers else 1  # single rows
         return _cyclic(length, group_rows, n_parts, index)
@@ -80,7 +80,7 @@ def _chunk(length: int, n_parts: int, index: int) -> tuple[Run, ...]:
     return interval(min(index * chunk, length), min((index + 1) * chunk, length))
 
 
-def _balanced(length: int, n_parts: int, index: int) -> tuple[Run, ...]:
+def _balanced_part(length: int, n_parts: int, index: int) -> tuple[Run, ...]:
     """Return part `index` of contiguous ones of nearly one size: 10 rows over 4 -> 3, 3, 2, 2."""
     min_rows, n_longer = divmod(length, n_parts)  # the first parts have a row more
     start = index * min_rows + min(index, n_longer)
@@ -115,7 +115,7 @@ def _cyclic(length: int, group_rows: int, n_parts: int, index: int) -> tuple[Run
     return (Run(first, group_rows, n_full_groups, stride), *tail)
 
 
-def _intervals(shard: Shard, index: int) -> tuple[Run, ...]:
+def _listed_intervals(shard: Shard, index: int) -> tuple[Run, ...]:
     """Return the intervals that a shard lists for one part."""
     runs: list[Run] = []
     for start, stop in interval_pairs(shard.numbers[index]):
@@ -123,7 +123,7 @@ def _intervals(shard: Shard, index: int) -> tuple[Run, ...]:
     return tuple(runs)
 
 
-def _segmented(
+def _rows_by_segment(
     length: int,
     shard: Shard,
     n_parts: int,
@@ -243,7 +243,7 @@ def _rows_at(length: int, block_rows: Runs, positions: Runs) -> Runs:
         return as_runs(row_array[position_numbers[position_numbers < len(row_array)]])
     selected: list[Run] = []
     for run in positions:
-        selected.extend(select(block_rows, run))
+        selected.extend(rows_at_positions(block_rows, run))
     return tuple(selected)
 
 

@@ -19,9 +19,9 @@ from xshard.layout.runs import (
     Runs,
     RunTable,
     as_runs,
-    expanded,
     interval_table,
     row_numbers,
+    unroll_table,
 )
 from xshard.layout.runs import (
     concatenate_tables as concatenate_tables,
@@ -88,7 +88,7 @@ def cut_at_edges(table: IntervalTable) -> CutIntervals:
     return CutIntervals(fragments, cell_index, interval_index)
 
 
-def firsts(table: IntervalTable, *, per_block: bool) -> IntervalTable:
+def first_occurrences(table: IntervalTable, *, per_block: bool) -> IntervalTable:
     """Keep every row where it comes first: in each block if `per_block`, else in any block.
 
     Rows 0-3 of block 0 and 2-5 of block 1 -> 0-3 of block 0 and 4-5 of block 1.
@@ -126,7 +126,7 @@ def layers(table: IntervalTable) -> list[IntervalTable]:
     ]
 
 
-def filled(table: IntervalTable, lengths: Sequence[int]) -> tuple[Runs, ...]:
+def fill_blocks(table: IntervalTable, lengths: Sequence[int]) -> tuple[Runs, ...]:
     """Turn intervals into the runs of every block, which has `lengths` rows; FILL between them.
 
     Rows 4-5 at position 1 of a block of 4 -> FILL 4 5 FILL.
@@ -135,12 +135,12 @@ def filled(table: IntervalTable, lengths: Sequence[int]) -> tuple[Runs, ...]:
     are_many = n_intervals > runs.MAX_RUNS
     are_short = n_intervals >= sum(lengths) // LONG_INTERVAL_ROWS
     if any(lengths) and are_many and are_short:
-        return _filled_rows(table, lengths)
-    return _filled_runs(table, lengths)
+        return _fill_by_rows(table, lengths)
+    return _fill_by_runs(table, lengths)
 
 
-def _filled_rows(table: IntervalTable, lengths: Sequence[int]) -> tuple[Runs, ...]:
-    """Do the work of `filled` for many short intervals: by one array of row numbers."""
+def _fill_by_rows(table: IntervalTable, lengths: Sequence[int]) -> tuple[Runs, ...]:
+    """Do the work of `fill_blocks` for many short intervals: by one array of row numbers."""
     # All blocks in one array, so that numpy loops over intervals and not Python.
     block_starts = np.cumsum([0, *lengths])  # where each block begins in it
     rows = np.full(block_starts[-1], FILL)
@@ -149,11 +149,11 @@ def _filled_rows(table: IntervalTable, lengths: Sequence[int]) -> tuple[Runs, ..
     return tuple(as_runs(rows[start:stop]) for start, stop in itertools.pairwise(block_starts))
 
 
-def _filled_runs(table: IntervalTable, lengths: Sequence[int]) -> tuple[Runs, ...]:
-    """Do the work of `filled` for few or long intervals: run by run."""
+def _fill_by_runs(table: IntervalTable, lengths: Sequence[int]) -> tuple[Runs, ...]:
+    """Do the work of `fill_blocks` for few or long intervals: run by run."""
     block_runs: list[list[Run]] = [[] for _ in lengths]
     filled_to = [0] * len(lengths)  # the local position up to which each block has runs
-    for block, local, start, length in _merged(table):
+    for block, local, start, length in _merge_continuing(table):
         if local > filled_to[block]:
             block_runs[block].append(Run(FILL, local - filled_to[block]))
         block_runs[block].append(Run(start, length))
@@ -164,7 +164,7 @@ def _filled_runs(table: IntervalTable, lengths: Sequence[int]) -> tuple[Runs, ..
     return tuple(map(tuple, block_runs))
 
 
-def _merged(table: IntervalTable) -> list[list[int]]:
+def _merge_continuing(table: IntervalTable) -> list[list[int]]:
     """List (block, local, start, length) by block and position, merged where rows continue."""
     if not len(table.local):
         return []
@@ -189,13 +189,13 @@ def runs_by_row(table: IntervalTable, n_blocks: int) -> tuple[Runs, ...]:
     rows_before_piece = np.cumsum(table.length) - table.length
     rows_before_block = np.cumsum(block_rows) - block_rows
     local = rows_before_piece - rows_before_block[table.block]
-    return filled(table._replace(local=local), block_rows.tolist())
+    return fill_blocks(table._replace(local=local), block_rows.tolist())
 
 
 def distinct_rows(blocks: Sequence[Runs]) -> tuple[Runs, ...]:
     """List the rows of every block, each once, in ascending order; without FILL."""
     if not any(isinstance(block, Rows) for block in blocks):
-        return runs_by_row(firsts(interval_table(blocks), per_block=True), len(blocks))
+        return runs_by_row(first_occurrences(interval_table(blocks), per_block=True), len(blocks))
     distinct_blocks = []
     for block in blocks:
         rows = row_numbers(block)
@@ -224,9 +224,9 @@ def shared_rows(src: Sequence[Runs], dst: Sequence[Runs]) -> RowPairs:
     dst_runs = runs.run_table(dst)
     n_intervals = int(src_runs.repeats.sum() + dst_runs.repeats.sum())
     if n_intervals <= MAX_COUNTED:
-        dst_intervals = expanded(dst_runs)
+        dst_intervals = unroll_table(dst_runs)
         times = np.ones_like(dst_intervals.start)  # each piece counts once
-        return _shared_by_intervals(expanded(src_runs), dst_intervals, times, len(src))
+        return _shared_by_intervals(unroll_table(src_runs), dst_intervals, times, len(src))
     # Too many intervals to list, as of a long cyclic sharding. But their pattern repeats: list those
     # in one period (a window of rows), and count each as often as the period comes.
     src_runs = _ascending_runs(src_runs)
@@ -417,7 +417,7 @@ def _period_ends(table: RunTable) -> Numbers:
 def _ascending_runs(table: RunTable) -> RunTable:
     """Turn runs that go down or stay where they are into runs of one interval each."""
     is_descending = (table.repeats > 1) & (table.stride < table.length)
-    intervals = expanded(table.take(is_descending))
+    intervals = unroll_table(table.take(is_descending))
     once = np.ones_like(intervals.local)
     listed = RunTable._make((*intervals, once, np.zeros_like(once)))
     return concatenate_tables(table.take(~is_descending), listed)

@@ -15,8 +15,8 @@ from xshard.layout.block_rows import RowSpan, all_held_rows, all_row_spans, is_f
 from xshard.layout.partition import Sizes, all_owned_rows
 from xshard.layout.pieces import (
     concatenate_tables,
-    filled,
-    firsts,
+    fill_blocks,
+    first_occurrences,
     layers,
     rows_outside,
     runs_by_row,
@@ -75,7 +75,7 @@ def wanted_rows(
         blocks = provided_rows(dim, length, sizes)
     else:
         blocks = _no_rows(sizes)  # a sum is stored in the array, never beyond a pole
-    return shifted(blocks, shift, length)
+    return shift_rows(blocks, shift, length)
 
 
 @layout_cache(maxsize=4096)
@@ -102,9 +102,9 @@ def offered_rows(
     if not isinstance(dim.overlap, Fold):
         if pole_side != STRAIGHT:
             return ((),) * math.prod(sizes)  # no lists: copies beyond a pole are never offered
-        provided = shifted(provided_rows(dim, length, sizes), shift, length)
+        provided = shift_rows(provided_rows(dim, length, sizes), shift, length)
         return tuple((block,) for block in provided)
-    contributed = shifted(_rows_on_side(dim, length, sizes, pole_side), shift, length)
+    contributed = shift_rows(_rows_on_side(dim, length, sizes, pole_side), shift, length)
     if _are_distinct(dim):
         return tuple((block,) for block in contributed)
     return tuple(map(_distinct_lists, contributed))
@@ -113,7 +113,7 @@ def offered_rows(
 def _distinct_lists(block: Runs) -> AllRuns:
     """Split the rows of a block into lists without a row twice: 0 1 0 -> 0 1 FILL and FILL FILL 0."""
     lengths = [count_rows(block)]
-    return tuple(filled(layer, lengths)[0] for layer in layers(interval_table((block,))))
+    return tuple(fill_blocks(layer, lengths)[0] for layer in layers(interval_table((block,))))
 
 
 @layout_cache(maxsize=4096)
@@ -123,7 +123,7 @@ def distinct_held_rows(dim: Dim, length: int, sizes: Sizes, shift: int = 0) -> A
         blocks = all_held_rows(dim, length, sizes)
     else:
         blocks = _rows_by_rank(dim, length, sizes, per_block=True)
-    return shifted(blocks, shift, length)
+    return shift_rows(blocks, shift, length)
 
 
 @layout_cache(maxsize=4096)
@@ -171,10 +171,10 @@ def rows_without(runs: Runs, excluded: Runs) -> Runs:
         is_excluded = np.isin(row_array, row_numbers(excluded), kind="table")
         return as_runs(np.where(is_excluded, FILL, row_array))
     remaining = rows_outside(interval_table((runs,)), interval_table((excluded,)))
-    return filled(remaining, [count_rows(runs)])[0]
+    return fill_blocks(remaining, [count_rows(runs)])[0]
 
 
-def shifted(blocks: AllRuns, shift: int, length: int) -> AllRuns:
+def shift_rows(blocks: AllRuns, shift: int, length: int) -> AllRuns:
     """Add `shift` to the row numbers of all blocks, modulo `length`.
 
     Rows 2 to 5 of 8, shifted by 4 -> 6 7 0 1: an interval that reaches over the end becomes two.
@@ -192,7 +192,7 @@ def shifted(blocks: AllRuns, shift: int, length: int) -> AllRuns:
         local=table.local + rows_before_end, start=np.zeros_like(start), length=rows_over_end
     )
     shifted_table = concatenate_tables(heads, tails.take(rows_over_end > 0))
-    return filled(shifted_table, list(map(count_rows, blocks)))
+    return fill_blocks(shifted_table, list(map(count_rows, blocks)))
 
 
 def _no_rows(sizes: Sizes) -> AllRuns:
@@ -217,8 +217,8 @@ def _rows_by_rank(dim: Dim, length: int, sizes: Sizes, *, per_block: bool) -> Al
     for origins in _ORIGINS_BY_RANK:
         tables.append(interval_table(_rows_of_origins(dim, length, sizes, origins, flipped=False)))
     # The tables are in the order of ranks: a row comes first where it has the best origin.
-    table = firsts(concatenate_tables(*tables), per_block=per_block)
-    return filled(table, list(map(count_rows, all_held_rows(dim, length, sizes))))
+    table = first_occurrences(concatenate_tables(*tables), per_block=per_block)
+    return fill_blocks(table, list(map(count_rows, all_held_rows(dim, length, sizes))))
 
 
 def _rows_on_side(dim: Dim, length: int, sizes: Sizes, pole_side: str) -> AllRuns:

@@ -285,7 +285,7 @@ def interval_table(blocks: Iterable[Iterable[Run]]) -> IntervalTable:
     Raises:
         ShapeError: They are more than MAX_PIECES.
     """
-    return expanded(run_table(blocks))
+    return unroll_table(run_table(blocks))
 
 
 def run_table(blocks: Iterable[Iterable[Run]]) -> RunTable:
@@ -334,7 +334,7 @@ def concatenate_tables(*tables: Table) -> Table:
     return type(tables[0])._make(map(np.concatenate, zip(*tables, strict=True)))
 
 
-def expanded(table: RunTable) -> IntervalTable:
+def unroll_table(table: RunTable) -> IntervalTable:
     """Unroll runs: list every repetition as an interval of its own.
 
     A run of 2 rows from row 1, repeated 3 times at a distance of 10 -> rows [1, 3), [11, 13),
@@ -408,7 +408,7 @@ def common_segments(src: Runs, dst: Runs) -> tuple[Segment, ...]:
     # All four find the same, each as quick as the form of the rows allows: `Rows` are an array of row
     # numbers; other rows are runs, intervals that may be repeated.
     if isinstance(src, Rows) or isinstance(dst, Rows):
-        return matched_rows(row_numbers(src), row_numbers(dst))
+        return match_rows(row_numbers(src), row_numbers(dst))
     if len(src) == len(dst) == 1 and src[0].repeats == dst[0].repeats == 1:
         return _segment_of_intervals(src[0], dst[0])
     if len(src) * len(dst) <= MAX_RUN_PAIRS and _are_intervals(src) and _are_intervals(dst):
@@ -456,7 +456,7 @@ def _segments_of_few(src: Iterable[Run], dst: Iterable[Run]) -> tuple[Segment, .
                 in_dst = dst_position + start - run.start
                 shared.append((in_src, in_dst, stop - start))
         dst_position += run.length
-    return merged_segments(np.array(shared, np.int64))
+    return merge_segments(np.array(shared, np.int64))
 
 
 def _segments_of_many(src: Runs, dst: Runs) -> tuple[Segment, ...]:
@@ -470,10 +470,10 @@ def _segments_of_many(src: Runs, dst: Runs) -> tuple[Segment, ...]:
     dst_offset = dst_intervals.local - dst_intervals.start
     in_src = src_offset[shared.in_a] + shared.start
     in_dst = dst_offset[shared.in_b] + shared.start
-    return merged_segments(np.stack([in_src, in_dst, shared.stop - shared.start], axis=1))
+    return merge_segments(np.stack([in_src, in_dst, shared.stop - shared.start], axis=1))
 
 
-def matched_rows(src: Numbers, dst: Numbers) -> tuple[Segment, ...]:
+def match_rows(src: Numbers, dst: Numbers) -> tuple[Segment, ...]:
     """Return `common_segments` of row numbers in arrays, `[rows]`; those of `src` are distinct."""
     n_rows = max(src.max(initial=-1), dst.max(initial=-1)) + 1
     # A table of the position in `src` of each row, -1 for none: quicker than a sort, and no longer
@@ -484,10 +484,10 @@ def matched_rows(src: Numbers, dst: Numbers) -> tuple[Segment, ...]:
     src_position[FILL] = -1
     in_dst = np.flatnonzero(src_position[dst] >= 0)
     in_src = src_position[dst[in_dst]]
-    return merged_segments(np.stack([in_src, in_dst, np.ones_like(in_dst)], axis=1))
+    return merge_segments(np.stack([in_src, in_dst, np.ones_like(in_dst)], axis=1))
 
 
-def merged_segments(table: Numbers) -> tuple[Segment, ...]:
+def merge_segments(table: Numbers) -> tuple[Segment, ...]:
     """Turn a table `[entries, 3]` of (src, dst, length) into segments; merge those that continue.
 
     (0, 4, 2) and (2, 6, 1) -> one segment (0, 4, 3)
@@ -510,10 +510,10 @@ def merge_adjacent(runs: Iterable[Run]) -> tuple[Run, ...]:
 
     Repeated runs and FILL stay as they are.
     """
-    return tuple(_merged(runs))
+    return tuple(_iterate_merged(runs))
 
 
-def _merged(runs: Iterable[Run]) -> Iterator[Run]:
+def _iterate_merged(runs: Iterable[Run]) -> Iterator[Run]:
     """Yield what `merge_adjacent` returns."""
     pending: Run | None = None
     for run in runs:
@@ -544,18 +544,18 @@ def are_equal(a: Runs, b: Runs) -> bool:
         return True
     if count_rows(a) != count_rows(b):  # usual, and quicker than the comparison below
         return False
-    run_pairs = itertools.zip_longest(_merged(unrolled(a)), _merged(unrolled(b)))
+    run_pairs = itertools.zip_longest(_iterate_merged(unroll(a)), _iterate_merged(unroll(b)))
     return all(run_of_a == run_of_b for run_of_a, run_of_b in run_pairs)
 
 
-def unrolled(runs: Runs) -> Iterator[Run]:
+def unroll(runs: Runs) -> Iterator[Run]:
     """Yield the same rows as runs without repetitions."""
     for run in runs:
         for i in range(run.repeats):
             yield Run(run.start + i * run.stride, run.length)
 
 
-def select(runs: Runs, positions: Run) -> tuple[Run, ...]:
+def rows_at_positions(runs: Runs, positions: Run) -> tuple[Run, ...]:
     """Translate local positions in a block into the rows of the array that lie there.
 
     The block of rows 10-17, `Run(10, 8)`, at positions 1 and 2, `Run(1, 2)` -> rows 11 and 12,
@@ -574,7 +574,7 @@ def select(runs: Runs, positions: Run) -> tuple[Run, ...]:
     # Each repetition is translated by itself.
     check_pieces(positions.repeats, MAX_LISTED)
     selected: list[Run] = []
-    for repetition in unrolled((positions,)):
+    for repetition in unroll((positions,)):
         selected.extend(_slice(runs, repetition.start, repetition.start + repetition.length))
     return tuple(selected)
 

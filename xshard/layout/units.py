@@ -30,7 +30,7 @@ from xshard.layout.runs import (
     as_runs,
     count_rows,
     merge_adjacent,
-    unrolled,
+    unroll,
 )
 from xshard.notation.maps import NamedMap, Owners
 from xshard.notation.overlap import Width
@@ -56,7 +56,7 @@ def dims_in_rows(dims: Sequence[Dim], shape: Sequence[int], mesh: Mesh) -> tuple
     for dim, length in zip(dims, shape, strict=True):
         if dim.unit != 1:
             # Caches know no parts, which are no part of a dim's value.
-            dim = replace(_in_rows(dim, length, mesh.sizes_of(dim.axes)), parts=dim.parts)
+            dim = replace(_dim_in_rows(dim, length, mesh.sizes_of(dim.axes)), parts=dim.parts)
         counted.append(dim)
     return tuple(counted)
 
@@ -98,7 +98,7 @@ def count_groups(dim: Dim, spread_index: int, length: int, mesh: Mesh) -> int:
 
 
 @layout_cache(maxsize=4096)
-def _in_rows(dim: Dim, length: int, sizes: Sizes) -> Dim:
+def _dim_in_rows(dim: Dim, length: int, sizes: Sizes) -> Dim:
     """Write one dim with shards that count rows; `sizes` has the size of each axis of the dim."""
     dim_in_rows = replace(dim, unit=1)
     is_routed = any(shard.order == ROUTED for shard in dim.shards)  # refused where rows are counted
@@ -113,11 +113,12 @@ def _in_rows(dim: Dim, length: int, sizes: Sizes) -> Dim:
         hint = f"dim '{dim.text}' has {length // unit_rows} units of {unit_rows} rows"
         raise ShapeError(misfit, text=str(dim), hint=hint)
     blocks = [
-        _scaled_rows(units, unit_rows) for units in all_owned_rows(dim, length // unit_rows, sizes)
+        _rows_of_units(units, unit_rows)
+        for units in all_owned_rows(dim, length // unit_rows, sizes)
     ]
     # The plainest spelling that gives these blocks: the same orders; contiguous parts; any rows.
     listed_sizes = Shard(dim.axes, SIZES, tuple(map(count_rows, blocks)))
-    same_orders = tuple(_scaled_shard(shard, unit_rows) for shard in dim.shards)
+    same_orders = tuple(_shard_in_rows(shard, unit_rows) for shard in dim.shards)
     for shards in (same_orders, (listed_sizes,)):
         candidate = replace(dim_in_rows, shards=shards)
         if find_misfit(candidate, length, sizes) is None and _has_blocks(candidate, sizes, blocks):
@@ -151,7 +152,7 @@ def _has_blocks(dim: Dim, sizes: Sizes, blocks: Sequence[Runs]) -> bool:
     return all(map(are_equal, owned, blocks))
 
 
-def _scaled_rows(units: Runs, unit_rows: int) -> Runs:
+def _rows_of_units(units: Runs, unit_rows: int) -> Runs:
     """Return the rows of some units: units 2 and 3 of 4 rows -> rows 8 to 15."""
     if isinstance(units, Rows):
         return as_runs(_rows_of_each(units.rows, unit_rows))
@@ -167,7 +168,7 @@ def _rows_of_each(units: Numbers, unit_rows: int) -> Numbers:
     return rows
 
 
-def _scaled_shard(shard: Shard, unit_rows: int) -> Shard:
+def _shard_in_rows(shard: Shard, unit_rows: int) -> Shard:
     """Return the shard with rows in place of units: `cyclic(tp)` of 4 rows each -> `cyclic(tp,4)`."""
     if shard.order == BY:
         units_map = shard.numbers[0]
@@ -180,11 +181,11 @@ def _scaled_shard(shard: Shard, unit_rows: int) -> Shard:
     if shard.order == "cyclic" and not shard.numbers:
         return replace(shard, numbers=(unit_rows,))
     return replace(
-        shard, numbers=tuple(_scaled_number(width, unit_rows) for width in shard.numbers)
+        shard, numbers=tuple(_width_in_rows(width, unit_rows) for width in shard.numbers)
     )
 
 
-def _scaled_number(width: Width | NamedMap, unit_rows: int) -> Width:
+def _width_in_rows(width: Width | NamedMap, unit_rows: int) -> Width:
     """Turn units into rows, in a size or in the bounds of intervals: 3 units of 4 rows -> 12."""
     assert not isinstance(width, NamedMap)
     if isinstance(width, int):
@@ -195,6 +196,6 @@ def _scaled_number(width: Width | NamedMap, unit_rows: int) -> Width:
 def _interval_ends(runs: Runs) -> tuple[int, ...]:
     """List the start and stop of every interval of a block, as `intervals` does."""
     bounds: list[int] = []
-    for run in merge_adjacent(unrolled(runs)):
+    for run in merge_adjacent(unroll(runs)):
         bounds += [run.start, run.start + run.length]
     return tuple(bounds) if bounds else (0, 0)

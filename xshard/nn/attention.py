@@ -479,7 +479,7 @@ def _visible_range(window: Any) -> list[int]:
     return lengths
 
 
-def dropped(seed: Any, position: Sequence[Any], *, share: float) -> Any:
+def drop_mask(seed: Any, position: Sequence[Any], *, share: float) -> Any:
     """Decide by a hash of the seed and a weight's position whether dropout drops it.
 
     No random generator is used: the answer is the same in torch, JAX and numpy, and on any number

@@ -16,7 +16,7 @@ from xshard.errors import ShapeError, XshardError
 from xshard.layout import Layout, Sharding
 from xshard.layout.block_rows import output_dim, window_outputs
 from xshard.layout.partition import Sizes, all_owned_rows
-from xshard.layout.runs import Runs, count_rows, unrolled
+from xshard.layout.runs import Runs, count_rows, unroll
 from xshard.notation.overlap import Boundary, Halo, Window
 from xshard.notation.parser import SIZES, Dim, Shard
 
@@ -111,7 +111,7 @@ def window_frame(rows: ShardedDim, window: Window, input_dilation: int = 1) -> F
     runs_of_parts = []
     for coords in itertools.product(*map(range, sizes)):
         output_runs = []
-        for outputs in unrolled(window_outputs(source, window, length, sizes, coords)):
+        for outputs in unroll(window_outputs(source, window, length, sizes, coords)):
             if outputs.length:
                 first_row, stop_row = window.rows_read(
                     outputs.start, outputs.start + outputs.length

@@ -21,7 +21,7 @@ from xshard.layout.runs import (
     count_rows,
     interval_table,
     merge_adjacent,
-    unrolled,
+    unroll,
 )
 from xshard.notation.overlap import Fold, Overlap, unfolded
 
@@ -161,7 +161,7 @@ def _owned_runs(spans: Iterable[RowSpan], owners: IntervalTable) -> Iterator[Own
         if span_rows.start == FILL:
             yield OwnedRun(origin, NO_OWNER, span_rows)
             continue
-        for interval in unrolled((span_rows,)):
+        for interval in unroll((span_rows,)):
             yield from _divide_by_owner(interval, origin, owners)
 
 
@@ -218,6 +218,6 @@ def _run_texts(run: Run, max_texts: int) -> list[str]:
         step = "" if run.stride == 1 else f" step {run.stride}"
         return [f"{run.start}-{last_row}{step}"]
     texts = []
-    for rows in itertools.islice(unrolled((run,)), max_texts + 1):
+    for rows in itertools.islice(unroll((run,)), max_texts + 1):
         texts.append(range_text(rows.start, rows.start + rows.length - 1))
     return texts

@@ -108,9 +108,8 @@ class Transfer(Step):
     def after(self, source: Sharding) -> Sharding:
         is_same_array = source.mesh == self.source.mesh and source.shape == self.source.shape
         if not (is_same_array and source.means_the_same_as(self.source)):
-            expected, actual = (
-                f"'{sharding.layout}' on {sharding.mesh!r}" for sharding in (self.source, source)
-            )
+            expected = f"'{self.source.layout}' on {self.source.mesh!r}"
+            actual = f"'{source.layout}' on {source.mesh!r}"
             raise PlanError(f"the transfer starts from {expected}, not from {actual}")
         return self.target
 

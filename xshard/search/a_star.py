@@ -103,10 +103,10 @@ class Search:
         best = None
         if not self.successors.complete:
             # A path that comes nearer to the goal with every step is found soon, and bounds others.
-            best = self._explored(None, nearest=True)
-        return self._explored(best, nearest=False)
+            best = self._explore(None, nearest=True)
+        return self._explore(best, nearest=False)
 
-    def _explored(self, best: Path | None, *, nearest: bool) -> Path | None:
+    def _explore(self, best: Path | None, *, nearest: bool) -> Path | None:
         """Run the A* search once, and return the best path that it finds.
 
         A path is a sequence of moves (all-gather, slice, ...) from the start layout to the goal.
@@ -122,12 +122,12 @@ class Search:
         goal = self.route.goal
         # A mean multiplies the block by a factor in a step of its own, added after the search. What
         # that step holds, `scaled` elements, counts from the start, wherever the step comes.
-        held_elements = max(self.grid.block(start), self.scaled)
+        held_elements = max(self.grid.block_elements(start), self.scaled)
         if self.exceeds_limit(held_elements):
             return None
         # Of equally fast paths the one that holds least wins. Every path holds the blocks of both
         # ends, so to hold less than these is no gain. If a sum ends, memory does not count at all.
-        held_floor: float = self.grid.block(start) + self.grid.block(goal)
+        held_floor: float = self.grid.block_elements(start) + self.grid.block_elements(goal)
         if self.grid.ended(start, goal):
             held_floor = math.inf
         path = Path(0.0, 0, held_elements, held_floor, ())
@@ -150,7 +150,7 @@ class Search:
             return 0.0
         return self.grid.fabric.least_step_s
 
-    def remaining(self, state: State) -> float:
+    def remaining_lower_bound_s(self, state: State) -> float:
         """Bound the seconds of any path from a state to the goal from below."""
         goal = self.route.goal
         lower_bound_s = self.grid.lower_bound_s(state, goal)
@@ -158,7 +158,7 @@ class Search:
             lower_bound_s = max(lower_bound_s, self.grid.reducing_lower_bound_s(state, goal))
         return lower_bound_s
 
-    def expected(self, state: State) -> float:
+    def expected_s(self, state: State) -> float:
         """Estimate the seconds of collectives to the goal, one for each axis that must change.
 
         An axis changes if its partial sum ends, or if it shards another dim or another place of it.
@@ -170,9 +170,9 @@ class Search:
         for axis, role in self.grid.roles(state).items():
             if role != goal_roles.get(axis):
                 n_axes += 1
-        return max(self.remaining(state), n_axes * self.grid.fabric.least_step_s)
+        return max(self.remaining_lower_bound_s(state), n_axes * self.grid.fabric.least_step_s)
 
-    def extended(self, path: Path, state: State, move: Move) -> Path | None:
+    def extend(self, path: Path, state: State, move: Move) -> Path | None:
         """Return `path`, which ends at `state`, with one more move, and add the move's price.
 
         The result has the seconds of both and the larger of their memory peaks. None if a device
@@ -242,7 +242,9 @@ class Exploration:
         self.n_pushed = 0
         # No block in between is larger than both ends.
         route = search.route
-        self.largest = max(route.grid.block(route.start), route.grid.block(route.goal))
+        self.max_elements = max(
+            route.grid.block_elements(route.start), route.grid.block_elements(route.goal)
+        )
 
     def push(self, bound: Rank, state: State, path: Path) -> None:
         """Queue a state; of equal bounds, the state that was queued first comes first."""
@@ -257,7 +259,7 @@ class Exploration:
         is a layout; it is settled once all moves from it have been tried.
         """
         search = self.search
-        block = search.grid.block
+        block_elements = search.grid.block_elements
         while self.queue:
             bound, _, state, path = heapq.heappop(self.queue)
             # The queue is ordered by a lower bound on the whole path, so nothing left in it can
@@ -276,9 +278,12 @@ class Exploration:
             if self.nearest and self._is_too_late(path.seconds, state):
                 continue
             # Hot: most moves lead to states that are settled. A state is skipped if its blocks are
-            # larger than `largest`, that of the two ends: no path is worth them.
+            # larger than `max_elements`, that of the two ends: no path is worth them.
             for move in self._moves_from(state, path):
-                if move.next_state not in self.settled and block(move.next_state) <= self.largest:
+                if (
+                    move.next_state not in self.settled
+                    and block_elements(move.next_state) <= self.max_elements
+                ):
                     self._try(path, state, move)
 
     def _moves_from(self, state: State, path: Path) -> Iterator[Move]:
@@ -305,7 +310,7 @@ class Exploration:
         launch_s = search.grid.profile.launch("exchange")
         lower_bound_s = path.seconds + launch_s + search.grid.fabric.least_latency_s
         if not search.grid.ended(goal, state):
-            lower_bound_s += search.remaining(state)
+            lower_bound_s += search.remaining_lower_bound_s(state)
         if best is None or lower_bound_s < best.seconds:
             yield from search.successors.exchanges(state)
 
@@ -326,7 +331,7 @@ class Exploration:
         earliest_s = round(path.seconds + search.move_lower_bound_s(state, move), DIGITS)
         if earliest_s > best_known_rank.seconds or self._is_too_late(earliest_s, move.next_state):
             return
-        extended_path = search.extended(path, state, move)
+        extended_path = search.extend(path, state, move)
         if extended_path is None:
             return
         rank = extended_path.rank()
@@ -343,12 +348,15 @@ class Exploration:
         """Queue a state short of the goal, unless no path through it beats the best."""
         # At least one more move follows, and the plainest counts 1.
         if self.nearest:
-            self.push(path.rank(self.search.expected(state), 1), state, path)
+            self.push(path.rank(self.search.expected_s(state), 1), state, path)
             return
-        bound = path.rank(self.search.remaining(state), 1)
+        bound = path.rank(self.search.remaining_lower_bound_s(state), 1)
         if bound < self.best_rank:
             self.push(bound, state, path)
 
     def _is_too_late(self, seconds: float, state: State) -> bool:
         """Check that a path that is at a state after so many seconds is slower than the best."""
-        return round(seconds + self.search.remaining(state), DIGITS) > self.best_rank.seconds
+        return (
+            round(seconds + self.search.remaining_lower_bound_s(state), DIGITS)
+            > self.best_rank.seconds
+        )

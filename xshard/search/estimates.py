@@ -101,8 +101,10 @@ def _before_gathers(grid: Grid, state: State, goal: State) -> Iterator[Leg]:
         if dim_index is not None:
             sharded = goal.with_inner(dim_index, axes)
             in_place = dim_index == 0  # pieces of dim 0 lie one after the other in the result
-            block = grid.block(sharded)
-            yield Leg(sharded, grid.collective_seconds("all_gather", block, axes, in_place))
+            block_elements = grid.block_elements(sharded)
+            yield Leg(
+                sharded, grid.collective_seconds("all_gather", block_elements, axes, in_place)
+            )
 
 
 def _first_even_dim(grid: Grid, dims: Iterable[int], state: State, axes: Cut) -> int | None:
@@ -186,7 +188,7 @@ class Reduction(NamedTuple):
     """
 
     seconds: float
-    block: int
+    block_elements: int
     scattered: Cut
 
 
@@ -207,16 +209,16 @@ def _collectives_in_turn(grid: Grid, state: State, goal: State, spare: Sequence[
     changes = _axis_changes(grid, state, goal)
     sliced = (*changes.sliced, *spare)
     gathered = (*changes.gathered, *spare)
-    block = grid.block(state)  # elements per device, at this point of the path
+    block_elements = grid.block_elements(state)  # elements per device, at this point of the path
     seconds = 0.0
     if sliced:
         # Uneven blocks are taken as even: an estimate may be off by a row.
-        block = max(1, block // grid.count_parts(sliced))
-        seconds += _copy_seconds(grid, block)
+        block_elements = max(1, block_elements // grid.count_parts(sliced))
+        seconds += _copy_seconds(grid, block_elements)
     if changes.ended:
-        reduction = _reduction(grid, block, changes.ended, goal, has_gather=bool(gathered))
+        reduction = _reduction(grid, block_elements, changes.ended, goal, has_gather=bool(gathered))
         seconds += reduction.seconds
-        block = reduction.block
+        block_elements = reduction.block_elements
         gathered += reduction.scattered
     if changes.moved_axes:
         # The slice, scatter and gather of this path may make all blocks equally long; then whole
@@ -224,8 +226,10 @@ def _collectives_in_turn(grid: Grid, state: State, goal: State, spare: Sequence[
         n_slices = grid.count_parts((*sliced, *changes.ended))
         n_gathers = grid.count_parts(gathered)
         can_permute = _can_match_by_slices(grid, state, goal, n_slices, n_gathers)
-        largest = max(grid.block(state), grid.block(goal))
-        seconds += _moving_seconds(grid, tuple(changes.moved_axes), block, largest, can_permute)
+        max_elements = max(grid.block_elements(state), grid.block_elements(goal))
+        seconds += _moving_seconds(
+            grid, tuple(changes.moved_axes), block_elements, max_elements, can_permute
+        )
     if gathered:
         old_roles = grid.roles(state)
         # Shards of dim 0 lie one after the other in the gathered block, and need no copy.
@@ -233,11 +237,13 @@ def _collectives_in_turn(grid: Grid, state: State, goal: State, spare: Sequence[
             gathered_axis not in old_roles or old_roles[gathered_axis].dim == 0
             for gathered_axis in gathered
         )
-        seconds += grid.collective_seconds("all_gather", block, gathered, in_place)
+        seconds += grid.collective_seconds("all_gather", block_elements, gathered, in_place)
     return seconds
 
 
-def _reduction(grid: Grid, block: int, ended: Cut, goal: State, *, has_gather: bool) -> Reduction:
+def _reduction(
+    grid: Grid, block_elements: int, ended: Cut, goal: State, *, has_gather: bool
+) -> Reduction:
     """Price the collective that ends sums: a reduce-scatter, or an all-reduce.
 
     A reduce-scatter pays if the goal shards over these axes, or if a gather follows in any case,
@@ -246,16 +252,18 @@ def _reduction(grid: Grid, block: int, ended: Cut, goal: State, *, has_gather: b
     new_roles = grid.roles(goal)
     dims = [new_roles[ended_axis].dim for ended_axis in ended if ended_axis in new_roles]
     if not dims and not has_gather:
-        return Reduction(grid.collective_seconds("all_reduce", block, ended, False), block, ())
+        return Reduction(
+            grid.collective_seconds("all_reduce", block_elements, ended, False), block_elements, ()
+        )
     # Pieces of dim 0 lie one after the other: they need no packing. An axis that shards no dim at
     # the goal may scatter dim 0.
-    seconds = grid.collective_seconds("reduce_scatter", block, ended, not any(dims))
+    seconds = grid.collective_seconds("reduce_scatter", block_elements, ended, not any(dims))
     scattered = without(ended, new_roles)
-    return Reduction(seconds, max(1, block // grid.count_parts(ended)), scattered)
+    return Reduction(seconds, max(1, block_elements // grid.count_parts(ended)), scattered)
 
 
 def _moving_seconds(
-    grid: Grid, axes: tuple[int, ...], block: int, max_block: int, can_permute: bool
+    grid: Grid, axes: tuple[int, ...], block_elements: int, max_block: int, can_permute: bool
 ) -> float:
     """Price the cheapest way to move shards from dim to dim, as in "s/x c" -> "s c/x".
 
@@ -265,23 +273,23 @@ def _moving_seconds(
     Args:
         grid: The grid of the states.
         axes: The axes that move.
-        block: Elements of each device's block before the move.
+        block_elements: Elements of each device's block before the move.
         max_block: The most elements that a gathered block may have.
         can_permute: Whether whole blocks may just change places: all have the same shape.
     """
-    best_s = grid.collective_seconds("all_to_all", block, axes, False)
+    best_s = grid.collective_seconds("all_to_all", block_elements, axes, False)
     # The gathered block has the blocks of all devices along the axes.
-    if block * grid.count_parts(axes) <= max_block:
-        gather_s = grid.collective_seconds("all_gather", block, axes, False)
-        best_s = min(best_s, gather_s + _copy_seconds(grid, block))
+    if block_elements * grid.count_parts(axes) <= max_block:
+        gather_s = grid.collective_seconds("all_gather", block_elements, axes, False)
+        best_s = min(best_s, gather_s + _copy_seconds(grid, block_elements))
     if can_permute:
-        best_s = min(best_s, grid.collective_seconds("permute", block, axes, False))
+        best_s = min(best_s, grid.collective_seconds("permute", block_elements, axes, False))
     return best_s
 
 
-def _copy_seconds(grid: Grid, block: int) -> float:
-    """Price a slice that leaves `block` elements."""
-    return grid.fabric.seconds("slice", Traffic(copied=block), grid.itemsize)
+def _copy_seconds(grid: Grid, block_elements: int) -> float:
+    """Price a slice that leaves `block_elements` elements."""
+    return grid.fabric.seconds("slice", Traffic(copied=block_elements), grid.itemsize)
 
 
 def _can_match_by_slices(

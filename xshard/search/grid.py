@@ -16,7 +16,7 @@ from xshard.cost.bounds import mean_rounded_up, reduction_messages
 from xshard.cost.model import Profile
 from xshard.layout import Mesh
 from xshard.search.links import LinkedStates
-from xshard.search.states import Cut, State, cached_method, common, shared
+from xshard.search.states import Cut, State, cached_method, common, common_prefix
 from xshard.steps.exchange.even_traffic import node_lack
 
 # Shards that a grid numbers, before a new one takes its place: documents have other lengths at
@@ -81,7 +81,7 @@ class Grid(LinkedStates):
         n_kept = math.prod(
             [min(length.longest, goal_length.longest) for length, goal_length in lengths]
         )
-        return self.block(goal) - n_kept
+        return self.block_elements(goal) - n_kept
 
     def _reduced_lower_bound(self, state: State, goal: State, level: int | None = None) -> int:
         """Bound from below the elements that a device must receive, on average, to reduce sums.
@@ -260,7 +260,7 @@ class Grid(LinkedStates):
         # A node holds at most as many different blocks as it has devices along the axes of the dim.
         in_node = min(rows, rows_before * self._parts_near(self.axes_in(cut)))
         already_local = max_per_sender
-        n_shared = len(shared(cut, next_cut))
+        n_shared = len(common_prefix(cut, next_cut))
         has_other_shard = n_shared < min(len(cut), len(next_cut))  # outermost, in place of one
         if is_regular and self.is_plain(cut) and has_other_shard:
             # The device that is last along the old shard and first along the new one has no common

@@ -91,37 +91,37 @@ class LinkedStates(States):
         return [axis for axis in spare if max(self.levels(axis)) > slowest]
 
     def collective_traffic(
-        self, kind: str, block: int, axes: tuple[int, ...], in_place: bool
+        self, step_kind: str, block_elements: int, axes: tuple[int, ...], in_place: bool
     ) -> Traffic:
         """Count what a collective sends: elements and messages by speed of link, and copies.
 
         All-gather of a block of 3 elements over 4 devices: the busiest receives 9, in 3 messages.
 
         Args:
-            kind: "all_gather", "reduce_scatter", "all_reduce", "all_to_all" or "permute".
-            block: The elements of a device's block before the collective.
+            step_kind: "all_gather", "reduce_scatter", "all_reduce", "all_to_all" or "permute".
+            block_elements: The elements of a device's block before the collective.
             axes: The axes over which it runs.
             in_place: Whether the pieces of a gather or scatter lie one after the other in the
                 larger block, so that nothing is packed; see `steps.base.lands_in_place`.
         """
         group = self.group(axes)
-        if kind == "all_gather":
-            return gather_traffic(block, group, in_place)
-        if kind == "reduce_scatter":
-            return reduce_scatter_traffic(block, group, in_place)
-        if kind == "all_reduce":
-            return all_reduce_traffic(block, group)
-        if kind == "all_to_all":
-            return all_to_all_traffic(block, group)
-        return permute_traffic(block, group)
+        if step_kind == "all_gather":
+            return gather_traffic(block_elements, group, in_place)
+        if step_kind == "reduce_scatter":
+            return reduce_scatter_traffic(block_elements, group, in_place)
+        if step_kind == "all_reduce":
+            return all_reduce_traffic(block_elements, group)
+        if step_kind == "all_to_all":
+            return all_to_all_traffic(block_elements, group)
+        return permute_traffic(block_elements, group)
 
     @cached_method
     def collective_seconds(
-        self, kind: str, block: int, axes: tuple[int, ...], in_place: bool
+        self, step_kind: str, block_elements: int, axes: tuple[int, ...], in_place: bool
     ) -> float:
         """Price a collective; see `collective_traffic`."""
-        traffic = self.collective_traffic(kind, block, axes, in_place)
-        return self.fabric.seconds(kind, traffic, self.itemsize)
+        traffic = self.collective_traffic(step_kind, block_elements, axes, in_place)
+        return self.fabric.seconds(step_kind, traffic, self.itemsize)
 
     def exchange_traffic(self, state: State, next_state: State) -> Traffic:
         """Count what devices receive in an exchange between two layouts, on the busiest device.
@@ -144,7 +144,7 @@ class LinkedStates(States):
         if self.ended(next_state, state) or max_elements >= MAX_COUNTED:
             spans = self.fabric.spans
             return counted_traffic(self.sharding(state), self.sharding(next_state), spans)
-        return self._counted(state, next_state)
+        return self._count_by_tables(state, next_state)
 
     def even_received(self, state: State, next_state: State) -> Traffic | None:
         """Return the traffic of an exchange, if it is known without counting per device."""
@@ -174,7 +174,7 @@ class LinkedStates(States):
         """Return the spans of some axes, axis by axis, each from the outermost to the innermost."""
         return tuple(chain.from_iterable(self._spans[axis] for axis in axes))
 
-    def _counted(self, state: State, next_state: State) -> Traffic:
+    def _count_by_tables(self, state: State, next_state: State) -> Traffic:
         """Count the traffic of an exchange as a product of cached tables, one table for each dim.
 
         A search counts thousands of pairs of layouts, but the shards of one dim before and after

@@ -144,7 +144,7 @@ def move_cost(grid: Grid, move: Move, state: State) -> MoveCost:
         return cached
     traffic = _traffic(grid, move, state)
     # The input, the result, and for a collective the buffer in which it packs.
-    held = grid.block(state) + grid.block(move.next_state)
+    held = grid.block_elements(state) + grid.block_elements(move.next_state)
     if traffic.hops:  # it communicates
         held += traffic.copied
     seconds = grid.fabric.seconds(move.kind, traffic, grid.itemsize)
@@ -156,12 +156,12 @@ def move_cost(grid: Grid, move: Move, state: State) -> MoveCost:
 def _traffic(grid: Grid, move: Move, state: State) -> Traffic:
     """Count the traffic of a move as its step would."""
     if move.kind in LOCAL:
-        return Traffic(copied=grid.block(move.next_state))
+        return Traffic(copied=grid.block_elements(move.next_state))
     if move.kind == "exchange":
         return grid.exchange_traffic(state, move.next_state)
     axes = _group_axes(grid, move, state)
     in_place = _lands_in_place(grid, move)
-    return grid.collective_traffic(move.kind, grid.block(state), axes, in_place)
+    return grid.collective_traffic(move.kind, grid.block_elements(state), axes, in_place)
 
 
 def _group_axes(grid: Grid, move: Move, state: State) -> tuple[int, ...]:

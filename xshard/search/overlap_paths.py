@@ -198,7 +198,7 @@ def _one_by_one(start: Sharding, goal: Sharding, dtype: str, profile: Profile) -
     *dropping, _ = _layouts(bare_start, start, one_by_one=(Fold,))
     _, *rebuilding = _layouts(bare_goal, goal, one_by_one=(Halo, Window, Reads))
     steps: list[Step] = [*map(Exchange, reversed(dropping))]
-    steps += _between(bare_start, bare_goal, dtype, profile)
+    steps += _steps_between(bare_start, bare_goal, dtype, profile)
     steps += map(Exchange, rebuilding)
     return tuple(steps)
 
@@ -230,7 +230,7 @@ def _layouts(
     ]
     changed_together = without(changed_dims, changed_alone)
     layouts = [start.layout]
-    for changed_group in (*_in_turn(goal, changed_alone), changed_together):
+    for changed_group in (*_dims_in_turn(goal, changed_alone), changed_together):
         for dim_index in changed_group:
             dims[dim_index] = goal_dims[dim_index]
         if changed_group:
@@ -238,7 +238,7 @@ def _layouts(
     return layouts
 
 
-def _in_turn(goal: Sharding, dims: Sequence[int]) -> Iterator[Sequence[int]]:
+def _dims_in_turn(goal: Sharding, dims: Sequence[int]) -> Iterator[Sequence[int]]:
     """Yield the dims in an order in which their overlaps can be added, in groups.
 
     Some dims have to wait for others. Beyond the pole of a sphere the rows of a latitude come
@@ -250,7 +250,9 @@ def _in_turn(goal: Sharding, dims: Sequence[int]) -> Iterator[Sequence[int]]:
         waiting_dims: set[int | None] = set()
         for dim_index in remaining_dims:
             waiting_dims.update(
-                waiting_dim for waiting_dim in _waiting(goal, dim_index) if waiting_dim != dim_index
+                waiting_dim
+                for waiting_dim in _dims_waiting_for(goal, dim_index)
+                if waiting_dim != dim_index
             )
         ready_dims = without(remaining_dims, waiting_dims)
         # One at a time, since fewer dims may be waiting after it. If all wait in a circle, none is
@@ -260,7 +262,7 @@ def _in_turn(goal: Sharding, dims: Sequence[int]) -> Iterator[Sequence[int]]:
         remaining_dims = without(remaining_dims, group)
 
 
-def _waiting(goal: Sharding, dim_index: int) -> Iterator[int | None]:
+def _dims_waiting_for(goal: Sharding, dim_index: int) -> Iterator[int | None]:
     """Yield the dims that must change after dim `dim_index`, because of the poles at its ends.
 
     They are the dims that a pole rolls, and those with boundary constants, which a pole with a
@@ -302,14 +304,14 @@ class _Disguise:
         remaining_sizes = {axis: mesh.size(axis) for axis in without(mesh.axes, used_axes)}
         return cls(overlapping_dims, Mesh(remaining_sizes), tuple(shape))
 
-    def put_on(self, sharding: Sharding) -> Sharding:
+    def for_search(self, sharding: Sharding) -> Sharding:
         """Return the sharding as the search sees it."""
         dims = list(sharding.layout.dims)
         for dim_index in self.overlapping_dims:
             dims[dim_index] = Dim(dims[dim_index].name)
         return Sharding(replace(sharding.layout, dims=tuple(dims)), self.mesh, self.shape)
 
-    def taken_off(self, step: Step) -> Step:
+    def for_plan(self, step: Step) -> Step:
         """Return a step of the search as it is between the real layouts."""
         if not isinstance(step, Exchange | Permute):
             return step
@@ -324,7 +326,7 @@ class _Disguise:
         return any(sharding.layout.dims[dim_index].shards for dim_index in self.overlapping_dims)
 
 
-def _between(start: Sharding, goal: Sharding, dtype: str, profile: Profile) -> Sequence[Step]:
+def _steps_between(start: Sharding, goal: Sharding, dtype: str, profile: Profile) -> Sequence[Step]:
     """Find the cheapest steps between shardings whose overlaps are equal.
 
     The search does not know overlaps, so a dim that has one is shown to it as an unsharded dim, on
@@ -335,11 +337,11 @@ def _between(start: Sharding, goal: Sharding, dtype: str, profile: Profile) -> S
         return ()
     disguise = _Disguise.of(start)
     machine = profile.for_axes(disguise.mesh.axes, start.mesh)  # without the axes of these dims
-    sharding = disguise.put_on(start)
-    named_route = NamedRoute(sharding, disguise.put_on(goal), itemsize(dtype), machine)
+    sharding = disguise.for_search(start)
+    named_route = NamedRoute(sharding, disguise.for_search(goal), itemsize(dtype), machine)
     steps = named_route.steps(Search(named_route.route, None).path().moves)
     for step in steps:
         sharding = step.after(sharding)
         if disguise.is_sharded(sharding):  # the real dim cannot be sharded further
             return (Exchange(goal.layout),)
-    return [disguise.taken_off(step) for step in steps]
+    return [disguise.for_plan(step) for step in steps]

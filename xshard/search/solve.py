@@ -69,7 +69,7 @@ def solve(request: Request) -> Solution:
         steps = overlap_paths.best_path(
             bare_start, bare_goal, request.dtype, profile, request.memory_limit
         )
-        return Solution(_completed(steps, request, start, goal), split_of(start.mesh))
+        return Solution(_complete_steps(steps, request, start, goal), split_of(start.mesh))
 
     named_route = NamedRoute(bare_start, bare_goal, itemsize(request.dtype), profile)
     scaled_elements = 0
@@ -85,10 +85,10 @@ def solve(request: Request) -> Solution:
             without_copies(start), without_copies(goal), named_route.itemsize, profile
         )
     split = split_of(start.mesh)
-    return Solution(_completed(named_route.steps(path.moves), request, start, goal), split)
+    return Solution(_complete_steps(named_route.steps(path.moves), request, start, goal), split)
 
 
-def _completed(steps: Steps, request: Request, start: Sharding, goal: Sharding) -> Steps:
+def _complete_steps(steps: Steps, request: Request, start: Sharding, goal: Sharding) -> Steps:
     """Add to the steps of a search what it does not see: copies, and the scale.
 
     A step that multiplies by the factor is added where blocks are smaller.
@@ -186,7 +186,7 @@ def with_copies(steps: Sequence[Step], start: Sharding, goal: Sharding) -> Steps
     for step in reversed(steps):
         missing_copies = without(goal_copies, consumed_later)
         tagged_steps.insert(0, _with_copies_after(step, missing_copies))
-        consumed_later.update(_consumed(step))
+        consumed_later.update(_consumed_axes(step))
     sharding = start
     for step in tagged_steps:
         sharding = step.after(sharding)
@@ -210,7 +210,7 @@ def _with_copies_after(step: Step, copies: tuple[str, ...]) -> Step:
     return step
 
 
-def _consumed(step: Step) -> tuple[str, ...]:
+def _consumed_axes(step: Step) -> tuple[str, ...]:
     """List the axes that a step takes out of replicas or copies."""
     if isinstance(step, Slice):
         return tuple(chain.from_iterable(axes_of(shards) for _, shards in step.cuts))

@@ -87,7 +87,7 @@ def add_inner_cuts(cuts: Cuts, inner_cuts: Cuts) -> Cuts:
     return tuple(map(tuple.__add__, cuts, inner_cuts))
 
 
-def shared(first_cut: Cut, second_cut: Cut) -> Cut:
+def common_prefix(first_cut: Cut, second_cut: Cut) -> Cut:
     """Return the leading shards that two cuts share: (0, 2, 1) and (0, 1) -> (0,)."""
     n_shared = 0
     for first_shard, second_shard in zip(first_cut, second_cut, strict=False):
@@ -221,7 +221,7 @@ class States:
         return tuple([self.length(dim_index, cut) for dim_index, cut in enumerate(state.cuts)])
 
     @cached_method
-    def block(self, state: State) -> int:
+    def block_elements(self, state: State) -> int:
         """Return the elements of the largest block."""
         return math.prod([length.longest for length in self.lengths(state)])
 

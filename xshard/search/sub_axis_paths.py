@@ -78,7 +78,7 @@ def best_sub_axis_path(
     split = tuple(_finest_split(route))
     if not split:
         return None
-    fine_route = _divided(route, split)
+    fine_route = _split_route(route, split)
     limit = math.inf if memory_limit is None else memory_limit / grid.itemsize  # elements
     best: SubAxisPath | None = None
     seconds_to_beat = path.seconds  # what the next path has to beat
@@ -86,11 +86,11 @@ def best_sub_axis_path(
         if gathers.seconds >= seconds_to_beat:
             continue
         # The price is infinite if any move holds more than the limit: such a path never wins.
-        seconds = _priced(fine_route, first_moves, limit) + gathers.seconds
+        seconds = _price_moves(fine_route, first_moves, limit) + gathers.seconds
         if seconds < seconds_to_beat * (1 - LEAST_GAIN):
             best = SubAxisPath(seconds, fine_route, (*first_moves, *gathers.moves))
             seconds_to_beat = seconds
-    return None if best is None else _in_few_parts(route, best)
+    return None if best is None else _merge_sub_axes(route, best)
 
 
 def _matching_factors(route: SearchRoute) -> Factors | None:
@@ -157,7 +157,7 @@ def _prime_factors(remaining: int) -> list[int]:
     return factors
 
 
-def _divided(route: SearchRoute, split: Split) -> SearchRoute:
+def _split_route(route: SearchRoute, split: Split) -> SearchRoute:
     """Return the route on a mesh with some axes split."""
     grid = route.grid
     mesh = SubAxisMesh(grid.mesh, split)
@@ -295,11 +295,11 @@ def _best_gathers(route: SearchRoute, state: State, gathered: Cuts, limit: float
                 (state_before, Move("all_gather", (dim_index, gathered[dim_index]), state_after)),
             )
             state_before = state_after
-        orders.append(Gathers(_priced(route, moves, limit), moves))
+        orders.append(Gathers(_price_moves(route, moves, limit), moves))
     return min(orders, key=attrgetter("seconds"))
 
 
-def _priced(route: SearchRoute, moves: Moves, limit: float) -> float:
+def _price_moves(route: SearchRoute, moves: Moves, limit: float) -> float:
     """Add up the seconds of some moves; infinite if one holds too much."""
     seconds = 0.0
     for state, move in moves:
@@ -310,7 +310,7 @@ def _priced(route: SearchRoute, moves: Moves, limit: float) -> float:
     return seconds
 
 
-def _in_few_parts(route: SearchRoute, path: SubAxisPath) -> SubAxisPath:
+def _merge_sub_axes(route: SearchRoute, path: SubAxisPath) -> SubAxisPath:
     """Rewrite a path with as few sub-axes as possible: merge those that are never separated.
 
     The search split mesh axes as finely as possible. If x=8 was split into x_0, x_1, x_2 of 2
@@ -324,23 +324,23 @@ def _in_few_parts(route: SearchRoute, path: SubAxisPath) -> SubAxisPath:
         The same path, on the mesh with the merged sub-axes; on whole axes if all are merged.
     """
     fine_grid = path.route.grid
-    groups_of = _side_by_side(path)
+    groups_of = _group_sub_axes(path)
     split: list[tuple[str, tuple[int, ...]]] = []
     for axis, _ in path.split:
         sizes = tuple(map(fine_grid.count_parts, groups_of[axis]))
         if len(sizes) > 1:
             split.append((axis, sizes))
-    coarse_route = _divided(route, tuple(split)) if split else route
+    coarse_route = _split_route(route, tuple(split)) if split else route
     # Layouts name axes by number. The first sub-axis of each group gets the group's number on the
     # merged mesh, which has its axes in the same order; the others of the group are dropped.
     merged_number: dict[int, int] = {}  # number on the fine mesh -> number on the merged one
     for first_axis, *_ in chain.from_iterable(groups_of.values()):
         merged_number[first_axis] = len(merged_number)
-    moves = [_merged_move(state, move, merged_number) for state, move in path.moves]
+    moves = [_merge_axes_of_move(state, move, merged_number) for state, move in path.moves]
     return SubAxisPath(path.seconds, coarse_route, tuple(moves))
 
 
-def _side_by_side(path: SubAxisPath) -> dict[str, list[list[int]]]:
+def _group_sub_axes(path: SubAxisPath) -> dict[str, list[list[int]]]:
     """Group the sub-axes of each whole axis that stay side by side on a path."""
     fine_grid = path.route.grid
     groups: dict[str, list[list[int]]] = {}
@@ -364,24 +364,28 @@ def _stay_together(outer_axis: int, inner_axis: int, moves: Moves) -> bool:
     return True
 
 
-def _merged_move(state: State, move: Move, merged_number: dict[int, int]) -> tuple[State, Move]:
+def _merge_axes_of_move(
+    state: State, move: Move, merged_number: dict[int, int]
+) -> tuple[State, Move]:
     """Rewrite one move, and the layout before it, after some sub-axes were merged into one.
 
     `merged_number` gives the new number of each axis that is kept. If axes 1 and 2 are merged into 1, a
     gather of the two shards (1, 2) becomes a gather of one.
     """
-    merged_state = State(_merged(state.cuts, merged_number), state.sums)
-    merged_next_state = State(_merged(move.next_state.cuts, merged_number), move.next_state.sums)
+    merged_state = State(_merge_cuts(state.cuts, merged_number), state.sums)
+    merged_next_state = State(
+        _merge_cuts(move.next_state.cuts, merged_number), move.next_state.sums
+    )
     data: tuple[Any, ...] = move.data  # () for a permutation
     if move.kind == "slice":
-        data = _merged(move.data, merged_number)
+        data = _merge_cuts(move.data, merged_number)
     elif move.kind == "all_gather":
         dim_index, *leaving = move.data
-        data = (dim_index, *_merged(leaving, merged_number))
+        data = (dim_index, *_merge_cuts(leaving, merged_number))
     return merged_state, Move(move.kind, data, merged_next_state)
 
 
-def _merged(cuts: Iterable[Cut], merged_number: dict[int, int]) -> Cuts:
+def _merge_cuts(cuts: Iterable[Cut], merged_number: dict[int, int]) -> Cuts:
     """Replace each group of merged sub-axes by one number."""
     merged: list[Cut] = []
     for cut in cuts:

@@ -24,8 +24,8 @@ from xshard.search.states import (
     add_inner_cuts,
     cached_method,
     common,
+    common_prefix,
     replaced,
-    shared,
     starts_with,
     without,
 )
@@ -49,7 +49,7 @@ class Successors:
         self.grid = route.grid
         self.goal = route.goal
         self.dims = range(len(route.start.cuts))
-        self.pinned = tuple(map(shared, route.start.cuts, route.goal.cuts))
+        self.pinned = tuple(map(common_prefix, route.start.cuts, route.goal.cuts))
         self.usable = tuple(sorted({*route.changing, *route.spare}))
         is_small = (
             len(self.usable) <= COMPLETE_AXES
@@ -383,7 +383,9 @@ class Successors:
         On large spaces, the goal's stay. (0, 1) -> (1,), then (0, 1).
         """
         staying = (
-            self.pinned[dim_index] if self.complete else shared(cut, self.goal.cuts[dim_index])
+            self.pinned[dim_index]
+            if self.complete
+            else common_prefix(cut, self.goal.cuts[dim_index])
         )
         for n_leaving in range(1, len(cut) - len(staying) + 1):
             # Pieces of a message have one size.

@@ -125,7 +125,7 @@ class PartMapping(NamedTuple):
     order: tuple[int, ...]
 
     @classmethod
-    def linked(cls, src_name: str, dst_name: str, links: Sequence[Link]) -> PartMapping:
+    def of_links(cls, src_name: str, dst_name: str, links: Sequence[Link]) -> PartMapping:
         """Map a part of one array to a part of another; `links` are all their dims, in any order."""
         # A new dim of one array is where the other has it.
         src_links = sorted(links, key=lambda link: _sort_key(link.src, link.dst))
@@ -170,7 +170,7 @@ class PartMapping(NamedTuple):
                 return None
             if joined_link != (PartDim(NEW), PartDim(NEW)):  # a row that neither array has as a dim
                 links.append(joined_link)
-        return PartMapping.linked(self.src.name, following.dst.name, links)
+        return PartMapping.of_links(self.src.name, following.dst.name, links)
 
 
 class TargetArray(NamedTuple):

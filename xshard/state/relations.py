@@ -115,25 +115,25 @@ def applications(relation: Relation, shapes: Mapping[str, Shape]) -> Iterator[Us
         _check_dim(relation, stars_of, shapes)
     if not relation.stacks:
         for stars in stars_of.values():
-            yield Use(_filled(src_patterns, stars), _filled(dst_patterns, stars))
+            yield Use(_fill_patterns(src_patterns, stars), _fill_patterns(dst_patterns, stars))
     elif relation.splits:  # a stacked array "e" of 3 members -> e.0, e.1, e.2
         for name, stars in stars_of.items():
-            yield Use([name], _numbered(dst_patterns[0], stars, shapes[name][relation.dim]))
+            yield Use([name], _fill_numbers(dst_patterns[0], stars, shapes[name][relation.dim]))
     else:
         # Members are stacked, and their last star is a number: a.e.0 and a.e.1 become a.e, and b.e.0
         # becomes b.e.
         n_members = Counter(tuple(stars[:-1]) for stars in stars_of.values())
         for outer_stars, n_stacked in n_members.items():
-            members = _numbered(first_pattern, outer_stars, n_stacked)
-            yield Use(members, _filled(dst_patterns, outer_stars))
+            members = _fill_numbers(first_pattern, outer_stars, n_stacked)
+            yield Use(members, _fill_patterns(dst_patterns, outer_stars))
 
 
-def _filled(patterns: Iterable[str], stars: Sequence[str]) -> list[str]:
+def _fill_patterns(patterns: Iterable[str], stars: Sequence[str]) -> list[str]:
     """Fill the stars of all patterns: "*.q" and "*.k" with "a" -> a.q, a.k."""
     return [fill_stars(pattern, stars) for pattern in patterns]
 
 
-def _numbered(pattern: str, stars: Sequence[str], n: int) -> list[str]:
+def _fill_numbers(pattern: str, stars: Sequence[str], n: int) -> list[str]:
     """Fill the last star of a pattern with 0, 1, ..., n - 1."""
     return [fill_stars(pattern, (*stars, str(i))) for i in range(n)]
 
@@ -206,7 +206,9 @@ def _split(
     parts_of_whole = _parts_of_whole(relation, source_name, shape, len(use.targets), lengths)
     made_arrays = []
     for name, whole_part in zip(use.targets, parts_of_whole, strict=True):
-        mapping = _mapping(name, whole_part, order, relation).inverse  # from the whole to the part
+        mapping = _map_to_part(
+            name, whole_part, order, relation
+        ).inverse  # from the whole to the part
         shape_in_whole = whole_part.part_shape(shape)  # with the dims in the order of the whole
         part_shape = [shape_in_whole[i] for i in mapping.order]
         if relation.stacks:
@@ -236,16 +238,18 @@ def _join(
     parts_of_whole = _parts_of_whole(relation, target, whole_shape, len(lengths), lengths)
     mappings = []
     for name, whole_part in zip(use.sources, parts_of_whole, strict=True):
-        mappings.append(_mapping(name, whole_part, order, relation))
+        mappings.append(_map_to_part(name, whole_part, order, relation))
     return MadeArray(target, whole_shape, tuple(mappings))
 
 
-def _mapping(name: str, part: ArrayPart, order: tuple[int, ...], relation: Relation) -> PartMapping:
+def _map_to_part(
+    name: str, part: ArrayPart, order: tuple[int, ...], relation: Relation
+) -> PartMapping:
     """Map the array `name` to a part of the whole. If it is stacked, it lacks one of its dims."""
     dims = list(map(PartDim, order))
     if relation.stacks:
         dims.insert(relation.dim, PartDim(NEW))
-    return PartMapping.linked(name, part.name, list(map(Link, dims, part.dims)))
+    return PartMapping.of_links(name, part.name, list(map(Link, dims, part.dims)))
 
 
 def _parts_of_whole(

@@ -125,11 +125,11 @@ def plan_transfer(  # noqa: PLR0913  all but two are keywords
             ]
         arrays.append(ArrayPlan(name, sharding, target.dtype, tuple(moves)))
     limit_bytes = arguments.limit_of(bucket_bytes, "bucket_bytes")
-    buckets = _bucketed(_with_balanced_senders(arrays), limit_bytes)
+    buckets = _divide_into_buckets(_with_balanced_senders(arrays), limit_bytes)
     return TreePlan(*meshes, sources, buckets, machine)
 
 
-def _bucketed(
+def _divide_into_buckets(
     arrays: Sequence[ArrayPlan], limit_bytes: int | None
 ) -> tuple[tuple[ArrayPlan, ...], ...]:
     """Divide arrays into buckets of which a device sends, or receives, about this many bytes at most."""

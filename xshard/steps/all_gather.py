@@ -75,26 +75,26 @@ class AllGather(Step):
         return f"all_gather {self.dim}/{base.shards_text(self.shards)}"
 
 
-def gather_traffic(block: int, group: LinkSpans, in_place: bool) -> Traffic:
+def gather_traffic(block_elements: int, group: LinkSpans, in_place: bool) -> Traffic:
     """Count what one device receives in an all-gather, in one hop for each speed of links.
 
     The slowest links come first, while blocks are small. Blocks of 3 elements on 2 nodes of 4: the
     hop between nodes brings 1 x 3 elements, the hop inside brings 3 x 6, and 24 are there at last.
 
     Args:
-        block: Elements of each device's block before.
+        block_elements: Elements of each device's block before.
         group: The spans (parts of mesh axes over links of one speed) of the axes, the slowest
             first.
         in_place: Whether the result is just the blocks one after the other, with nothing to copy.
     """
-    gathered = block
+    gathered = block_elements
     hops = []
     for span in rings(group):
         n_others = span.size - 1
         hops.append(Hop(span.axis, n_others * gathered, n_others, span.level))
         gathered *= span.size
     copied = 0 if in_place else gathered
-    return Traffic(gathered - block, copied, tuple(hops), ring_rounds=ring_rounds(group))
+    return Traffic(gathered - block_elements, copied, tuple(hops), ring_rounds=ring_rounds(group))
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ class AllReduce(Step):
     copies: tuple[str, ...] = ()
 
     def after(self, source: Sharding) -> Sharding:
-        layout = base.reduced(source.layout, self.axes, self.op)
+        layout = base.end_reduction(source.layout, self.axes, self.op)
         return source.with_layout(base.with_replicas_and_copies(layout, self.axes, self.copies))
 
     def traffic(self, source: Sharding, spans: LinkSpans = ()) -> Traffic:
@@ -61,7 +61,7 @@ class AllReduce(Step):
         return f"all_reduce {self.op}({','.join(self.axes)})"
 
 
-def all_reduce_traffic(block: int, group: LinkSpans) -> Traffic:
+def all_reduce_traffic(block_elements: int, group: LinkSpans) -> Traffic:
     """Count what one device receives in an all-reduce, in one hop for each speed of links.
 
     It is a reduce-scatter, fastest links first, and an all-gather back, so that the slowest links
@@ -70,7 +70,7 @@ def all_reduce_traffic(block: int, group: LinkSpans) -> Traffic:
     receives 1 and 1 between nodes. Messages are counted as in trees: 2 log2(n) among n devices.
 
     Args:
-        block: Elements of each device's block.
+        block_elements: Elements of each device's block.
         group: The spans (parts of mesh axes over links of one speed) of the axes, the slowest
             first.
     """
@@ -78,9 +78,9 @@ def all_reduce_traffic(block: int, group: LinkSpans) -> Traffic:
     n_shares = 1  # among how many devices the block is shared by the faster links so far
     for span in reversed(group):
         # (size - 1) / size of a share, twice; -(-a // b) is a / b rounded up.
-        received = -(-2 * (span.size - 1) * block // (span.size * n_shares))
+        received = -(-2 * (span.size - 1) * block_elements // (span.size * n_shares))
         messages = 2 * math.ceil(math.log2(span.size))
         hops.append(Hop(span.axis, received, messages, span.level))
         n_shares *= span.size
-    received = -(-2 * (n_shares - 1) * block // n_shares)
+    received = -(-2 * (n_shares - 1) * block_elements // n_shares)
     return Traffic(received, 0, tuple(hops), ring_rounds=2 * ring_rounds(group))

@@ -86,15 +86,14 @@ class AllToAll(Step):
         return f"all_to_all {self.src_dim}/{src} -> {self.dst_dim}/{dst}"
 
 
-def all_to_all_traffic(block: int, group: LinkSpans) -> Traffic:
+def all_to_all_traffic(block_elements: int, group: LinkSpans) -> Traffic:
     """Count what one device receives in an all-to-all, in one hop for each speed of links.
 
-    Each of n devices sends 1/n of its block of `block` elements to each other device. 16 elements
-    on 2 nodes of 4: pieces of 2 elements from 4 devices of the other node, and from 3 in its own.
-    `group` has the spans (parts of mesh axes over links of one speed), the slowest first.
+    Each of n devices sends 1/n of its block to each other device. 16 elements on 2 nodes of 4: pieces
+    of 2 elements from 4 devices of the other node, and from 3 in its own. `group` has the spans (parts of mesh axes over links of one speed), the slowest first.
     """
     n_devices = math.prod(span.size for span in group)
-    chunk_elements = block // n_devices
+    chunk_elements = block_elements // n_devices
     hops = []
     n_sharing = n_devices  # devices at the same position on all slower spans: 8, 4, 1 above
     for span in group:
@@ -103,4 +102,4 @@ def all_to_all_traffic(block: int, group: LinkSpans) -> Traffic:
         hops.append(Hop(span.axis, n_peers * chunk_elements, n_peers, span.level))
         n_sharing = n_same_span
     # Pieces are packed before they are sent, and unpacked from where they arrive.
-    return Traffic(block - chunk_elements, 2 * block, tuple(hops))
+    return Traffic(block_elements - chunk_elements, 2 * block_elements, tuple(hops))

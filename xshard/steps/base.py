@@ -166,7 +166,7 @@ def take_free(layout: Layout, axes: Sequence[str]) -> Layout:
     return without_tags(layout, axes)
 
 
-def reduced(layout: Layout, axes: Axes, op: str) -> Layout:
+def end_reduction(layout: Layout, axes: Axes, op: str) -> Layout:
     """End a "sum", "max" or "min" over `axes`.
 
     Raises PlanError if the axes do not all hold its addends.

@@ -75,15 +75,15 @@ def _no_permutation(source: Sharding, target: Sharding) -> PlanError:
     return PlanError(f"no permutation of blocks leads from '{source.layout}' to '{target.layout}'")
 
 
-def permute_traffic(block: int, moved: LinkSpans) -> Traffic:
-    """Count what one device receives if devices swap whole blocks of `block` elements.
+def permute_traffic(block_elements: int, moved: LinkSpans) -> Traffic:
+    """Count what one device receives if devices swap whole blocks of `block_elements` elements.
 
     It is one message with one block, priced over the slowest link that any device may use. Blocks
     of 8 elements among 2 nodes of 4 devices: the hop has 8 elements, for the busiest device, and a
     mean shortfall of 4, since half of the devices of a node get their block from the same node.
 
     Args:
-        block: Elements of each block.
+        block_elements: Elements of each block.
         moved: The spans (parts of mesh axes over links of one speed) of the axes whose use changes,
             the slowest first.
     """
@@ -95,9 +95,9 @@ def permute_traffic(block: int, moved: LinkSpans) -> Traffic:
     # If the devices inside a node divide evenly among the nodes, one in `n_nodes` gets its block
     # from its own node. The devices of a node may share the slowest links, which so carry less on
     # average. Otherwise some node may get all its blocks from others: nothing is saved for sure.
-    shortfall = 0 if n_inside % n_nodes else block // n_nodes
-    hop = Hop(slowest.axis, block, 1, slowest.level, shortfall)
-    return Traffic(block, 0, (hop,))
+    shortfall = 0 if n_inside % n_nodes else block_elements // n_nodes
+    hop = Hop(slowest.axis, block_elements, 1, slowest.level, shortfall)
+    return Traffic(block_elements, 0, (hop,))
 
 
 @layout_cache(maxsize=1024)

@@ -30,7 +30,7 @@ class ReduceScatter(Step):
     op: str = "sum"
 
     def after(self, source: Sharding) -> Sharding:
-        layout = base.reduced(source.layout, axes_of(self.shards), self.op)
+        layout = base.end_reduction(source.layout, axes_of(self.shards), self.op)
         base.check_even(source, self.dim, self.shards)
         return source.with_layout(base.with_inner(layout, self.dim, self.shards))
 
@@ -60,17 +60,17 @@ class ReduceScatter(Step):
         return f"reduce_scatter {self.op} -> {self.dim}/{base.shards_text(self.shards)}"
 
 
-def reduce_scatter_traffic(block: int, group: LinkSpans, in_place: bool) -> Traffic:
+def reduce_scatter_traffic(block_elements: int, group: LinkSpans, in_place: bool) -> Traffic:
     """Count the traffic of a reduce-scatter.
 
     It is a gather of its results backwards, fastest links first.
 
     Args:
-        block: Elements of each block before.
+        block_elements: Elements of each block before.
         group: The spans of the group's axes, the slowest first.
         in_place: The parts lie one after the other in memory, and need no packing.
     """
     n_parts = math.prod(span.size for span in group)
-    gather = gather_traffic(block // n_parts, group, in_place)
-    copied = 0 if in_place else block
+    gather = gather_traffic(block_elements // n_parts, group, in_place)
+    copied = 0 if in_place else block_elements
     return gather._replace(copied=copied, hops=gather.hops[::-1])

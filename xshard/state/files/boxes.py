@@ -11,7 +11,15 @@ from numpy.typing import NDArray
 
 from xshard.errors import PlanError
 from xshard.layout import Sharding
-from xshard.layout.runs import Run, Runs, Segment, common_segments, interval, select, unrolled
+from xshard.layout.runs import (
+    Run,
+    Runs,
+    Segment,
+    common_segments,
+    interval,
+    rows_at_positions,
+    unroll,
+)
 from xshard.state.files.checkpoint import Box
 from xshard.state.parts import NEW, PartMapping
 
@@ -170,8 +178,10 @@ def _row_pairs(segments: Iterable[Segment], stored_rows: Runs | None) -> list[Ro
     row_pairs = []
     for part_start, block_start, length in segments:
         positions = Run(part_start, length)
-        stored_runs = (positions,) if stored_rows is None else select(stored_rows, positions)
-        for stored_run in unrolled(stored_runs):
+        stored_runs = (
+            (positions,) if stored_rows is None else rows_at_positions(stored_rows, positions)
+        )
+        for stored_run in unroll(stored_runs):
             row_pairs.append(RowPair(stored_run.start, block_start, stored_run.length))
             block_start += stored_run.length
     return row_pairs

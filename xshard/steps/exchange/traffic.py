@@ -110,15 +110,9 @@ def traffic_by_level(
         received_so_far = received_so_far + received.elements
         if received.elements.any():
             # The hop is named after the longest axis, by the alphabet if two are as long.
-            _, longest = max(
-                (mesh.size(moving_axis), moving_axis)
-                for moving_axis in moving
-                if moving_axis in level.axes
-            )
+            _, longest = max((mesh.size(axis), axis) for axis in moving if axis in level.axes)
             # All other axes are of faster links: along them are the devices of one node, say.
-            nearer_dims = tuple(
-                i for i, moving_axis in enumerate(mesh.axes) if moving_axis not in shared_axes
-            )
+            nearer_dims = tuple(i for i, axis in enumerate(mesh.axes) if axis not in shared_axes)
             hops.append(_level_hop(received, level.level, level.axes[longest], nearer_dims))
         remaining = from_nearer
     return busiest_traffic(wanted_by_device.elements, received_so_far, hops)
