@@ -90,7 +90,8 @@ def all_to_all_traffic(block_elements: int, group: LinkSpans) -> Traffic:
     """Count what one device receives in an all-to-all, in one hop for each speed of links.
 
     Each of n devices sends 1/n of its block to each other device. 16 elements on 2 nodes of 4: pieces
-    of 2 elements from 4 devices of the other node, and from 3 in its own. `group` has the spans (parts of mesh axes over links of one speed), the slowest first.
+    of 2 elements from 4 devices of the other node, and from 3 in its own. `group` has the spans (parts
+    of mesh axes over links of one speed), the slowest first.
     """
     n_devices = math.prod(span.size for span in group)
     chunk_elements = block_elements // n_devices

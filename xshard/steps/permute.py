@@ -76,7 +76,7 @@ def _no_permutation(source: Sharding, target: Sharding) -> PlanError:
 
 
 def permute_traffic(block_elements: int, moved: LinkSpans) -> Traffic:
-    """Count what one device receives if devices swap whole blocks of `block_elements` elements.
+    """Count what one device receives if devices swap whole blocks.
 
     It is one message with one block, priced over the slowest link that any device may use. Blocks
     of 8 elements among 2 nodes of 4 devices: the hop has 8 elements, for the busiest device, and a
