@@ -401,9 +401,8 @@ def axes_of_larger_parameters(
 def _is_subsequence(lengths: Sequence[int], other_lengths: Sequence[int]) -> bool:
     """Return whether all lengths are among others, in this order: (4, 2) in (4, 3, 2)."""
     unmatched = iter(other_lengths)
-    return all(
-        length in unmatched for length in lengths
-    )  # `in` takes all up to the length it finds
+    # `in` takes all up to the length that it finds.
+    return all(length in unmatched for length in lengths)
 
 
 def axes_summed_after_all_uses(uses: Sequence[ParameterUse]) -> frozenset[str]:

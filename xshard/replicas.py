@@ -76,9 +76,8 @@ class ReplicaCheck(NamedTuple):
             return None
         # Only the first wrong axis is reported, and on it the first device with its group. All devices
         # have the findings of all groups, so that all of them raise the same error.
-        axis_index = int(
-            is_wrong.any(axis=0).argmax()
-        )  # `argmax` of bools is the first that is True
+        # `argmax` of bools is the first that is True.
+        axis_index = int(is_wrong.any(axis=0).argmax())
         device = int(is_wrong[:, axis_index].argmax())
         axis = self.axes[axis_index]
         group = self.mesh.group(device, (axis,))

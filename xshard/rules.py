@@ -409,9 +409,8 @@ def nearest_hint(spelling: Pattern, names: Collection[str]) -> str:
         with_star = ".".join((*parts[:i], "*", *parts[i + 1 :]))
         candidates: set[str] = set()
         for name in names:
-            star_texts = match_stars(
-                with_star, name
-            )  # what each star stands for, from left to right
+            # The text that each star stands for, from left to right.
+            star_texts = match_stars(with_star, name)
             if star_texts:
                 candidates.add(star_texts[n_stars_before])  # for the star in place of the part
         suggestion = did_you_mean(part, candidates)

@@ -82,9 +82,8 @@ class ContractionRing:
 
         device: its index along the axis, a number or a scalar of JAX.
         """
-        first_block = (
-            device  # its own block is at hand, and is contracted while the next one arrives
-        )
+        # Its own block is at hand, and is contracted while the next one arrives.
+        first_block = device
         # The sum for a block is passed from device to device, and the last to add is the one that
         # keeps it: so each device computes its own block last.
         if self.operand is None:

@@ -241,9 +241,8 @@ def _needed_runs_of_fold(
     equal ones have one cell. 0-4 and 3-7 are fragments 0-2 (0), 3-4 (1), 3-4 (1) and 5-7 (2).
     """
     held_intervals = interval_table(source_blocks)
-    all_intervals = concatenate_tables(
-        held_intervals, interval_table(target_blocks)
-    )  # held ones first
+    target_intervals = interval_table(target_blocks)
+    all_intervals = concatenate_tables(held_intervals, target_intervals)  # held ones first
     fragments, cell_index, interval_index = cut_at_edges(all_intervals)
     is_held = interval_index < len(held_intervals.start)
     n_fragments = len(cell_index)

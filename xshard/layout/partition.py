@@ -233,9 +233,8 @@ def _rows_at(length: int, block_rows: Runs, positions: Runs) -> Runs:
     """
     if block_rows == interval(0, length):
         return positions  # all rows: a position is its row
-    if isinstance(block_rows, Rows) or isinstance(
-        positions, Rows
-    ):  # listed one by one, as an array
+    # `Rows` are listed one by one, as an array.
+    if isinstance(block_rows, Rows) or isinstance(positions, Rows):
         row_array = row_numbers(block_rows)
         position_numbers = row_numbers(positions)
         # A map for another length may name positions beyond the block. They are left out here, so

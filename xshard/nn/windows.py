@@ -128,9 +128,8 @@ def _halo_frame(rows: ShardedDim, window: Window, input_dilation: int) -> Frame:
 
     input_dilation: the dilation of the input, as in `window_frame`.
     """
-    dilated_rows = max(
-        0, (rows.length - 1) * input_dilation + 1
-    )  # rows, and the empty ones between them
+    # The rows, and the empty ones between them.
+    dilated_rows = max(0, (rows.length - 1) * input_dilation + 1)
     n_outputs = window.output_length(dilated_rows)
     rows_read = _tap_rows(window, input_dilation)
     return interval_frame(rows, n_outputs, rows_read, rule=window.out, beyond=window.before)

@@ -465,9 +465,8 @@ class _Parser(Scanner):
             else:
                 numbers.append(self.order_number(order))
         self.expect(")")
-        min_count, max_count = _NUMBER_COUNTS.get(
-            order, (0, math.inf)
-        )  # by default any count of numbers
+        any_count = (0, math.inf)
+        min_count, max_count = _NUMBER_COUNTS.get(order, any_count)
         deals_none = order == "cyclic" and 0 in numbers  # groups of 0 rows have no end
         if deals_none or not min_count <= len(numbers) <= max_count:
             count = len(numbers) if numbers else "no"

@@ -212,11 +212,9 @@ def _lane(
     arrow = "→" if is_fold else "←"
     pattern = "fold" if is_fold else "halo"
     for group, (group_start, group_stop) in zip(lane.groups, edges, strict=True):
-        box = (
-            (edge, group_start, edge + LANE, group_stop)
-            if is_down
-            else (group_start, edge, group_stop, edge + LANE)
-        )
+        box = (group_start, edge, group_stop, edge + LANE)
+        if is_down:
+            box = (edge, group_start, edge + LANE, group_stop)
         fill = el.colour(drawn.fronts_of(group.owner)) if group.owner else "none"
         holder = f"d{devices_text(lane.devices)}"
         yield from _row_group(group, box, fill, holder, arrow, pattern)

@@ -257,9 +257,8 @@ def _strip(sharding: Sharding, dim_index: int, device_numbers: Ints) -> Strip:
     dim_index: of the dim. device_numbers: the device's number at each position of the mesh.
     """
     length = sharding.shape[dim_index]
-    owned = rows_in_order(
-        sharding, dim_index
-    )  # the rows of all blocks as intervals, sorted by first row
+    # The rows of all blocks as intervals, sorted by first row.
+    owned = rows_in_order(sharding, dim_index)
     stops = owned.start + owned.length
     # The rows at which a range begins or ends.
     edges = np.unique(np.concatenate([owned.start, stops, [0, length]]))[: MAX_BLOCKS + 1]

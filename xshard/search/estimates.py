@@ -65,9 +65,8 @@ def _with_exchange(grid: Grid, first_leg: Leg, goal: State, best_s: float) -> fl
     exchange_s = _exchange_seconds(grid, first_leg.state, goal, best_s - first_leg.seconds)
     best_s = min(best_s, first_leg.seconds + exchange_s)
     for last_leg in _before_gathers(grid, first_leg.state, goal):
-        limit_s = (
-            best_s - first_leg.seconds - last_leg.seconds
-        )  # what is left for the middle of the path
+        # The middle of the path may take no longer.
+        limit_s = best_s - first_leg.seconds - last_leg.seconds
         if limit_s <= 0:
             continue  # the first and last legs alone take as long as the best path
         exchange_path_s = _exchange_seconds(grid, first_leg.state, last_leg.state, limit_s)
@@ -94,9 +93,8 @@ def _before_gathers(grid: Grid, state: State, goal: State) -> Iterator[Leg]:
     """
     replica_axes = grid.replica_axes(goal)
     sharding_at_start = common(replica_axes, grid.roles(state))
-    for axes in filter(
-        None, dict.fromkeys((replica_axes, sharding_at_start))
-    ):  # once if both are the same
+    # Once if both are the same.
+    for axes in filter(None, dict.fromkeys((replica_axes, sharding_at_start))):
         dim_index = _first_even_dim(grid, range(len(goal.cuts)), goal, axes)
         if dim_index is not None:
             sharded = goal.with_inner(dim_index, axes)

@@ -192,9 +192,8 @@ class LinkedStates(States):
             """
             # From each addend of a sum, so many times what the tables count.
             n_addends = mesh.size(*without(ended, shared_axes))
-            received = np.full(
-                (2, *[1] * len(mesh.axes)), n_addends
-            )  # [elements or senders, *mesh]
+            # [elements or senders, *mesh]
+            received = np.full((2, *[1] * len(mesh.axes)), n_addends)
             for dim_index, (cut, next_cut) in enumerate(
                 zip(state.cuts, next_state.cuts, strict=True)
             ):

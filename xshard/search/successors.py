@@ -382,11 +382,9 @@ class Successors:
 
         On large spaces, the goal's stay. (0, 1) -> (1,), then (0, 1).
         """
-        staying = (
-            self.pinned[dim_index]
-            if self.complete
-            else common_prefix(cut, self.goal.cuts[dim_index])
-        )
+        staying = self.pinned[dim_index]
+        if not self.complete:
+            staying = common_prefix(cut, self.goal.cuts[dim_index])
         for n_leaving in range(1, len(cut) - len(staying) + 1):
             # Pieces of a message have one size.
             if self._is_evenly_cut(dim_index, cut[:-n_leaving], cut[-n_leaving:]):

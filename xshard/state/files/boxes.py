@@ -100,9 +100,8 @@ def _box_pair(mapping: PartMapping, slice_pairs: tuple[SlicePair, ...]) -> BoxPa
     stored_slices = {}  # by dim of the stored array
     block_slices: list[slice | None] = []
     for link, pair in zip(mapping.links, slice_pairs, strict=True):
-        block_slices.append(
-            None if link.dst.dim == NEW else pair.block
-        )  # None: the block lacks this dim
+        # None: the block lacks this dim.
+        block_slices.append(None if link.dst.dim == NEW else pair.block)
         if link.src.dim != NEW:
             stored_slices[link.src.dim] = pair.stored
     box = tuple(stored_slices[dim] for dim in sorted(stored_slices))

@@ -97,9 +97,8 @@ def traffic_by_level(
     # slower links, as 70, 30, 10 in the example.
     remaining = wanted_by_device
     shared_axes: Axes = ()
-    received_so_far = np.zeros_like(
-        wanted_by_device.elements
-    )  # over the links of all levels so far
+    # Over the links of all levels so far.
+    received_so_far = np.zeros_like(wanted_by_device.elements)
     hops = []
     for level in levels:
         shared_axes = (*shared_axes, *level.axes)
