@@ -27,8 +27,8 @@ MAX_SHARDS = 4096
 class ExchangeDemand(NamedTuple):
     """Bounds for what a device takes in an exchange: rows of one dim, or elements of all dims."""
 
-    wanted: int  # in the longest block afterwards
-    min_senders: int  # in at least how many blocks they are before
+    wanted: int  # in the longest block of the target
+    min_senders: int  # in at least how many blocks of the source they are
     max_per_sender: int
     already_local: int  # at most so many are in the device's own block
     in_node: int  # at most so many are in blocks that the slowest links do not lead to
@@ -249,23 +249,23 @@ class Grid(LinkedStates):
 
         Args:
             dim_index: The index of the dim.
-            cut: Its shards before.
-            next_cut: Its shards after.
-            is_regular: Whether all shards of all dims after are even and contiguous.
+            cut: Its shards in the source.
+            next_cut: Its shards in the target.
+            is_regular: Whether all shards of all dims in the target are even and contiguous.
         """
-        rows_before = self.length(dim_index, cut).longest  # of one block
+        source_rows = self.length(dim_index, cut).longest  # of one block
         rows = self.length(dim_index, next_cut).longest
-        min_senders = -(-rows // max(1, rows_before))  # rounded up
-        max_per_sender = min(rows_before, rows)
+        min_senders = -(-rows // max(1, source_rows))  # rounded up
+        max_per_sender = min(source_rows, rows)
         # A node holds at most as many different blocks as it has devices along the axes of the dim.
-        in_node = min(rows, rows_before * self._parts_near(self.axes_in(cut)))
+        in_node = min(rows, source_rows * self._parts_near(self.axes_in(cut)))
         already_local = max_per_sender
         n_shared = len(common_prefix(cut, next_cut))
         has_other_shard = n_shared < min(len(cut), len(next_cut))  # outermost, in place of one
         if is_regular and self.is_plain(cut) and has_other_shard:
-            # The device that is last along the old shard and first along the new one has no common
-            # rows before and after: in "n/x" -> "n/y" with 8 rows on x=2, y=2 device (1, 0) has
-            # rows 4 to 7 and wants 0 to 3.
+            # The device that is last along the old shard and first along the new one keeps no rows:
+            # in "n/x" -> "n/y" with 8 rows on x=2, y=2 device (1, 0) has rows 4 to 7 and wants 0
+            # to 3.
             already_local = 0
             outermost_span = self._spans[cut[n_shared]][0]
             if outermost_span.level == 0:  # the old shard is over nodes

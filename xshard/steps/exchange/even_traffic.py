@@ -5,6 +5,9 @@ the device that holds the row. With 8 rows, "n/x/y" on x=2, y=4 holds row 4x + y
 2 is the coordinate along x, the digit of size 4 the one along y. Under "n/y/x" it holds row 2y + x:
 the digits of row numbers are then of sizes 2, 2, 2, and y is split into two digits. An exchange is
 a set of equalities between digits of the receiver and digits of its senders; elements are products.
+
+`src` is the source, how the array is sharded when the exchange begins; `dst` is the target, how it is
+sharded when it ends. A *span* is a part of a mesh axis over links of one speed.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ class LinkDigit(NamedTuple):
 
     Attributes:
         span: The span.
-        outer_values: The number of values that all digits before it have together.
+        outer_values: The number of values that all more significant digits have together.
         size: The number of its own values.
     """
 
@@ -47,9 +50,9 @@ class Digit(NamedTuple):
 
     Attributes:
         size: The number of its values.
-        src: The coordinate of the device that has the row before. None: each block has rows with all
-            values of the digit.
-        dst: The same after.
+        src: The coordinate of the device that has the row in the source. None: each block of the
+            source has rows with all values of the digit.
+        dst: The same in the target.
     """
 
     size: int
@@ -65,21 +68,21 @@ class Digit(NamedTuple):
 
 
 def row_digits(src: LinkCuts, dst: LinkCuts) -> tuple[Digit, ...] | None:
-    """Write row numbers in digits (mixed radix) that say which device has a row, before and after.
+    """Write row numbers in digits (mixed radix) that say which device has a row in source and target.
 
     "n/x" -> "n/y" with 8 rows on x=2, y=4: row 4a + 2b + c, each digit 0 or 1, is on the device
-    x = a before, and on y = 2a + b after. So digit a is the whole x before and the leading half of
-    y after; digit b is nothing before, and the rest of y after. Digit c, the position in a block of
-    2 rows, is the same on all devices and is left out.
+    x = a in the source, and on y = 2a + b in the target. So digit a is the whole x of the source
+    and the leading half of y of the target; digit b is no coordinate of the source, and the rest of
+    y of the target. Digit c, the position in a block of 2 rows, says no device and is left out.
 
     Args:
-        src: For each dim, the spans that shard it before, outermost first. A span is a part of a
-            mesh axis over links of one speed. All shards are even and contiguous.
-        dst: The spans that shard it after.
+        src: For each dim, the spans that shard it in the source, outermost first. All shards are
+            even and contiguous.
+        dst: The same for the target.
 
     Returns:
-        The digits, dim by dim, outermost first. Digits of one span, before and after, are equal or
-        do not overlap. None if the shards before and after do not divide each other, as 2 and 3.
+        The digits, dim by dim, outermost first. Digits of one span, of source or target, are equal
+        or do not overlap. None if the shards of both do not divide each other, as 2 and 3.
     """
     digits: list[Digit] = []
     for src_cut, dst_cut in zip(src, dst, strict=True):
@@ -87,7 +90,7 @@ def row_digits(src: LinkCuts, dst: LinkCuts) -> tuple[Digit, ...] | None:
         if digits_of_dim is None:
             return None
         digits += digits_of_dim
-    # Digits of one span may overlap only if it shards before and after, and is split in one of them.
+    # Digits of one span may overlap only if it shards source and target, and is split in one of them.
     src_coordinates = [digit.src for digit in digits if digit.src is not None]
     dst_coordinates = [digit.dst for digit in digits if digit.dst is not None]
     coordinates = src_coordinates + dst_coordinates
@@ -103,12 +106,12 @@ def row_digits(src: LinkCuts, dst: LinkCuts) -> tuple[Digit, ...] | None:
 
 @lru_cache(maxsize=16384)
 def _dim_digits(src: LinkSpans, dst: LinkSpans) -> tuple[Digit, ...] | None:
-    """Split the shards of one dim, before and after, into digits of row numbers that both share.
+    """Split the shards of one dim, in source and target, into digits of row numbers for both.
 
-    Shards over axes of sizes (2, 4) before and (8,) after -> digits of 2 and of 4 values. The
-    outermost shards are compared first: the smaller size, 2 of 2 and 8, becomes a digit. What is
-    left of the larger one, 4, is compared with the next shard. None if sizes do not divide each
-    other, as 2 and 3.
+    Shards over axes of sizes (2, 4) in the source and (8,) in the target -> digits of 2 and of 4
+    values. The outermost shards are compared first: the smaller size, 2 of 2 and 8, becomes a digit.
+    The rest of the larger one, 8 / 2 = 4, is compared with the next shard. None if sizes do not
+    divide each other, as 2 and 3.
     """
     digits = []
     # The shards that are not compared yet, as stacks: the outermost are last, where stacks pop.
@@ -120,8 +123,8 @@ def _dim_digits(src: LinkSpans, dst: LinkSpans) -> tuple[Digit, ...] | None:
         if src_stack[-1].size % size or dst_stack[-1].size % size:
             return None
         digits.append(Digit(size, _take_leading(src_stack, size), _take_leading(dst_stack, size)))
-    # At most one side has shards left. They cut blocks of the other side: each such block has rows
-    # with all values of these digits, so that they are no coordinate (None) there.
+    # Only one of source and target can have shards left. They cut blocks of the other: each such
+    # block has rows with all values of these digits, so that they are no coordinate (None) there.
     digits += [Digit(link.size, link, None) for link in reversed(src_stack)]
     digits += [Digit(link.size, None, link) for link in reversed(dst_stack)]
     return tuple(digits)
@@ -141,15 +144,15 @@ def _take_leading(stack: list[LinkDigit], size: int) -> LinkDigit:
 def _equal_or_disjoint(digits: Sequence[Digit], spans: set[LinkSpan]) -> tuple[Digit, ...] | None:
     """Split digits further, until any two from one of these spans are the same or do not overlap.
 
-    An axis of 8 with digits of sizes (2, 4) before and (4, 2) after -> (2, 2, 2) on both sides. A
-    span is a part of a mesh axis over links of one speed. None if the sizes do not divide.
+    An axis of 8 with digits of sizes (2, 4) in the source and (4, 2) in the target -> (2, 2, 2) in
+    both. None if the sizes do not divide each other.
     """
     split_digits = _split_at_edges(digits, _edges(digits, spans))
     if split_digits is None:
         return None
     if len(split_digits) == len(digits):
         return tuple(digits)
-    # A split on one side makes new edges for the other: go on until none is new.
+    # A split in the source makes new edges for the target, and the reverse: go on until none is new.
     return _equal_or_disjoint(split_digits, spans)
 
 
@@ -247,15 +250,15 @@ class SenderRules(NamedTuple):
 def _sender_rules(digits: Sequence[Digit], addends: Sequence[LinkSpan]) -> SenderRules:
     """Find from which devices a device takes rows, given the digits of row numbers.
 
-    A digit is a coordinate of the device that has the row before (`src`, the sender), of the one
-    that has it after (`dst`, the receiver), or of both:
+    A digit is a coordinate of the device that has the row in the source (`src`, the sender), of the
+    one that has it in the target (`dst`, the receiver), or of both:
 
     - the same coordinate of both: nothing moves along it;
     - different coordinates, x of the sender and y of the receiver: senders have x equal to the
       receiver's y, a pair;
-    - a coordinate before only: the receiver wants all its values, each from another sender;
-    - a coordinate after only: each sender has rows with all its values, so that it says nothing
-      about senders.
+    - a coordinate of the sender only: the receiver wants all its values, each from another sender;
+    - a coordinate of the receiver only: each sender has rows with all its values, so that it says
+      nothing about senders.
 
     `addends` are the parts of axes along which a sum ends: each addend comes from another sender.
     """
@@ -297,13 +300,12 @@ def digit_traffic(
 
     Args:
         shape: The lengths of the dims.
-        src: The spans that shard each dim before, outermost first. A span is a part of a mesh axis
-            over links of one speed.
-        dst: The spans that shard each dim after.
+        src: The spans that shard each dim in the source, outermost first.
+        dst: The same for the target.
         addends: The spans along which a sum ends.
 
     Returns:
-        The traffic; None if the shards before and after do not divide each other, as 2 and 3.
+        The traffic; None if the shards of source and target do not divide each other, as 2 and 3.
     """
     digits = row_digits(src, dst)
     if digits is None:
@@ -357,7 +359,7 @@ def _new_paired_digits(
 
 
 def _wanted_elements(shape: Ints, dst: LinkCuts, addends: Sequence[LinkSpan]) -> int:
-    """Count the elements of a block afterwards, as often as there are addends of each."""
+    """Count the elements of a block of the target, as often as there are addends of each."""
     n_blocks = math.prod(span.size for span in chain.from_iterable(dst))
     n_addends = math.prod(span.size for span in addends)
     return math.prod(shape) // n_blocks * n_addends
@@ -384,10 +386,10 @@ def _mean_shortfall(level: int, paired_digits: Sequence[LinkDigit], nearer_eleme
 def node_lack(shape: Ints, src: LinkCuts, dst: LinkCuts) -> int:
     """Bound from below the elements that must enter the node that lacks most; 0 if unknown.
 
-    A node needs the blocks that its devices have after, and had those before. 16 rows from
-    "n/node/x" to "n/x/node" on 2 nodes of 2: node 0 needs rows 0 to 3 and 8 to 11, had 0 to 7, and
-    lacks 4 rows. `src` and `dst` list, for each dim before and after, the spans (parts of mesh
-    axes) that shard it; those of level 0 connect nodes.
+    A node has the blocks that the source gives its devices, and needs those of the target. 16 rows
+    from "n/node/x" to "n/x/node" on 2 nodes of 2: node 0 has rows 0 to 7, needs 0 to 3 and 8 to 11,
+    and lacks 4 rows. `src` and `dst` list, for each dim, the spans that shard it; those of level 0
+    connect nodes.
     """
     digits = row_digits(src, dst)
     if digits is None:
@@ -397,43 +399,43 @@ def node_lack(shape: Ints, src: LinkCuts, dst: LinkCuts) -> int:
     present = needed
     # A digit of row numbers that is a coordinate between nodes says in which node a row is.
     for digit in digits:
-        says_node_before = digit.src is not None and digit.src.span.level == 0
-        if not says_node_before or digit.src == digit.dst:
-            continue  # a node had rows with every value of the digit that it needs
-        # Otherwise a node had rows with only one value of the digit.
+        says_source_node = digit.src is not None and digit.src.span.level == 0
+        if not says_source_node or digit.src == digit.dst:
+            continue  # a node has rows with every value of the digit that it needs
+        # Otherwise a node has rows with only one value of the digit.
         if digit.dst is not None and digit.dst.span.level == 0:
-            return needed  # each needs one value after, and for some node it is another one
-        present //= digit.size  # each node needs all values, and had one
+            return needed  # each needs one value, and for some node it is another one
+        present //= digit.size  # each node needs all values, and has one
     return needed - present
 
 
 def met_elements(shape: Ints, src: LinkCuts, dst: LinkCuts) -> int | None:
-    """Count the elements that need not move: those that some device holds before and after.
+    """Count the elements that need not move: those that some device holds already.
 
     8 rows on x=2, y=4: from "n/x/y" to "n/y/x" rows 0 and 7 stay on their devices, 2 elements. Each
     element is counted once, on however many devices it stays.
 
     Args:
         shape: The lengths of the dims.
-        src: The spans (parts of mesh axes) that shard each dim before, outermost first.
-        dst: The spans that shard each dim after.
+        src: The spans that shard each dim in the source, outermost first.
+        dst: The same for the target.
 
     Returns:
-        The count; None if the shards before and after do not divide each other.
+        The count; None if the shards of source and target do not divide each other.
     """
     digits = row_digits(src, dst)
     if digits is None:
         return None
-    # An element stays if one device has its row before and after. In the example row abc (digits of
-    # 2 values each) is on x = a, y = bc before, and on y = ab, x = c after. They are one device if
-    # b = a, c = b and a = c. Each equation holds for one row in 2, but the third follows from the
-    # others: 8 / 2 / 2 rows stay.
-    index_before = {digit.src: i for i, digit in enumerate(digits) if digit.src is not None}
+    # An element stays if one device has its row in source and target. In the example row abc (digits
+    # of 2 values each) is on x = a, y = bc in the source, and on y = ab, x = c in the target. They are
+    # one device if b = a, c = b and a = c. Each equation holds for one row in 2, but the third follows
+    # from the others: 8 / 2 / 2 rows stay.
+    source_digit_index = {digit.src: i for i, digit in enumerate(digits) if digit.src is not None}
     staying = math.prod(shape)
     equations = Equations()
     for i, digit in enumerate(digits):
-        if digit.dst is None or digit.dst not in index_before:
+        if digit.dst is None or digit.dst not in source_digit_index:
             continue
-        if _is_new_equation(equations, index_before[digit.dst], i):
+        if _is_new_equation(equations, source_digit_index[digit.dst], i):
             staying //= digit.size
     return staying

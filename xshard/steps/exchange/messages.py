@@ -79,7 +79,7 @@ def needed_elements(source: Sharding, target: Sharding, node_devices: int) -> Nu
     elements: Numbers = has_same_addend.astype(np.int64)  # [blocks, devices]
     for dim_index, dim in enumerate(target.layout.dims):
         shared = rows_in_common(dim_end(source, dim_index), dim_end(target, dim_index))
-        by_device = shared[:, target.mesh.indices(dim.axes)]  # [shards before, devices]
+        by_device = shared[:, target.mesh.indices(dim.axes)]  # [shards of the source, devices]
         elements *= by_device[holders.keys[:, dim_index]]
     return elements
 
@@ -339,13 +339,13 @@ class _Receiver:
         """Find which rows of one dim the receiver takes from which senders.
 
         "n/x" -> "n" with 4 rows on x=2: rows 0-1 from x=0 and rows 2-3 from x=1. A sender is given
-        by its coordinates along the axes that shard the dim before. Where partial sums begin along
+        by its coordinates along the source's axes of the dim. Where partial sums begin along
         such an axis, a device takes only its own shard: the addends are to have it once.
 
         Args:
             dim_index: The index of the dim.
-            src: The dim before.
-            dst: The dim after.
+            src: The dim in the source.
+            dst: The dim in the target.
         """
         src_index = self.source.dim_device(dim_index, self.device)
         dst_index = self.target.dim_device(dim_index, self.device)

@@ -5,7 +5,7 @@ All questions are answered dim by dim. An exchange as a whole is the product ove
 A dim of latitudes may end at a *pole* of a sphere: beyond it the rows inside come again, mirrored. So a
 block has rows inside the array and rows beyond each pole, which are found apart: a *view* is one of these
 parts of a block. `source` and `target` are the shardings before and after an exchange, `src` and `dst`
-one dim of each.
+one dim of each (a `DimEnd`).
 """
 
 from __future__ import annotations
@@ -199,14 +199,14 @@ def view_ends(sharding: Sharding, view: View) -> list[DimEnd]:
 def dim_ends(
     source: Sharding, target: Sharding, dst_view: View, src_view: View
 ) -> Iterator[tuple[DimEnd, DimEnd]]:
-    """Yield, for each dim, how it is sharded before and after, as a pair of `DimEnd`.
+    """Yield, for each dim, how source and target shard it, as a pair of `DimEnd`.
 
     "b n/x" -> "b/x n": ("b", "b/x"), then ("n/x", "n"). A dim with a halo or window that is the
     same on both sides is marked: its `pole_side` is CARRIED, since all its rows stay on their devices.
 
     Args:
-        source: The sharding before.
-        target: The sharding after.
+        source: The sharding before the exchange.
+        target: The sharding after it.
         dst_view: Which part of the receiver's block is filled.
         src_view: Which part of the sender's block fills it.
     """
@@ -247,8 +247,8 @@ def _request(
     A block with a halo that has rows 0 to 4, and wants 0 to 5: own rows 0 to 4, from others row 5.
 
     Args:
-        src: The dim before.
-        dst: The dim after.
+        src: The dim in the source.
+        dst: The dim in the target.
         src_index: The receiver's index along the axes of `src`.
         dst_index: The receiver's index along the axes of `dst`.
         from_providers: Each row is taken from the one device that provides it (its owner, as a
@@ -256,8 +256,8 @@ def _request(
             counts once.
 
     Returns:
-        Own rows, as segments (position before, position after, length), and the rows to ask all
-        senders for, by position: FILL is in place of own rows.
+        Own rows, as segments (position in the source's block, position in the target's, length), and
+        the rows to ask all senders for, by position: FILL is in place of own rows.
     """
     is_fold = isinstance(src.dim.overlap, Fold)
     if src.pole_side != STRAIGHT and not is_fold:
@@ -273,7 +273,7 @@ def _request(
 
 
 class RowSource(NamedTuple):
-    """Rows of one dim from one sender, at these coordinates along the axes of the dim before."""
+    """Rows of one dim from one sender, at these coordinates along the axes of the source's dim."""
 
     coords: Coords
     segments: tuple[Segment, ...]
@@ -295,8 +295,8 @@ def sources(
     is (position in the sender's block, position in the receiver's, number of rows).
 
     Args:
-        src: The dim before.
-        dst: The dim after.
+        src: The dim in the source.
+        dst: The dim in the target.
         src_index: The receiver's index along the axes of `src`.
         dst_index: The receiver's index along the axes of `dst`.
         from_providers: Each row is taken from the one device that provides it, even if the receiver
@@ -373,8 +373,8 @@ def count_sources(
     right for every overlap (halo, window, fold), and slower than the formulas for plain shards.
 
     Args:
-        src: The dim before.
-        dst: The dim after.
+        src: The dim in the source.
+        dst: The dim in the target.
         fixed_axes: Axes along which only senders with the receiver's coordinate count.
         mesh: The mesh; the result has its axes, of size 1 where the dim is not sharded.
         from_providers: Each row comes from the one device that provides it, as a new sum requires,
@@ -428,8 +428,8 @@ def _row_pairs(
     0 rows. Receivers are numbered 0, 1, ... as listed, senders along the axes of `src`.
 
     Args:
-        src: The dim before.
-        dst: The dim after.
+        src: The dim in the source.
+        dst: The dim in the target.
         src_indices: The index of each receiver along the axes of `src`.
         dst_indices: The index of each receiver along the axes of `dst`.
         from_providers: Each row is taken from the one device that provides it, even if the receiver
@@ -469,7 +469,7 @@ def _with_fixed_coordinates(
 
     Args:
         row_pairs: Receivers as places in `src_indices`, senders as indices along the axes of `src`.
-        src: The dim before.
+        src: The dim in the source.
         src_indices: The index of each receiver along the axes of `src`.
         fixed_axes: Axes along which sender and receiver must have the same coordinate.
     """

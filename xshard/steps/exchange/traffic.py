@@ -43,7 +43,7 @@ MAX_COUNTED = 2**62  # elements of all devices together that 64-bit integers cou
 def exchange_traffic(source: Sharding, target: Sharding, spans: LinkSpans) -> Traffic:
     """Count the traffic of an exchange.
 
-    Senders differ from their receiver only along axes that shard before, and along sums that end.
+    Senders differ from their receiver only along axes that shard the source, and along sums that end.
     """
     traffic = even_traffic(source, target, spans)
     if traffic is None:
@@ -274,8 +274,8 @@ def received_from(source: Sharding, target: Sharding, shared_axes: Axes) -> Rece
     dim, and of the addends of partial sums that end.
 
     Args:
-        source: The sharding before.
-        target: The sharding after.
+        source: The sharding before the exchange.
+        target: The sharding after it.
         shared_axes: The axes along which only senders with the receiver's coordinate count.
 
     Returns:
@@ -322,7 +322,7 @@ def _received_in_view(
     elements from 4 senders. If poles of a sphere divide blocks, it is for one view of them.
 
     Args:
-        ends_of_dims: Each dim before and after.
+        ends_of_dims: Each dim in source and target.
         addends: How many addends each element of a partial sum that ends has, each from another
             device; 1 without such a sum. An array with one number, of as many dims as the mesh.
         mesh: The mesh; the result is an array over its axes.
@@ -359,7 +359,7 @@ def _is_first_along(mesh: Mesh, axis: str) -> Numbers:
 def _all_dim_ends(
     source: Sharding, target: Sharding
 ) -> tuple[tuple[tuple[DimEnd, DimEnd], ...], ...]:
-    """List the `dim_ends` of each pair of views: for each dim, how it is sharded before and after."""
+    """List the `dim_ends` of each pair of views: for each dim, how source and target shard it."""
     result = []
     for dst_view, src_view in view_pairs(source, target):
         result.append(tuple(dim_ends(source, target, dst_view, src_view)))
@@ -376,8 +376,8 @@ def received_of_dim(
     rows from 1 sender: those that the device has itself.
 
     Args:
-        src: The dim before.
-        dst: The dim after.
+        src: The dim in the source.
+        dst: The dim in the target.
         fixed_axes: Axes along which only senders with the receiver's coordinate count.
         mesh: The mesh; the result has its axes, of size 1 where the count is the same.
         from_providers: Each row is taken from the one device that provides it, even if the receiver
@@ -388,8 +388,9 @@ def received_of_dim(
     """
     if not (src.is_plain and dst.is_plain):
         return count_sources(src, dst, fixed_axes, mesh, from_providers)
-    # Without overlaps each row is in one shard before: a shard after takes it from there.
-    row_pairs = shared_rows_of(src, dst)  # receivers are shards after, senders shards before
+    # Receivers are shards of the target, senders shards of the source. Without overlaps a row is in
+    # one shard of the source: its only sender.
+    row_pairs = shared_rows_of(src, dst)
     is_taken = row_pairs.rows > 0  # [pairs]
     # The receiver's coordinate in each pair, by the axes that tell receivers apart: [pairs] each.
     coords = dict(zip(dst.dim.axes, coords_of(row_pairs.receivers, dst.sizes), strict=True))
@@ -399,7 +400,7 @@ def received_of_dim(
         if axis in fixed_axes and axis in coords:
             is_taken &= sender_coord == coords[axis]
         elif axis in fixed_axes:
-            # The axis does not shard the dim after: receivers with all its coordinates want the
+            # The axis does not shard the target's dim: receivers with all its coordinates want the
             # same rows. Each takes those of the sender at its own coordinate.
             coords[axis] = sender_coord
     receivers = np.zeros_like(row_pairs.rows)  # numbered row-major along these axes
@@ -412,7 +413,7 @@ def received_of_dim(
 
 @layout_cache(maxsize=16384)
 def shared_rows_of(src: DimEnd, dst: DimEnd) -> RowPairs:
-    """Count the rows that each shard of a dim before has in common with each shard after.
+    """Count the rows that each shard of a dim in the source shares with each one in the target.
 
     8 rows, "n/x" -> "n/y" with x=2, y=4: receivers (0, 1, 2, 3), senders (0, 0, 1, 1), 2 rows each.
     A short dim is compared row by row, a long one by ranges of rows, which takes less memory.
