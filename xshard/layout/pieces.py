@@ -381,21 +381,13 @@ def _cut_to_windows(table: RunTable, windows: IntervalTable) -> _CutToWindows:
     # the window cuts out of the run.
     window_of_pair, run_index, low, high = runs.intersections(windows, stretches)  # [pairs]
     run_of_pair = table.take(run_index)
-    stride = np.maximum(run_of_pair.stride, 1)  # the stride of a single interval is 0
-    # The repetitions [first_repeat, stop_repeat) of a run have rows in [low, high): from the first
-    # that ends after `low` to the last that begins before `high`. -(-a // b) is a / b rounded up.
-    n_before_low = (low - run_of_pair.start - run_of_pair.length) // stride + 1
-    first_repeat = np.clip(n_before_low, 0, run_of_pair.repeats)
-    n_before_high = -((run_of_pair.start - high) // stride)
-    stop_repeat = np.clip(n_before_high, first_repeat, run_of_pair.repeats)
-    n_repeats = stop_repeat - first_repeat
+    first_repeat, n_repeats = _repeats_within(run_of_pair, low, high)  # [pairs]
     runs.check_pieces(int(n_repeats.sum()))
 
     # One entry for each of these repetitions: the index of its pair, and its rows, cut.
     pair_index = np.repeat(np.arange(len(n_repeats)), n_repeats)  # [intervals]
-    repeat_start = (
-        run_of_pair.start[pair_index] + count_up(n_repeats, first_repeat) * stride[pair_index]
-    )
+    offset = count_up(n_repeats, first_repeat) * run_of_pair.stride[pair_index]
+    repeat_start = run_of_pair.start[pair_index] + offset
     cut_start = np.maximum(repeat_start, low[pair_index])
     cut_stop = np.minimum(repeat_start + run_of_pair.length[pair_index], high[pair_index])
     intervals = IntervalTable(
@@ -405,6 +397,22 @@ def _cut_to_windows(table: RunTable, windows: IntervalTable) -> _CutToWindows:
         cut_stop - cut_start,
     )
     return _CutToWindows(intervals, window_of_pair[pair_index])
+
+
+def _repeats_within(table: RunTable, low: Numbers, high: Numbers) -> tuple[Numbers, Numbers]:
+    """Find which repetitions of each run have rows in [low, high): the first of them, and how many.
+
+    2 rows repeated every 4 (0 1, 4 5, 8 9, ...) have rows in [1, 6) in 2 repetitions, from the one
+    with the number 0.
+    """
+    stride = np.maximum(table.stride, 1)  # the stride of a single interval is 0
+    # Those that end at `low` or before; and those that begin before `high`: -(-a // b) is a / b
+    # rounded up.
+    n_ended = (low - table.start - table.length) // stride + 1
+    n_begun = -((table.start - high) // stride)
+    first_repeat = np.clip(n_ended, 0, table.repeats)
+    stop_repeat = np.clip(n_begun, first_repeat, table.repeats)
+    return first_repeat, stop_repeat - first_repeat
 
 
 def _period_ends(table: RunTable) -> Numbers:

@@ -210,11 +210,9 @@ def interval_frame(
         output_runs: tuple[OutputRun, ...] = ()
         if start < stop:
             first_read, stop_read = rows_read(start, stop)
-            if beyond == EMPTY:  # there is nothing to read beyond the ends
-                first_read = min(max(first_read, 0), rows.length)
-                stop_read = min(stop_read, rows.length)
-            # An empty interval, where all rows are beyond an end.
-            stop_read = max(first_read, stop_read)
+            if beyond == EMPTY:
+                first_read, stop_read = _clip_interval(first_read, stop_read, rows.length)
+            stop_read = max(first_read, stop_read)  # empty, not negative
             output_runs = (OutputRun(first_read, stop_read - first_read, start, stop - start),)
         halo_before.append(own_start - first_read)
         halo_after.append(stop_read - own_stop)
@@ -222,6 +220,11 @@ def interval_frame(
     halo = Halo(tuple(halo_before), tuple(halo_after), beyond, beyond)
     source = replace(rows.dim, overlap=halo)
     return Frame(source, result, n_outputs, tuple(runs_of_parts))
+
+
+def _clip_interval(start: int, stop: int, length: int) -> Interval:
+    """Cut an interval at the ends of an array of `length` rows: -1 to 3 -> (0, 3)."""
+    return min(max(start, 0), length), min(stop, length)
 
 
 def _tap_rows(window: Window, input_dilation: int) -> Reads:

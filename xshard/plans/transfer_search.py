@@ -283,13 +283,7 @@ def cheapest(
         return None
     plans = [plan for plan in plans if plan.cost <= best_s * SAME_TIME]
     if request.profile.across is not None:  # the machine has several nodes
-        elements_by_plan = [_elements_between_nodes(plan) for plan in plans]
-        min_elements = min(elements_by_plan)
-        plans = [
-            plan
-            for plan, n_elements in zip(plans, elements_by_plan, strict=True)
-            if n_elements == min_elements
-        ]
+        plans = _with_fewest_between_nodes(plans)
     best_s = min(plan.cost for plan in plans)
     # Of plans that are equal but for rounding, the first one: paths with fewer steps come first.
     best = next(plan for plan in plans if plan.cost <= best_s * ROUNDING)
@@ -301,6 +295,14 @@ def _seconds_around_transfer(plan: Plan) -> float:
     return sum(
         plan.price_of(i).seconds for i, step in enumerate(plan.steps) if step is not plan.transfer
     )
+
+
+def _with_fewest_between_nodes(plans: Sequence[Plan]) -> list[Plan]:
+    """Return the plans with the fewest elements that enter nodes."""
+    plans_by_elements: dict[int, list[Plan]] = {}
+    for plan in plans:
+        plans_by_elements.setdefault(_elements_between_nodes(plan), []).append(plan)
+    return plans_by_elements[min(plans_by_elements)]
 
 
 def _elements_between_nodes(plan: Plan) -> int:
