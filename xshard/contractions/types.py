@@ -121,28 +121,28 @@ def _axis_role(
         names: The names of the result's dims.
     """
     cut_names = [dim.name for dim in dims.values() if axis in dim.axes]
-    tags = [_role_in(layout, axis) for layout in operands]
-    not_copies = [i for i, tag in enumerate(tags) if tag != "copy"]
     if len(cut_names) > 1:
-        return _role_of_two_cuts(cut_names, operands)
+        return _refuse_two_cuts(cut_names, operands)
+    operand_roles = [_role_in(layout, axis) for layout in operands]
+    not_copies = [i for i, role in enumerate(operand_roles) if role != "copy"]
     if cut_names:
         [cut_name] = cut_names
         # Operands without that dim have to be copies: each device uses them for other results.
         misfits = [i for i in not_copies if cut_name not in operands[i].names]
         result_tag = None if cut_name in names else "sum"  # each device sums its rows of the dim
         return AxisRole(result_tag, misfits, f"cuts {cut_name!r}, which this operand lacks")
-    for sum_index, tag in enumerate(tags):
+    for sum_index, role in enumerate(operand_roles):
         # The product of two sums is no sum of products: all other operands have to be copies.
-        if tag in ("sum", "mean"):
+        if role in ("sum", "mean"):
             misfits = [i for i in not_copies if i != sum_index]
-            return AxisRole(tag, misfits, "holds addends of another operand")
+            return AxisRole(role, misfits, "holds addends of another operand")
     # No operand is cut or a sum, so that at least one holds copies, each of which gets a gradient
-    # of its own. Another operand with replicas, which must have equal gradients,
-    # would get unequal ones.
+    # of its own. Another operand with replicas, which must have equal gradients, would get unequal
+    # ones.
     return AxisRole("copy", not_copies, "holds copies of another operand, of this one replicas")
 
 
-def _role_of_two_cuts(cut_names: Sequence[str], operands: Sequence[Layout]) -> AxisRole:
+def _refuse_two_cuts(cut_names: Sequence[str], operands: Sequence[Layout]) -> AxisRole:
     """Refuse an axis that cuts two dims: with `b/tp d, d f/tp` devices get the blocks of a diagonal."""
     first_name, second_name = cut_names[:2]
     misfits = [i for i, layout in enumerate(operands) if second_name in layout.names]

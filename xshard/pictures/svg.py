@@ -73,9 +73,7 @@ def mesh_svg(mesh: Mesh) -> str:
     n_columns = mesh.sizes[-1] if mesh.sizes else 1
     heads = [""]  # a mesh without axes has one device
     if mesh.axes:
-        heads = [f"{mesh.axes[-1]}={column_index}" for column_index in range(n_columns)][
-            :MAX_DEVICES
-        ]
+        heads = [f"{mesh.axes[-1]}={coord}" for coord in range(n_columns)[:MAX_DEVICES]]
     width = max(map(len, heads)) * el.CHAR + el.GAP
     shapes = []
     for column_index, head in enumerate(heads):
@@ -88,11 +86,9 @@ def mesh_svg(mesh: Mesh) -> str:
         for column_index in range(len(heads)):
             left = column_index * width
             box = (left, top, left + width, top + ROW)
-            fill = el.colour((first_device + column_index,))
-            shapes += [
-                el.rectangle(box, fill),
-                *el.label_in(box, str(first_device + column_index), fill),
-            ]
+            device = first_device + column_index
+            fill = el.colour((device,))
+            shapes += [el.rectangle(box, fill), *el.label_in(box, str(device), fill)]
     return el.element(el.framed(shapes), f"devices of {mesh}")
 
 

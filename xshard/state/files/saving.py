@@ -473,18 +473,25 @@ def write(task: SaveTask, token: str, progress: Report = _say_nothing) -> Sums:
             return descriptor
 
         for name, device, filled_boxes in task.plan.writes(task.writers.own):
-            for pair in filled_boxes:
-                stored = task.plan.arrays[pair.name]
-                shard = shard_of[pair.name]
+            for filled_box in filled_boxes:
+                stored_name = filled_box.name
+                box = filled_box.box
+                stored = task.plan.arrays[stored_name]
+                shard = shard_of[stored_name]
                 block = block_of(name, device, stored.dtype)
-                values = np.ascontiguousarray(pair.view(block))  # in the order of the stored dims
+                # In the order of the stored dims.
+                values = np.ascontiguousarray(filled_box.view(block))
                 file = open_shard(shard.name)
-                _write_box(file, shard.starts[pair.name], values, pair.box, stored.shape)
-                slices_and_lengths = zip(pair.box, stored.shape, strict=True)
-                rows = [list(box_slice.indices(length)) for box_slice, length in slices_and_lengths]
-                sums.setdefault(pair.name, []).append([rows, checksum(values)])
+                _write_box(file, shard.starts[stored_name], values, box, stored.shape)
+                rows = _rows_of_box(box, stored.shape)
+                sums.setdefault(stored_name, []).append([rows, checksum(values)])
                 progress(values.nbytes)
     return sums
+
+
+def _rows_of_box(box: Box, shape: Sequence[int]) -> list[list[int]]:
+    """Return the rows of a box as JSON has them, [start, stop, step] for every dim."""
+    return [list(rows.indices(length)) for rows, length in zip(box, shape, strict=True)]
 
 
 def commit(task: SaveTask, token: str, sums: Mapping[str, Any]) -> None:
@@ -496,22 +503,17 @@ def commit(task: SaveTask, token: str, sums: Mapping[str, Any]) -> None:
 
     Only the leader does this; in other processes it does nothing.
     """
-    saving = task.plan
     path = task.path
     if not task.writers.leads:
         return
+    shards = task.plan.shards
     folder = unfinished(path, token)
-    final_names = {shard.name: f"model-{token}-{shard.name}" for shard in saving.shards}
-    weight_map = {name: final_names[shard.name] for shard in saving.shards for name in shard.starts}
-    new_files = set(weight_map.values())
+    final_names = {shard.name: f"model-{token}-{shard.name}" for shard in shards}
+    file_of_array = {name: final_names[shard.name] for shard in shards for name in shard.starts}
+    new_files = set(file_of_array.values())
     with disk_errors(path):
         old_files = _files_of_checkpoint(path)
-        total_bytes = sum(shard.n_bytes - len(shard.header) for shard in saving.shards)
-        metadata = {"total_size": total_bytes, KEY: {**saving.metadata, "sums": sums}}
-        with (folder / INDEX).open("w") as file:
-            json.dump({"metadata": metadata, "weight_map": weight_map}, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
+        _write_index(folder / INDEX, task.plan, file_of_array, sums)
         for name, final_name in final_names.items():
             (folder / name).rename(path / final_name)
         _sync(path)  # the files' names are on the disk before the index that needs them
@@ -523,6 +525,18 @@ def commit(task: SaveTask, token: str, sums: Mapping[str, Any]) -> None:
             (path / name).unlink(missing_ok=True)
         _remove_leftovers(path, new_files)
     remove_old(path, task.keep)
+
+
+def _write_index(
+    path: Path, saving: Saving, file_of_array: Mapping[str, str], sums: Mapping[str, Any]
+) -> None:
+    """Write the index of a checkpoint, in the form of Hugging Face, and wait until the disk has it."""
+    total_bytes = sum(shard.n_bytes - len(shard.header) for shard in saving.shards)
+    metadata = {"total_size": total_bytes, KEY: {**saving.metadata, "sums": sums}}
+    with path.open("w") as file:
+        json.dump({"metadata": metadata, "weight_map": file_of_array}, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def abort(task: SaveTask, token: str) -> None:
