@@ -92,8 +92,8 @@ def save_beside(task: SaveTask) -> BackgroundSave:
         # Free when this process has ended, also without a report.
         own_process = task.writers.own
         lock(unfinished(task.path, token) / _file_of(own_process), stack, os.O_CREAT)
-        for name, device, filled_boxes in task.plan.writes(own_process):
-            for dtype in {task.plan.arrays[filled_box.name].dtype for filled_box in filled_boxes}:
+        for name, device, boxes in task.plan.writes(own_process):
+            for dtype in {task.plan.arrays[common_box.name].dtype for common_box in boxes}:
                 copies[name, device, dtype] = np.array(task.block_of(name, device, dtype))
 
     with ExitStack() as stack, begun(task, stack) as token:

@@ -24,8 +24,8 @@ from xshard.state.files.checkpoint import Box
 from xshard.state.parts import NEW, PartMapping
 
 
-class BoxPair(NamedTuple):
-    """The same elements in a stored array and in a block.
+class CommonBox(NamedTuple):
+    """Elements that a stored array and a block have in common, and where they lie in both.
 
     Attributes:
         name: The stored array.
@@ -73,39 +73,38 @@ def check_whole(sharding: Sharding) -> None:
         raise PlanError(f"'{layout}' cannot be in files, which have every element once", hint=hint)
 
 
-def box_pairs(
+def common_boxes(
     mappings: Iterable[PartMapping], sharding: Sharding, device: int
-) -> Iterator[BoxPair]:
+) -> Iterator[CommonBox]:
     """Find which slices of stored arrays fill which slices of one device's block.
 
-    A stored array of 8 rows, of which the device holds rows 4-7: one pair, of stored rows 4-7 and
-    rows 0-3 of the block. An array that is joined from stored q, k and v has pairs for each of
-    them. If a dim needs several slices, there is a pair for each combination.
+    A stored array of 8 rows, of which the device holds rows 4-7: one box, stored rows 4-7, which are
+    rows 0-3 of the block. An array that is joined from stored q, k and v has boxes of each of them.
+    If a dim needs several slices, there is a box for each combination.
 
     Args:
         mappings: The parts of stored arrays that make up the whole array. Together they leave no gap.
         sharding: The array's sharding.
         device: A position in its mesh.
     """
-    block_rows = [
-        sharding.held(dim_index, device) for dim_index in range(len(sharding.shape))
-    ]  # for each dim
+    ndim = len(sharding.shape)
+    block_rows = [sharding.held(dim_index, device) for dim_index in range(ndim)]
     for mapping in mappings:
         for slices in itertools.product(*_slices_by_dim(mapping, block_rows, sharding.shape)):
-            yield _box_pair(mapping, slices)
+            yield _common_box(mapping, slices)
 
 
-def _box_pair(mapping: PartMapping, slice_pairs: tuple[SlicePair, ...]) -> BoxPair:
-    """Put together one slice of every dim of a mapping."""
+def _common_box(mapping: PartMapping, slice_pairs: tuple[SlicePair, ...]) -> CommonBox:
+    """Make a box of one slice of every dim of a mapping."""
     stored_slices = {}  # by dim of the stored array
     block_slices: list[slice | None] = []
-    for link, pair in zip(mapping.links, slice_pairs, strict=True):
+    for link, slices in zip(mapping.links, slice_pairs, strict=True):
         # None: the block lacks this dim.
-        block_slices.append(None if link.dst.dim == NEW else pair.block)
+        block_slices.append(None if link.dst.dim == NEW else slices.block)
         if link.src.dim != NEW:
-            stored_slices[link.src.dim] = pair.stored
+            stored_slices[link.src.dim] = slices.stored
     box = tuple(stored_slices[dim] for dim in sorted(stored_slices))
-    return BoxPair(mapping.src.name, box, mapping.order, tuple(block_slices))
+    return CommonBox(mapping.src.name, box, mapping.order, tuple(block_slices))
 
 
 def _slices_by_dim(

@@ -23,7 +23,7 @@ from xshard.notation.parser import Shard
 from xshard.plans.plan import find_plan
 from xshard.rules import Rules, RulesLike, listed_names
 from xshard.search.request import Request
-from xshard.state.files.boxes import box_pairs, check_whole
+from xshard.state.files.boxes import check_whole, common_boxes
 from xshard.state.files.checkpoint import Checkpoint
 from xshard.state.names import SAME, Names
 from xshard.state.parts import TargetArray
@@ -308,8 +308,8 @@ def read_block(
     """Read a device's block under the source sharding, as the carrier of the stored dtype, into `out`."""
     if out is None:
         out = np.empty(load.source.local_shape(device), dtypes.carrier(load.stored))
-    for pair in box_pairs(load.array.pieces, load.source, device):
-        opened.read(pair.name, pair.box, pair.view(out))
+    for common_box in common_boxes(load.array.pieces, load.source, device):
+        opened.read(common_box.name, common_box.box, common_box.view(out))
     return out
 
 

@@ -32,7 +32,7 @@ from xshard.layout import Sharding
 from xshard.layout.sub_axes import root_of
 from xshard.notation.maps import with_values
 from xshard.signatures import Bytes
-from xshard.state.files.boxes import BoxPair, box_pairs, check_whole
+from xshard.state.files.boxes import CommonBox, check_whole, common_boxes
 from xshard.state.files.checkpoint import Box
 from xshard.state.files.folder import INDEX, KEY, OURS, AllOrNone, checksum, read_index
 from xshard.state.files.header import FileError, write_header
@@ -80,7 +80,7 @@ class BlockWrite(NamedTuple):
 
     name: str
     device: int
-    pairs: tuple[BoxPair, ...]
+    boxes: tuple[CommonBox, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,8 +103,8 @@ class Saving:
     def writes(self, process: int) -> Iterator[BlockWrite]:
         """Yield the blocks that one process writes."""
         for name, device in self._owned.get(process, ()):
-            filled_boxes = box_pairs(self._mappings[name], self.sources[name].sharding, device)
-            yield BlockWrite(name, device, tuple(filled_boxes))
+            boxes = common_boxes(self._mappings[name], self.sources[name].sharding, device)
+            yield BlockWrite(name, device, tuple(boxes))
 
     def shared_blocks(self, process: int) -> Iterator[tuple[str, int, int]]:
         """Yield the blocks of one process that others have, too, as the layouts say.
@@ -472,15 +472,15 @@ def write(task: SaveTask, token: str, progress: Report = _say_nothing) -> Sums:
             stack.callback(os.fsync, descriptor)
             return descriptor
 
-        for name, device, filled_boxes in task.plan.writes(task.writers.own):
-            for filled_box in filled_boxes:
-                stored_name = filled_box.name
-                box = filled_box.box
+        for name, device, boxes in task.plan.writes(task.writers.own):
+            for common_box in boxes:
+                stored_name = common_box.name
+                box = common_box.box
                 stored = task.plan.arrays[stored_name]
                 shard = shard_of[stored_name]
                 block = block_of(name, device, stored.dtype)
                 # In the order of the stored dims.
-                values = np.ascontiguousarray(filled_box.view(block))
+                values = np.ascontiguousarray(common_box.view(block))
                 file = open_shard(shard.name)
                 _write_box(file, shard.starts[stored_name], values, box, stored.shape)
                 rows = _rows_of_box(box, stored.shape)
