@@ -174,18 +174,18 @@ def _sharded_dim(part: Part, axis: str) -> str | None:
     return None
 
 
-def _kept_scheme(part: Part, axis: str, sharded: str) -> str:
+def _kept_scheme(part: Part, axis: str, dim_name: str) -> str:
     """Name the scheme of a mesh axis that shards a dim of the result, such as "data parallel".
 
     It depends on which operands have the dim, and on which of them are moved along the axis first:
     a dim of operand 0 alone (activations), with the weight gathered, is ZeRO-3.
 
-    sharded: the name of the dim, which is not summed, so that the result has it too.
+    dim_name: the dim, which is not summed, so that the result has it too.
     """
     # The operands (by index) that have the dim, and those in whose layout the axis does something
     # else before they are contracted.
     operands_with_dim = [
-        i for i, operand in enumerate(part.contracted_shardings) if sharded in operand.layout.names
+        i for i, operand in enumerate(part.contracted_shardings) if dim_name in operand.layout.names
     ]
     moved_operands = [
         i for i, move in enumerate(part.moves) if move.src.role(axis) != move.dst.role(axis)

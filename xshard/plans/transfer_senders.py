@@ -66,7 +66,7 @@ def balanced(transfers: Sequence[Transfer], itemsizes: Sequence[int] = ()) -> li
     batches.sort(key=lambda batch: (-batch.n_bytes, batch.transfer))
     for batch in batches:
         # This adds the seconds of the batch to `busy_s`, so that later batches go to other devices.
-        senders = _give_out(batch, transfers[batch.transfer], busy_s)
+        senders = _choose_senders(batch, transfers[batch.transfer], busy_s)
         senders_by_transfer[batch.transfer][batch.pieces] = senders
     return [tuple(senders.tolist()) for senders in senders_by_transfer]
 
@@ -100,7 +100,7 @@ def _batches(
     ]
 
 
-def _give_out(batch: Batch, transfer: Transfer, busy_s: Floats) -> Ints:
+def _choose_senders(batch: Batch, transfer: Transfer, busy_s: Floats) -> Ints:
     """Choose which device sends each piece of a batch: the one that would be done with it first.
 
     All pieces of a batch have the same size and the same holders, devices that have a replica of

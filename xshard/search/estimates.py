@@ -38,9 +38,9 @@ def estimate(grid: Grid, state: State, goal: State) -> float:
     # Axes along which devices hold equal blocks on both sides: each device may move a share of its
     # block and gather the shares afterwards, so that less crosses slow links.
     spare = grid.spare(state, goal, grid.changing(state, goal))
-    best_s = _collectives_in_turn(grid, state, goal, ())
+    best_s = _price_collectives_in_turn(grid, state, goal, ())
     if spare:
-        best_s = min(best_s, _collectives_in_turn(grid, state, goal, spare))
+        best_s = min(best_s, _price_collectives_in_turn(grid, state, goal, spare))
     # An exchange that begins a sum is not tried: its traffic would have to be counted per device.
     if not grid.ended(goal, state):
         for first_leg in _reduced_first(grid, state, goal):
@@ -70,7 +70,7 @@ def _with_exchange(grid: Grid, first_leg: Leg, goal: State, best_s: float) -> fl
         if limit_s <= 0:
             continue  # the first and last legs alone take as long as the best path
         exchange_path_s = _exchange_seconds(grid, first_leg.state, last_leg.state, limit_s)
-        collectives_path_s = _collectives_in_turn(grid, first_leg.state, last_leg.state, ())
+        collectives_path_s = _price_collectives_in_turn(grid, first_leg.state, last_leg.state, ())
         middle_s = min(exchange_path_s, collectives_path_s)
         best_s = min(best_s, first_leg.seconds + middle_s + last_leg.seconds)
     return best_s
@@ -190,7 +190,9 @@ class Reduction(NamedTuple):
     scattered: Cut
 
 
-def _collectives_in_turn(grid: Grid, state: State, goal: State, spare: Sequence[int]) -> float:
+def _price_collectives_in_turn(
+    grid: Grid, state: State, goal: State, spare: Sequence[int]
+) -> float:
     """Price a fixed path: one slice, one reduction, one move of shards and one all-gather.
 
     Each step is for all axes that need it, and is left out if none does. The order keeps blocks

@@ -151,7 +151,7 @@ def _paired_slices(segments: Iterable[Segment], stored_rows: Runs | None) -> Ite
     row_pairs = _row_pairs(segments, stored_rows)
     first_pair = 0
     while first_pair < len(row_pairs):
-        stop_pair = first_pair + _evenly_apart(row_pairs, first_pair)
+        stop_pair = first_pair + _count_evenly_apart(row_pairs, first_pair)
         yield _slice_pair(row_pairs[first_pair:stop_pair])
         first_pair = stop_pair
 
@@ -185,7 +185,7 @@ def _row_pairs(segments: Iterable[Segment], stored_rows: Runs | None) -> list[Ro
     return row_pairs
 
 
-def _evenly_apart(row_pairs: list[RowPair], first_index: int) -> int:
+def _count_evenly_apart(row_pairs: list[RowPair], first_index: int) -> int:
     """Count how many pairs, from number `first_index` on, one slice with a step can stand for.
 
     Single rows 0, 2, 4, 7 of the stored array that fill rows 0, 1, 2, 3 of a block: 3 pairs, since
