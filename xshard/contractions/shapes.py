@@ -116,9 +116,7 @@ def _learn_lengths(call: Contraction, shapes: Shapes, lengths: dict[str, int]) -
     written_dims.sort(key=lambda written_dim: len(written_dim.names))
     # With the length of b known, `(b d)` gives that of d, which may give another one in turn.
     while written_dims:
-        waiting_dims = [
-            written_dim for written_dim in written_dims if not _learn_length(written_dim, lengths)
-        ]
+        waiting_dims = [written for written in written_dims if not _learn_length(written, lengths)]
         if len(waiting_dims) == len(written_dims):
             operand, dim, names, length = waiting_dims[0]
             known_parts = [f"{name}={lengths[name]}" for name in names if name in lengths]

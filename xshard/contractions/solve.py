@@ -132,11 +132,7 @@ class ContractionPath(NamedTuple):
         candidates = [step.candidate for step in self.steps]
         for candidate in sorted(candidates, key=attrgetter("seconds"), reverse=True):
             # Prices only raise seconds: the others take at least what is known of them.
-            other_seconds = sum(
-                other_candidate.seconds
-                for other_candidate in candidates
-                if other_candidate is not candidate
-            )
+            other_seconds = sum(other.seconds for other in candidates if other is not candidate)
             candidate.price(prices, below - other_seconds)
         return sum(candidate.seconds for candidate in candidates)
 

@@ -456,12 +456,12 @@ def _check_shapes(q: Sharding, k: Sharding, v: Sharding) -> None:
 
 
 def _visible_range(window: Any) -> list[int]:
-    """Turn the option `window` into (rows seen before the query's own, rows seen after it).
+    """Turn the option `window` into [rows seen before the query's own, rows seen after it].
 
-    3 -> (2, 2), as the number counts the query's own row. (2, 0) -> (2, 0). None, for no limit ->
+    3 -> [2, 2], as the number counts the query's own row. (2, 0) -> [2, 0]. None, for no limit ->
     [UNLIMITED, UNLIMITED]. Raises XshardError for other values.
     """
-    n_own = 1  # one number counts the query's own row
+    n_own = 1  # of the rows that a limit counts, the query's own
     limits: Sequence[Any] = (window, window)
     if isinstance(window, tuple | list) and len(window) == 2:
         n_own = 0

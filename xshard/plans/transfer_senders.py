@@ -47,10 +47,7 @@ def balanced(transfers: Sequence[Transfer], itemsizes: Sequence[int] = ()) -> li
     """
     itemsizes = itemsizes or (1,) * len(transfers)
     max_device = max(
-        (
-            max(*transfer_index.src_devices, *transfer_index.dst_devices)
-            for transfer_index in transfers
-        ),
+        (max(*transfer.src_devices, *transfer.dst_devices) for transfer in transfers),
         default=0,
     )
     busy_s = np.zeros(max_device + 1)  # [devices]: until when each device sends, in seconds

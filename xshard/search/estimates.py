@@ -155,27 +155,15 @@ def _axis_changes(grid: Grid, state: State, goal: State) -> AxisChanges:
     """
     old_roles = grid.roles(state)
     new_roles = grid.roles(goal)
-    sliced = [
-        sharding_axis
-        for sharding_axis in new_roles
-        if sharding_axis not in old_roles and sharding_axis not in state.sums
-    ]
-    moved = [
-        sharding_axis
-        for sharding_axis in new_roles
-        if sharding_axis in old_roles and old_roles[sharding_axis] != new_roles[sharding_axis]
-    ]
+    sliced = [axis for axis in new_roles if axis not in old_roles and axis not in state.sums]
+    moved = [axis for axis in new_roles if axis in old_roles and old_roles[axis] != new_roles[axis]]
     # A slice adds an innermost shard: "s/1" -> "s/1/2". If the goal has the axis further out, as in
     # "s/2/1", or the dim keeps less, it has to move after the slice.
     for axis in sliced:
         dim_index = new_roles[axis].dim
         if not starts_with(goal.cuts[dim_index], state.cuts[dim_index]):
             moved.append(axis)
-    gathered = [
-        sharding_axis
-        for sharding_axis in old_roles
-        if sharding_axis not in new_roles and sharding_axis not in goal.sums
-    ]
+    gathered = [axis for axis in old_roles if axis not in new_roles and axis not in goal.sums]
     return AxisChanges(grid.ended(state, goal), sliced, moved, gathered)
 
 
@@ -233,10 +221,7 @@ def _price_collectives_in_turn(
     if gathered:
         old_roles = grid.roles(state)
         # Shards of dim 0 lie one after the other in the gathered block, and need no copy.
-        in_place = all(
-            gathered_axis not in old_roles or old_roles[gathered_axis].dim == 0
-            for gathered_axis in gathered
-        )
+        in_place = all(axis not in old_roles or old_roles[axis].dim == 0 for axis in gathered)
         seconds += grid.collective_seconds("all_gather", block_elements, gathered, in_place)
     return seconds
 

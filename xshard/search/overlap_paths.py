@@ -249,11 +249,8 @@ def _dims_in_turn(goal: Sharding, dims: Sequence[int]) -> Iterator[Sequence[int]
     while remaining_dims:
         waiting_dims: set[int | None] = set()
         for dim_index in remaining_dims:
-            waiting_dims.update(
-                waiting_dim
-                for waiting_dim in _dims_waiting_for(goal, dim_index)
-                if waiting_dim != dim_index
-            )
+            waiting_for_dim = set(_dims_waiting_for(goal, dim_index))
+            waiting_dims |= waiting_for_dim - {dim_index}
         ready_dims = without(remaining_dims, waiting_dims)
         # One at a time, since fewer dims may be waiting after it. If all wait in a circle, none is
         # ready, and all change together.
