@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 import xshard as xs
 from xshard import reference
-from xshard.nn.attention import dropped
+from xshard.nn.attention import drop_mask
 
 LENGTH = 19
 BATCH = 2
@@ -262,7 +262,7 @@ def one_device(given: Problem, mask: Mask) -> list[NDArray]:
         lse = top + np.log(total)
     if mask.dropout:
         cells = np.arange(q.shape[0] * q.shape[2]).reshape(q.shape[0], -1, 1, 1)
-        is_dropped = dropped(SEED, (cells, rows - mask.offset, keys), share=mask.dropout)
+        is_dropped = drop_mask(SEED, (cells, rows - mask.offset, keys), share=mask.dropout)
         kept = ~is_dropped / (1 - mask.dropout)
     weights, of_sinks = weights[..., :n_keys], weights[..., n_keys:]
     y = np.einsum("bhqs,bshk->bqhk", weights * kept, v)

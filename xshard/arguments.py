@@ -9,7 +9,7 @@ from typing import Any
 from xshard.errors import PlanError, ShapeError, XshardError, located
 from xshard.signatures import as_whole_number, short_repr
 
-MOST_DIGITS = 18  # of a number in a text: more do not fit 64 bits
+MAX_DIGITS = 18  # of a number in a text: more do not fit 64 bits
 _UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _BYTES = re.compile(r"\s*(?P<number>\d{1,19}(?:\.\d+)?)\s*(?P<unit>[A-Za-z]*)\s*")
 
@@ -31,11 +31,11 @@ def whole_numbers(values: Any) -> tuple[Any, ...] | None:
         return None
     if set(map(type, items)) <= {int}:
         return items  # the usual case, quickly: every call of a user comes here
-    numbers: list[Any] = []
+    converted: list[Any] = []
     for item in items:
-        number = as_whole_number(item)
-        numbers.append(item if number is None else number)
-    return tuple(numbers)
+        whole = as_whole_number(item)
+        converted.append(item if whole is None else whole)
+    return tuple(converted)
 
 
 def lengths_of(shape: Any) -> tuple[Any, ...]:
@@ -62,7 +62,7 @@ def parse_number(text: str) -> int | None:
         >>> parse_number("64"), parse_number("-1"), parse_number("9" * 100_000)
         (64, None, None)
     """
-    if not text.isdecimal() or len(text) > MOST_DIGITS:
+    if not text.isdecimal() or len(text) > MAX_DIGITS:
         return None
     return int(text)
 
@@ -83,23 +83,24 @@ def parse_bytes(text: str) -> int:
     )
 
 
-def limit_of(given: Any, what: str = "memory_limit") -> int | None:
+def limit_of(limit_like: Any, argument: str = "memory_limit") -> int | None:
     """Return a limit in bytes: `2**31`, `2e9`, `"2GiB"` or None -> an int, or None.
 
     Raises:
-        PlanError: It is none of these. what: the name of the argument.
+        PlanError: It is none of these. `argument` is its name in the error.
     """
-    if given is None:
+    if limit_like is None:
         return None
-    if isinstance(given, str):
-        with located(what):
-            return parse_bytes(given)
-    if isinstance(given, float) and given.is_integer():
-        return int(given)
-    limit = as_whole_number(given)
+    if isinstance(limit_like, str):
+        with located(argument):
+            return parse_bytes(limit_like)
+    if isinstance(limit_like, float) and limit_like.is_integer():
+        return int(limit_like)
+    limit = as_whole_number(limit_like)
     if limit is None:
         raise PlanError(
-            f"{what} is {short_repr(given)}", hint='a number of bytes, as in 2**31 or "2GiB"'
+            f"{argument} is {short_repr(limit_like)}",
+            hint='a number of bytes, as in 2**31 or "2GiB"',
         )
     return limit
 

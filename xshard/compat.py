@@ -58,8 +58,8 @@ def all_to_all_single(
         hint = "[B, C, L], [B, C, H, W] or [B, C, T, H, W]; all_to_all takes any"
         raise ShapeError(f"{len(shape)} dims, not 3, 4 or 5", hint=hint)
     if direction not in DIRECTIONS:
-        known = " or ".join(map(repr, DIRECTIONS))
-        raise XshardError(f"unknown direction {direction!r}", hint=f"it is {known}")
+        known_options = " or ".join(map(repr, DIRECTIONS))
+        raise XshardError(f"unknown direction {direction!r}", hint=f"it is {known_options}")
     sequence_sharded = dims(shape, {sequence_dim: sharded(axis, "zigzag" if zigzag else "block")})
     channels_sharded = dims(shape, {channel_dim: sharded(axis)})
     sequence_length = shape[sequence_dim]
@@ -82,12 +82,12 @@ def all_to_all_single(
     return text
 
 
-def _check_divides(what: str, length: int, parts: int, text: str, dim: int, hint: str) -> None:
+def _check_divides(noun: str, length: int, n_parts: int, text: str, dim: int, hint: str) -> None:
     """Raise ShapeError, with the dim marked, unless a length is divisible into parts."""
-    if length % parts == 0:
+    if length % n_parts == 0:
         return
     span_of_name = dict(reversed(text_spans(text).dims))  # reversed: the one on the left side stays
-    reason = f"the {what} {length} is not divisible by {parts}"
+    reason = f"the {noun} {length} is not divisible by {n_parts}"
     raise ShapeError(reason, text=text, span=span_of_name[f"d{dim}"], hint=hint)
 
 
@@ -323,10 +323,10 @@ def plan_of_transformers(
         XshardError: The model declares no plan, or a style that is not known.
     """
     plan = getattr(model, "tp_plan", None) or {}
-    whole = getattr(model, "ep_plan", {}).keys() - plan.keys()
-    if whole:
+    ep_only = getattr(model, "ep_plan", {}).keys() - plan.keys()
+    if ep_only:
         warnings.warn(
-            f"only the ep_plan of the model shards '{min(whole)}', and it is not read: write "
+            f"only the ep_plan of the model shards '{min(ep_only)}', and it is not read: write "
             "parameters '**.experts.*': 'e/ep ...', inputs '**.experts': 't/ep c -> t/to(ep) c', and "
             "shard the batch over ep",
             stacklevel=3,
@@ -341,6 +341,22 @@ def plan_of_transformers(
             reason = f"unknown style {style_name!r} of '{name}' in the model's plan"
             raise XshardError(reason, hint=f"the styles are: {', '.join(styles)}")
     parameters = dict(model.named_parameters(remove_duplicate=False))
+    heads, counts = _heads_of_layers(model, plan, parameters, axis, mesh)
+    inputs, outputs = _activation_rules(model, plan, styles)
+    rules: dict[str, dict[Any, Any]] = {
+        "parameters": _parameter_rules(parameters.items(), plan, styles, axis, heads),
+        "inputs": inputs,
+        "outputs": outputs,
+    }
+    if counts:
+        rules["counts"] = counts
+    return rules
+
+
+def _activation_rules(
+    model: Any, plan: Mapping[str, str], styles: Mapping[str, Style]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the rules of the inputs and of the outputs of a model's modules, by their styles."""
     inputs = {"": "..."}
     outputs = {}
     local_modules = _modules_with_local_parts(plan)  # whose weights each device uses for its heads
@@ -352,15 +368,7 @@ def plan_of_transformers(
             inputs[pattern] = input_rule
         if style.outputs is not None:
             outputs[pattern] = style.outputs
-    heads, counts = _heads_of_layers(model, plan, parameters, axis, mesh)
-    rules: dict[str, dict[Any, Any]] = {
-        "parameters": _parameter_rules(parameters.items(), plan, styles, axis, heads),
-        "inputs": inputs,
-        "outputs": outputs,
-    }
-    if counts:
-        rules["counts"] = counts
-    return rules
+    return inputs, outputs
 
 
 def _with_tied_embeddings(plan: dict[str, str], model: Any) -> dict[str, str]:
@@ -520,7 +528,7 @@ def _parameter_rule(style: Style, shape: tuple[int, ...], name: str, axis: Axes)
     # Column parallel is dim -2 of a weight, and the only dim of its bias.
     dim = max(len(shape) + style.dim, 0)
     if style.heads is not None:
-        names = [f"d{d}" for d in range(len(shape))]
+        names = [f"d{dim_index}" for dim_index in range(len(shape))]
         names[dim] = f"({names[dim]} {style.heads.rows})/{style.heads.cut}"
         return " ".join(names)
     if style.parts == 1:

@@ -116,14 +116,14 @@ def check_reduction(name: str, op: str) -> None:
     if name in _ONLY_MOVED:
         hint = "it can only be moved: cast before the reduction"
         raise DtypeError(f"dtype {name} cannot be reduced", hint=hint)
-    kind = "f" if name in _EXTENDED else np.dtype(name).kind
-    if op in ("sum", "mean") and kind == "b":
+    numpy_kind = "f" if name in _EXTENDED else np.dtype(name).kind
+    if op in ("sum", "mean") and numpy_kind == "b":
         hint = "cast to an integer, or use max (any) or min (all)"
         raise DtypeError(f"dtype bool lacks a {op}", hint=hint)
-    if op == "mean" and kind in "iu":
+    if op == "mean" and numpy_kind in "iu":
         hint = "the mean of integers need not be an integer: cast, or use sum"
         raise DtypeError(f"dtype {name} lacks a mean", hint=hint)
-    if op in ("max", "min") and kind == "c":
+    if op in ("max", "min") and numpy_kind == "c":
         raise DtypeError(f"dtype {name} lacks a {op}", hint="complex numbers are not ordered")
 
 

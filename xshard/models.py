@@ -111,33 +111,33 @@ def varying_axes(outside: Iterable[str], rules: Sequence[ActivationRule]) -> fro
 
     Those of `outside` it, but for the axes that rules name: along these, as the rules say.
     """
-    named: set[str] = set()
-    named_inside: set[str] = set()
+    named_axes: set[str] = set()
+    inner_axes: set[str] = set()
     for rule in rules:
-        named.update(rule.axes)
-        named_inside.update(rule.dst.axes)
-    return frozenset(outside).difference(named).union(named_inside)
+        named_axes.update(rule.axes)
+        inner_axes.update(rule.dst.axes)
+    return frozenset(outside).difference(named_axes).union(inner_axes)
 
 
-def with_outer_axes(layout: Layout, named: Collection[str], outside: Layout) -> Layout:
+def with_outer_axes(layout: Layout, named_axes: Collection[str], outside: Layout) -> Layout:
     """Add to a rule's layout the shards and tags of mesh axes that the rule does not name.
 
     A rule is about some mesh axes only; all others stay as they are around the module. With the layout
     `b s/tp` of a rule that names tp, and `b/dp s` outside, the array is `b/dp s/tp` in full. Dims are
     matched by name.
 
-    named: the axes that the rule names. outside: the full layout around the module.
+    named_axes: those that the rule names. outside: the full layout around the module.
     """
     # `outside` without the named axes. `factored` is for meshes whose axes are divided: it replaces each
     # axis by its parts. Here a named axis has no parts, and so goes; others are their own part.
-    factors = {axis: () if axis in named else (axis,) for axis in outside.axes}
-    others = factored(outside, factors)
-    shards_outside = {dim.name: dim.shards for dim in others.dims}
+    kept_axes = {axis: () if axis in named_axes else (axis,) for axis in outside.axes}
+    outer_layout = factored(outside, kept_axes)
+    shards_outside = {dim.name: dim.shards for dim in outer_layout.dims}
     dims = []
     for dim in layout.dims:
         # The rule sees blocks of what is outside, so its shards are the inner ones.
         dims.append(replace(dim, shards=(*shards_outside.get(dim.name, ()), *dim.shards)))
-    return Layout(tuple(dims), (*others.tags, *layout.tags))
+    return Layout(tuple(dims), (*outer_layout.tags, *layout.tags))
 
 
 def layout_inside(rule: ActivationRule, outside: Layout) -> Layout:
@@ -145,11 +145,11 @@ def layout_inside(rule: ActivationRule, outside: Layout) -> Layout:
     inside_layout = with_outer_axes(rule.dst, rule.axes, outside)
     unsharded = outside.unsharded
     # Dims that the rule does not name keep the shards of other axes.
-    kept = with_outer_axes(unsharded, rule.axes, outside)
+    outside_layout = with_outer_axes(unsharded, rule.axes, outside)
     # About the dims that it names, which come last, the rule decides.
-    dims = {dim.name: dim for dim in (*kept.dims, *inside_layout.dims)}
-    dims.pop(ELLIPSIS, None)  # stands for dims without a name
-    return Layout(tuple(dims.values()), inside_layout.tags)
+    dims_by_name = {dim.name: dim for dim in (*outside_layout.dims, *inside_layout.dims)}
+    dims_by_name.pop(ELLIPSIS, None)  # stands for dims without a name
+    return Layout(tuple(dims_by_name.values()), inside_layout.tags)
 
 
 class KnownDim(NamedTuple):
@@ -167,7 +167,7 @@ def arriving_shape(
     mesh: Mesh,
     device: int,
     local_shape: tuple[int, ...],
-    known: Iterable[KnownDim],
+    known_dims: Iterable[KnownDim],
 ) -> tuple[int, ...]:
     """Infer the global shape of an activation from one device's block, as far as its rule's axes go.
 
@@ -180,19 +180,19 @@ def arriving_shape(
         mesh: The mesh.
         device: The position of this device.
         local_shape: The shape of its block.
-        known: Dims whose lengths are known, by name, for blocks that may be uneven. Blocks of all other
+        known_dims: Dims whose lengths are known, by name, for blocks that may be uneven. Blocks of all other
             dims are taken to be equally long.
 
     Raises:
         ShapeError: No array has such a block on this device.
     """
     layout = rule.src.resolved(len(local_shape))
-    named = set(rule.axes)
+    named_axes = set(rule.axes)
     lengths: dict[str, int] = {}  # by name of the dim, as far as the rule's axes go
-    for dim in known:
-        if dim.axes.isdisjoint(named):  # to the rule, the block is the whole
+    for dim in known_dims:
+        if dim.axes.isdisjoint(named_axes):  # to the rule, the block is the whole
             lengths[dim.name] = dim.local_length
-        elif dim.axes <= named:
+        elif dim.axes <= named_axes:
             lengths[dim.name] = dim.length
         # Else only some of its axes are named, and neither length is the one that the rule means.
     # A check in reverse: this device's block of an array of that shape has to be as long.
@@ -202,7 +202,7 @@ def arriving_shape(
         raise ShapeError(
             f"the block has shape {local_shape}, not {expected}",
             text=rule.text,
-            hint=_misfit_hint(layout, shape, local_shape, expected, known),
+            hint=_misfit_hint(layout, shape, local_shape, expected, known_dims),
         )
     return shape
 
@@ -212,20 +212,24 @@ def _misfit_hint(
     shape: Sequence[int],
     local_shape: Sequence[int],
     expected: Sequence[int],
-    known: Iterable[KnownDim],
+    known_dims: Iterable[KnownDim],
 ) -> str:
     """Explain which dim of a block has another length than expected, and where that came from.
 
     "3 rows of 'b/dp', not 2 of 8 as by 'b/dp c' of the input: ..." for a block (3, 8) where (2, 8) is
     expected of the array (8, 8). Only the first such dim is told.
 
-    layout: of the array on arrival. shape: of the whole array. known: dims that other rules have fixed.
+    layout: of the array on arrival. shape: of the whole array. known_dims: those that other rules have fixed.
     """
     # The first wrong dim. There is one: the caller has compared the shapes.
-    d = next(d for d, rows in enumerate(local_shape) if rows != expected[d])
-    dim = layout.dims[d]
-    hint = f"{local_shape[d]} rows of '{dim}', not {expected[d]} of {shape[d]}"
-    for known_dim in known:
+    dim_index = next(
+        dim_index for dim_index, rows in enumerate(local_shape) if rows != expected[dim_index]
+    )
+    dim = layout.dims[dim_index]
+    hint = (
+        f"{local_shape[dim_index]} rows of '{dim}', not {expected[dim_index]} of {shape[dim_index]}"
+    )
+    for known_dim in known_dims:
         if known_dim.name == dim.name and known_dim.source:
             hint += f" as by {known_dim.source}: it arrives under another layout, or {dim.name!r} "
             hint += "names another dim there, and this one needs a name of its own"
@@ -238,7 +242,7 @@ def known_inside(
     shape: Sequence[int],
     local_shape: Sequence[int],
     outside: Iterable[KnownDim],
-    where: str,
+    tensor_text: str,
 ) -> tuple[KnownDim, ...]:
     """Collect what is known about dims by name once a rule has moved a module's input.
 
@@ -251,23 +255,23 @@ def known_inside(
         shape: The global shape on arrival.
         local_shape: The shape of this device's block after the rule.
         outside: What is known outside the module; the rule's dims replace those of the same name.
-        where: The tensor that the rule is for, in words, for errors.
+        tensor_text: The tensor that the rule is for, in words, for errors.
     """
-    known = {dim.name: dim for dim in outside}
+    known_by_name = {dim.name: dim for dim in outside}
     lengths = dict(zip(rule.src.resolved(len(shape)).names, shape, strict=True))
     for dim, local_length in zip(rule.dst.resolved(len(shape)).dims, local_shape, strict=True):
         if dim.name not in rule.dst.names:
             continue  # a dim of `...`
         axes = frozenset(dim.axes)
         length = lengths[dim.name]
-        if dim.name in known:
+        if dim.name in known_by_name:
             # Axes that the rule does not name may shard the dim too, and to the rule a block along
             # them is the whole. So these axes and the global length are those known outside.
-            axes |= known[dim.name].axes.difference(rule.axes)
-            length = known[dim.name].length
-        source = f"'{rule.text}' of the {where}"
-        known[dim.name] = KnownDim(dim.name, axes, length, local_length, source)
-    return tuple(known.values())
+            axes |= known_by_name[dim.name].axes.difference(rule.axes)
+            length = known_by_name[dim.name].length
+        source = f"'{rule.text}' of the {tensor_text}"
+        known_by_name[dim.name] = KnownDim(dim.name, axes, length, local_length, source)
+    return tuple(known_by_name.values())
 
 
 def dims_of_parameter(sharding: Sharding, device: int) -> tuple[KnownDim, ...]:
@@ -370,12 +374,12 @@ def use_of(text: str, ndim: int, mesh: Mesh, varying_axes: frozenset[str]) -> Pa
 
 def _check_values(layout: Layout, allowed_tags: Collection[str], text: str) -> None:
     """Raise NotationError for a layout of a parameter with an overlap, or with another tag."""
-    has_other_tag = any(kind not in allowed_tags for kind, _ in layout.tags)
+    has_other_tag = any(tag not in allowed_tags for tag, _ in layout.tags)
     if has_other_tag or layout.has_overlap:
-        what = f"a parameter is stored and used as values, not as '{layout}'"
+        reason = f"a parameter is stored and used as values, not as '{layout}'"
         hint = "shards, as in 'o/dp i -> o i', and a sum on the right; the axes over which its "
         hint += "gradient is summed are derived"
-        raise NotationError(what, text=text, hint=hint)
+        raise NotationError(reason, text=text, hint=hint)
 
 
 def axes_of_larger_parameters(
@@ -394,10 +398,11 @@ def axes_of_larger_parameters(
     return axes
 
 
-def _is_subsequence(lengths: Sequence[int], others: Sequence[int]) -> bool:
-    """Return whether all lengths are among the others, in this order."""
-    left = iter(others)
-    return all(length in left for length in lengths)  # `in` takes all up to the length it finds
+def _is_subsequence(lengths: Sequence[int], other_lengths: Sequence[int]) -> bool:
+    """Return whether all lengths are among others, in this order: (4, 2) in (4, 3, 2)."""
+    unmatched = iter(other_lengths)
+    # `in` takes all up to the length that it finds.
+    return all(length in unmatched for length in lengths)
 
 
 def axes_summed_after_all_uses(uses: Sequence[ParameterUse]) -> frozenset[str]:

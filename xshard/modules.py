@@ -47,22 +47,22 @@ def import_later(package: str, file: str, framework: str | None = None) -> LazyN
             module_of |= dict.fromkeys(names, str(statement.module))
         elif isinstance(statement, ast.Assign):
             exported = ast.literal_eval(statement.value)
-    found = vars(sys.modules[package])
+    namespace = vars(sys.modules[package])
 
     def get(name: str) -> Any:
         """Import a room, or the module that has a name."""
         if name not in module_of:
             rooms = ", ".join(room for room in module_of if module_of[room] == package)
-            what = f"module {package!r} has no attribute {name!r}"
-            raise AttributeError(f"{what}; its rooms: {rooms}")
+            reason = f"module {package!r} has no attribute {name!r}"
+            raise AttributeError(f"{reason}; its rooms: {rooms}")
         if module_of[name] == package:
             return import_module(f"{package}.{name}")
         value = getattr(import_module(module_of[name]), name)
-        return found.setdefault(name, value)  # from now on found without this function
+        return namespace.setdefault(name, value)  # from now on found without this function
 
     def listed() -> list[str]:
         """List also what has not been imported yet, for completion in notebooks."""
-        return sorted({*found, *module_of})
+        return sorted({*namespace, *module_of})
 
     return LazyNames(exported, get, listed)
 

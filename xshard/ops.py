@@ -266,11 +266,11 @@ def move(shape: Sequence[int], src: Side, dst: Side) -> str:
     return f"{_side(shape, src)} -> {_side(shape, dst)}"
 
 
-def _side(shape: Sequence[int], side: Side) -> str:
+def _side(shape: Sequence[int], shards_or_tag: Side) -> str:
     """Write one side of a move: the dims with the shards of some, or with a tag."""
-    if isinstance(side, str):
-        return dims(shape) + side
-    return dims(shape, side)
+    if isinstance(shards_or_tag, str):
+        return dims(shape) + shards_or_tag
+    return dims(shape, shards_or_tag)
 
 
 def dims(shape: Sequence[int], shards: Mapping[int, str] | None = None) -> str:
@@ -282,7 +282,7 @@ def dims(shape: Sequence[int], shards: Mapping[int, str] | None = None) -> str:
     Raises:
         ShapeError: The block has no such dim.
     """
-    names = [f"d{d}" for d in range(len(shape))]
+    names = [f"d{dim_index}" for dim_index in range(len(shape))]
     if shards is None:
         shards = {}
     for key, shard in shards.items():
@@ -316,10 +316,10 @@ def halo(axis: Axes, width: HaloWidth, boundary: str) -> str:
     if widths is None or len(widths) != 2:
         hint = "rows at both ends, or (before, after)"
         raise ShapeError(f"a halo of width {short_repr(width)}", hint=hint)
-    lo = _halo_width(widths[0])
-    hi = _halo_width(widths[1])
-    before, after = parse_boundaries(boundary)
-    return f"{sharded(axis)}:{Halo(lo, hi, before, after)}"
+    rows_before = _halo_width(widths[0])
+    rows_after = _halo_width(widths[1])
+    boundary_before, boundary_after = parse_boundaries(boundary)
+    return f"{sharded(axis)}:{Halo(rows_before, rows_after, boundary_before, boundary_after)}"
 
 
 def gradient_tag(axis: Axes, grad: str) -> str:
@@ -327,9 +327,9 @@ def gradient_tag(axis: Axes, grad: str) -> str:
     return tag("copy", axis) if grad == "sum" else ""
 
 
-def tag(kind: str, axis: Axes) -> str:
+def tag(tag_name: str, axis: Axes) -> str:
     """Write a tag with the bar before it: "sum", "dp" -> ` | sum(dp)`."""
-    return f" | {kind}({_axis_names(axis)})"
+    return f" | {tag_name}({_axis_names(axis)})"
 
 
 def _halo_width(width: PartWidths) -> int | tuple[int, ...]:

@@ -173,9 +173,9 @@ def plan(  # noqa: PLR0913  public, for moves, for two meshes, and for contracti
     profile = with_addends(without_devices(profile), addends)
     if getattr(dtype, "__hash__", None) is None:
         name_of(dtype)  # raises: caches, which come first below, would raise TypeError
-    for given in (mesh, src_mesh, dst_mesh):
-        if given is not None:
-            check_mesh(given)
+    for any_mesh in (mesh, src_mesh, dst_mesh):
+        if any_mesh is not None:
+            check_mesh(any_mesh)
     # Options of moves between two meshes, or over devices by number.
     has_two_ends = (
         relabel
@@ -289,37 +289,43 @@ def _plan_on_mesh(
 
 
 def _plan_between(
-    move: LayoutPair, src: End, dst: End, shape: Shape, options: MoveOptions, *, relabel: bool
+    move: LayoutPair,
+    src_end: End,
+    dst_end: End,
+    shape: Shape,
+    options: MoveOptions,
+    *,
+    relabel: bool,
 ) -> Plan:
     """Find the plan of a redistribution from one mesh to another, or on one mesh that is both.
 
-    move: "layout -> layout", or a pair of layouts. src, dst: the mesh on each side, with the
+    move: "layout -> layout", or a pair of layouts. src_end, dst_end: the mesh on each side, with the
     numbers of its devices. shape: the global one. options: the arguments of `plan` that are passed on
-    as they are. relabel: whether the devices may change places in `dst.mesh`, so that less moves.
+    as they are. relabel: whether the devices may change places in the destination's mesh.
     """
     src_layout, dst_layout, text = sides(move)
-    check_axes(src_layout, src.mesh, text)
-    if src.mesh == dst.mesh:
-        check_axes(dst_layout, dst.mesh, text)
+    check_axes(src_layout, src_end.mesh, text)
+    if src_end.mesh == dst_end.mesh:
+        check_axes(dst_layout, dst_end.mesh, text)
     else:
         # In `n/dp -> n/dp` dp may be an axis of the source's mesh only. -1: the caret of the error
         # then marks the last dp in the text, which is the one on the right.
-        check_axes(dst_layout, dst.mesh, text, "the destination's mesh", -1)
+        check_axes(dst_layout, dst_end.mesh, text, "the destination's mesh", -1)
     # Without numbers both meshes are over devices 0, 1, 2, ..., and so share them.
-    src_numbers = device_numbers("source", src.mesh, src.devices)
-    dst_numbers = device_numbers("destination", dst.mesh, dst.devices)
-    if relabel and sorted(src_numbers) != sorted(dst_numbers):
+    src_devices = device_numbers("source", src_end.mesh, src_end.devices)
+    dst_devices = device_numbers("destination", dst_end.mesh, dst_end.devices)
+    if relabel and sorted(src_devices) != sorted(dst_devices):
         raise MeshError(
             "relabel=True is for two meshes over the same devices",
-            hint=f"the source has {device_ranges(src_numbers)}, the destination {device_ranges(dst_numbers)}",
+            hint=f"the source has {device_ranges(src_devices)}, the destination {device_ranges(dst_devices)}",
         )
     request = Request(
         src=src_layout,
         dst=dst_layout,
-        src_mesh=src.mesh,
-        dst_mesh=dst.mesh,
-        src_devices=src_numbers,
-        dst_devices=dst_numbers,
+        src_mesh=src_end.mesh,
+        dst_mesh=dst_end.mesh,
+        src_devices=src_devices,
+        dst_devices=dst_devices,
         shape=shape,
         dtype=name_of(options.dtype),
         profile=load_profile(options.profile),
@@ -357,8 +363,8 @@ def _two_meshes(
             "a mesh beside src_mesh or dst_mesh", hint="pass either mesh, or src_mesh and dst_mesh"
         )
     if src_mesh is None or dst_mesh is None:
-        given = {"src_mesh": src_mesh, "dst_mesh": dst_mesh}
-        missing = [name for name, end_mesh in given.items() if end_mesh is None]
+        meshes_by_name = {"src_mesh": src_mesh, "dst_mesh": dst_mesh}
+        missing = [name for name, end_mesh in meshes_by_name.items() if end_mesh is None]
         raise MeshError(
             f"no {' and no '.join(missing)}", hint="pass a mesh, or src_mesh= and dst_mesh="
         )

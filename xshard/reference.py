@@ -83,10 +83,10 @@ def _fill(block: Block, x: Block, sharding: Sharding, device: int) -> None:
     # One view is the array itself. Others are mirrored copies of it, if it ends at poles of a sphere.
     for view in views(sharding):
         rows = []  # for every dim, the global row at each position of the block; FILL for none
-        for d, end in enumerate(view_ends(sharding, view)):
-            rows.append(end.wanted_rows()[sharding.dim_device(d, device)])
+        for dim_index, end in enumerate(view_ends(sharding, view)):
+            rows.append(end.wanted_rows()[sharding.dim_device(dim_index, device)])
         index = _indices(rows)
-        values = x[index.whole]
+        values = x[index.array]
         if view.sign < 0:  # components of vectors change their sign across a pole
             values = view.sign * values
         block[index.block] = values
@@ -139,7 +139,7 @@ def gather(
                 values = arrays[device][index.block]
                 if view.sign < 0:
                     values = -values
-                write_or_reduce(out, is_written, index.whole, values, op)
+                write_or_reduce(out, is_written, index.array, values, op)
     if sharding.scale != 1:  # a mean
         [out] = Scale(sharding.scale).run([out], sharding)
     return out
@@ -156,9 +156,9 @@ def _devices_with_distinct_blocks(sharding: Sharding) -> list[int]:
 
 def _reduction(layout: Layout) -> str:
     """Return how addends under a layout are reduced, as a key of `REDUCERS`."""
-    for kind in ("max", "min"):
-        if layout.tagged(kind):
-            return kind
+    for tag in ("max", "min"):
+        if layout.tagged(tag):
+            return tag
     return "sum"  # a mean is scaled afterwards
 
 
@@ -171,8 +171,8 @@ def _offers(sharding: Sharding, view: View, device: int) -> Iterator[tuple[Runs,
     view: the array itself, or its image beyond a pole.
     """
     offers = []
-    for d, end in enumerate(view_ends(sharding, view)):
-        offers.append(end.offered_rows()[sharding.dim_device(d, device)])
+    for dim_index, end in enumerate(view_ends(sharding, view)):
+        offers.append(end.offered_rows()[sharding.dim_device(dim_index, device)])
     yield from itertools.product(*offers)
 
 
@@ -180,23 +180,23 @@ class Indices(NamedTuple):
     """Where rows are in a block, and in the global array, as indices of numpy."""
 
     block: Any
-    whole: Any
+    array: Any
 
 
-def _indices(rows: Sequence[Runs]) -> Indices:
+def _indices(rows_by_dim: Sequence[Runs]) -> Indices:
     """Turn rows for every dim into numpy indices of a block, and of the global array.
 
-    Rows (4, FILL, 5) of one dim: places 0 and 2 of the block are rows 4 and 5 of the array, and
-    place 1 holds no row of it.
+    Rows (4, FILL, 5) of one dim: positions 0 and 2 of the block are rows 4 and 5 of the array, and
+    position 1 holds no row of it.
     """
-    places = []
-    numbers = []
-    for runs in rows:
-        row = row_numbers(runs)
-        is_row = row != FILL
-        places.append(is_row)
-        numbers.append(row[is_row])
-    return Indices(np.ix_(*places), np.ix_(*numbers))
+    row_masks = []
+    array_rows = []
+    for rows_of_dim in rows_by_dim:
+        row_array = row_numbers(rows_of_dim)
+        is_row = row_array != FILL
+        row_masks.append(is_row)
+        array_rows.append(row_array[is_row])
+    return Indices(np.ix_(*row_masks), np.ix_(*array_rows))
 
 
 @api_boundary
@@ -226,18 +226,18 @@ def run(plan: Plan | ContractionPlan, *operands: Arrays) -> list[Block]:
     """
     if isinstance(plan, ContractionPlan):
         return _run_contraction(plan, operands).result
-    [blocks] = operands
+    [source_blocks] = operands
     # Copies, since steps may return their input, and the caller's blocks are left as they are.
-    current = [np.array(block) for block in checked_blocks(blocks, plan.source)]
-    dtype = dtypes.name_of(current[0].dtype)
-    for kind, axes in plan.src.tags:
+    current_blocks = [np.array(block) for block in checked_blocks(source_blocks, plan.source)]
+    dtype = dtypes.name_of(current_blocks[0].dtype)
+    for tag, axes in plan.src.tags:
         # A sum that stays is not reduced: then any dtype is right.
-        ends_here = plan.transfer or not set(axes) <= set(plan.dst.tagged(kind))
-        if kind != "copy" and ends_here:
-            dtypes.check_reduction(dtype, kind)
+        is_reduced = plan.transfer or not set(axes) <= set(plan.dst.tagged(tag))
+        if tag != "copy" and is_reduced:
+            dtypes.check_reduction(dtype, tag)
     for step, sharding, _ in plan.stages:
-        current = step.run(current, sharding)
-    return current
+        current_blocks = step.run(current_blocks, sharding)
+    return current_blocks
 
 
 @overload
@@ -332,30 +332,30 @@ def _run_contraction(plan: ContractionPlan, operands: Sequence[Arrays]) -> Contr
         raise ShapeError(f"{len(operands)} operands for the {len(plan.shapes)} of '{plan.text}'")
     *arrays, target = plan.arrays
     values = []  # the operands, then the result of each part; each has one block per device
-    for x, array, move in zip(operands, arrays, plan.moves, strict=True):
-        values.append(blocks_by_name(checked_blocks(x, array), array, move.source))
+    for operand_blocks, array, move in zip(operands, arrays, plan.moves, strict=True):
+        values.append(blocks_by_name(checked_blocks(operand_blocks, array), array, move.source))
     operands_by_part = []
-    for part, value_numbers in zip(plan.parts, _operand_numbers(plan), strict=True):
+    for part, value_indices in zip(plan.parts, _operand_indices(plan), strict=True):
         part_operands = []
-        for number, move in zip(value_numbers, part.moves, strict=True):
-            part_operands.append(run(move, values[number]))
+        for value_index, move in zip(value_indices, part.moves, strict=True):
+            part_operands.append(run(move, values[value_index]))
         operands_by_part.append(part_operands)
         result = contract(_with_names(part, part_operands), part.result.src.names)
         values.append(run(part.result, result))  # such as a reduction of partial sums
     return Contracted(_to_written_dims(values[-1], target, plan.result.target), operands_by_part)
 
 
-def _operand_numbers(plan: ContractionPlan) -> list[list[int]]:
+def _operand_indices(plan: ContractionPlan) -> list[list[int]]:
     """List which values each part of a contraction takes: operands 0, 1, ..., then parts' results.
 
     Three operands, of which the first part contracts the first two -> [0, 1], and [2, 3] or [3, 2].
     """
     unused = list(range(len(plan.moves)))
-    numbers_by_part = []
-    for k, part in enumerate(plan.parts):
-        numbers_by_part.append([unused[i] for i in part.operand_indices])
-        unused = [*remaining(unused, part.operand_indices), len(plan.moves) + k]
-    return numbers_by_part
+    indices_by_part = []
+    for part_index, part in enumerate(plan.parts):
+        indices_by_part.append([unused[i] for i in part.operand_indices])
+        unused = [*remaining(unused, part.operand_indices), len(plan.moves) + part_index]
+    return indices_by_part
 
 
 def _with_names(part: Part, operands: Sequence[Operand]) -> list[NamedOperand]:
@@ -375,15 +375,17 @@ def _pull_back_contraction(
     result of the first part is value 3, and that of the second, the whole result, is value 4.
     """
     operands_by_part = _run_contraction(plan, operands).operands_by_part
-    value_numbers = _operand_numbers(plan)  # by part, such as [[0, 1], [2, 3]]
+    value_indices = _operand_indices(plan)  # by part, such as [[0, 1], [2, 3]]
     n_operands = len(plan.moves)
     last_value = n_operands + len(plan.parts) - 1
     blocks = [np.asarray(block) for block in cotangents]
     # The gradient of each value, by its number. Each value is the operand of just one part.
     gradients = {last_value: blocks_by_name(blocks, plan.arrays[-1], plan.result.target)}
-    for k in reversed(range(len(plan.parts))):
-        of_operands = _gradients(plan.parts[k], operands_by_part[k], gradients[n_operands + k])
-        gradients.update(zip(value_numbers[k], of_operands, strict=True))
+    for part_index in reversed(range(len(plan.parts))):
+        operand_gradients = _gradients(
+            plan.parts[part_index], operands_by_part[part_index], gradients[n_operands + part_index]
+        )
+        gradients.update(zip(value_indices[part_index], operand_gradients, strict=True))
     results = []
     for i, move in enumerate(plan.moves):
         results.append(_to_written_dims(gradients[i], plan.arrays[i], move.source))
@@ -403,8 +405,8 @@ def blocks_by_name(blocks: Sequence[Block], array: Sharding, named: Sharding) ->
     Returns:
         One block per device, with one dim per name.
     """
-    by_device = zip(blocks, _places_by_name(array, named), strict=True)
-    return [block.reshape(-1)[places] for block, places in by_device]
+    blocks_and_positions = zip(blocks, _positions_by_name(array, named), strict=True)
+    return [block.reshape(-1)[positions] for block, positions in blocks_and_positions]
 
 
 def _to_written_dims(blocks: Operand, array: Sharding, named: Sharding) -> Operand:
@@ -412,23 +414,23 @@ def _to_written_dims(blocks: Operand, array: Sharding, named: Sharding) -> Opera
 
     Zeros stand where `blocks_by_name` takes nothing: beside a diagonal.
     """
-    written = []
-    by_device = zip(blocks, _places_by_name(array, named), strict=True)
-    for device, (block, places) in enumerate(by_device):
+    written_blocks = []
+    blocks_and_positions = zip(blocks, _positions_by_name(array, named), strict=True)
+    for device, (block, positions) in enumerate(blocks_and_positions):
         out = np.zeros(array.local_shape(device), block.dtype)
-        out.reshape(-1)[places] = block
-        written.append(out)
-    return written
+        out.reshape(-1)[positions] = block
+        written_blocks.append(out)
+    return written_blocks
 
 
-def _places_by_name(array: Sharding, named: Sharding) -> Iterator[NDArray[np.int64]]:
-    """Iterate over devices: the places in its block, row-major, of the elements with one dim per name."""
+def _positions_by_name(array: Sharding, named: Sharding) -> Iterator[NDArray[np.int64]]:
+    """Yield, for each device, where elements with one dim per name are in its block, row-major."""
     for device in range(array.mesh.n_devices):
         shape = array.local_shape(device)
         rows = partial(named.layout.positions, named.mesh, named.shape, device=device)
-        # Numbers of elements go the way of elements, so that they tell where each is from.
-        numbers = np.arange(math.prod(shape)).reshape(shape)
-        yield named_block(numbers, array.layout, named, named.local_shape(device), rows)
+        # Indices of elements go the way of elements, so that they tell where each is from.
+        element_indices = np.arange(math.prod(shape)).reshape(shape)
+        yield named_block(element_indices, array.layout, named, named.local_shape(device), rows)
 
 
 def _gradients(part: Part, part_operands: list[Operand], cotangent: Operand) -> Iterator[Operand]:
@@ -437,16 +439,16 @@ def _gradients(part: Part, part_operands: list[Operand], cotangent: Operand) -> 
     part_operands: the operands after their moves. Each gradient is moved back to where its operand
         came from.
     """
-    of_result = (part.result.src.names, run(part.result.backward, cotangent))
+    result_gradient = (part.result.src.names, run(part.result.backward, cotangent))
     operands = _with_names(part, part_operands)
     for i, move in enumerate(part.moves):
         names, blocks = operands[i]
-        others = [of_result, *operands[:i], *operands[i + 1 :]]
-        yield run(move.backward, contract_gradient(others, names, blocks))
+        other_operands = [result_gradient, *operands[:i], *operands[i + 1 :]]
+        yield run(move.backward, contract_gradient(other_operands, names, blocks))
 
 
 def contract_gradient(
-    operands: Sequence[NamedOperand], names: tuple[str, ...], like: Operand
+    operands: Sequence[NamedOperand], names: tuple[str, ...], operand_blocks: Operand
 ) -> Operand:
     """Compute one operand's gradient (cotangent) in a local contraction: another contraction.
 
@@ -457,7 +459,7 @@ def contract_gradient(
         operands: The names of dims and the blocks of the result's gradient, and of each operand but
             the one that is asked for: here those with dims "b f" and "d f".
         names: The dims of the operand whose gradient is asked for: "b d".
-        like: The blocks of that operand, which give shapes and dtypes.
+        operand_blocks: The blocks of that operand, which give shapes and dtypes.
 
     Returns:
         One block per device: the gradient of the operand.
@@ -467,13 +469,13 @@ def contract_gradient(
         known_names.update(dims)
     # In `n d, d -> d`, only the first operand has n, which is summed: all rows along n have the
     # same gradient. A factor of ones with the dim n repeats it.
-    repeated_dims = [d for d, name in enumerate(names) if name not in known_names]
-    ones = []  # one block per device
-    for block in like:
-        shape = [block.shape[d] for d in repeated_dims]
-        ones.append(np.ones(shape, block.dtype))
-    repeated_names = tuple(names[d] for d in repeated_dims)
-    return contract([*operands, (repeated_names, ones)], names)
+    repeated_dims = [dim_index for dim_index, name in enumerate(names) if name not in known_names]
+    blocks_of_ones = []  # one block per device
+    for block in operand_blocks:
+        shape = [block.shape[dim_index] for dim_index in repeated_dims]
+        blocks_of_ones.append(np.ones(shape, block.dtype))
+    repeated_names = tuple(names[dim_index] for dim_index in repeated_dims)
+    return contract([*operands, (repeated_names, blocks_of_ones)], names)
 
 
 def contract(operands: Sequence[NamedOperand], names: tuple[str, ...]) -> Operand:
@@ -488,23 +490,23 @@ def contract(operands: Sequence[NamedOperand], names: tuple[str, ...]) -> Operan
     Returns:
         One block per device. Low-precision blocks are added in float32, and rounded once.
     """
-    numbers: dict[str, int] = {}  # of dims, since numpy has 52 letters, and names may be longer
+    dim_indices: dict[str, int] = {}  # of dims, since numpy has 52 letters, and names may be longer
     for dims, _ in operands:
         for name in dims:
-            numbers.setdefault(name, len(numbers))
-    result_numbers = [numbers[name] for name in names]
-    result = []
-    for device, first in enumerate(operands[0][1]):
+            dim_indices.setdefault(name, len(dim_indices))
+    result_indices = [dim_indices[name] for name in names]
+    result_blocks = []
+    for device, first_block in enumerate(operands[0][1]):
         arguments: list[Any] = []
         for dims, blocks in operands:
             block = blocks[device]
             arguments.append(block.astype(np.float32) if _is_low_precision(block) else block)
-            arguments.append([numbers[name] for name in dims])
-        y = np.asarray(np.einsum(*arguments, result_numbers))
-        if _is_low_precision(first):
-            y = y.astype(first.dtype)
-        result.append(y)
-    return result
+            arguments.append([dim_indices[name] for name in dims])
+        y = np.asarray(np.einsum(*arguments, result_indices))
+        if _is_low_precision(first_block):
+            y = y.astype(first_block.dtype)
+        result_blocks.append(y)
+    return result_blocks
 
 
 def _is_low_precision(block: Block) -> bool:

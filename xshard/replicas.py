@@ -68,37 +68,38 @@ class ReplicaCheck(NamedTuple):
                 difference between the devices along the axis, then the largest value that they hold.
             names: Of devices in errors, such as ranks; by default their numbers.
         """
-        measured = np.asarray(differences, np.float64)
-        difference = measured[..., 0]  # [devices, axes]
-        largest = measured[..., 1]
+        difference_and_largest = np.asarray(differences, np.float64)
+        difference = difference_and_largest[..., 0]  # [devices, axes]
+        largest = difference_and_largest[..., 1]
         is_wrong = difference > tolerances.replicas(self.dtype) * largest
         if not is_wrong.any():
             return None
         # Only the first wrong axis is reported, and on it the first device with its group. All devices
         # have the findings of all groups, so that all of them raise the same error.
-        i = int(is_wrong.any(axis=0).argmax())  # `argmax` of bools is the first that is True
-        device = int(is_wrong[:, i].argmax())
-        axis = self.axes[i]
+        # `argmax` of bools is the first that is True.
+        axis_index = int(is_wrong.any(axis=0).argmax())
+        device = int(is_wrong[:, axis_index].argmax())
+        axis = self.axes[axis_index]
         group = self.mesh.group(device, (axis,))
         if names:
-            called = "ranks " + ", ".join(str(names[d]) for d in group)
+            members_text = "ranks " + ", ".join(str(names[dim_index]) for dim_index in group)
         else:
-            called = "devices " + ", ".join(map(str, group))
-        hint = f"by {difference[device, i]:.3g} on {called}, where the largest value is "
-        hint += f"{largest[device, i]:.3g}\n  {self._way_out(axis)}"
-        what = "cotangents" if self.cotangents else "blocks"
-        named = self.sharding.mesh.origin(axis)  # as a layout names it
-        reason = f"{what} differ along {named!r}, where one value is meant"
-        error = ReplicaError(reason, text=self.text, span=self._side(), hint=hint)
+            members_text = "devices " + ", ".join(map(str, group))
+        hint = f"by {difference[device, axis_index]:.3g} on {members_text}, where the largest value is "
+        hint += f"{largest[device, axis_index]:.3g}\n  {self._way_out(axis)}"
+        noun = "cotangents" if self.cotangents else "blocks"
+        axis_name = self.sharding.mesh.origin(axis)  # as a layout names it
+        reason = f"{noun} differ along {axis_name!r}, where one value is meant"
+        error = ReplicaError(reason, text=self.text, span=self._span_of_layout(), hint=hint)
         return with_path(error, self.name)
 
-    def _side(self) -> tuple[int, int]:
-        """Return the place of the layout in the text: the left side, or for cotangents the right."""
-        left, _, right = self.text.partition(ARROW)
+    def _span_of_layout(self) -> tuple[int, int]:
+        """Return the span of the layout in the text: before the arrow, or for cotangents behind it."""
+        before_arrow, _, behind_arrow = self.text.partition(ARROW)
         if not self.cotangents:
-            return 0, len(left.rstrip())
-        end = len(self.text)
-        return end - len(right.lstrip()), end
+            return 0, len(before_arrow.rstrip())
+        text_end = len(self.text)
+        return text_end - len(behind_arrow.lstrip()), text_end
 
     def _way_out(self, axis: str) -> str:
         """Return what to write or do, for blocks that differ along an axis."""
@@ -151,11 +152,11 @@ def _mesh_of_callers(array: Sharding, mesh: Mesh | None) -> Mesh:
     return split_by(mesh, split_of(array.mesh))
 
 
-def are_replicas_checked(asked: bool | None) -> bool:
+def are_replicas_checked(requested: bool | None) -> bool:
     """Return whether replicas are compared: as a call asks, else as the environment does.
 
     Also while they are watched.
     """
     if WATCH is not None:
         return True
-    return ALWAYS if asked is None else asked
+    return ALWAYS if requested is None else requested

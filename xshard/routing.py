@@ -44,17 +44,19 @@ class Groups:
             >>> Groups.of(3, 2).parts, Groups.of([1, 0, 1], 2).parts, Groups.of(None, 2).parts
             ((0, 0, 1), (1, 0, 1), (0, 1))
         """
-        number = n_parts if groups is None else as_whole_number(groups)
-        if number is None:
-            parts = whole_numbers(groups)  # None if it is no list
+        n_groups = n_parts if groups is None else as_whole_number(groups)
+        if n_groups is None:
+            group_parts = whole_numbers(groups)  # None if it is no list
         else:
-            parts = _parts_in_turn(number, n_parts)  # empty unless there is a group
+            group_parts = _parts_in_turn(n_groups, n_parts)  # empty unless there is a group
         # `whole_numbers` makes ints of all numbers that are whole, so that anything else here, such as
         # a bool or 1.5, is an error.
-        if not parts or not all(type(part) is int and 0 <= part < n_parts for part in parts):
+        if not group_parts or not all(
+            type(group_part) is int and 0 <= group_part < n_parts for group_part in group_parts
+        ):
             hint = f"a number of groups, or for each its part, 0 to {n_parts - 1}"
             raise ShapeError(f"groups={short_repr(groups)} along {n_parts} parts", hint=hint)
-        return cls(parts, n_parts)
+        return cls(group_parts, n_parts)
 
     @cached_property
     def numbers(self) -> tuple[int, ...]:
@@ -75,9 +77,9 @@ def _parts_in_turn(n_groups: int, n_parts: int) -> tuple[int, ...]:
     mesh = Mesh(parts=n_parts)
     layout = Layout.parse("g/parts")
     parts = []
-    for part in range(n_parts):
-        n_held = len(layout.positions(mesh, (n_groups,), 0, part))
-        parts += [part] * n_held
+    for part_index in range(n_parts):
+        n_held = len(layout.positions(mesh, (n_groups,), 0, part_index))
+        parts += [part_index] * n_held
     return tuple(parts)
 
 
@@ -93,15 +95,15 @@ def check_rows(rows: Sequence[int], to: Sequence[int], is_whole: bool, **limits:
         is_whole: The dtype of `to` is of whole numbers.
         limits: Options by name, such as a capacity: None for no limit, or a whole number > 0.
     """
-    fits = len(rows) > 0 and len(to) in (1, 2) and to[0] == rows[0]
-    if not (is_whole and fits):
-        kind = "" if is_whole else ", of numbers that are not whole,"
-        what = f"to has shape {tuple(to)}{kind} for rows of shape {tuple(rows)}"
+    fits_rows = len(rows) > 0 and len(to) in (1, 2) and to[0] == rows[0]
+    if not (is_whole and fits_rows):
+        dtype_text = "" if is_whole else ", of numbers that are not whole,"
+        reason = f"to has shape {tuple(to)}{dtype_text} for rows of shape {tuple(rows)}"
         hint = "to[row] is a group, or to[row, choice]; a number below 0 is none"
-        raise ShapeError(what, hint=hint)
+        raise ShapeError(reason, hint=hint)
     for name, limit in limits.items():
         if limit is None:
             continue
-        number = as_whole_number(limit)
-        if number is None or number < 1:
+        count = as_whole_number(limit)
+        if count is None or count < 1:
             raise ShapeError(f"{name}={short_repr(limit)}", hint="a number of copies, 1 or more")

@@ -29,8 +29,8 @@ from xshard.signatures import did_you_mean, short_repr
 ALL = "**"
 NAMED = 8  # most names that an error lists
 # Limits on what a pattern may ask for, so that no text from outside takes all memory or time.
-MOST_SPELLINGS = 1000  # alternatives of one pattern
-MOST_CHARS = 1_000_000  # in all alternatives
+MAX_SPELLINGS = 1000  # alternatives of one pattern
+MAX_CHARS = 1_000_000  # in all alternatives
 DEEPEST = 8  # braces inside braces
 _PARTS = r"[^.]++(?:\.[^.]++)"  # before a star: one part or more
 
@@ -193,20 +193,20 @@ class Rules(Mapping[Pattern, Any]):
                 matched[name] = self._rules[pattern]
         return matched
 
-    def _about_missing(self, decided: Mapping[str, Pattern | None], what: str) -> list[Complaint]:
+    def _about_missing(self, decided: Mapping[str, Pattern | None], noun: str) -> list[Complaint]:
         """Return the complaint about names without a rule. decided: the pattern that fits each name."""
         missing = [name for name, pattern in decided.items() if pattern is None]
         if not missing:
             return []
         patterns = [f"'{pattern_text(pattern)}'" for pattern in self._rules]
         listed_patterns = ", ".join(patterns) if patterns else "nothing"
-        reason = f"no rule for {len(missing)} of {len(decided)} {what}s: {listed_names(missing)}"
+        reason = f"no rule for {len(missing)} of {len(decided)} {noun}s: {listed_names(missing)}"
         hint = (
             f"the rules are for: {listed_patterns}; '**' is for all others, '...' for whole arrays"
         )
         return [Complaint(reason, [hint])]
 
-    def _about_unused(self, decided: Mapping[str, Pattern | None], what: str) -> list[Complaint]:
+    def _about_unused(self, decided: Mapping[str, Pattern | None], noun: str) -> list[Complaint]:
         """List what is wrong with rules that no name uses: they fit none, or come too late.
 
         For the names `up.w` and `down.w` there is a complaint about `{up,gate}.w` (`gate.w` fits
@@ -214,25 +214,27 @@ class Rules(Mapping[Pattern, Any]):
 
         Args:
             decided: For each name the pattern that decides, None if no rule fits.
-            what: The word for a name in errors.
+            noun: The word for a name in errors.
         """
         names = list(decided)
-        used = set(decided.values())
+        deciding_patterns = set(decided.values())
         complaints = []
         for pattern in self._rules:
             has_alternatives = not set("{|").isdisjoint(pattern_text(pattern))
             # A pattern with alternatives may be used by some of them only.
-            if pattern in used and not has_alternatives:
+            if pattern in deciding_patterns and not has_alternatives:
                 continue
-            idle = _unused_alternatives(pattern, names)
-            for alternative in idle:
-                complaints.append(_about_idle(alternative, pattern, names, what))
+            unused_alternatives = _unused_alternatives(pattern, names)
+            for alternative in unused_alternatives:
+                complaints.append(_about_unused_alternative(alternative, pattern, names, noun))
             # All of it fits some name, and yet it is unused: rules before it decide about these names.
-            if not idle and pattern not in used and pattern != ALL:
-                complaints.append(self._about_late(pattern, decided))
+            if not unused_alternatives and pattern not in deciding_patterns and pattern != ALL:
+                complaints.append(self._about_overruled(pattern, decided))
         return complaints
 
-    def _about_late(self, pattern: Pattern, decided: Mapping[str, Pattern | None]) -> Complaint:
+    def _about_overruled(
+        self, pattern: Pattern, decided: Mapping[str, Pattern | None]
+    ) -> Complaint:
         """Return the complaint about a rule that fits names, but rules before it fit them, too."""
         fitted = [name for name in decided if self._fits[pattern].fullmatch(name)]
         earlier = decided[fitted[0]]
@@ -246,7 +248,7 @@ class Rules(Mapping[Pattern, Any]):
 
 
 def match_objects(
-    rules: Rules, objects: Mapping[str, Hashable], what: str, *, partial: bool = True
+    rules: Rules, objects: Mapping[str, Hashable], noun: str, *, partial: bool = True
 ) -> dict[str, Any]:
     """Find the rule of each name, as `Rules.match` does: an object with several names has one rule.
 
@@ -255,27 +257,30 @@ def match_objects(
     Args:
         rules: Patterns of names.
         objects: What has the names: modules, or places in them.
-        what: The word for a name in errors.
+        noun: The word for a name in errors.
         partial: Leave out objects without a rule.
 
     Raises:
         XshardError: Names of an object have different rules, or as `Rules.match`.
     """
     values: dict[str, Any] = {}  # of the names with another rule than `**`
-    deciding: dict[Hashable, str] = {}  # the first of these names, by object
-    for name, x in objects.items():
+    deciding_name: dict[Hashable, str] = {}  # the first of these names, by object
+    for name, obj in objects.items():
         if rules.pattern_for(name) in (None, ALL):
             continue
         values[name] = rules.find(name)
-        first = deciding.setdefault(x, name)
-        if values[first] != values[name]:
-            reason = f"{first} and {name} are one {what}, with rules {values[first]!r} and {values[name]!r}"
+        first_name = deciding_name.setdefault(obj, name)
+        if values[first_name] != values[name]:
+            reason = f"{first_name} and {name} are one {noun}, "
+            reason += f"with rules {values[first_name]!r} and {values[name]!r}"
             raise PlanError(reason, hint="leave one out, or write the same for both")
-    names = [name for name, x in objects.items() if name in values or x not in deciding]
-    matched = rules.match(names, partial=partial, what=what)
-    for name, x in objects.items():
-        if x in deciding:
-            matched[name] = matched[deciding[x]]
+    undecided_names = [
+        name for name, obj in objects.items() if name in values or obj not in deciding_name
+    ]
+    matched = rules.match(undecided_names, partial=partial, what=noun)
+    for name, obj in objects.items():
+        if obj in deciding_name:
+            matched[name] = matched[deciding_name[obj]]
     return matched
 
 
@@ -288,16 +293,18 @@ def _check_value(pattern: Pattern, value: str) -> None:
             Layout.parse(value)
 
 
-def _about_idle(alternative: Pattern, pattern: Pattern, names: list[str], what: str) -> Complaint:
+def _about_unused_alternative(
+    alternative: Pattern, pattern: Pattern, names: list[str], noun: str
+) -> Complaint:
     """Return the complaint about an alternative of a pattern, or all of it, that fits no name."""
-    place = ""
+    pattern_prefix = ""
     if alternative != pattern:
-        place = f"'{pattern_text(alternative)}' in "
-    hints = [f"the {what}s are: {listed_names(names)}"]
-    meant = nearest_hint(alternative, names)
-    if meant:
-        hints.insert(0, meant)
-    return Complaint(f"{place}rule '{pattern_text(pattern)}' fits no {what}", hints)
+        pattern_prefix = f"'{pattern_text(alternative)}' in "
+    hints = [f"the {noun}s are: {listed_names(names)}"]
+    suggestion = nearest_hint(alternative, names)
+    if suggestion:
+        hints.insert(0, suggestion)
+    return Complaint(f"{pattern_prefix}rule '{pattern_text(pattern)}' fits no {noun}", hints)
 
 
 @api_boundary
@@ -351,8 +358,8 @@ def _owned_by(owner: int, shape: Sequence[int], axis: str, n_devices: int) -> st
     sizes = ["0"] * n_devices
     sizes[owner] = str(shape[0])
     dims = [f"o/sizes({axis},{','.join(sizes)})"]
-    for d in range(1, len(shape)):
-        dims.append(f"d{d}" if d > 1 else "i")  # as weights are written: out, in
+    for dim_index in range(1, len(shape)):
+        dims.append(f"d{dim_index}" if dim_index > 1 else "i")  # as weights are written: out, in
     return " ".join(dims)
 
 
@@ -402,12 +409,13 @@ def nearest_hint(spelling: Pattern, names: Collection[str]) -> str:
         with_star = ".".join((*parts[:i], "*", *parts[i + 1 :]))
         candidates: set[str] = set()
         for name in names:
-            texts = match_stars(with_star, name)  # what each star stands for, from left to right
-            if texts:
-                candidates.add(texts[n_stars_before])  # for the star in place of the part
-        meant = did_you_mean(part, candidates)
-        if meant:
-            return f"'{spelling}': {meant.strip()}"
+            # The text that each star stands for, from left to right.
+            star_texts = match_stars(with_star, name)
+            if star_texts:
+                candidates.add(star_texts[n_stars_before])  # for the star in place of the part
+        suggestion = did_you_mean(part, candidates)
+        if suggestion:
+            return f"'{spelling}': {suggestion.strip()}"
     return ""
 
 
@@ -440,13 +448,13 @@ def fill_stars(pattern: str, texts: Sequence[str]) -> str:
 
     The inverse of `match_stars`: "a.*.w" with ("0",) -> "a.0.w". A `**` for no parts leaves no dot.
     """
-    left = iter(texts)
-    parts = []
+    unused_texts = iter(texts)
+    filled_parts = []
     for part in pattern.split("."):
-        text = re.sub(r"\*\*?", lambda _: next(left), part)
-        if text or part != ALL:
-            parts.append(text)
-    return ".".join(parts)
+        filled = re.sub(r"\*\*?", lambda _: next(unused_texts), part)
+        if filled or part != ALL:
+            filled_parts.append(filled)
+    return ".".join(filled_parts)
 
 
 @lru_cache(maxsize=4096)
@@ -500,21 +508,21 @@ def spellings(pattern: str) -> tuple[str, ...]:
     # What is written out so far: of the pattern as a whole, then of each brace that is open.
     levels = [_Alternatives((0, 0))]
     for token in re.finditer(r"[{}|,]|[^{}|,]+", pattern):
-        text = token[0]
-        if text == "{":
+        token_text = token[0]
+        if token_text == "{":
             if len(levels) > DEEPEST:
                 raise _malformed(f"braces inside more than {DEEPEST} others", pattern, token.span())
             levels.append(_Alternatives(token.span()))
             continue
-        if text == "}":
+        if token_text == "}":
             closed = levels.pop()
             if not levels:
                 raise _malformed("'}' closes nothing", pattern, token.span())
             levels[-1].append(closed.all, pattern)
-        elif text == "|" or (text == "," and len(levels) > 1):
+        elif token_text == "|" or (token_text == "," and len(levels) > 1):
             levels[-1].begin_next()
         else:
-            levels[-1].append([text], pattern)
+            levels[-1].append([token_text], pattern)
         _check_number(len(levels[-1].all), pattern)
     if len(levels) > 1:
         raise _malformed("'{' is not closed", pattern, levels[-1].span)
@@ -523,11 +531,11 @@ def spellings(pattern: str) -> tuple[str, ...]:
 
 def _check_number(n_spellings: int, pattern: str) -> None:
     """Raise NotationError if a pattern has too many spellings, or too long ones."""
-    whole = (0, len(pattern))
-    if n_spellings > MOST_SPELLINGS:
-        raise _malformed(f"a pattern of more than {MOST_SPELLINGS} spellings", pattern, whole)
-    if n_spellings * len(pattern) > MOST_CHARS:
-        raise _malformed(f"a pattern of more than {MOST_CHARS} characters", pattern, whole)
+    whole_span = (0, len(pattern))
+    if n_spellings > MAX_SPELLINGS:
+        raise _malformed(f"a pattern of more than {MAX_SPELLINGS} spellings", pattern, whole_span)
+    if n_spellings * len(pattern) > MAX_CHARS:
+        raise _malformed(f"a pattern of more than {MAX_CHARS} characters", pattern, whole_span)
 
 
 def _regex(spelling: str, pattern: str) -> str:
@@ -588,12 +596,12 @@ def _part_regex(part: str, pattern: str) -> str:
         raise _malformed("'**' stands for whole parts", pattern, _span_of_all(part, pattern))
     if part == "*":
         return "([^.]+)"  # a whole part is not empty
-    first, *pieces = [re.escape(piece) for piece in part.split("*")]
-    if not pieces:
-        return first
-    *inner, last = pieces
-    middle = "".join(f"(?>([^.]*?){piece})" for piece in inner)
-    return f"{first}{middle}([^.]*){last}"
+    start_regex, *other_regexes = [re.escape(text) for text in part.split("*")]
+    if not other_regexes:
+        return start_regex
+    *middle_regexes, end_regex = other_regexes
+    middle = "".join(f"(?>([^.]*?){text})" for text in middle_regexes)
+    return f"{start_regex}{middle}([^.]*){end_regex}"
 
 
 def _span_of_all(part: str, pattern: str) -> Span:
@@ -601,8 +609,8 @@ def _span_of_all(part: str, pattern: str) -> Span:
     start = pattern.find(part)
     if start < 0:
         return (0, len(pattern))
-    stars = start + part.index(ALL)
-    return (stars, stars + len(ALL))
+    stars_start = start + part.index(ALL)
+    return (stars_start, stars_start + len(ALL))
 
 
 def _malformed(reason: str, pattern: str, span: Span) -> NotationError:

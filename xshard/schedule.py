@@ -97,13 +97,15 @@ class Timeline(Pictured):
             row = COMPUTING if span.lane == EXPOSED else span.lane
             line = lines.setdefault(row, [" "] * columns)
             if span.end_s > span.begin_s:
-                first = round(span.begin_s / per_column)
-                last = max(first + 1, round(span.end_s / per_column))
+                first_column = round(span.begin_s / per_column)
+                stop_column = max(first_column + 1, round(span.end_s / per_column))
                 mark = _MARKS.get(span.lane, _LINK_MARK)
-                line[first:last] = mark * len(line[first:last])
+                line[first_column:stop_column] = mark * len(line[first_column:stop_column])
         rows = [(lane, "".join(line)) for lane, line in lines.items()]
-        total = f"{format_seconds(self.seconds)}, of which {format_seconds(self.exposed_s)} exposed"
-        return f"{align_columns(rows)}\n{total}"
+        summary = (
+            f"{format_seconds(self.seconds)}, of which {format_seconds(self.exposed_s)} exposed"
+        )
+        return f"{align_columns(rows)}\n{summary}"
 
 
 @dataclass(frozen=True)
@@ -158,36 +160,36 @@ class Schedule:
     @property
     def bytes_on_way(self) -> int:
         """The most bytes that are on the way at one time."""
-        most = 0
-        now = 0
+        max_bytes = 0
+        current_bytes = 0
         for step, awaited in zip(self.steps, self._awaited_starts(), strict=True):
             if isinstance(step, Start):
-                now += step.n_bytes
+                current_bytes += step.n_bytes
             elif awaited is not None:
-                now -= awaited.n_bytes
-            most = max(most, now)
-        return most
+                current_bytes -= awaited.n_bytes
+            max_bytes = max(max_bytes, current_bytes)
+        return max_bytes
 
     def timeline(self) -> Timeline:
         """Simulate the schedule on a device and its links: a link carries moves one after the other."""
-        now = 0.0
+        now_s = 0.0
         free_at: dict[str, float] = {}  # by link
         arrives_at: dict[str, float] = {}
         spans = []
         for step in self.steps:
             if isinstance(step, Compute):
-                spans.append(Span(COMPUTING, step.name, now, now + step.seconds))
-                now += step.seconds
+                spans.append(Span(COMPUTING, step.name, now_s, now_s + step.seconds))
+                now_s += step.seconds
             elif isinstance(step, Start):
-                begin = max(now, free_at.get(step.link, 0.0))
-                end = begin + step.seconds
-                spans.append(Span(step.link, step.name, begin, end))
-                free_at[step.link] = end
-                arrives_at[step.name] = end
-            elif arrives_at[step.name] > now:
-                spans.append(Span(EXPOSED, step.name, now, arrives_at[step.name]))
-                now = arrives_at[step.name]
-        return Timeline(tuple(spans), now)
+                begin_s = max(now_s, free_at.get(step.link, 0.0))
+                end_s = begin_s + step.seconds
+                spans.append(Span(step.link, step.name, begin_s, end_s))
+                free_at[step.link] = end_s
+                arrives_at[step.name] = end_s
+            elif arrives_at[step.name] > now_s:
+                spans.append(Span(EXPOSED, step.name, now_s, arrives_at[step.name]))
+                now_s = arrives_at[step.name]
+        return Timeline(tuple(spans), now_s)
 
     def __str__(self) -> str:
         """Write a table: what is started and awaited before each module computes.
@@ -265,14 +267,16 @@ def last_started(n_bytes: Sequence[int], prefetch: Bytes) -> list[int]:
         n_bytes: The bytes that travel for each turn.
         prefetch: How much travels ahead: a number of modules, bytes as "64MiB", or None for all.
     """
-    last = len(n_bytes) - 1
+    last_turn = len(n_bytes) - 1
     limit = limit_of(prefetch, "prefetch")
     if limit is None:
-        return [last] * len(n_bytes)
+        return [last_turn] * len(n_bytes)
     if not isinstance(prefetch, str):
-        return [min(i + limit, last) for i in range(len(n_bytes))]
-    sums = list(accumulate(n_bytes))  # of each turn and those before it
-    return [bisect_right(sums, sums[i] + limit) - 1 for i in range(len(n_bytes))]
+        return [min(i + limit, last_turn) for i in range(len(n_bytes))]
+    cumulative_bytes = list(accumulate(n_bytes))  # of each turn and those before it
+    return [
+        bisect_right(cumulative_bytes, cumulative_bytes[i] + limit) - 1 for i in range(len(n_bytes))
+    ]
 
 
 def prefetched(turns: Sequence[Turn], prefetch: Bytes) -> Schedule:
@@ -286,13 +290,13 @@ def prefetched(turns: Sequence[Turn], prefetch: Bytes) -> Schedule:
     n_bytes = [0 if move is None else move.n_bytes for move in moves]
     steps: list[ScheduleStep] = []
     n_started = 0
-    for turn, last in zip(turns, last_started(n_bytes, prefetch), strict=True):
+    for turn, last_index in zip(turns, last_started(n_bytes, prefetch), strict=True):
         # Before it waits for its own: so the links are not idle while it arrives.
-        starting = [turn.activations, *moves[n_started : last + 1]]
-        steps += [move for move in starting if move is not None]
-        n_started = last + 1
-        awaited = [turn.parameters, turn.activations]
-        steps += [Wait(move.name) for move in awaited if move is not None]
+        started_moves = [turn.activations, *moves[n_started : last_index + 1]]
+        steps += [move for move in started_moves if move is not None]
+        n_started = last_index + 1
+        awaited_moves = [turn.parameters, turn.activations]
+        steps += [Wait(move.name) for move in awaited_moves if move is not None]
         steps.append(Compute(turn.name, turn.seconds))
     return Schedule(tuple(steps))
 
@@ -312,22 +316,22 @@ def training_step(forward: Sequence[Turn], backward: Sequence[Turn], prefetch: B
     as_forward = [Turn(turn.name, parameters=turn.gradients) for turn in reversed(backward)]
     scattered = prefetched(as_forward, prefetch).backward
     activations = [turn.activations for turn in backward]
-    first_run, *gathers = _between_computing(gathered)
-    _, *gradients = _between_computing(scattered)
-    steps = [*prefetched(forward, prefetch).steps, *first_run]
-    for turn, gradient_run, run in zip(backward, gradients, gathers, strict=True):
+    first_gathering, *gatherings = _moves_between_computing(gathered)
+    _, *scatterings = _moves_between_computing(scattered)
+    steps = [*prefetched(forward, prefetch).steps, *first_gathering]
+    for turn, scattering, gathering in zip(backward, scatterings, gatherings, strict=True):
         steps.append(Compute(turn.name, turn.seconds))
         # Activations come before what has time: the sort keeps the order of all others.
-        steps += sorted([*gradient_run, *run], key=lambda step: step not in activations)
+        steps += sorted([*scattering, *gathering], key=lambda step: step not in activations)
     return Schedule(tuple(steps))
 
 
-def _between_computing(schedule: Schedule) -> list[list[ScheduleStep]]:
+def _moves_between_computing(schedule: Schedule) -> list[list[ScheduleStep]]:
     """Return the steps before the first module computes, between each two, and after the last."""
-    runs: list[list[ScheduleStep]] = [[]]
+    step_groups: list[list[ScheduleStep]] = [[]]
     for step in schedule.steps:
         if isinstance(step, Compute):
-            runs.append([])
+            step_groups.append([])
         else:
-            runs[-1].append(step)
-    return runs
+            step_groups[-1].append(step)
+    return step_groups

@@ -18,8 +18,8 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 
-MOST_LIKE = 100  # characters of a word that is compared to known ones
-MOST_SHOWN = 60  # characters of a value in an error
+MAX_LIKE = 100  # characters of a word that is compared to known ones
+MAX_SHOWN = 60  # characters of a value in an error
 # Names of arguments in other systems, and those here.
 ELSEWHERE = {
     "params": "parameters",
@@ -47,27 +47,29 @@ def as_whole_number(value: Any) -> int | None:
 
 def short_repr(value: object) -> str:
     """Return a value as an error shows it: as it is written where that is short, else its type."""
-    kind = f"a {type(value).__name__}"
+    type_text = f"a {type(value).__name__}"
     try:
         text = repr(value)
     except ValueError:  # Python writes no number of more than 4,300 digits
-        return kind
-    is_short = len(text) <= MOST_SHOWN and "\n" not in text
-    return text if is_short else kind
+        return type_text
+    is_short = len(text) <= MAX_SHOWN and "\n" not in text
+    return text if is_short else type_text
 
 
-def did_you_mean(word: str, known: Collection[str], others: Mapping[str, str] | None = None) -> str:
+def did_you_mean(
+    word: str, known_words: Collection[str], words_elsewhere: Mapping[str, str] | None = None
+) -> str:
     """Return the beginning of a hint: `psum` -> "did you mean 'sum'? "; "" if no word is close.
 
     Args:
         word: An unknown word of a user.
-        known: The words that may be meant.
-        others: Words of other systems, with the words for them here.
+        known_words: The words that may be meant.
+        words_elsewhere: Words of other systems, with the words for them here.
     """
-    if others is not None and word.lower() in others:
-        return f"did you mean {others[word.lower()]!r}? "
-    close = difflib.get_close_matches(word, known, 1) if len(word) <= MOST_LIKE else []
-    return f"did you mean {close[0]!r}? " if close else ""
+    if words_elsewhere is not None and word.lower() in words_elsewhere:
+        return f"did you mean {words_elsewhere[word.lower()]!r}? "
+    close_words = difflib.get_close_matches(word, known_words, 1) if len(word) <= MAX_LIKE else []
+    return f"did you mean {close_words[0]!r}? " if close_words else ""
 
 
 # ---- annotations
@@ -107,37 +109,44 @@ def test_of(annotation: Any) -> Test:
             `isinstance` cannot ask, take all values.
     """
     origin = typing.get_origin(annotation) or annotation
-    parts = typing.get_args(annotation)
+    arguments = typing.get_args(annotation)
     if origin in _TESTS:
         return _TESTS[origin]
     if origin is Literal:
-        return lambda value: isinstance(value, str) and value in parts
+        return lambda value: isinstance(value, str) and value in arguments
     if origin is Annotated:
-        kind, low, high = parts
-        test = test_of(kind)
+        plain_annotation, low, high = arguments
+        test = test_of(plain_annotation)
         return lambda value: test(value) and _is_within(low, high, value)
 
-    tests = [test_of(part) for part in parts if part is not ...]
+    tests = [test_of(argument) for argument in arguments if argument is not ...]
     if origin in (typing.Union, types.UnionType):
         return lambda value: any(test(value) for test in tests)
     if not isinstance(origin, type):
         return _TESTS[Any]  # such as a type variable
-    is_checkable = getattr(origin, "_is_runtime_protocol", False) and not parts
+    is_checkable = getattr(origin, "_is_runtime_protocol", False) and not arguments
     if getattr(origin, "_is_protocol", False) and not is_checkable:
         return _TESTS[Any]  # for type checkers alone
-    if parts and issubclass(origin, Mapping):
-        takes_key, takes_value = tests
-        return lambda value: (
-            isinstance(value, Mapping)
-            and all(takes_key(key) and takes_value(item) for key, item in value.items())
-        )
-    if parts and issubclass(origin, Collection):
+    if arguments and issubclass(origin, Mapping):
+        return _test_of_mapping(*tests)
+    if arguments and issubclass(origin, Collection):
         # For Sequence[str], "xy" may stand for ["x", "y"].
-        others = Mapping if annotation == Sequence[str] else str | Mapping
-        return lambda value: not isinstance(value, others) and _takes_items(tests, value)
+        excluded_types = Mapping if annotation == Sequence[str] else str | Mapping
+        return lambda value: not isinstance(value, excluded_types) and _takes_items(tests, value)
     if hasattr(origin, "dtype"):  # arrays of numpy will do for those of a framework
         return lambda value: hasattr(value, "dtype")
     return lambda value: isinstance(value, origin)
+
+
+def _test_of_mapping(takes_key: Test, takes_value: Test) -> Test:
+    """Return the predicate of mappings whose keys and values pass these tests."""
+
+    def test(value: Any) -> bool:
+        if not isinstance(value, Mapping):
+            return False
+        return all(takes_key(key) and takes_value(item) for key, item in value.items())
+
+    return test
 
 
 def _is_within(low: float, high: float, value: Any) -> bool:
@@ -149,7 +158,9 @@ def _takes_items(tests: Sequence[Test], value: Any) -> bool:
     """Return whether a value is a sequence, each of whose items passes one of the tests."""
     try:
         # Reading an iterator would use it up.
-        return isinstance(value, Iterator) or all(any(t(x) for t in tests) for x in value)
+        return isinstance(value, Iterator) or all(
+            any(test(item) for test in tests) for item in value
+        )
     except TypeError:  # it is no sequence
         return False
 
@@ -180,7 +191,7 @@ class Signature:
         parameters = self.signature.parameters
         names = inspect.unwrap(function).__globals__
         self.annotations = {
-            name: _evaluated(parameter.annotation, names) for name, parameter in parameters.items()
+            name: _evaluate(parameter.annotation, names) for name, parameter in parameters.items()
         }
         self.tests = {name: test_of(annotation) for name, annotation in self.annotations.items()}
         self.positional = inspect.getfullargspec(inspect.unwrap(function)).args
@@ -200,8 +211,8 @@ class Signature:
             kwargs: Arguments by name.
             has_failed: The call has raised: look also at arguments that a parser reads, and at names.
         """
-        given = {**dict(zip(self.positional, args, strict=False)), **kwargs}
-        for name, value in given.items():
+        values_by_name = {**dict(zip(self.positional, args, strict=False)), **kwargs}
+        for name, value in values_by_name.items():
             if name not in self.tests or (name in self.parsed and not has_failed):
                 continue
             if not self.tests[name](value):
@@ -230,7 +241,7 @@ class Signature:
         return None
 
 
-def _evaluated(annotation: Any, names: dict[str, Any]) -> Any:
+def _evaluate(annotation: Any, names: dict[str, Any]) -> Any:
     """Return an annotation that may be text as what it stands for; Any for one that is not imported."""
     if annotation is inspect.Parameter.empty:
         return Any

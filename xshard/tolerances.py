@@ -24,9 +24,9 @@ def rounding(dtypes: Iterable[str]) -> float:
     """
     tolerances = []
     for name in dtypes:
-        part = _PARTS_OF_COMPLEX.get(name, name)
-        unknown = _ROUNDING_OF_SHORT_FLOATS if "float" in part else EXACT
-        tolerances.append(_ROUNDING.get(part, unknown))
+        real_name = _PARTS_OF_COMPLEX.get(name, name)
+        default_tolerance = _ROUNDING_OF_SHORT_FLOATS if "float" in real_name else EXACT
+        tolerances.append(_ROUNDING.get(real_name, default_tolerance))
     return max(tolerances)
 
 

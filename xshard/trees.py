@@ -98,8 +98,8 @@ def leaves_with_values(
         else:
             value_of = dict.fromkeys(names, value)
         for name, x in named:
-            given = value_of[name] if takes_value(x) else None
-            leaves.append(Leaf(joined(branch, name), x, given))
+            leaf_value = value_of[name] if takes_value(x) else None
+            leaves.append(Leaf(joined(branch, name), x, leaf_value))
     return leaves
 
 
@@ -129,68 +129,74 @@ def is_shape(value: Any) -> bool:
 
 
 def prefix_branches(
-    given: Any,
+    value_tree: Any,
     tree: Any,
     is_value: Test,
-    what: tuple[str, str],
+    nouns: tuple[str, str],
     *,
     children: Callable[[Any], dict[Any, Any] | None] = children,
     name: str = "",
     error: type[XshardError] = PlanError,
 ) -> Iterator[tuple[str, Any, Any]]:
-    """Match given values with the branches of a tree that each one is for.
+    """Match values with the branches of a tree that each one is for.
 
-    For the tree {"a": {"w": x, "b": y}, "c": z}, given {"a": 1, "c": 2}: yields
-    ("a", 1, {"w": x, "b": y}) and ("c", 2, z). Given 3: ("", 3, the tree).
+    For the tree {"a": {"w": x, "b": y}, "c": z} and values {"a": 1, "c": 2}: yields
+    ("a", 1, {"w": x, "b": y}) and ("c", 2, z). For the value 3: ("", 3, the tree).
 
     Args:
-        given: The values: one, or a tree of them that ends at branches of `tree`. For a module or
+        value_tree: The values: one, or a tree of them that ends at branches of `tree`. For a module or
             another object with named parts, a dict that is not nested like it is taken for patterns
             over names: then the value is a `Rules`.
         tree: The tree.
         is_value: Whether something is one value.
-        what: What errors call the tree and its values, such as ("tensors", "layouts").
+        nouns: What errors call the tree and its values, such as ("tensors", "layouts").
         children: A function that returns the branches of a tree by key, or None for a leaf.
         name: The name of the tree in a larger one.
         error: The class of errors.
 
     Yields:
-        (name of a branch, the value given for it, the branch).
+        (name of a branch, its value, the branch).
     """
-    # Asked before `given` is looked into: a value may be a tuple itself, as a pair of layouts is.
-    if isinstance(given, Rules) or is_value(given):
-        yield name, given, tree
+    # Asked before `value_tree` is looked into: a value may be a tuple itself, as a pair of layouts is.
+    if isinstance(value_tree, Rules) or is_value(value_tree):
+        yield name, value_tree, tree
         return
-    parts = children(tree)
-    values = children(given)
-    tree_kind, values_kind = what
-    place = f"{tree_kind} at {name!r}" if name else tree_kind
-    if parts is None or values is None:
-        reason = f"{place}: one array, but {values_kind} {short_repr(given)}"
-        raise error(reason, hint=f"one of the {values_kind} for each array")
-    are_alike = isinstance(tree, Mapping) == isinstance(given, Mapping)
-    if are_alike and parts.keys() == values.keys():
-        for key, part in parts.items():
-            part_name = f"{name}.{key}" if name else str(key)
+    branches = children(tree)
+    value_branches = children(value_tree)
+    tree_noun, values_noun = nouns
+    tree_text = f"{tree_noun} at {name!r}" if name else tree_noun
+    if branches is None or value_branches is None:
+        reason = f"{tree_text}: one array, but {values_noun} {short_repr(value_tree)}"
+        raise error(reason, hint=f"one of the {values_noun} for each array")
+    are_alike = isinstance(tree, Mapping) == isinstance(value_tree, Mapping)
+    if are_alike and branches.keys() == value_branches.keys():
+        for key, subtree in branches.items():
+            subtree_name = f"{name}.{key}" if name else str(key)
             yield from prefix_branches(
-                values[key], part, is_value, what, children=children, name=part_name, error=error
+                value_branches[key],
+                subtree,
+                is_value,
+                nouns,
+                children=children,
+                name=subtree_name,
+                error=error,
             )
-    elif isinstance(given, dict) and not isinstance(tree, dict | list | tuple):
+    elif isinstance(value_tree, dict) and not isinstance(tree, dict | list | tuple):
         # The tree is a module or another object whose parts have names, and the dict is not nested
         # like it: its keys are patterns over these names.
-        yield name, Rules(given), tree
+        yield name, Rules(value_tree), tree
     else:
-        difference = f"{_described(tree, parts)}, and {_described(given, values)}"
-        reason = f"{place} and {values_kind} differ: {difference}"
+        difference = f"{_describe(tree, branches)}, and {_describe(value_tree, value_branches)}"
+        reason = f"{tree_text} and {values_noun} differ: {difference}"
         hint = "one for each array, or one for all arrays of a branch; patterns over names: xshard.Rules"
         raise error(reason, hint=hint)
 
 
-def _described(tree: Any, parts: Mapping[Any, Any]) -> str:
+def _describe(tree: Any, branches: Mapping[Any, Any]) -> str:
     """Return what an error says of the branches of a tree: their keys, or how many they are."""
     if isinstance(tree, Mapping):
-        return f"keys {listed_names(list(map(repr, parts)))}"
-    return f"{len(parts)} items"
+        return f"keys {listed_names(list(map(repr, branches)))}"
+    return f"{len(branches)} items"
 
 
 # ---- groups of limited size

@@ -16,7 +16,7 @@ from benchmarks.claim import Row
 from benchmarks.einsum.cases import Case
 
 FILE = DATA / "einsum_peers.json"
-MOST_DEVICES = 64
+MAX_DEVICES = 64
 
 
 def figures(forward: Row, backward: Row) -> Row:
@@ -37,7 +37,7 @@ def live(cases: Sequence[Case]) -> Row:
     from benchmarks.einsum import dtensor, xla
     from benchmarks.jax_devices import configure
 
-    configure(MOST_DEVICES)
+    configure(MAX_DEVICES)
     known = recorded()
     for name, package, measured in (
         ("xla", "jax", xla.measured),

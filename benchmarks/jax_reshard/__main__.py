@@ -18,7 +18,7 @@ from benchmarks.by_turns import alone, middle
 from benchmarks.cases import load, scaled
 from benchmarks.claim import Row, finish
 from benchmarks.jax_reshard import claims
-from benchmarks.jax_reshard.claims import DEFAULT, FEWEST_BYTES, MOST_DEVICES
+from benchmarks.jax_reshard.claims import DEFAULT, FEWEST_BYTES, MAX_DEVICES
 from xshard.formatting import format_bytes
 
 TIMED_DEVICES = 8
@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     quick = "a few cases, one small timing"
     options = record.options("jax_reshard", __doc__, quick=quick).parse_args(arguments)
     # XLA's threads: with fewer than devices, programs that wait for each other can wait for ever.
-    os.environ.setdefault("PJRT_NPROC", str(MOST_DEVICES))
+    os.environ.setdefault("PJRT_NPROC", str(MAX_DEVICES))
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # XLA warns of every case that it replicates
     rows, dispatch = measure(*(QUICK if options.quick else FULL))
     judged = claims.judge(**rows, dispatch=dispatch)
@@ -51,8 +51,8 @@ def measure(
     from benchmarks.jax_reshard import measures  # imports JAX, which reads its environment first
     from benchmarks.jax_reshard.measures import Move, addable
 
-    measures.configure(MOST_DEVICES, x64=True)  # some cases have dtype float64
-    cases = [c for c in load("public") if c.is_even and c.mesh.n_devices <= MOST_DEVICES][::stride]
+    measures.configure(MAX_DEVICES, x64=True)  # some cases have dtype float64
+    cases = [c for c in load("public") if c.is_even and c.mesh.n_devices <= MAX_DEVICES][::stride]
     compiled = [
         measures.compiled([Move(addable(c), profile) for profile in (FEWEST_BYTES, DEFAULT)])
         for c in record.shown(cases, "compiling")

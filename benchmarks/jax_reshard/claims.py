@@ -16,7 +16,7 @@ from xshard.formatting import format_bytes
 FEWEST_BYTES = "bandwidth"
 DEFAULT = "h100"
 HOST = "host"
-MOST_DEVICES = 64
+MAX_DEVICES = 64
 LEAST = 0.9  # our program is at least so many times as fast as XLA's
 # Of temporary memory: tables of indices, and the 64 bytes that XLA rounds every buffer up to.
 SLACK_BYTES = 4096

@@ -22,7 +22,7 @@ from benchmarks import by_turns
 from benchmarks.cases import Case
 from benchmarks.claim import Row
 from benchmarks.jax_devices import configure
-from benchmarks.jax_reshard.claims import HOST, MOST_DEVICES, holds_more, within
+from benchmarks.jax_reshard.claims import HOST, MAX_DEVICES, holds_more, within
 from jax_bridge.arrays.program import make_program
 from jax_bridge.arrays.stored import ArrayMesh
 from jax_bridge.lower.transports import rounds
@@ -168,7 +168,7 @@ def _ours(move: Move) -> Row:
 
 def timed(case: Case, turns: int) -> Row:
     """Both programs on the same array; to be called in a new process, which gets host devices."""
-    configure(MOST_DEVICES, x64=True)
+    configure(MAX_DEVICES, x64=True)
     move = Move(case, HOST)
     x = move.array()
     xla = move.xla()

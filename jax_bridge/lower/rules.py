@@ -78,7 +78,7 @@ class StepContext(NamedTuple):
         can_split = op == "sum" and not any(map(is_vmapped, axes))
         links = self.fabric.spans if can_split and self.fabric.has_phases(axes) else ()
         mesh = self.before.mesh
-        return Phases.of_axes(mesh, axes, links, numbers=range(mesh.n_devices))
+        return Phases.of_axes(mesh, axes, links, block_indices=range(mesh.n_devices))
 
     def group_arguments(self, phases: Phases) -> list[dict[str, Any]]:
         """Return the arguments of the collective of every phase, the fastest links first."""

@@ -19,7 +19,7 @@ from jax_bridge.lower.exchange import AXIS, NewBlock, SentPart, transfer
 from jax_bridge.lower.transports import PERMUTE, RAGGED
 from jax_bridge.specs import storage_sharding
 from xshard import Layout, Mesh, Plan
-from xshard.layout.runs import Segment, merged_segments, row_numbers
+from xshard.layout.runs import Segment, merge_segments, row_numbers
 from xshard.plans.plan import Stage
 from xshard.plans.transfer import Transfer
 from xshard.state.parts import NEW, ArrayPart
@@ -344,7 +344,7 @@ def _rows_of_block(
     rows = [rows_at(segments, 0), rows_at(segments, 1)]  # at the sender, at the receiver
     rows[end] = row_numbers(sharded.rows_on(device, part_dim))[rows[end]]
     # Segments of one row each, merged where rows follow each other at both ends.
-    return merged_segments(np.stack([*rows, np.ones_like(rows[0])], axis=1))
+    return merge_segments(np.stack([*rows, np.ones_like(rows[0])], axis=1))
 
 
 # ---- program

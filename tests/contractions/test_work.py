@@ -87,7 +87,7 @@ def test_the_search_counts_the_work_of_its_plan(text):
     works = {}
     for placement in shardings.placements:
         candidate = CandidateSearch(shardings, prices, "forward+backward").candidate(placement)
-        works[tuple(move.dst for move in candidate.moves[:-1])] = candidate.work
+        works[tuple(move.dst for move in candidate.moves[:-1])] = candidate.work_s
     assert works[tuple(move.dst for move in part.moves)] == (1 + len(part.moves)) * part.work
 
 

@@ -30,7 +30,7 @@ from xshard.notation.parser import BY, INTERVALS, ORDERS, SEGMENTS, SIZES, Dim, 
 
 NAMES = ("b", "s", "c", "d")
 LENGTHS = (0, 1, 2, 3, 4, 4, 5, 6, 7, 8, 8, 9, 12, 16)
-MOST_ELEMENTS = 1500
+MAX_ELEMENTS = 1500
 PROFILES = ("h100", "bandwidth", "h100:2", "gloo", "host", "tpu_v5e")
 # Whole numbers are exact in all of these; the last ones can only be moved.
 DTYPES = (
@@ -114,7 +114,7 @@ def random_chain(seed: object, devices: int | None = None, mesh: xs.Mesh | None 
     mesh = mesh or random_mesh(rng, devices)
     names = NAMES[: rng.choice((0, 1, 1, 2, 2, 2, 3, 3, 4))]
     lengths = {name: rng.choice(LENGTHS) for name in names}
-    while math.prod(lengths.values()) > MOST_ELEMENTS:
+    while math.prod(lengths.values()) > MAX_ELEMENTS:
         lengths[max(names, key=lambda name: lengths[name])] //= 2
     lengths = _with_units(random.Random(f"units {seed!r}"), lengths)
     names = tuple(lengths)

@@ -152,7 +152,7 @@ def test_caches_let_go_of_maps(monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(0)
     mesh = xs.Mesh(gp=8)
     n = 1000
-    monkeypatch.setattr(maps, "MOST_NEW_ROWS", 10 * n)
+    monkeypatch.setattr(maps, "MAX_NEW_ROWS", 10 * n)
     before = xs.Owners(rng.integers(0, 8, n))
     gc.collect()
     alive = len(maps._KNOWN)
@@ -232,7 +232,7 @@ def test_edges_that_make_no_sense() -> None:
 @pytest.mark.parametrize("runtime", ["numpy", "numpy-between", "numpy-trees"])
 def test_rows_as_arrays_are_rows_as_runs(runtime: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Random cases, in which nearly every list of rows is an array, as it is where rows are many."""
-    monkeypatch.setattr(runs, "MOST_RUNS", 1)
+    monkeypatch.setattr(runs, "MAX_RUNS", 1)
     *_, report = fuzz(runtime, 3, 60)
     assert not report.failures, "\n".join(f"{seed}: {why}" for seed, why in report.failures.items())
 

@@ -249,9 +249,9 @@ def test_one_period_counts_for_all(data, length, n_src, n_dst):
     dst = blocks(n_dst)
     every = [[len({*expanded(a)} & {*expanded(b)}) for a in src] for b in dst]
     expected = [(j, i, n) for j, row in enumerate(every) for i, n in enumerate(row) if n]
-    for most in (pieces.MOST_COUNTED, -1):
+    for most in (pieces.MAX_COUNTED, -1):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(pieces, "MOST_COUNTED", most)
+            patch.setattr(pieces, "MAX_COUNTED", most)
             assert list(zip(*map(list, pieces.shared_rows(src, dst)), strict=True)) == expected
 
 

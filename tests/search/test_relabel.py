@@ -13,7 +13,7 @@ from tests.strategies import profiles, seeds
 from tests.two_meshes import assert_right, crossing, crossings, planned
 from xshard import Layout
 from xshard.plans.transfer import Transfer
-from xshard.plans.transfer_search import best_places, relabelled
+from xshard.plans.transfer_search import best_positions, relabelled
 
 
 @pytest.mark.parametrize("unit", [1, 3, 2**33])
@@ -35,7 +35,7 @@ def test_the_assignment_is_the_best_of_all(unit):
 
         ranks = [rank(order) for order in itertools.permutations(range(n))]
         allowed = [r for r in ranks if r[1] <= rank(range(n))[1]]
-        found = best_places(lacking).tolist()
+        found = best_positions(lacking).tolist()
         assert sorted(found) == list(range(n))
         assert rank(found) == min(allowed)
         bounded += min(allowed) != min(ranks)

@@ -62,7 +62,7 @@ def test_a_reader_gives_up_beside_saves_that_never_end(
     monkeypatch.setattr(folder, "read_header", beside)
     with pytest.raises(FileError, match="No such file"):
         open_checkpoint(tmp_path)
-    assert len(calls) == folder.MOST_TRIES
+    assert len(calls) == folder.MAX_TRIES
 
 
 @pytest.mark.parametrize(

@@ -69,11 +69,11 @@ def test_each_element_is_written_once(data: st.DataObject) -> None:
     stored = {name: np.zeros(array.shape, np.float32) for name, array in saving.arrays.items()}
     times = {name: np.zeros(array.shape, int) for name, array in saving.arrays.items()}
     for process in range(4):
-        for name, device, pairs in saving.writes(process):
+        for name, device, boxes in saving.writes(process):
             block = reference.scatter(WHOLE[name], layouts[name], MESH)[device]
-            for pair in pairs:
-                stored[pair.name][pair.box] = pair.view(block)
-                times[pair.name][pair.box] += 1
+            for common_box in boxes:
+                stored[common_box.name][common_box.box] = common_box.view(block)
+                times[common_box.name][common_box.box] += 1
     assert all((n == 1).all() for n in times.values())
     for name, x in (FUSED.apply(WHOLE) if names else WHOLE).items():
         np.testing.assert_array_equal(stored[name], x, err_msg=name)

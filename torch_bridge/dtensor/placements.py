@@ -30,7 +30,7 @@ from xshard.layout.runs import (
     interval,
     interval_pairs,
     merge_adjacent,
-    select,
+    rows_at_positions,
 )
 from xshard.notation.parser import INTERVALS, Dim, is_plain, text_spans
 from xshard.notation.parser import Shard as Cut
@@ -460,7 +460,9 @@ def _rows_of_device(length: int, factors: Factors, mesh: Mesh, device: int) -> R
     runs = interval(0, length)
     for (axis, factor), coordinate in zip(factors.items(), mesh.coords(device), strict=True):
         shares = _shares(count_rows(runs), mesh.size(axis), factor, coordinate)
-        runs = tuple(itertools.chain.from_iterable(select(runs, share) for share in shares))
+        runs = tuple(
+            itertools.chain.from_iterable(rows_at_positions(runs, share) for share in shares)
+        )
     return merge_adjacent(runs)
 
 

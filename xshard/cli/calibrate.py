@@ -121,7 +121,7 @@ def _summary(samples: Sequence[Sample], profile: Profile) -> Table:
     A row has the kinds of steps, the number of such plans, and the median, lowest and highest error
     of the predicted time, such as 5%, -10% and +20%.
     """
-    table = headed_table("steps", "plans", "median error", "lowest", "highest", left=_TEXTS)
+    table = headed_table("steps", "plans", "median error", "lowest", "highest", left_aligned=_TEXTS)
     by_steps: dict[str, list[Sample]] = {}
     for sample in samples:
         by_steps.setdefault(_steps(sample), []).append(sample)
@@ -139,7 +139,9 @@ def _summary(samples: Sequence[Sample], profile: Profile) -> Table:
 
 def _table(samples: Sequence[Sample], profile: Profile) -> Table:
     """Return a table with a row per plan."""
-    table = headed_table(*_TEXTS, "local shape", "predicted", "measured", "error", left=_TEXTS)
+    table = headed_table(
+        *_TEXTS, "local shape", "predicted", "measured", "error", left_aligned=_TEXTS
+    )
     for sample in samples:
         plan = sample.plan
         table.add_row(

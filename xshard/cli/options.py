@@ -12,7 +12,7 @@ from typer import Argument, Option
 from xshard.arguments import parse_number
 from xshard.contractions.expression import is_contraction
 from xshard.errors import MeshError, ShapeError
-from xshard.layout.mesh import MOST_AXES, MOST_DEVICES
+from xshard.layout.mesh import MAX_AXES, MAX_DEVICES
 from xshard.pictures.terminal import console
 
 _MESH = Option("--mesh", metavar="AXES", help="Axes of the mesh and their sizes, as in dp=2,cp=4.")
@@ -146,7 +146,7 @@ def parse_devices(text: str) -> tuple[int, ...]:
         first = ends[0]
         last = ends[-1]
         # A range of billions would fill the memory before the plan refuses it.
-        if first is None or last is None or not 0 <= last - first < MOST_DEVICES:
+        if first is None or last is None or not 0 <= last - first < MAX_DEVICES:
             raise MeshError(
                 "devices are numbers and ranges", text=text, span=part.span, hint="as in 0-3,6"
             )
@@ -176,5 +176,5 @@ def _parts(text: str) -> list[Part]:
 
 def _check_number(text: str) -> None:
     """Raise ShapeError for more dims than numpy has: before each of a million parts is read."""
-    if text.count(",") >= MOST_AXES:
-        raise ShapeError(f"{text.count(',') + 1} dims", hint=f"numpy has at most {MOST_AXES}")
+    if text.count(",") >= MAX_AXES:
+        raise ShapeError(f"{text.count(',') + 1} dims", hint=f"numpy has at most {MAX_AXES}")

@@ -24,7 +24,7 @@ from xshard.plans.max_min import max_min_plans
 from xshard.plans.plan import Plan
 from xshard.search.request import OBJECTIVES
 
-MOST_DRAWN = 4096  # devices: each has a line
+MAX_DRAWN = 4096  # devices: each has a line
 
 
 def plan_command(  # noqa: PLR0913, PLR0917  typer makes an option of each
@@ -137,9 +137,9 @@ def show(
     """
     device_mesh = Mesh.parse(mesh)
     lengths = options.lengths_of_arrays(layout, shape, sizes)
-    if device_mesh.n_devices > MOST_DRAWN:
+    if device_mesh.n_devices > MAX_DRAWN:
         raise MeshError(
-            f"{device_mesh.n_devices} devices, a drawing has up to {MOST_DRAWN}",
+            f"{device_mesh.n_devices} devices, a drawing has up to {MAX_DRAWN}",
             text=mesh,
             hint="a smaller mesh with the same axes shows the same",
         )

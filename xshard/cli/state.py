@@ -42,7 +42,7 @@ def show_state(
     Example: xshard state show model/
     """
     texts = ("array", "dtype", "layout", "file")
-    table = headed_table("array", "shape", "dtype", "layout", "bytes", "file", left=texts)
+    table = headed_table("array", "shape", "dtype", "layout", "bytes", "file", left_aligned=texts)
     out = console()
     with open_checkpoint(path) as checkpoint:
         total_bytes = 0
@@ -136,7 +136,7 @@ def diff(
         n_arrays = len(first)
     out = console()
     if differences:
-        table = headed_table("array", "difference", left=("array", "difference"))
+        table = headed_table("array", "difference", left_aligned=("array", "difference"))
         for name, difference in differences:
             table.add_row(Text(name), Text(difference))
         out.print(table)

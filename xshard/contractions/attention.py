@@ -96,8 +96,8 @@ class AttentionCall:
         under `layout`, where the last dim of lse (log of the sum of exponentials of scores) is 1 long.
         """
         if not q.dtype == k.dtype == v.dtype or "float" not in name_of(q.dtype):
-            what = f"queries {q.dtype}, keys {k.dtype}, values {v.dtype}"
-            raise DtypeError(what, hint="one floating dtype")
+            reason = f"queries {q.dtype}, keys {k.dtype}, values {v.dtype}"
+            raise DtypeError(reason, hint="one floating dtype")
         q_layout = Layout.parse(layout)
         kv_layout = q_layout
         if self.kv_layout:
@@ -140,9 +140,9 @@ class AttentionCall:
         block, sharding = self.enter(x, layout, shape)
         return Operand(self._reorder_dims(block, layout.names, names), sharding.in_order(names))
 
-    def _reorder_dims(self, x: Any, names: Sequence[str], wanted: Sequence[str]) -> Any:
-        """Bring the dims of an array from the order `names` into the order `wanted`."""
-        sources = tuple(names.index(name) for name in wanted)
+    def _reorder_dims(self, x: Any, names: Sequence[str], target_names: Sequence[str]) -> Any:
+        """Bring the dims of an array from the order `names` into the order `target_names`."""
+        sources = tuple(names.index(name) for name in target_names)
         return self.xp.moveaxis(x, sources, tuple(range(x.ndim)))
 
     def _is_plain(self, attn: Attention) -> bool:
@@ -161,13 +161,13 @@ class AttentionCall:
         of_queries, of_keys = self.documents
         if of_queries is None:
             return None, None
-        of_queries = self._gather_numbers(attn, of_queries, q_layout, of_keys=False)
+        of_queries = self._gather_document_numbers(attn, of_queries, q_layout, of_keys=False)
         if of_keys is None:  # queries and keys are rows of one sequence
             return of_queries, of_queries
-        return of_queries, self._gather_numbers(attn, of_keys, kv_layout, of_keys=True)
+        return of_queries, self._gather_document_numbers(attn, of_keys, kv_layout, of_keys=True)
 
-    def _gather_numbers(
-        self, attn: Attention, numbers: Any, layout: Layout, *, of_keys: bool
+    def _gather_document_numbers(
+        self, attn: Attention, documents: Any, layout: Layout, *, of_keys: bool
     ) -> Any:
         """Gather a block of document numbers along the sequence -> `[batch or 1, rows]`.
 
@@ -180,16 +180,16 @@ class AttentionCall:
         array = attn.kv if of_keys else attn.q
         dims = (*array.layout.dims[:HEADS], array.layout.dims[SEQUENCE])
         shape = (*array.shape[:HEADS], array.shape[SEQUENCE])
-        whole = (*attn.q.layout.dims[:HEADS], Dim(dims[-1].name))
-        if numbers.ndim == 1:  # the same documents in all batches
+        whole_sequence = (*attn.q.layout.dims[:HEADS], Dim(dims[-1].name))
+        if documents.ndim == 1:  # the same documents in all batches
             dims = dims[-1:]
             shape = shape[-1:]
-            whole = whole[-1:]
+            whole_sequence = whole_sequence[-1:]
         names = [dim.name for dim in dims]
-        given_names = [name for name in layout.names if name in names]
-        numbers = self._reorder_dims(numbers, given_names, names)
-        numbers = self.move(numbers, (Layout(dims), Layout(whole)), shape)
-        return numbers.reshape(math.prod(numbers.shape[:-1]), numbers.shape[-1])
+        written_names = [name for name in layout.names if name in names]
+        documents = self._reorder_dims(documents, written_names, names)
+        documents = self.move(documents, (Layout(dims), Layout(whole_sequence)), shape)
+        return documents.reshape(math.prod(documents.shape[:-1]), documents.shape[-1])
 
     def _move_and_compute(self, q: Any, k: Any, v: Any, is_plain: bool) -> list[Any]:
         """Redistribute q, k and v for the method, call the kernel, and redistribute the results.
@@ -245,24 +245,25 @@ class AttentionCall:
         result = self.attn.result
         target = self.attn.target
         dims = result.layout.dims
-        whole = result.with_layout(Layout(dims))
+        replicated = result.with_layout(Layout(dims))
         maxima = result.with_layout(Layout(dims, (("max", self.attn.axes),)))
 
         # Subtracting the greatest keeps exp() from overflowing. It is -inf where no device saw a key:
         # the clip keeps the difference from being nan.
-        greatest = xp.clip(
-            self.move_any_width(self.in_score_dtype(lse), maxima, whole), xp.finfo(lse.dtype).min
+        max_lse = xp.clip(
+            self.move_any_width(self.in_score_dtype(lse), maxima, replicated),
+            xp.finfo(lse.dtype).min,
         )
-        weight = xp.exp(lse - greatest)
+        weight = xp.exp(lse - max_lse)
         # The numerator and the denominator lie side by side along the width:
         # one reduction for both.
         sums = self.move_any_width(xp.concat((y * weight, weight), axis=-1), result, target)
-        total = sums[..., :-1]
+        weighted_sum = sums[..., :-1]
         total_weight = sums[..., -1:]
         sees_nothing = total_weight == 0
         divisor = xp.where(sees_nothing, 1, total_weight)  # 0 / 1: such a row is 0, not nan
-        log_sum = self.move_any_width(greatest, whole, target) + xp.log(divisor)
-        return total / divisor, xp.where(sees_nothing, -math.inf, log_sum)
+        log_sum = self.move_any_width(max_lse, replicated, target) + xp.log(divisor)
+        return weighted_sum / divisor, xp.where(sees_nothing, -math.inf, log_sum)
 
     def _with_sinks(self, results: Sequence[Any]) -> Any:
         """Count the sinks as one key more, whose value is 0: `[y, lse]` -> the same."""
@@ -280,8 +281,8 @@ class AttentionCall:
         Layouts, shapes, the method and the window were checked when `attn` was made.
         """
 
-        def wrong(what: str, hint: str) -> XshardError:
-            return XshardError(what, text=str(attn.kv.layout), hint=hint)
+        def wrong(reason: str, hint: str) -> XshardError:
+            return XshardError(reason, text=str(attn.kv.layout), hint=hint)
 
         # Slopes are taken as constants: a gradient would be lost in silence.
         if getattr(self.alibi, "requires_grad", False):
@@ -299,21 +300,23 @@ class AttentionCall:
         # Devices that hold one weight twice have to drop it alike, also in the backward pass.
         if self.dropout and self.seed is None:
             raise wrong(f"dropout={self.dropout} without seed=", "one number on all devices")
-        if any(not hasattr(given, "ndim") for given in self.documents if given is not None):
+        if any(not hasattr(numbers, "ndim") for numbers in self.documents if numbers is not None):
             raise wrong(f"documents={short_repr(self.documents)}", "arrays of whole numbers")
-        are_given = [given is not None for given in self.documents]  # of queries, of keys
-        if are_given == [False, True] or (are_given == [True, False] and not attn.is_one_sequence):
+        has_numbers = [numbers is not None for numbers in self.documents]  # of queries, of keys
+        if has_numbers == [False, True] or (
+            has_numbers == [True, False] and not attn.is_one_sequence
+        ):
             raise wrong("documents of one sequence", "documents= and kv_documents=")
 
     def visible(self, rows: Any, keys: Any) -> Any:
         """Return which keys each query sees, `[batch or 1, 1, rows, keys]`."""
-        visible: Any = self.attn.visible(rows[:, None], keys)[None, None]
+        is_visible: Any = self.attn.visible(rows[:, None], keys)[None, None]
         of_queries, of_keys = self.documents
         if of_queries is not None:  # `[batch or 1, rows]` each
             of_queries = of_queries[:, rows][:, None, :, None]
             of_keys = of_keys[:, keys][:, None, None]
-            visible = visible & (of_queries == of_keys)
-        return visible
+            is_visible = is_visible & (of_queries == of_keys)
+        return is_visible
 
     def bias(self, rows: Any, keys: Any) -> Any:
         """Return minus the slope of a head times the distance, `[1, heads, rows, keys]`, or None."""
@@ -336,9 +339,9 @@ class AttentionCall:
         slope: Any = self.scale
         scores = self.product(q, k) * slope
         if self.softcap is not None:
-            part = self.xp.tanh(scores / self.softcap)  # between -1 and 1
-            scores = part * self.softcap
-            slope = (1 - part * part) * slope  # tanh' = 1 - tanh ** 2
+            squashed = self.xp.tanh(scores / self.softcap)  # between -1 and 1
+            scores = squashed * self.softcap
+            slope = (1 - squashed * squashed) * slope  # tanh' = 1 - tanh ** 2
         if self.alibi is not None:  # after the cap, as a bias that does not depend on products
             scores = scores + self.bias(rows, keys)
         return self.xp.where(self.visible(rows, keys), scores, self.masked_score), slope
@@ -368,24 +371,24 @@ class AttentionCall:
             self.as_integers(rows[:, None]),
             self.as_integers(keys),
         )
-        is_dropped = core.dropped(self.as_integers(self.seed), position, share=self.dropout)
+        is_dropped = core.drop_mask(self.as_integers(self.seed), position, share=self.dropout)
         return self.in_score_dtype(~is_dropped) / (1 - self.dropout)
 
 
-def merged(xp: Any, one: Sequence[Any], other: Sequence[Any]) -> tuple[Any, Any]:
+def merged(xp: Any, first: Sequence[Any], second: Sequence[Any]) -> tuple[Any, Any]:
     """Merge attention over some keys with that over other keys.
 
     Each is a softmax over its own keys. With the sums of exponentials s1 and s2 the joint one is
     (y1 s1 + y2 s2) / (s1 + s2).
 
-    one, other: pairs of a result and the logarithms of its sums, `[..., width]` and `[..., 1]`.
+    first, second: pairs of a result and the logarithms of its sums, `[..., width]` and `[..., 1]`.
     """
-    y, lse = one
-    other_y, other_lse = other
-    total = xp.logaddexp(lse, other_lse)
+    first_y, first_lse = first
+    second_y, second_lse = second
+    merged_lse = xp.logaddexp(first_lse, second_lse)
     # -inf for rows that have seen no key: -inf - -inf would be nan.
-    finite = xp.clip(total, xp.finfo(total.dtype).min)
-    return y * xp.exp(lse - finite) + other_y * xp.exp(other_lse - finite), total
+    finite = xp.clip(merged_lse, xp.finfo(merged_lse.dtype).min)
+    return first_y * xp.exp(first_lse - finite) + second_y * xp.exp(second_lse - finite), merged_lse
 
 
 class AttentionKeywords(TypedDict, Generic[A], total=False):

@@ -49,7 +49,7 @@ def _result_rows(part: Part, itemsize: int) -> list[Row]:
     itemsize: bytes of an element, for the column of peak memory.
     """
     # The first row of a move is the layout at its start, which the contraction gives.
-    start, *steps = move_rows(part.result)
+    first_row, *step_rows = move_rows(part.result)
     step = f"contract {part.dims}"
     if part.ring:  # a text: blocks move round a ring, while those that have come are multiplied
         step += f", {part.ring}"
@@ -57,13 +57,13 @@ def _result_rows(part: Part, itemsize: int) -> list[Row]:
     elements = sum(
         array.max_local_size for array in (*part.contracted_shardings, part.result.source)
     )
-    contraction = start._replace(
+    contraction = first_row._replace(
         step=step,
         received=format_bytes(0),
         time=format_seconds(part.work),
         peak=format_bytes(itemsize * elements),
     )
-    return [contraction, *steps]
+    return [contraction, *step_rows]
 
 
 def total(plan: ContractionPlan) -> str:
@@ -92,8 +92,8 @@ def explain(plan: ContractionPlan) -> str:
         for axis in part.result.mesh.long_axes:
             lines.append(f"  {axis}: {_role(part, axis)}")
     table: list[tuple[str, ...]] = [COSTS]
-    for name, other in alternatives(plan):
-        table.append(_costs_row(name, other))
+    for name, other_plan in alternatives(plan):
+        table.append(_costs_row(name, other_plan))
     return "\n".join([*lines, "", align_columns(table)])
 
 
@@ -122,9 +122,9 @@ def alternatives(plan: ContractionPlan) -> list[tuple[str, ContractionPlan]]:
         # Equal moves of operands are the same placement: the result follows from them.
         if all(moves != listed.parts[0].moves for _, listed in plans):
             # A ring is of one placement: in another one its axis may have nothing to pass on.
-            other = replace(part, moves=moves, result=result, ring=None)
+            other_part = replace(part, moves=moves, result=result, ring=None)
             # A placement to compare with may take more memory than the plan is allowed.
-            plans.append((name, replace(plan, parts=(other,), memory_limit=None)))
+            plans.append((name, replace(plan, parts=(other_part,), memory_limit=None)))
     return plans
 
 
@@ -144,23 +144,25 @@ def _role(part: Part, axis: str) -> str:
 
     `b s d, d f/tp -> b s f/tp`, axis tp: "cuts 'f', which is kept: column parallel (Megatron)".
     """
-    sharded = _sharded_dim(part, axis)
-    if sharded is None:
+    dim_name = _sharded_dim(part, axis)
+    if dim_name is None:
         if any(axis in operand.layout.axes for operand in part.contracted_shardings):
             return "holds addends or copies of all operands"
         return "idle: replicas repeat the work"
-    if sharded in part.result.src.names:
-        return f"cuts {sharded!r}, which is kept: {_kept_scheme(part, axis, sharded)}"
+    if dim_name in part.result.src.names:
+        return f"cuts {dim_name!r}, which is kept: {_kept_scheme(part, axis, dim_name)}"
     # The axis shards a dim that is summed, so that each device has an addend of the result. What
     # the axis does in the wanted result says how they end.
     role = part.result.dst.role(axis)
     if not role:
-        result = "reduced"
+        result_ending = "reduced"
     elif role[0] in part.result.dst.names:
-        result = "reduce-scattered"
+        result_ending = "reduce-scattered"
     else:
-        result = "kept as addends"
-    return f"cuts {sharded!r}, which is summed: row parallel (Megatron), the result {result}"
+        result_ending = "kept as addends"
+    return (
+        f"cuts {dim_name!r}, which is summed: row parallel (Megatron), the result {result_ending}"
+    )
 
 
 def _sharded_dim(part: Part, axis: str) -> str | None:
@@ -172,25 +174,28 @@ def _sharded_dim(part: Part, axis: str) -> str | None:
     return None
 
 
-def _kept_scheme(part: Part, axis: str, sharded: str) -> str:
+def _kept_scheme(part: Part, axis: str, dim_name: str) -> str:
     """Name the scheme of a mesh axis that shards a dim of the result, such as "data parallel".
 
     It depends on which operands have the dim, and on which of them are moved along the axis first:
     a dim of operand 0 alone (activations), with the weight gathered, is ZeRO-3.
 
-    sharded: the name of the dim, which is not summed, so that the result has it too.
+    dim_name: the dim, which is not summed, so that the result has it too.
     """
-    # Numbers of the operands that have the dim, and of those for which the axis does something else
-    # in the given layout than while they are contracted.
-    owners = [
-        i for i, operand in enumerate(part.contracted_shardings) if sharded in operand.layout.names
+    # The operands (by index) that have the dim, and those in whose layout the axis does something
+    # else before they are contracted.
+    operands_with_dim = [
+        i for i, operand in enumerate(part.contracted_shardings) if dim_name in operand.layout.names
     ]
-    moved = [i for i, move in enumerate(part.moves) if move.src.role(axis) != move.dst.role(axis)]
-    if len(owners) == len(part.contracted_shardings) > 1:
-        some_moved = ", some after a move (Ulysses, dispatch)" if moved else ""
+    moved_operands = [
+        i for i, move in enumerate(part.moves) if move.src.role(axis) != move.dst.role(axis)
+    ]
+    if len(operands_with_dim) == len(part.contracted_shardings) > 1:
+        some_moved = ", some after a move (Ulysses, dispatch)" if moved_operands else ""
         return f"every operand has it (experts, heads){some_moved}"
     # By convention activations are operand 0, and the weight is operand 1.
-    if owners == [0]:
-        return "data parallel, the weight gathered (ZeRO-3)" if 1 in moved else "data parallel"
-    gathered = ", the activations gathered (sequence parallel)" if 0 in moved else ""
+    if operands_with_dim == [0]:
+        gathered = ", the weight gathered (ZeRO-3)" if 1 in moved_operands else ""
+        return f"data parallel{gathered}"
+    gathered = ", the activations gathered (sequence parallel)" if 0 in moved_operands else ""
     return f"column parallel (Megatron){gathered}"

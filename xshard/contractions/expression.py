@@ -40,7 +40,7 @@ class Contraction:
         Raises NotationError if an array has no layout with one dim per name.
         """
         with parser.mark_errors(text):
-            *operands, result = map(_by_name, arrays)
+            *operands, result = map(_with_dim_per_name, arrays)
         return cls(tuple(operands), result, text, tuple(arrays))
 
     def resolved(
@@ -67,17 +67,17 @@ class Contraction:
             return self
         # Below 0: an array has fewer dims than the text names beside `...`.
         if len(operand_of_count) > 1 or min(operand_of_count) < 0:
-            what = f"'...' stands for {' and for '.join(map(str, operand_of_count))} dims"
-            *_, last = operand_of_count.values()
-            span = parser.text_spans(self.text).layouts[last]
+            reason = f"'...' stands for {' and for '.join(map(str, operand_of_count))} dims"
+            *_, last_operand = operand_of_count.values()
+            span = parser.text_spans(self.text).layouts[last_operand]
             hint = "it stands for the same dims everywhere"
-            raise ShapeError(what, text=self.text, span=span, hint=hint)
-        [count] = operand_of_count
+            raise ShapeError(reason, text=self.text, span=span, hint=hint)
+        [n_dims] = operand_of_count
         arrays = []
         for layout in self.arrays:
             ndim = len(layout.dims)
             if ELLIPSIS in layout.names:
-                ndim += count - 1  # `...` itself is one of its dims
+                ndim += n_dims - 1  # `...` itself is one of its dims
             arrays.append(layout.resolved(ndim))
         return Contraction.of(arrays, self.text)
 
@@ -131,11 +131,11 @@ def _has_outer_comma(text: str) -> bool:
 def contraction(text: str) -> Contraction:
     """Parse a contraction; `()` or an empty right side is a scalar. NotationError marks the place."""
     parser.check_text("a contraction", text, 'it comes first: "layout, layout -> layout"')
-    return _parsed(text)
+    return _parse_contraction(text)
 
 
 @layout_cache(maxsize=4096)
-def _parsed(text: str) -> Contraction:
+def _parse_contraction(text: str) -> Contraction:
     """Parse a contraction, and raise NotationError for what a product of local blocks cannot give.
 
     That is a dim with a halo, a max or min of an operand or result, and a dim of the result that no
@@ -146,8 +146,8 @@ def _parsed(text: str) -> Contraction:
     spans = parser.text_spans(text)
     for dim, span in spans.full_dims:
         if dim.overlap is not None:
-            what = "an overlap in a contraction"
-            raise NotationError(what, text=text, span=span, hint="trim halos first")
+            reason = "an overlap in a contraction"
+            raise NotationError(reason, text=text, span=span, hint="trim halos first")
     for layout, span in zip(call.arrays, spans.layouts, strict=False):
         if layout.tagged(*NONLINEAR):
             hint = "max and min are not linear in each operand: reduce them first"
@@ -155,15 +155,15 @@ def _parsed(text: str) -> Contraction:
     known_names = {*chain.from_iterable(layout.names for layout in call.operands)}
     for name in call.result.names:
         if name not in known_names:
-            what = f"dim {name!r} of the result is in no operand"
+            reason = f"dim {name!r} of the result is in no operand"
             hint = f"the operands have: {', '.join(sorted(known_names))}"
             # The last place, on the right: the name stands nowhere else.
-            places = [span for dim_name, span in spans.dims if dim_name == name]
-            raise NotationError(what, text=text, span=places[-1], hint=hint)
+            name_spans = [span for dim_name, span in spans.dims if dim_name == name]
+            raise NotationError(reason, text=text, span=name_spans[-1], hint=hint)
     return call
 
 
-def _by_name(layout: Layout) -> Layout:
+def _with_dim_per_name(layout: Layout) -> Layout:
     """Return the layout with one dim for every name: `(b d)/tp` -> `b/tp d`, `i/tp i` -> `i/tp`.
 
     A name that two dims have stands for their diagonal. It comes last, as numpy's and torch's
@@ -174,13 +174,13 @@ def _by_name(layout: Layout) -> Layout:
     for dim in layout.dims:
         names = names_of_dim(dim)
         n_dims.update(names)
-        first, *others = names  # a composed dim is sharded by its first name
-        if dim.shards and shards.get(first):
+        outer_name, *inner_names = names  # a composed dim is sharded by its first name
+        if dim.shards and shards.get(outer_name):
             hint = "redistribute the array first, so that one of them is whole"
-            raise NotationError(f"two dims {first!r} are sharded", text=str(dim), hint=hint)
-        if dim.shards or first not in shards:
-            shards[first] = dim.shards
-        for name in others:
+            raise NotationError(f"two dims {outer_name!r} are sharded", text=str(dim), hint=hint)
+        if dim.shards or outer_name not in shards:
+            shards[outer_name] = dim.shards
+        for name in inner_names:
             shards.setdefault(name, ())  # it keeps the shards of another dim of this name
     unique = [name for name in shards if n_dims[name] == 1]
     repeated = [name for name in shards if n_dims[name] > 1]

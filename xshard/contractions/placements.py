@@ -22,7 +22,7 @@ from xshard.steps.base import axes_of
 
 # With more placements, searches climb from the arrays' own placements, one change at a time.
 MAX_PLACEMENTS = 5000
-RESULT = -1  # the number of the result among the arrays of a contraction: the index of the last
+RESULT = -1  # the index of the result among the arrays of a contraction: it is the last
 Axes = frozenset[str]
 Shards = tuple[Shard, ...]
 Sums = tuple[tuple[str, int], ...]  # axes, each with the operand that has partial sums along it
@@ -43,12 +43,22 @@ Dims = tuple[DimSharding, ...]
 
 
 class Placement(NamedTuple):
-    """The roles of all axes while blocks are contracted."""
+    """What each mesh axis does while blocks are contracted.
 
-    dims: Dims  # how each dim of the contraction is sharded, in the order of `EinsumShardings.lengths`
+    An axis shards a dim, or holds partial sums of one operand, or holds copies of all operands; an
+    axis that does none of these is idle, and its devices repeat the work.
+
+    Attributes:
+        dims: How each dim of the contraction is sharded, in the order of `EinsumShardings.lengths`.
+        sums: The axes with partial sums of an operand: (axis, index of the operand).
+        copies: The axes along which each device uses its own copy of all operands.
+        active_axes: The axes that are not idle.
+    """
+
+    dims: Dims
     sums: Sums
-    copies: tuple[str, ...]  # axes along which each device uses its own copy of all operands
-    busy: Axes  # the axes that are not idle
+    copies: tuple[str, ...]
+    active_axes: Axes
 
     @property
     def fits(self) -> bool:
@@ -57,15 +67,15 @@ class Placement(NamedTuple):
 
     @classmethod
     def of(cls, dims: Dims, sums: Sums = (), copies: tuple[str, ...] = ()) -> Placement:
-        """Build a placement with its busy axes."""
-        busy = Axes(copies).union([axis for axis, _ in sums], *[dim.axes for dim in dims])
-        return cls(dims, sums, copies, busy)
+        """Build a placement, and find which of its axes are active."""
+        active_axes = Axes(copies).union([axis for axis, _ in sums], *[dim.axes for dim in dims])
+        return cls(dims, sums, copies, active_axes)
 
 
-class ArrayPlace(NamedTuple):
-    """One array in a placement: an operand as it is contracted, or the local result, number `RESULT`."""
+class PlacedArray(NamedTuple):
+    """One array in a placement: an operand as it is contracted, or the local result, index `RESULT`."""
 
-    number: int
+    array_index: int
     dims: Dims  # of this array
     placement: Placement
 
@@ -135,7 +145,10 @@ class EinsumShardings:
 
     def _sharded_by(self, shards: Mapping[str, Shards]) -> Placement:
         """Return the placement in which dims have these shards by name, and all others have none."""
-        dims = [self._dim(d, shards.get(name, ())) for d, name in enumerate(self.lengths)]
+        dims = [
+            self._dim(dim_index, shards.get(name, ()))
+            for dim_index, name in enumerate(self.lengths)
+        ]
         return Placement.of(tuple(dims))
 
     @cached_property
@@ -156,14 +169,14 @@ class EinsumShardings:
         for axis in self.axes:
             # Take the axis out of all that it does, and let it do everything else that it can.
             dims = []
-            for d, dim in enumerate(placement.dims):
-                others = tuple([shard for shard in dim.shards if axis not in shard.axes])
-                dims.append(self._dim(d, others))
-            sums = tuple([pair for pair in placement.sums if pair[0] != axis])
+            for dim_index, dim in enumerate(placement.dims):
+                other_shards = tuple([shard for shard in dim.shards if axis not in shard.axes])
+                dims.append(self._dim(dim_index, other_shards))
+            sums = tuple([(sum_axis, i) for sum_axis, i in placement.sums if sum_axis != axis])
             copies = without(placement.copies, (axis,))
             without_axis = Placement.of(tuple(dims), sums, copies)
-            free = Axes(self.axes) - without_axis.busy
-            for neighbor in self._with_role(without_axis, axis, free):
+            idle_axes = Axes(self.axes) - without_axis.active_axes
+            for neighbor in self._with_role(without_axis, axis, idle_axes):
                 if neighbor.fits:
                     yield neighbor
 
@@ -173,75 +186,78 @@ class EinsumShardings:
         for array in self.arrays:
             yield self._sharded_by({dim.name: dim.shards for dim in array.normal_layout.dims})
 
-    def _extensions(self, placement: Placement, free: Axes) -> Iterator[Placement]:
-        """Give each free axis a role, one after the other, in all ways that fit."""
+    def _extensions(self, placement: Placement, idle_axes: Axes) -> Iterator[Placement]:
+        """Give each idle axis a role, one after the other, in all ways that fit."""
         for axis in self.axes:  # in one order, so that no placement comes twice
-            if axis in free:
-                for extended in self._with_role(placement, axis, free):
-                    yield from self._extensions(extended, free - extended.busy - {axis})
+            if axis in idle_axes:
+                for extended in self._with_role(placement, axis, idle_axes):
+                    yield from self._extensions(extended, idle_axes - extended.active_axes - {axis})
                 return
         if placement.fits:
             yield placement
 
-    def _with_role(self, placement: Placement, axis: str, free: Axes) -> Iterator[Placement]:
+    def _with_role(self, placement: Placement, axis: str, idle_axes: Axes) -> Iterator[Placement]:
         """Iterate over the placements in which one mesh axis, idle so far, has a role.
 
         It stays idle; or it shards a dim; or partial sums of one operand along it stay unreduced;
         or each device along it uses its own copy of all operands. For tp and `b s, s f` all
         unsharded: idle, b/tp, s/tp, f/tp.
 
-        free: the idle axes. A shard over several axes, as (dp tp), needs all of them.
+        idle_axes: of the placement. A shard over several axes, as (dp tp), needs all of them.
         """
         yield placement  # the axis stays idle
-        dims, sums, copies, busy = placement
-        for d, dim in enumerate(dims):
-            # `axes` are those of the shard: this axis and any that it shares the shard with.
-            for finer, axes in self._finer_shardings(d, dim, axis):
-                if axes <= free:
-                    yield Placement(replaced(dims, d, finer), sums, copies, busy | axes)
+        dims, sums, copies, active_axes = placement
+        for dim_index, dim in enumerate(dims):
+            # `added_axes` are those of the shard: this axis and any that it shares the shard with.
+            for finer_dim, added_axes in self._finer_shardings(dim_index, dim, axis):
+                if added_axes <= idle_axes:
+                    yield Placement(
+                        replaced(dims, dim_index, finer_dim), sums, copies, active_axes | added_axes
+                    )
         *operands, result = self.endpoints
         for i, operand in enumerate(operands):
             # An operand given as partial sums need not be reduced first: a contraction is linear in
             # each operand, so that its results are partial sums, too.
             if axis in operand.sums:
-                yield Placement(dims, (*sums, (axis, i)), copies, busy | {axis})
+                yield Placement(dims, (*sums, (axis, i)), copies, active_axes | {axis})
         # Copies of all operands give copies of the result, not replicas: only if that is wanted.
         if axis in result.copies:
-            yield Placement(dims, sums, (*copies, axis), busy | {axis})
+            yield Placement(dims, sums, (*copies, axis), active_axes | {axis})
 
     @cached_method
     def _finer_shardings(
-        self, d: int, dim: DimSharding, axis: str
+        self, dim_index: int, dim: DimSharding, axis: str
     ) -> list[tuple[DimSharding, Axes]]:
         """Shard a dim once more over one mesh axis, in all ways: `b/dp` -> `b/tp/dp`, `b/dp/tp`.
 
-        d: the number of the dim in the contraction. dim: how it is sharded so far. Returns each
+        dim_index: in the contraction. dim: how it is sharded so far. Returns each
         finer sharding with the mesh axes that were added: {tp}, or more for a shard over several
         axes. Results are cached, since many placements have the same shardings of dims.
         """
-        finer: list[tuple[DimSharding, Axes]] = []
-        length = self._all_lengths[d]
+        finer_shardings: list[tuple[DimSharding, Axes]] = []
+        length = self._all_lengths[dim_index]
         mesh = self.result.mesh
-        for shard in self._shards[d]:
+        for shard in self._shards[dim_index]:
             if axis not in shard.axes:
                 continue
-            for i in range(len(dim.shards) + 1):  # at each level: the order of nested shards counts
-                shards = (*dim.shards[:i], shard, *dim.shards[i:])
+            # At each level, since the order of nested shards counts.
+            for level in range(len(dim.shards) + 1):
+                shards = (*dim.shards[:level], shard, *dim.shards[level:])
                 # A short dim is sharded no further, unless an array is given so: then it is free.
                 has_rows_for_all = mesh.size(*axes_of(shards)) <= length
-                if has_rows_for_all or shards in self._given_shards:
-                    finer.append((self._dim(d, shards), Axes(shard.axes)))
-        return finer
+                if has_rows_for_all or shards in self._array_shards:
+                    finer_shardings.append((self._dim(dim_index, shards), Axes(shard.axes)))
+        return finer_shardings
 
-    def _dim(self, d: int, shards: Shards) -> DimSharding:
+    def _dim(self, dim_index: int, shards: Shards) -> DimSharding:
         """Return the sharding of a dim by some shards, with its longest block and whether it fits.
 
         A dim of 10 rows by (dp,) on 4 devices: blocks of 3, 3, 3 and 1 rows, so `block_rows` is 3.
         Equal lengths and shards give the same object: placements are compared by identity.
 
-        d: the number of the dim, whose length is looked up. shards: outermost first; () for none.
+        dim_index: of the dim whose length is looked up. shards: outermost first; () for none.
         """
-        length = self._all_lengths[d]
+        length = self._all_lengths[dim_index]
         sharding = self.dim_shardings.get((length, shards))
         if sharding is None:
             dim = Dim("", shards)  # without a name: dims of one length share what is found
@@ -267,27 +283,29 @@ class EinsumShardings:
 
         For the operand `b/zigzag(cp) d` on axes cp and tp: zigzag(cp) and tp for b, cp and tp for d.
         """
-        given: dict[Shard, None] = {}  # an ordered set
-        for dim in self._given_dims:
+        array_shards: dict[Shard, None] = {}  # an ordered set
+        for dim in self._array_dims:
             if dim.name == name:
-                given |= dict.fromkeys(dim.shards)
+                array_shards |= dict.fromkeys(dim.shards)
         # If an array shards this dim over an axis in another order than blocks (zigzag, cyclic), or
         # over several axes in one shard, then the axis is tried in just that way, and not in
         # contiguous blocks as well. That keeps placements few.
-        special: set[str] = set()
-        for shard in given:
+        specially_ordered: set[str] = set()
+        for shard in array_shards:
             if shard.order != "block" or len(shard.axes) > 1:
-                special.update(shard.axes)
-        blocks = dict.fromkeys(Shard((axis,)) for axis in self.axes if axis not in special)
-        return tuple(given | blocks)
+                specially_ordered.update(shard.axes)
+        block_shards = dict.fromkeys(
+            Shard((axis,)) for axis in self.axes if axis not in specially_ordered
+        )
+        return tuple(array_shards | block_shards)
 
     @cached_property
-    def _given_shards(self) -> set[Shards]:
+    def _array_shards(self) -> set[Shards]:
         """All shards of a dim in an array: they are possible, however short the dim is."""
-        return {dim.shards for dim in self._given_dims}
+        return {dim.shards for dim in self._array_dims}
 
     @cached_property
-    def _given_dims(self) -> list[Dim]:
+    def _array_dims(self) -> list[Dim]:
         """The dims of all arrays, as they are given or wanted."""
         return [*chain.from_iterable(array.normal_layout.dims for array in self.arrays)]
 
@@ -301,73 +319,74 @@ class EinsumShardings:
         endpoints = []
         for (_, positions), array in zip(self._positions, self.arrays, strict=True):
             dims = []
-            for d, dim in zip(positions, array.normal_layout.dims, strict=True):
-                dims.append(self._dim(d, dim.shards))
+            for dim_index, dim in zip(positions, array.normal_layout.dims, strict=True):
+                dims.append(self._dim(dim_index, dim.shards))
             sums = Axes(array.layout.tagged("sum", "mean")).intersection(self.axes)
             copies = Axes(array.layout.tagged("copy")).intersection(self.axes)
             endpoints.append(OperandSharding(tuple(dims), sums, copies))
         return tuple(endpoints)
 
-    def array_places(self, placement: Placement) -> list[ArrayPlace]:
+    def placed_arrays(self, placement: Placement) -> list[PlacedArray]:
         """Return each operand, and the local result, in a placement."""
         dims = placement.dims  # hot: called for each placement that is weighed
-        places = []
-        for number, positions in self._positions:
-            places.append(ArrayPlace(number, tuple([dims[d] for d in positions]), placement))
-        return places
+        placed_arrays = []
+        for array_index, positions in self._positions:
+            dims_of_array = tuple([dims[dim_index] for dim_index in positions])
+            placed_arrays.append(PlacedArray(array_index, dims_of_array, placement))
+        return placed_arrays
 
-    def local(self, place: ArrayPlace) -> OperandSharding:
+    def local(self, placed: PlacedArray) -> OperandSharding:
         """Return how an array is sharded where it is contracted; the result, as devices compute it."""
-        number, dims, placement = place  # hot: called for each array of each placement
-        others = placement.busy.difference(*[dim.axes for dim in dims])
-        if number == RESULT:
+        array_index, dims, placement = placed  # hot: called for each array of each placement
+        other_active_axes = placement.active_axes.difference(*[dim.axes for dim in dims])
+        if array_index == RESULT:
             # What axes do that shard none of its dims gives addends, but for those that hold copies.
             return OperandSharding(
-                dims, others.difference(placement.copies), Axes(placement.copies)
+                dims, other_active_axes.difference(placement.copies), Axes(placement.copies)
             )
-        sums = Axes([axis for axis, operand in placement.sums if operand == number])
-        return OperandSharding(dims, sums, others - sums)
+        sums = Axes([axis for axis, operand in placement.sums if operand == array_index])
+        return OperandSharding(dims, sums, other_active_axes - sums)
 
-    def move(self, place: ArrayPlace, local: OperandSharding) -> ArrayMove:
+    def move(self, placed: PlacedArray, local: OperandSharding) -> ArrayMove:
         """Return the redistribution of an operand before a contraction, or of the result after it.
 
         For example, an operand `d f/tp` that each device along `tp` needs in full moves
         `d f/tp -> d f | copy(tp)`.
 
-        place: which array it is, and the placement in which devices contract. local: how the array
-        is sharded in that placement (`self.local(place)`). A result that another contraction takes
+        placed: which array it is, and the placement in which devices contract. local: how the array
+        is sharded in that placement (`self.local(placed)`). A result that another contraction takes
         (`stays`) moves nowhere: both ends are the same.
         """
         # Axes along which some operand is tagged `mean`: partial results along them are averaged,
         # not added.
         means: set[str] = set()
-        for axis, operand in place.placement.sums:
+        for axis, operand in placed.placement.sums:
             if axis in self.operands[operand].layout.tagged("mean"):
                 means.add(axis)
         # In any order: a layout sorts its tags.
         tags = [("copy", local.copies), ("mean", local.sums & means), ("sum", local.sums - means)]
-        array = self.arrays[place.number]
-        named = zip(array.layout.names, local.dims, strict=True)
-        dims = tuple(Dim(name, dim.shards) for name, dim in named)
-        layout = Layout(dims, tuple((kind, tuple(axes)) for kind, axes in tags))
-        if place.number != RESULT:
+        array = self.arrays[placed.array_index]
+        named_dims = zip(array.layout.names, local.dims, strict=True)
+        dims = tuple(Dim(name, dim.shards) for name, dim in named_dims)
+        layout = Layout(dims, tuple((tag, tuple(axes)) for tag, axes in tags))
+        if placed.array_index != RESULT:
             return ArrayMove(array.layout, layout, array.shape)
         if self.stays:
             return ArrayMove(layout, layout, array.shape)
         return ArrayMove(layout, array.layout, array.shape)
 
-    def dual_move(self, place: ArrayPlace, local: OperandSharding) -> ArrayMove:
+    def dual_move(self, placed: PlacedArray, local: OperandSharding) -> ArrayMove:
         """Return the redistribution of the gradient of an array."""
-        return self.move(place, local).dual
+        return self.move(placed, local).dual
 
     @cached_property
     def _positions(self) -> list[tuple[int, list[int]]]:
-        """The number of each array, and the positions of its dims among all dims."""
+        """The index of each array, and the positions of its dims among all dims."""
         names = list(self.lengths)
         positions = []
-        for number in (*range(len(self.operands)), RESULT):
-            layout = self.arrays[number].layout
-            positions.append((number, [names.index(name) for name in layout.names]))
+        for array_index in (*range(len(self.operands)), RESULT):
+            layout = self.arrays[array_index].layout
+            positions.append((array_index, [names.index(name) for name in layout.names]))
         return positions
 
     @cached_property
@@ -393,8 +412,8 @@ def operations(lengths: Iterable[int], n_operands: int, *, has_sum: bool) -> int
     A product of several operands is one for each element, and an addition to a sum is another:
     2 * m * n * k for a product of matrices.
     """
-    operations_each = int(n_operands > 1) + int(has_sum)
-    return operations_each * math.prod(lengths)
+    operations_per_element = int(n_operands > 1) + int(has_sum)
+    return operations_per_element * math.prod(lengths)
 
 
 def accesses(arrays: Sequence[Sequence[str]]) -> tuple[int, ...]:

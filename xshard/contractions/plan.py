@@ -44,12 +44,19 @@ def remaining(operands: Sequence[T], operand_indices: Sequence[int]) -> list[T]:
 
 @dataclass(frozen=True)
 class Part:
-    """One local contraction, with the moves before and after it, one after the other or in a `ring`."""
+    """One local contraction of a plan, with the moves of its operands and of its result.
 
-    # Indices of its operands among those that are left; the result goes behind the others.
+    Attributes:
+        operand_indices: Of its operands, among those that the parts before it leave. Its result goes
+            to the end of these.
+        moves: For each operand, the move to the layout in which it is contracted.
+        result: The move of the local result.
+        ring: How one of these moves overlaps with the contraction; None: all run one after the other.
+    """
+
     operand_indices: tuple[int, ...]
-    moves: tuple[Plan, ...]  # of each operand, to where it is contracted
-    result: Plan  # the move of the local result
+    moves: tuple[Plan, ...]
+    result: Plan
     ring: ContractionRing | None = None
 
     @property
@@ -72,14 +79,16 @@ class Part:
     @cached_property
     def dims(self) -> str:
         """`"b s d, d f -> b s f"`: the local contraction without its layouts."""
-        left = ", ".join(" ".join(move.dst.names) for move in self.moves)
-        return f"{left} -> {' '.join(self.result.src.names)}"
+        operand_dims = ", ".join(" ".join(move.dst.names) for move in self.moves)
+        return f"{operand_dims} -> {' '.join(self.result.src.names)}"
 
     @cached_property
     def flops(self) -> int:
         """Floating point operations of the busiest device."""
-        layouts = [x.layout for x in self.contracted_shardings]
-        lengths = dim_lengths(layouts, [x.max_local_shape for x in self.contracted_shardings])
+        layouts = [sharding.layout for sharding in self.contracted_shardings]
+        lengths = dim_lengths(
+            layouts, [sharding.max_local_shape for sharding in self.contracted_shardings]
+        )
         has_sum = len(lengths) > len(self.result.src.names)
         return operations(lengths.values(), len(self.moves), has_sum=has_sum)
 
@@ -88,10 +97,11 @@ class Part:
         """Predicted seconds of the local contraction, and of each gradient."""
         arrays = (*self.contracted_shardings, self.result.source)
         # An array that no product of matrices can take as it is, is copied first.
-        times = accesses([array.layout.names for array in arrays])
-        pairs = zip(times, arrays, strict=True)
-        touched = sum(n_accesses * array.max_local_size for n_accesses, array in pairs)
-        return self.result.profile.work(self.flops, touched, self.result.dtype)
+        access_counts = accesses([array.layout.names for array in arrays])
+        touched_elements = 0
+        for n_accesses, array in zip(access_counts, arrays, strict=True):
+            touched_elements += n_accesses * array.max_local_size
+        return self.result.profile.work(self.flops, touched_elements, self.result.dtype)
 
     @property
     def backward_moves(self) -> tuple[Plan, ...]:
@@ -144,28 +154,32 @@ class ContractionPlan(Pictured):
 
     def __post_init__(self) -> None:
         # Follow the layouts through all local contractions, as if the plan ran: each must begin
-        # where the one before ended. `left` has the layouts of the operands that
-        # are not contracted yet.
-        left = list(self.contraction.operands)
+        # where the one before ended.
+        remaining_layouts = list(self.contraction.operands)
         for part in self.parts:
             for i, move in zip(part.operand_indices, part.moves, strict=True):
-                if move.src != left[i]:
-                    what = f"an operand is under '{left[i]}', its plan is for '{move.src}'"
-                    raise PlanError(what)
+                if move.src != remaining_layouts[i]:
+                    reason = f"an operand is under '{remaining_layouts[i]}', its plan is for '{move.src}'"
+                    raise PlanError(reason)
             # The layout of a local contraction's result follows from those of its operands. The
             # plan stores it as well, and must store the same.
             operands = [move.dst for move in part.moves]
             result = local_type(operands, part.result.src.names, part.local)
             if result != part.result.src:
-                what = f"devices get '{result}', the plan goes on from '{part.result.src}'"
-                raise PlanError(what)
-            left = [*remaining(left, part.operand_indices), part.result.dst]
-        if left != [self.contraction.result]:
-            raise PlanError(f"the plan leads to '{left[-1]}', not to '{self.contraction.result}'")
+                reason = f"devices get '{result}', the plan goes on from '{part.result.src}'"
+                raise PlanError(reason)
+            remaining_layouts = [
+                *remaining(remaining_layouts, part.operand_indices),
+                part.result.dst,
+            ]
+        if remaining_layouts != [self.contraction.result]:
+            raise PlanError(
+                f"the plan leads to '{remaining_layouts[-1]}', not to '{self.contraction.result}'"
+            )
         _ = self.arrays  # raises for shapes that do not fit
         if self.memory_limit is not None and self.peak_bytes > self.memory_limit:
-            what = f"the plan holds {self.peak_bytes} bytes, the limit is {self.memory_limit}"
-            raise PlanError(what)
+            reason = f"the plan holds {self.peak_bytes} bytes, the limit is {self.memory_limit}"
+            raise PlanError(reason)
 
     def __hash__(self) -> int:  # cheap: plans are keys of caches that every call looks at
         return hash((self.contraction.text, self.mesh, self.shapes, self.dtype))
@@ -183,12 +197,12 @@ class ContractionPlan(Pictured):
     @cached_property
     def moves(self) -> tuple[Plan, ...]:
         """For every operand, the plan that leads it to where it is contracted."""
-        left = list(range(len(self.shapes)))  # numbers of operands; -1 is the result of a part
+        remaining_indices = list(range(len(self.shapes)))  # -1 for the result of a part
         moves: dict[int, Plan] = {}
         for part in self.parts:
             for i, move in zip(part.operand_indices, part.moves, strict=True):
-                moves[left[i]] = move
-            left = [*remaining(left, part.operand_indices), -1]
+                moves[remaining_indices[i]] = move
+            remaining_indices = [*remaining(remaining_indices, part.operand_indices), -1]
         return tuple(moves[i] for i in range(len(self.shapes)))
 
     @property
@@ -351,17 +365,18 @@ def contraction_of(expression: str | Contraction | ContractionPlan) -> Contracti
 
 
 def known_lengths(
-    given: str | Contraction | ContractionPlan, sizes: Any, shape: Any
+    expression: str | Contraction | ContractionPlan, sizes: Any, shape: Any
 ) -> tuple[Sizes | None, Shapes | None]:
-    """Check what a user says of lengths: those by name, and the operands' shapes, a length per name.
+    """Check the lengths that a user passes: `sizes` by name, `shape` by operand.
 
-    None for shapes that are to be inferred. Raises ShapeError for lengths that do not fit a plan's.
+    Returns both with one length for each name: `(b d)` of 32 with b=8 -> (8, 4). The shapes are None
+    if they have to be inferred. Raises ShapeError for lengths that do not fit those of a plan.
     """
     known_sizes, shapes = checked_lengths(sizes, shape)
-    if shapes is None and known_sizes and isinstance(given, ContractionPlan):
-        shapes = tuple(array.shape for array in given.arrays[:-1])
+    if shapes is None and known_sizes and isinstance(expression, ContractionPlan):
+        shapes = tuple(array.shape for array in expression.arrays[:-1])
     if shapes is not None:
-        _, shapes = shapes_of(contraction_of(given), known_sizes, shapes)
+        _, shapes = shapes_of(contraction_of(expression), known_sizes, shapes)
     return known_sizes, shapes
 
 
@@ -378,8 +393,8 @@ def _part_to_plain(part: Part) -> dict[str, Any]:
 def _part_from_plain(data: dict[str, Any], machine: Profile) -> Part:
     """Read what `_part_to_plain` returned. Raises PlanError for a ring that the part cannot have."""
     moves = tuple(Plan.from_plain(move, machine) for move in data["moves"])
-    takes = from_plain(tuple[int, ...], data["takes"])
-    part = Part(takes, moves, Plan.from_plain(data["result"], machine))
+    operand_indices = from_plain(tuple[int, ...], data["takes"])
+    part = Part(operand_indices, moves, Plan.from_plain(data["result"], machine))
     if not data["ring"]:
         return part
     key = tuple(data["ring"])

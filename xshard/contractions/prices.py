@@ -133,8 +133,8 @@ def _price(move: MoveEstimate) -> float:
     start = grid.sharding(move.start)
     # Where blocks are equal, the goal is written with the shards of the start: no step is needed.
     goal = with_dims_of_start(grid.sharding(move.goal), start)
-    space = NamedRoute(start, goal, grid.itemsize, grid.profile)
-    return best_path(space.route).seconds
+    named_route = NamedRoute(start, goal, grid.itemsize, grid.profile)
+    return best_path(named_route.route).seconds
 
 
 @layout_cache(maxsize=4096)
@@ -159,19 +159,19 @@ def attention_seconds(attn: Attention, dtype: str, profile: Profile) -> float:
     round only the longer of both counts. `attn` has its method chosen; it is not "auto".
     """
     prices = Prices(attn.q.mesh, dtype, profile, find_plan)
-    moving = 0.0
+    moves_s = 0.0
     # From the given shardings to those of the method, and of the result back; with the gradients'.
     for src, dst in ((attn.q, attn.queries), (attn.kv, attn.keys), (attn.result, attn.target)):
         move = ArrayMove(src.layout, dst.layout, src.shape)
-        moving += prices.plan(move).cost + prices.plan(move.dual).cost
-    work = _operations(attn) / profile.flops(dtype)
+        moves_s += prices.plan(move).cost + prices.plan(move.dual).cost
+    compute_s = _operations(attn) / profile.flops(dtype)
     if attn.method != RING or len(attn.rounds) == 1:  # first all moves, then all work
-        return moving + (1 + BACKWARD) * work
+        return moves_s + (1 + BACKWARD) * compute_s
 
     n_rotations = len(attn.rounds) - 1
     # In a ring a block travels while the one before it is computed: the longer of both counts.
     move_seconds = _rotation_seconds(attn, prices)
-    round_work = work / len(attn.rounds)
+    round_work = compute_s / len(attn.rounds)
     forward = round_work + n_rotations * max(round_work, move_seconds)
     # In the backward pass blocks travel again, and beside them their gradients. These are in
     # float32 or wider: for bfloat16 twice the bytes of the block. After the last round gradients
@@ -180,7 +180,7 @@ def attention_seconds(attn: Attention, dtype: str, profile: Profile) -> float:
     backward_move_seconds = move_seconds * (1 + widening)
     backward = BACKWARD * round_work
     backward += n_rotations * max(BACKWARD * round_work, backward_move_seconds)
-    return moving + forward + backward + move_seconds * widening
+    return moves_s + forward + backward + move_seconds * widening
 
 
 def _rotation_seconds(attn: Attention, prices: Prices) -> float:
@@ -201,15 +201,15 @@ def _operations(attn: Attention) -> float:
     batch = math.prod(shape[:HEADS])
     heads = shape[HEADS]
     n_keys = attn.kv.shape[SEQUENCE]
-    most_scores = 0
+    max_scores = 0
     for device in attn.devices:
-        place = attn.query_rows(device) + attn.offset  # [queries], as a row of the keys
-        start, stop = attn.keys_seen(place, place)
-        n_seen = stop.clip(max=n_keys) - start.clip(min=0)
-        most_scores = max(most_scores, int(n_seen.clip(min=0).sum()))
+        row_of_query = attn.query_rows(device) + attn.offset  # [queries], as a row of the keys
+        first_key, stop_key = attn.keys_seen(row_of_query, row_of_query)
+        n_seen = stop_key.clip(max=n_keys) - first_key.clip(min=0)
+        max_scores = max(max_scores, int(n_seen.clip(min=0).sum()))
     # In "reduce" every device computes all queries with its part of the keys: of the scores counted
     # above, over all keys, it has one n-th.
     n_shares = len(attn.devices) if attn.method == REDUCE else 1
     # 2: a multiplication and an addition. The width of `attn.kv` is that of keys plus that of
     # values, and so covers both products.
-    return 2.0 * batch * heads * most_scores * attn.kv.shape[WIDTH] / n_shares
+    return 2.0 * batch * heads * max_scores * attn.kv.shape[WIDTH] / n_shares

@@ -20,8 +20,8 @@ from xshard.contractions.placements import (
     MAX_PLACEMENTS,
     RESULT,
     ArrayMove,
-    ArrayPlace,
     EinsumShardings,
+    PlacedArray,
     Placement,
 )
 from xshard.contractions.prices import ESTIMATE, PRICE, MoveEstimate, Prices
@@ -36,13 +36,13 @@ T = TypeVar("T")
 
 
 class Candidate(NamedTuple):
-    """A placement with its cost."""
+    """A placement of a contraction, with what it is predicted to cost."""
 
     shardings: EinsumShardings
     placement: Placement
     flops: int
     touched_elements: int  # read and written by the contraction
-    work: float  # seconds of the contraction, in all passes that count
+    work_s: float  # seconds of the contraction, in all passes that count
     estimates: tuple[MoveEstimate, ...]  # of the moves, with gradients' if they count
 
     @property
@@ -51,7 +51,7 @@ class Candidate(NamedTuple):
         return self._total([move.seconds for move in self.estimates])
 
     @property
-    def least_seconds(self) -> float:
+    def lower_bound_s(self) -> float:
         """The same by the lower bounds of all moves."""
         return self._total([move.lower_bound_s for move in self.estimates])
 
@@ -59,16 +59,16 @@ class Candidate(NamedTuple):
         """Add up the work, the moves, and the waiting at each move that sends something."""
         sent = [seconds for seconds in move_seconds if seconds]
         # Rounded, so that sums in another order are ties.
-        return round(self.work * (1 + WAIT * len(sent)) + sum(sent), 15)
+        return round(self.work_s * (1 + WAIT * len(sent)) + sum(sent), 15)
 
     @property
     def moves(self) -> tuple[ArrayMove, ...]:
         """The moves of the operands, and last of the local result."""
         shardings = self.shardings
-        places = shardings.array_places(self.placement)
-        return tuple([shardings.move(place, shardings.local(place)) for place in places])
+        placed_arrays = shardings.placed_arrays(self.placement)
+        return tuple([shardings.move(placed, shardings.local(placed)) for placed in placed_arrays])
 
-    def priced(self, prices: Prices, below: float = math.inf) -> float:
+    def price(self, prices: Prices, below: float = math.inf) -> float:
         """Price all moves, the most expensive first, and return the seconds.
 
         It stops once the seconds are not below `below`: the candidate loses, whatever the others cost.
@@ -80,19 +80,19 @@ class Candidate(NamedTuple):
 
 
 class Ranked(NamedTuple):
-    """A candidate as searches compare it; `number` decides between equals, the first one."""
+    """A candidate as searches compare it: equals come by `placement_index`."""
 
     seconds: float
     flops: int
     touched_elements: int
-    number: int
+    placement_index: int
     candidate: Candidate
 
     @classmethod
-    def of(cls, candidate: Candidate, number: int) -> Ranked:
+    def of(cls, candidate: Candidate, placement_index: int) -> Ranked:
         """Rank a candidate by its seconds as they are known now."""
         flops = candidate.flops
-        return cls(candidate.seconds, flops, candidate.touched_elements, number, candidate)
+        return cls(candidate.seconds, flops, candidate.touched_elements, placement_index, candidate)
 
 
 def by_prices(finalists: Iterable[T], rank: Callable[[T, float], tuple[float, ...]]) -> list[T]:
@@ -134,11 +134,15 @@ class CandidateSearch:
         if len(placements) > MAX_PLACEMENTS:
             placements = self.hill_climb()
         if flops_limit is not None:
-            placements = [p for p in placements if self.shardings.flops(p) <= flops_limit]
+            placements = [
+                placement
+                for placement in placements
+                if self.shardings.flops(placement) <= flops_limit
+            ]
         candidates = self.by_estimates(placements)
         if level == PRICE:
             # The finalists in the order of their prices, then the others as they come.
-            yield from by_prices(itertools.islice(candidates, FINALISTS), self._priced_rank)
+            yield from by_prices(itertools.islice(candidates, FINALISTS), self._rank_by_price)
         yield from candidates
 
     def by_estimates(self, placements: Iterable[Placement]) -> Iterator[Candidate]:
@@ -153,15 +157,15 @@ class CandidateSearch:
         placements: what each mesh axis does while blocks are contracted, one for each candidate.
         """
         queue: list[Ranked] = []
-        for number, placement in enumerate(placements):
-            ranked = Ranked.of(self.candidate(placement), number)
+        for placement_index, placement in enumerate(placements):
+            ranked = Ranked.of(self.candidate(placement), placement_index)
             if ranked.seconds < self.below:
                 queue.append(ranked)
         heapq.heapify(queue)
         while queue and queue[0].seconds < self.below:
             best = queue[0]
             candidate = best.candidate
-            ranked = Ranked.of(candidate, best.number)
+            ranked = Ranked.of(candidate, best.placement_index)
             if ranked.seconds > best.seconds:
                 # Its seconds have risen since it was sorted in: here, or with a
                 # move that it shares.
@@ -176,8 +180,8 @@ class CandidateSearch:
                 heapq.heappop(queue)
                 yield candidate
 
-    def _priced_rank(self, candidate: Candidate, below: float) -> tuple[float, int, int]:
-        seconds = candidate.priced(self.prices, below)
+    def _rank_by_price(self, candidate: Candidate, below: float) -> tuple[float, int, int]:
+        seconds = candidate.price(self.prices, below)
         return seconds, candidate.flops, candidate.touched_elements
 
     def hill_climb(self) -> list[Placement]:
@@ -189,7 +193,9 @@ class CandidateSearch:
         """Follow the best neighbor of a placement as long as it is better."""
         rank = self._rank(placement)
         while True:
-            ranked = [(self._rank(near), near) for near in self.shardings.neighbors(placement)]
+            ranked = [
+                (self._rank(neighbor), neighbor) for neighbor in self.shardings.neighbors(placement)
+            ]
             best_rank, best = min(ranked, key=itemgetter(0))
             if best_rank >= rank:
                 return placement
@@ -209,37 +215,37 @@ class CandidateSearch:
         """
         shardings = self.shardings
         estimates: list[MoveEstimate] = []
-        touched = 0
-        for place in shardings.array_places(placement):
+        touched_elements = 0
+        for placed in shardings.placed_arrays(placement):
             # The largest block of this array on any device.
-            block_elements = math.prod([dim.block_rows for dim in place.dims])
-            touched += shardings.accesses[place.number] * block_elements
-            estimates += self._moves_of(place)
+            block_elements = math.prod([dim.block_rows for dim in placed.dims])
+            touched_elements += shardings.accesses[placed.array_index] * block_elements
+            estimates += self._moves_of(placed)
         flops = shardings.flops(placement)
         # Each gradient is a contraction of the same size: one for each operand, and the forward pass.
         passes = len(shardings.arrays) if self.objective == BOTH else 1
-        work = passes * self.prices.profile.work(flops, touched, self.prices.dtype)
-        return Candidate(shardings, placement, flops, touched, work, tuple(estimates))
+        work_s = passes * self.prices.profile.work(flops, touched_elements, self.prices.dtype)
+        return Candidate(shardings, placement, flops, touched_elements, work_s, tuple(estimates))
 
-    def _moves_of(self, place: ArrayPlace) -> list[MoveEstimate]:
+    def _moves_of(self, placed: PlacedArray) -> list[MoveEstimate]:
         """Return the redistribution of one array, and the one of its gradient if that counts.
 
-        An operand moves from its given sharding to the one in which it is contracted, the result
-        from the one that devices compute to the wanted one. `d f/tp` contracted whole: an
+        An operand moves from the sharding that it has to the one in which it is contracted, the result
+        from the one that devices compute to the one that the text says. `d f/tp` contracted whole: an
         all-gather, and a reduce-scatter of the gradient. The list has 1 item, or 2 with the
         objective "forward+backward".
         """
         shardings = self.shardings  # hot: called for each array of each placement
-        number = place.number
-        local = shardings.local(place)
-        given = shardings.endpoints[number]
-        if number == RESULT:
+        array_index = placed.array_index
+        local = shardings.local(placed)
+        endpoint = shardings.endpoints[array_index]
+        if array_index == RESULT:
             src = local
-            dst = local if shardings.stays else given
+            dst = local if shardings.stays else endpoint
         else:
-            src = given
+            src = endpoint
             dst = local
-        shape = shardings.arrays[number].shape
+        shape = shardings.arrays[array_index].shape
         prices = self.prices
         # In most cases the seconds of a move follow from the shardings at both ends. But a mean
         # multiplies by a constant, which they do not show: then the whole move is made for its price.
@@ -247,14 +253,14 @@ class CandidateSearch:
         make = None
         make_dual = None
         if shardings.has_means:
-            scaling = (number, place.placement.sums)
-            make = partial(shardings.move, place, local)
-            make_dual = partial(shardings.dual_move, place, local)
-        forward = prices.move((src.dims, src.sums), (dst.dims, dst.sums), shape, scaling, make)
+            scaling = (array_index, placed.placement.sums)
+            make = partial(shardings.move, placed, local)
+            make_dual = partial(shardings.dual_move, placed, local)
+        forward_move = prices.move((src.dims, src.sums), (dst.dims, dst.sums), shape, scaling, make)
         if self.objective != BOTH:
-            return [forward]
+            return [forward_move]
         # A gradient goes the other way, and along axes where the value is copied, the gradients of
         # the copies are addends: so its partial sums are the value's copies.
         src_end = (src.dims, src.copies)
         dst_end = (dst.dims, dst.copies)
-        return [forward, prices.move(dst_end, src_end, shape, scaling, make_dual)]
+        return [forward_move, prices.move(dst_end, src_end, shape, scaling, make_dual)]

@@ -51,15 +51,17 @@ def _whole_shape(shape: Any) -> tuple[int, ...]:
     return tuple(_length("a shape", length) for length in lengths_of(shape))
 
 
-def _length(what: str, value: Any) -> int:
+def _length(subject: str, value: Any) -> int:
     """Return a length as an int. Raises ShapeError unless it is a whole number >= 0."""
     length = as_whole_number(value)
     if length is None or length < 0:
-        raise ShapeError(f"{what} has {short_repr(value)}", hint="a length is a whole number >= 0")
+        raise ShapeError(
+            f"{subject} has {short_repr(value)}", hint="a length is a whole number >= 0"
+        )
     return length
 
 
-class GivenDim(NamedTuple):
+class WrittenDim(NamedTuple):
     """A dim of an array as the text writes it, and the length that the array's shape gives it."""
 
     operand: int
@@ -106,17 +108,17 @@ def _learn_lengths(call: Contraction, shapes: Shapes, lengths: dict[str, int]) -
 
     Raises ShapeError for a dim whose length differs from what is known, or says too little.
     """
-    dims: list[GivenDim] = []
-    for i, (array, shape) in enumerate(zip(call.arrays, shapes, strict=False)):
+    written_dims: list[WrittenDim] = []
+    for array_index, (array, shape) in enumerate(zip(call.arrays, shapes, strict=False)):
         for dim, length in zip(array.dims, shape, strict=True):
-            dims.append(GivenDim(i, dim, names_of_dim(dim), length))
+            written_dims.append(WrittenDim(array_index, dim, names_of_dim(dim), length))
     # Dims of one name first: errors speak of the composed ones only where these agree.
-    dims.sort(key=lambda given: len(given.names))
+    written_dims.sort(key=lambda written_dim: len(written_dim.names))
     # With the length of b known, `(b d)` gives that of d, which may give another one in turn.
-    while dims:
-        waiting = [given for given in dims if not _learn_length(given, lengths)]
-        if len(waiting) == len(dims):
-            operand, dim, names, length = waiting[0]
+    while written_dims:
+        waiting_dims = [written for written in written_dims if not _learn_length(written, lengths)]
+        if len(waiting_dims) == len(written_dims):
+            operand, dim, names, length = waiting_dims[0]
             known_parts = [f"{name}={lengths[name]}" for name in names if name in lengths]
             elsewhere = " and ".join(known_parts) if known_parts else "no part is known"
             raise ShapeError(
@@ -125,27 +127,27 @@ def _learn_lengths(call: Contraction, shapes: Shapes, lengths: dict[str, int]) -
                 span=_dim_span(call, operand, dim.name),
                 hint="a name stands for one length; sizes= says all of them",
             )
-        dims = waiting
+        written_dims = waiting_dims
 
 
-def _learn_length(given: GivenDim, lengths: dict[str, int]) -> bool:
+def _learn_length(written_dim: WrittenDim, lengths: dict[str, int]) -> bool:
     """Add to `lengths` the length that one dim of an operand gives a name.
 
     A dim `b` of 3 gives b = 3. A composed dim gives its one unknown name: `(b d)` of 12 with b = 3
     gives d = 4. Returns whether all of its names are known, and agree with its length.
     """
-    names = given.names
+    names = written_dim.names
     unknown = set(names) - lengths.keys()
     known_length = math.prod(lengths.get(name, 1) for name in names)  # of the names that are known
     # If a known name is 0 long, the product is 0 whatever the unknown one is.
     if len(unknown) == 1 and known_length:
         [name] = unknown
         # A name that repeats, as in `(i i)`, is a root: of 9 it is 3.
-        root = round((given.length // known_length) ** (1 / names.count(name)))
-        if root ** names.count(name) * known_length == given.length:
+        root = round((written_dim.length // known_length) ** (1 / names.count(name)))
+        if root ** names.count(name) * known_length == written_dim.length:
             lengths[name] = root
             return True
-    return not unknown and known_length == given.length
+    return not unknown and known_length == written_dim.length
 
 
 def _lengths_by_name(call: Contraction, lengths: Mapping[str, int]) -> Shapes:
@@ -169,25 +171,25 @@ def _no_length(call: Contraction, operand: int, name: str, sizes: Mapping[str, i
         hint = "pass shape= with one shape per operand"
     else:
         hint = "sizes has: " + ", ".join(f"{key}={value}" for key, value in sizes.items())
-    what = f"sizes has no length for dim {name!r}"
-    return ShapeError(what, text=call.text, span=_dim_span(call, operand, name), hint=hint)
+    reason = f"sizes has no length for dim {name!r}"
+    return ShapeError(reason, text=call.text, span=_dim_span(call, operand, name), hint=hint)
 
 
 def _dim_span(call: Contraction, operand: int, name: str) -> tuple[int, int]:
     """Find the characters (start, stop) of an operand's dim in the text, for the caret of an error.
 
     d of operand 1 in `b d, d f -> b f` -> (5, 6). Dims that `...` stands for are called `_0`, `_1`,
-    ... and not in the text: their place is that of `...`.
+    ... and not in the text: they have the span of `...`.
     """
     spans = text_spans(call.text)
     start, end = spans.layouts[operand]
-    places: dict[str, tuple[int, int]] = {}
+    span_of_name: dict[str, tuple[int, int]] = {}
     for dim_name, span in spans.dims:
         if start <= span[0] < end:
-            places.setdefault(dim_name, span)  # of a name that repeats, the first
-    if name not in places:  # `_0`, `_1`, ...
-        return places[ELLIPSIS]
-    return places[name]
+            span_of_name.setdefault(dim_name, span)  # of a name that repeats, the first
+    if name not in span_of_name:  # `_0`, `_1`, ...
+        return span_of_name[ELLIPSIS]
+    return span_of_name[name]
 
 
 def for_operands(call: Contraction, shapes: Shapes) -> Contraction:
@@ -198,20 +200,20 @@ def for_operands(call: Contraction, shapes: Shapes) -> Contraction:
     Raises ShapeError unless there is one shape for each operand, with one length for each dim.
     """
     if len(shapes) != len(call.operands):
-        what = f"{len(shapes)} arrays for {len(call.operands)} operands"
-        raise ShapeError(what, text=call.text, hint="one array or shape per operand")
+        reason = f"{len(shapes)} arrays for {len(call.operands)} operands"
+        raise ShapeError(reason, text=call.text, hint="one array or shape per operand")
     call = call.resolved(map(len, shapes))
     # `arrays` has the result behind the operands, which has no shape yet: so zips are not strict here.
     for i, (layout, shape) in enumerate(zip(call.arrays, shapes, strict=False)):
         if len(shape) != len(layout.names):
-            what = f"an array of {len(shape)} dims, {tuple(shape)}, for '{layout}'"
+            reason = f"an array of {len(shape)} dims, {tuple(shape)}, for '{layout}'"
             span = text_spans(call.text).layouts[i]
-            raise ShapeError(what, text=call.text, span=span, hint="one dim per name")
+            raise ShapeError(reason, text=call.text, span=span, hint="one dim per name")
     return call
 
 
 def global_lengths(
-    call: Contraction, mesh: Mesh, blocks: Shapes, sizes: Sizes | None = None
+    call: Contraction, mesh: Mesh, block_shapes: Shapes, sizes: Sizes | None = None
 ) -> Shapes:
     """Infer the global lengths of all dims from the shapes of this device's blocks.
 
@@ -222,26 +224,26 @@ def global_lengths(
     blocks: the local shape of each operand. sizes: lengths by name that are known. Raises
     ShapeError if they do not fit.
     """
-    operands = list(zip(call.arrays, blocks, strict=False))
-    unsharded: dict[str, int] = {}  # lengths that are known, by the names of a dim
-    for layout, block in operands:
-        for dim, rows in zip(layout.dims, block, strict=True):
+    operands = list(zip(call.arrays, block_shapes, strict=False))
+    whole_lengths: dict[str, int] = {}  # lengths that are known, by the names of a dim
+    for layout, block_shape in operands:
+        for dim, rows in zip(layout.dims, block_shape, strict=True):
             if not dim.shards:
-                unsharded[str(names_of_dim(dim))] = rows
+                whole_lengths[str(names_of_dim(dim))] = rows
     # Given lengths count more: so an error marks the block that contradicts them.
-    given = dict(sizes or ()) | _numbers_in(call.arrays)
+    known_sizes = dict(sizes or ()) | _numbers_in(call.arrays)
     for layout in call.arrays:
         for names in map(names_of_dim, layout.dims):
-            if given.keys() >= set(names):
-                unsharded[str(names)] = math.prod(given[name] for name in names)
+            if known_sizes.keys() >= set(names):
+                whole_lengths[str(names)] = math.prod(known_sizes[name] for name in names)
     shapes: list[tuple[int, ...]] = []
-    for layout, block in operands:
-        layout = _with_units(layout, given)
+    for layout, block_shape in operands:
+        layout = _with_units(layout, known_sizes)
         # `(h d)` in one array is as long as `(h d)` in another, whatever their shards.
-        known = {
-            dim.name: unsharded.get(str(names_of_dim(dim))) for dim in layout.dims if dim.shards
+        known_lengths = {
+            dim.name: whole_lengths.get(str(names_of_dim(dim))) for dim in layout.dims if dim.shards
         }
-        shapes.append(global_shape(layout, mesh, block, call.text, known))
+        shapes.append(global_shape(layout, mesh, block_shape, call.text, known_lengths))
     return shapes_of(call, sizes, tuple(shapes))[1]
 
 
@@ -285,23 +287,25 @@ def on_sub_axes(call: Contraction, mesh: Mesh, shapes: Shapes) -> tuple[Contract
         return call, mesh
     with mark_errors(call.text):
         arrays = [without_spread(*array, mesh) for array in _written_arrays(call, shapes)]
-    fine: Mesh | None = mesh
-    for _, array_mesh in arrays:
-        fine = common_mesh(fine, array_mesh) if fine else None
-    if fine is None:
+    fine_mesh: Mesh | None = mesh
+    for _, split_mesh in arrays:
+        fine_mesh = common_mesh(fine_mesh, split_mesh) if fine_mesh else None
+    if fine_mesh is None:
         reason = "arrays spread units over groups that do not nest"
         raise PlanError(reason, text=call.text, hint=NEST_HINT)
-    layouts = [factored(layout, axis_factors(old, fine)) for layout, old in arrays]
-    return Contraction.of(layouts, call.text), fine
+    layouts = [
+        factored(layout, axis_factors(split_mesh, fine_mesh)) for layout, split_mesh in arrays
+    ]
+    return Contraction.of(layouts, call.text), fine_mesh
 
 
 def _with_units(layout: Layout, lengths: Mapping[str, int]) -> Layout:
     """Give composed dims their units: those of `(b d)/tp` with d = 3 are 3 rows."""
     dims = []
     for dim in layout.dims:
-        inner = names_of_dim(dim)[1:]
-        if inner and all(name in lengths for name in inner):
-            dim = replace(dim, unit=math.prod(lengths[name] for name in inner))
+        inner_names = names_of_dim(dim)[1:]
+        if inner_names and all(name in lengths for name in inner_names):
+            dim = replace(dim, unit=math.prod(lengths[name] for name in inner_names))
         dims.append(dim)
     return replace(layout, dims=tuple(dims))
 
@@ -342,9 +346,9 @@ def named_block(
         x = x.reshape([dim.length for dim in dims])
     # In `i/tp i` the name i is sharded in one dim and whole in the other. Of the whole one, only
     # the rows that this device has in the sharded one are on its part of the diagonal.
-    for d, dim in enumerate(dims):
+    for dim_index, dim in enumerate(dims):
         if dim.is_picked:
-            x = x[(slice(None),) * d + (rows(dim.name),)]
+            x = x[(slice(None),) * dim_index + (rows(dim.name),)]
     for name in named.layout.names:
         while names.count(name) > 1:
             first = names.index(name)

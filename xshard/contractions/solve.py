@@ -34,13 +34,15 @@ from xshard.plans.disk_cache import read_or_make
 from xshard.search.request import BOTH, FORWARD
 from xshard.search.states import common, without
 
-ALL_ORDERS = 4  # most operands for which every order of pairs is weighed: 18 orders
-RING_SHARE = 0.9  # most of its seconds in turn that a part in rounds may take: predictions err
+ALL_ORDERS = 4  # up to so many operands every order of pairs is weighed: 18 orders
+# A ring has to take less than this share of the seconds without it, since predictions err.
+RING_SHARE = 0.9
 WIDTH = 8  # candidates of a pair that are followed up, the best first
 
-# The indices of the operands that every part takes, among those left; its result goes behind the others.
-Takes = tuple[int, ...]
-Order = tuple[Takes, ...]
+# A contraction takes operands out of a list of those that remain, by their indices in this list, and
+# puts its result at the end: of operands a b c, (0, 1) leaves c ab.
+OperandIndices = tuple[int, ...]
+Order = tuple[OperandIndices, ...]
 
 
 @dataclass(frozen=True)
@@ -90,29 +92,29 @@ def _search(request: ContractionRequest) -> ContractionPlan:
             return replace(plan, memory_limit=limit)
         peaks_bytes.append(plan.peak_bytes)
     if not peaks_bytes:  # no plan at all: `flops_limit` ruled all of them out
-        what = f"every way takes more than {request.flops_limit} operations"
-        raise PlanError(what, hint="raise flops_limit=")
+        reason = f"every way takes more than {request.flops_limit} operations"
+        raise PlanError(reason, hint="raise flops_limit=")
     # The error says how much memory the user would have to allow.
     raise too_large(limit, min(peaks_bytes))
 
 
 class PathStep(NamedTuple):
-    """One contraction of a path: the operands that it takes, among those left, and its placement."""
+    """One contraction of a path: the indices of its operands among the remaining ones, and its placement."""
 
-    operand_indices: Takes
+    operand_indices: OperandIndices
     candidate: Candidate
 
 
 class ContractionPath(NamedTuple):
-    """Contractions one after the other, their seconds and operations, and the operands left at the end."""
+    """Contractions one after the other: their seconds and operations, and the operands that remain."""
 
     seconds: float
     flops: int
     remaining: tuple[Sharding, ...]
     steps: tuple[PathStep, ...]
 
-    def with_step(self, operand_indices: Takes, candidate: Candidate) -> ContractionPath:
-        """Return the path with one more contraction; its result goes behind the operands left."""
+    def with_step(self, operand_indices: OperandIndices, candidate: Candidate) -> ContractionPath:
+        """Return the path with one more contraction; its result goes behind the remaining operands."""
         # The next contraction starts from where this one leaves its result.
         result = candidate.shardings.result.with_layout(candidate.moves[-1].dst)
         return ContractionPath(
@@ -122,16 +124,16 @@ class ContractionPath(NamedTuple):
             steps=(*self.steps, PathStep(operand_indices, candidate)),
         )
 
-    def priced(self, prices: Prices, below: float) -> float:
+    def price(self, prices: Prices, below: float) -> float:
         """Price all moves, the slowest contraction first, and return the seconds.
 
         It stops once the seconds are not below `below`: then other paths are better.
         """
         candidates = [step.candidate for step in self.steps]
         for candidate in sorted(candidates, key=attrgetter("seconds"), reverse=True):
-            # As far as the others are known: their seconds only rise.
-            others = sum(other.seconds for other in candidates if other is not candidate)
-            candidate.priced(prices, below - others)
+            # Prices only raise seconds: the others take at least what is known of them.
+            other_seconds = sum(other.seconds for other in candidates if other is not candidate)
+            candidate.price(prices, below - other_seconds)
         return sum(candidate.seconds for candidate in candidates)
 
 
@@ -160,28 +162,30 @@ class _Solver:
         candidates = search.best(limit)
         if self.request.objective != BOTH:
             return candidates
-        first = next(candidates, None)
-        if first is None:
+        best_candidate = next(candidates, None)
+        if best_candidate is None:
             return candidates  # all exceed the limit
         # The search adds some seconds to each move, in which devices wait for each other, and the
         # cost of a plan has none. So the placement that is best for the forward pass alone may cost
         # less as a plan, also with its backward pass: the cheaper of both comes first. The other
         # one follows, since it may take less memory.
-        forward = CandidateSearch(self.shardings, self.prices, FORWARD)
-        best_forward = next(forward.best(limit)).placement
-        both = sorted([first, search.candidate(best_forward)], key=self._plan_seconds)
-        return itertools.chain(both, candidates)
+        forward_search = CandidateSearch(self.shardings, self.prices, FORWARD)
+        forward_placement = next(forward_search.best(limit)).placement
+        best_two = sorted(
+            [best_candidate, search.candidate(forward_placement)], key=self._plan_seconds
+        )
+        return itertools.chain(best_two, candidates)
 
     def _search_in(self, shardings: EinsumShardings, below: float = math.inf) -> CandidateSearch:
         return CandidateSearch(shardings, self.prices, self.request.objective, below)
 
     def _plan_seconds(self, candidate: Candidate) -> float:
         """Return the seconds of the plan of a candidate, in rounds if it may be."""
-        candidate.priced(self.prices)
+        candidate.price(self.prices)
         if self.request.overlap != NEVER:
             return self._plan(self._as_single_contraction(candidate)).cost
         # The same without making a plan, and rounded as candidates' seconds are.
-        return round(candidate.work + sum(move.seconds for move in candidate.estimates), 15)
+        return round(candidate.work_s + sum(move.seconds for move in candidate.estimates), 15)
 
     def _as_single_contraction(self, candidate: Candidate) -> ContractionPath:
         """Return the path of one contraction of all operands."""
@@ -204,21 +208,21 @@ class _Solver:
                 if limit is None or path.flops <= limit:
                     paths.append(path)
         paths.sort(key=attrgetter("seconds"))
-        return by_prices(paths[:WIDTH], self._priced_rank)
+        return by_prices(paths[:WIDTH], self._rank_by_price)
 
-    def _priced_rank(self, path: ContractionPath, below: float) -> tuple[float]:
-        return (path.priced(self.prices, below),)
+    def _rank_by_price(self, path: ContractionPath, below: float) -> tuple[float]:
+        return (path.price(self.prices, below),)
 
     def _paths_in(self, order: Order) -> list[ContractionPath]:
         """Return the best paths in one order: a beam search, `WIDTH` paths wide."""
         paths = [self.start]
-        least_flops = self._least_flops(order)
-        for number, takes in enumerate(order):
-            flops_to_follow = sum(least_flops[number + 1 :])
-            longer: list[ContractionPath] = []
+        min_flops = self._min_flops(order)
+        for n_contracted, operand_indices in enumerate(order):
+            flops_to_follow = sum(min_flops[n_contracted + 1 :])
+            extended_paths: list[ContractionPath] = []
             for path in paths:
-                longer += self._extended(path, takes, flops_to_follow)
-            paths = sorted(longer, key=attrgetter("seconds"))[:WIDTH]
+                extended_paths += self._extend_path(path, operand_indices, flops_to_follow)
+            paths = sorted(extended_paths, key=attrgetter("seconds"))[:WIDTH]
         return paths
 
     def _path_in_placement(self, order: Order, placement: Placement) -> ContractionPath:
@@ -227,34 +231,35 @@ class _Solver:
         A pair's best placement may be a bad start for the next pair. On this path a pair's result
         is already sharded as the next pair needs it, so that nothing moves between pairs.
 
-        order: the operands of each pair, among those left. placement: of all operands at once.
+        order: the indices of each pair among the remaining operands. placement: of all operands at
+        once.
         """
         path = self.start
-        # For each operand left, its number among all operands, or RESULT, -1, of an earlier pair. After
-        # operands 0 and 1 of three are contracted: [2, -1].
-        numbers = list(range(len(self.shardings.operands)))
-        for takes in order:
-            pair = self._pair(path, takes)
-            taken = [numbers[i] for i in takes]
-            of_pair = restrict_to_pair(self.shardings, placement, pair, taken)
-            candidate = self._search_in(pair).candidate(of_pair)
+        # For each remaining operand its index among all operands, or RESULT, -1, for that of a pair.
+        # After operands 0 and 1 of three are contracted: [2, -1].
+        original_indices = list(range(len(self.shardings.operands)))
+        for operand_indices in order:
+            pair = self._pair(path, operand_indices)
+            pair_indices = [original_indices[i] for i in operand_indices]
+            pair_placement = restrict_to_pair(self.shardings, placement, pair, pair_indices)
+            candidate = self._search_in(pair).candidate(pair_placement)
             # Lower bounds of its seconds, instead of estimates: that puts it among the few paths
             # whose exact prices are compared.
-            seconds = path.seconds + candidate.least_seconds
-            path = path.with_step(takes, candidate)._replace(seconds=seconds)
-            numbers = [*remaining(numbers, takes), RESULT]
+            seconds = path.seconds + candidate.lower_bound_s
+            path = path.with_step(operand_indices, candidate)._replace(seconds=seconds)
+            original_indices = [*remaining(original_indices, operand_indices), RESULT]
         return path
 
-    def _extended(
-        self, path: ContractionPath, takes: Takes, flops_to_follow: int
+    def _extend_path(
+        self, path: ContractionPath, operand_indices: OperandIndices, flops_to_follow: int
     ) -> list[ContractionPath]:
         """Return the path with one more pair contracted, in each of the best ways to shard the pair.
 
         If no pair follows, the seconds of the result are added to `self.best`, so that later calls
         can leave out what takes longer.
 
-        takes: the indices of the pair among the operands that are left. flops_to_follow: what the
-        pairs after it take at least, which is left for them.
+        operand_indices: of the pair among the remaining operands. flops_to_follow: what the pairs
+        after it take at least, and which is kept free for them.
         """
         flops_limit = self.request.flops_limit
         if flops_limit is not None:
@@ -266,18 +271,20 @@ class _Solver:
             below = self.best[WIDTH - 1] - path.seconds
         if below <= 0:
             return []
-        candidates = self._search_in(self._pair(path, takes), below).best(flops_limit, ESTIMATE)
-        if len(path.remaining) > len(takes):
-            first = itertools.islice(candidates, WIDTH)
-            return [path.with_step(takes, candidate) for candidate in first]
+        candidates = self._search_in(self._pair(path, operand_indices), below).best(
+            flops_limit, ESTIMATE
+        )
+        if len(path.remaining) > len(operand_indices):
+            best_candidates = itertools.islice(candidates, WIDTH)
+            return [path.with_step(operand_indices, candidate) for candidate in best_candidates]
         best_end = next(candidates, None)  # no other end of this path can win
         if best_end is None:
             return []
-        complete = path.with_step(takes, best_end)
+        complete = path.with_step(operand_indices, best_end)
         insort(self.best, complete.seconds)
         return [complete]
 
-    def _least_flops(self, order: Order) -> list[int]:
+    def _min_flops(self, order: Order) -> list[int]:
         """Return a lower bound of the operations on each device, for each pair of an order.
 
         The bound is the operations of the pair over the number of devices, as if the work were
@@ -286,34 +293,36 @@ class _Solver:
         lengths = self.shardings.lengths
         result_names = set(self.shardings.result.layout.names)
         flops = []
-        left = [set(operand.layout.names) for operand in self.shardings.operands]
-        for takes in order:
-            others = remaining(left, takes)
-            names = set[str]().union(*[left[i] for i in takes])
+        remaining_names = [set(operand.layout.names) for operand in self.shardings.operands]
+        for operand_indices in order:
+            other_names = remaining(remaining_names, operand_indices)
+            pair_names = set[str]().union(*[remaining_names[i] for i in operand_indices])
             # A dim is summed as soon as neither another operand nor the result has it.
-            kept_names = names & result_names.union(*others)
-            pair_lengths = [lengths[name] for name in names]
-            total = operations(pair_lengths, len(takes), has_sum=names != kept_names)
-            flops.append(total // self.request.mesh.n_devices)
-            left = [*others, kept_names]
+            kept_names = pair_names & result_names.union(*other_names)
+            pair_lengths = [lengths[name] for name in pair_names]
+            pair_flops = operations(
+                pair_lengths, len(operand_indices), has_sum=pair_names != kept_names
+            )
+            flops.append(pair_flops // self.request.mesh.n_devices)
+            remaining_names = [*other_names, kept_names]
         return flops
 
-    def _pair(self, path: ContractionPath, takes: Takes) -> EinsumShardings:
-        """Describe the contraction of a pair of the operands left: its operands and its result.
+    def _pair(self, path: ContractionPath, operand_indices: OperandIndices) -> EinsumShardings:
+        """Describe the contraction of a pair of the remaining operands: its operands and its result.
 
         The last pair gives the result that the request wants. The result of an earlier pair keeps
         the dims that other operands or the result need, and is not moved: `a b, b c, c d -> a d`,
         first pair: `a b, b c -> a c`.
 
-        takes: the indices of the pair among the operands left.
+        operand_indices: of the pair among the operands that remain on `path`.
         """
-        operands = tuple(path.remaining[i] for i in takes)
-        others = remaining(path.remaining, takes)
+        operands = tuple(path.remaining[i] for i in operand_indices)
+        other_operands = remaining(path.remaining, operand_indices)
         pair = replace(self.shardings, operands=operands)
-        if not others:
+        if not other_operands:
             return pair
         needed_names = set[str]().union(
-            *[array.layout.names for array in (*others, self.shardings.result)]
+            *[array.layout.names for array in (*other_operands, self.shardings.result)]
         )
         dims = {name: length for name, length in pair.lengths.items() if name in needed_names}
         # Unsharded and without tags: it is not moved, so that its layout does not matter.
@@ -335,31 +344,34 @@ class _Solver:
             objective=request.objective,
         )
 
-    def _part(self, takes: Takes, candidate: Candidate) -> Part:
+    def _part(self, operand_indices: OperandIndices, candidate: Candidate) -> Part:
         """Build one local contraction of a plan, with the plans of its moves.
 
         `overlap` of the request says whether one move, a gather or a reduce-scatter, becomes a
         ring, in which blocks go from device to device while others are contracted: "never";
         "always", if the moves allow it; "auto", if that is predicted to be clearly faster.
 
-        takes: the indices of its operands among those left.
+        operand_indices: of its operands among the remaining ones.
         """
         *moves, result = map(self.prices.plan, candidate.moves)
-        part = Part(takes, tuple(moves), result)
+        part = Part(operand_indices, tuple(moves), result)
         overlap = self.request.overlap
         if overlap == NEVER:
             return part
-        in_rings = [replace(part, ring=ring) for ring in rings(part)]
-        if not in_rings:
+        ring_parts = [replace(part, ring=ring) for ring in rings(part)]
+        if not ring_parts:
             return part
-        fastest = min(in_rings, key=attrgetter("seconds"))
+        fastest = min(ring_parts, key=attrgetter("seconds"))
         # A margin, since the many small products of a ring may be slower than predicted.
         is_faster = fastest.seconds < RING_SHARE * part.seconds
         return fastest if is_faster or overlap == ALWAYS else part
 
 
 def restrict_to_pair(
-    shardings: EinsumShardings, placement: Placement, pair: EinsumShardings, numbers: Sequence[int]
+    shardings: EinsumShardings,
+    placement: Placement,
+    pair: EinsumShardings,
+    original_indices: Sequence[int],
 ) -> Placement:
     """Restrict a placement of all operands of a contraction to a pair of them.
 
@@ -371,22 +383,24 @@ def restrict_to_pair(
         shardings: All operands, and the result.
         placement: Of all operands.
         pair: Two operands, and their result.
-        numbers: Of the pair's operands among all; RESULT for the result of an earlier pair.
+        original_indices: Of the pair's operands among all; RESULT for that of an earlier pair.
     """
     all_dims = dict(zip(shardings.lengths, placement.dims, strict=True))
     dims = tuple(all_dims[name] for name in pair.lengths)
     sharding_axes = Axes().union(*[dim.axes for dim in dims])
     # Axes that shard no dim of the pair, but do something in the whole contraction: they hold
     # partial sums or copies here. In mesh order, so that results do not depend on a set's order.
-    others = common(shardings.axes, placement.busy - sharding_axes)
+    nonsharding_axes = common(shardings.axes, placement.active_axes - sharding_axes)
     operand_of_sum: dict[str, int] = {}  # by axis, the index in the pair
-    for i, (number, operand) in enumerate(zip(numbers, pair.operands, strict=True)):
+    for i, (original_index, operand) in enumerate(
+        zip(original_indices, pair.operands, strict=True)
+    ):
         for axis in operand.layout.tagged("sum", "mean"):
             # An operand's sums are reduced before, unless the placement keeps them.
-            is_kept = number == RESULT or (axis, number) in placement.sums
-            if axis in others and is_kept:
+            is_kept = original_index == RESULT or (axis, original_index) in placement.sums
+            if axis in nonsharding_axes and is_kept:
                 operand_of_sum[axis] = i
-    copies = without(others, operand_of_sum)
+    copies = without(nonsharding_axes, operand_of_sum)
     return Placement.of(dims, tuple(operand_of_sum.items()), copies)
 
 
@@ -396,32 +410,32 @@ def _orders(shardings: EinsumShardings) -> Iterator[Order]:
     if n_operands > ALL_ORDERS:
         yield _greedy_order(shardings)
         return
-    pairs = [itertools.combinations(range(n_left), 2) for n_left in range(n_operands, 1, -1)]
-    yield from itertools.product(*pairs)
+    choices_per_step = [
+        itertools.combinations(range(n_remaining), 2) for n_remaining in range(n_operands, 1, -1)
+    ]
+    yield from itertools.product(*choices_per_step)
 
 
 def _greedy_order(shardings: EinsumShardings) -> Order:
     """Ask numpy's greedy algorithm in which order to contract pairs of operands.
 
-    Returns a tuple of pairs of indices among the operands that are left; the result of each pair
-    goes behind the others: ((0, 1), (0, 1)) contracts operands 0 and 1, then operand 2 and their
-    result.
+    Returns for each pair its indices among the remaining operands; the result of each pair goes to
+    their end: ((0, 1), (0, 1)) contracts operands 0 and 1, then operand 2 and their result.
     """
-    numbers = {name: number for number, name in enumerate(shardings.lengths)}
+    index_of_name = {name: index for index, name in enumerate(shardings.lengths)}
     arguments: list[Any] = []
     for operand in shardings.operands:
         # A zero, broadcast, takes no memory: numpy looks at shapes only.
         arguments.append(np.broadcast_to(np.float32(0), operand.shape))
-        arguments.append([numbers[name] for name in operand.layout.names])
-    arguments.append([numbers[name] for name in shardings.result.layout.names])
+        arguments.append([index_of_name[name] for name in operand.layout.names])
+    arguments.append([index_of_name[name] for name in shardings.result.layout.names])
     _, *path = np.einsum_path(*arguments, optimize="greedy")[0]  # begins with its own name
-    order: list[Takes] = []
-    for takes in path:
-        # numpy puts a pair's result behind the others, as this module does. If pairs save no
-        # operations, numpy takes all operands that are left at once: then any order
-        # of pairs will do.
-        if len(takes) == 2:
-            order.append(tuple(takes))
+    order: list[OperandIndices] = []
+    for operand_indices in path:
+        # numpy puts a pair's result at the end, as this module does. If pairs save no operations, it
+        # contracts all remaining operands at once: then any order of pairs will do.
+        if len(operand_indices) == 2:
+            order.append(tuple(operand_indices))
         else:
-            order += [(0, 1)] * (len(takes) - 1)
+            order += [(0, 1)] * (len(operand_indices) - 1)
     return tuple(order)

@@ -1,8 +1,8 @@
 """The type of a local contraction: the layout of the result if every device contracts its own blocks.
 
-Every mesh axis plays one part of this table, and the parts do not meet:
+Every mesh axis has one role of this table, and operands do not mix two of them:
 
-    part of the axis        operands that have the dim    other operands    result
+    role of the axis        operands that have the dim    other operands    result
     cuts a dim it keeps     the same cut                  copy              the same cut
     cuts a dim it sums      the same cut                  copy              sum
     sum in one operand      that one: sum                 copy              sum
@@ -28,7 +28,7 @@ from xshard.layout.mesh import check_mesh
 from xshard.notation.parser import Dim, text_spans
 from xshard.steps.base import with_tag, without_tags
 
-CUT = "cut"  # what an axis does that shards a dim; other roles are the kinds of tags
+CUT = "cut"  # the role of an axis that shards a dim; other roles are tags
 
 
 def einsum_type(expression: str, mesh: Mesh) -> Layout:
@@ -55,18 +55,18 @@ def einsum_type(expression: str, mesh: Mesh) -> Layout:
     check_mesh(mesh)
     parsed = contraction(expression)
     text = parsed.text
-    wanted = parsed.result
-    for layout in (*parsed.operands, wanted):
+    written_result = parsed.result
+    for layout in (*parsed.operands, written_result):
         check_axes(layout, mesh, text)
         if layout.spread_axes:
             reason = f"lengths say which devices share units of '{layout}'"
             raise PlanError(reason, text=text, hint="xshard.plan(expression, mesh, sizes=...)")
-    result = local_type(parsed.operands, wanted.names, text)
-    if wanted.axes and result != wanted:
-        what = f"the local contraction gives '{result}'"
+    result = local_type(parsed.operands, written_result.names, text)
+    if written_result.axes and result != written_result:
+        reason = f"the local contraction gives '{result}'"
         span = text_spans(text).layouts[-1]
-        hint = f"write that, or move it afterwards: {result} -> {wanted}"
-        raise PlanError(what, text=text, span=span, hint=hint)
+        hint = f"write that, or move it afterwards: {result} -> {written_result}"
+        raise PlanError(reason, text=text, span=span, hint=hint)
     return result
 
 
@@ -85,19 +85,25 @@ def local_type(operands: Sequence[Layout], names: Sequence[str], text: str) -> L
     for axis in dict.fromkeys(chain.from_iterable(layout.axes for layout in operands)):
         role = _axis_role(axis, operands, dims, names)
         if role.misfits:
-            what = f"mesh axis {axis!r} {role.reason}"
-            raise _illegal(what, operands, role.misfits[0], axis, text)
+            reason = f"mesh axis {axis!r} {role.reason}"
+            raise _illegal(reason, operands, role.misfits[0], axis, text)
         if role.tag:
             tags.append((role.tag, (axis,)))
     return Layout(tuple(dims[name] for name in names), tuple(tags))
 
 
 class AxisRole(NamedTuple):
-    """What an axis does in the result, and the operands, by index, in which it does not fit that."""
+    """What a mesh axis does in the result, and the operands in which it does not fit that.
 
-    tag: str | None  # of the result; None if the axis shards one of its dims
+    Attributes:
+        tag: The tag that the axis has in the result; None if it shards one of its dims.
+        misfits: The indices of the operands in which the axis would have to do something else.
+        reason: Why these do not fit.
+    """
+
+    tag: str | None
     misfits: list[int]
-    reason: str  # why these do not fit
+    reason: str
 
 
 def _axis_role(
@@ -114,29 +120,33 @@ def _axis_role(
         dims: All dims of them by name, with their shards.
         names: The names of the result's dims.
     """
-    kinds = [_role_in(layout, axis) for layout in operands]
-    not_copies = [i for i, kind in enumerate(kinds) if kind != "copy"]
     cut_names = [dim.name for dim in dims.values() if axis in dim.axes]
-    # `b/tp d, d f/tp`: each device would get only the blocks of the result on a diagonal.
     if len(cut_names) > 1:
-        first, second = cut_names[:2]
-        misfits = [i for i, layout in enumerate(operands) if second in layout.names]
-        return AxisRole(None, misfits, f"cuts {first!r} and {second!r}")
+        return _refuse_two_cuts(cut_names, operands)
+    operand_roles = [_role_in(layout, axis) for layout in operands]
+    not_copies = [i for i, role in enumerate(operand_roles) if role != "copy"]
     if cut_names:
-        [name] = cut_names
+        [cut_name] = cut_names
         # Operands without that dim have to be copies: each device uses them for other results.
-        misfits = [i for i in not_copies if name not in operands[i].names]
-        tag = None if name in names else "sum"  # each device sums its own part of the dim
-        return AxisRole(tag, misfits, f"cuts {name!r}, which this operand lacks")
-    for sum_index, kind in enumerate(kinds):
+        misfits = [i for i in not_copies if cut_name not in operands[i].names]
+        result_tag = None if cut_name in names else "sum"  # each device sums its rows of the dim
+        return AxisRole(result_tag, misfits, f"cuts {cut_name!r}, which this operand lacks")
+    for sum_index, role in enumerate(operand_roles):
         # The product of two sums is no sum of products: all other operands have to be copies.
-        if kind in ("sum", "mean"):
+        if role in ("sum", "mean"):
             misfits = [i for i in not_copies if i != sum_index]
-            return AxisRole(kind, misfits, "holds addends of another operand")
+            return AxisRole(role, misfits, "holds addends of another operand")
     # No operand is cut or a sum, so that at least one holds copies, each of which gets a gradient
-    # of its own. Another operand with replicas, which must have equal gradients,
-    # would get unequal ones.
+    # of its own. Another operand with replicas, which must have equal gradients, would get unequal
+    # ones.
     return AxisRole("copy", not_copies, "holds copies of another operand, of this one replicas")
+
+
+def _refuse_two_cuts(cut_names: Sequence[str], operands: Sequence[Layout]) -> AxisRole:
+    """Refuse an axis that cuts two dims: with `b/tp d, d f/tp` devices get the blocks of a diagonal."""
+    first_name, second_name = cut_names[:2]
+    misfits = [i for i, layout in enumerate(operands) if second_name in layout.names]
+    return AxisRole(None, misfits, f"cuts {first_name!r} and {second_name!r}")
 
 
 def _common_dims(operands: Sequence[Layout], text: str) -> dict[str, Dim]:
@@ -144,44 +154,44 @@ def _common_dims(operands: Sequence[Layout], text: str) -> dict[str, Dim]:
     dims: dict[str, Dim] = {}
     for i, layout in enumerate(operands):
         for dim in layout.dims:
-            other = dims.setdefault(dim.name, dim)
-            if other != dim:
-                what = f"'{other}' in one operand is '{dim}' in another"
-                raise _illegal(what, operands, i, other, text)
+            first_dim = dims.setdefault(dim.name, dim)
+            if first_dim != dim:
+                reason = f"'{first_dim}' in one operand is '{dim}' in another"
+                raise _illegal(reason, operands, i, first_dim, text)
     return dims
 
 
 def _role_in(layout: Layout, axis: str) -> str | None:
-    """Return the kind of the tag that an axis has, `CUT` if it shards a dim, or None for replicas."""
-    for kind, axes in layout.tags:
+    """Return the tag that an axis has, `CUT` if it shards a dim, or None for replicas."""
+    for tag, axes in layout.tags:
         if axis in axes:
-            return kind
+            return tag
     return CUT if axis in layout.axes else None
 
 
 def _illegal(
-    what: str, operands: Sequence[Layout], index: int, wanted: Dim | str, text: str
+    reason: str, operands: Sequence[Layout], index: int, required: Dim | str, text: str
 ) -> PlanError:
     """Return the error about one operand, with a redistribution that makes it legal as its hint.
 
     Operand `b s` where tp shards f of the other one: "move it first: b s -> b s | copy(tp)".
 
-    index: of the operand that does not fit. wanted: the dim as it has to be sharded, or the mesh
+    index: of the operand that does not fit. required: the dim as it has to be sharded, or the mesh
     axis along which the operand has to hold copies.
     """
     layout = operands[index]
-    # In the proposed layout these axes first lose their dim or tag, and then get the wanted one.
-    moved_axes = wanted.axes if isinstance(wanted, Dim) else (wanted,)
+    # In the proposed layout these axes first lose their dim or tag, and then get the required one.
+    moved_axes = required.axes if isinstance(required, Dim) else (required,)
     dims = []
     for dim in layout.dims:
         shards = tuple(shard for shard in dim.shards if set(shard.axes).isdisjoint(moved_axes))
         dims.append(replace(dim, shards=shards))
     copies: tuple[str, ...] = ()
-    if isinstance(wanted, Dim):
-        dims[layout.names.index(wanted.name)] = wanted
+    if isinstance(required, Dim):
+        dims[layout.names.index(required.name)] = required
     else:
         copies = moved_axes
-    moved = replace(without_tags(layout, moved_axes), dims=tuple(dims))
-    moved = with_tag(moved, "copy", copies)
-    hint = f"move it first: {layout} -> {moved}"
-    return PlanError(what, text=text, span=text_spans(text).layouts[index], hint=hint)
+    required_layout = replace(without_tags(layout, moved_axes), dims=tuple(dims))
+    required_layout = with_tag(required_layout, "copy", copies)
+    hint = f"move it first: {layout} -> {required_layout}"
+    return PlanError(reason, text=text, span=text_spans(text).layouts[index], hint=hint)

@@ -40,7 +40,7 @@ from xshard.steps.permute import block_keys
 Count = TypeVar("Count", int, NDArray[np.float64])
 
 
-def received_elements(src: Sharding, dst: Sharding) -> int:
+def received_elements(source: Sharding, target: Sharding) -> int:
     """Return a lower bound of the elements that the busiest device receives in a redistribution.
 
     `n/dp -> n` of 8 on 4 devices: a device has 2 of 8, and lacks 6. Both shardings are in normal
@@ -52,26 +52,28 @@ def received_elements(src: Sharding, dst: Sharding) -> int:
       since any of them may hold an element as its addend, and the others zeros;
     - else: the elements of a device's new block that it does not have.
     """
-    mesh = dst.mesh
-    if ended_axes(src.layout, dst.layout):
-        return mean_rounded_up(total_elements(src, dst), mesh.n_devices)
-    if src.layout.has_overlap or dst.layout.has_overlap:
-        return _received_with_overlaps(src, dst)
-    begun = begun_axes(src.layout, dst.layout)
-    if not begun:
-        return Exchange(dst.layout).traffic(src).received
+    mesh = target.mesh
+    if ended_axes(source.layout, target.layout):
+        return mean_rounded_up(total_elements(source, target), mesh.n_devices)
+    if source.layout.has_overlap or target.layout.has_overlap:
+        return _received_with_overlaps(source, target)
+    begun_sum_axes = begun_axes(source.layout, target.layout)
+    if not begun_sum_axes:
+        return Exchange(target.layout).traffic(source).received
     # `_lacking_elements` has a dim for each mesh axis. Add up the devices that hold
     # addends of one sum.
-    total = _lacking_elements(src, dst).sum(axis=tuple(mesh.position(axis) for axis in begun))
-    return mean_rounded_up(int(total.max()), mesh.size(*begun))
+    lacking_of_sums = _lacking_elements(source, target).sum(
+        axis=tuple(mesh.position(axis) for axis in begun_sum_axes)
+    )
+    return mean_rounded_up(int(lacking_of_sums.max()), mesh.size(*begun_sum_axes))
 
 
-def mean_rounded_up(elements: int, n: int) -> int:
+def mean_rounded_up(elements: int, n_devices: int) -> int:
     """Divide among n devices, rounded up: the busiest has at least the mean."""
-    return -(-elements // n)
+    return -(-elements // n_devices)
 
 
-def total_elements(src: Sharding, dst: Sharding) -> int:
+def total_elements(source: Sharding, target: Sharding) -> int:
     """Return a lower bound of the elements that all devices together receive in a redistribution.
 
     Both shardings are in normal form, on one mesh. An owner of an element is a device whose new
@@ -85,31 +87,33 @@ def total_elements(src: Sharding, dst: Sharding) -> int:
       the sum from a device that is no owner;
     - all of that times the number of partial sums that remain along other mesh axes.
     """
-    mesh = dst.mesh
-    ended = ended_axes(src.layout, dst.layout)
-    if not ended:
-        return int(_lacking_elements(src, dst).sum())
-    begun = begun_axes(src.layout, dst.layout)
+    mesh = target.mesh
+    ended_sum_axes = ended_axes(source.layout, target.layout)
+    if not ended_sum_axes:
+        return int(_lacking_elements(source, target).sum())
+    begun_sum_axes = begun_axes(source.layout, target.layout)
     # With halos of negative width, some elements of the array may be in no block.
-    if src.layout.has_overlap or dst.layout.has_overlap:
-        elements = _reached_elements(src, dst)
+    if source.layout.has_overlap or target.layout.has_overlap:
+        elements = _reached_elements(source, target)
     else:
-        elements = math.prod(dst.shape)
-    messages = reduction_messages(elements, mesh.size(*ended), _n_owners(dst))
+        elements = math.prod(target.shape)
+    n_messages = reduction_messages(elements, mesh.size(*ended_sum_axes), _n_owners(target))
     # `_met_elements`: those of which an owner holds an addend. If a value also becomes partial sums
     # along other axes, any device may hold the addend, and nothing more is certain.
-    if not begun:
-        messages += max(0, elements - _met_elements(src, dst))
-    sums = dst.layout.tagged(*REDUCERS)
-    staying = [axis for axis in sums if axis not in begun]  # partial sums before and after
-    return messages * mesh.size(*staying)
+    if not begun_sum_axes:
+        n_messages += max(0, elements - _met_elements(source, target))
+    sums = target.layout.tagged(*REDUCERS)
+    kept_sum_axes = [
+        axis for axis in sums if axis not in begun_sum_axes
+    ]  # partial sums before and after
+    return n_messages * mesh.size(*kept_sum_axes)
 
 
 def _n_owners(sharding: Sharding) -> int:
     """Count the devices that have each element, or each addend of it."""
     mesh = sharding.mesh
-    busy = (*sharding.layout.sharding_axes, *sharding.layout.tagged(*REDUCERS))
-    return mesh.n_devices // mesh.size(*busy)
+    used_axes = (*sharding.layout.sharding_axes, *sharding.layout.tagged(*REDUCERS))
+    return mesh.n_devices // mesh.size(*used_axes)
 
 
 def reduction_messages(elements: Count, addends: Count, copies: Count) -> Count:
@@ -121,135 +125,151 @@ def reduction_messages(elements: Count, addends: Count, copies: Count) -> Count:
     return elements * (addends + copies - 2)
 
 
-def _lacking_elements(src: Sharding, dst: Sharding) -> NDArray[np.int64]:
+def _lacking_elements(source: Sharding, target: Sharding) -> NDArray[np.int64]:
     """Return the elements that every device needs and does not have, as an array over the mesh."""
-    mesh = dst.mesh
-    needed = received_from(src, dst, ()).elements
-    at_hand = received_from(src, dst, mesh.axes).elements
+    mesh = target.mesh
+    needed = received_from(source, target, ()).elements
+    at_hand = received_from(source, target, mesh.axes).elements
     return np.broadcast_to(needed - at_hand, mesh.sizes)
 
 
-def _received_with_overlaps(src: Sharding, dst: Sharding) -> int:
+def _received_with_overlaps(source: Sharding, target: Sharding) -> int:
     """Return the most elements that any device lacks of its new block, where blocks have halos.
 
     Rows that a block holds twice count once. A row whose contributions are still to be added up
     (`fold`) is not complete, and does not count as held.
     """
-    mesh = dst.mesh
-    if begun_axes(src.layout, dst.layout):
+    mesh = target.mesh
+    if begun_axes(source.layout, target.layout):
         return 0  # a lower bound, if a poor one: with halos no better one is known
     # Products over dims, for each device.
-    needed = np.ones(mesh.n_devices, np.int64)
-    at_hand = np.ones(mesh.n_devices, np.int64)
-    for d in range(len(dst.shape)):
-        rows = _needed_rows(src, dst, d)
+    wanted_elements = np.ones(mesh.n_devices, np.int64)
+    present_elements = np.ones(mesh.n_devices, np.int64)
+    for dim_index in range(len(target.shape)):
+        needed_rows = _needed_rows(source, target, dim_index)
         for device in range(mesh.n_devices):
-            wanted = rows.wanted[dst.dim_device(d, device)]
-            complete = rows.complete[src.dim_device(d, device)]
-            needed[device] *= count_rows(wanted)
-            at_hand[device] *= _n_common(complete, wanted)
-    return int((needed - at_hand).max())
+            wanted_rows = needed_rows.wanted[target.dim_device(dim_index, device)]
+            complete_rows = needed_rows.complete[source.dim_device(dim_index, device)]
+            wanted_elements[device] *= count_rows(wanted_rows)
+            present_elements[device] *= _n_common(complete_rows, wanted_rows)
+    return int((wanted_elements - present_elements).max())
 
 
-def _reached_elements(src: Sharding, dst: Sharding) -> int:
+def _reached_elements(source: Sharding, target: Sharding) -> int:
     """Return the number of elements that some device holds at the source, and some at the destination."""
     elements = 1
-    for d in range(len(src.shape)):
-        elements *= _n_common(_all_held(src, d), _all_held(dst, d))
+    for dim_index in range(len(source.shape)):
+        elements *= _n_common(_all_held(source, dim_index), _all_held(target, dim_index))
     return elements
 
 
-def _all_held(sharding: Sharding, d: int) -> Runs:
+def _all_held(sharding: Sharding, dim_index: int) -> Runs:
     """Return the rows of a dim that some device holds, each once."""
-    runs = tuple(chain.from_iterable(sharding.held_by_position(d)))
-    [rows] = distinct_rows([runs])
+    rows_of_blocks = tuple(chain.from_iterable(sharding.held_by_position(dim_index)))
+    [rows] = distinct_rows([rows_of_blocks])
     return rows
 
 
 class NeededRows(NamedTuple):
-    """The rows of one dim that a move is about, for each place along the dim."""
+    """The rows of one dim that a move is about, by position along the dim.
 
-    wanted: tuple[Runs, ...]  # by every place of the destination, unless they are zero everywhere
-    complete: tuple[Runs, ...]  # at every place of the source, with nothing to be added
+    Attributes:
+        wanted: The rows that each position of the target wants, but for rows that are zero everywhere.
+        complete: The rows that each position of the source has, to which nothing is to be added.
+    """
+
+    wanted: tuple[Runs, ...]
+    complete: tuple[Runs, ...]
 
 
-def _needed_rows(src: Sharding, dst: Sharding, d: int) -> NeededRows:
-    """Find for every place along dim number `d` which rows its device wants, and which it has.
+def _needed_rows(source: Sharding, target: Sharding, dim_index: int) -> NeededRows:
+    """Find, for every position along dim `dim_index`, which rows its device wants, and which it has.
 
     `n/sp -> n/sp:halo(1,1)` of 4 rows on 2 devices: rows 0-2 and 1-3 are wanted, 0-1 and 2-3 are
     there. Each row is listed once, though a block may repeat it.
     """
-    src_dim = src.layout.dims[d]
-    dst_dim = dst.layout.dims[d]
-    length = src.shape[d]
+    src_dim = source.layout.dims[dim_index]
+    dst_dim = target.layout.dims[dim_index]
+    length = source.shape[dim_index]
     # The dim is not changed: all rows stay where they are, also contributions that
     # are not added yet.
     if src_dim == dst_dim and src_dim.overlap is not None:
-        held = distinct_rows(src.held_by_position(d))
-        return NeededRows(held, held)
-    wanted = distinct_rows(wanted_rows(dst_dim, length, src.mesh.sizes_of(dst_dim.axes)))
+        held_blocks = distinct_rows(source.held_by_position(dim_index))
+        return NeededRows(held_blocks, held_blocks)
+    wanted_blocks = distinct_rows(wanted_rows(dst_dim, length, source.mesh.sizes_of(dst_dim.axes)))
     if isinstance(src_dim.overlap, Fold):
-        return _needed_of_fold(wanted, distinct_rows(src.held_by_position(d)), length)
-    sizes = src.mesh.sizes_of(src_dim.axes)
-    return NeededRows(wanted, distinct_rows(distinct_held_rows(src_dim, length, sizes)))
+        return _needed_of_fold(
+            wanted_blocks, distinct_rows(source.held_by_position(dim_index)), length
+        )
+    sizes = source.mesh.sizes_of(src_dim.axes)
+    return NeededRows(wanted_blocks, distinct_rows(distinct_held_rows(src_dim, length, sizes)))
 
 
-def _needed_of_fold(wanted: tuple[Runs, ...], blocks: tuple[Runs, ...], length: int) -> NeededRows:
+def _needed_of_fold(
+    target_blocks: tuple[Runs, ...], source_blocks: tuple[Runs, ...], length: int
+) -> NeededRows:
     """Find which rows must be received, and which need no more addends, if overlaps are added up.
 
     Under `fold`, rows that several blocks hold are contributions to be added. A row in no block is
     zero: nobody sends it. A row in just one block is complete there. Blocks of rows 0-4 and 3-7: 3
     and 4 are sums of two contributions, all others are complete.
 
-    wanted: the rows of the new blocks. blocks: the rows of the old ones; for each place along the
+    target_blocks, source_blocks: the rows of the new blocks and of the old ones, by position along the
     dim. length: of the dim.
     """
     # `Rows` are row numbers as an array: many that no few runs describe. They are counted one by one.
-    if any(isinstance(rows, Rows) for rows in (*blocks, *wanted)):
-        all_rows = np.concatenate([row_numbers(block) for block in blocks])
+    if any(isinstance(rows, Rows) for rows in (*source_blocks, *target_blocks)):
+        all_rows = np.concatenate([row_numbers(block) for block in source_blocks])
         n_blocks = np.bincount(all_rows, minlength=length)  # that hold each row
         return NeededRows(
-            wanted=tuple(as_runs(rows[n_blocks[rows] > 0]) for rows in map(row_numbers, wanted)),
-            complete=tuple(as_runs(rows[n_blocks[rows] == 1]) for rows in map(row_numbers, blocks)),
+            wanted=tuple(
+                as_runs(rows[n_blocks[rows] > 0]) for rows in map(row_numbers, target_blocks)
+            ),
+            complete=tuple(
+                as_runs(rows[n_blocks[rows] == 1]) for rows in map(row_numbers, source_blocks)
+            ),
         )
-    return _needed_runs_of_fold(wanted, blocks)
+    return _needed_runs_of_fold(target_blocks, source_blocks)
 
 
-def _needed_runs_of_fold(wanted: tuple[Runs, ...], blocks: tuple[Runs, ...]) -> NeededRows:
+def _needed_runs_of_fold(
+    target_blocks: tuple[Runs, ...], source_blocks: tuple[Runs, ...]
+) -> NeededRows:
     """Find the rows of `_needed_of_fold` by runs, without listing every row.
 
-    All runs are cut at the edges of all others, so that any two pieces are equal or disjoint; equal
-    ones get the same number. 0-4 and 3-7 are pieces 0-2 (0), 3-4 (1), 3-4 (1) and 5-7 (2).
+    All intervals are cut at the ends of all others, so that any two fragments are equal or disjoint;
+    equal ones have one cell. 0-4 and 3-7 are fragments 0-2 (0), 3-4 (1), 3-4 (1) and 5-7 (2).
     """
-    held_runs = interval_table(blocks)
-    all_runs = concatenate_tables(held_runs, interval_table(wanted))  # held ones first
-    pieces, piece_numbers, run_of_piece = cut_at_edges(all_runs)
-    is_held = run_of_piece < len(held_runs.start)
-    n_pieces = len(piece_numbers)
-    n_blocks = np.bincount(piece_numbers[is_held], minlength=n_pieces)[piece_numbers]
+    held_intervals = interval_table(source_blocks)
+    target_intervals = interval_table(target_blocks)
+    all_intervals = concatenate_tables(held_intervals, target_intervals)  # held ones first
+    fragments, cell_index, interval_index = cut_at_edges(all_intervals)
+    is_held = interval_index < len(held_intervals.start)
+    n_fragments = len(cell_index)
+    n_blocks = np.bincount(cell_index[is_held], minlength=n_fragments)[cell_index]
     return NeededRows(
-        wanted=runs_by_row(pieces.take(~is_held & (n_blocks > 0)), len(wanted)),
-        complete=runs_by_row(pieces.take(is_held & (n_blocks == 1)), len(blocks)),
+        wanted=runs_by_row(fragments.take(~is_held & (n_blocks > 0)), len(target_blocks)),
+        complete=runs_by_row(fragments.take(is_held & (n_blocks == 1)), len(source_blocks)),
     )
 
 
-def _n_common(rows: Runs, others: Runs) -> int:
-    """Return how many rows are in both."""
-    if isinstance(rows, Rows) or isinstance(others, Rows):
-        is_common = np.isin(row_numbers(others), row_numbers(rows), kind="table")
+def _n_common(first_rows: Runs, second_rows: Runs) -> int:
+    """Count the rows that are in both."""
+    if isinstance(first_rows, Rows) or isinstance(second_rows, Rows):
+        is_common = np.isin(row_numbers(second_rows), row_numbers(first_rows), kind="table")
         return int(is_common.sum())
-    return sum(segment.length for segment in common_segments(rows, others))
+    return sum(segment.length for segment in common_segments(first_rows, second_rows))
 
 
-def _met_elements(src: Sharding, dst: Sharding) -> int:
+def _met_elements(source: Sharding, target: Sharding) -> int:
     """Return the elements that some device holds on both sides; all if that has no closed form."""
-    src_cuts = link_cuts(src, ())
-    dst_cuts = link_cuts(dst, ())
+    src_cuts = link_cuts(source, ())
+    dst_cuts = link_cuts(target, ())
     if src_cuts is not None and dst_cuts is not None:
-        met = met_elements(src.shape, src_cuts, dst_cuts)
+        met = met_elements(source.shape, src_cuts, dst_cuts)
         if met is not None:
             return met
-    return math.prod(src.shape)  # too many: the bound that follows is lower, and still right
+    return math.prod(source.shape)  # too many: the bound that follows is lower, and still right
 
 
 def shared_elements(source: Sharding, target: Sharding) -> NDArray[np.int64]:
@@ -260,30 +280,30 @@ def shared_elements(source: Sharding, target: Sharding) -> NDArray[np.int64]:
     be on two meshes.
     """
     shared = np.ones((source.mesh.n_devices, target.mesh.n_devices), np.int64)
-    for d in range(len(source.shape)):
-        common = rows_in_common(dim_end(source, d), dim_end(target, d))
-        src_places = source.mesh.indices(source.layout.dims[d].axes)
-        dst_places = target.mesh.indices(target.layout.dims[d].axes)
-        shared *= common[np.ix_(src_places, dst_places)]
+    for dim_index in range(len(source.shape)):
+        common_rows = rows_in_common(dim_end(source, dim_index), dim_end(target, dim_index))
+        src_indices = source.mesh.indices(source.layout.dims[dim_index].axes)
+        dst_indices = target.mesh.indices(target.layout.dims[dim_index].axes)
+        shared *= common_rows[np.ix_(src_indices, dst_indices)]
     return shared
 
 
-def have_same_blocks(a: Sharding, b: Sharding, places: Sequence[int]) -> bool:
+def have_same_blocks(a: Sharding, b: Sharding, positions: Sequence[int]) -> bool:
     """Return whether devices hold the same rows and addends under both normal forms.
 
-    places: in the mesh of `a`, of the devices of `b` in their order.
+    positions: in the mesh of `a`, of the devices of `b` in their order.
     """
     if a.shape != b.shape or a.mesh.n_devices != b.mesh.n_devices:
         return False
     if _reductions(a) != _reductions(b):
         return False
     a_keys = list(block_keys(a))
-    return [a_keys[i] for i in places] == list(block_keys(b))
+    return [a_keys[position] for position in positions] == list(block_keys(b))
 
 
 def _reductions(sharding: Sharding) -> list[str]:
     """Return the kinds of tags under which blocks are addends."""
-    return [kind for kind, _ in sharding.layout.tags if kind != "copy"]
+    return [tag for tag, _ in sharding.layout.tags if tag != "copy"]
 
 
 def received_elements_between(
@@ -304,16 +324,16 @@ def received_elements_between(
         # Partial sums on both sides: an addend may stay where it is, as one of the new sum.
         return 0
     lacking = lacking_elements(source, target, src_devices, dst_devices)
-    fewest = mean_rounded_up(int(lacking.max()), target.mesh.size(*sums))
+    mean_lacking = mean_rounded_up(int(lacking.max()), target.mesh.size(*sums))
     if addends == 1:
-        return fewest
+        return mean_lacking
     elements = math.prod(source.shape)
     messages = reduction_messages(elements, addends, _n_owners(target))
     # No device of the target holds an addend, so that each element is received once more.
     if are_disjoint:
         messages += elements
     n_devices = len({*src_devices, *dst_devices})
-    return max(fewest, mean_rounded_up(messages, n_devices))
+    return max(mean_lacking, mean_rounded_up(messages, n_devices))
 
 
 @layout_cache(maxsize=4096)
@@ -329,16 +349,16 @@ def lacking_elements(
     """
     shared = shared_elements(source, target)
     needed = target.block_sizes
-    at_hand = np.zeros(len(dst_devices), np.int64)
+    present = np.zeros(len(dst_devices), np.int64)
     # If the source is partial sums, a device holds an addend of an element and not the element.
     if source.mesh.size(*source.layout.tagged(*REDUCERS)) == 1:
-        src_places = {device: i for i, device in enumerate(src_devices)}
+        src_position = {device: i for i, device in enumerate(src_devices)}
         for i, device in enumerate(dst_devices):
-            if device in src_places:
-                at_hand[i] = shared[src_places[device], i]
+            if device in src_position:
+                present[i] = shared[src_position[device], i]
     lacking = np.zeros_like(needed)
     # The devices of a group hold addends of one sum; without new sums each is a group of its own.
-    for group in target.mesh.groups(target.layout.tagged(*REDUCERS)):
-        first = group[0]
-        lacking[first] = max(needed[first] - at_hand[list(group)].sum(), 0)
+    for sum_group in target.mesh.groups(target.layout.tagged(*REDUCERS)):
+        receiver = sum_group[0]
+        lacking[receiver] = max(needed[receiver] - present[list(sum_group)].sum(), 0)
     return lacking

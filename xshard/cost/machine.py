@@ -128,19 +128,19 @@ def _load(name: str, _changed_ns: int) -> Profile:
     return profile_of(name, text)
 
 
-def _with_nodes_of(base: str, nodes: str) -> Profile:
+def _with_nodes_of(base: str, node_size: str) -> Profile:
     """Return a shipped profile with nodes of another size: "h100" and "4" -> nodes of 4 devices.
 
-    Raises ProfileError if `nodes` is no number above 0, or if the machine has
+    Raises ProfileError if `node_size` is no number above 0, or if the machine has
     no link between nodes.
     """
-    name = f"{base}:{nodes}"
+    name = f"{base}:{node_size}"
     machine = _load(base, 0)
-    if machine.across is None or not parse_number(nodes):
-        has = f"nodes of {machine.node_devices}" if machine.node_devices else "one node"
-        hint = f"'h100:4' has nodes of 4; {base} has {has}"
+    if machine.across is None or not parse_number(node_size):
+        nodes_text = f"nodes of {machine.node_devices}" if machine.node_devices else "one node"
+        hint = f"'h100:4' has nodes of 4; {base} has {nodes_text}"
         raise ProfileError(f"no profile {name!r}", hint=hint)
-    return replace(machine, name=name, node_devices=int(nodes))
+    return replace(machine, name=name, node_devices=int(node_size))
 
 
 def profile_of(name: str, text: str) -> Profile:
@@ -151,9 +151,9 @@ def profile_of(name: str, text: str) -> Profile:
     try:
         data: dict[str, Any] = json.loads(text)
         if not data.get("default"):
-            what = f"profile {name!r} lacks a link for axes that it does not name"
+            reason = f"profile {name!r} lacks a link for axes that it does not name"
             hint = 'give "default", as in {"latency_s": 3e-6, "bytes_per_s": 4e11}'
-            raise ProfileError(what, hint=hint)
+            raise ProfileError(reason, hint=hint)
         return _profile_of_values(data)
     except ProfileError:
         raise
@@ -236,7 +236,7 @@ def resolve_profile(profile: ProfileLike) -> ProfileLike:
     "auto" if neither says anything: the caller then looks at the devices. The name of a shipped
     profile is returned as it is, and of a file the Profile that is in it.
     """
-    asked = profile
+    machine = profile
     if profile in AUTOS:
         # Hot: every call asks. In a function of its own this would be one more call.
         override: ProfileLike | None = _USED.get()
@@ -244,21 +244,23 @@ def resolve_profile(profile: ProfileLike) -> ProfileLike:
             override = os.environ.get(VARIABLE)
         if not override:  # unset, or set to nothing
             return profile
-        asked = override if profile == AUTO else with_order_of(profile, override)
-    if isinstance(asked, Profile) or asked in (*AUTOS, *shipped()):
-        return asked
-    return load_profile(asked)
+        machine = override if profile == AUTO else with_order_of(profile, override)
+    if isinstance(machine, Profile) or machine in (*AUTOS, *shipped()):
+        return machine
+    return load_profile(machine)
 
 
-def with_addends(profile: ProfileLike, addends: Addends, given: object = None) -> ProfileLike:
+def with_addends(
+    profile: ProfileLike, addends: Addends, plan_or_expression: object = None
+) -> ProfileLike:
     """Return the same machine, which adds as `addends` says: "h100" with "ranks" -> "h100:ranks".
 
-    given: what is to be planned, or a plan, whose order is settled. Raises ProfileError for another
-    word, PlanError for a plan in another order.
+    plan_or_expression: what is to be planned, or a plan, whose order is settled. Raises ProfileError
+    for another word, PlanError for a plan in another order.
     """
     if addends not in get_args(Addends):
         raise ProfileError(f"addends is {short_repr(addends)}", hint="'free' or 'ranks'")
-    planned = getattr(given, "profile", None)
+    planned = getattr(plan_or_expression, "profile", None)
     if addends == RANKS and planned is not None and not planned.adds_in_order:
         raise PlanError("the plan adds in any order", hint='xshard.plan(..., addends="ranks")')
     if addends == FREE or str(profile).endswith(IN_ORDER):
@@ -273,21 +275,21 @@ def in_order(machine: Profile) -> Profile:
     return replace(machine, name=f"{machine.name}{IN_ORDER}", addends=RANKS)
 
 
-def machine_of_plan(written: str, given: ProfileLike | None) -> Profile:
-    """Return the machine of a plan that is read: by the name in it, or the given one in its order."""
-    if given is None:
+def machine_of_plan(written: str, override: ProfileLike | None) -> Profile:
+    """Return the machine of a plan that is read: the one that it names, or `override` in its order."""
+    if override is None:
         return load_profile(written)
-    machine = load_profile(given)
+    machine = load_profile(override)
     return in_order(machine) if written.endswith(IN_ORDER) else machine
 
 
-def with_order_of(asked: ProfileLike, machine: ProfileLike) -> ProfileLike:
+def with_order_of(requested: ProfileLike, machine: ProfileLike) -> ProfileLike:
     """Return the machine found for "auto", adding in order for "auto:ranks"."""
-    return with_addends(machine, RANKS if asked == AUTO + IN_ORDER else FREE)
+    return with_addends(machine, RANKS if requested == AUTO + IN_ORDER else FREE)
 
 
-def node_processes(n: int) -> int | None:
-    """Find out how many of `n` processes run on each node, from environment variables of launchers.
+def node_processes(n_processes: int) -> int | None:
+    """Find out how many of `n_processes` processes run on each node, from environment variables of launchers.
 
     LOCAL_WORLD_SIZE=4, as torchrun sets it, and 8 processes -> 4. If nodes differ, it is a number
     that divides all of theirs, so that no group of that many consecutive processes leaves a node:
@@ -298,10 +300,10 @@ def node_processes(n: int) -> int | None:
         if value.isdecimal():
             # The variable is about this node only; n = 14 with 4 on this one means that others
             # differ. The common divisor, 2, is then the best guess.
-            return math.gcd(int(value), n)
+            return math.gcd(int(value), n_processes)
     counts = _processes_by_node()
     # If the total is not n, the variables describe another job, or only a part of this one.
-    return math.gcd(*counts) if sum(counts) == n else None
+    return math.gcd(*counts) if sum(counts) == n_processes else None
 
 
 def _processes_by_node() -> list[int]:
@@ -309,14 +311,14 @@ def _processes_by_node() -> list[int]:
 
     Empty if neither does.
     """
-    listed = os.environ.get("SLURM_STEP_TASKS_PER_NODE")
-    if listed is None:
+    counts_text = os.environ.get("SLURM_STEP_TASKS_PER_NODE")
+    if counts_text is None:
         # A pod of a PyTorchJob has two variables, which are put into Slurm's form. There "auto"
         # means one process.
         per_pod = os.environ.get("PET_NPROC_PER_NODE", "").replace("auto", "1")
-        listed = f"{per_pod}(x{os.environ.get('PET_NNODES')})"
+        counts_text = f"{per_pod}(x{os.environ.get('PET_NNODES')})"
     counts: list[int] = []
-    for item in listed.split(","):
+    for item in counts_text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", item.strip())
         if match:
             processes, n_nodes = map(int, match.groups("1"))  # `3` is 3 processes on 1 node
@@ -325,15 +327,17 @@ def _processes_by_node() -> list[int]:
 
 
 @lru_cache(maxsize=64)
-def machine_of(kind: str, node_devices: int | None) -> Profile:
+def machine_of(device_kind: str, node_devices: int | None) -> Profile:
     """Return the shipped profile for a kind of devices: "NVIDIA H100 80GB HBM3" -> h100.
 
-    kind: the name that torch or JAX gives the device. An unknown one gets the profile of an H100,
+    device_kind: the name that torch or JAX gives the device. An unknown one gets the profile of an H100,
     with a warning. node_devices: how many devices share a node; None if that is not known.
     """
-    name = _profile_name(kind)
+    name = _profile_name(device_kind)
     if name is None:
-        reason = f"no profile for devices of the kind '{kind}': plans are priced for {DEFAULT}. "
+        reason = (
+            f"no profile for devices of the kind '{device_kind}': plans are priced for {DEFAULT}. "
+        )
         hint = f"`xshard calibrate` measures one; {VARIABLE} or xshard.use_profile names it"
         warnings.warn(reason + hint, stacklevel=2)
         name = DEFAULT
@@ -346,28 +350,28 @@ def machine_of(kind: str, node_devices: int | None) -> Profile:
     return load_profile(f"{profile.name}:{node_devices}")
 
 
-def _profile_name(kind: str) -> str | None:
+def _profile_name(device_kind: str) -> str | None:
     """Return the name of the profile for a kind of devices, or None."""
-    for part, name in KINDS.items():
-        if part.lower() in kind.lower():
+    for kind_part, name in KINDS.items():
+        if kind_part.lower() in device_kind.lower():
             return name
     return None
 
 
 def without_devices(profile: ProfileLike) -> ProfileLike:
     """Return the profile that a call asks for, where no device is known: DEFAULT if it is "auto"."""
-    asked = resolve_profile(profile)
-    return with_order_of(asked, DEFAULT) if asked in AUTOS else asked
+    resolved = resolve_profile(profile)
+    return with_order_of(resolved, DEFAULT) if resolved in AUTOS else resolved
 
 
 def are_on_two_nodes(
     profile: Profile, a: NDArray[np.int64], b: NDArray[np.int64]
 ) -> NDArray[np.bool_]:
     """Return which pairs of devices are on two nodes; a, b: numbers of devices, which broadcast."""
-    nodes = profile.node_devices
-    if profile.across is None or not nodes:
+    node_size = profile.node_devices
+    if profile.across is None or not node_size:
         return np.zeros(np.broadcast_shapes(a.shape, b.shape), bool)
-    return np.asarray(a // nodes != b // nodes)
+    return np.asarray(a // node_size != b // node_size)
 
 
 def profile_of_devices(profile: Profile, mesh: Mesh, devices: Sequence[int]) -> Profile:
@@ -392,17 +396,17 @@ def profile_of_devices(profile: Profile, mesh: Mesh, devices: Sequence[int]) -> 
             links[axis] = profile.across
     links |= dict(profile.axes)  # what the profile says of an axis wins
     # If nothing would change, return the same profile, so that caches find plans made for it.
-    known = {axis: profile.link(axis, mesh) for axis in mesh.axes}
-    has_these_links = links | known == links
+    present_links = {axis: profile.link(axis, mesh) for axis in mesh.axes}
+    has_these_links = links | present_links == links
     if has_these_links and _begin_nodes_alike(devices, node_size):
         return profile
     return replace(profile, axes=tuple(sorted(links.items())))
 
 
-def _begin_nodes_alike(devices: Sequence[int], nodes: int) -> bool:
-    """Return whether nodes end after the same places of a mesh as if its devices were 0, 1, 2, ..."""
-    numbers = np.array(devices) // nodes
-    return np.array_equal(numbers - numbers[0], np.arange(len(devices)) // nodes)
+def _begin_nodes_alike(devices: Sequence[int], node_size: int) -> bool:
+    """Return whether nodes end after the same positions of a mesh as if its devices were 0, 1, 2, ..."""
+    node_of_device = np.array(devices) // node_size
+    return np.array_equal(node_of_device - node_of_device[0], np.arange(len(devices)) // node_size)
 
 
 def profile_of_factors(profile: Profile, refinement: Refinement) -> Profile:
@@ -421,8 +425,8 @@ def profile_of_factors(profile: Profile, refinement: Refinement) -> Profile:
     links: dict[str, Link] = {}
     for axis, link in profile.axes:
         for factor in (*src_factors.get(axis, ()), *dst_factors.get(axis, ())):
-            other = links.get(factor)  # of the axis on the other mesh that has this factor
-            if other is None or link.bytes_per_s < other.bytes_per_s:
+            link_of_other = links.get(factor)  # of the axis on the other mesh that has this factor
+            if link_of_other is None or link.bytes_per_s < link_of_other.bytes_per_s:
                 links[factor] = link
     if not links:
         return profile

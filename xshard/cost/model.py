@@ -121,7 +121,7 @@ class Profile:
     compiled_overlap: float = 0.0
 
     def __post_init__(self) -> None:
-        is_right: Mapping[str, bool] = {
+        field_is_right: Mapping[str, bool] = {
             "node_devices": self.node_devices is None or _is_count(self.node_devices),
             "inside": all(_is_count(devices) for _, devices in self.inside),
             "launch_s": all(_is_time(seconds) for _, seconds in self.launch_s),
@@ -131,16 +131,16 @@ class Profile:
             "call_s": _is_time(self.call_s),
             "compiled_overlap": _is_time(self.compiled_overlap) and self.compiled_overlap <= 1,
         }
-        for field, fits in is_right.items():
-            if not fits:
-                what = f"a profile with {field} {short_repr(getattr(self, field))}"
+        for field, is_right in field_is_right.items():
+            if not is_right:
+                reason = f"a profile with {field} {short_repr(getattr(self, field))}"
                 hint = "seconds are >= 0, bandwidths > 0, and a node has 1 device or more"
-                raise ProfileError(what, hint=hint)
+                raise ProfileError(reason, hint=hint)
         for dtype, rate in self.flops_per_s:
             if not _is_rate(rate) or math.isinf(rate) or not _is_dtype(dtype):
-                what = f"no such rate: {short_repr(rate)} operations per second in {dtype!r}"
+                reason = f"no such rate: {short_repr(rate)} operations per second in {dtype!r}"
                 hint = 'a rate is > 0, by the name of a dtype, as in {"bfloat16": 9.9e14}'
-                raise ProfileError(what, hint=hint)
+                raise ProfileError(reason, hint=hint)
 
     @property
     def adds_in_order(self) -> bool:
@@ -197,18 +197,20 @@ class Profile:
         """
         size = mesh.size(axis)
         origin = mesh.origin(axis)  # the axis that this one is a part of, or itself
-        further_in = mesh.axes[mesh.position(axis) + 1 :]
-        together = dict(self.inside).get(origin)
-        if together is not None:
+        inner_axes = mesh.axes[mesh.position(axis) + 1 :]
+        node_positions = dict(self.inside).get(origin)
+        if node_positions is not None:
             # The profile says it of the original axis. One step along a sub-axis of that passes
             # over all of its sub-axes that are further in.
-            further_in = tuple(a for a in further_in if mesh.origin(a) == origin)
+            inner_axes = tuple(
+                inner_axis for inner_axis in inner_axes if mesh.origin(inner_axis) == origin
+            )
         else:
-            together = self.node_devices
+            node_positions = self.node_devices
             is_one_link = self.across is None or origin in dict(self.axes)
-            if is_one_link or together is None or mesh.n_devices <= together:
+            if is_one_link or node_positions is None or mesh.n_devices <= node_positions:
                 return size  # no nodes, or one link for the whole axis: as if in one node
-        return _together(together, math.prod(mesh.sizes_of(further_in)), size)
+        return _positions_together(node_positions, math.prod(mesh.sizes_of(inner_axes)), size)
 
     def splits_groups(self, mesh: Mesh) -> bool:
         """Return whether nodes end within groups of devices, so that axes do not show which are near."""
@@ -218,9 +220,9 @@ class Profile:
         # If axes fill nodes, devices of a node differ along the positions inside, and along no others.
         return math.prod(self._positions_in_node(axis, mesh) for axis in mesh.axes) != nodes
 
-    def launch(self, kind: str) -> float:
-        """Return the seconds to start a step of a kind."""
-        return self._launches.get(kind, self._launches.get("other", 0.0))
+    def launch(self, step_kind: str) -> float:
+        """Return the seconds to start a step of a kind, such as "all_gather"."""
+        return self._launches.get(step_kind, self._launches.get("other", 0.0))
 
     @cached_property
     def _launches(self) -> dict[str, float]:
@@ -231,11 +233,11 @@ class Profile:
         """`ring_s` by kind."""
         return dict(self.ring_s)
 
-    def count_collectives(self, kind: str, traffic: Traffic) -> int:
+    def count_collectives(self, step_kind: str, traffic: Traffic) -> int:
         """Return how many collectives a step of a kind starts."""
-        if kind in LOCAL:
+        if step_kind in LOCAL:
             return 0
-        if self.rounds and kind == "exchange":  # one permutation for each message
+        if self.rounds and step_kind == "exchange":  # one permutation for each message
             return max(1, sum(hop.messages for hop in traffic.hops))
         return 1
 
@@ -250,19 +252,19 @@ class Profile:
         rates = dict(self.flops_per_s)
         return rates.get(dtype, rates.get("float32", math.inf))
 
-    def work(self, flops: int, touched: int, dtype: str) -> float:
+    def work(self, flops: int, touched_elements: int, dtype: str) -> float:
         """Predict the seconds of a local contraction: of its operations, or of its memory traffic.
 
         The longer of both counts (a roofline). 1e12 operations at 1e15 a second: 1 ms.
 
         Args:
             flops: Floating point operations.
-            touched: The elements that it reads and writes.
+            touched_elements: The elements that it reads and writes.
             dtype: The name of the dtype of its operands.
         """
         # Hot: called for each placement that is weighed. `copy_bytes_per_s` counts a copied byte
         # once, though it is read and written: so memory itself is twice as fast.
-        memory_seconds = touched * itemsize(dtype) / (2 * self.copy_bytes_per_s)
+        memory_seconds = touched_elements * itemsize(dtype) / (2 * self.copy_bytes_per_s)
         return max(flops / self.flops(dtype), memory_seconds)
 
     def fabric(self, mesh: Mesh) -> Fabric:
@@ -276,8 +278,8 @@ class Profile:
     def to_json(self) -> str:
         """Return the profile as text; in a file, `load_profile` reads it back."""
         data = asdict(self)
-        for pairs in ("launch_s", "ring_s", "axes", "inside", "flops_per_s"):
-            data[pairs] = dict(data[pairs])
+        for field_name in ("launch_s", "ring_s", "axes", "inside", "flops_per_s"):
+            data[field_name] = dict(data[field_name])
         if math.isinf(self.copy_bytes_per_s):
             data["copy_bytes_per_s"] = None  # JSON has no number for infinity
         return json.dumps(data, indent=2) + "\n"
@@ -323,29 +325,29 @@ class Fabric:
         """The bytes per second of the fastest link."""
         return max((link.bytes_per_s for link in self.links), default=1.0)
 
-    def seconds(self, kind: str, traffic: Traffic, itemsize: int) -> float:
+    def seconds(self, step_kind: str, traffic: Traffic, itemsize: int) -> float:
         """Predict the seconds that a step, such as an all-gather, takes on the busiest device.
 
         They are the sum of local copies, of starting the collective, and of messages over each
         level of links.
 
-        kind: the step's kind, as "all_gather". traffic: the elements that it copies and sends.
+        step_kind: as "all_gather". traffic: the elements that it copies and sends.
         itemsize: bytes of an element.
         """
         profile = self.profile  # hot: called for each step that a search weighs
-        total = profile.copied_elements(traffic) * itemsize / profile.copy_bytes_per_s
-        if kind not in LOCAL:
-            total += profile.launch(kind) * profile.count_collectives(kind, traffic)
-            total += profile.rings.get(kind, 0.0) * traffic.ring_rounds
+        seconds = profile.copied_elements(traffic) * itemsize / profile.copy_bytes_per_s
+        if step_kind not in LOCAL:
+            seconds += profile.launch(step_kind) * profile.count_collectives(step_kind, traffic)
+            seconds += profile.rings.get(step_kind, 0.0) * traffic.ring_rounds
         for hop in traffic.hops:  # a hop: all messages over one level of links
             link = self.link(hop)
             n_links = 1.0
             # On a ring, a message between any two devices passes over several links: on average a
             # quarter of the ring, as it takes the shorter way round.
-            if link.topology == "ring" and kind in DIRECT:
+            if link.topology == "ring" and step_kind in DIRECT:
                 n_links = max(1.0, self.mesh.size(hop.axis) / 4)
-            total += link.seconds(hop, itemsize, n_links)
-        return total
+            seconds += link.seconds(hop, itemsize, n_links)
+        return seconds
 
     def link(self, hop: Hop) -> Link:
         """Return the link of a hop: the one of its level.
@@ -387,15 +389,15 @@ class Fabric:
         return phase_seconds < ring_seconds
 
 
-def _together(node_size: int, stride: int, size: int) -> int:
+def _positions_together(node_size: int, stride: int, size: int) -> int:
     """Count the consecutive positions along an axis that are always in one node.
 
     The axis has `size` positions, each `stride` devices from the next. Nodes of 8, a stride of 2:
     4 of 8 positions are together, all of 4, and 1 of 6, where nodes end at other positions for
     other groups along the axis.
     """
-    n_together, rest = divmod(node_size, stride)
-    if rest:  # a step along the axis may lead into another node
+    n_together, remainder = divmod(node_size, stride)
+    if remainder:  # a step along the axis may lead into another node
         return 1
     if n_together % size == 0:
         return size
@@ -446,30 +448,32 @@ class Price:
     peak_bytes: int
 
 
-def price(step: Step, before: Sharding, after: Sharding, itemsize: int, profile: Profile) -> Price:
+def price(step: Step, source: Sharding, target: Sharding, itemsize: int, profile: Profile) -> Price:
     """Predict the seconds, received bytes and peak memory of one step, such as an all-gather.
 
-    before, after: the array's sharding before and after the step. itemsize: bytes of an element.
+    source, target: the array's sharding before and after the step. itemsize: bytes of an element.
     The peak counts the input, the output, and a buffer for what is packed into messages.
     """
-    fabric = profile.fabric(before.mesh)
-    traffic = step.traffic(before, fabric.spans)
-    held_elements = before.max_local_size
+    fabric = profile.fabric(source.mesh)
+    traffic = step.traffic(source, fabric.spans)
+    held_elements = source.max_local_size
     if step.kind not in VIEW_KINDS:  # else the result is the input, or a view of it
-        held_elements += after.max_local_size
+        held_elements += target.max_local_size
     if traffic.hops:  # messages are sent, from and into buffers
         held_elements += traffic.copied
     seconds = fabric.seconds(step.kind, traffic, itemsize)
     return Price(seconds, traffic.received * itemsize, held_elements * itemsize)
 
 
-def too_large(limit: int | None, least: int, of: str = "of those weighed") -> PlanError:
+def too_large(
+    limit: int | None, min_bytes: int, candidates_text: str = "of those weighed"
+) -> PlanError:
     """Return the error if no plan stays within so many bytes.
 
-    least: the bytes of the plan that holds least; of: the plans that were weighed, in words.
+    min_bytes: of the plan that holds least. candidates_text: the plans that were weighed, in words.
     """
     limit_bytes = limit if limit is not None else 0
-    hint = f"the least {of} is {format_bytes(least)} ({least} bytes)"
+    hint = f"the least {candidates_text} is {format_bytes(min_bytes)} ({min_bytes} bytes)"
     return PlanError(f"no plan stays within {format_bytes(limit_bytes)} per device", hint=hint)
 
 
@@ -494,8 +498,8 @@ def _is_rate(value: Any) -> bool:
 
 def _is_count(value: Any) -> bool:
     """Return whether a value is a number of devices: whole, 1 or more."""
-    number = as_whole_number(value)
-    return number is not None and number > 0
+    count = as_whole_number(value)
+    return count is not None and count > 0
 
 
 def _number(value: Any) -> float:

@@ -1,4 +1,8 @@
-"""The rows that a block holds under a halo or window, and where they come from, on one dim."""
+"""The rows that a block holds under a halo or window, and where they come from, on one dim.
+
+A device *owns* the rows that the shards of the dim give it, each row on one device. It *holds* these
+and the rows that the overlap adds: its halo, or what its window reads.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +23,14 @@ from xshard.layout.partition import (
     find_misfit,
     owned_rows,
 )
-from xshard.layout.runs import FILL, Run, Runs, as_runs, count_rows, row_numbers, unrolled
+from xshard.layout.runs import FILL, Run, Runs, as_runs, count_rows, row_numbers, unroll
 from xshard.notation.overlap import Boundary, Fold, Halo, Reads, Window, unfolded
 from xshard.notation.parser import SIZES, Dim, Shard
 from xshard.notation.row_arrays import Numbers
 
 
 class RowSpan(NamedTuple):
-    """Rows of a block that come from one place.
+    """Rows of a block that a device gets from one source.
 
     Attributes:
         run: The rows in the array; its start is FILL for rows that a boundary fills.
@@ -106,14 +110,14 @@ def _spans_of_block(
     overlap = unfolded(dim.overlap)
     if isinstance(overlap, Reads):
         # The layout lists the rows that each device reads from others: they come after its own.
-        others = as_runs(_rows_read(overlap, sizes, coords))
-        return _spans_from("own", owned) + _spans_from("near", others)
+        rows_read = as_runs(_rows_read(overlap, sizes, coords))
+        return _spans_from("own", owned) + _spans_from("near", rows_read)
 
     if isinstance(overlap, Halo):
         intervals = _halo_intervals(dim, overlap, length, sizes, coords, owned)
     else:
         intervals = _window_intervals(dim, overlap, length, sizes, coords)
-    owned_intervals = sorted(unrolled(owned))  # for the search by bisection
+    owned_intervals = sorted(unroll(owned))  # for the search by bisection
     spans: list[RowSpan] = []
     for start, stop in intervals:
         if start < stop:  # a negative halo may leave no rows
@@ -122,7 +126,7 @@ def _spans_of_block(
 
 
 def _spans_from(origin: str, runs: Iterable[Run]) -> tuple[RowSpan, ...]:
-    """Return rows that all come from one place, as spans."""
+    """Return runs of rows of one origin as spans."""
     return tuple(RowSpan(run, origin) for run in runs)
 
 
@@ -161,7 +165,7 @@ def window_outputs(dim: Dim, window: Window, length: int, sizes: Ints, coords: I
     # "aligned": output i is computed on the device that owns row i * stride. Rows 4 to 7 with a
     # stride of 3 -> output 2 (row 6).
     runs = []
-    for run in unrolled(owned_rows(dim, length, sizes, coords)):
+    for run in unroll(owned_rows(dim, length, sizes, coords)):
         run_stop = _stop_of(run)
         first = -(-run.start // window.s)  # rounded up: -(-a // b) is a / b rounded up
         stop = min(-(-run_stop // window.s), n_outputs)
@@ -211,12 +215,12 @@ def _shards_of_outputs(dim: Dim, outputs: Sequence[Runs]) -> list[tuple[Shard, .
 
 
 def block_fills(
-    dim: Dim, length: int, sizes: Sizes, index: int
+    dim: Dim, length: int, sizes: Sizes, block_index: int
 ) -> tuple[tuple[int, int, float], ...]:
     """List the padding of a block: (start, stop, value) for each range of local positions.
 
     A halo of 1 row of zeros around the first 3 rows of the array: position 0 lies before the array
-    -> ((0, 1, 0.0),). `index` is the number of the block.
+    -> ((0, 1, 0.0),). `block_index` is the number of the block.
     """
     # A Fold adds overlapping rows up, and drops those outside the array. Reads are rows of the
     # array. Neither has padding.
@@ -225,7 +229,7 @@ def block_fills(
     overlap = unfolded(dim.overlap)
     fills = []
     position = 0  # in the block
-    for run, origin in all_row_spans(dim, length, sizes)[index]:
+    for run, origin in all_row_spans(dim, length, sizes)[block_index]:
         stop = position + run.length * run.repeats
         if run.start == FILL:
             fills.append((position, stop, float(boundary_at(overlap, origin).value)))
@@ -282,7 +286,7 @@ def _window_intervals(
     ends may lie outside the array.
     """
     intervals = []
-    for outputs in unrolled(window_outputs(dim, window, length, sizes, coords)):
+    for outputs in unroll(window_outputs(dim, window, length, sizes, coords)):
         intervals.append(window.rows_read(outputs.start, _stop_of(outputs)))
     return intervals
 
@@ -295,25 +299,25 @@ def _halo_intervals(
     Rows 4 to 7 with a halo of 1 row before and 2 after -> (3, 10). If the device owns several
     intervals, as under a cyclic order, each has its halo.
     """
-    part = row_major(sizes, coords)
+    part_index = row_major(sizes, coords)
     if isinstance(halo.lo, int) and isinstance(halo.hi, int):  # one width for all devices
-        intervals = [(run.start, _stop_of(run)) for run in unrolled(owned)]
+        intervals = [(run.start, _stop_of(run)) for run in unroll(owned)]
     else:
         # A list of widths, one per device: then each device owns one interval, perhaps without rows.
-        intervals = [_interval_of_part(dim, length, sizes, part)]
-    rows_before, rows_after = halo.widths(part)
+        intervals = [_interval_of_part(dim, length, sizes, part_index)]
+    rows_before, rows_after = halo.widths(part_index)
     return [(start - rows_before, stop + rows_after) for start, stop in intervals]
 
 
-def _interval_of_part(dim: Dim, length: int, sizes: Ints, part: int) -> tuple[int, int]:
+def _interval_of_part(dim: Dim, length: int, sizes: Ints, part_index: int) -> tuple[int, int]:
     """Return the rows [start, stop) of a contiguous part of a dim.
 
     They are counted from the rows of the parts before it, since a part without rows has a place
     too: 2 rows over 3 parts -> (0, 1), (1, 2), (2, 2).
     """
     blocks = all_owned_rows(dim, length, tuple(sizes))
-    start = sum(map(count_rows, blocks[:part]))
-    return start, start + count_rows(blocks[part])
+    start = sum(map(count_rows, blocks[:part_index]))
+    return start, start + count_rows(blocks[part_index])
 
 
 def _spans_between(
@@ -365,11 +369,11 @@ def _rows_beyond(start: int, stop: int, length: int, boundary: Boundary) -> Sequ
     Positions -2 and -1 of an array of 4 rows: 2 3 if periodic, 2 1 if reflected, 1 0 beyond a pole,
     0 0 if the edge is repeated, FILL FILL for a constant, and nothing if there is no boundary.
     """
-    count = stop - start
-    if count <= 0 or boundary.kind == "none":
+    n_rows = stop - start
+    if n_rows <= 0 or boundary.kind == "none":
         return ()
     if boundary.kind == "periodic":
-        return _walk_around(start, count, length)
+        return _walk_around(start, n_rows, length)
     if boundary.kind == "reflect":
         # The edge row is not repeated: 2 1 [0 1 2 3] 2 1.
         return _walk_up_and_down(start, stop, length, first_row_down=length - 2)
@@ -378,8 +382,8 @@ def _rows_beyond(start: int, stop: int, length: int, boundary: Boundary) -> Sequ
         return _walk_up_and_down(start, stop, length, first_row_down=length - 1)
     if boundary.kind == "edge":
         edge_row = 0 if start < 0 else length - 1  # positions lie all on one side
-        return (Run(edge_row, 1, count),)
-    return (Run(FILL, count),)
+        return (Run(edge_row, 1, n_rows),)
+    return (Run(FILL, n_rows),)
 
 
 def _walk_around(start: int, count: int, length: int) -> Sequence[Run]:
@@ -389,9 +393,9 @@ def _walk_around(start: int, count: int, length: int) -> Sequence[Run]:
     """
     first_row = start % length
     rows_to_end = min(count, length - first_row)
-    turns, rest = divmod(count - rows_to_end, length)
+    turns, n_last = divmod(count - rows_to_end, length)
     # Whole turns are one run, however often the walk goes around.
-    runs = (Run(first_row, rows_to_end), Run(0, length, turns), Run(0, rest))
+    runs = (Run(first_row, rows_to_end), Run(0, length, turns), Run(0, n_last))
     return [run for run in runs if run.length and run.repeats]
 
 
@@ -418,13 +422,13 @@ def _walk_up_and_down(start: int, stop: int, length: int, first_row_down: int) -
     runs = []
     position = start
     while position < stop:
-        step = position % period  # how far along the way up and down
-        if step < length:  # on the way up
-            count = min(stop - position, length - step)
-            runs.append(Run(step, count))
+        phase = position % period  # how far along the way up and down
+        if phase < length:  # on the way up
+            count = min(stop - position, length - phase)
+            runs.append(Run(phase, count))
         else:
             # On the way down: `count` single rows, each one below the last (stride -1).
-            count = min(stop - position, period - step)
-            runs.append(Run(first_row_down - (step - length), 1, count, -1))
+            count = min(stop - position, period - phase)
+            runs.append(Run(first_row_down - (phase - length), 1, count, -1))
         position += count
     return runs

@@ -41,7 +41,7 @@ class Layout(Pictured):
 
     Attributes:
         dims: The dims in the order of the array, each with its shards and its overlap.
-        tags: Pairs (kind, axes): over `axes` the blocks are addends (`sum`, `mean`), candidates
+        tags: Pairs (tag, axes): over `axes` the blocks are addends (`sum`, `mean`), candidates
             (`max`, `min`) or separate copies whose gradients add up (`copy`).
 
     Raises:
@@ -67,7 +67,7 @@ class Layout(Pictured):
         check_form(dims, tags)
         # The class is frozen for users; this is how a frozen dataclass sets its own fields.
         object.__setattr__(self, "dims", dims)
-        object.__setattr__(self, "tags", _merged_tags(tags))
+        object.__setattr__(self, "tags", _merge_tags(tags))
 
     @classmethod
     @api_boundary
@@ -126,9 +126,9 @@ class Layout(Pictured):
         indices = range(len(self.dims))
         if isinstance(dim, str) and dim in self.names:
             return self.names.index(dim)
-        number = as_whole_number(dim)
-        if number is not None and -len(indices) <= number < len(indices):
-            return indices[number]
+        index = as_whole_number(dim)
+        if index is not None and -len(indices) <= index < len(indices):
+            return indices[index]
         raise ShapeError(f"no dim {dim!r} in '{self}'", hint=f"dims are: {', '.join(self.names)}")
 
     @cached_property
@@ -152,9 +152,9 @@ class Layout(Pictured):
         """Every axis that shards a dim."""
         return tuple(chain.from_iterable(dim.axes for dim in self.dims))
 
-    def tagged(self, *kinds: str) -> Axes:
+    def tagged(self, *tags: str) -> Axes:
         """Return the axes under any of these tags: `layout.tagged("sum", "mean")`."""
-        return _tagged(self.tags, kinds)
+        return _axes_tagged(self.tags, tags)
 
     def role(self, axis: str) -> tuple[object, ...]:
         """Return what the layout uses a mesh axis for; two layouts use it alike if these are equal.
@@ -166,12 +166,12 @@ class Layout(Pictured):
             one, and `()` for replicas and copies.
         """
         for dim in self.dims:
-            for i, shard in enumerate(dim.shards):
+            for n_outer, shard in enumerate(dim.shards):
                 if axis in shard.axes:
-                    return dim.name, dim.shards[: i + 1], dim.overlap
-        for kind, axes in self.tags:
-            if axis in axes and kind != "copy":
-                return (kind,)
+                    return dim.name, dim.shards[: n_outer + 1], dim.overlap
+        for tag, axes in self.tags:
+            if axis in axes and tag != "copy":
+                return (tag,)
         return ()
 
     @property
@@ -189,7 +189,7 @@ class Layout(Pictured):
     @property
     def is_linear(self) -> bool:
         """Whether the array depends linearly on the blocks: no axis is under `max` or `min`."""
-        return not any(kind in NONLINEAR for kind, _ in self.tags)
+        return not any(tag in NONLINEAR for tag, _ in self.tags)
 
     @cached_property
     def dual(self) -> Layout:
@@ -204,8 +204,8 @@ class Layout(Pictured):
         if not self.is_linear:
             hint = "their gradient goes to the winners; redistribute of either bridge computes it"
             raise LinearityError(f"'{self}' lacks a dual: max and min are not linear", hint=hint)
-        tags = tuple((_DUAL_TAGS[kind], axes) for kind, axes in self.tags)
-        return Layout(_with_overlaps(self.dims, _dual_overlap), tags)
+        dual_tags = tuple((_DUAL_TAGS[tag], axes) for tag, axes in self.tags)
+        return Layout(_with_overlaps(self.dims, _dual_overlap), dual_tags)
 
     @property
     def tangent(self) -> Layout:
@@ -224,8 +224,10 @@ class Layout(Pictured):
 
     def with_names(self, names: Sequence[str]) -> Layout:
         """Return the layout with these names for its dims."""
-        pairs = zip(self.dims, names, strict=True)
-        renamed = [dim if dim.name == name else _renamed(dim, name) for dim, name in pairs]
+        dims_with_names = zip(self.dims, names, strict=True)
+        renamed = [
+            dim if dim.name == name else _rename_dim(dim, name) for dim, name in dims_with_names
+        ]
         return replace(self, dims=tuple(renamed))
 
     def resolved(self, ndim: int) -> Layout:
@@ -236,21 +238,21 @@ class Layout(Pictured):
         Raises:
             ShapeError: An array of `ndim` dims cannot have this layout.
         """
-        missing = ndim - len(self.dims)  # `...` counts as a dim: -1 if it stands for none
+        n_missing = ndim - len(self.dims)  # `...` counts as a dim: -1 if it stands for none
         if ELLIPSIS not in self.names:
-            if missing:
+            if n_missing:
                 reason = f"'{self}' has {len(self.dims)} dims, the array has {ndim}"
                 hint = "write one name per dim, or '...' for any number of unsharded dims"
                 raise ShapeError(reason, hint=hint)
             return self
-        if missing < -1:
-            least = len(self.dims) - 1
-            reason = f"'{self}' needs at least {least} dims, the array has {ndim}"
+        if n_missing < -1:
+            min_ndim = len(self.dims) - 1
+            reason = f"'{self}' needs at least {min_ndim} dims, the array has {ndim}"
             hint = "'...' fits it; among rules that is one for its name, before this one"
             raise ShapeError(reason, hint=hint)
-        position = self.names.index(ELLIPSIS)
-        unnamed = tuple(Dim(f"_{i}") for i in range(missing + 1))
-        dims = self.dims[:position] + unnamed + self.dims[position + 1 :]
+        ellipsis_index = self.names.index(ELLIPSIS)
+        unnamed_dims = tuple(Dim(f"_{i}") for i in range(n_missing + 1))
+        dims = self.dims[:ellipsis_index] + unnamed_dims + self.dims[ellipsis_index + 1 :]
         return replace(self, dims=dims)
 
     # ---- the block of one device
@@ -276,7 +278,7 @@ class Layout(Pictured):
             >>> Layout.parse("s/zigzag(cp) c").local_shape(Mesh(cp=4), (16, 3), 0)
             (4, 3)
         """
-        return tuple(count_rows(runs) for runs in self._held(mesh, shape, device))
+        return tuple(count_rows(rows) for rows in self._held(mesh, shape, device))
 
     @api_boundary
     def positions(self, mesh: Mesh, shape: Sequence[int], dim: int | str, device: int) -> Numbers:
@@ -327,29 +329,29 @@ class Layout(Pictured):
         return tuple(block_rows)
 
 
-def _merged_tags(tags: Tags) -> Tags:
-    """Merge tags of one kind: sum(b) copy(c) sum(a) -> sum(a,b) copy(c)."""
+def _merge_tags(tags: Tags) -> Tags:
+    """Merge equal tags, and sort them and their axes: copy(c) sum(b) sum(a) -> sum(a,b) copy(c)."""
     merged = []
-    for kind in parser.TAGS:
-        axes = sorted(_tagged(tags, (kind,)))
+    for tag in parser.TAGS:
+        axes = sorted(_axes_tagged(tags, (tag,)))
         if axes:
-            merged.append((kind, tuple(axes)))
+            merged.append((tag, tuple(axes)))
     return tuple(merged)
 
 
-def _tagged(tags: Tags, kinds: Sequence[str]) -> Axes:
-    """Return the axes with a tag of some kinds, in the order of the tags."""
-    return tuple(chain.from_iterable(axes for kind, axes in tags if kind in kinds))
+def _axes_tagged(tags: Tags, wanted_tags: Sequence[str]) -> Axes:
+    """Return the axes that have one of these tags, in the order of the tags."""
+    return tuple(chain.from_iterable(axes for tag, axes in tags if tag in wanted_tags))
 
 
-def _renamed(dim: Dim, name: str) -> Dim:
+def _rename_dim(dim: Dim, name: str) -> Dim:
     """Return the dim under another name; the unit of a composed one stays: `(n 128)` -> `(d0 128)`."""
-    parts = (name, *dim.parts[1:]) if dim.parts else ()
-    return replace(dim, name=name, parts=parts)
+    part_names = (name, *dim.parts[1:]) if dim.parts else ()
+    return replace(dim, name=name, parts=part_names)
 
 
 def _with_overlaps(dims: tuple[Dim, ...], change: Callable[[Overlap], Overlap]) -> tuple[Dim, ...]:
-    """Return the dims with each overlap changed."""
+    """Replace each overlap by what `change` makes of it."""
     changed = []
     for dim in dims:
         if dim.overlap is not None:
@@ -386,18 +388,18 @@ def parse_expression(text: str) -> tuple[Layout, Layout]:
     return _parse_expression(text)
 
 
-def parse_layouts(text: str, kind: str) -> tuple[tuple[Layout, ...], tuple[Layout, ...]]:
-    """Parse the layouts on both sides of a text of some kind: see `parser.parse_sides`.
+def parse_layouts(text: str, form: str) -> tuple[tuple[Layout, ...], tuple[Layout, ...]]:
+    """Parse the layouts before and behind the arrow of a text of some form: see `parser.parse_sides`.
 
     Raises:
         NotationError: The text is malformed.
     """
-    left, right, spans = parser.parse_sides(text, kind)
-    # The empty right side of a contraction has no span.
-    for (dims, tags), span in zip(left + right, spans.layouts, strict=False):
+    sources, results, spans = parser.parse_sides(text, form)
+    # An empty result, as in "i, i ->", has no span.
+    for (dims, tags), span in zip(sources + results, spans.layouts, strict=False):
         check_form(dims, tags, text, slice(*span))
-    left_layouts = tuple(Layout(dims, tags) for dims, tags in left)
-    return left_layouts, tuple(Layout(dims, tags) for dims, tags in right)
+    source_layouts = tuple(Layout(dims, tags) for dims, tags in sources)
+    return source_layouts, tuple(Layout(dims, tags) for dims, tags in results)
 
 
 @layout_cache(maxsize=4096)
@@ -422,7 +424,7 @@ def _parse_expression(text: str) -> tuple[Layout, Layout]:
 
 
 def check_form(
-    dims: tuple[Dim, ...], tags: Tags, text: str | None = None, side: slice = slice(None)
+    dims: tuple[Dim, ...], tags: Tags, text: str | None = None, layout_slice: slice = slice(None)
 ) -> None:
     """Check that a layout uses each mesh axis and dim name once, and reductions that go together.
 
@@ -433,18 +435,18 @@ def check_form(
         dims: The dims of a layout.
         tags: Its tags.
         text: The user's text, which errors show; by default the layout's own.
-        side: The part of the text that is this layout, in an expression of several.
+        layout_slice: Which characters of the text are this layout, in an expression of several.
     """
-    # Planning makes layouts by the thousand, so places in the text are looked up only for an error.
+    # Planning makes layouts by the thousand, so spans of the text are looked up only for an error.
     axes = list(chain.from_iterable(dim.axes for dim in dims))
     for _, tagged_axes in tags:
         axes.extend(tagged_axes)
     if len(set(axes)) != len(axes):
-        _check_axes_are_used_once(dims, axes, text or parser.write(dims, tags), side)
+        _check_axes_are_used_once(dims, axes, text or parser.write(dims, tags), layout_slice)
     if len({dim.name for dim in dims}) != len(dims):
         raise NotationError("a dim name is used twice", text=parser.write(dims, tags))
-    reductions = sorted({kind for kind, _ in tags} - {"copy"})
-    if len(reductions) > 1 and any(kind in NONLINEAR for kind in reductions):
+    reductions = sorted({tag for tag, _ in tags} - {"copy"})
+    if len(reductions) > 1 and any(tag in NONLINEAR for tag in reductions):
         raise NotationError(
             f"{' and '.join(reductions)} in one layout",
             text=text or parser.write(dims, tags),
@@ -453,7 +455,7 @@ def check_form(
 
 
 def _check_axes_are_used_once(
-    dims: tuple[Dim, ...], axes: Sequence[str], text: str, side: slice
+    dims: tuple[Dim, ...], axes: Sequence[str], text: str, layout_slice: slice
 ) -> None:
     """Raise NotationError if a layout uses an axis twice; one that spreads units may have a tag."""
     uses = Counter(axes)
@@ -462,7 +464,7 @@ def _check_axes_are_used_once(
     n_shards = Counter(chain.from_iterable(dim.axes for dim in dims))
     for axis, count in uses.items():
         if count > 1 or n_shards[axis] > 1:
-            second_span = _axis_spans(text, axis, side)[1]
+            second_span = _axis_spans(text, axis, layout_slice)[1]
             hint = "an axis shards one dim or carries one tag"
             raise NotationError(
                 f"mesh axis {axis!r} is used twice", text=text, span=second_span, hint=hint
@@ -470,7 +472,11 @@ def _check_axes_are_used_once(
 
 
 def check_axes(
-    layout: Layout, mesh: Mesh, text: str | None = None, where: str = "the mesh", at: int = 0
+    layout: Layout,
+    mesh: Mesh,
+    text: str | None = None,
+    mesh_name: str = "the mesh",
+    occurrence: int = 0,
 ) -> None:
     """Check that the mesh has all axes that a layout names; raise NotationError otherwise.
 
@@ -478,8 +484,8 @@ def check_axes(
         layout: The layout whose axes are checked.
         mesh: The mesh that should have them.
         text: The user's text, which the error shows; by default the layout's own.
-        where: What the error calls the mesh.
-        at: Which occurrence of the axis in the text the error marks: 0 for the first, -1 for the
+        mesh_name: What the error calls the mesh.
+        occurrence: Which occurrence of the axis in the text the error marks: 0 for the first, -1 for the
             last, which is in the destination of an expression.
     """
     for axis in layout.axes:
@@ -488,14 +494,14 @@ def check_axes(
         if text is None:
             text = str(layout)
         spans = _axis_spans(text, axis)
-        span = spans[at] if spans else None  # none if the layout is not from this text
-        hint = f"{where} has: {mesh.describe()}"
+        span = spans[occurrence] if spans else None  # none if the layout is not from this text
+        hint = f"{mesh_name} has: {mesh.describe()}"
         raise NotationError(f"unknown mesh axis {axis!r}", text=text, span=span, hint=hint)
 
 
-def _axis_spans(text: str, axis: str, side: slice = slice(None)) -> list[Span]:
-    """List where an axis stands in a part of a text."""
-    positions = range(len(text))[side]
+def _axis_spans(text: str, axis: str, layout_slice: slice = slice(None)) -> list[Span]:
+    """List the spans at which an axis stands in a text, or in a slice of it."""
+    positions = range(len(text))[layout_slice]
     spans = parser.text_spans(text).axes
     return [span for name, span in spans if name == axis and span[0] in positions]
 
@@ -527,35 +533,38 @@ def without_spread(layout: Layout, shape: Sequence[int], mesh: Mesh) -> tuple[La
 
 
 def _without_first_spread(layout: Layout, mesh: Mesh, shape: Sequence[int]) -> tuple[Layout, Mesh]:
-    """Write the first `spread` of a layout as a plain shard: over all its axes, or the first of them."""
-    index = next(i for i, dim in enumerate(layout.dims) if dim.spread_axes)
-    dim = layout.dims[index]
-    at = next(i for i, shard in enumerate(dim.shards) if shard.order == parser.SPREAD)
-    n_groups = count_groups(dim, at, shape[index], mesh)
-    fine = with_cut(mesh, dim.shards[at].axes, n_groups)
-    if fine is None:
-        n_devices = mesh.size(*dim.shards[at].axes)
+    """Write the first `spread` of a layout as a plain shard: over all its axes, or the first of them.
+
+    `(h 4)/spread(tp)` of 2 units on tp=8: each unit is shared by 4 devices, so that tp is split into
+    tp_0=2, which cuts, and tp_1=4, along which devices hold replicas -> `(h 4)/tp_0`.
+    """
+    dim_index = next(i for i, dim in enumerate(layout.dims) if dim.spread_axes)
+    dim = layout.dims[dim_index]
+    spread_index = next(i for i, shard in enumerate(dim.shards) if shard.order == parser.SPREAD)
+    n_groups = count_groups(dim, spread_index, shape[dim_index], mesh)
+    fine_mesh = with_cut(mesh, dim.shards[spread_index].axes, n_groups)
+    if fine_mesh is None:
+        n_devices = mesh.size(*dim.shards[spread_index].axes)
         reason = f"no equal groups of {n_devices} devices for {n_groups} units of '{dim.text}'"
         raise ShapeError(reason, text=str(dim), hint=GROUPS_HINT)
-    layout = factored(layout, axis_factors(mesh, fine))
-    dim = layout.dims[index]
-    spread = dim.shards[at]
-    n_cutting = next(
-        i for i in range(len(spread.axes) + 1) if fine.size(*spread.axes[:i]) == n_groups
+    layout = factored(layout, axis_factors(mesh, fine_mesh))
+    dim = layout.dims[dim_index]
+    spread = dim.shards[spread_index]
+    cutting_axes: Axes = ()
+    while fine_mesh.size(*cutting_axes) < n_groups:
+        cutting_axes = spread.axes[: len(cutting_axes) + 1]
+    plain_shards = (parser.Shard(cutting_axes),) if cutting_axes else ()
+    dim = replace(
+        dim, shards=(*dim.shards[:spread_index], *plain_shards, *dim.shards[spread_index + 1 :])
     )
-    cutting_axes = spread.axes[:n_cutting]
-    plain = (parser.Shard(cutting_axes),) if cutting_axes else ()
-    dim = replace(dim, shards=(*dim.shards[:at], *plain, *dim.shards[at + 1 :]))
-    dims = (*layout.dims[:index], dim, *layout.dims[index + 1 :])
+    dims = (*layout.dims[:dim_index], dim, *layout.dims[dim_index + 1 :])
     # Devices differ along the axes that cut: a tag is of the others, which share a unit.
-    return Layout(dims, without_axes(layout.tags, cutting_axes)), fine
+    return Layout(dims, without_axes(layout.tags, cutting_axes)), fine_mesh
 
 
 def without_axes(tags: Tags, axes: Sequence[str]) -> Tags:
     """Return tags without some axes."""
-    return tuple(
-        (kind, tuple(axis for axis in tagged if axis not in axes)) for kind, tagged in tags
-    )
+    return tuple((tag, tuple(axis for axis in tagged if axis not in axes)) for tag, tagged in tags)
 
 
 def factored(layout: Layout, factors: Mapping[str, Axes]) -> Layout:
@@ -572,7 +581,7 @@ def factored(layout: Layout, factors: Mapping[str, Axes]) -> Layout:
             if axes:
                 shards.append(replace(shard, axes=axes))
         dims.append(replace(dim, shards=tuple(shards)))
-    tags = tuple((kind, _factor_axes(axes, factors)) for kind, axes in layout.tags)
+    tags = tuple((tag, _factor_axes(axes, factors)) for tag, axes in layout.tags)
     return Layout(tuple(dims), tags)
 
 

@@ -20,39 +20,39 @@ Lengths = Mapping[str, int | Collection[int] | None]
 def global_shape(
     layout: Layout,
     mesh: Mesh,
-    block: Ints,
+    block_shape: Ints,
     text: str,
-    known: Lengths | None = None,
+    known_lengths: Lengths | None = None,
     hint: str = HINT,
 ) -> tuple[int, ...]:
     """Find the global shape of an array from the shape of one device's block.
 
-    A block [2, 3] under "s/x c" with x=4 -> [8, 3]. The length of a dim is `known`, or follows from
+    A block [2, 3] under "s/x c" with x=4 -> [8, 3]. The length of a dim is `known_lengths`, or follows from
     sizes that the layout lists, as in `s/sizes(x,3,1)`, or all blocks are taken as equally long.
 
     Args:
         layout: The layout of the array.
         mesh: The mesh of devices.
-        block: The shape of one device's block.
+        block_shape: The shape of one device's block.
         text: The user's text, which errors show.
-        known: Lengths of dims by name: one, several that the dim may have, or None.
+        known_lengths: Lengths of dims by name: one, several that the dim may have, or None.
         hint: How to pass the shape; `{dim}` stands for the dim whose length is unknown.
 
     Raises:
         ShapeError: The block does not say how long a dim is, or no known length fits it.
     """
-    if known is None:
-        known = {}
+    if known_lengths is None:
+        known_lengths = {}
     shape = []
     with mark_errors(text):
-        dims = layout.resolved(len(block)).dims
-        for dim, rows in zip(dims, block, strict=True):
-            shape.append(_length(dim, rows, mesh, known.get(dim.name), hint))
+        dims = layout.resolved(len(block_shape)).dims
+        for dim, rows in zip(dims, block_shape, strict=True):
+            shape.append(_length(dim, rows, mesh, known_lengths.get(dim.name), hint))
     return tuple(shape)
 
 
 def sharding_of_block(
-    layout: Layout, mesh: Mesh, block: Ints, shape: Sequence[int | None] | None, text: str
+    layout: Layout, mesh: Mesh, block_shape: Ints, shape: Sequence[int | None] | None, text: str
 ) -> Sharding:
     """Find the sharding of an array from the shape of one device's block.
 
@@ -61,43 +61,45 @@ def sharding_of_block(
     Args:
         layout: The layout of the array.
         mesh: The mesh of devices.
-        block: The shape of one device's block.
+        block_shape: The shape of one device's block.
         shape: The global shape; None, also for one length, if it has to follow from the block.
         text: The user's text, which errors show.
 
     Raises:
         ShapeError: The block or the shape does not fit the layout.
     """
-    known: dict[str, int | None] = {}
+    known_lengths: dict[str, int | None] = {}
     if shape is not None:
-        if len(shape) != len(block):
-            raise ShapeError(f"shape {shape} of a block with {len(block)} dims", text=text)
-        known.update(zip(layout.resolved(len(block)).names, shape, strict=True))
-    return Sharding(layout, mesh, global_shape(layout, mesh, block, text, known))
+        if len(shape) != len(block_shape):
+            raise ShapeError(f"shape {shape} of a block with {len(block_shape)} dims", text=text)
+        known_lengths.update(zip(layout.resolved(len(block_shape)).names, shape, strict=True))
+    return Sharding(layout, mesh, global_shape(layout, mesh, block_shape, text, known_lengths))
 
 
-def _length(dim: Dim, rows: int, mesh: Mesh, known: int | Collection[int] | None, hint: str) -> int:
+def _length(
+    dim: Dim, block_rows: int, mesh: Mesh, known_length: int | Collection[int] | None, hint: str
+) -> int:
     """Find the global length of a dim from the rows of one device's block, or from a known length.
 
     Args:
         dim: The dim.
-        rows: The rows of one device's block.
+        block_rows: The rows of one device's block.
         mesh: The mesh.
-        known: A length, which is taken as it is; several, of which the one that fits the block is
+        known_length: A length, which is taken as it is; several, of which the one that fits the block is
             taken; None or none, if the length has to follow from the block.
         hint: How to pass the shape, for errors.
 
     Raises:
         ShapeError: No length or several fit, or the block does not say how long the dim is.
     """
-    if known is not None and not isinstance(known, Collection):
-        return known
+    if known_length is not None and not isinstance(known_length, Collection):
+        return known_length
     dim_hint = hint.replace("{dim}", repr(dim.name))
-    if known:
-        return _fitting_length(dim, rows, mesh, known, dim_hint)
-    length = _inferred_length(dim, rows, mesh.sizes_of(dim.axes))
+    if known_length:
+        return _fitting_length(dim, block_rows, mesh, known_length, dim_hint)
+    length = _inferred_length(dim, block_rows, mesh.sizes_of(dim.axes))
     if length is None:
-        reason = f"{rows} rows do not say how long dim {dim.name!r} is"
+        reason = f"{block_rows} rows do not say how long dim {dim.name!r} is"
         raise ShapeError(reason, text=str(dim), hint=dim_hint)
     return length
 

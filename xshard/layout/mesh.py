@@ -22,8 +22,8 @@ Sizes = tuple[int, ...]  # of axes
 Coords = tuple[int, ...]  # of a device, one for each axis
 Devices = tuple[int, ...]
 
-MOST_AXES = 64  # numpy has no more dims
-MOST_DEVICES = 2**18  # there are no larger machines
+MAX_AXES = 64  # numpy has no more dims
+MAX_DEVICES = 2**18  # there are no larger machines
 AXIS_NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 
 
@@ -72,9 +72,9 @@ class Mesh(Pictured):
                 raise MeshError(f"axis {name!r} has size {value!r}", hint=hint)
             size_of[name] = size
         sizes = tuple(size_of.values())
-        if len(sizes) > MOST_AXES or math.prod(sizes) > MOST_DEVICES:
+        if len(sizes) > MAX_AXES or math.prod(sizes) > MAX_DEVICES:
             reason = f"a mesh of {len(sizes)} axes and {short_repr(math.prod(sizes))} devices"
-            raise MeshError(reason, hint=f"at most {MOST_AXES} axes and {MOST_DEVICES} devices")
+            raise MeshError(reason, hint=f"at most {MAX_AXES} axes and {MAX_DEVICES} devices")
         # The class is frozen for users; this is how a frozen dataclass sets its own fields.
         object.__setattr__(self, "axes", tuple(size_of))
         object.__setattr__(self, "sizes", sizes)
@@ -93,17 +93,17 @@ class Mesh(Pictured):
         Raises:
             MeshError: The text is malformed, marked with a caret.
         """
-        stripped_parts = [part.strip() for part in text.split(",")]
-        parts = [part for part in stripped_parts if part]
-        if len(parts) > MOST_AXES:
-            raise MeshError(f"a mesh of {len(parts)} axes", hint=f"at most {MOST_AXES} axes")
+        stripped_parts = [axis_text.strip() for axis_text in text.split(",")]
+        axis_texts = [axis_text for axis_text in stripped_parts if axis_text]
+        if len(axis_texts) > MAX_AXES:
+            raise MeshError(f"a mesh of {len(axis_texts)} axes", hint=f"at most {MAX_AXES} axes")
         size_of = {}
-        for part in parts:
-            name, _, number = part.partition("=")
+        for axis_text in axis_texts:
+            name, _, size_text = axis_text.partition("=")
             name = name.strip()
-            size = parse_number(number.strip())  # None for anything but digits
-            start = text.index(part)
-            span: Span = (start, start + len(part))
+            size = parse_number(size_text.strip())  # None for anything but digits
+            start = text.index(axis_text)
+            span: Span = (start, start + len(axis_text))
             if size is None:
                 reason = "an axis reads NAME=SIZE"
                 raise MeshError(reason, text=text, span=span, hint="as in dp=2,cp=4")
@@ -184,8 +184,8 @@ class Mesh(Pictured):
 
     def place(self, device: int) -> str:
         """Return the coordinates of a device as text: `dp=1,cp=0`."""
-        pairs = zip(self.axes, self.coords(device), strict=True)
-        return ",".join(f"{axis}={coord}" for axis, coord in pairs)
+        axis_coords = zip(self.axes, self.coords(device), strict=True)
+        return ",".join(f"{axis}={coord}" for axis, coord in axis_coords)
 
     def device(self, coords: Sequence[int]) -> int:
         """Return the number of the device at coordinates, one per axis."""
@@ -194,11 +194,11 @@ class Mesh(Pictured):
     def index(self, device: int, axes: Sequence[str]) -> int:
         """Return the position of a device within its group along `axes`, the first axis slowest."""
         coords = self._coords(device)
-        number = 0  # as `row_major`, without lists: this is called for every device of a plan
+        group_index = 0  # as `row_major`, without lists: this is called for every device of a plan
         for axis in axes:
             position = self.position(axis)
-            number = number * self.sizes[position] + coords[position]
-        return number
+            group_index = group_index * self.sizes[position] + coords[position]
+        return group_index
 
     def group(self, device: int, axes: Sequence[str]) -> Devices:
         """Return the devices that differ from `device` along `axes` alone, in the order of `index`.
@@ -219,10 +219,10 @@ class Mesh(Pictured):
 
 def row_major(sizes: Sequence[int], coords: Sequence[int]) -> int:
     """Return the number of a place in a grid, the first coordinate slowest: (1, 2) of 2x4 -> 6."""
-    number = 0
+    index = 0
     for size, coord in zip(sizes, coords, strict=True):
-        number = number * size + coord
-    return number
+        index = index * size + coord
+    return index
 
 
 def check_mesh(mesh: object) -> None:
@@ -253,8 +253,8 @@ def all_coords(sizes: Sizes) -> tuple[Coords, ...]:
 @lru_cache(maxsize=1024)
 def _all_groups(sizes: Sizes, positions: tuple[int, ...]) -> tuple[Devices, ...]:
     """List the groups of devices along the axes at `positions`."""
-    others = tuple(i for i in range(len(sizes)) if i not in positions)
-    grid = np.arange(math.prod(sizes)).reshape(sizes).transpose(others + positions)
+    other_axes = tuple(i for i in range(len(sizes)) if i not in positions)
+    grid = np.arange(math.prod(sizes)).reshape(sizes).transpose(other_axes + positions)
     group_size = math.prod(sizes[i] for i in positions)
     return tuple(map(tuple, grid.reshape(-1, group_size).tolist()))
 
@@ -262,7 +262,7 @@ def _all_groups(sizes: Sizes, positions: tuple[int, ...]) -> tuple[Devices, ...]
 @lru_cache(maxsize=1024)
 def _all_indices(sizes: Sizes, positions: tuple[int, ...]) -> Numbers:
     """Return the number of every device within its group along the axes at `positions`."""
-    numbers = np.zeros(math.prod(sizes), np.int64)
-    for i in positions:
-        numbers = numbers * sizes[i] + np.indices(sizes)[i].ravel()
-    return numbers
+    group_indices = np.zeros(math.prod(sizes), np.int64)
+    for position in positions:
+        group_indices = group_indices * sizes[position] + np.indices(sizes)[position].ravel()
+    return group_indices

@@ -20,7 +20,7 @@ from xshard.layout.runs import (
     interval,
     interval_pairs,
     row_numbers,
-    select,
+    rows_at_positions,
 )
 from xshard.notation.maps import NamedMap, Owners
 from xshard.notation.parser import BY, INTERVALS, SEGMENTS, SIZES, Dim, Shard
@@ -56,15 +56,15 @@ def cut_by_shard(length: int, shard: Shard, n_parts: int, index: int) -> Runs:
         start = sum(sizes[:index])
         return interval(start, start + sizes[index])
     if order == INTERVALS:  # listed for each part
-        return _intervals(shard, index)
+        return _listed_intervals(shard, index)
     if order == BY:  # a map, as an array, says which part has each row
         return as_runs(map_of(shard).part(index))
     if order == "balanced":
-        return _balanced(length, n_parts, index)
+        return _balanced_part(length, n_parts, index)
     if order == "zigzag":
-        return _segmented(length, shard, n_parts, index, _zigzag)
+        return _rows_by_segment(length, shard, n_parts, index, _zigzag)
     if order == SEGMENTS:
-        return _segmented(length, shard, n_parts, index, _chunk)
+        return _rows_by_segment(length, shard, n_parts, index, _chunk)
     if order == "cyclic":
         group_rows = whole_numbers_of(shard)[0] if shard.numbers else 1  # single rows
         return _cyclic(length, group_rows, n_parts, index)
@@ -80,36 +80,42 @@ def _chunk(length: int, n_parts: int, index: int) -> tuple[Run, ...]:
     return interval(min(index * chunk, length), min((index + 1) * chunk, length))
 
 
-def _balanced(length: int, n_parts: int, index: int) -> tuple[Run, ...]:
+def _balanced_part(length: int, n_parts: int, index: int) -> tuple[Run, ...]:
     """Return part `index` of contiguous ones of nearly one size: 10 rows over 4 -> 3, 3, 2, 2."""
-    rows, n_longer = divmod(length, n_parts)  # the first parts have a row more
-    start = index * rows + min(index, n_longer)
-    stop = start + rows
+    min_rows, n_longer = divmod(length, n_parts)  # the first parts have a row more
+    start = index * min_rows + min(index, n_longer)
+    stop = start + min_rows
     if index < n_longer:
         stop += 1
     return interval(start, stop)
 
 
 def _zigzag(length: int, n_parts: int, index: int) -> tuple[Run, ...]:
-    """Return chunks `index` and `2n - 1 - index` of the 2n chunks of a document."""
+    """Return chunks `index` and `2n - 1 - index` of the 2n chunks of a document.
+
+    8 rows over 2 parts, part 0 -> rows 0 1 and 6 7: under a causal mask, all parts have equal work.
+    """
     from_front = _chunk(length, 2 * n_parts, index)
     from_back = _chunk(length, 2 * n_parts, 2 * n_parts - 1 - index)
     return from_front + from_back
 
 
 def _cyclic(length: int, group_rows: int, n_parts: int, index: int) -> tuple[Run, ...]:
-    """Return every n-th group of rows, from group `index`; the last group may be shorter."""
+    """Return every n-th group of rows, from group `index`; the last group may be shorter.
+
+    10 rows in groups of 2 over 2 parts, part 1 -> rows 2 3, 6 7.
+    """
     first = index * group_rows
     stride = n_parts * group_rows
-    n_whole = len(range(first, length - group_rows + 1, stride))
-    tail_start = first + n_whole * stride
+    n_full_groups = len(range(first, length - group_rows + 1, stride))
+    tail_start = first + n_full_groups * stride
     tail = interval(tail_start, min(length, tail_start + group_rows))
-    if n_whole < 2:  # one group is an interval, which has no stride
-        return interval(first, first + n_whole * group_rows) + tail
-    return (Run(first, group_rows, n_whole, stride), *tail)
+    if n_full_groups < 2:  # one group is an interval, which has no stride
+        return interval(first, first + n_full_groups * group_rows) + tail
+    return (Run(first, group_rows, n_full_groups, stride), *tail)
 
 
-def _intervals(shard: Shard, index: int) -> tuple[Run, ...]:
+def _listed_intervals(shard: Shard, index: int) -> tuple[Run, ...]:
     """Return the intervals that a shard lists for one part."""
     runs: list[Run] = []
     for start, stop in interval_pairs(shard.numbers[index]):
@@ -117,7 +123,7 @@ def _intervals(shard: Shard, index: int) -> tuple[Run, ...]:
     return tuple(runs)
 
 
-def _segmented(
+def _rows_by_segment(
     length: int,
     shard: Shard,
     n_parts: int,
@@ -151,14 +157,14 @@ def _segmented(
 
 def whole_numbers_of(shard: Shard) -> list[int]:
     """List the plain numbers of a shard: sizes of parts, lengths of documents, rows of a group."""
-    return [number for number in shard.numbers if isinstance(number, int)]
+    return [width for width in shard.numbers if isinstance(width, int)]
 
 
 def map_of(shard: Shard) -> Owners:
     """Return the map of a shard in the order `by`."""
-    named = shard.numbers[0]
-    assert isinstance(named, NamedMap)
-    owners: Owners = named.map
+    named_map = shard.numbers[0]
+    assert isinstance(named_map, NamedMap)
+    owners: Owners = named_map.map
     return owners
 
 
@@ -169,8 +175,8 @@ def rows_in_numbers(shard: Shard) -> int | None:
     if shard.order == BY:
         return len(map_of(shard).rows)
     if shard.order == INTERVALS:
-        pairs = _all_interval_pairs(shard)
-        return sum(stop - start for start, stop in pairs)
+        intervals = _all_interval_pairs(shard)
+        return sum(stop - start for start, stop in intervals)
     return sum(whole_numbers_of(shard))
 
 
@@ -179,13 +185,13 @@ def _all_interval_pairs(shard: Shard) -> list[tuple[int, int]]:
     return list(chain.from_iterable(map(interval_pairs, shard.numbers)))
 
 
-def rotated(axes: tuple[str, ...], n_parts: int, rows: int, by: int = 1) -> Shard:
-    """Shard rows in the order after each part has sent its rows to the part `by` further on.
+def rotated(axes: tuple[str, ...], n_parts: int, part_rows: int, n_steps: int = 1) -> Shard:
+    """Shard rows in the order after each part has sent its rows to the part `n_steps` further on.
 
     3 parts of 2 rows -> `intervals(axis,[4,6],[0,2],[2,4])`
     """
-    starts = [(part - by) % n_parts * rows for part in range(n_parts)]
-    return Shard(axes, INTERVALS, tuple((start, start + rows) for start in starts))
+    starts = [(part_index - n_steps) % n_parts * part_rows for part_index in range(n_parts)]
+    return Shard(axes, INTERVALS, tuple((start, start + part_rows) for start in starts))
 
 
 # ---- all shards of a dim
@@ -203,51 +209,55 @@ def cut_by_shards(length: int, shards: Sequence[Shard], sizes: Ints, coords: Int
         sizes: The size of each axis of all shards, in their order.
         coords: The device's coordinate along each of these axes.
     """
-    runs: Runs = interval(0, length)  # the rows of the block that the shards so far have left
+    block_rows: Runs = interval(0, length)  # the rows of the block that the shards so far have left
     first_axis = 0  # where the axes of the next shard begin in `sizes` and `coords`
     for shard in shards:
         axes = slice(first_axis, first_axis + len(shard.axes))
         first_axis = axes.stop
         n_parts = math.prod(sizes[axes])
         index = row_major(sizes[axes], coords[axes])
-        positions = cut_by_shard(count_rows(runs), shard, n_parts, index)
-        runs = _inner(length, runs, positions)
-    return runs
+        positions = cut_by_shard(count_rows(block_rows), shard, n_parts, index)
+        block_rows = _rows_at(length, block_rows, positions)
+    return block_rows
 
 
-def _inner(length: int, runs: Runs, positions: Runs) -> Runs:
+def _rows_at(length: int, block_rows: Runs, positions: Runs) -> Runs:
     """Translate positions in a block into rows of the array.
 
     A block of rows 4 to 7 at positions 0 and 2 -> rows 4 and 6.
 
     Args:
         length: The rows of the array.
-        runs: The rows of the block.
+        block_rows: The rows of the block.
         positions: Which rows of the block, counted from its first.
     """
-    if runs == interval(0, length):
+    if block_rows == interval(0, length):
         return positions  # all rows: a position is its row
-    if isinstance(runs, Rows) or isinstance(positions, Rows):  # listed one by one, as an array
-        numbers = row_numbers(runs)
+    # `Rows` are listed one by one, as an array.
+    if isinstance(block_rows, Rows) or isinstance(positions, Rows):
+        row_array = row_numbers(block_rows)
         position_numbers = row_numbers(positions)
         # A map for another length may name positions beyond the block. They are left out here, so
         # that no lookup fails, and `find_misfit` reports them.
-        return as_runs(numbers[position_numbers[position_numbers < len(numbers)]])
+        return as_runs(row_array[position_numbers[position_numbers < len(row_array)]])
     selected: list[Run] = []
     for run in positions:
-        selected.extend(select(runs, run))
+        selected.extend(rows_at_positions(block_rows, run))
     return tuple(selected)
 
 
 def shards_with_parts(dim: Dim, sizes: Ints) -> list[tuple[Shard, int]]:
-    """Pair every shard of a dim with the number of its parts; sizes: of each axis of the dim."""
-    pairs = []
+    """Pair every shard of a dim with the number of its parts: `n/x/(y,z)` on 2, 3, 4 -> 2 and 12.
+
+    `sizes` has the size of each axis of the dim.
+    """
+    shard_parts = []
     first_axis = 0
     for shard in dim.shards:
-        last_axis = first_axis + len(shard.axes)
-        pairs.append((shard, math.prod(sizes[first_axis:last_axis])))
-        first_axis = last_axis
-    return pairs
+        stop_axis = first_axis + len(shard.axes)
+        shard_parts.append((shard, math.prod(sizes[first_axis:stop_axis])))
+        first_axis = stop_axis
+    return shard_parts
 
 
 def owned_rows(dim: Dim, length: int, sizes: Ints, coords: Ints) -> Runs:
@@ -289,7 +299,7 @@ def all_owned_rows(dim: Dim, length: int, sizes: Sizes) -> tuple[Runs, ...]:
                 cut_by_shard(outer_length, shard, n_parts, i) for i in range(n_parts)
             ]
         for positions in positions_by_length[outer_length]:
-            inner_blocks.append(_inner(length, outer_rows, positions))
+            inner_blocks.append(_rows_at(length, outer_rows, positions))
     return tuple(inner_blocks)
 
 
@@ -402,13 +412,13 @@ def _wrong_intervals(shard: Shard, n_parts: int, rows: int) -> str | None:
     they fit. The order is free, but with one part it must ascend: `cut_by_shard` takes a single
     part as all rows in order.
     """
-    pairs = _all_interval_pairs(shard)
-    ascending = sorted(pairs)
+    intervals = _all_interval_pairs(shard)
+    ascending = sorted(intervals)
     # Each interval begins where the one before it ends, from row 0 to the last.
     starts = [start for start, _ in ascending]
     stops = [stop for _, stop in ascending]
     if [*starts, rows] != [0, *stops] or stops != sorted(stops):
         return f"'{shard}' does not hold each of the {rows} rows once"
-    if n_parts == 1 and pairs != ascending:
+    if n_parts == 1 and intervals != ascending:
         return f"'{shard}' has one part, which must hold its rows in order"
     return None

@@ -19,32 +19,32 @@ from xshard.layout.runs import (
     Runs,
     RunTable,
     as_runs,
-    expanded,
     interval_table,
     row_numbers,
+    unroll_table,
 )
 from xshard.layout.runs import (
     concatenate_tables as concatenate_tables,
 )
 from xshard.notation.row_arrays import Numbers, count_up, group_heads, unique_rows
 
-MOST_COUNTED = 2**18  # pieces that are counted one by one; of more, one period is counted
+MAX_COUNTED = 2**18  # intervals that are counted one by one; of more, one period is counted
 LONGEST_PERIOD = 2**62  # longer than any dim, and the largest that int64 holds safely
-ROWS_OF_LONG_PIECES = 128  # pieces that are longer than this on average are kept as runs
+LONG_INTERVAL_ROWS = 128  # intervals that are longer than this on average are kept as runs
 
 
-class CutPieces(NamedTuple):
-    """Pieces (intervals of rows) that are cut into parts wherever one of them begins or ends.
+class CutIntervals(NamedTuple):
+    """Intervals of rows that are cut into fragments wherever one of them begins or ends.
 
     Attributes:
-        parts: The pieces after the cuts. Two parts share all their rows or none.
-        cell: Which rows each part has, as a number: equal for parts with equal rows.
-        piece: The number of the piece that each part comes from.
+        fragments: The intervals after the cuts. Two fragments share all their rows or none.
+        cell_index: Which rows each fragment has, as a number: equal for fragments with equal rows.
+        interval_index: Which of the intervals each fragment comes from.
     """
 
-    parts: IntervalTable
-    cell: Numbers
-    piece: Numbers
+    fragments: IntervalTable
+    cell_index: Numbers
+    interval_index: Numbers
 
 
 class RowPairs(NamedTuple):
@@ -65,86 +65,95 @@ class RowPairs(NamedTuple):
         return RowPairs._make(column[index] for column in self)
 
 
-def cut_at_edges(table: IntervalTable) -> CutPieces:
-    """Cut row intervals at each other's ends, so that any two parts are equal or disjoint.
+def cut_at_edges(table: IntervalTable) -> CutIntervals:
+    """Cut row intervals at each other's ends, so that any two fragments are equal or disjoint.
 
-    The pieces [0, 4) and [2, 6) have edges 0, 2, 4, 6, and so the cells [0, 2), [2, 4), [4, 6). The
-    first piece becomes the parts [0, 2), [2, 4), the second [2, 4), [4, 6). The result holds these
-    four parts, the number of the cell of each (0 1 1 2), and the number of its piece (0 0 1 1).
+    [0, 4) and [2, 6) have edges 0, 2, 4, 6, and so the cells [0, 2), [2, 4), [4, 6). The first
+    interval becomes the fragments [0, 2), [2, 4), the second [2, 4), [4, 6). The result holds these
+    four, the index of the cell of each (0 1 1 2), and the index of its interval (0 0 1 1).
     """
     stop = table.start + table.length
     edges = unique_rows(np.concatenate([table.start, stop]))  # ascending
-    # Cell i lies between edges i and i + 1. Each piece is `n_parts` cells, one after another.
+    # Cell i lies between edges i and i + 1. Each interval is `n_cells` cells, one after another.
     first_cell = np.searchsorted(edges, table.start)
-    n_parts = np.searchsorted(edges, stop) - first_cell  # [pieces]
-    runs.check_pieces(int(n_parts.sum()))
-    piece = np.repeat(np.arange(len(n_parts)), n_parts)  # [parts], as all arrays below
-    cell = count_up(n_parts, first_cell)
-    whole = table.take(piece)  # the uncut piece of each part
-    start = edges[cell]
-    local = whole.local + start - whole.start
-    lengths = np.diff(edges)[cell]
-    parts = whole._replace(local=local, start=start, length=lengths)
-    return CutPieces(parts, cell, piece)
+    n_cells = np.searchsorted(edges, stop) - first_cell  # [intervals]
+    runs.check_pieces(int(n_cells.sum()))
+    interval_index = np.repeat(np.arange(len(n_cells)), n_cells)  # [fragments], as all below
+    cell_index = count_up(n_cells, first_cell)
+    uncut = table.take(interval_index)  # the interval of each fragment
+    start = edges[cell_index]
+    local = uncut.local + start - uncut.start
+    lengths = np.diff(edges)[cell_index]
+    fragments = uncut._replace(local=local, start=start, length=lengths)
+    return CutIntervals(fragments, cell_index, interval_index)
 
 
-def firsts(table: IntervalTable, *, per_block: bool) -> IntervalTable:
-    """Keep every row where it comes first: in each block if `per_block`, else in any block."""
+def first_occurrences(table: IntervalTable, *, per_block: bool) -> IntervalTable:
+    """Keep every row where it comes first: in each block if `per_block`, else in any block.
+
+    Rows 0-3 of block 0 and 2-5 of block 1 -> 0-3 of block 0 and 4-5 of block 1.
+    """
     cut = cut_at_edges(table)
-    # `np.unique` returns the first index of each key: parts are in the order of the pieces.
-    key = cut.cell
+    # `np.unique` returns the first index of each key: fragments are in the order of the intervals.
+    distinct_key = cut.cell_index
     if per_block:
-        key = key + cut.parts.block * len(cut.cell)
-    _, first_index = np.unique(key, return_index=True)
-    return cut.parts.take(np.sort(first_index))
+        distinct_key = distinct_key + cut.fragments.block * len(cut.cell_index)
+    _, first_index = np.unique(distinct_key, return_index=True)
+    return cut.fragments.take(np.sort(first_index))
 
 
-def rows_outside(table: IntervalTable, others: IntervalTable) -> IntervalTable:
-    """Return the pieces without the rows that are also in `others`."""
-    # Cut together: then two parts share all their rows or none, and rows are compared by number.
-    cut = cut_at_edges(concatenate_tables(others, table))
-    is_of_table = cut.piece >= len(others.start)
-    is_in_others = np.isin(cut.cell, cut.cell[~is_of_table])
-    return cut.parts.take(is_of_table & ~is_in_others)
+def rows_outside(table: IntervalTable, excluded: IntervalTable) -> IntervalTable:
+    """Return the intervals without the rows that are also in `excluded`: 0-5 without 2-3 -> 0-1, 4-5."""
+    # Cut together: then two fragments share all rows or none, and are compared by their cells.
+    cut = cut_at_edges(concatenate_tables(excluded, table))
+    is_of_table = cut.interval_index >= len(excluded.start)
+    is_excluded = np.isin(cut.cell_index, cut.cell_index[~is_of_table])
+    return cut.fragments.take(is_of_table & ~is_excluded)
 
 
 def layers(table: IntervalTable) -> list[IntervalTable]:
-    """Split the pieces of one block into lists of distinct rows.
+    """Split the intervals of one block into lists of distinct rows.
 
     The first list has every row once, the second every row that comes twice or more, and so on.
     """
     cut = cut_at_edges(table)
-    _, counts = np.unique(cut.cell, return_counts=True)
-    nth = np.empty_like(cut.cell)  # [parts]: how often these rows have come before
-    nth[np.argsort(cut.cell, kind="stable")] = count_up(counts)
-    return [cut.parts.take(nth == n) for n in range(int(counts.max(initial=0)))]
+    _, counts = np.unique(cut.cell_index, return_counts=True)
+    n_before = np.empty_like(cut.cell_index)  # [fragments]: how often these rows have come before
+    n_before[np.argsort(cut.cell_index, kind="stable")] = count_up(counts)
+    return [
+        cut.fragments.take(n_before == layer_index)
+        for layer_index in range(int(counts.max(initial=0)))
+    ]
 
 
-def filled(table: IntervalTable, lengths: Sequence[int]) -> tuple[Runs, ...]:
-    """Turn pieces into the runs of every block, which has `lengths` rows; FILL where no piece is."""
-    n_pieces = len(table.local)
-    are_many = n_pieces > runs.MOST_RUNS
-    are_short = n_pieces >= sum(lengths) // ROWS_OF_LONG_PIECES
+def fill_blocks(table: IntervalTable, lengths: Sequence[int]) -> tuple[Runs, ...]:
+    """Turn intervals into the runs of every block, which has `lengths` rows; FILL between them.
+
+    Rows 4-5 at position 1 of a block of 4 -> FILL 4 5 FILL.
+    """
+    n_intervals = len(table.local)
+    are_many = n_intervals > runs.MAX_RUNS
+    are_short = n_intervals >= sum(lengths) // LONG_INTERVAL_ROWS
     if any(lengths) and are_many and are_short:
-        return _filled_rows(table, lengths)
-    return _filled_runs(table, lengths)
+        return _fill_by_rows(table, lengths)
+    return _fill_by_runs(table, lengths)
 
 
-def _filled_rows(table: IntervalTable, lengths: Sequence[int]) -> tuple[Runs, ...]:
-    """Do the work of `filled` for many short pieces: by one array of row numbers."""
-    # All blocks in one array, so that numpy loops over pieces and not Python.
-    edges = np.cumsum([0, *lengths])  # where each block begins in it
-    numbers = np.full(edges[-1], FILL)
-    places = count_up(table.length, table.local + edges[table.block])
-    numbers[places] = count_up(table.length, table.start)
-    return tuple(as_runs(numbers[start:stop]) for start, stop in itertools.pairwise(edges))
+def _fill_by_rows(table: IntervalTable, lengths: Sequence[int]) -> tuple[Runs, ...]:
+    """Do the work of `fill_blocks` for many short intervals: by one array of row numbers."""
+    # All blocks in one array, so that numpy loops over intervals and not Python.
+    block_starts = np.cumsum([0, *lengths])  # where each block begins in it
+    rows = np.full(block_starts[-1], FILL)
+    positions = count_up(table.length, table.local + block_starts[table.block])
+    rows[positions] = count_up(table.length, table.start)
+    return tuple(as_runs(rows[start:stop]) for start, stop in itertools.pairwise(block_starts))
 
 
-def _filled_runs(table: IntervalTable, lengths: Sequence[int]) -> tuple[Runs, ...]:
-    """Do the work of `filled` for few or long pieces: run by run."""
+def _fill_by_runs(table: IntervalTable, lengths: Sequence[int]) -> tuple[Runs, ...]:
+    """Do the work of `fill_blocks` for few or long intervals: run by run."""
     block_runs: list[list[Run]] = [[] for _ in lengths]
     filled_to = [0] * len(lengths)  # the local position up to which each block has runs
-    for block, local, start, length in _merged(table):
+    for block, local, start, length in _merge_continuing(table):
         if local > filled_to[block]:
             block_runs[block].append(Run(FILL, local - filled_to[block]))
         block_runs[block].append(Run(start, length))
@@ -155,14 +164,14 @@ def _filled_runs(table: IntervalTable, lengths: Sequence[int]) -> tuple[Runs, ..
     return tuple(map(tuple, block_runs))
 
 
-def _merged(table: IntervalTable) -> list[list[int]]:
+def _merge_continuing(table: IntervalTable) -> list[list[int]]:
     """List (block, local, start, length) by block and position, merged where rows continue."""
     if not len(table.local):
         return []
     table = table.take(np.lexsort((table.local, table.block)))
     length = table.length[:-1]
-    same_block = np.diff(table.block) == 0
-    continues = same_block & (np.diff(table.local) == length) & (np.diff(table.start) == length)
+    is_same_block = np.diff(table.block) == 0
+    continues = is_same_block & (np.diff(table.local) == length) & (np.diff(table.start) == length)
     heads = group_heads(continues)
     merged = table.take(heads)._replace(length=np.add.reduceat(table.length, heads))
     rows: list[list[int]] = np.stack(merged, axis=1).tolist()
@@ -170,9 +179,9 @@ def _merged(table: IntervalTable) -> list[list[int]]:
 
 
 def runs_by_row(table: IntervalTable, n_blocks: int) -> tuple[Runs, ...]:
-    """Turn pieces of distinct rows into the runs of every block, in ascending order of rows.
+    """Turn intervals of distinct rows into the runs of every block, in ascending order of rows.
 
-    The pieces get new local positions: each begins where the piece before it in its block ends.
+    The intervals get new local positions: each begins where the one before it in its block ends.
     """
     table = table.take(np.lexsort((table.start, table.block)))  # by block, then by row
     block_rows = np.zeros(n_blocks, np.int64)
@@ -180,13 +189,13 @@ def runs_by_row(table: IntervalTable, n_blocks: int) -> tuple[Runs, ...]:
     rows_before_piece = np.cumsum(table.length) - table.length
     rows_before_block = np.cumsum(block_rows) - block_rows
     local = rows_before_piece - rows_before_block[table.block]
-    return filled(table._replace(local=local), block_rows.tolist())
+    return fill_blocks(table._replace(local=local), block_rows.tolist())
 
 
 def distinct_rows(blocks: Sequence[Runs]) -> tuple[Runs, ...]:
     """List the rows of every block, each once, in ascending order; without FILL."""
     if not any(isinstance(block, Rows) for block in blocks):
-        return runs_by_row(firsts(interval_table(blocks), per_block=True), len(blocks))
+        return runs_by_row(first_occurrences(interval_table(blocks), per_block=True), len(blocks))
     distinct_blocks = []
     for block in blocks:
         rows = row_numbers(block)
@@ -213,19 +222,20 @@ def shared_rows(src: Sequence[Runs], dst: Sequence[Runs]) -> RowPairs:
             return shared
     src_runs = runs.run_table(src)
     dst_runs = runs.run_table(dst)
-    n_pieces = int(src_runs.repeats.sum() + dst_runs.repeats.sum())
-    if n_pieces <= MOST_COUNTED:
-        dst_pieces = expanded(dst_runs)
-        times = np.ones_like(dst_pieces.start)  # each piece counts once
-        return _shared_by_intervals(expanded(src_runs), dst_pieces, times, len(src))
-    # Too many pieces to list, as of a long cyclic sharding. But their pattern repeats: list the
-    # pieces in one period (a window of rows), and count each as often as the period comes.
+    n_intervals = int(src_runs.repeats.sum() + dst_runs.repeats.sum())
+    if n_intervals <= MAX_COUNTED:
+        dst_intervals = unroll_table(dst_runs)
+        times = np.ones_like(dst_intervals.start)  # each piece counts once
+        return _shared_by_intervals(unroll_table(src_runs), dst_intervals, times, len(src))
+    # Too many intervals to list, as of a long cyclic sharding. But their pattern repeats: list those
+    # in one period (a window of rows), and count each as often as the period comes.
     src_runs = _ascending_runs(src_runs)
     dst_runs = _ascending_runs(dst_runs)
     windows, window_times = _windows_of_one_period(concatenate_tables(src_runs, dst_runs))
-    src_pieces = _cut_to_windows(src_runs, windows).pieces
+    src_intervals = _cut_to_windows(src_runs, windows).intervals
     dst_cut = _cut_to_windows(dst_runs, windows)
-    return _shared_by_intervals(src_pieces, dst_cut.pieces, window_times[dst_cut.window], len(src))
+    dst_times = window_times[dst_cut.window_index]
+    return _shared_by_intervals(src_intervals, dst_cut.intervals, dst_times, len(src))
 
 
 def _shared_by_intervals(
@@ -239,25 +249,27 @@ def _shared_by_intervals(
     Args:
         src: The row intervals of the source blocks.
         dst: The row intervals of the destination blocks.
-        dst_times: `[pieces of dst]`, how often each counts: more than once where one interval
+        dst_times: `[intervals of dst]`, how often each counts: more than once where one interval
             stands for a pattern that repeats.
         n_src_blocks: The number of blocks of `src`.
     """
-    # Cut all intervals (pieces) at each other's ends: two of the parts then share all rows or none,
-    # and share all exactly if they have the same number in `cell`.
-    parts, cell, piece = cut_at_edges(concatenate_tables(src, dst))
-    n_src_pieces = len(src.start)  # these come first in the joined table
-    src_parts = np.flatnonzero(piece < n_src_pieces)  # numbers of parts
-    dst_parts = np.flatnonzero(piece >= n_src_pieces)
-    in_src, in_dst = _equal_pairs(cell[src_parts], cell[dst_parts])
-    # For each pair of a source part and a destination part with the same rows, their numbers.
-    src_part = src_parts[in_src]  # [matches]
-    dst_part = dst_parts[in_dst]  # [matches]
-    times = dst_times[piece[dst_part] - n_src_pieces]
-    rows = parts.length[dst_part] * times
+    # Cut all intervals at each other's ends: two fragments then share all rows or none, and share all
+    # exactly if they have the same cell.
+    fragments, cell_index, interval_index = cut_at_edges(concatenate_tables(src, dst))
+    n_src_intervals = len(src.start)  # these come first in the joined table
+    src_fragments = np.flatnonzero(interval_index < n_src_intervals)  # indices of fragments
+    dst_fragments = np.flatnonzero(interval_index >= n_src_intervals)
+    src_positions, dst_positions = _equal_pairs(
+        cell_index[src_fragments], cell_index[dst_fragments]
+    )
+    # For each pair of a source and a destination fragment with the same rows, their indices.
+    src_match = src_fragments[src_positions]  # [matches]
+    dst_match = dst_fragments[dst_positions]  # [matches]
+    times = dst_times[interval_index[dst_match] - n_src_intervals]
+    rows = fragments.length[dst_match] * times
 
     # Add up rows by pair of blocks. A pair is one number: dst block * n_src_blocks + src block.
-    block_pair = parts.block[dst_part] * n_src_blocks + parts.block[src_part]  # [matches]
+    block_pair = fragments.block[dst_match] * n_src_blocks + fragments.block[src_match]  # [matches]
     distinct_pairs, pair_index = np.unique(block_pair, return_inverse=True)
     total_rows = np.zeros(len(distinct_pairs), np.int64)
     np.add.at(total_rows, pair_index.reshape(-1), rows)  # exact; bincount adds floats
@@ -266,27 +278,27 @@ def _shared_by_intervals(
 
 
 def _equal_pairs(a: Numbers, b: Numbers) -> tuple[Numbers, Numbers]:
-    """Find all pairs of equal numbers in two lists, as their places in each, in the order of `b`.
+    """Find all pairs of equal numbers in two lists, as their positions in each, in the order of `b`.
 
-    5 7 and 7 5 7 -> places 1 0 1 in `a`, 0 1 2 in `b`.
+    5 7 and 7 5 7 -> positions 1 0 1 in `a`, 0 1 2 in `b`.
     """
     order = np.argsort(a, kind="stable")
     ascending = a[order]
-    # Equal numbers are neighbours: `counts` of them from place `first`.
-    first = np.searchsorted(ascending, b, side="left")
-    counts = np.searchsorted(ascending, b, side="right") - first
+    # Equal numbers are neighbours: `counts` of them from position `first_equal`.
+    first_equal = np.searchsorted(ascending, b, side="left")
+    counts = np.searchsorted(ascending, b, side="right") - first_equal
     runs.check_pieces(int(counts.sum()))
-    return order[count_up(counts, first)], np.repeat(np.arange(len(b)), counts)
+    return order[count_up(counts, first_equal)], np.repeat(np.arange(len(b)), counts)
 
 
 def _shared_by_table(src: list[Numbers], dst: list[Numbers]) -> RowPairs | None:
     """Do the work of `shared_rows` by a table of rows; None if both sides have a row twice."""
-    n = max(rows.max(initial=FILL) for rows in (*src, *dst)) + 1
-    src_block = _block_of_row(src, n)
+    n_rows = max(rows.max(initial=FILL) for rows in (*src, *dst)) + 1
+    src_block = _block_of_row(src, n_rows)
     if src_block is not None:
         counts = _count_blocks(dst, src_block, len(src))  # [dst blocks, src blocks]
     else:
-        dst_block = _block_of_row(dst, n)
+        dst_block = _block_of_row(dst, n_rows)
         if dst_block is None:
             return None
         counts = _count_blocks(src, dst_block, len(dst)).T
@@ -294,9 +306,9 @@ def _shared_by_table(src: list[Numbers], dst: list[Numbers]) -> RowPairs | None:
     return RowPairs(receivers, senders, counts[receivers, senders])
 
 
-def _block_of_row(blocks: list[Numbers], n: int) -> Numbers | None:
-    """Return the block of each of `n` rows, -1 for none; None if a row comes twice."""
-    block_of_row = np.full(n + 1, -1)  # the entry at the end is that of FILL, -1
+def _block_of_row(blocks: list[Numbers], n_rows: int) -> Numbers | None:
+    """Return the block of each of `n_rows` rows, -1 for none; None if a row comes twice."""
+    block_of_row = np.full(n_rows + 1, -1)  # the entry at the end is that of FILL, -1
     for block, rows in enumerate(blocks):
         block_of_row[rows] = block
     block_of_row[FILL] = -1
@@ -344,10 +356,10 @@ def _windows_of_one_period(table: RunTable) -> tuple[IntervalTable, Numbers]:
 
 
 class _CutToWindows(NamedTuple):
-    """Row intervals inside windows of rows, and the number of the window that each one is in."""
+    """Row intervals inside windows of rows, and the index of the window that each one is in."""
 
-    pieces: IntervalTable
-    window: Numbers
+    intervals: IntervalTable
+    window_index: Numbers
 
 
 def _cut_to_windows(table: RunTable, windows: IntervalTable) -> _CutToWindows:
@@ -365,40 +377,55 @@ def _cut_to_windows(table: RunTable, windows: IntervalTable) -> _CutToWindows:
     # windows is found without listing its repetitions.
     stretch = _period_ends(table) - table.start
     stretches = IntervalTable(table.block, table.local, table.start, stretch)
-    # For each pair of a window and a run that meet: both numbers, and the rows [low, high) that the
-    # window cuts out of the run.
-    window, run_number, low, high = runs.intersections(windows, stretches)  # [pairs]
-    run = table.take(run_number)
-    step = np.maximum(run.stride, 1)  # the stride of a single interval is 0
-    # The repetitions [first, stop) of a run have rows in [low, high): from the first that ends
-    # after `low` to the last that begins before `high`. -(-a // b) is a / b rounded up.
-    n_before_low = (low - run.start - run.length) // step + 1
-    first = np.clip(n_before_low, 0, run.repeats)
-    n_before_high = -((run.start - high) // step)
-    stop = np.clip(n_before_high, first, run.repeats)
-    counts = stop - first
-    runs.check_pieces(int(counts.sum()))
+    # For each pair of a window and a run that meet: the index of both, and the rows [low, high) that
+    # the window cuts out of the run.
+    window_of_pair, run_index, low, high = runs.intersections(windows, stretches)  # [pairs]
+    run_of_pair = table.take(run_index)
+    first_repeat, n_repeats = _repeats_within(run_of_pair, low, high)  # [pairs]
+    runs.check_pieces(int(n_repeats.sum()))
 
-    # One entry for each of these repetitions: the number of its pair, and its rows, cut.
-    pair = np.repeat(np.arange(len(counts)), counts)  # [pieces]
-    start = run.start[pair] + count_up(counts, first) * step[pair]
-    cut_start = np.maximum(start, low[pair])
-    cut_stop = np.minimum(start + run.length[pair], high[pair])
-    pieces = IntervalTable(run.block[pair], run.local[pair], cut_start, cut_stop - cut_start)
-    return _CutToWindows(pieces, window[pair])
+    # One entry for each of these repetitions: the index of its pair, and its rows, cut.
+    pair_index = np.repeat(np.arange(len(n_repeats)), n_repeats)  # [intervals]
+    offset = count_up(n_repeats, first_repeat) * run_of_pair.stride[pair_index]
+    repeat_start = run_of_pair.start[pair_index] + offset
+    cut_start = np.maximum(repeat_start, low[pair_index])
+    cut_stop = np.minimum(repeat_start + run_of_pair.length[pair_index], high[pair_index])
+    intervals = IntervalTable(
+        run_of_pair.block[pair_index],
+        run_of_pair.local[pair_index],
+        cut_start,
+        cut_stop - cut_start,
+    )
+    return _CutToWindows(intervals, window_of_pair[pair_index])
+
+
+def _repeats_within(table: RunTable, low: Numbers, high: Numbers) -> tuple[Numbers, Numbers]:
+    """Find which repetitions of each run have rows in [low, high): the first of them, and how many.
+
+    2 rows repeated every 4 (0 1, 4 5, 8 9, ...) have rows in [1, 6) in 2 repetitions, from the one
+    with the number 0.
+    """
+    stride = np.maximum(table.stride, 1)  # the stride of a single interval is 0
+    # Those that end at `low` or before; and those that begin before `high`: -(-a // b) is a / b
+    # rounded up.
+    n_ended = (low - table.start - table.length) // stride + 1
+    n_begun = -((table.start - high) // stride)
+    first_repeat = np.clip(n_ended, 0, table.repeats)
+    stop_repeat = np.clip(n_begun, first_repeat, table.repeats)
+    return first_repeat, stop_repeat - first_repeat
 
 
 def _period_ends(table: RunTable) -> Numbers:
     """Return the row after each run, or after its last whole period if it repeats."""
     periods = table.stride * table.repeats
-    ends: Numbers = table.start + np.where(table.repeats > 1, periods, table.length)
-    return ends
+    stops: Numbers = table.start + np.where(table.repeats > 1, periods, table.length)
+    return stops
 
 
 def _ascending_runs(table: RunTable) -> RunTable:
     """Turn runs that go down or stay where they are into runs of one interval each."""
     is_descending = (table.repeats > 1) & (table.stride < table.length)
-    intervals = expanded(table.take(is_descending))
+    intervals = unroll_table(table.take(is_descending))
     once = np.ones_like(intervals.local)
     listed = RunTable._make((*intervals, once, np.zeros_like(once)))
     return concatenate_tables(table.take(~is_descending), listed)

@@ -1,4 +1,8 @@
-"""Which device provides a row that several hold, and the rows each wants; FILL is in place of others."""
+"""Which device provides a row that several hold, and which rows each device wants.
+
+A block's rows are listed by position, with FILL at positions whose row another block provides, or
+that have no row of the array.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +15,8 @@ from xshard.layout.block_rows import RowSpan, all_held_rows, all_row_spans, is_f
 from xshard.layout.partition import Sizes, all_owned_rows
 from xshard.layout.pieces import (
     concatenate_tables,
-    filled,
-    firsts,
+    fill_blocks,
+    first_occurrences,
     layers,
     rows_outside,
     runs_by_row,
@@ -36,7 +40,7 @@ from xshard.notation.parser import Dim
 _ORIGINS_BY_RANK = (("own",), ("near",), ("before", "after"))
 _ALL_ORIGINS = ("own", "near", "before", "after")
 
-# The side of rows that do not come from beyond a pole; others have "before" or "after".
+# The `pole_side` of rows that do not come from beyond a pole; others have "before" or "after".
 STRAIGHT = "straight"
 
 
@@ -45,7 +49,7 @@ STRAIGHT = "straight"
 
 @layout_cache(maxsize=4096)
 def wanted_rows(
-    dim: Dim, length: int, sizes: Sizes, side: str = STRAIGHT, shift: int = 0
+    dim: Dim, length: int, sizes: Sizes, pole_side: str = STRAIGHT, shift: int = 0
 ) -> AllRuns:
     """List, for each block of a dim, the rows that it must receive in a redistribution.
 
@@ -57,7 +61,7 @@ def wanted_rows(
         dim: A dim of the layout of the result.
         length: Its number of rows.
         sizes: The size of each axis of the dim.
-        side: Which rows of each block, if the dim ends at a pole of a sphere: "before" or "after"
+        pole_side: Which rows of each block, if the dim ends at a pole of a sphere: "before" or "after"
             for the rows beyond its first or last row, STRAIGHT for all others. A dim without poles
             has STRAIGHT rows only.
         shift: A number that is added to each row, modulo the length.
@@ -66,17 +70,17 @@ def wanted_rows(
         The rows of every block, row-major.
     """
     if not isinstance(dim.overlap, Fold):
-        blocks = _rows_on_side(dim, length, sizes, side)
-    elif side == STRAIGHT:
+        blocks = _rows_on_side(dim, length, sizes, pole_side)
+    elif pole_side == STRAIGHT:
         blocks = provided_rows(dim, length, sizes)
     else:
         blocks = _no_rows(sizes)  # a sum is stored in the array, never beyond a pole
-    return shifted(blocks, shift, length)
+    return shift_rows(blocks, shift, length)
 
 
 @layout_cache(maxsize=4096)
 def offered_rows(
-    dim: Dim, length: int, sizes: Sizes, side: str = STRAIGHT, shift: int = 0
+    dim: Dim, length: int, sizes: Sizes, pole_side: str = STRAIGHT, shift: int = 0
 ) -> tuple[AllRuns, ...]:
     """List, for each block of a dim, the rows that others may take from it.
 
@@ -88,7 +92,7 @@ def offered_rows(
         dim: A dim of the layout before.
         length: Its number of rows.
         sizes: The size of each axis of the dim.
-        side: As in `wanted_rows`: rows beyond a pole, or all others (STRAIGHT).
+        pole_side: As in `wanted_rows`: rows beyond a pole, or all others (STRAIGHT).
         shift: A number that is added to each row, modulo the length.
 
     Returns:
@@ -96,20 +100,20 @@ def offered_rows(
         Fold, a block with a row n times has n lists.
     """
     if not isinstance(dim.overlap, Fold):
-        if side != STRAIGHT:
+        if pole_side != STRAIGHT:
             return ((),) * math.prod(sizes)  # no lists: copies beyond a pole are never offered
-        provided = shifted(provided_rows(dim, length, sizes), shift, length)
+        provided = shift_rows(provided_rows(dim, length, sizes), shift, length)
         return tuple((block,) for block in provided)
-    contributed = shifted(_rows_on_side(dim, length, sizes, side), shift, length)
+    contributed = shift_rows(_rows_on_side(dim, length, sizes, pole_side), shift, length)
     if _are_distinct(dim):
         return tuple((block,) for block in contributed)
     return tuple(map(_distinct_lists, contributed))
 
 
 def _distinct_lists(block: Runs) -> AllRuns:
-    """Split the rows of a block into lists of distinct rows, with FILL in place of the others."""
+    """Split the rows of a block into lists without a row twice: 0 1 0 -> 0 1 FILL and FILL FILL 0."""
     lengths = [count_rows(block)]
-    return tuple(filled(layer, lengths)[0] for layer in layers(interval_table((block,))))
+    return tuple(fill_blocks(layer, lengths)[0] for layer in layers(interval_table((block,))))
 
 
 @layout_cache(maxsize=4096)
@@ -119,7 +123,7 @@ def distinct_held_rows(dim: Dim, length: int, sizes: Sizes, shift: int = 0) -> A
         blocks = all_held_rows(dim, length, sizes)
     else:
         blocks = _rows_by_rank(dim, length, sizes, per_block=True)
-    return shifted(blocks, shift, length)
+    return shift_rows(blocks, shift, length)
 
 
 @layout_cache(maxsize=4096)
@@ -136,7 +140,7 @@ def provided_rows(dim: Dim, length: int, sizes: Sizes) -> AllRuns:
         return all_owned_rows(dim, length, sizes)
     if not _are_distinct(dim):
         return _rows_by_rank(dim, length, sizes, per_block=False)
-    # What is left is a map of rows that devices read: a block is its own rows, then others' rows.
+    # The remaining overlap is a map of rows to read: a block is its own rows, then others' rows.
     owned = all_owned_rows(dim, length, sizes)
     held = all_held_rows(dim, length, sizes)
     blocks = []
@@ -160,17 +164,17 @@ def missing_rows(dim: Dim, length: int, sizes: Sizes) -> Runs:
 # ---- rows of blocks in general
 
 
-def rows_without(runs: Runs, others: Runs) -> Runs:
-    """Return the rows with FILL in place of those that are also in `others`."""
-    if isinstance(runs, Rows) or isinstance(others, Rows):
-        rows = row_numbers(runs)
-        is_in_others = np.isin(rows, row_numbers(others), kind="table")
-        return as_runs(np.where(is_in_others, FILL, rows))
-    left = rows_outside(interval_table((runs,)), interval_table((others,)))
-    return filled(left, [count_rows(runs)])[0]
+def rows_without(runs: Runs, excluded: Runs) -> Runs:
+    """Replace the rows that are also in `excluded` by FILL: 4 5 6 without 5 -> 4 FILL 6."""
+    if isinstance(runs, Rows) or isinstance(excluded, Rows):
+        row_array = row_numbers(runs)
+        is_excluded = np.isin(row_array, row_numbers(excluded), kind="table")
+        return as_runs(np.where(is_excluded, FILL, row_array))
+    remaining = rows_outside(interval_table((runs,)), interval_table((excluded,)))
+    return fill_blocks(remaining, [count_rows(runs)])[0]
 
 
-def shifted(blocks: AllRuns, shift: int, length: int) -> AllRuns:
+def shift_rows(blocks: AllRuns, shift: int, length: int) -> AllRuns:
     """Add `shift` to the row numbers of all blocks, modulo `length`.
 
     Rows 2 to 5 of 8, shifted by 4 -> 6 7 0 1: an interval that reaches over the end becomes two.
@@ -188,7 +192,7 @@ def shifted(blocks: AllRuns, shift: int, length: int) -> AllRuns:
         local=table.local + rows_before_end, start=np.zeros_like(start), length=rows_over_end
     )
     shifted_table = concatenate_tables(heads, tails.take(rows_over_end > 0))
-    return filled(shifted_table, list(map(count_rows, blocks)))
+    return fill_blocks(shifted_table, list(map(count_rows, blocks)))
 
 
 def _no_rows(sizes: Sizes) -> AllRuns:
@@ -213,22 +217,22 @@ def _rows_by_rank(dim: Dim, length: int, sizes: Sizes, *, per_block: bool) -> Al
     for origins in _ORIGINS_BY_RANK:
         tables.append(interval_table(_rows_of_origins(dim, length, sizes, origins, flipped=False)))
     # The tables are in the order of ranks: a row comes first where it has the best origin.
-    table = firsts(concatenate_tables(*tables), per_block=per_block)
-    return filled(table, list(map(count_rows, all_held_rows(dim, length, sizes))))
+    table = first_occurrences(concatenate_tables(*tables), per_block=per_block)
+    return fill_blocks(table, list(map(count_rows, all_held_rows(dim, length, sizes))))
 
 
-def _rows_on_side(dim: Dim, length: int, sizes: Sizes, side: str) -> AllRuns:
-    """List the rows of each block on one side of a pole; FILL in place of others."""
+def _rows_on_side(dim: Dim, length: int, sizes: Sizes, pole_side: str) -> AllRuns:
+    """List the rows of each block from beyond a pole, or all others (STRAIGHT); FILL elsewhere."""
     if _are_distinct(dim):  # no rows from beyond the ends of the array
-        return all_held_rows(dim, length, sizes) if side == STRAIGHT else _no_rows(sizes)
-    origins = _ALL_ORIGINS if side == STRAIGHT else (side,)
-    return _rows_of_origins(dim, length, sizes, origins, flipped=side != STRAIGHT)
+        return all_held_rows(dim, length, sizes) if pole_side == STRAIGHT else _no_rows(sizes)
+    origins = _ALL_ORIGINS if pole_side == STRAIGHT else (pole_side,)
+    return _rows_of_origins(dim, length, sizes, origins, flipped=pole_side != STRAIGHT)
 
 
 def _rows_of_origins(
     dim: Dim, length: int, sizes: Sizes, origins: tuple[str, ...], *, flipped: bool
 ) -> AllRuns:
-    """List the rows of each block with some origins; FILL in place of others.
+    """List the rows of each block that come from some origins (see `RowSpan`); FILL elsewhere.
 
     flipped: only rows from the far side of a pole; else only rows that are not.
     """

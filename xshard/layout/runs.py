@@ -1,4 +1,9 @@
-"""Rows of one dim of an array: lists of rows as runs, and the algebra of intervals on them."""
+"""Rows of one dim of an array: lists of rows as runs, and the algebra of intervals on them.
+
+A *run* is consecutive rows that may repeat at a fixed distance: `Run(1, 2, 3, 10)` is the rows 1 2,
+11 12, 21 22. The rows of a device's block are a few runs in the order in which the block has them. A
+*position* counts in the block, from 0; a *row* counts in the array.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +23,10 @@ FILL = -1  # start of a run of rows outside the array, which the boundary rule f
 
 # Limits on the pieces of one block: those that arrays hold, and those that Python lists one by
 # one. At either limit a plan takes a second or so.
-MOST_PIECES = 2**24
-MOST_LISTED = 2**20
-MOST_RUNS = 64  # in a tuple of runs: a list of rows with more runs becomes `Rows`
-MOST_RUN_PAIRS = 8  # compared one by one in Python, which is quicker than arrays up to here
+MAX_PIECES = 2**24
+MAX_LISTED = 2**20
+MAX_RUNS = 64  # in a tuple of runs: a list of rows with more runs becomes `Rows`
+MAX_RUN_PAIRS = 8  # compared one by one in Python, which is quicker than arrays up to here
 BEYOND_ALL_ROWS = 2**62  # no dim is as long
 
 
@@ -172,11 +177,14 @@ def interval(start: int, stop: int) -> tuple[Run, ...]:
     return (Run(start, stop - start),)
 
 
-def interval_pairs(numbers: object) -> list[tuple[int, int]]:
-    """Pair up bounds: (start, stop, start, stop, ...) -> [(start, stop), (start, stop), ...]."""
-    if not isinstance(numbers, tuple):
+def interval_pairs(bounds: object) -> list[tuple[int, int]]:
+    """Pair up bounds: (start, stop, start, stop, ...) -> [(start, stop), (start, stop), ...].
+
+    Anything but a tuple, such as the number of another order, has no bounds: [].
+    """
+    if not isinstance(bounds, tuple):
         return []
-    return list(zip(numbers[::2], numbers[1::2], strict=False))
+    return list(zip(bounds[::2], bounds[1::2], strict=False))
 
 
 def as_index(runs: Runs) -> slice | Numbers:
@@ -190,8 +198,8 @@ def as_index(runs: Runs) -> slice | Numbers:
         if run.repeats == 1:
             return slice(run.start, run.start + run.length, 1)
         if run.length == 1 and run.stride > 0:
-            last = run.start + run.stride * (run.repeats - 1)
-            return slice(run.start, last + 1, run.stride)
+            last_row = run.start + run.stride * (run.repeats - 1)
+            return slice(run.start, last_row + 1, run.stride)
     return row_numbers(runs)
 
 
@@ -205,34 +213,34 @@ def row_numbers(runs: Iterable[Run]) -> Numbers:
     """List every row number of runs, `[rows]`; FILL for rows outside the array."""
     if isinstance(runs, Rows):
         return runs.rows
-    numbers = [np.zeros(0, np.int64)]
+    rows_of_runs = [np.zeros(0, np.int64)]  # numpy concatenates no empty list
     for start, length, repeats, stride in runs:  # few runs: many are `Rows`
         if start == FILL:
-            numbers.append(np.full(length * repeats, FILL))
+            rows_of_runs.append(np.full(length * repeats, FILL))
         else:
-            first_rows = start + stride * np.arange(repeats)
-            numbers.append((first_rows[:, None] + np.arange(length)).reshape(-1))
-    return np.concatenate(numbers)
+            repeat_starts = start + stride * np.arange(repeats)
+            rows_of_runs.append((repeat_starts[:, None] + np.arange(length)).reshape(-1))
+    return np.concatenate(rows_of_runs)
 
 
 def as_runs(rows: Numbers) -> Runs:
     """Turn row numbers, in any order, into runs: a tuple of them, or `Rows` if they are many."""
-    start, length = run_columns(rows)
-    if len(start) > MOST_RUNS:
+    starts, run_lengths = run_columns(rows)
+    if len(starts) > MAX_RUNS:
         return Rows(rows)
-    return tuple(map(Run, start.tolist(), length.tolist()))
+    return tuple(map(Run, starts.tolist(), run_lengths.tolist()))
 
 
 def as_few_runs(rows: Numbers) -> Runs:
-    """Return `as_runs`, but runs of one length at one distance as one run, which a slice can stand for.
+    """Turn ascending row numbers into one repeating run if they are evenly apart, else `as_runs`.
 
-    0 1 10 11 20 21 -> (Run(0, 2, 3, 10),)
+    0 1 10 11 20 21 -> (Run(0, 2, 3, 10),), which numpy can index by a slice where runs have 1 row.
     """
-    start, length = run_columns(rows)
-    distances = np.unique(np.diff(start)).tolist()
-    lengths = np.unique(length).tolist()
-    if len(distances) == len(lengths) == 1 and distances[0] > 0:
-        return (Run(int(start[0]), lengths[0], len(start), distances[0]),)
+    starts, run_lengths = run_columns(rows)
+    distinct_distances = np.unique(np.diff(starts)).tolist()
+    distinct_lengths = np.unique(run_lengths).tolist()
+    if len(distinct_distances) == len(distinct_lengths) == 1 and distinct_distances[0] > 0:
+        return (Run(int(starts[0]), distinct_lengths[0], len(starts), distinct_distances[0]),)
     return as_runs(rows)
 
 
@@ -257,12 +265,13 @@ def extents(blocks: Sequence[Iterable[Run]]) -> Intervals:
     Rows 0 1 6 7 -> [0, 8). A block without rows has an empty one, whose start is above its stop.
     """
     table = run_table(blocks)
-    last_start = table.start + table.stride * (table.repeats - 1)  # lowest where rows go down
+    # The lowest row of the run where rows go down.
+    last_repeat_start = table.start + table.stride * (table.repeats - 1)
     # Bounds that any row changes: above all starts, and below all stops.
     bounds = np.tile(np.array([BEYOND_ALL_ROWS, 0]), (len(blocks), 1))
     # `ufunc.at` and not an assignment: a block has several runs, and each has to count.
-    np.minimum.at(bounds[:, 0], table.block, np.minimum(table.start, last_start))
-    stops = np.maximum(table.start, last_start) + table.length
+    np.minimum.at(bounds[:, 0], table.block, np.minimum(table.start, last_repeat_start))
+    stops = np.maximum(table.start, last_repeat_start) + table.length
     np.maximum.at(bounds[:, 1], table.block, stops)
     return bounds
 
@@ -274,9 +283,9 @@ def interval_table(blocks: Iterable[Iterable[Run]]) -> IntervalTable:
     """List the intervals of all blocks in local order; without FILL.
 
     Raises:
-        ShapeError: They are more than MOST_PIECES.
+        ShapeError: They are more than MAX_PIECES.
     """
-    return expanded(run_table(blocks))
+    return unroll_table(run_table(blocks))
 
 
 def run_table(blocks: Iterable[Iterable[Run]]) -> RunTable:
@@ -325,31 +334,31 @@ def concatenate_tables(*tables: Table) -> Table:
     return type(tables[0])._make(map(np.concatenate, zip(*tables, strict=True)))
 
 
-def expanded(table: RunTable) -> IntervalTable:
+def unroll_table(table: RunTable) -> IntervalTable:
     """Unroll runs: list every repetition as an interval of its own.
 
     A run of 2 rows from row 1, repeated 3 times at a distance of 10 -> rows [1, 3), [11, 13),
     [21, 23) at positions 0, 2, 4 of the block.
 
     Raises:
-        ShapeError: There are more than MOST_PIECES intervals.
+        ShapeError: There are more than MAX_PIECES intervals.
     """
     check_pieces(int(table.repeats.sum()))  # first, since the arrays below might take gigabytes
     # For each interval, the run that it is from, and which repetition of it.
-    run = table.take(np.repeat(np.arange(len(table.repeats)), table.repeats))
+    run_of_interval = table.take(np.repeat(np.arange(len(table.repeats)), table.repeats))
     repetition = count_up(table.repeats)
     return IntervalTable(
-        block=run.block,
-        local=run.local + run.length * repetition,
-        start=run.start + run.stride * repetition,
-        length=run.length,
+        block=run_of_interval.block,
+        local=run_of_interval.local + run_of_interval.length * repetition,
+        start=run_of_interval.start + run_of_interval.stride * repetition,
+        length=run_of_interval.length,
     )
 
 
-def check_pieces(count: int, most: int = MOST_PIECES) -> None:
-    """Raise ShapeError for a block of more than `most` pieces."""
-    if count > most:
-        hint = f"at most {most}: deal out more rows together, as in cyclic(x,1024)"
+def check_pieces(count: int, max_pieces: int = MAX_PIECES) -> None:
+    """Raise ShapeError for a block of more than `max_pieces` pieces."""
+    if count > max_pieces:
+        hint = f"at most {max_pieces}: deal out more rows together, as in cyclic(x,1024)"
         raise ShapeError(f"rows in {count} separate pieces", hint=hint)
 
 
@@ -367,7 +376,7 @@ def intersections(a: IntervalTable, b: IntervalTable) -> Overlaps:
         Four columns `[pairs]`, in the order of `b`: here in_a 0 1, in_b 0 0, start 2 4, stop 4 6.
 
     Raises:
-        ShapeError: More than MOST_PIECES pairs overlap.
+        ShapeError: More than MAX_PIECES pairs overlap.
     """
     a_stop = a.start + a.length
     b_stop = b.start + b.length
@@ -396,13 +405,13 @@ def common_segments(src: Runs, dst: Runs) -> tuple[Segment, ...]:
     the first block are those at positions 0 and 1 of the second. Segments come in the order of
     `dst`, neighbours merged into one. The rows of `src` are distinct; `dst` may have a row twice.
     """
-    # All four ways find the same; the quickest one that the form of the rows allows is taken. `Rows`
-    # are listed one by one, as an array; other rows are runs, intervals that may be repeated.
+    # All four find the same, each as quick as the form of the rows allows: `Rows` are an array of row
+    # numbers; other rows are runs, intervals that may be repeated.
     if isinstance(src, Rows) or isinstance(dst, Rows):
-        return matched_rows(row_numbers(src), row_numbers(dst))
+        return match_rows(row_numbers(src), row_numbers(dst))
     if len(src) == len(dst) == 1 and src[0].repeats == dst[0].repeats == 1:
         return _segment_of_intervals(src[0], dst[0])
-    if len(src) * len(dst) <= MOST_RUN_PAIRS and _are_intervals(src) and _are_intervals(dst):
+    if len(src) * len(dst) <= MAX_RUN_PAIRS and _are_intervals(src) and _are_intervals(dst):
         return _segments_of_few(src, dst)
     return _segments_of_many(src, dst)
 
@@ -447,49 +456,49 @@ def _segments_of_few(src: Iterable[Run], dst: Iterable[Run]) -> tuple[Segment, .
                 in_dst = dst_position + start - run.start
                 shared.append((in_src, in_dst, stop - start))
         dst_position += run.length
-    return merged_segments(np.array(shared, np.int64))
+    return merge_segments(np.array(shared, np.int64))
 
 
 def _segments_of_many(src: Runs, dst: Runs) -> tuple[Segment, ...]:
     """Return `common_segments` of any runs, by tables of their intervals."""
-    src_pieces = interval_table((src,))
-    src_pieces = src_pieces.take(np.argsort(src_pieces.start, kind="stable"))
-    dst_pieces = interval_table((dst,))
-    shared = intersections(src_pieces, dst_pieces)
+    src_intervals = interval_table((src,))
+    src_intervals = src_intervals.take(np.argsort(src_intervals.start, kind="stable"))
+    dst_intervals = interval_table((dst,))
+    shared = intersections(src_intervals, dst_intervals)
     # A row's position in its block is the row plus this offset of its interval.
-    src_offset = src_pieces.local - src_pieces.start
-    dst_offset = dst_pieces.local - dst_pieces.start
+    src_offset = src_intervals.local - src_intervals.start
+    dst_offset = dst_intervals.local - dst_intervals.start
     in_src = src_offset[shared.in_a] + shared.start
     in_dst = dst_offset[shared.in_b] + shared.start
-    return merged_segments(np.stack([in_src, in_dst, shared.stop - shared.start], axis=1))
+    return merge_segments(np.stack([in_src, in_dst, shared.stop - shared.start], axis=1))
 
 
-def matched_rows(src: Numbers, dst: Numbers) -> tuple[Segment, ...]:
+def match_rows(src: Numbers, dst: Numbers) -> tuple[Segment, ...]:
     """Return `common_segments` of row numbers in arrays, `[rows]`; those of `src` are distinct."""
-    n = max(src.max(initial=-1), dst.max(initial=-1)) + 1
+    n_rows = max(src.max(initial=-1), dst.max(initial=-1)) + 1
     # A table of the position in `src` of each row, -1 for none: quicker than a sort, and no longer
     # than the dim. Its entry at the end is that of FILL, which is -1: FILL in `src` writes there,
     # and FILL in `dst` reads there. It is set to "none" again.
-    src_position = np.full(n + 1, -1)  # [rows + 1]
+    src_position = np.full(n_rows + 1, -1)  # [rows + 1]
     src_position[src] = np.arange(len(src))
     src_position[FILL] = -1
     in_dst = np.flatnonzero(src_position[dst] >= 0)
     in_src = src_position[dst[in_dst]]
-    return merged_segments(np.stack([in_src, in_dst, np.ones_like(in_dst)], axis=1))
+    return merge_segments(np.stack([in_src, in_dst, np.ones_like(in_dst)], axis=1))
 
 
-def merged_segments(rows: Numbers) -> tuple[Segment, ...]:
-    """Turn rows (src, dst, length) of a table into segments, merged where one continues another.
+def merge_segments(table: Numbers) -> tuple[Segment, ...]:
+    """Turn a table `[entries, 3]` of (src, dst, length) into segments; merge those that continue.
 
     (0, 4, 2) and (2, 6, 1) -> one segment (0, 4, 3)
     """
-    if len(rows) == 0:
+    if len(table) == 0:
         return ()
-    starts = rows[:, :2]  # on both sides
-    stops = starts + rows[:, 2:]
+    starts = table[:, :2]  # in `src` and in `dst`
+    stops = starts + table[:, 2:]
     heads = group_heads((stops[:-1] == starts[1:]).all(axis=1))
-    merged = rows[heads]
-    merged[:, 2] = np.add.reduceat(rows[:, 2], heads)
+    merged = table[heads]
+    merged[:, 2] = np.add.reduceat(table[:, 2], heads)
     return tuple(map(Segment._make, merged.tolist()))
 
 
@@ -497,50 +506,56 @@ def merged_segments(rows: Numbers) -> tuple[Segment, ...]:
 
 
 def merge_adjacent(runs: Iterable[Run]) -> tuple[Run, ...]:
-    """Merge intervals that follow one another; repeated runs and fill stay as they are."""
-    return tuple(_merged(runs))
+    """Merge intervals that follow one another: rows 0-3 and 4-7 -> rows 0-7.
+
+    Repeated runs and FILL stay as they are.
+    """
+    return tuple(_iterate_merged(runs))
 
 
-def _merged(runs: Iterable[Run]) -> Iterator[Run]:
-    """Yield the runs, with intervals that follow one another as one."""
-    last: Run | None = None
+def _iterate_merged(runs: Iterable[Run]) -> Iterator[Run]:
+    """Yield what `merge_adjacent` returns."""
+    pending: Run | None = None
     for run in runs:
-        if last is None:
-            last = run
-        elif _continues(last, run):
-            last = Run(last.start, last.length + run.length)
+        if pending is None:
+            pending = run
+        elif _continues(pending, run):
+            pending = Run(pending.start, pending.length + run.length)
         else:
-            yield last
-            last = run
-    if last is not None:
-        yield last
+            yield pending
+            pending = run
+    if pending is not None:
+        yield pending
 
 
-def _continues(last: Run, run: Run) -> bool:
-    """Return whether `run` is an interval that begins where the interval `last` ends."""
-    if last.start == FILL or last.repeats > 1 or run.repeats > 1:
+def _continues(earlier: Run, later: Run) -> bool:
+    """Return whether `later` is an interval that begins where the interval `earlier` ends."""
+    if earlier.start == FILL or earlier.repeats > 1 or later.repeats > 1:
         return False
-    return run.start == last.start + last.length
+    return later.start == earlier.start + earlier.length
 
 
 def are_equal(a: Runs, b: Runs) -> bool:
-    """Return whether both are the same rows in the same order, however they are written."""
+    """Return whether both are the same rows in the same order.
+
+    Run(0, 4) equals Run(0, 1, 4, 1), and Run(0, 2) with Run(2, 2).
+    """
     if a == b:
         return True
     if count_rows(a) != count_rows(b):  # usual, and quicker than the comparison below
         return False
-    pairs = itertools.zip_longest(_merged(unrolled(a)), _merged(unrolled(b)))
-    return all(run == other for run, other in pairs)
+    run_pairs = itertools.zip_longest(_iterate_merged(unroll(a)), _iterate_merged(unroll(b)))
+    return all(run_of_a == run_of_b for run_of_a, run_of_b in run_pairs)
 
 
-def unrolled(runs: Runs) -> Iterator[Run]:
+def unroll(runs: Runs) -> Iterator[Run]:
     """Yield the same rows as runs without repetitions."""
     for run in runs:
         for i in range(run.repeats):
             yield Run(run.start + i * run.stride, run.length)
 
 
-def select(runs: Runs, positions: Run) -> tuple[Run, ...]:
+def rows_at_positions(runs: Runs, positions: Run) -> tuple[Run, ...]:
     """Translate local positions in a block into the rows of the array that lie there.
 
     The block of rows 10-17, `Run(10, 8)`, at positions 1 and 2, `Run(1, 2)` -> rows 11 and 12,
@@ -548,7 +563,7 @@ def select(runs: Runs, positions: Run) -> tuple[Run, ...]:
     possible, so that a million repetitions cost no more than 2.
 
     Raises:
-        ShapeError: There are more than MOST_LISTED repetitions that are not one run.
+        ShapeError: There are more than MAX_LISTED repetitions that are not one run.
     """
     if positions.repeats == 1:
         return _slice(runs, positions.start, positions.start + positions.length)
@@ -557,10 +572,10 @@ def select(runs: Runs, positions: Run) -> tuple[Run, ...]:
         if selected_run is not None:
             return (selected_run,)
     # Each repetition is translated by itself.
-    check_pieces(positions.repeats, MOST_LISTED)
+    check_pieces(positions.repeats, MAX_LISTED)
     selected: list[Run] = []
-    for part in unrolled((positions,)):
-        selected.extend(_slice(runs, part.start, part.start + part.length))
+    for repetition in unroll((positions,)):
+        selected.extend(_slice(runs, repetition.start, repetition.start + repetition.length))
     return tuple(selected)
 
 
@@ -573,27 +588,27 @@ def _select_repeating(block: Run, positions: Run) -> Run | None:
     """
     if block.repeats == 1:  # consecutive rows
         return positions._replace(start=block.start + positions.start)
-    group, offset = divmod(positions.start, block.length)
-    groups_apart, rest = divmod(positions.stride, block.length)
-    reaches_over_end = offset + positions.length > block.length
-    if rest or reaches_over_end:  # not at the same place of each group, or not inside one group
-        return None
-    start = block.start + group * block.stride + offset
-    return positions._replace(start=start, stride=groups_apart * block.stride)
+    group_index, offset_in_group = divmod(positions.start, block.length)
+    group_stride, rows_apart = divmod(positions.stride, block.length)
+    reaches_over_group = offset_in_group + positions.length > block.length
+    if rows_apart or reaches_over_group:
+        return None  # at another position of each group, or not inside one group
+    start = block.start + group_index * block.stride + offset_in_group
+    return positions._replace(start=start, stride=group_stride * block.stride)
 
 
 def _slice(runs: Runs, start: int, stop: int) -> tuple[Run, ...]:
     """Return the rows of a block at local positions [start, stop)."""
-    taken = []
-    position = 0
+    selected = []
+    run_position = 0
     for run in runs:
         rows_of_run = run.length * run.repeats
-        first = max(start - position, 0)
-        last = min(stop - position, rows_of_run)
-        position += rows_of_run
-        if first < last:
-            taken.extend(_slice_of_run(run, first, last))
-    return tuple(taken)
+        first_in_run = max(start - run_position, 0)
+        stop_in_run = min(stop - run_position, rows_of_run)
+        run_position += rows_of_run
+        if first_in_run < stop_in_run:
+            selected.extend(_slice_of_run(run, first_in_run, stop_in_run))
+    return tuple(selected)
 
 
 def _slice_of_run(run: Run, start: int, stop: int) -> list[Run]:
@@ -602,19 +617,21 @@ def _slice_of_run(run: Run, start: int, stop: int) -> list[Run]:
     The rows 0 1 2, 10 11 12, 20 21 22 are a run of 3 groups. At positions [1, 8) are 1 2, then
     10 11 12, then 20 21: the end of one group, whole groups (as one run), the beginning of another.
     """
-    group, skipped = divmod(start, run.length)  # the first group, and its rows that are left out
-    last_group, taken_of_last = divmod(stop, run.length)  # the last group, and its rows taken
-    first_row = run.start + group * run.stride
-    if group == last_group:
-        return [Run(first_row + skipped, taken_of_last - skipped)]
-    taken = []
-    if skipped:
-        taken.append(Run(first_row + skipped, run.length - skipped))
-        group += 1
-    n_whole = last_group - group
-    if n_whole:
-        stride = run.stride if n_whole > 1 else 0  # so that equal rows compare equal
-        taken.append(Run(run.start + group * run.stride, run.length, n_whole, stride))
-    if taken_of_last:
-        taken.append(Run(run.start + last_group * run.stride, taken_of_last))
-    return taken
+    first_group, n_skipped = divmod(start, run.length)  # rows of that group before `start`
+    last_group, n_in_last_group = divmod(stop, run.length)  # rows of that group before `stop`
+    first_row = run.start + first_group * run.stride
+    if first_group == last_group:
+        return [Run(first_row + n_skipped, n_in_last_group - n_skipped)]
+    selected = []
+    full_group = first_group
+    if n_skipped:
+        selected.append(Run(first_row + n_skipped, run.length - n_skipped))
+        full_group += 1
+    n_full_groups = last_group - full_group
+    if n_full_groups:
+        full_start = run.start + full_group * run.stride
+        stride = run.stride if n_full_groups > 1 else 0  # so that equal rows compare equal
+        selected.append(Run(full_start, run.length, n_full_groups, stride))
+    if n_in_last_group:
+        selected.append(Run(run.start + last_group * run.stride, n_in_last_group))
+    return selected

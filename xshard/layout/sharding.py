@@ -20,7 +20,7 @@ from xshard.layout.mesh import Mesh, all_coords, check_mesh
 from xshard.layout.partition import all_owned_rows, block_length, cut_by_shard
 from xshard.layout.runs import Runs, are_equal, count_rows
 from xshard.layout.sub_axes import axis_factors
-from xshard.layout.validation import MOST_ELEMENTS, check_fit
+from xshard.layout.validation import MAX_ELEMENTS, check_fit
 from xshard.notation.overlap import Fold, Overlap, Reads, Window, unfolded
 from xshard.notation.parser import SEGMENTS, SIZES, Dim, Shard, Tags
 from xshard.notation.row_arrays import Numbers
@@ -206,13 +206,13 @@ class Sharding(Pictured):
         Hot in planning: without an overlap no rows are listed.
         """
         lengths = []
-        for d, dim in enumerate(self.layout.dims):
+        for dim_index, dim in enumerate(self.layout.dims):
             if dim.overlap:
-                held = self.local_sizes[d]
+                held = self.local_sizes[dim_index]
                 lengths.append((max(held), len(set(held)) == 1))
             else:
                 sizes = self.mesh.sizes_of(dim.axes)
-                lengths.append(block_length(dim, self.shape[d], sizes))
+                lengths.append(block_length(dim, self.shape[dim_index], sizes))
         return tuple(lengths)
 
     @cached_property
@@ -307,7 +307,7 @@ def _check_shape(shape: tuple[int, ...]) -> None:
     for length in shape:
         if isinstance(length, bool) or not isinstance(length, int) or length < 0:
             raise ShapeError(f"shape {shape} has {length!r}, not a length >= 0")
-    if math.prod(shape) > MOST_ELEMENTS:
+    if math.prod(shape) > MAX_ELEMENTS:
         raise ShapeError(f"an array of shape {short_repr(shape)}", hint="at most 2**60 elements")
 
 

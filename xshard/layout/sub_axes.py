@@ -76,66 +76,74 @@ def split_of(mesh: Mesh) -> Split:
 
 
 def split_by(mesh: Mesh, split: Split) -> Mesh:
-    """Return a mesh with axes split, from the whole axes: with sub-axes, or as it is without a split."""
+    """Split the axes of the mesh without sub-axes: x=8 by (("x", (2, 4)),) -> x_0=2,x_1=4.
+
+    An empty split returns `mesh` as it is.
+    """
     return SubAxisMesh(root_of(mesh), split) if split else mesh
 
 
 def split_as(base: Mesh, sizes: Sequence[int]) -> Mesh:
     """Split axes into sub-axes of these sizes, in order: x=8,y=2 and 2, 4, 2 -> x_0=2,x_1=4,y=2."""
-    left = [size for size in sizes if size > 1]
+    remaining_sizes = [size for size in sizes if size > 1]
     split = []
     for axis in base.axes:
-        parts: Sizes = ()
-        while math.prod(parts) < base.size(axis):
-            parts += (left.pop(0),)
-        if len(parts) > 1:
-            split.append((axis, parts))
+        sub_sizes: Sizes = ()
+        while math.prod(sub_sizes) < base.size(axis):
+            sub_sizes += (remaining_sizes.pop(0),)
+        if len(sub_sizes) > 1:
+            split.append((axis, sub_sizes))
     return split_by(base, tuple(split))
 
 
 def with_cut(mesh: Mesh, axes: Sequence[str], n_devices: int) -> Mesh | None:
-    """Split one of some axes, so that the first of them have a number of devices together.
+    """Split at most one of `axes`, so that the first of them have `n_devices` devices together.
 
-    x=8 and 2 devices -> x_0=2,x_1=4. A mesh on which they have it is returned as it is; None if no
-    split makes it so.
+    x=8 and 2 devices -> x_0=2,x_1=4. A mesh whose axes need no split is returned as it is; None if no
+    split gives that number.
     """
-    left = n_devices
+    n_remaining = n_devices
     for axis in axes:
-        if left == 1:
+        if n_remaining == 1:
             break
         size = mesh.size(axis)
-        if left % size == 0:
-            left //= size
+        if n_remaining % size == 0:
+            n_remaining //= size
             continue
-        if size % left:
+        if size % n_remaining:
             return None
-        at = mesh.position(axis)
-        sizes = (*mesh.sizes[:at], left, size // left, *mesh.sizes[at + 1 :])
+        axis_index = mesh.position(axis)
+        sizes = (
+            *mesh.sizes[:axis_index],
+            n_remaining,
+            size // n_remaining,
+            *mesh.sizes[axis_index + 1 :],
+        )
         return split_as(root_of(mesh), sizes)
     return mesh
 
 
-def axis_factors(mesh: Mesh, fine: Mesh) -> dict[str, Axes]:
-    """Return the axes of a finer mesh that each axis is: x -> x_0, x_1.
+def axis_factors(mesh: Mesh, fine_mesh: Mesh) -> dict[str, Axes]:
+    """Find which axes of a finer mesh each axis is split into: x -> x_0, x_1.
 
-    Both meshes are one, with some of its axes split, the second as far as the first or further.
+    Both split the axes of one mesh; `fine_mesh` splits them as far as `mesh`, or further.
 
     Raises:
-        MeshError: The second is not split as far.
+        MeshError: `fine_mesh` does not split them as far.
     """
-    if mesh == fine:
+    if mesh == fine_mesh:
         return {axis: (axis,) for axis in mesh.axes}
-    if isinstance(fine, SubAxisMesh) and fine.base == mesh:
-        return dict(fine.sub_axes)
+    if isinstance(fine_mesh, SubAxisMesh) and fine_mesh.base == mesh:
+        return dict(fine_mesh.sub_axes)
     factors: dict[str, Axes] = {}
-    left = list(fine.long_axes)  # both meshes have the axes of one in its order
+    remaining_axes = list(fine_mesh.long_axes)  # both meshes have the axes of one in its order
     for axis in mesh.axes:
-        parts: Axes = ()
-        while left and fine.size(*parts) < mesh.size(axis):
-            parts += (left.pop(0),)
-        if fine.size(*parts) != mesh.size(axis):
-            raise MeshError(f"{fine!r} does not split the axes of {mesh!r}")
-        factors[axis] = parts
+        sub_axes: Axes = ()
+        while remaining_axes and fine_mesh.size(*sub_axes) < mesh.size(axis):
+            sub_axes += (remaining_axes.pop(0),)
+        if fine_mesh.size(*sub_axes) != mesh.size(axis):
+            raise MeshError(f"{fine_mesh!r} does not split the axes of {mesh!r}")
+        factors[axis] = sub_axes
     return factors
 
 
@@ -149,9 +157,9 @@ def common_mesh(first: Mesh, second: Mesh) -> Mesh | None:
 
 
 def unfactored(mesh: Mesh, axes: Sequence[str]) -> tuple[Mesh, Axes]:
-    """Return the base mesh and its axes for sub-axes of it: x_0, x_1 -> x.
+    """Replace sub-axes by the axes that they make up, on the base mesh: x_0, x_1 -> x.
 
-    Unless the sub-axes of each axis are complete and in order, both are returned as given.
+    Unless the sub-axes of each axis are complete and in order, `mesh` and `axes` come back as they are.
     """
     if not isinstance(mesh, SubAxisMesh):
         return mesh, tuple(axes)
@@ -164,13 +172,13 @@ def unfactored(mesh: Mesh, axes: Sequence[str]) -> tuple[Mesh, Axes]:
 
 def _sub_axis_names(base: Mesh, split: Split) -> dict[str, Axes]:
     """Name the sub-axes of each axis: x -> x_0, x_1; an axis that is not split keeps its name."""
-    taken = set(base.axes)
+    used_names = set(base.axes)
     sub_axes: dict[str, Axes] = {axis: (axis,) for axis in base.axes}
     for axis, sizes in split:
         names = [f"{axis}_{i}" for i in range(len(sizes))]
-        while taken & set(names):  # the mesh has an axis of that name
+        while used_names & set(names):  # the mesh has an axis of that name
             names = [f"{name}_" for name in names]
-        taken |= set(names)
+        used_names |= set(names)
         sub_axes[axis] = tuple(names)
     return sub_axes
 
@@ -215,8 +223,8 @@ def refine(src_mesh: Mesh, dst_mesh: Mesh) -> Refinement | None:
         mesh, as for 2 x 3 and 3 x 2 devices.
     """
     if src_mesh == dst_mesh:
-        same = tuple((axis, (axis,)) for axis in src_mesh.axes)
-        return Refinement(src_mesh, same, same)
+        identity = tuple((axis, (axis,)) for axis in src_mesh.axes)
+        return Refinement(src_mesh, identity, identity)
     if src_mesh.n_devices != dst_mesh.n_devices:
         return None
     src_ranges = _axis_ranges(src_mesh)

@@ -33,11 +33,11 @@ from xshard.notation.parser import (
     text_spans,
 )
 
-MOST_ELEMENTS = 2**60  # of an array, and of a block: their bytes are counted in 64 bits
+MAX_ELEMENTS = 2**60  # of an array, and of a block: their bytes are counted in 64 bits
 # Limits on pieces of a block with an overlap each, and on rows from beyond an end that are copied
 # one by one: at either limit a plan takes a second or so.
-MOST_WIDENED = 2**16
-MOST_COPIED = 2**18
+MAX_WIDENED = 2**16
+MAX_COPIED = 2**18
 _SCATTERED_ORDERS = ("zigzag", "cyclic", SEGMENTS, INTERVALS, BY)  # parts need not be contiguous
 
 
@@ -115,11 +115,13 @@ def _check_reads(dim: Dim, reads: Reads, length: int, mesh: Mesh) -> None:
         raise ShapeError(reason, text=str(dim), hint=hint)
     # Entry i of the map: part `needs.part_of_row[i]` reads row `needs.rows[i]`.
     owner_of_row = owner_of_rows(dim, length, sizes)  # [length]: the part of each row
-    own_reads = np.flatnonzero(owner_of_row[needs.rows] == needs.part_of_row)
-    if len(own_reads):
-        part = int(needs.part_of_row[own_reads[0]])
-        row = int(needs.rows[own_reads[0]])
-        raise ShapeError(f"part {part} reads row {row}, which it owns", text=str(dim), hint=hint)
+    owned_reads = np.flatnonzero(owner_of_row[needs.rows] == needs.part_of_row)
+    if len(owned_reads):
+        part_index = int(needs.part_of_row[owned_reads[0]])
+        row = int(needs.rows[owned_reads[0]])
+        raise ShapeError(
+            f"part {part_index} reads row {row}, which it owns", text=str(dim), hint=hint
+        )
 
 
 def _check_widths(dim: Dim, halo: Halo, mesh: Mesh) -> None:
@@ -152,7 +154,7 @@ def _check_boundaries(
 ) -> None:
     """Check what a dim needs beyond its ends: rows to copy, or a dim that a pole rolls."""
     dim = dims[index]
-    for end, rows in _ends_with_rows(overlap):
+    for end, rows in _boundaries_with_rows(overlap):
         copies_rows = end.fill is None and end.kind != "none"
         if shape[index] == 0 and copies_rows and rows > 0:
             reason = f"dim {dim.name!r} lacks rows that '{end.kind}' could copy"
@@ -162,17 +164,19 @@ def _check_boundaries(
             rolled_dim(dims, index, end, shape)
 
 
-def _ends_with_rows(overlap: Halo | Window) -> list[tuple[Boundary, int]]:
+def _boundaries_with_rows(overlap: Halo | Window) -> list[tuple[Boundary, int]]:
     """Pair the boundary at each end of the array with the most rows that a block has beyond it.
 
     `halo(1,[0,2],edge)` -> 1 row before the array, 2 after it.
     """
     widths = (overlap.lo, overlap.hi) if isinstance(overlap, Halo) else overlap.padding
-    most_rows = [width if isinstance(width, int) else max(width) for width in widths]
-    return list(zip((overlap.before, overlap.after), most_rows, strict=True))
+    max_rows = [width if isinstance(width, int) else max(width) for width in widths]
+    return list(zip((overlap.before, overlap.after), max_rows, strict=True))
 
 
-def rolled_dim(dims: Sequence[Dim], at: int, pole: Boundary, shape: Sequence[int]) -> int | None:
+def rolled_dim(
+    dims: Sequence[Dim], pole_index: int, pole: Boundary, shape: Sequence[int]
+) -> int | None:
     """Find the dim of longitudes that belongs to a pole at the end of a dim of latitudes.
 
     Beyond the pole of a sphere the latitudes come again, on the opposite meridian: with longitudes
@@ -181,7 +185,7 @@ def rolled_dim(dims: Sequence[Dim], at: int, pole: Boundary, shape: Sequence[int
 
     Args:
         dims: All dims of the layout.
-        at: The index of the dim with the pole.
+        pole_index: The index of the dim with the pole.
         pole: The boundary that is the pole.
         shape: The lengths of the dims.
 
@@ -192,27 +196,27 @@ def rolled_dim(dims: Sequence[Dim], at: int, pole: Boundary, shape: Sequence[int
         NotationError: There is no such dim, or it is the dim that has the pole.
         ShapeError: Its length is odd.
     """
-    names = [dim.name for dim in dims]
-    text = str(dims[at])
+    dim_names = [dim.name for dim in dims]
+    text = str(dims[pole_index])
     if not pole.dim:
-        rolled = at + 1
-        if rolled == len(names):
+        rolled_index = pole_index + 1
+        if rolled_index == len(dim_names):
             return None  # a pole of the last dim rolls nothing
-    elif pole.dim in names:
-        rolled = names.index(pole.dim)
+    elif pole.dim in dim_names:
+        rolled_index = dim_names.index(pole.dim)
     else:
         reason = f"no dim {pole.dim!r} to roll beyond the pole"
-        raise NotationError(reason, text=text, hint=f"dims are: {' '.join(names)}")
-    if rolled == at:
-        reason = f"dim {names[at]!r} has the pole and cannot be the dim that is rolled"
+        raise NotationError(reason, text=text, hint=f"dims are: {' '.join(dim_names)}")
+    if rolled_index == pole_index:
+        reason = f"dim {dim_names[pole_index]!r} has the pole and cannot be the dim that is rolled"
         hint = "pole(w) names the longitude; without a name the next dim is rolled"
         raise NotationError(reason, text=text, hint=hint)
-    length = shape[rolled]
+    length = shape[rolled_index]
     if length % 2:
-        name = names[rolled]
+        name = dim_names[rolled_index]
         reason = f"dim {name!r} is rolled by half its length beyond a pole, but has {length} rows"
         raise ShapeError(reason, text=text, hint="the number of longitudes must be even")
-    return rolled
+    return rolled_index
 
 
 # ---- the size of a block with overlaps
@@ -223,15 +227,15 @@ def _check_block_size(dims: Sequence[Dim], shape: Sequence[int], mesh: Mesh) -> 
     widened_dims = [dim for dim in dims if dim.overlap is not None]
     if not widened_dims:
         return  # no larger than the array, which is checked
-    lengths = zip(dims, shape, strict=True)
-    elements = math.prod(_most_held(dim, length, mesh) for dim, length in lengths)
-    if elements > MOST_ELEMENTS:
+    dim_lengths = zip(dims, shape, strict=True)
+    elements = math.prod(_max_held(dim, length, mesh) for dim, length in dim_lengths)
+    if elements > MAX_ELEMENTS:
         reason = f"a block of up to {elements} elements"
         raise ShapeError(reason, text=str(widened_dims[0]), hint="at most 2**60")
 
 
-def _most_held(dim: Dim, length: int, mesh: Mesh) -> int:
-    """Return a bound on the rows of a dim that any block holds with its halo or window.
+def _max_held(dim: Dim, length: int, mesh: Mesh) -> int:
+    """Bound from above the rows of a dim that any block holds with its halo or window.
 
     10 rows per device and a halo of 1 on both sides -> 12. The bound is checked before rows are
     listed, since a layout that a user writes may ask for 10^12 of them.
@@ -240,28 +244,28 @@ def _most_held(dim: Dim, length: int, mesh: Mesh) -> int:
         ShapeError: The block has more pieces, or more copied rows, than can be listed.
     """
     sizes = mesh.sizes_of(dim.axes)
-    most_owned, _ = block_length(dim, length, sizes)
+    max_owned, _ = block_length(dim, length, sizes)
     if dim.overlap is None:
-        return most_owned
+        return max_owned
     overlap = unfolded(dim.overlap)
     if isinstance(overlap, Reads):  # a list of the rows that each block has beyond its own
-        return most_owned + int(max(overlap.rows.map.sizes))
+        return max_owned + int(max(overlap.rows.map.sizes))
 
     # A halo is around each contiguous piece of a block, of which cyclic shards have many.
     n_pieces = max(_count_pieces(dim, overlap, length, sizes), 1)
     rows_beyond = 0  # rows before the first one of the array, and after the last
-    for boundary, width in _ends_with_rows(overlap):
+    for boundary, width in _boundaries_with_rows(overlap):
         rows = max(0, width)  # a negative width drops rows
         _check_copies(dim, boundary, rows, length)
         rows_beyond += rows
     if isinstance(overlap, Halo):
         # Its widths are the same inside the array, around each piece.
-        return most_owned + n_pieces * rows_beyond
+        return max_owned + n_pieces * rows_beyond
     # A window has `rows_beyond` as padding, once, and reads rows of neighbours around each piece.
-    return most_owned + rows_beyond + n_pieces * _most_around(overlap, length + rows_beyond)
+    return max_owned + rows_beyond + n_pieces * _max_around(overlap, length + rows_beyond)
 
 
-def _most_around(window: Window, padded_length: int) -> int:
+def _max_around(window: Window, padded_length: int) -> int:
     """Bound the rows that a contiguous run of outputs reads beyond those that its device owns.
 
     They are a kernel's width, and up to a stride at both ends. None of these is more than the whole
@@ -279,13 +283,13 @@ def _count_pieces(dim: Dim, overlap: Halo | Window, length: int, sizes: Sizes) -
     first_coords = (0,) * len(sizes)
     owned = owned_rows(dim, length, sizes, first_coords)
     n_pieces = sum(run.repeats for run in owned)
-    if isinstance(overlap, Window) and n_pieces <= MOST_WIDENED:
+    if isinstance(overlap, Window) and n_pieces <= MAX_WIDENED:
         # Each run of outputs reads rows of its own.
         outputs = window_outputs(dim, overlap, length, sizes, first_coords)
         n_pieces = max(n_pieces, sum(run.repeats for run in outputs))
-    if n_pieces > MOST_WIDENED:
+    if n_pieces > MAX_WIDENED:
         reason = f"{n_pieces} pieces of a block, each with an overlap"
-        hint = f"at most {MOST_WIDENED}: deal out more rows together, as in cyclic(x,1024)"
+        hint = f"at most {MAX_WIDENED}: deal out more rows together, as in cyclic(x,1024)"
         raise ShapeError(reason, text=str(dim), hint=hint)
     return n_pieces
 
@@ -296,9 +300,9 @@ def _check_copies(dim: Dim, end: Boundary, rows: int, length: int) -> None:
         return
     # Turns around the array are one run each.
     copies = rows // max(length, 1) if end.kind == "periodic" else rows
-    if copies > MOST_COPIED:
+    if copies > MAX_COPIED:
         reason = f"{rows} rows of '{end}' beyond an end"
-        hint = f"at most {MOST_COPIED} rows copied one by one, or turns around dim {dim.name!r}"
+        hint = f"at most {MAX_COPIED} rows copied one by one, or turns around dim {dim.name!r}"
         raise ShapeError(reason, text=str(dim), hint=hint)
 
 
@@ -311,21 +315,21 @@ def check_dims(src: Sequence[Dim], dst: Sequence[Dim], text: str) -> None:
     "b s -> s b" is fine, "b s -> b c" is not: NotationError marks `c` in the user's `text`. Where
     the order changes, boundaries whose meaning depends on the order are refused too.
     """
-    left = [dim.name for dim in src]
-    right = [dim.name for dim in dst]
-    if left == right:
+    src_names = [dim.name for dim in src]
+    dst_names = [dim.name for dim in dst]
+    if src_names == dst_names:
         return
     spans = text_spans(text)
-    if sorted(left) != sorted(right):
+    if sorted(src_names) != sorted(dst_names):
         raise NotationError(
             "dim names differ across the arrow",
             text=text,
-            span=_last_odd_name(left, right, text, spans),
-            hint=f"left: {' '.join(left)}   right: {' '.join(right)}   "
+            span=_last_odd_name(src_names, dst_names, text, spans),
+            hint=f"left: {' '.join(src_names)}   right: {' '.join(dst_names)}   "
             "(the same names, in any order; einsum sums dims)",
         )
     _check_poles_are_named(text, spans)
-    _check_corners(dst, left, right, text)
+    _check_corners(dst, src_names, dst_names, text)
 
 
 def _check_poles_are_named(text: str, spans: TextSpans) -> None:
@@ -336,7 +340,9 @@ def _check_poles_are_named(text: str, spans: TextSpans) -> None:
             raise NotationError(reason, text=text, span=span, hint="name the dim, as in pole(w)")
 
 
-def _check_corners(dst: Sequence[Dim], left: list[str], right: list[str], text: str) -> None:
+def _check_corners(
+    dst: Sequence[Dim], src_names: list[str], dst_names: list[str], text: str
+) -> None:
     """Refuse different constants beyond the ends of two dims if these change their order.
 
     In a corner both constants meet, and the later dim writes over the earlier one. "h w" with
@@ -345,28 +351,33 @@ def _check_corners(dst: Sequence[Dim], left: list[str], right: list[str], text: 
 
     Args:
         dst: The dims of the destination.
-        left: The names of dims before.
-        right: The same names, in another order.
+        src_names: The names of the source's dims.
+        dst_names: The same names, in the order of the destination.
         text: The user's text, for errors.
     """
     fills = _fills_of(dst)  # by name, the constants at both ends of each dim that has some
-    filled_left = [name for name in left if name in fills]
-    filled_right = [name for name in right if name in fills]
+    filled_src = [name for name in src_names if name in fills]
+    filled_dst = [name for name in dst_names if name in fills]
     constants = set().union(*fills.values())
-    if filled_left != filled_right and len(constants) > 1:
+    if filled_src != filled_dst and len(constants) > 1:
         reason = "a corner has the constant of the later dim, and the order of dims changes"
         hint = "change the order in a redistribution of its own, before"
         raise NotationError(reason, text=text, hint=hint)
 
 
-def _last_odd_name(left: list[str], right: list[str], text: str, spans: TextSpans) -> Span | None:
+def _last_odd_name(
+    src_names: list[str], dst_names: list[str], text: str, spans: TextSpans
+) -> Span | None:
     """Return where the last name stands that the other side of the arrow lacks."""
     arrow = text.index(ARROW)
     odd_span = None
     for name, span in spans.dims:
-        own_names, names_across = (right, left) if span[0] > arrow else (left, right)
-        # The names inside a composed dim are no dims of their own.
-        if name in own_names and name not in names_across:
+        if span[0] < arrow:
+            is_odd = name in src_names and name not in dst_names
+        else:
+            is_odd = name in dst_names and name not in src_names
+        # The names inside a composed dim are in neither list: they are no dims of their own.
+        if is_odd:
             odd_span = span
     return odd_span
 

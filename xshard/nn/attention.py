@@ -1,7 +1,7 @@
 """Attention over sharded sequences: where blocks are used, and which scores count.
 
-Arrays have the dims (*batch, heads, sequence, width). A query at row i stands at place i + offset of the
-keys, and sees the keys from `left` places before it to `right` places after it, of its own chunk.
+Arrays have the dims (*batch, heads, sequence, width). A query at row i stands at position i + offset of the
+keys, and sees the keys from `left` rows before it to `right` rows after it, of its own chunk.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ METHODS = (GATHER, ULYSSES, RING, REDUCE)
 Method = Literal["auto", "gather", "ulysses", "ring", "reduce"]
 FIRST_DERIVATIVES = (RING, REDUCE)  # methods with only these, and in reverse mode
 
-# The places of dims, counted from the last.
+# The positions of dims, counted from the last.
 HEADS = -3
 SEQUENCE = -2
 WIDTH = -1
@@ -47,7 +47,7 @@ SOME = "some"
 # Of random numbers: products by 27 bits fit into int64, and uint32 gives the same bits.
 BITS = 2**31 - 1
 UNLIMITED = 2**31 - 1  # more than the number of any row; JAX compares rows in 32 bits
-MOST_RUNS = 4  # blocks of more runs, as under `cyclic`, are one tile: many small products are slow
+MAX_RUNS = 4  # blocks of more runs, as under `cyclic`, are one tile: many small products are slow
 
 T = TypeVar("T")
 Rows = NDArray[np.int64]
@@ -73,8 +73,8 @@ class Attention:
     """An attention of sharded arrays by one of `METHODS`.
 
     kv: the sharding of the keys, with the values, `value_width` wide, beside them.
-    left, right: how many keys before and after its place a query sees.
-    chunk: keys 0 ... chunk - 1 are the first chunk; a query sees the chunk of its place. None: all.
+    left, right: how many keys before and after its position a query sees.
+    chunk: keys 0 ... chunk - 1 are the first chunk; a query sees the chunk of its position. None: all.
     """
 
     q: Sharding
@@ -93,15 +93,15 @@ class Attention:
         Those that shard the rows of queries, or else the rows of keys; for "reduce" the other way round.
         `b s/cp h k` for both: (cp,).
         """
-        of_queries = self.q.layout.dims[SEQUENCE].axes
-        of_keys = self.kv.layout.dims[SEQUENCE].axes
+        query_axes = self.q.layout.dims[SEQUENCE].axes
+        key_axes = self.kv.layout.dims[SEQUENCE].axes
         # An axis that shards batches or heads of queries must shard those of keys,
         # too, and not rows.
         excluded = _sharding_axes(self.q.layout.dims[:SEQUENCE])
-        of_keys = tuple(axis for axis in of_keys if axis not in excluded)
-        if self.method == REDUCE and of_keys:  # keys stay where they are, and queries move
-            return of_keys
-        return of_queries if of_queries else of_keys
+        key_axes = tuple(axis for axis in key_axes if axis not in excluded)
+        if self.method == REDUCE and key_axes:  # keys stay where they are, and queries move
+            return key_axes
+        return query_axes if query_axes else key_axes
 
     @cached_property
     def queries(self) -> Sharding:
@@ -171,15 +171,15 @@ class Attention:
 
     def _key_rows(self) -> Dim:
         """Return the rows of keys on a device: all of them, or in a ring and in "reduce" a part."""
-        of_queries = self.queries.layout.dims[SEQUENCE]
-        of_keys = self.kv.layout.dims[SEQUENCE]
+        query_dim = self.queries.layout.dims[SEQUENCE]
+        key_dim = self.kv.layout.dims[SEQUENCE]
         if self.method not in (RING, REDUCE):  # gathered, or whole for some heads
-            return Dim(of_keys.name)
-        if self.method == RING and of_queries.name == of_keys.name:
-            return of_queries
-        if of_keys.axes == self.axes:  # they may stay where they are
-            return of_keys
-        return Dim(of_keys.name, (Shard(self.axes),))
+            return Dim(key_dim.name)
+        if self.method == RING and query_dim.name == key_dim.name:
+            return query_dim
+        if key_dim.axes == self.axes:  # they may stay where they are
+            return key_dim
+        return Dim(key_dim.name, (Shard(self.axes),))
 
     def _key_heads(self) -> Dim:
         """Return how key heads are sharded, so that each device has those that its queries read.
@@ -189,19 +189,19 @@ class Attention:
         ones are written as an overlap (halo) of blocks.
         """
         queries = self.queries
-        group = self.query_heads_per_key_head
+        group_size = self.query_heads_per_key_head
         dim = queries.layout.dims[HEADS]
-        if group == 1 or not dim.axes:
+        if group_size == 1 or not dim.axes:
             return dim
         # A shard that lists the numbers of heads may give a device heads 0 and 5: its heads of keys
         # are then not consecutive, and no overlap describes them.
         if any(shard.numbers for shard in dim.shards):
             hint = f"as in {dim.name}/balanced({','.join(dim.axes)})"
-            what = "heads in groups, sharded by numbers"
-            raise NotationError(what, text=str(queries.layout), hint=hint)
+            reason = "heads in groups, sharded by numbers"
+            raise NotationError(reason, text=str(queries.layout), hint=hint)
 
         def key_heads_of(start: int, stop: int) -> Interval:
-            return start // group, (stop - 1) // group + 1
+            return start // group_size, (stop - 1) // group_size + 1
 
         sizes = queries.mesh.sizes_of(dim.axes)
         key_heads = ShardedDim(dim, self.kv.shape[HEADS], sizes)
@@ -243,51 +243,52 @@ class Attention:
         n_blocks = len(self.devices) if self.method == RING else 1
         if self.left == UNLIMITED and self.chunk is None:
             return tuple(range(n_blocks))
-        used = [0]  # a device's own block is where it is used
+        used_rounds = [0]  # a device's own block is where it is used
         for round_index in range(1, n_blocks):
             if any(tiles(self, device, round_index) for device in self.devices):
-                used.append(round_index)
-        return tuple(used)
+                used_rounds.append(round_index)
+        return tuple(used_rounds)
 
     def distance_after(self, round_index: int) -> int:
         """Return how many devices further on a block is used in the next round; after the last, back home."""
         next_rounds = dict(itertools.pairwise((*self.rounds, 0)))
         return next_rounds[round_index] - round_index
 
-    def visible(self, q: Rows, k: Rows) -> NDArray[np.bool_]:
+    def visible(self, query_rows: Rows, key_rows: Rows) -> NDArray[np.bool_]:
         """Return which keys each query sees: rows of queries (n, 1), of keys (m,) -> (n, m).
 
         -1 stands for no row, in padding.
         """
-        visible = (k >= 0) & (q >= 0)
-        place = q + self.offset
-        visible = visible & (k - place <= self.right) & (place - k <= self.left)
+        is_visible = (key_rows >= 0) & (query_rows >= 0)
+        query_position = query_rows + self.offset
+        rows_after = key_rows - query_position
+        is_visible = is_visible & (rows_after <= self.right) & (-rows_after <= self.left)
         if self.chunk is not None:
-            visible = visible & (place // self.chunk == k // self.chunk)
-        return visible
+            is_visible = is_visible & (query_position // self.chunk == key_rows // self.chunk)
+        return is_visible
 
-    def keys_seen(self, first: Any, last: Any) -> tuple[Any, Any]:
-        """Return the interval (start, stop) of keys that queries at places `first` to `last` see.
+    def keys_seen(self, first_query: Any, last_query: Any) -> tuple[Any, Any]:
+        """Return the interval (start, stop) of keys that queries at two positions and between them see.
 
-        Keys that do not exist count, too: (-3, 5) for a window of 5 rows around place 1.
+        Keys that do not exist count, too: (-3, 5) for a window of 5 rows around position 1.
         """
-        start = first - self.left
-        stop = last + 1 + self.right
+        start_key = first_query - self.left
+        stop_key = last_query + 1 + self.right
         if self.chunk is not None:
-            start = np.maximum(start, first // self.chunk * self.chunk)
-            stop = np.minimum(stop, (last // self.chunk + 1) * self.chunk)
-        return start, stop
+            start_key = np.maximum(start_key, first_query // self.chunk * self.chunk)
+            stop_key = np.minimum(stop_key, (last_query // self.chunk + 1) * self.chunk)
+        return start_key, stop_key
 
     @property
     def block_rows(self) -> int:
         """The rows of every block of keys that a ring passes on: shorter blocks are padded."""
         return self.keys.max_local_shape[SEQUENCE]
 
-    def rotation(self, block: Sequence[int], by: int = 1) -> Rotation:
-        """Describe "pass each block on to the device `by` places further on" as a redistribution.
+    def rotation(self, block: Sequence[int], n_steps: int = 1) -> Rotation:
+        """Describe "pass each block on to the device `n_steps` positions further on" as a redistribution.
 
         All devices' blocks together are taken as one array that is sharded by rows. On 4 devices
-        with by=1, device 1 then has the rows that device 0 had.
+        with one step, device 1 then has the rows that device 0 had.
 
         block: the shape of one block, (batch, heads, rows, width).
         """
@@ -298,7 +299,7 @@ class Attention:
             return Layout((Dim("b"), Dim("h"), Dim("s", (shard,)), Dim("k")))
 
         src = layout_of(Shard(self.axes))
-        dst = layout_of(rotated(self.axes, n_devices, self.block_rows, by))
+        dst = layout_of(rotated(self.axes, n_devices, self.block_rows, n_steps))
         return Rotation((src, dst), (batch, heads, n_devices * rows, width))
 
     def blocks_by_round(
@@ -309,17 +310,17 @@ class Attention:
         The next block travels while the caller computes with this one.
 
         kv: this device's own block, which round 0 uses. send: begins to send a block to the device
-        so many places further on, and returns a function that waits for the block that arrives and
+        so many positions further on, and returns a function that waits for the block that arrives and
         returns it.
         """
-        *earlier, last = self.rounds
-        for round_index in earlier:
+        *earlier_rounds, last_round = self.rounds
+        for round_index in earlier_rounds:
             # Before the caller gets its turn, so that messages and computing happen
             # at the same time.
             wait = send(kv, self.distance_after(round_index))
             yield round_index, kv
             kv = wait()
-        yield last, kv  # nobody needs this block any more
+        yield last_round, kv  # nobody needs this block any more
 
     def split(self, kv: Any) -> tuple[Any, Any]:
         """Separate a block of keys and the values beside them."""
@@ -348,16 +349,16 @@ def dim_order(layout: Layout, sequence: str, heads: str) -> tuple[str, ...]:
     """
     for name, option in ((sequence, "sequence"), (heads, "heads")):
         if name not in layout.names[:-1]:
-            what = f"no dim {name!r}"
+            reason = f"no dim {name!r}"
             if name in layout.names:
-                what = "the last dim is the width of a head"
+                reason = "the last dim is the width of a head"
             hint = f"{option}= names the dim, as in b s/cp h k"
-            raise NotationError(what, text=str(layout), hint=hint)
+            raise NotationError(reason, text=str(layout), hint=hint)
     if layout.dims[-1].axes:
-        what = "the width of heads is sharded"
-        raise NotationError(what, text=str(layout), hint="products are sums over it")
-    *others, width = layout.names
-    batch = [name for name in others if name not in (sequence, heads)]
+        reason = "the width of heads is sharded"
+        raise NotationError(reason, text=str(layout), hint="products are sums over it")
+    *leading_names, width = layout.names
+    batch = [name for name in leading_names if name not in (sequence, heads)]
     return (*batch, heads, sequence, width)
 
 
@@ -367,9 +368,9 @@ def key_order(kv_layout: Layout, names: tuple[str, ...]) -> tuple[str, ...]:
     Rows of keys may have a name of their own: b t h k, for queries with (b, h, s, k) -> (b, h, t, k).
     """
     # One name that queries lack is the one of the keys' rows; more are an error, found below.
-    others = [name for name in kv_layout.names if name not in names]
-    rows = others[0] if len(others) == 1 else names[SEQUENCE]
-    order = (*names[:SEQUENCE], rows, names[WIDTH])
+    new_names = [name for name in kv_layout.names if name not in names]
+    rows_name = new_names[0] if len(new_names) == 1 else names[SEQUENCE]
+    order = (*names[:SEQUENCE], rows_name, names[WIDTH])
     if sorted(order) != sorted(kv_layout.names):
         hint = f"the dims of queries, {' '.join(names)}; rows of keys may have another name, as in b t/cp h k"
         raise NotationError("other dims of keys than of queries", text=str(kv_layout), hint=hint)
@@ -417,15 +418,15 @@ def attention(
     offset of the keys.
     Raises XshardError for a wrong window, and ShapeError if arrays do not fit.
     """
-    left, right = _visible_range(window)
+    n_before, n_after = _visible_range(window)
     if causal:  # no later rows, also if the window allows some
-        right = 0
+        n_after = 0
     _check_shapes(q, k, v)
     # Keys and values travel side by side, along the width.
     *lengths, key_width = k.shape
     value_width = v.shape[WIDTH]
     kv = replace(k, shape=(*lengths, key_width + value_width))
-    attn = Attention(q, kv, value_width, how, left, right, offset, chunk)
+    attn = Attention(q, kv, value_width, how, n_before, n_after, offset, chunk)
     # The sequence is not sharded, so that all methods are the same: "gather"
     # without anything to send.
     if q.mesh.size(*attn.axes) == 1:
@@ -438,47 +439,47 @@ def _check_shapes(q: Sharding, k: Sharding, v: Sharding) -> None:
     text = str(k.layout)
     for array in (q, k, v):
         if array.mesh != root_of(array.mesh):
-            what = f"devices share heads of '{array.written}'"
+            reason = f"devices share heads of '{array.written}'"
             hint = "blocks of such heads are attended without a layout, as on one device; or move them first"
-            raise ShapeError(what, text=text, hint=hint)
+            raise ShapeError(reason, text=text, hint=hint)
     if k.shape[:HEADS] != q.shape[:HEADS] or k.shape[WIDTH] != q.shape[WIDTH]:
-        what = f"queries of shape {q.shape}, keys of shape {k.shape}"
-        raise ShapeError(what, text=text, hint="keys have the batch and the width of queries")
+        reason = f"queries of shape {q.shape}, keys of shape {k.shape}"
+        raise ShapeError(reason, text=text, hint="keys have the batch and the width of queries")
     if v.shape[:WIDTH] != k.shape[:WIDTH]:
         raise ShapeError(f"keys of shape {k.shape}, values of shape {v.shape}", text=text)
     n_heads = q.shape[HEADS]
     n_key_heads = k.shape[HEADS]
     if n_key_heads and n_heads % n_key_heads:
-        what = f"{n_heads} heads of queries, {n_key_heads} of keys"
+        reason = f"{n_heads} heads of queries, {n_key_heads} of keys"
         hint = "each head of keys is for equally many heads of queries"
-        raise ShapeError(what, text=text, hint=hint)
+        raise ShapeError(reason, text=text, hint=hint)
 
 
 def _visible_range(window: Any) -> list[int]:
-    """Turn the option `window` into (rows seen before the query's own, rows seen after it).
+    """Turn the option `window` into [rows seen before the query's own, rows seen after it].
 
-    3 -> (2, 2), as the number counts the query's own row. (2, 0) -> (2, 0). None, for no limit ->
+    3 -> [2, 2], as the number counts the query's own row. (2, 0) -> [2, 0]. None, for no limit ->
     [UNLIMITED, UNLIMITED]. Raises XshardError for other values.
     """
-    own_row = 1  # one number counts the query's own row
-    sides: Sequence[Any] = (window, window)
+    n_own = 1  # of the rows that a limit counts, the query's own
+    limits: Sequence[Any] = (window, window)
     if isinstance(window, tuple | list) and len(window) == 2:
-        own_row = 0
-        sides = window
+        n_own = 0
+        limits = window
     lengths = []
-    for side in sides:
-        if side is None:
+    for limit in limits:
+        if limit is None:
             lengths.append(UNLIMITED)
             continue
-        rows = as_whole_number(side)
-        if rows is None or rows < own_row:
+        rows = as_whole_number(limit)
+        if rows is None or rows < n_own:
             hint = "3: rows fewer than 3 away; (2, 0): 2 rows before and its own; None: to the end"
             raise XshardError(f"window={short_repr(window)}", hint=hint)
-        lengths.append(rows - own_row)
+        lengths.append(rows - n_own)
     return lengths
 
 
-def dropped(seed: Any, position: Sequence[Any], *, share: float) -> Any:
+def drop_mask(seed: Any, position: Sequence[Any], *, share: float) -> Any:
     """Decide by a hash of the seed and a weight's position whether dropout drops it.
 
     No random generator is used: the answer is the same in torch, JAX and numpy, and on any number
@@ -490,8 +491,8 @@ def dropped(seed: Any, position: Sequence[Any], *, share: float) -> Any:
     """
     bits = seed & BITS
     # The seed is mixed alone first, with a 0: seeds that are near each other share no masks.
-    for number in (0, *position):
-        bits = ((bits ^ number) + 0x1E3779B9) & BITS  # the lower bits of 2**32 / golden ratio
+    for word in (0, *position):
+        bits = ((bits ^ word) + 0x1E3779B9) & BITS  # the lower bits of 2**32 / golden ratio
         # Thomas Mueller's mixing of 32 bits: each bit of the input changes about half of the output.
         for _ in range(2):
             bits = ((bits >> 16 ^ bits) * 0x45D9F3B) & BITS
@@ -529,21 +530,21 @@ def run_starts(attn: Attention, array: Sharding) -> tuple[int, ...]:
     and (0,). Then, or if blocks differ in size or have many runs, the result is `(0,)`: the whole
     block is treated as one run.
     """
-    starts = set()
+    start_lists = set()
     for device in attn.devices:
         rows = rows_of(array, SEQUENCE, device)
-        starts.add(tuple(run.start for run in _runs(rows)))
+        start_lists.add(tuple(run.start for run in _runs(rows)))
     # One program for all devices, as JAX has it, cannot divide blocks in different ways.
     are_even = len(set(array.local_sizes[SEQUENCE])) == 1
-    if are_even and len(starts) == 1:
-        return starts.pop()
+    if are_even and len(start_lists) == 1:
+        return start_lists.pop()
     return (0,)
 
 
 def _runs(rows: Rows, chunk: int | None = None) -> list[slice]:
     """Split rows into intervals of consecutive ones of one chunk; with many gaps, all rows are one."""
     is_break = np.diff(rows) != 1
-    if is_break.sum() >= MOST_RUNS:
+    if is_break.sum() >= MAX_RUNS:
         return [slice(0, len(rows))]
     if chunk is not None:
         is_break |= np.diff(rows // chunk) != 0
@@ -561,39 +562,48 @@ def _tile(attn: Attention, q: Rows, k: Rows, q_run: slice, k_run: slice) -> Tile
     q, k: the global rows of a device's queries and keys. q_run, k_run: the local rows to look at,
     which are consecutive rows of the whole array, or all rows of a block with gaps.
     """
-    # Below, a query's place is its row plus the offset: that is a row of the keys. A query at place
+    # Below, a query's position is its row plus the offset: that is a row of the keys. A query at position
     # p sees keys p - left ... p + right. Queries without gaps are of one chunk, as the keys that they see.
     q_start, q_stop = _spanned_interval(q[q_run] + attn.offset)
     k_start, k_stop = _spanned_interval(k[k_run])
     # The keys that some query sees.
-    first_seen, end_seen = attn.keys_seen(q_start, q_stop - 1)
+    first_seen, stop_seen = attn.keys_seen(q_start, q_stop - 1)
     first_key = max(k_start, int(first_seen))
-    end_key = min(k_stop, int(end_seen))
-    if first_key >= end_key:
+    stop_key = min(k_stop, int(stop_seen))
+    if first_key >= stop_key:
         return None
     has_gaps = q_stop - q_start != q_run.stop - q_run.start
     if has_gaps or k_stop - k_start != k_run.stop - k_run.start:
-        # With gaps between rows, a place cannot be turned into a local row by subtraction.
+        # With gaps between rows, a position cannot be turned into a local row by subtraction.
         return Tile(q_run, k_run, SOME)
 
     # The queries that see some of these keys.
     first_query = max(q_start, first_key - attn.right)
-    end_query = min(q_stop, end_key + attn.left)
+    stop_query = min(q_stop, stop_key + attn.left)
 
-    kind = SOME
-    last_sees_first_key = end_query - 1 - first_key <= attn.left
-    first_sees_last_key = end_key - 1 - first_query <= attn.right
-    last_sees_just_all = end_key - end_query == attn.right
+    query_offset = q_run.start - q_start  # from a position to a local row of queries
+    key_offset = k_run.start - k_start
+    return Tile(
+        slice(first_query + query_offset, stop_query + query_offset),
+        slice(first_key + key_offset, stop_key + key_offset),
+        _mask_kind(attn, (first_query, stop_query), (first_key, stop_key)),
+    )
+
+
+def _mask_kind(attn: Attention, queries: Interval, keys: Interval) -> str:
+    """Say which mask the scores of some queries and keys need: none (ALL), CAUSAL, or another (SOME)."""
+    first_query, stop_query = queries
+    first_key, stop_key = keys
+    last_sees_first_key = stop_query - 1 - first_key <= attn.left
+    first_sees_last_key = stop_key - 1 - first_query <= attn.right
+    last_sees_just_all = stop_key - stop_query == attn.right
     if last_sees_first_key and first_sees_last_key:
-        kind = ALL
-    elif last_sees_first_key and last_sees_just_all:
-        kind = CAUSAL
-    from_place = q_run.start - q_start  # to a local row of queries
-    from_key = k_run.start - k_start
-    queries = slice(first_query + from_place, end_query + from_place)
-    return Tile(queries, slice(first_key + from_key, end_key + from_key), kind)
+        return ALL
+    if last_sees_first_key and last_sees_just_all:
+        return CAUSAL
+    return SOME
 
 
-def _spanned_interval(places: Rows) -> Interval:
-    """Return the interval from the least of some places to the greatest."""
-    return int(places.min()), int(places.max()) + 1
+def _spanned_interval(positions: Rows) -> Interval:
+    """Return the interval from the lowest position to the highest: 4 6 5 -> (4, 7)."""
+    return int(positions.min()), int(positions.max()) + 1

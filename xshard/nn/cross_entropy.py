@@ -64,21 +64,21 @@ class ShardedLoss:
         """
         text = str(self.sharding.layout)
         if "float" not in name_of(logits.dtype) or "int" not in name_of(labels.dtype):
-            what = f"logits {logits.dtype}, labels {labels.dtype}"
-            raise DtypeError(what, text=text, hint="labels are numbers of classes")
+            reason = f"logits {logits.dtype}, labels {labels.dtype}"
+            raise DtypeError(reason, text=text, hint="labels are numbers of classes")
         tokens = list(logits.shape)
         del tokens[self.dim]
         if list(labels.shape) != tokens:
-            what = f"labels of shape {tuple(labels.shape)}, logits of shape {tuple(logits.shape)}"
+            reason = f"labels of shape {tuple(labels.shape)}, logits of shape {tuple(logits.shape)}"
             hint = f"labels are {tuple(tokens)}, all dims but {self.options.class_name!r}"
-            raise ShapeError(what, text=text, hint=hint)
+            raise ShapeError(reason, text=text, hint=hint)
 
     def whole_error(self) -> ShapeError:
         """Return the error of devices that all have the same logits, in the place of blocks."""
         dim = self.sharding.layout.dims[self.dim]
-        what = f"the same logits on all devices along {', '.join(dim.axes)}, of {self.n_classes} classes"
+        reason = f"the same logits on all devices along {', '.join(dim.axes)}, of {self.n_classes} classes"
         hint = f"whole logits are under '{dim.name}', and not '{dim}'"
-        return ShapeError(what, text=str(self.sharding.layout), hint=hint)
+        return ShapeError(reason, text=str(self.sharding.layout), hint=hint)
 
     def all_reduced(self, x: Any, op: str, axes: Axes) -> Any:
         """Reduce a block over mesh axes, by "sum" or "max"; the result is on all devices."""
@@ -126,8 +126,8 @@ class ShardedLoss:
         sum_and_count = self.xp.stack([losses.sum(), is_counted.sum()])
         all_axes = self.sharding.layout.axes
         token_axes = tuple(axis for axis in all_axes if axis not in self.class_axes)
-        total, count = self.all_reduced(sum_and_count, "sum", token_axes)
-        return total / count if self.options.reduction == "mean" else total
+        loss_sum, count = self.all_reduced(sum_and_count, "sum", token_axes)
+        return loss_sum / count if self.options.reduction == "mean" else loss_sum
 
 
 def rows_of_classes(sharding: Sharding, dim: int, device: int) -> NDArray[np.int64]:

@@ -16,7 +16,7 @@ from xshard.errors import ShapeError, XshardError
 from xshard.layout import Layout, Sharding
 from xshard.layout.block_rows import output_dim, window_outputs
 from xshard.layout.partition import Sizes, all_owned_rows
-from xshard.layout.runs import Runs, count_rows, unrolled
+from xshard.layout.runs import Runs, count_rows, unroll
 from xshard.notation.overlap import Boundary, Halo, Window
 from xshard.notation.parser import SIZES, Dim, Shard
 
@@ -36,10 +36,10 @@ class ShardedDim(NamedTuple):
     sizes: Sizes
 
 
-def along(sharding: Sharding, d: int) -> ShardedDim:
-    """Return dim `d` of a sharded array, with every row at its owner only."""
-    dim = replace(sharding.layout.dims[d], overlap=None)
-    return ShardedDim(dim, sharding.shape[d], sharding.mesh.sizes_of(dim.axes))
+def along(sharding: Sharding, dim_index: int) -> ShardedDim:
+    """Return dim `dim_index` of a sharded array, with every row at its owner only."""
+    dim = replace(sharding.layout.dims[dim_index], overlap=None)
+    return ShardedDim(dim, sharding.shape[dim_index], sharding.mesh.sizes_of(dim.axes))
 
 
 class OutputRun(NamedTuple):
@@ -79,10 +79,10 @@ def framed_arrays(
     source_dims = dims_without_overlaps(sharding.layout)
     result_dims = list(source_dims)
     shape = {**dict(enumerate(sharding.shape)), **lengths}
-    for d, frame in frames.items():
-        source_dims[d] = frame.source
-        result_dims[d] = frame.result
-        shape[d] = frame.length
+    for dim_index, frame in frames.items():
+        source_dims[dim_index] = frame.source
+        result_dims[dim_index] = frame.result
+        shape[dim_index] = frame.length
     source = replace(sharding.layout, dims=tuple(source_dims))
     result = replace(sharding.layout, dims=tuple(result_dims))
     return FramedArrays(source, Sharding(result, sharding.mesh, tuple(shape.values())))
@@ -94,40 +94,45 @@ def dims_without_overlaps(layout: Layout) -> list[Dim]:
 
 
 @layout_cache(maxsize=4096)
-def window_frame(rows: ShardedDim, window: Window, base: int = 1) -> Frame:
+def window_frame(rows: ShardedDim, window: Window, input_dilation: int = 1) -> Frame:
     """Plan a convolution or a pool along a sharded dim: which rows each device reads and computes.
 
     3 taps with padding 1 over 8 rows on 2 devices: outputs 0-3 read rows -1 to 4, and outputs 4-7
     read rows 3 to 8, where -1 and 8 are padding.
 
-    base: the dilation of the input: 2 puts one place between neighbouring rows, which holds the
+    input_dilation: the dilation of the input: 2 puts one place between neighbouring rows, which holds the
     boundary's value.
     """
-    if base > 1 or min(window.padding) < 0:
-        return _halo_frame(rows, window, base)
-    dim, length, sizes = rows
-    source = replace(dim, overlap=window)
-    result, outputs = output_dim(source, length, sizes)
-    runs_by_part = []
+    if input_dilation > 1 or min(window.padding) < 0:
+        return _halo_frame(rows, window, input_dilation)
+    window_dim, length, sizes = rows
+    source = replace(window_dim, overlap=window)
+    result, n_outputs = output_dim(source, length, sizes)
+    runs_of_parts = []
     for coords in itertools.product(*map(range, sizes)):
-        runs = []
-        for run in unrolled(window_outputs(source, window, length, sizes, coords)):
-            if run.length:
-                first, end = window.rows_read(run.start, run.start + run.length)
-                runs.append(OutputRun(first, end - first, run.start, run.length))
-        runs_by_part.append(tuple(runs))
-    return Frame(source, result, outputs, tuple(runs_by_part))
+        output_runs = []
+        for outputs in unroll(window_outputs(source, window, length, sizes, coords)):
+            if outputs.length:
+                first_row, stop_row = window.rows_read(
+                    outputs.start, outputs.start + outputs.length
+                )
+                output_runs.append(
+                    OutputRun(first_row, stop_row - first_row, outputs.start, outputs.length)
+                )
+        runs_of_parts.append(tuple(output_runs))
+    return Frame(source, result, n_outputs, tuple(runs_of_parts))
 
 
-def _halo_frame(rows: ShardedDim, window: Window, base: int) -> Frame:
+def _halo_frame(rows: ShardedDim, window: Window, input_dilation: int) -> Frame:
     """Plan a window that the notation of layouts lacks, by a halo of the rows that outputs read.
 
-    base: the dilation of the input, as in `window_frame`.
+    input_dilation: the dilation of the input, as in `window_frame`.
     """
-    places = max(0, (rows.length - 1) * base + 1)  # rows, with the places between them
-    outputs = window.output_length(places)
-    reads = _tap_rows(window, base)
-    return interval_frame(rows, outputs, reads, rule=window.out, beyond=window.before)
+    # The rows, and the empty ones between them.
+    dilated_rows = max(0, (rows.length - 1) * input_dilation + 1)
+    n_outputs = window.output_length(dilated_rows)
+    rows_read = _tap_rows(window, input_dilation)
+    return interval_frame(rows, n_outputs, rows_read, rule=window.out, beyond=window.before)
 
 
 class TransposedWindow(NamedTuple):
@@ -156,19 +161,19 @@ def transposed_frame(rows: ShardedDim, window: TransposedWindow) -> Frame:
 
     Tap j adds row i to output `i * stride - padding + dilation * j`, as in torch.
     """
-    outputs = 0
+    n_outputs = 0
     if rows.length:
-        outputs = max(0, window.output_length(rows.length))
+        n_outputs = max(0, window.output_length(rows.length))
     # The same as a convolution of stride 1 over rows with stride - 1 empty ones between them.
     padding = window.span - 1 - window.padding
     taps_of_outputs = Window(window.kernel, d=window.dilation, p=padding)
-    return interval_frame(rows, outputs, _tap_rows(taps_of_outputs, base=window.stride))
+    return interval_frame(rows, n_outputs, _tap_rows(taps_of_outputs, input_dilation=window.stride))
 
 
 def interval_frame(
     rows: ShardedDim,
-    outputs: int,
-    reads: Reads,
+    n_outputs: int,
+    rows_read: Reads,
     rule: str = "",
     beyond: Boundary = EMPTY,
 ) -> Frame:
@@ -178,8 +183,8 @@ def interval_frame(
 
     Args:
         rows: The dim.
-        outputs: The number of outputs.
-        reads: Outputs [start, stop) -> the rows [first, last) that they read.
+        n_outputs: The number of outputs.
+        rows_read: Outputs [start, stop) -> the rows [first, stop) that they read.
         rule: How outputs are sharded. Empty: like the rows, or aligned if the rows have given sizes.
             "balanced". "aligned": a part has the same share of the outputs as of the rows.
         beyond: What lies beyond the ends. If there are no rows, intervals end with the array.
@@ -188,47 +193,52 @@ def interval_frame(
         ShapeError: The parts of the dim are not intervals.
     """
     owned = all_owned_rows(rows.dim, rows.length, rows.sizes)
-    for runs in owned:
-        if len(runs) > 1 or any(run.repeats > 1 for run in runs):
-            what = f"the parts of '{rows.dim}' are not intervals"
-            raise ShapeError(what, hint="redistribute to contiguous parts first, as in h/sp")
+    for owned_rows in owned:
+        if len(owned_rows) > 1 or any(owned_run.repeats > 1 for owned_run in owned_rows):
+            reason = f"the parts of '{rows.dim}' are not intervals"
+            raise ShapeError(reason, hint="redistribute to contiguous parts first, as in h/sp")
     row_intervals = _intervals(owned)
     # Which outputs a part has decides which rows it reads.
-    result = _result_dim(rows, outputs, row_intervals, rule)
-    output_intervals = _intervals(all_owned_rows(result, outputs, rows.sizes))
+    result = _result_dim(rows, n_outputs, row_intervals, rule)
+    output_intervals = _intervals(all_owned_rows(result, n_outputs, rows.sizes))
     halo_before = []  # rows to receive; below 0: own rows that the part does not read
     halo_after = []
-    runs_by_part = []
+    runs_of_parts = []
     for (own_start, own_stop), (start, stop) in zip(row_intervals, output_intervals, strict=True):
-        first = last = own_start  # a part without outputs reads nothing
+        first_read = own_start  # a part without outputs reads nothing
+        stop_read = own_start
         output_runs: tuple[OutputRun, ...] = ()
         if start < stop:
-            first, last = reads(start, stop)
-            if beyond == EMPTY:  # there is nothing to read beyond the ends
-                first = min(max(first, 0), rows.length)
-                last = min(last, rows.length)
-            last = max(first, last)  # an empty interval, where all rows are beyond an end
-            output_runs = (OutputRun(first, last - first, start, stop - start),)
-        halo_before.append(own_start - first)
-        halo_after.append(last - own_stop)
-        runs_by_part.append(output_runs)
+            first_read, stop_read = rows_read(start, stop)
+            if beyond == EMPTY:
+                first_read, stop_read = _clip_interval(first_read, stop_read, rows.length)
+            stop_read = max(first_read, stop_read)  # empty, not negative
+            output_runs = (OutputRun(first_read, stop_read - first_read, start, stop - start),)
+        halo_before.append(own_start - first_read)
+        halo_after.append(stop_read - own_stop)
+        runs_of_parts.append(output_runs)
     halo = Halo(tuple(halo_before), tuple(halo_after), beyond, beyond)
     source = replace(rows.dim, overlap=halo)
-    return Frame(source, result, outputs, tuple(runs_by_part))
+    return Frame(source, result, n_outputs, tuple(runs_of_parts))
 
 
-def _tap_rows(window: Window, base: int) -> Reads:
-    """Return which rows the outputs of a window read, if row i stands at place `i * base`."""
+def _clip_interval(start: int, stop: int, length: int) -> Interval:
+    """Cut an interval at the ends of an array of `length` rows: -1 to 3 -> (0, 3)."""
+    return min(max(start, 0), length), min(stop, length)
+
+
+def _tap_rows(window: Window, input_dilation: int) -> Reads:
+    """Return which rows the outputs of a window read, if row i stands at position `i * input_dilation`."""
 
     def reads(start: int, stop: int) -> Interval:
         first_place, end_place = window.rows_read(start, stop)
-        first_row = -(-first_place // base)  # rounded up
-        return first_row, (end_place - 1) // base + 1
+        first_row = -(-first_place // input_dilation)  # rounded up
+        return first_row, (end_place - 1) // input_dilation + 1
 
     return reads
 
 
-def _result_dim(rows: ShardedDim, outputs: int, row_intervals: list[Interval], rule: str) -> Dim:
+def _result_dim(rows: ShardedDim, n_outputs: int, row_intervals: list[Interval], rule: str) -> Dim:
     """Return how the outputs of an op are sharded along a dim.
 
     rule: "balanced": in blocks that differ by one at most. "aligned": each device has the same
@@ -247,17 +257,17 @@ def _result_dim(rows: ShardedDim, outputs: int, row_intervals: list[Interval], r
     # Scale the ends of the rows' blocks to outputs; the last end gives the number of outputs.
     edges = [0]
     for _, stop in row_intervals:
-        edges.append(math.ceil(stop * outputs / max(rows.length, 1)))
+        edges.append(math.ceil(stop * n_outputs / max(rows.length, 1)))
     lengths = tuple(stop - start for start, stop in itertools.pairwise(edges))
     return Dim(dim.name, (Shard(dim.axes, SIZES, lengths),))
 
 
-def _intervals(parts: tuple[Runs, ...]) -> list[Interval]:
+def _intervals(rows_of_parts: tuple[Runs, ...]) -> list[Interval]:
     """Return the intervals of contiguous parts: 2, 0 and 3 rows -> (0, 2), (2, 2), (2, 5).
 
     An empty part stands at the end of the parts before it.
     """
-    edges = itertools.accumulate(map(count_rows, parts), initial=0)
+    edges = itertools.accumulate(map(count_rows, rows_of_parts), initial=0)
     return list(itertools.pairwise(edges))
 
 
@@ -270,17 +280,17 @@ def pool_window(length: int, window: Window, *, ceil: bool) -> Window:
         return window
     padding_before, padding_after = window.padding
     padded = length + padding_before + padding_after
-    last_window = -(-(padded - window.span) // window.s)  # rounded up: it may need more padding
-    last_start = last_window * window.s
+    last_index = -(-(padded - window.span) // window.s)  # rounded up: it may need more padding
+    last_start = last_index * window.s
     # A last window that would begin in the padding after the array does not count.
     if last_start >= length + padding_before:
         return window
-    missing = last_start + window.span - padded
-    return replace(window, p=(padding_before, padding_after + missing))
+    n_missing = last_start + window.span - padded
+    return replace(window, p=(padding_before, padding_after + n_missing))
 
 
 def pool_counts(
-    length: int, window: Window, outputs: Sequence[int], *, padding: int, include_pad: bool
+    length: int, window: Window, output_indices: Sequence[int], *, padding: int, include_pad: bool
 ) -> NDArray[np.int64]:
     """Return the number of rows by which an average pool divides each output, as in torch.
 
@@ -289,13 +299,13 @@ def pool_counts(
     length: number of rows. outputs: the numbers of the outputs to count for. padding: how many rows
     after the array count as padding. include_pad: torch's `count_include_pad`.
     """
-    starts = np.asarray(outputs, np.int64) * window.s
-    first = starts - window.padding[0]
-    last = np.minimum(first + window.k, length + padding)
+    starts = np.asarray(output_indices, np.int64) * window.s
+    first_rows = starts - window.padding[0]
+    stop_rows = np.minimum(first_rows + window.k, length + padding)
     if not include_pad:
-        first = np.maximum(first, 0)
-        last = np.minimum(last, length)
-    return np.asarray(last - first, np.int64)
+        first_rows = np.maximum(first_rows, 0)
+        stop_rows = np.minimum(stop_rows, length)
+    return np.asarray(stop_rows - first_rows, np.int64)
 
 
 class Taps(NamedTuple):
@@ -306,62 +316,73 @@ class Taps(NamedTuple):
 
 
 def taps(
-    mode: str, length: int, outputs: int, *, align_corners: bool = False, scale: float | None = None
+    mode: str,
+    length: int,
+    n_outputs: int,
+    *,
+    align_corners: bool = False,
+    scale: float | None = None,
 ) -> Taps:
     """Return which rows each output of an interpolation reads, and with which weights, as in torch.
 
     "linear", 2 rows to 4 outputs: output 1 reads rows 0 and 1 with weights 0.75 and 0.25. Arrays
     are (outputs, taps): 1 tap for nearest, 2 for linear, 4 for cubic.
 
-    length, outputs: the numbers of rows and of outputs. scale: outputs per row; None: outputs /
+    length, n_outputs: the numbers of rows and of outputs. scale: outputs per row; None: n_outputs /
     length. Raises XshardError for a mode not in `MODES`.
     """
     if mode not in MODES:
         raise XshardError(f"no interpolation {mode!r}", hint=f"modes are: {', '.join(MODES)}")
-    output = np.arange(outputs, dtype=np.float64)
     # 5 rows with a scale of 1.5 are 7 outputs: torch then steps by 1 / 1.5, not by 5 / 7.
-    step = length / outputs if scale is None else 1 / scale
-    is_nearest = mode.startswith("nearest")
-    # Where each output lies among the rows, as a number of rows.
-    if is_nearest:
-        shift = 0.5 if mode == "nearest-exact" else 0.0  # of the centers of pixels
-        position = (output + shift) * step
-    elif align_corners:
-        # The first and the last output lie on the first and the last row.
-        position = output * ((length - 1) / max(outputs - 1, 1))
-    else:
-        position = (output + 0.5) * step - 0.5
-    # As torch does: linear clamps positions before the first row, cubic does not.
-    if mode == "linear":
-        position = np.maximum(position, 0.0)
-    first = np.floor(position).astype(np.int64)
-    part = position - first
-
-    if is_nearest:
+    step = length / n_outputs if scale is None else 1 / scale
+    position = _output_positions(mode, length, n_outputs, step, align_corners=align_corners)
+    first_row = np.floor(position).astype(np.int64)
+    fraction = position - first_row
+    if mode.startswith("nearest"):
         offsets = np.arange(1)
-        weights = [np.ones(outputs)]
+        weights = [np.ones(n_outputs)]
     elif mode == "linear":
         offsets = np.arange(2)
-        weights = [1 - part, part]
+        weights = [1 - fraction, fraction]
     else:
         offsets = np.arange(-1, 3)
-        distances = (part + 1, part, 1 - part, 2 - part)
+        distances = (fraction + 1, fraction, 1 - fraction, 2 - fraction)
         weights = list(map(_cubic, distances))
     # Beyond the ends the first or the last row counts again.
-    inputs = np.clip(first[:, None] + offsets, 0, length - 1)
+    inputs = np.clip(first_row[:, None] + offsets, 0, length - 1)
     return Taps(inputs, np.stack(weights, 1))
 
 
-def taps_of_part(resampling: Taps, runs: Sequence[OutputRun]) -> Taps:
+def _output_positions(
+    mode: str, length: int, n_outputs: int, step: float, *, align_corners: bool
+) -> NDArray[np.float64]:
+    """Return where each output lies among the rows: 0.25 is a quarter of the way from row 0 to row 1.
+
+    step: the rows from one output to the next.
+    """
+    output_index = np.arange(n_outputs, dtype=np.float64)
+    if mode.startswith("nearest"):
+        shift = 0.5 if mode == "nearest-exact" else 0.0  # of the centers of pixels
+        return (output_index + shift) * step
+    if align_corners:
+        # The first and the last output lie on the first and the last row.
+        position = output_index * ((length - 1) / max(n_outputs - 1, 1))
+    else:
+        position = (output_index + 0.5) * step - 0.5
+    # As torch does: linear clamps positions before the first row, cubic does not.
+    return np.maximum(position, 0.0) if mode == "linear" else position
+
+
+def taps_of_part(resampling: Taps, output_runs: Sequence[OutputRun]) -> Taps:
     """Return the taps of one part's outputs, with the inputs as rows of its block.
 
     An output that reads the rows 9 and 10 reads 1 and 2 of a block that begins at row 8.
     """
-    run = OutputRun(0, 0, 0, 0)  # of a part without outputs
-    if runs:
-        (run,) = runs  # an interpolation has one run of outputs at most
-    outputs = slice(run.start, run.start + run.outputs)
-    return Taps(resampling.inputs[outputs] - run.first, resampling.weights[outputs])
+    output_run = OutputRun(0, 0, 0, 0)  # of a part without outputs
+    if output_runs:
+        (output_run,) = output_runs  # an interpolation has one run of outputs at most
+    outputs = slice(output_run.start, output_run.start + output_run.outputs)
+    return Taps(resampling.inputs[outputs] - output_run.first, resampling.weights[outputs])
 
 
 def resampled_frame(rows: ShardedDim, resampling: Taps) -> Frame:
@@ -377,8 +398,8 @@ def resampled_frame(rows: ShardedDim, resampling: Taps) -> Frame:
     return interval_frame(rows, len(resampling.inputs), reads)
 
 
-def _cubic(x: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the weight of a row at distance x, 0 <= x <= 2, in cubic convolution (Keys 1981)."""
-    near = ((CUBIC + 2) * x - (CUBIC + 3)) * x * x + 1
-    far = ((CUBIC * x - 5 * CUBIC) * x + 8 * CUBIC) * x - 4 * CUBIC
-    return np.where(x <= 1, near, far)
+def _cubic(distance: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the weight of a row at a distance of 0 to 2, in cubic convolution (Keys 1981)."""
+    weight_within_1 = ((CUBIC + 2) * distance - (CUBIC + 3)) * distance * distance + 1
+    weight_beyond_1 = ((CUBIC * distance - 5 * CUBIC) * distance + 8 * CUBIC) * distance - 4 * CUBIC
+    return np.where(distance <= 1, weight_within_1, weight_beyond_1)

@@ -1,4 +1,8 @@
-"""Maps: lists of rows per part that no formula gives, as values with a name in the notation and a digest."""
+"""Maps: lists of rows per part that no formula gives, as values with a name in the notation and a digest.
+
+`n/by(gp,cells)` shards `n` over gp by the map `cells`, which lists the rows of each part. A *part* is
+what one device along these axes has. A text names a map by a word, and by a digest of its content.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +23,10 @@ from xshard.errors import NotationError, ShapeError, api_boundary
 from xshard.notation.row_arrays import Groups, Numbers, grouped, unique_rows
 from xshard.signatures import did_you_mean, short_repr
 
-MOST_ROWS = 2**31  # in all parts of a map together
+MAX_ROWS = 2**31  # in all parts of a map together
 # Rows in new maps, after which all caches of results for layouts are emptied: they keep old maps.
 # At 60 to 80 bytes a row they hold 0.3 GiB then.
-MOST_NEW_ROWS = 2**22
+MAX_NEW_ROWS = 2**22
 DIGEST = r"@[0-9a-f]{16}"  # how a text names the content of a map
 
 # Maps that live in this process, by digest: a text may name them without `maps=`.
@@ -67,7 +71,7 @@ class RowMap:
     def _count_new_rows(self) -> None:
         """Empty the caches of results for layouts once many rows of new maps have come."""
         RowMap._new_rows += len(self.rows)
-        if RowMap._new_rows > MOST_NEW_ROWS:
+        if RowMap._new_rows > MAX_NEW_ROWS:
             empty_caches()
 
     @classmethod
@@ -95,10 +99,10 @@ class RowMap:
     @classmethod
     def _checked(cls, rows: Numbers, starts: Numbers) -> Self:
         """Make a map of its arrays, past the arguments of a subclass."""
-        checked: Self = cls.__new__(cls)
-        RowMap.__init__(checked, rows, starts)
-        checked.check()
-        return checked
+        row_map: Self = cls.__new__(cls)
+        RowMap.__init__(row_map, rows, starts)
+        row_map.check()
+        return row_map
 
     def check(self) -> None:
         """Raise ShapeError unless the rows are what the class promises."""
@@ -135,8 +139,8 @@ class RowMap:
         return f"{self.name}@{self.digest}"
 
     def __repr__(self) -> str:
-        kind = type(self).__name__
-        return f"<{kind} of {self.parts} parts, {len(self.rows)} rows, {self.digest}>"
+        class_name = type(self).__name__
+        return f"<{class_name} of {self.parts} parts, {len(self.rows)} rows, {self.digest}>"
 
 
 @api_boundary
@@ -188,16 +192,18 @@ class Owners(RowMap):
 
     def check(self) -> None:
         """Raise ShapeError unless each row has one part."""
-        n = len(self.rows)
+        n_rows = len(self.rows)
         hint = "each row has one owner: 0, 1, ... in any order"
-        outside = self.rows[(self.rows < 0) | (self.rows >= n)]
-        if len(outside):
-            reason = f"{n} rows in all parts, and row {int(outside[0])} is out of range"
+        out_of_range = self.rows[(self.rows < 0) | (self.rows >= n_rows)]
+        if len(out_of_range):
+            reason = f"{n_rows} rows in all parts, and row {int(out_of_range[0])} is out of range"
             raise ShapeError(reason, hint=hint)
-        times = np.bincount(self.rows, minlength=n)
-        wrong = np.flatnonzero(times != 1)
-        if len(wrong):
-            reason = f"{n} rows in all parts, and row {wrong[0]} is {times[wrong[0]]}"
+        n_owners = np.bincount(self.rows, minlength=n_rows)
+        miscounted = np.flatnonzero(n_owners != 1)
+        if len(miscounted):
+            reason = (
+                f"{n_rows} rows in all parts, and row {miscounted[0]} is {n_owners[miscounted[0]]}"
+            )
             raise ShapeError(reason, hint=hint)
 
     @cached_property
@@ -249,11 +255,11 @@ class Owners(RowMap):
         return Owners._checked(all_rows[groups.items], groups.starts)
 
 
-def _check_known(kind: str, numbers: Numbers, n: int) -> None:
-    """Raise ShapeError for a number of a row or a part that a map of `n` of them lacks."""
-    unknown = numbers[(numbers < 0) | (numbers >= n)]
+def _check_known(noun: str, indices: Numbers, count: int) -> None:
+    """Raise ShapeError for a number of a row or a part that a map of `count` of them lacks."""
+    unknown = indices[(indices < 0) | (indices >= count)]
     if len(unknown):
-        raise ShapeError(f"no {kind} {unknown[0]}", hint=f"the map has {n} {kind}s")
+        raise ShapeError(f"no {noun} {unknown[0]}", hint=f"the map has {count} {noun}s")
 
 
 class Edges(NamedTuple):
@@ -339,34 +345,38 @@ class Needs(RowMap):
         """
         sender = _whole_rows(senders)
         receiver = _whole_rows(receivers)
-        n = len(owners.rows)
+        n_rows = len(owners.rows)
         if len(sender) != len(receiver) or hops < 1:
             reason = f"{len(sender)} senders, {len(receiver)} receivers, {hops} hops"
             raise ShapeError(reason, hint="an edge has both ends, and hops are 1 or more")
         for rows in (sender, receiver):
-            if len(rows) and not 0 <= rows.min() <= rows.max() < n:
+            if len(rows) and not 0 <= rows.min() <= rows.max() < n_rows:
                 reason = f"an edge of rows {rows.min()} to {rows.max()}"
-                raise ShapeError(reason, hint=f"there are {n} rows")
+                raise ShapeError(reason, hint=f"there are {n_rows} rows")
         into_part = grouped(owners.owner[receiver], owners.parts)
-        into_row = grouped(receiver, n) if hops > 1 else None  # one hop needs no sort by rows
+        into_row = grouped(receiver, n_rows) if hops > 1 else None  # one hop needs no sort by rows
         graph = _Graph(owners, sender, receiver, into_part, into_row)
-        local_row = np.full(n, -1)
-        parts = [_read_by_part(graph, part, hops, local_row) for part in range(owners.parts)]
-        needs = cls.of_rows([rows for rows, _ in parts])
-        return needs, [edges for _, edges in parts]
+        local_row = np.full(n_rows, -1)
+        rows_read = []
+        edges_of_parts = []
+        for part_index in range(owners.parts):
+            rows, edges = _read_by_part(graph, part_index, hops, local_row)
+            rows_read.append(rows)
+            edges_of_parts.append(edges)
+        return cls.of_rows(rows_read), edges_of_parts
 
     def check(self) -> None:
         """Raise ShapeError unless a part reads each row once."""
         if len(self.rows) and self.rows.min() < 0:
             raise ShapeError(f"row {self.rows.min()} in a need", hint="rows are 0, 1, ...")
         position = np.empty(int(self.rows.max(initial=0)) + 1, np.int64)
-        for part in range(self.parts):
-            rows = self.part(part)
+        for part_index in range(self.parts):
+            rows = self.part(part_index)
             # Of a row that comes twice, the later position stays.
             position[rows] = np.arange(len(rows))
             repeated = rows[position[rows] != np.arange(len(rows))]
             if len(repeated):
-                reason = f"part {part} reads row {repeated[0]} twice"
+                reason = f"part {part_index} reads row {repeated[0]} twice"
                 raise ShapeError(reason, hint="list each row of a part once")
 
 
@@ -380,7 +390,9 @@ class _Graph(NamedTuple):
     into_row: Groups | None  # the edges into each row; only for several hops
 
 
-def _read_by_part(graph: _Graph, part: int, hops: int, local_row: Numbers) -> tuple[Numbers, Edges]:
+def _read_by_part(
+    graph: _Graph, part_index: int, hops: int, local_row: Numbers
+) -> tuple[Numbers, Edges]:
     """Find the rows of other parts that one part of a graph needs, and its edges in local numbers.
 
     A part owns rows (nodes of the graph) and needs the senders of all edges into its own rows. With
@@ -390,29 +402,33 @@ def _read_by_part(graph: _Graph, part: int, hops: int, local_row: Numbers) -> tu
 
     Args:
         graph: The graph.
-        part: The part.
+        part_index: The part.
         hops: How many edges away the rows are that it needs.
         local_row: `[rows]`, scratch space, -1 for all rows before and after the call: one array
             serves all parts, because a new one for each would take parts x rows of time.
     """
-    own_rows = graph.owners.part(part)
+    own_rows = graph.owners.part(part_index)
     block_rows = own_rows  # own rows, then those found after one hop, after two, ...
     local_row[own_rows] = np.arange(len(own_rows))  # where each row of the block is in it
-    edges = graph.into_part.of_key(part)  # numbers of edges: those of the hop at hand
-    all_edges = edges
+    hop_edges = graph.into_part.of_key(part_index)  # their indices in the graph
+    all_edges = hop_edges
     for hop in range(hops):
-        senders = graph.sender[edges]
+        senders = graph.sender[hop_edges]
         new_rows = unique_rows(senders[local_row[senders] < 0])  # not in the block yet
         local_row[new_rows] = np.arange(len(block_rows), len(block_rows) + len(new_rows))
         block_rows = np.concatenate([block_rows, new_rows])
         if hop + 1 < hops and graph.into_row is not None:
-            edges = graph.into_row.of_keys(new_rows)
-            all_edges = np.concatenate([all_edges, edges])
+            hop_edges = graph.into_row.of_keys(new_rows)
+            all_edges = np.concatenate([all_edges, hop_edges])
 
     # Edges keep the order of the graph, so that sums over them add in one order on any number of
     # parts.
-    number = np.sort(all_edges)
-    local_edges = Edges(number, local_row[graph.sender[number]], local_row[graph.receiver[number]])
+    edge_indices = np.sort(all_edges)
+    local_edges = Edges(
+        number=edge_indices,
+        sender=local_row[graph.sender[edge_indices]],
+        receiver=local_row[graph.receiver[edge_indices]],
+    )
     local_row[block_rows] = -1  # as it was, for the next part
     return block_rows[len(own_rows) :], local_edges
 
@@ -452,7 +468,7 @@ def named_maps(maps: Any) -> tuple[tuple[str, RowMap], ...]:
     return tuple(maps.items())
 
 
-def find_map(text: str, maps: Maps, kind: type[RowMap]) -> NamedMap:
+def find_map(text: str, maps: Maps, map_class: type[RowMap]) -> NamedMap:
     """Find the map of rows that a layout text names, as `cells` in `n/by(x,cells)`.
 
     A map lists the rows of each part. A name alone is looked up in the user's `maps`. With a
@@ -460,8 +476,8 @@ def find_map(text: str, maps: Maps, kind: type[RowMap]) -> NamedMap:
     alive in this process.
 
     Raises:
-        NotationError: There is no such map, or it is of another kind than `kind`. The caller adds
-            the user's text to the error.
+        NotationError: There is no such map, or it is no `map_class`. The caller adds the user's text
+            to the error.
     """
     name, _, digest = text.partition("@")
     if digest:
@@ -472,22 +488,22 @@ def find_map(text: str, maps: Maps, kind: type[RowMap]) -> NamedMap:
     else:
         row_map = maps.get(name)
         if row_map is None:
-            meant = did_you_mean(name, tuple(maps))
-            hint = f"{meant}pass maps={{'{name}': xs.{kind.__name__}(...)}}"
+            suggestion = did_you_mean(name, tuple(maps))
+            hint = f"{suggestion}pass maps={{'{name}': xs.{map_class.__name__}(...)}}"
             raise NotationError(f"no map {name!r}", hint=hint)
-    if not isinstance(row_map, kind):
-        other_kind = type(row_map).__name__ if isinstance(row_map, RowMap) else short_repr(row_map)
-        reason = f"{name!r} is {other_kind}, not {kind.__name__}"
+    if not isinstance(row_map, map_class):
+        actual = type(row_map).__name__ if isinstance(row_map, RowMap) else short_repr(row_map)
+        reason = f"{name!r} is {actual}, not {map_class.__name__}"
         raise NotationError(reason, hint="by(gp,OWNERS):reads(NEEDS)")
     return NamedMap(name, row_map)
 
 
 def with_values(data: dict[str, Any]) -> dict[str, Any]:
     """Add the values of the maps that plain data names by digest, under `maps`, if there are any."""
-    marks = sorted(set(re.findall(DIGEST, json.dumps(data))))  # in one order on all ranks
+    digests = sorted(set(re.findall(DIGEST, json.dumps(data))))  # in one order on all ranks
     values = {}
-    for mark in marks:
-        row_map = _KNOWN[mark.removeprefix("@")]
+    for digest in digests:
+        row_map = _KNOWN[digest.removeprefix("@")]
         values[row_map.digest] = {
             "kind": type(row_map).__name__,
             "starts": row_map.starts.tolist(),
@@ -507,11 +523,11 @@ def maps_in(data: Mapping[str, Any]) -> list[RowMap]:
     Raises:
         NotationError: The values of a map differ from its digest.
     """
-    kinds: dict[str, type[RowMap]] = {"Owners": Owners, "Needs": Needs}
+    class_by_name: dict[str, type[RowMap]] = {"Owners": Owners, "Needs": Needs}
     maps = []
     for digest, values in data.get("maps", {}).items():
-        kind = kinds[values["kind"]]
-        row_map = kind._checked(_whole_rows(values["rows"]), _whole_rows(values["starts"]))
+        map_class = class_by_name[values["kind"]]
+        row_map = map_class._checked(_whole_rows(values["rows"]), _whole_rows(values["starts"]))
         if row_map.digest != digest:
             raise NotationError("a map differs from its digest", hint="the text was changed")
         maps.append(row_map)
@@ -531,6 +547,6 @@ def _whole_rows(values: Any) -> Numbers:
         raise ShapeError(
             f"{short_repr(values)} is not a list of rows", hint="whole numbers in one dim"
         )
-    if array.size > MOST_ROWS:
-        raise ShapeError(f"{array.size} rows in a map", hint=f"at most {MOST_ROWS}")
+    if array.size > MAX_ROWS:
+        raise ShapeError(f"{array.size} rows in a map", hint=f"at most {MAX_ROWS}")
     return array.astype(np.int64, copy=False)

@@ -76,10 +76,10 @@ class Halo:
     def __str__(self) -> str:
         return f"halo({bracketed(self.lo)},{bracketed(self.hi)}{_boundary_text(self)})"
 
-    def widths(self, part: int) -> tuple[int, int]:
+    def widths(self, part_index: int) -> tuple[int, int]:
         """Return the rows before and after the block of one part."""
-        lo = self.lo if isinstance(self.lo, int) else self.lo[part]
-        hi = self.hi if isinstance(self.hi, int) else self.hi[part]
+        lo = self.lo if isinstance(self.lo, int) else self.lo[part_index]
+        hi = self.hi if isinstance(self.hi, int) else self.hi[part_index]
         return lo, hi
 
 

@@ -123,10 +123,10 @@ class TextSpans(NamedTuple):
 # ---- text to values
 
 
-def check_text(what: str, text: object, hint: str | None = None) -> None:
-    """Raise NotationError unless `text` is a str. what: the subject of the error."""
+def check_text(subject: str, text: object, hint: str | None = None) -> None:
+    """Raise NotationError unless `text` is a str. `subject` is what the error calls it: "a layout"."""
     if not isinstance(text, str):
-        raise NotationError(f"{what} is text, not {type(text).__name__}", hint=hint)
+        raise NotationError(f"{subject} is text, not {type(text).__name__}", hint=hint)
 
 
 def parse_layout(text: str, maps: Maps) -> Parsed:
@@ -141,44 +141,45 @@ def parse_layout(text: str, maps: Maps) -> Parsed:
     return parsed
 
 
-_FORM_OF_KIND = {
+_FORM_HINTS = {
     "expression": "an expression reads: layout -> layout",
     "contraction": "a contraction reads: layout, layout -> layout",
     "signature": "the layouts of a function read: layout, layout -> layout",
 }
 
 
-def parse_sides(text: str, kind: str) -> tuple[tuple[Parsed, ...], tuple[Parsed, ...], TextSpans]:
-    """Parse a text with an arrow: the layouts to its left, those to its right, and their places.
+def parse_sides(text: str, form: str) -> tuple[tuple[Parsed, ...], tuple[Parsed, ...], TextSpans]:
+    """Parse a text with an arrow: the layouts before it, those behind it, and where they stand.
 
-    "n/x d -> n d/x" (an expression) has one layout on each side, "i/x k, k j -> i/x j" (a
-    contraction) several operands and one result, and a signature several on both sides. In a
-    contraction an operand may have a name twice, "i i -> i": its second dim is then named `i'1`.
+    Three forms: "n/x d -> n d/x" (an expression) has one layout on each side of the arrow, "i/x k, k
+    j -> i/x j" (a contraction) several operands and one result, and a signature several on both
+    sides. In a contraction an operand may have a name twice, "i i -> i": its second dim is then
+    named `i'1`.
 
     Args:
         text: The text.
-        kind: "expression", "contraction" or "signature".
+        form: "expression", "contraction" or "signature".
 
     Returns:
-        The (dims, tags) of each layout on the left, the same on the right, and where they stand in
-        the text, for errors.
+        The (dims, tags) of each layout before the arrow, the same behind it, and where they stand
+        in the text, for errors.
 
     Raises:
         NotationError: The text is malformed.
     """
-    is_contraction = kind == "contraction"
+    is_contraction = form == "contraction"
     parser = _Parser(text, {}, is_contraction=is_contraction)
-    left = (parser.layout(),) if kind == "expression" else parser.layouts()
-    parser.expect(ARROW, hint=_FORM_OF_KIND[kind])
+    sources = (parser.layout(),) if form == "expression" else parser.layouts()
+    parser.expect(ARROW, hint=_FORM_HINTS[form])
     parser.may_repeat = False  # only operands may have a dim twice
     # One layout without dims and tags: a scalar, if nothing follows, as in "i, i ->".
-    right: tuple[Parsed, ...] = (((), ()),)
-    if kind == "signature":
-        right = parser.layouts()
-    elif not (is_contraction and parser.kind == "end"):
-        right = (parser.layout(),)
+    results: tuple[Parsed, ...] = (((), ()),)
+    if form == "signature":
+        results = parser.layouts()
+    elif not (is_contraction and parser.token_kind == "end"):
+        results = (parser.layout(),)
     parser.expect("end")
-    return left, right, parser.spans
+    return sources, results, parser.spans
 
 
 def text_spans(text: str) -> TextSpans:
@@ -215,10 +216,10 @@ def with_map_digests(layouts: Any, maps: Any) -> Any:
 
 
 def _parse_for_spans(text: str, maps: Maps | None) -> _Parser:
-    """Parse a text of any kind for the places in it alone."""
+    """Parse a text of any form, only to learn where its words stand."""
     parser = _Parser(text, maps, is_contraction=True)
     parser.layouts()
-    if parser.take(ARROW) and parser.kind != "end":
+    if parser.take(ARROW) and parser.token_kind != "end":
         parser.layouts()
     return parser
 
@@ -231,12 +232,12 @@ def mark_errors(text: str | None) -> Iterator[None]:
     except XshardError as error:
         if text is None or error.span is not None:
             raise  # nothing to add: the error marks a text already
-        marked = None
+        dim_span = None
         for dim, span in text_spans(text).full_dims:
             if str(dim) == error.text:
-                marked = span
+                dim_span = span
                 break
-        raise type(error)(error.reason, text=text, span=marked, hint=error.hint) from None
+        raise type(error)(error.reason, text=text, span=dim_span, hint=error.hint) from None
 
 
 # ---- values to text
@@ -244,7 +245,7 @@ def mark_errors(text: str | None) -> Iterator[None]:
 
 def is_plain(dim: Dim) -> bool:
     """Return whether a dim is whole, or cut into contiguous parts that need not end between units."""
-    return not dim.shards or (dim.unit == 1 and all(s.order == "block" for s in dim.shards))
+    return not dim.shards or (dim.unit == 1 and all(shard.order == "block" for shard in dim.shards))
 
 
 def names_of_dim(dim: Dim) -> list[str]:
@@ -253,8 +254,8 @@ def names_of_dim(dim: Dim) -> list[str]:
     The number of `(n 128)` is a dim of the name n_128: the 128 of `(m 128)` is another.
     """
     names: list[str] = []
-    for part in dim.parts or (dim.name,):
-        name = part.partition("'")[0]
+    for part_text in dim.parts or (dim.name,):
+        name = part_text.partition("'")[0]
         names.append(f"{names[0]}_{name}" if name.isdigit() else name)
     return names
 
@@ -264,7 +265,7 @@ def write(dims: tuple[Dim, ...], tags: Tags) -> str:
     text = " ".join(map(str, dims)) if dims else "()"
     if not tags:
         return text
-    tag_texts = [f"{kind}({','.join(axes)})" for kind, axes in tags]
+    tag_texts = [f"{tag}({','.join(axes)})" for tag, axes in tags]
     return f"{text} | {' '.join(tag_texts)}"
 
 
@@ -337,39 +338,39 @@ class _Parser(Scanner):
     def layout(self) -> Parsed:
         """Parse one layout, `b/dp s | sum(tp)`: dims, then tags after a bar; `()` is a scalar.
 
-        Returns the dims, and the tags as (kind, axes): here ("sum", ("tp",)). The place of the
-        layout in the text is added to `self.spans`, which errors about it need.
+        Returns the dims, and the tags as (tag, axes): here ("sum", ("tp",)). Where the layout stands
+        in the text is added to `self.spans`, which errors about it need.
         """
-        start = self.span[0]
+        start = self.token_span[0]
         self._count_of_name = Counter()  # names are told apart within one layout
         dims = []
-        while self.kind in ("name", ELLIPSIS) or self.is_at_composed_dim:
+        while self.token_kind in ("name", ELLIPSIS) or self.is_at_composed_dim:
             dims.append(self.dim())
         if not dims:
             if self.take("("):
                 self.expect(")")  # a scalar: any other bracket begins a composed dim
-            elif self.kind in ("end", ARROW, ","):
+            elif self.token_kind in ("end", ARROW, ","):
                 # At any other token the caller's error says what was expected.
                 raise self.error("an empty layout", hint="a scalar is written ()")
         tags = []
         if self.take("|"):
             tags.append(self.tag())
-            while self.kind == "name":
+            while self.token_kind == "name":
                 tags.append(self.tag())
-        self.spans.layouts.append((start, self.end))
+        self.spans.layouts.append((start, self.previous_end))
         return tuple(dims), tuple(tags)
 
     @property
     def is_at_composed_dim(self) -> bool:
         """Whether the next token opens a composed dim, and not the scalar `()`."""
-        return self.kind == "(" and not _CLOSES.match(self.text, self.at)
+        return self.token_kind == "(" and not _CLOSES.match(self.text, self.next_start)
 
     def dim(self) -> Dim:
         """Parse `name / shard / shard ... : overlap`."""
-        start = self.span[0]
-        parts = self.parts() if self.kind == "(" else (self.name(),)
-        name = "_".join(parts)
-        if name == ELLIPSIS and self.kind in ("/", ":"):
+        start = self.token_span[0]
+        part_names = self.composed_names() if self.token_kind == "(" else (self.name(),)
+        name = "_".join(part_names)
+        if name == ELLIPSIS and self.token_kind in ("/", ":"):
             hint = "name the dim to shard or widen it"
             raise self.error("'...' stands for unsharded dims", hint=hint)
         shards = []
@@ -377,48 +378,53 @@ class _Parser(Scanner):
             shards.append(self.shard())
         overlap = parse_overlap(self) if self.take(":") else None
         dim = Dim(name, tuple(shards), overlap)
-        if len(parts) > 1:
-            dim = replace(dim, parts=parts, unit=None)
-            if len(parts) == 2 and parts[-1].isdigit():
-                dim = replace(dim, unit=int(parts[-1]))
-        self.spans.full_dims.append((dim, (start, self.end)))
+        if len(part_names) > 1:
+            dim = replace(dim, parts=part_names, unit=None)
+            if len(part_names) == 2 and part_names[-1].isdigit():
+                dim = replace(dim, unit=int(part_names[-1]))
+        self.spans.full_dims.append((dim, (start, self.previous_end)))
         return dim
 
     def name(self) -> str:
         """Parse the name of a dim; a later dim of the same name is told apart: `i i` -> i, i'1."""
-        name = self.value
-        span = self.span
+        name = self.token_text
+        name_span = self.token_span
         self.advance()
         count = self._count_of_name[name]
         if count and (name == ELLIPSIS or not self.may_repeat):
             hint = "an einsum takes diagonals: i i -> i"
-            raise self.error(f"dim {name!r} is named twice", span, hint)
+            raise self.error(f"dim {name!r} is named twice", name_span, hint)
         self._count_of_name[name] += 1
         if count:
             name = f"{name}'{count}"
-        self.spans.dims.append((name, span))
+        self.spans.dims.append((name, name_span))
         return name
 
-    def parts(self) -> tuple[str, ...]:
-        """Parse `( name name ... number )`: a dim whose rows are those of several."""
+    def composed_names(self) -> tuple[str, ...]:
+        """Parse the names of a composed dim: `(h d)` -> h, d; `(n 128)` -> n, 128.
+
+        Its rows are those of all named dims together, row-major.
+        """
         hint = "a composed dim is names, then perhaps a number, and is sharded as a whole: (h d)/tp"
-        start = self.span[0]
+        start = self.token_span[0]
         self.expect("(")
-        if self.kind != "name":
+        if self.token_kind != "name":
             self.expect("name", hint)
-        parts = [self.name()]
-        while self.kind == "name":
-            parts.append(self.name())
-        if self.kind == "int":
-            span = self.span
-            number = self.integer()
-            if number < 1:
-                raise self.error("a unit of no rows", span, "a unit has 1 row or more: (n 128)/tp")
-            parts.append(str(number))
+        part_names = [self.name()]
+        while self.token_kind == "name":
+            part_names.append(self.name())
+        if self.token_kind == "int":
+            number_span = self.token_span
+            unit_rows = self.integer()
+            if unit_rows < 1:
+                raise self.error(
+                    "a unit of no rows", number_span, "a unit has 1 row or more: (n 128)/tp"
+                )
+            part_names.append(str(unit_rows))
         self.expect(")", hint)
-        if len(parts) > 1:
-            self.spans.dims.append(("_".join(parts), (start, self.end)))
-        return tuple(parts)
+        if len(part_names) > 1:
+            self.spans.dims.append(("_".join(part_names), (start, self.previous_end)))
+        return tuple(part_names)
 
     def shard(self) -> Shard:
         """Parse one sharding of a dim, after its `/`: `cp`, `(dp,cp)` or `zigzag(cp)`.
@@ -426,18 +432,18 @@ class _Parser(Scanner):
         That is one mesh axis, several, or the order in which devices take rows, with axes in
         brackets.
         """
-        if self.kind == "(":
+        if self.token_kind == "(":
             return Shard(tuple(self.listed(self.axis)))
-        span = self.span
+        name_span = self.token_span
         name = self.expect("name", hint="a mesh axis follows '/', as in s/cp or s/zigzag(cp)")
         # A bracket after a space begins a composed dim, as in `n/tp (h d)`: the word is an axis.
-        if self.kind == "(" and self.span[0] == self.end:
+        if self.token_kind == "(" and self.token_span[0] == self.previous_end:
             if name in (*_WRITTEN_ORDERS, ROUTED):
-                return self.by_map() if name == BY else self.ordered(name, span)
-            meant = did_you_mean(name, _WRITTEN_ORDERS, _ORDERS_ELSEWHERE)
-            hint = f"{meant}orders are: {', '.join(_WRITTEN_ORDERS)}"
-            raise self.error(f"unknown order {name!r}", span, hint)
-        self.spans.axes.append((name, span))
+                return self.by_map() if name == BY else self.ordered(name, name_span)
+            suggestion = did_you_mean(name, _WRITTEN_ORDERS, _ORDERS_ELSEWHERE)
+            hint = f"{suggestion}orders are: {', '.join(_WRITTEN_ORDERS)}"
+            raise self.error(f"unknown order {name!r}", name_span, hint)
+        self.spans.axes.append((name, name_span))
         return Shard((name,))
 
     def ordered(self, order: str, order_span: Span) -> Shard:
@@ -454,14 +460,15 @@ class _Parser(Scanner):
         axes = [self.axis()]
         numbers: list[Width] = []
         while self.take(","):
-            if self.kind == "name" and not numbers:  # a name after a number is an error
+            if self.token_kind == "name" and not numbers:  # a name after a number is an error
                 axes.append(self.axis())
             else:
-                numbers.append(self.number_of(order))
+                numbers.append(self.order_number(order))
         self.expect(")")
-        least, most = _NUMBER_COUNTS.get(order, (0, math.inf))  # by default any count of numbers
+        any_count = (0, math.inf)
+        min_count, max_count = _NUMBER_COUNTS.get(order, any_count)
         deals_none = order == "cyclic" and 0 in numbers  # groups of 0 rows have no end
-        if deals_none or not least <= len(numbers) <= most:
+        if deals_none or not min_count <= len(numbers) <= max_count:
             count = len(numbers) if numbers else "no"
             plural = "" if len(numbers) == 1 else "s"
             raise self.error(f"{count} number{plural} in {order}", order_span, _NUMBER_HINTS[order])
@@ -469,19 +476,21 @@ class _Parser(Scanner):
             order = SEGMENTS
         return Shard(tuple(axes), order, tuple(numbers))
 
-    def number_of(self, order: str) -> Width:
-        """Parse one number of an order, or the numbers of one part in brackets for `intervals`."""
-        span = self.span
+    def order_number(self, order: str) -> Width:
+        """Parse a number that an order takes, `4`; for `intervals` those of a part, `[0,4,12,16]`."""
+        number_span = self.token_span
         number: Width
-        if order == INTERVALS and self.kind == "[":
+        if order == INTERVALS and self.token_kind == "[":
             number = tuple(self.listed(self.integer, "[]", may_be_empty=True))  # [] of no rows
         else:
             number = parse_width(self)
         if isinstance(number, tuple) != (order == INTERVALS):
-            raise self.error(f"'{bracketed(number)}' in {order}", span, _NUMBER_HINTS[order])
+            raise self.error(f"'{bracketed(number)}' in {order}", number_span, _NUMBER_HINTS[order])
         smallest = min(number, default=0) if isinstance(number, tuple) else number
         if smallest < 0:
-            raise self.error(f"a number below 0: {bracketed(number)}", span, _NUMBER_HINTS[order])
+            raise self.error(
+                f"a number below 0: {bracketed(number)}", number_span, _NUMBER_HINTS[order]
+            )
         return number
 
     def by_map(self) -> Shard:
@@ -490,7 +499,7 @@ class _Parser(Scanner):
         self.expect("(")
         axes: list[str] = []
         # A name with a comma behind it is an axis; the last one is the map.
-        while not axes or self.text[self.at :].lstrip().startswith(","):
+        while not axes or self.text[self.next_start :].lstrip().startswith(","):
             axes.append(self.axis())
             self.expect(",", hint)
         owners = self.map(Owners)
@@ -499,17 +508,17 @@ class _Parser(Scanner):
 
     def axis(self) -> str:
         """Parse the name of a mesh axis."""
-        span = self.span
+        span = self.token_span
         name = self.expect("name")
         self.spans.axes.append((name, span))
         return name
 
     def tag(self) -> tuple[str, tuple[str, ...]]:
-        """Parse `kind( axis , ... )`."""
-        known = f"tags are: {', '.join(TAGS)}"
-        span = self.span
-        kind = self.expect("name", hint=known)
-        if kind not in TAGS:
-            meant = did_you_mean(kind, TAGS, _TAGS_ELSEWHERE)
-            raise self.error(f"unknown tag {kind!r}", span, f"{meant}{known}")
-        return kind, tuple(self.listed(self.axis))
+        """Parse `tag( axis , ... )`."""
+        tags_hint = f"tags are: {', '.join(TAGS)}"
+        tag_span = self.token_span
+        tag = self.expect("name", hint=tags_hint)
+        if tag not in TAGS:
+            suggestion = did_you_mean(tag, TAGS, _TAGS_ELSEWHERE)
+            raise self.error(f"unknown tag {tag!r}", tag_span, f"{suggestion}{tags_hint}")
+        return tag, tuple(self.listed(self.axis))

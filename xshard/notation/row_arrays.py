@@ -44,8 +44,8 @@ def count_up(counts: Numbers, first: Numbers | int = 0) -> Numbers:
 
     With `first`, each entry counts from its own first number: counts 2 3, first 5 0 -> 5 6 0 1 2.
     """
-    ends = np.cumsum(counts)
-    return np.arange(int(counts.sum())) - np.repeat(ends - counts - first, counts)
+    starts = np.cumsum(counts) - counts  # where each entry's numbers begin in the result
+    return np.arange(int(counts.sum())) - np.repeat(starts - first, counts)
 
 
 def unique_rows(rows: Numbers) -> Numbers:

@@ -24,8 +24,14 @@ NARROWEST = 3.0  # rows in a lane
 TEXT_GAP = 6.0  # between a side and the text beside it
 
 
-class Side(NamedTuple):
-    """A drawn dim and the pixels that it takes. `is_shorter`: than at the scale of the other dim."""
+class ScaledStrip(NamedTuple):
+    """A drawn dim and the pixels that it takes.
+
+    Attributes:
+        strip: The dim, with its blocks.
+        pixels: Its length in the drawing.
+        is_shorter: Whether it is drawn shorter than at the scale of the other dim.
+    """
 
     strip: Strip
     pixels: float
@@ -38,13 +44,13 @@ class Side(NamedTuple):
 
     @property
     def breaks(self) -> list[float]:
-        """The places of marks: the dim is drawn shorter, or rows are missing at the end."""
-        places = []
+        """Where marks stand, in pixels: the dim is drawn shorter, or rows are missing at the end."""
+        positions = []
         if self.is_shorter:
-            places.append(self.pixels / 2)
+            positions.append(self.pixels / 2)
         if self.strip.n_drawn < self.strip.length:
-            places.append(self.pixels)
-        return places
+            positions.append(self.pixels)
+        return positions
 
     @property
     def blocks(self) -> list[tuple[float, float]]:
@@ -59,24 +65,24 @@ def grid_drawing(drawn: Picture) -> Shape:
     several such drawings (cards), one behind the other. Dims whose blocks overlap have a strip
     (lane) for each block beside the drawing. Sentences below say what each mesh axis does.
     """
-    sides = _sides(drawn)
-    down, across = sides
+    scaled_strips = _scaled_strips(drawn)
+    down, across = scaled_strips
     n_cards = min(len(drawn.cards), MAX_CARDS)
     shapes: list[Shape] = []
     # The front card, 0, comes last: what is drawn later covers what was drawn before.
     for card in reversed(range(n_cards)):
         shapes += _card(drawn, card, down, across)
     shapes += _side_texts(down, across)
-    place = across.pixels + (n_cards - 1) * OFFSET + el.GAP
-    shapes += _lanes(drawn, down, place, is_down=True)
+    first_edge = across.pixels + (n_cards - 1) * OFFSET + el.GAP
+    shapes += _lanes(drawn, down, first_edge, is_down=True)
     shapes += _lanes(drawn, across, down.pixels + 2 * el.LINE, is_down=False)
-    low = max(shape.box[3] for shape in shapes) + el.LINE
-    for number, line in enumerate(_captions(drawn, sides)):
-        shapes.append(el.label(0, low + number * el.LINE, line, "start"))
+    captions_top = max(shape.box[3] for shape in shapes) + el.LINE
+    for line_index, line in enumerate(_captions(drawn, scaled_strips)):
+        shapes.append(el.label(0, captions_top + line_index * el.LINE, line, "start"))
     return el.framed(shapes)
 
 
-def _side_texts(down: Side, across: Side) -> Iterator[Shape]:
+def _side_texts(down: ScaledStrip, across: ScaledStrip) -> Iterator[Shape]:
     """Draw the dims' names, signs for rows that are missing, and the rows of every block."""
     yield el.label(-TEXT_GAP, -TEXT_GAP, down.strip.head, "end")
     yield el.label(-TEXT_GAP, down.pixels + 14, across.strip.head, "end")
@@ -91,23 +97,23 @@ def _side_texts(down: Side, across: Side) -> Iterator[Shape]:
         yield from el.label_in((start, down.pixels + 2, stop, down.pixels + 18), text)
 
 
-def _sides(drawn: Picture) -> tuple[Side, Side]:
+def _scaled_strips(drawn: Picture) -> tuple[ScaledStrip, ScaledStrip]:
     """Draw rows and columns at one scale, unless one of them is too short to be seen at the other's."""
-    n_rows, n_columns = (strip.n_drawn for strip in drawn.sides)
-    unit = min(LARGEST, LONGEST[0] / n_rows, LONGEST[1] / n_columns)
-    height = max(n_rows * unit, SHORTEST)
-    width = max(n_columns * unit, SHORTEST)
+    n_rows, n_columns = (strip.n_drawn for strip in drawn.down_and_across)
+    pixels_per_row = min(LARGEST, LONGEST[0] / n_rows, LONGEST[1] / n_columns)
+    height = max(n_rows * pixels_per_row, SHORTEST)
+    width = max(n_columns * pixels_per_row, SHORTEST)
     row_unit = height / n_rows
     column_unit = width / n_columns
-    is_two_dims = len(drawn.strips) == 2
-    down, across = drawn.sides
+    has_two_dims = len(drawn.strips) == 2
+    down, across = drawn.down_and_across
     return (
-        Side(down, height, is_two_dims and row_unit < 0.99 * column_unit),
-        Side(across, width, is_two_dims and column_unit < 0.99 * row_unit),
+        ScaledStrip(down, height, has_two_dims and row_unit < 0.99 * column_unit),
+        ScaledStrip(across, width, has_two_dims and column_unit < 0.99 * row_unit),
     )
 
 
-def _card(drawn: Picture, card: int, down: Side, across: Side) -> Iterator[Shape]:
+def _card(drawn: Picture, card: int, down: ScaledStrip, across: ScaledStrip) -> Iterator[Shape]:
     """Yield the blocks of one card: a rectangle with the device's number for each block.
 
     Where devices hold replicas, or other dims are sharded, several devices have one place in the
@@ -122,22 +128,24 @@ def _card(drawn: Picture, card: int, down: Side, across: Side) -> Iterator[Shape
     """
     x = card * OFFSET
     y = -card * OFFSET
-    for i, (top, bottom) in enumerate(down.blocks):
-        for j, (left, right) in enumerate(across.blocks):
-            device = int(drawn.cards[card, i, j])
+    for row_index, (top, bottom) in enumerate(down.blocks):
+        for column_index, (left, right) in enumerate(across.blocks):
+            device = int(drawn.cards[card, row_index, column_index])
             box = (x + left, y + top, x + right, y + bottom)
             fill = el.colour(drawn.fronts_of([device]))
             data = f'data-device="{device}" data-card="{card}"'
             yield el.rectangle(box, fill, f"d{device}", data)
             for name in _block_patterns(drawn, device):
                 yield el.rectangle(box, f"url(#xs-{name})")
-            places = [box]  # where the number may be written, the best place first
+            label_boxes = [box]  # where the number may be written, the best first
             if card:  # cards in front cover a part of this block
                 is_last = right == across.pixels
-                places = _visible_parts(box, is_first_row=i == 0, is_last_column=is_last)
-            # `label_in` returns no shapes for a place that is too small.
-            for place in places:
-                label = el.label_in(place, str(device), fill)
+                label_boxes = _visible_parts(
+                    box, is_first_row=row_index == 0, is_last_column=is_last
+                )
+            # `label_in` returns no shapes for a box that is too small.
+            for label_box in label_boxes:
+                label = el.label_in(label_box, str(device), fill)
                 if label:
                     yield from label
                     break
@@ -160,9 +168,9 @@ def _block_patterns(drawn: Picture, device: int) -> Iterator[str]:
 def _visible_parts(box: el.Box, *, is_first_row: bool, is_last_column: bool) -> list[el.Box]:
     """Return the parts of a block that cards in front leave free, the larger one first."""
     left, top, right, bottom = box
-    nothing = (left, left, left, left)
-    above = (left, top, right, min(bottom, top + OFFSET)) if is_first_row else nothing
-    beside = (max(left, right - OFFSET), top, right, bottom) if is_last_column else nothing
+    empty_box = (left, left, left, left)
+    above = (left, top, right, min(bottom, top + OFFSET)) if is_first_row else empty_box
+    beside = (max(left, right - OFFSET), top, right, bottom) if is_last_column else empty_box
     return sorted((above, beside), key=_area, reverse=True)
 
 
@@ -171,15 +179,17 @@ def _area(box: el.Box) -> float:
     return (right - left) * (bottom - top)
 
 
-def _lanes(drawn: Picture, side: Side, first_place: float, *, is_down: bool) -> Iterator[Shape]:
+def _lanes(
+    drawn: Picture, scaled_strip: ScaledStrip, first_edge: float, *, is_down: bool
+) -> Iterator[Shape]:
     """Draw the lanes of a dim side by side."""
-    for number, lane in enumerate(side.strip.lanes):
-        place = first_place + number * (LANE + 4)
-        yield from _lane(drawn, lane, side, place, is_down=is_down)
+    for lane_index, lane in enumerate(scaled_strip.strip.lanes):
+        edge = first_edge + lane_index * (LANE + 4)
+        yield from _lane(drawn, lane, scaled_strip, edge, is_down=is_down)
 
 
 def _lane(
-    drawn: Picture, lane: Lane, side: Side, place: float, *, is_down: bool
+    drawn: Picture, lane: Lane, scaled_strip: ScaledStrip, edge: float, *, is_down: bool
 ) -> Iterator[Shape]:
     """Yield a strip that shows which rows one block holds, where blocks overlap (halos).
 
@@ -189,18 +199,22 @@ def _lane(
     Args:
         drawn: The picture.
         lane: The block's groups of rows, and the devices that hold it.
-        side: The dim, with its scale in pixels per row.
-        place: Where the strip stands, in pixels: its left edge if the dim goes down, else its top.
+        scaled_strip: The dim, with its scale in pixels per row.
+        edge: Where the strip stands, in pixels: its left edge if the dim goes down, else its top.
         is_down: Whether the dim goes down, and not across.
     """
-    sizes = [max(group.rows * side.unit, NARROWEST) for group in lane.groups]
-    edges = itertools.pairwise(itertools.accumulate(sizes, initial=_lane_top(lane, side, sizes)))
+    group_pixels = [max(group.rows * scaled_strip.unit, NARROWEST) for group in lane.groups]
+    edges = itertools.pairwise(
+        itertools.accumulate(group_pixels, initial=_lane_top(lane, scaled_strip, group_pixels))
+    )
     # A halo receives rows from their owner; a fold adds its rows to the owner's.
-    is_fold = isinstance(side.strip.dim.overlap, Fold)
+    is_fold = isinstance(scaled_strip.strip.dim.overlap, Fold)
     arrow = "→" if is_fold else "←"
     pattern = "fold" if is_fold else "halo"
-    for group, (first, last) in zip(lane.groups, edges, strict=True):
-        box = (place, first, place + LANE, last) if is_down else (first, place, last, place + LANE)
+    for group, (group_start, group_stop) in zip(lane.groups, edges, strict=True):
+        box = (group_start, edge, group_stop, edge + LANE)
+        if is_down:
+            box = (edge, group_start, edge + LANE, group_stop)
         fill = el.colour(drawn.fronts_of(group.owner)) if group.owner else "none"
         holder = f"d{devices_text(lane.devices)}"
         yield from _row_group(group, box, fill, holder, arrow, pattern)
@@ -227,10 +241,10 @@ def _row_group(
         arrow = ""
     owner = devices_text(group.owner)
     text = f"{arrow}{group.text or owner}"
-    data = f'data-origin="{group.origin}" data-rows="{group.rows}"'
+    attributes = f'data-origin="{group.origin}" data-rows="{group.rows}"'
     if group.origin in ("before", "after"):
-        data += ' stroke-dasharray="3 2"'  # outside the array
-    yield el.rectangle(box, fill, f"{holder}: {group.rows} rows, {group.origin} {text}", data)
+        attributes += ' stroke-dasharray="3 2"'  # outside the array
+    yield el.rectangle(box, fill, f"{holder}: {group.rows} rows, {group.origin} {text}", attributes)
     if is_of_another:
         yield el.rectangle(box, f"url(#xs-{pattern})")
     label = el.label_in(box, text, fill)
@@ -238,7 +252,7 @@ def _row_group(
     yield from label if label else el.label_in(box, f"{arrow}{owner}", fill)
 
 
-def _lane_top(lane: Lane, side: Side, sizes: Sequence[float]) -> float:
+def _lane_top(lane: Lane, scaled_strip: ScaledStrip, group_pixels: Sequence[float]) -> float:
     """Return where a lane begins, so that its own rows are beside the same rows of the array."""
     n_ahead = 0
     rows_ahead = 0
@@ -248,23 +262,23 @@ def _lane_top(lane: Lane, side: Side, sizes: Sequence[float]) -> float:
         n_ahead += 1
         rows_ahead += group.rows
     if n_ahead == len(lane.groups):  # no own rows
-        return lane.start * side.unit
-    return (lane.start + rows_ahead) * side.unit - sum(sizes[:n_ahead])
+        return lane.start * scaled_strip.unit
+    return (lane.start + rows_ahead) * scaled_strip.unit - sum(group_pixels[:n_ahead])
 
 
-def _captions(drawn: Picture, sides: Sequence[Side]) -> Iterator[str]:
+def _captions(drawn: Picture, scaled_strips: Sequence[ScaledStrip]) -> Iterator[str]:
     """Say what the marks of a picture mean, a line each."""
     if drawn.roles:
         n_cards = len(drawn.cards)
-        partly = f" ({MAX_CARDS} drawn)" if n_cards > MAX_CARDS else ""
-        yield f"{n_cards} cards{partly}: {roles_text(drawn)}"
+        drawn_text = f" ({MAX_CARDS} drawn)" if n_cards > MAX_CARDS else ""
+        yield f"{n_cards} cards{drawn_text}: {roles_text(drawn)}"
     if len(set(drawn.fronts.values())) < len(drawn.fronts):
         yield "hatched: a copy, in the colour of the device in front"
-    for side in sides:
-        if side.is_shorter:
-            yield f"≈: {side.strip.dim.name} is drawn shorter than at the scale of the other dim"
-        if side.strip.lanes:
-            yield _caption_of_lanes(drawn, side.strip)
+    for scaled_strip in scaled_strips:
+        if scaled_strip.is_shorter:
+            yield f"≈: {scaled_strip.strip.dim.name} is drawn shorter than at the scale of the other dim"
+        if scaled_strip.strip.lanes:
+            yield _caption_of_lanes(drawn, scaled_strip.strip)
     yield from reading(drawn)
 
 
@@ -273,10 +287,10 @@ def _caption_of_lanes(drawn: Picture, strip: Strip) -> str:
     dim = strip.dim
     n_blocks = drawn.sharding.mesh.size(*dim.axes)
     n_lanes = len(strip.lanes)
-    partly = f" ({n_lanes} of {n_blocks} drawn)" if n_lanes < n_blocks else ""
-    mark = "→: added at" if isinstance(dim.overlap, Fold) else "←: copied from"
-    letter = ""
+    drawn_text = f" ({n_lanes} of {n_blocks} drawn)" if n_lanes < n_blocks else ""
+    arrow_text = "→: added at" if isinstance(dim.overlap, Fold) else "←: copied from"
+    letter_text = ""
     for lane in strip.lanes:
         if any(group.text.strip("-").startswith("r") for group in lane.groups):
-            letter = " (r: rows)"
-    return f"blocks of {dim.name}{partly}; {mark} a device{letter}"
+            letter_text = " (r: rows)"
+    return f"blocks of {dim.name}{drawn_text}; {arrow_text} a device{letter_text}"

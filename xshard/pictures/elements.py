@@ -71,14 +71,14 @@ def framed(shapes: Sequence[Shape]) -> Shape:
     return Shape(moved, (0, 0, right - left + 2 * BORDER, bottom - top + 2 * BORDER))
 
 
-def stacked(parts: Sequence[Shape]) -> Shape:
+def stacked(shapes: Sequence[Shape]) -> Shape:
     """Put framed shapes below each other."""
     body = ""
     top = 0.0
-    for part in parts:
-        body += f'<g transform="translate(0 {top:.1f})">{part.body}</g>'
-        top += part.box[3] + GAP
-    return Shape(body, (0, 0, max(part.box[2] for part in parts), top))
+    for shape in shapes:
+        body += f'<g transform="translate(0 {top:.1f})">{shape.body}</g>'
+        top += shape.box[3] + GAP
+    return Shape(body, (0, 0, max(shape.box[2] for shape in shapes), top))
 
 
 def element(framed: Shape, label: str) -> str:
@@ -90,14 +90,14 @@ def element(framed: Shape, label: str) -> str:
     """
     *_, width, height = framed.box
     patterns = [_pattern(name) for name in STROKES if f"#xs-{name})" in framed.body]
-    inside = f"<defs>{''.join(patterns)}</defs>{framed.body}"
+    content = f"<defs>{''.join(patterns)}</defs>{framed.body}"
     # Ids are made of the content: a page has no id twice, and equal pictures have equal text.
     prefix = f"xs{crc32(f'{label}{framed.body}'.encode()):08x}-"
-    inside = inside.replace('id="xs-', f'id="{prefix}').replace("(#xs-", f"(#{prefix}")
+    content = content.replace('id="xs-', f'id="{prefix}').replace("(#xs-", f"(#{prefix}")
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}" '
         f'role="img" aria-label="{escape(label)}" style="max-width:100%;height:auto" font-size="12" '
-        f'font-family="ui-monospace, monospace">{inside}</svg>'
+        f'font-family="ui-monospace, monospace">{content}</svg>'
     )
 
 
@@ -106,24 +106,26 @@ def line_of(text: str, *, bold: bool = False) -> Shape:
     return framed([label(0, 14, text, "start", bold=bold)])
 
 
-def rectangle(box: Box, fill: str, said: str = "", more: str = "") -> Shape:
+def rectangle(box: Box, fill: str, tooltip: str = "", attributes: str = "") -> Shape:
     """Make an SVG rectangle.
 
     Args:
         box: Its left, top, right and bottom edge, in pixels.
         fill: A colour, "none", or a pattern such as "url(#xs-halo)".
-        said: The text that appears while the mouse points at it. "": none.
-        more: Further attributes, as text.
+        tooltip: The text that appears while the mouse points at it. "": none.
+        attributes: Further attributes, as text.
     """
     left, top, right, bottom = box
-    place = f'x="{left:.2f}" y="{top:.2f}" width="{right - left:.2f}" height="{bottom - top:.2f}"'
+    position = (
+        f'x="{left:.2f}" y="{top:.2f}" width="{right - left:.2f}" height="{bottom - top:.2f}"'
+    )
     stroke = ""
     if not fill.startswith("url"):  # a pattern lies over a rectangle that has its border already
         # Light blocks have dark borders on dark pages, too.
         ink = "currentColor" if fill == "none" else "#111"
         stroke = f' stroke="{ink}" stroke-width=".6"'
-    inside = f"<title>{escape(said)}</title>" if said else ""
-    return Shape(f'<rect {place} fill="{fill}"{stroke} {more}>{inside}</rect>', box)
+    title = f"<title>{escape(tooltip)}</title>" if tooltip else ""
+    return Shape(f'<rect {position} fill="{fill}"{stroke} {attributes}>{title}</rect>', box)
 
 
 def label_in(box: Box, text: str, behind: str = "none") -> list[Shape]:

@@ -89,7 +89,7 @@ class Picture:
 
     Attributes:
         sharding: The sharding.
-        sides: The strips of rows and columns.
+        down_and_across: The strip of rows and the strip of columns.
         cards: The owner of each block: [cards, rows, columns].
         roles: How the cards along some axes relate: by a tag, `replicas`, or the name of a sharded dim
             that is not drawn; and the axes.
@@ -99,7 +99,7 @@ class Picture:
     """
 
     sharding: Sharding
-    sides: tuple[Strip, Strip]
+    down_and_across: tuple[Strip, Strip]
     cards: Ints
     roles: tuple[tuple[str, tuple[str, ...]], ...]
     empty: tuple[int, ...]
@@ -109,7 +109,7 @@ class Picture:
     @property
     def strips(self) -> tuple[Strip, ...]:
         """The drawn dims, at most two."""
-        return tuple(side for side in self.sides if side.dim.name)
+        return tuple(strip for strip in self.down_and_across if strip.dim.name)
 
     def fronts_of(self, devices: Sequence[int]) -> list[int]:
         """Return the devices in front of some devices, each once: one for replicas of one block."""
@@ -129,10 +129,10 @@ def picture(sharding: Sharding, dims: Sequence[str] = (), devices: Sequence[int]
         dims: The dims to draw. Default: the first two, sharded ones before others.
         devices: The device's number at each position of the mesh. Default: 0, 1, 2, ...
     """
-    drawn = _drawn_dims(sharding, dims)
+    drawn_dims = _drawn_dims(sharding, dims)
     mesh = sharding.mesh
-    numbers = np.array(devices or range(mesh.n_devices))
-    strips = [_strip(sharding, d, numbers) for d in drawn]
+    device_numbers = np.array(devices or range(mesh.n_devices))
+    strips = [_strip(sharding, dim_index, device_numbers) for dim_index in drawn_dims]
     down, across = [NO_DIM] * (2 - len(strips)) + strips  # a single dim goes across
     # What the axes that shard no drawn dim do, such as ("replicas", ("tp",)): these make the cards.
     roles = _roles(sharding, {*down.dim.axes, *across.dim.axes})
@@ -143,36 +143,38 @@ def picture(sharding: Sharding, dims: Sequence[str] = (), devices: Sequence[int]
     # of these directions lies one group of mesh axes.
     directions = (card_axes, down.dim.axes, across.dim.axes)
     device_at = np.zeros([mesh.size(*axes) for axes in directions], np.int64)
-    device_at[tuple(map(mesh.indices, directions))] = numbers
+    device_at[tuple(map(mesh.indices, directions))] = device_numbers
     rows = np.array(down.owners, np.int64)
     columns = np.array(across.owners, np.int64)
     is_empty = [_is_empty(sharding, device) for device in range(mesh.n_devices)]
     return Picture(
         sharding,
-        sides=(down, across),
+        down_and_across=(down, across),
         # From one entry for each owner to one for each drawn block, in the order of the rows. An owner
         # may have several blocks, as under zigzag.
         cards=device_at[:, rows[:, None], columns],
         roles=roles,
-        empty=tuple(numbers[is_empty].tolist()),
-        notes=_notes(sharding, drawn),
-        fronts=_fronts(sharding, numbers),
+        empty=tuple(device_numbers[is_empty].tolist()),
+        notes=_notes(sharding, drawn_dims),
+        fronts=_fronts(sharding, device_numbers),
     )
 
 
-def _fronts(sharding: Sharding, numbers: Ints) -> dict[int, int]:
+def _fronts(sharding: Sharding, device_numbers: Ints) -> dict[int, int]:
     """Return, for each device, the first of those that hold the same values.
 
-    "n/dp" on dp=2, tp=2 -> {0: 0, 1: 0, 2: 2, 3: 2}. numbers: the device's number at each position of
-    the mesh.
+    "n/dp" on dp=2, tp=2 -> {0: 0, 1: 0, 2: 2, 3: 2}. device_numbers: the device's number at each
+    position of the mesh.
     """
     replica_axes = _replica_axes(sharding)
     mesh = sharding.mesh
     other_axes = [axis for axis in mesh.axes if axis not in replica_axes]
     fronts: dict[int, int] = {}
-    first_at: dict[int, int] = {}  # by the place along the other axes
-    for number, place in zip(numbers.tolist(), mesh.indices(other_axes).tolist(), strict=True):
-        fronts[number] = first_at.setdefault(place, number)
+    first_device: dict[int, int] = {}  # by index along the other axes
+    for device, group_index in zip(
+        device_numbers.tolist(), mesh.indices(other_axes).tolist(), strict=True
+    ):
+        fronts[device] = first_device.setdefault(group_index, device)
     return fronts
 
 
@@ -193,7 +195,7 @@ def _roles(sharding: Sharding, drawn_axes: set[str]) -> tuple[tuple[str, tuple[s
 def _is_empty(sharding: Sharding, device: int) -> bool:
     """Return whether a device owns no element."""
     dims = range(len(sharding.shape))
-    return not all(count_rows(sharding.owned(d, device)) for d in dims)
+    return not all(count_rows(sharding.owned(dim_index, device)) for dim_index in dims)
 
 
 def title(sharding: Sharding) -> str:
@@ -241,40 +243,41 @@ def _drawn_dims(sharding: Sharding, dims: Sequence[str]) -> tuple[int, ...]:
         raise ShapeError(f"a picture has one or two dims, not {', '.join(dims)}")
     if dims:
         return tuple(map(names.index, dims))
-    sharded = [d for d, dim in enumerate(sharding.layout.dims) if dim.axes]
-    unsharded = [d for d in reversed(range(len(names))) if d not in sharded]
+    sharded = [dim_index for dim_index, dim in enumerate(sharding.layout.dims) if dim.axes]
+    unsharded = [dim_index for dim_index in reversed(range(len(names))) if dim_index not in sharded]
     return tuple(sorted([*sharded, *unsharded][:2]))
 
 
-def _strip(sharding: Sharding, d: int, numbers: Ints) -> Strip:
+def _strip(sharding: Sharding, dim_index: int, device_numbers: Ints) -> Strip:
     """Divide a dim, for drawing, into ranges of rows that each lie in one device's block.
 
     8 rows under zigzag on 2 devices -> rows 0-1 of block 0, 2-3 of 1, 4-5 of 1, 6-7 of 0. With many
     blocks, only the first are kept.
 
-    d: the number of the dim. numbers: the device's number at each position of the mesh.
+    dim_index: of the dim. device_numbers: the device's number at each position of the mesh.
     """
-    length = sharding.shape[d]
-    owned = rows_in_order(sharding, d)  # the rows of all blocks as intervals, sorted by first row
+    length = sharding.shape[dim_index]
+    # The rows of all blocks as intervals, sorted by first row.
+    owned = rows_in_order(sharding, dim_index)
     stops = owned.start + owned.length
     # The rows at which a range begins or ends.
     edges = np.unique(np.concatenate([owned.start, stops, [0, length]]))[: MAX_BLOCKS + 1]
     # The owner of a range has the last interval that begins at or before the range does.
     interval_of_range = np.searchsorted(owned.start, edges[:-1], side="right") - 1
     return Strip(
-        dim=sharding.layout.dims[d],
+        dim=sharding.layout.dims[dim_index],
         length=length,
         blocks=tuple(itertools.pairwise(edges.tolist())),
         owners=tuple(owned.block[interval_of_range].tolist()),
-        lanes=tuple(lanes_of(sharding, d, numbers)),
+        lanes=tuple(lanes_of(sharding, dim_index, device_numbers)),
     )
 
 
-def _notes(sharding: Sharding, drawn: tuple[int, ...]) -> tuple[str, ...]:
+def _notes(sharding: Sharding, drawn_dims: tuple[int, ...]) -> tuple[str, ...]:
     """Write sentences on what each mesh axis does, to print below a drawing.
 
     Such as "n is cut over dp, in contiguous chunks" and "along tp all devices hold the same values
-    (replicas)". `drawn` has the numbers of the dims that are drawn; other sharded dims are named.
+    (replicas)". `drawn_dims` has the numbers of the dims that are drawn; other sharded dims are named.
     """
     layout = sharding.layout
     notes = []
@@ -285,12 +288,16 @@ def _notes(sharding: Sharding, drawn: tuple[int, ...]) -> tuple[str, ...]:
     for dim in layout.dims:
         if dim.overlap is not None:
             notes.append(f"{dim.name} overlaps: {_OVERLAP_TEXT[type(dim.overlap)]} ({dim.overlap})")
-    for kind, axes in layout.tags:
-        notes.append(f"along {', '.join(axes)} {_TAG_TEXT[kind]}")
+    for tag, axes in layout.tags:
+        notes.append(f"along {', '.join(axes)} {_TAG_TEXT[tag]}")
     replicas = ", ".join(_replica_axes(sharding))
     if replicas:
         notes.append(f"along {replicas} all devices hold the same values (replicas)")
-    hidden = [dim.name for d, dim in enumerate(layout.dims) if dim.axes and d not in drawn]
+    hidden = [
+        dim.name
+        for dim_index, dim in enumerate(layout.dims)
+        if dim.axes and dim_index not in drawn_dims
+    ]
     if hidden:
         notes.append(
             f"not drawn: {', '.join(hidden)}, cut too; devices that share a block here differ there"

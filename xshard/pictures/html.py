@@ -24,7 +24,7 @@ from xshard.step.say.suggestion import Suggestion
 _FONT = "font-size:13px;font-family:ui-monospace,monospace"
 _FOCUS = 'tabindex="0" role="group"'  # for boxes that scroll: readers without a mouse reach them
 _TITLE = f"{_FONT};font-weight:bold;white-space:pre-wrap"
-_CELL = f"{_FONT};padding:2px 10px 2px 0;text-align:{{side}};white-space:pre"
+_CELL = f"{_FONT};padding:2px 10px 2px 0;text-align:{{alignment}};white-space:pre"
 
 
 @singledispatch
@@ -119,11 +119,11 @@ def _html_of_suggestion(suggestion: Suggestion) -> str:
 def gradients_html(plan: ContractionPlan) -> str:
     """Draw the moves of all gradients of a contraction, the last part first."""
     text = ""
-    for number, part in reversed(list(enumerate(plan.parts, start=1))):
-        of_part = f" of part {number}" if len(plan.parts) > 1 else ""
+    for part_number, part in reversed(list(enumerate(plan.parts, start=1))):
+        part_text = f" of part {part_number}" if len(plan.parts) > 1 else ""
         for i, move in enumerate(part.backward_moves):
             array = f"operand {i}" if i else "the result"
-            text += f"<h3>The gradient of {array}{of_part}</h3>{html(move)}"
+            text += f"<h3>The gradient of {array}{part_text}</h3>{html(move)}"
     return text
 
 
@@ -139,9 +139,9 @@ def _bars(head: str, values: Mapping[str, float], with_unit: Callable[[Any], str
     """
     largest = max(values.values(), default=0.0) or 1.0
     rows = ""
-    for number, (name, value) in enumerate(values.items()):
+    for row_index, (name, value) in enumerate(values.items()):
         cells = _cells("td", (name, with_unit(value)), ("left", "right"))
-        colour = COLOURS[number % len(COLOURS)]
+        colour = COLOURS[row_index % len(COLOURS)]
         style = f"width:{100 * value / largest:.1f}%;background:{colour};height:14px"
         rows += f'<tr>{cells}<td style="width:100%"><div style="{style}"></div></td></tr>'
     caption = f"<caption style='text-align:left'>{escape(head)}</caption>"
@@ -149,35 +149,36 @@ def _bars(head: str, values: Mapping[str, float], with_unit: Callable[[Any], str
     return f'<table style="border-collapse:collapse;max-width:700px">{sections}</table>'
 
 
-def steps(rows: Sequence[Row], total: str) -> str:
+def steps(rows: Sequence[Row], totals: str) -> str:
     """Return the steps of a plan as a table, and below it the costs of all together."""
-    sides = ["left" if name in ("step", "layout after") else "right" for name in HEAD]
-    head = _cells('th scope="col"', HEAD, sides)
-    body = "".join(f"<tr>{_cells('td', row, sides)}</tr>" for row in rows)
+    alignments = ["left" if name in ("step", "layout after") else "right" for name in HEAD]
+    head = _cells('th scope="col"', HEAD, alignments)
+    body = "".join(f"<tr>{_cells('td', row, alignments)}</tr>" for row in rows)
     sections = f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody>"
-    whole = f'<table style="border-collapse:collapse">{sections}</table>'
-    return f'<div style="overflow-x:auto" {_FOCUS} aria-label="steps">{whole}</div>{preformatted(total)}'
+    table_html = f'<table style="border-collapse:collapse">{sections}</table>'
+    scrolled = f'<div style="overflow-x:auto" {_FOCUS} aria-label="steps">{table_html}</div>'
+    return f"{scrolled}{preformatted(totals)}"
 
 
-def _cells(tag: str, texts: Sequence[str], sides: Sequence[str]) -> str:
+def _cells(tag: str, texts: Sequence[str], alignments: Sequence[str]) -> str:
     """Return a cell for each text.
 
     Args:
         tag: "td", or "th" with attributes.
         texts: The texts.
-        sides: "left" or "right" for each.
+        alignments: "left" or "right" for each.
     """
-    name = tag.split()[0]
+    tag_name = tag.split()[0]
     cells = ""
-    for text, side in zip(texts, sides, strict=True):
-        cells += f'<{tag} style="{_CELL.format(side=side)}">{escape(text)}</{name}>'
+    for text, alignment in zip(texts, alignments, strict=True):
+        cells += f'<{tag} style="{_CELL.format(alignment=alignment)}">{escape(text)}</{tag_name}>'
     return cells
 
 
-def _block(title: str, *parts: str) -> str:
+def _block(title: str, *contents: str) -> str:
     """Return parts below a title."""
     head = f'<div style="{_TITLE}">{escape(title)}</div>'
-    return f'<div class="xshard" style="display:grid;gap:8px">{head}{"".join(parts)}</div>'
+    return f'<div class="xshard" style="display:grid;gap:8px">{head}{"".join(contents)}</div>'
 
 
 def _folded(title: str, inside: str) -> str:

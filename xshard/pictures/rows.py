@@ -21,7 +21,7 @@ from xshard.layout.runs import (
     count_rows,
     interval_table,
     merge_adjacent,
-    unrolled,
+    unroll,
 )
 from xshard.notation.overlap import Fold, Overlap, unfolded
 
@@ -55,13 +55,13 @@ class Lane(NamedTuple):
     groups: tuple[RowGroup, ...]
 
 
-def rows_text(runs: Runs, most: int = 6) -> str:
-    """Write runs in local order as text, at most `most` pieces: "1 fill, 0-2, 4-24 step 8"."""
+def rows_text(runs: Runs, max_texts: int = 6) -> str:
+    """Write runs in local order as text, at most `max_texts` pieces: "1 fill, 0-2, 4-24 step 8"."""
     texts: list[str] = []
     for run in merge_adjacent(runs):
-        texts += _run_texts(run, most)
-    if len(texts) > most:
-        texts = [*texts[:most], "..."]
+        texts += _run_texts(run, max_texts)
+    if len(texts) > max_texts:
+        texts = [*texts[:max_texts], "..."]
     return ", ".join(texts) or "none"
 
 
@@ -69,16 +69,16 @@ def devices_text(devices: Sequence[int]) -> str:
     """Write device numbers as text, with ranges and even steps: "0-3", "0,4", "0-12 step 4"."""
     steps = set(np.diff(devices).tolist())
     if len(devices) > 2 and len(steps) == 1:
-        runs: Runs = (Run(devices[0], 1, len(devices), steps.pop()),)
+        device_runs: Runs = (Run(devices[0], 1, len(devices), steps.pop()),)
     else:
-        runs = tuple(Run(device, 1) for device in devices)
-    return rows_text(runs, most=3).replace(", ", ",")
+        device_runs = tuple(Run(device, 1) for device in devices)
+    return rows_text(device_runs, max_texts=3).replace(", ", ",")
 
 
-def rows_in_order(sharding: Sharding, d: int) -> IntervalTable:
+def rows_in_order(sharding: Sharding, dim_index: int) -> IntervalTable:
     """Sort the rows of a dim, as far as a strip can reach, with their owners along the dim's axes."""
     rows = interval_table(
-        tuple(map(_first_repeats, runs)) for runs in sharding.owned_by_position(d)
+        tuple(map(_first_repeats, runs)) for runs in sharding.owned_by_position(dim_index)
     )
     return rows.take(np.argsort(rows.start, kind="stable"))
 
@@ -98,7 +98,7 @@ class OwnedRun(NamedTuple):
     run: Run
 
 
-def lanes_of(sharding: Sharding, d: int, numbers: Ints) -> Iterator[Lane]:
+def lanes_of(sharding: Sharding, dim_index: int, device_numbers: Ints) -> Iterator[Lane]:
     """Yield, for each block of a dim with halos, which rows it holds and which device owns them.
 
     8 rows on 2 devices with a halo of 1: block 0 holds 4 rows of its own and 1 of device 1. Rows
@@ -106,33 +106,37 @@ def lanes_of(sharding: Sharding, d: int, numbers: Ints) -> Iterator[Lane]:
 
     Args:
         sharding: The sharding.
-        d: The number of the dim.
-        numbers: The device's number at each position of the mesh, [positions]: (4, 5) if a mesh of
+        dim_index: The number of the dim.
+        device_numbers: The device's number at each position of the mesh, [positions]: (4, 5) if a mesh of
             two devices is made of devices 4 and 5.
     """
-    dim = sharding.layout.dims[d]
+    dim = sharding.layout.dims[dim_index]
     if dim.overlap is None:
         return
     block_of_device = sharding.mesh.indices(dim.axes)  # [positions]
 
     def devices_of(block: int) -> tuple[int, ...]:
         # () for NO_OWNER, which is no block's number.
-        return tuple(numbers[block_of_device == block].tolist())
+        return tuple(device_numbers[block_of_device == block].tolist())
 
     # For each block its rows in local order, as spans: rows with their origin, "own", "near" (of a
     # neighbour), or "before" and "after" the array.
-    spans_of_blocks = all_row_spans(dim, sharding.shape[d], sharding.mesh.sizes_of(dim.axes))
-    owners = rows_in_order(sharding, d)
+    spans_of_blocks = all_row_spans(
+        dim, sharding.shape[dim_index], sharding.mesh.sizes_of(dim.axes)
+    )
+    owners = rows_in_order(sharding, dim_index)
     for block, spans in enumerate(spans_of_blocks[:MAX_LANES]):
         owned_runs = list(itertools.islice(_owned_runs(spans, owners), MAX_BLOCKS))
         groups = []
         # A run is a range of rows. Neighbouring runs with one origin and one owner are one group.
-        for (origin, owner), same in itertools.groupby(owned_runs, attrgetter("origin", "owner")):
-            runs = tuple(owned.run for owned in same)
+        for (origin, owner), owned_runs_of_group in itertools.groupby(
+            owned_runs, attrgetter("origin", "owner")
+        ):
+            group_runs = tuple(owned.run for owned in owned_runs_of_group)
             is_beyond = origin in ("before", "after")
-            text = _beyond_text(dim.overlap, origin, runs) if is_beyond else ""
-            groups.append(RowGroup(count_rows(runs), origin, devices_of(owner), text))
-        start = _lane_start(groups, owned_runs, sharding.shape[d])
+            text = _beyond_text(dim.overlap, origin, group_runs) if is_beyond else ""
+            groups.append(RowGroup(count_rows(group_runs), origin, devices_of(owner), text))
+        start = _lane_start(groups, owned_runs, sharding.shape[dim_index])
         yield Lane(devices_of(block), start, tuple(groups))
 
 
@@ -153,12 +157,12 @@ def _lane_start(groups: Sequence[RowGroup], owned_runs: Sequence[OwnedRun], leng
 
 def _owned_runs(spans: Iterable[RowSpan], owners: IntervalTable) -> Iterator[OwnedRun]:
     """Divide the rows of a block into runs with one owner each."""
-    for runs, origin in spans:
-        if runs.start == FILL:
-            yield OwnedRun(origin, NO_OWNER, runs)
+    for span_rows, origin in spans:
+        if span_rows.start == FILL:
+            yield OwnedRun(origin, NO_OWNER, span_rows)
             continue
-        for run in unrolled((runs,)):
-            yield from _divide_by_owner(run, origin, owners)
+        for interval in unroll((span_rows,)):
+            yield from _divide_by_owner(interval, origin, owners)
 
 
 def _divide_by_owner(run: Run, origin: str, owners: IntervalTable) -> Iterator[OwnedRun]:
@@ -175,34 +179,34 @@ def _divide_by_owner(run: Run, origin: str, owners: IntervalTable) -> Iterator[O
     stop = run.start + run.length
     while start < stop:
         # The first interval that ends after `start` has this row.
-        i = int(np.searchsorted(stops_of_owned, start, side="right"))
+        interval_index = int(np.searchsorted(stops_of_owned, start, side="right"))
         owner = NO_OWNER
-        end = stop
-        if i < len(stops_of_owned):
-            owner = int(owners.block[i])
-            end = min(stop, int(stops_of_owned[i]))
-        yield OwnedRun(origin, owner, Run(start, end - start))
-        start = end
+        owned_stop = stop
+        if interval_index < len(stops_of_owned):
+            owner = int(owners.block[interval_index])
+            owned_stop = min(stop, int(stops_of_owned[interval_index]))
+        yield OwnedRun(origin, owner, Run(start, owned_stop - start))
+        start = owned_stop
 
 
-def _beyond_text(overlap: Overlap, origin: str, runs: Runs) -> str:
+def _beyond_text(overlap: Overlap, origin: str, boundary_runs: Runs) -> str:
     """Say what stands in the place of rows beyond an end of the array.
 
     A value ("0"), rows ("r15", with a sign "-r15"), or × for nothing.
     """
     boundary = boundary_at(unfolded(overlap), origin)
-    if runs[0].start == FILL:
+    if boundary_runs[0].start == FILL:
         return "×" if isinstance(overlap, Fold) else f"{boundary.value:g}"
     sign = "-" if boundary.sign < 0 else ""
-    return f"{sign}r{rows_text(runs, most=2)}".replace(", ", ",")
+    return f"{sign}r{rows_text(boundary_runs, max_texts=2)}".replace(", ", ",")
 
 
-def _run_texts(run: Run, most: int) -> list[str]:
+def _run_texts(run: Run, max_texts: int) -> list[str]:
     """Write the row numbers of one run as texts, such as ["0-3", "8-11"].
 
     A run is `length` consecutive rows, repeated every `stride` rows. Single rows 0, 2, 4 are
     ["0-4 step 2"], row 0 three times is ["0 x3"]. A run that starts at FILL, a negative number, is of
-    rows that a boundary fills, such as ["2 fill"]. At most `most` + 1 texts are returned, so that
+    rows that a boundary fills, such as ["2 fill"]. At most `max_texts` + 1 texts are returned, so that
     the caller sees whether there are too many.
     """
     if run.start == FILL:
@@ -210,10 +214,10 @@ def _run_texts(run: Run, most: int) -> list[str]:
     if run.length == 1 and run.repeats > 1:
         if run.stride == 0:
             return [f"{run.start} x{run.repeats}"]
-        last = run.start + run.stride * (run.repeats - 1)
+        last_row = run.start + run.stride * (run.repeats - 1)
         step = "" if run.stride == 1 else f" step {run.stride}"
-        return [f"{run.start}-{last}{step}"]
+        return [f"{run.start}-{last_row}{step}"]
     texts = []
-    for rows in itertools.islice(unrolled((run,)), most + 1):
+    for rows in itertools.islice(unroll((run,)), max_texts + 1):
         texts.append(range_text(rows.start, rows.start + rows.length - 1))
     return texts

@@ -43,24 +43,26 @@ def plan_svg(plan: Plan) -> str:
     """
     dims = _plan_dims(plan)
     devices = plan.src_devices
-    parts = [_captioned(plan.source, dims, devices)]
-    for number, (stage, price) in enumerate(zip(plan.stages, plan.prices, strict=True), start=1):
+    shapes = [_captioned(plan.source, dims, devices)]
+    for step_number, (stage, price) in enumerate(
+        zip(plan.stages, plan.prices, strict=True), start=1
+    ):
         # A transfer, if there is one, is the step after which the array lies on other devices.
         senders = devices
         if stage.step is plan.transfer:
             devices = plan.dst_devices
         costs = f"{format_bytes(price.received_bytes)}, {format_seconds(price.seconds)}"
         # The last layout as the user wrote it: the stages are in normal form.
-        after = plan.target if number == len(plan.stages) else stage.after
+        target = plan.target if step_number == len(plan.stages) else stage.after
         step = el.stacked(
             [
                 el.line_of(f"↓ {stage.step}: {costs}"),
                 _messages(stage, plan.itemsize, senders, devices),
-                _captioned(after, dims, devices),
+                _captioned(target, dims, devices),
             ]
         )
-        parts.append(step._replace(body=f'<g data-step="{number}">{step.body}</g>'))
-    return el.element(el.stacked(parts), f"{plan.src} to {plan.dst} in {len(plan.stages)} steps")
+        shapes.append(step._replace(body=f'<g data-step="{step_number}">{step.body}</g>'))
+    return el.element(el.stacked(shapes), f"{plan.src} to {plan.dst} in {len(plan.stages)} steps")
 
 
 def mesh_svg(mesh: Mesh) -> str:
@@ -71,21 +73,22 @@ def mesh_svg(mesh: Mesh) -> str:
     n_columns = mesh.sizes[-1] if mesh.sizes else 1
     heads = [""]  # a mesh without axes has one device
     if mesh.axes:
-        heads = [f"{mesh.axes[-1]}={j}" for j in range(n_columns)][:MAX_DEVICES]
+        heads = [f"{mesh.axes[-1]}={coord}" for coord in range(n_columns)[:MAX_DEVICES]]
     width = max(map(len, heads)) * el.CHAR + el.GAP
     shapes = []
-    for j, head in enumerate(heads):
-        shapes.append(el.label((j + 0.5) * width, -6, head))
-    for i, first in enumerate(range(0, mesh.n_devices, n_columns)[:MAX_DEVICES]):
-        coords = zip(mesh.axes[:-1], mesh.coords(first), strict=False)
+    for column_index, head in enumerate(heads):
+        shapes.append(el.label((column_index + 0.5) * width, -6, head))
+    for row_index, first_device in enumerate(range(0, mesh.n_devices, n_columns)[:MAX_DEVICES]):
+        coords = zip(mesh.axes[:-1], mesh.coords(first_device), strict=False)
         row_head = " ".join(f"{axis}={coord}" for axis, coord in coords)
-        top = i * ROW
+        top = row_index * ROW
         shapes.append(el.label(-6, top + 16, row_head, "end"))
-        for j in range(len(heads)):
-            left = j * width
+        for column_index in range(len(heads)):
+            left = column_index * width
             box = (left, top, left + width, top + ROW)
-            fill = el.colour((first + j,))
-            shapes += [el.rectangle(box, fill), *el.label_in(box, str(first + j), fill)]
+            device = first_device + column_index
+            fill = el.colour((device,))
+            shapes += [el.rectangle(box, fill), *el.label_in(box, str(device), fill)]
     return el.element(el.framed(shapes), f"devices of {mesh}")
 
 
@@ -102,8 +105,8 @@ def timeline_svg(timeline: Timeline) -> str:
             row = timeline.lanes.index(span.lane)
             fill = el.colour((row,))
         box = (span.begin_s * per_second, row * ROW, span.end_s * per_second, (row + 1) * ROW)
-        said = f"{span.name}: {format_seconds(span.end_s - span.begin_s)}, {span.lane}"
-        shapes += [el.rectangle(box, fill, said), *el.label_in(box, span.name, fill)]
+        tooltip = f"{span.name}: {format_seconds(span.end_s - span.begin_s)}, {span.lane}"
+        shapes += [el.rectangle(box, fill, tooltip), *el.label_in(box, span.name, fill)]
     return el.element(el.framed(shapes), "what computes and travels when")
 
 
@@ -121,25 +124,25 @@ def _messages(
         senders: The number of every device of the mesh before the step.
         receivers: The number of every device of the mesh after it.
     """
-    pairs = stage.step.pair_traffic(stage.before)
-    most_elements = max((pair.elements for pair in pairs), default=0)
-    if not most_elements:
+    messages = stage.step.pair_traffic(stage.before)
+    max_elements = max((message.elements for message in messages), default=0)
+    if not max_elements:
         return el.line_of("nothing travels")
     if max(len(senders), len(receivers)) > MAX_DEVICES:
-        return el.line_of(f"{len(pairs)} messages between {len(senders)} devices")
+        return el.line_of(f"{len(messages)} messages between {len(senders)} devices")
     shapes = []
-    for pair in pairs:
-        src = senders[pair.src]
-        dst = receivers[pair.dst]
+    for message in messages:
+        src = senders[message.src]
+        dst = receivers[message.dst]
         # From below the upper device to above the lower one.
-        box = (_device_x(pair.src), LINE_GAP, _device_x(pair.dst), BAND - LINE_GAP)
+        box = (_device_x(message.src), LINE_GAP, _device_x(message.dst), BAND - LINE_GAP)
         x1, y1, x2, y2 = box
-        line = f'x1="{x1:.0f}" y1="{y1:.0f}" x2="{x2:.0f}" y2="{y2:.0f}" '
-        width = 0.5 + 3.5 * pair.elements / most_elements
+        ends = f'x1="{x1:.0f}" y1="{y1:.0f}" x2="{x2:.0f}" y2="{y2:.0f}"'
+        width = 0.5 + 3.5 * message.elements / max_elements
         ink = f'stroke="currentColor" stroke-opacity=".55" stroke-width="{width:.1f}"'
-        said = f"d{src} to d{dst}: {format_bytes(pair.elements * itemsize)}"
-        body = f'<line {line}{ink} data-src="{src}" data-dst="{dst}"><title>{said}</title></line>'
-        shapes.append(Shape(body, box))
+        tooltip = f"d{src} to d{dst}: {format_bytes(message.elements * itemsize)}"
+        devices = f'data-src="{src}" data-dst="{dst}"'
+        shapes.append(Shape(f"<line {ends} {ink} {devices}><title>{tooltip}</title></line>", box))
     shapes += _devices(senders, DEVICE_TOP)
     shapes += _devices(receivers, BAND - DEVICE_TOP)
     return el.framed(shapes)

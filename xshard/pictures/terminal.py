@@ -35,16 +35,16 @@ def console(*, stderr: bool = False) -> Console:
     return out
 
 
-def headed_table(*heads: str, left: Sequence[str]) -> Table:
+def headed_table(*heads: str, left_aligned: Sequence[str]) -> Table:
     """Return a table without rows.
 
     Args:
         *heads: The heads of the columns.
-        left: The heads of columns of text; numbers stand on the right.
+        left_aligned: The heads of columns of text; numbers stand on the right.
     """
     table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False)
     for head in heads:
-        table.add_column(head, justify="left" if head in left else "right", overflow="fold")
+        table.add_column(head, justify="left" if head in left_aligned else "right", overflow="fold")
     return table
 
 
@@ -89,21 +89,21 @@ class Fitted(NamedTuple):
 
 
 def _steps_text(
-    head: str, rows: Sequence[table.Row], total: str, width: int
+    head: str, rows: Sequence[table.Row], totals: str, width: int
 ) -> Iterator[RenderableType]:
     """Yield what a terminal shows of a plan: its title, its steps, and its price in all.
 
     Args:
         head: The title.
         rows: The texts of each step: step, layout after it, local shape, received, time, peak.
-        total: The line with the price of the whole plan.
+        totals: The line with the price of the whole plan.
         width: The columns of the terminal. If a table is wider, each step is written on lines
             instead.
     """
     yield lines_of(head, width)
     column_widths = [max(map(len, column)) + 3 for column in zip(table.HEAD, *rows, strict=True)]
     if sum(column_widths) <= width:
-        steps = headed_table(*table.HEAD, left=("step", "layout after"))
+        steps = headed_table(*table.HEAD, left_aligned=("step", "layout after"))
         for row in rows:
             steps.add_row(*row)
         yield steps
@@ -112,7 +112,7 @@ def _steps_text(
         for row in rows:
             yield from _step_lines(row)
         yield ""
-    yield Text(f"{total}\n")
+    yield Text(f"{totals}\n")
 
 
 def lines_of(head: str, width: int, style: str = "bold") -> Text:
@@ -130,8 +130,8 @@ def _step_lines(row: table.Row) -> Iterator[Text]:
         yield Text(f"    {row.layout}", "bold")
     received = f"received {row.received}" if row.received else ""
     peak = f"peak {row.peak}" if row.peak else ""
-    numbers = filter(None, (row.local_shape, received, row.time, peak))
-    yield Text("    " + "   ".join(numbers))
+    texts = filter(None, (row.local_shape, received, row.time, peak))
+    yield Text("    " + "   ".join(texts))
 
 
 def _grid_text(drawn: Picture, width: int) -> Iterator[RenderableType]:
@@ -152,25 +152,25 @@ def _grids(drawn: Picture, width: int) -> Iterator[Table]:
     One table if it fits the `width` of the terminal, else several, each with some of the columns. A
     cell has the devices that hold the block, such as "d0" or "sum d0-3".
     """
-    down, across = drawn.sides
+    down, across = drawn.down_and_across
     corner = " / ".join(strip.head for strip in drawn.strips) or "scalar"
     columns = []  # of texts, the head first
     for j, head in enumerate(across.texts):
         columns.append([head, *(cell_text(drawn, i, j) for i in range(len(down.texts)))])
     widths = [max(map(len, column)) + 2 for column in columns]
-    side_width = max(map(len, (corner, *down.texts))) + 1
-    for band in _bands(widths, width - side_width):  # the numbers of the columns of one table
+    row_head_width = max(map(len, (corner, *down.texts))) + 1
+    for band in _bands(widths, width - row_head_width):  # the indices of the columns of one table
         grid = Table(box=None, padding=0)
         grid.add_column(Text(f"{corner} ", style="bold"), justify="right", no_wrap=True)
         for j in band:
             grid.add_column(Text(columns[j][0].center(widths[j])), no_wrap=True)
-        for i, side in enumerate(down.texts):
-            row = [Text(f"{side} ")]
+        for i, row_head in enumerate(down.texts):
+            cells = [Text(f"{row_head} ")]
             for j in band:
                 # The device in front, where several have the block: [cards, rows, columns].
                 style = _style(int(drawn.cards[0, i, j]))
-                row.append(Text(columns[j][i + 1].center(widths[j]), style))
-            grid.add_row(*row)
+                cells.append(Text(columns[j][i + 1].center(widths[j]), style))
+            grid.add_row(*cells)
         yield grid
 
 
@@ -189,9 +189,9 @@ def _bands(widths: Sequence[int], room: int) -> list[list[int]]:
 
 def _style(device: int) -> str:
     """Return the colours of a device's blocks."""
-    repetition, number = divmod(device, len(_COLOURS))
+    repetition, hue_index = divmod(device, len(_COLOURS))
     underline = " underline" if repetition % 2 else ""
-    return f"black on {_COLOURS[number]}{underline}"
+    return f"black on {_COLOURS[hue_index]}{underline}"
 
 
 def _legend(drawn: Picture) -> Table:
@@ -203,7 +203,7 @@ def _legend(drawn: Picture) -> Table:
     sharding = drawn.sharding
     columns = _legend_columns(sharding)
     legend = headed_table(
-        "device", *sharding.mesh.axes, "local shape", *columns, left=list(columns)
+        "device", *sharding.mesh.axes, "local shape", *columns, left_aligned=list(columns)
     )
     for device in range(sharding.mesh.n_devices):
         style = _style(drawn.fronts[device])
@@ -220,11 +220,11 @@ def _legend(drawn: Picture) -> Table:
 def _legend_columns(sharding: Sharding) -> dict[str, Callable[[int], Runs]]:
     """Choose columns by head: the rows of each sharded dim; of an overlapping one, owned and held rows."""
     columns: dict[str, Callable[[int], Runs]] = {}
-    for d, dim in enumerate(sharding.layout.dims):
+    for dim_index, dim in enumerate(sharding.layout.dims):
         if dim.overlap:
             held = "contributed" if isinstance(dim.overlap, Fold) else "held"
-            columns[f"{dim.name} owned"] = partial(sharding.owned, d)
-            columns[f"{dim.name} {held}"] = partial(sharding.held, d)
+            columns[f"{dim.name} owned"] = partial(sharding.owned, dim_index)
+            columns[f"{dim.name} {held}"] = partial(sharding.held, dim_index)
         elif dim.axes:
-            columns[f"rows of {dim.name}"] = partial(sharding.owned, d)
+            columns[f"rows of {dim.name}"] = partial(sharding.owned, dim_index)
     return columns

@@ -62,26 +62,26 @@ def alternatives(plan: Plan) -> tuple[Alternative, ...]:
     start, goal = plan._normal_ends
     has_transposition = plan.source.layout.names != plan.target.layout.names
     transposition = plan.steps[-1:] if has_transposition else ()
-    own_split = split_of(start.mesh)  # that of `spread`
+    source_split = split_of(start.mesh)  # that of `spread`
     searches = _searches(
         without_copies(start),
         without_copies(goal),
         plan.dtype,
         plan.request.machine,
-        are_axes_split=plan.split != own_split,
+        are_axes_split=plan.split != source_split,
     )
-    options = [Alternative("the plan", plan)]
+    ways = [Alternative("the plan", plan)]
     for name, find_steps in searches.items():
         try:
             steps = with_copies(find_steps(), start, goal)
             scaled = with_scale(steps, plan.scale, start, goal, plan.profile)
             # These steps divide no mesh axis into sub-axes, as those of the plan may.
-            other = replace(plan, steps=(*scaled, *transposition), split=own_split)
+            other_plan = replace(plan, steps=(*scaled, *transposition), split=source_split)
         except PlanError as error:
-            options.append(Alternative(name, None, error.reason))
+            ways.append(Alternative(name, None, error.reason))
         else:
-            options.append(Alternative(name, other))
-    return tuple(options)
+            ways.append(Alternative(name, other_plan))
+    return tuple(ways)
 
 
 StepsFinder = Callable[[], Sequence[Step]]
@@ -101,14 +101,14 @@ def _searches(
         paths = overlap_paths.paths_by_name(start, goal, dtype, profile)
         # Already found: the function has nothing left to do.
         return {name: partial(tuple, steps) for name, steps in paths.items()}
-    space = NamedRoute(start, goal, itemsize(dtype), profile)
-    search = Search(space.route, None)
+    named_route = NamedRoute(start, goal, itemsize(dtype), profile)
+    search = Search(named_route.route, None)
 
     def by_search(search: Search) -> Sequence[Step]:
-        return space.steps(search.path().moves)
+        return named_route.steps(search.path().moves)
 
     def by_exchange() -> Sequence[Step]:
-        return (space.exchange(start.layout, goal.layout),)
+        return (named_route.exchange(start.layout, goal.layout),)
 
     searches: dict[str, StepsFinder] = {}
     # A plan that divides no axes is on whole axes itself, and would be its own alternative.
@@ -133,19 +133,19 @@ def _gather_and_slice(start: Sharding, goal: Sharding) -> tuple[Step, ...]:
     dst = goal.layout
     ended = ended_axes(src, dst)  # along these src holds addends, and dst does not
     steps: list[Step] = []
-    for kind, axes in src.tags:
+    for tag, axes in src.tags:
         reduced = tuple(axis for axis in axes if axis in ended)
         if reduced:
-            steps.append(AllReduce(reduced, kind))
+            steps.append(AllReduce(reduced, tag))
     slices: list[DimCut] = []
     for src_dim, dst_dim in zip(src.dims, dst.dims, strict=True):
-        n_common = _common_prefix(src_dim.shards, dst_dim.shards)  # outer shards that may stay
-        gathered = src_dim.shards[n_common:]
-        sliced = dst_dim.shards[n_common:]
-        if gathered:
-            steps.append(AllGather(src_dim.name, gathered))
-        if sliced:
-            slices.append((dst_dim.name, sliced))
+        n_kept = _common_prefix(src_dim.shards, dst_dim.shards)  # outer shards that may stay
+        removed_shards = src_dim.shards[n_kept:]
+        added_shards = dst_dim.shards[n_kept:]
+        if removed_shards:
+            steps.append(AllGather(src_dim.name, removed_shards))
+        if added_shards:
+            slices.append((dst_dim.name, added_shards))
     if slices:
         steps.append(Slice(tuple(slices)))
     begun = begun_axes(src, dst)  # along these dst holds addends, and src does not
@@ -184,31 +184,33 @@ def _verdict(plan: Plan, options: Sequence[Alternative]) -> str:
     """
     if not plan.steps:
         return "The layouts mean the same: there is nothing to do."
-    allowed = {}
+    small_enough = {}
     too_large = {}
     for option in options[1:]:  # the first is the plan itself
-        other = option.plan
-        if other is None or other.steps == plan.steps:
+        other_plan = option.plan
+        if other_plan is None or other_plan.steps == plan.steps:
             continue
-        if other.exceeds_endpoints:
-            too_large[option.name] = other
+        if other_plan.exceeds_endpoints:
+            too_large[option.name] = other_plan
         else:
-            allowed[option.name] = other
-    sentences = [_against_best(plan, allowed)]
-    sentences += [_against_too_large(plan, name, other) for name, other in too_large.items()]
+            small_enough[option.name] = other_plan
+    sentences = [_against_best(plan, small_enough)]
+    sentences += [
+        _against_too_large(plan, name, other_plan) for name, other_plan in too_large.items()
+    ]
     return "\n".join(sentences)
 
 
-def _against_best(plan: Plan, others: Mapping[str, Plan]) -> str:
+def _against_best(plan: Plan, other_plans: Mapping[str, Plan]) -> str:
     """Say in a sentence how much faster the plan is than the fastest of the others, and why.
 
     Such as "2 us faster than direct exchange, the best of the others, under 'h100': 6 fewer
     messages."
     """
-    if not others:
+    if not other_plans:
         return "Every other way within the memory of both ends is the same plan or not possible."
-    name = min(others, key=lambda name: others[name].cost)
-    best = others[name]
+    name = min(other_plans, key=lambda name: other_plans[name].cost)
+    best = other_plans[name]
     if best.cost <= plan.cost:
         why = "holds less" if plan.peak_bytes < best.peak_bytes else "is the plainer of the two"
         return f"As fast as {name} under '{plan.profile.name}'; it {why}."
@@ -217,14 +219,14 @@ def _against_best(plan: Plan, others: Mapping[str, Plan]) -> str:
         "messages": best.messages - plan.messages,
         "steps": len(best.steps) - len(plan.steps),
     }
-    fewer = [f"{saving} fewer {what}" for what, saving in savings.items() if saving > 0]
+    fewer = [f"{saving} fewer {quantity}" for quantity, saving in savings.items() if saving > 0]
     reasons = ", ".join(fewer) if fewer else "cheaper launches and copies"
     saved = format_seconds(best.cost - plan.cost)
     than = f"{name}, the best of the others, under '{plan.profile.name}'"
     return f"{saved} faster than {than}: {reasons}."
 
 
-def _against_too_large(plan: Plan, name: str, other: Plan) -> str:
-    saved_s = plan.cost - other.cost
-    would = f"would be {format_seconds(saved_s)} faster, but" if saved_s > 0 else "also"
-    return f"{name.capitalize()} {would} holds a block larger than both ends, which no plan does."
+def _against_too_large(plan: Plan, name: str, other_plan: Plan) -> str:
+    saved_s = plan.cost - other_plan.cost
+    verb_phrase = f"would be {format_seconds(saved_s)} faster, but" if saved_s > 0 else "also"
+    return f"{name.capitalize()} {verb_phrase} holds a block larger than both ends, which no plan does."

@@ -83,12 +83,12 @@ def sides_or_one(layout: Layout | Expression) -> Sides:
 
 
 def check_given(
-    what: str, plan: Any, dtype: str, shape: Any = None, mesh: Mesh | None = None, **about: Any
+    subject: str, plan: Any, dtype: str, shape: Any = None, mesh: Mesh | None = None, **about: Any
 ) -> None:
     """Check that a plan that the user passed is for this array: its mesh, dtype and global shape.
 
     Args:
-        what: The subject of the error on the dtype, as "the block is".
+        subject: The subject of the error on the dtype, as "the block is".
         plan: A plan, or a contraction's plan.
         dtype: The array's dtype.
         shape: The global shape, or None if it is not known.
@@ -105,13 +105,13 @@ def check_given(
     if mesh not in (None, root_of(plan.mesh)):
         raise MeshError(f"the plan is for {plan.mesh!r}, this is {mesh!r}", **about)
     if dtype != plan.dtype:
-        raise DtypeError(f"{what} {dtype}, the plan is for {plan.dtype}", **about)
+        raise DtypeError(f"{subject} {dtype}, the plan is for {plan.dtype}", **about)
     if shape not in (None, planned):
         raise ShapeError(f"the plan is for shape {planned}, not {shape}", **about)
 
 
 def check_block(
-    what: str,
+    subject: str,
     local_shape: tuple[int, ...],
     expected: tuple[int, ...],
     names: Sequence[str],
@@ -127,7 +127,7 @@ def check_block(
     below the dim n in the user's text.
 
     Args:
-        what: The subject of the error, as "this process's block".
+        subject: The subject of the error, as "this process's block".
         local_shape: The block's shape.
         expected: The shape by the layout.
         names: The dims' names, in the block's order.
@@ -142,9 +142,9 @@ def check_block(
     if local_shape == expected:
         return
     span_of: dict[str, Span] = {}
-    for name, place in text_spans(text).dims:
-        if place[0] >= start:
-            span_of.setdefault(name, place)  # a dim on both sides of the arrow: the first place
+    for name, name_span in text_spans(text).dims:
+        if name_span[0] >= start:
+            span_of.setdefault(name, name_span)  # of a dim on both sides of the arrow, the first
     span = None  # if only the number of dims is wrong, no single dim is marked
     for name, length, expected_length in zip(names, local_shape, expected, strict=False):
         if length != expected_length:
@@ -153,5 +153,5 @@ def check_block(
             break
     if inferred:
         hint += "; if blocks differ in size, pass shape= (the global shape)"
-    message = f"{what} has shape {local_shape}, not {expected}"
+    message = f"{subject} has shape {local_shape}, not {expected}"
     raise ShapeError(message, text=text, span=span, hint=hint)

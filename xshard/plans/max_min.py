@@ -76,7 +76,7 @@ def max_min_plans(plan: Plan) -> MaxMinPlans:
     )
 
 
-def with_kind(layout: Layout, kind: str) -> Layout:
+def with_kind(layout: Layout, new_tag: str) -> Layout:
     """Replace the max or min tag of a layout: "n | max(x)" with "sum" -> "n | sum(x)"."""
-    tags = tuple((kind if k in NONLINEAR else k, axes) for k, axes in layout.tags)
+    tags = tuple((new_tag if tag in NONLINEAR else tag, axes) for tag, axes in layout.tags)
     return replace(layout, tags=tags)

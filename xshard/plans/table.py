@@ -135,12 +135,12 @@ def title(plan: Plan) -> str:
 
 def device_ranges(devices: Sequence[int]) -> str:
     """Write device numbers as ranges: `(0, 1, 2, 3, 6)` -> `0-3,6`."""
-    ranges: list[list[int]] = []  # consecutive devices
+    device_runs: list[list[int]] = []  # consecutive devices
     for device in devices:
-        if not ranges or device != ranges[-1][-1] + 1:
-            ranges.append([])
-        ranges[-1].append(device)
-    return ",".join(range_text(numbers[0], numbers[-1]) for numbers in ranges)
+        if not device_runs or device != device_runs[-1][-1] + 1:
+            device_runs.append([])
+        device_runs[-1].append(device)
+    return ",".join(range_text(consecutive[0], consecutive[-1]) for consecutive in device_runs)
 
 
 def total(plan: Plan) -> str:

@@ -97,18 +97,19 @@ class Transfer(Step):
 
     @property
     def op(self) -> str | None:
-        """How boxes that meet at one place combine, if the source holds addends: "sum", "max", "min"."""
+        """How boxes for the same elements combine, if the source holds addends: "sum", "max", "min"."""
         if self.is_in_place:
             return None
-        for kind, _ in self.source.layout.tags:
-            if kind in REDUCERS:
-                return kind
+        for tag, _ in self.source.layout.tags:
+            if tag in REDUCERS:
+                return tag
         return None
 
-    def after(self, before: Sharding) -> Sharding:
-        same = before.mesh == self.source.mesh and before.shape == self.source.shape
-        if not (same and before.means_the_same_as(self.source)):
-            expected, actual = (f"'{s.layout}' on {s.mesh!r}" for s in (self.source, before))
+    def after(self, source: Sharding) -> Sharding:
+        is_same_array = source.mesh == self.source.mesh and source.shape == self.source.shape
+        if not (is_same_array and source.means_the_same_as(self.source)):
+            expected = f"'{self.source.layout}' on {self.source.mesh!r}"
+            actual = f"'{source.layout}' on {source.mesh!r}"
             raise PlanError(f"the transfer starts from {expected}, not from {actual}")
         return self.target
 
@@ -119,11 +120,13 @@ class Transfer(Step):
         return tuple(map(Message, self._senders, receivers, self._boxes()))
 
     def _boxes(self) -> Iterator[tuple[Any, ...]]:
-        """Yield the box of every piece: one part of each dim."""
-        if not self._pieces.parts:  # a scalar has no dims
+        """Yield the box of every piece: for each dim, the segments of its rows."""
+        if not self._pieces.boxes_by_dim:  # a scalar has no dims
             return iter([()] * len(self._senders))
-        by_dim = [map(boxes.__getitem__, numbers.tolist()) for numbers, boxes in self._pieces.parts]
-        return zip(*by_dim, strict=True)
+        segments_by_dim = []
+        for box_indices, boxes in self._pieces.boxes_by_dim:
+            segments_by_dim.append(map(boxes.__getitem__, box_indices.tolist()))
+        return zip(*segments_by_dim, strict=True)
 
     @cached_property
     def _pieces(self) -> SentPieces:
@@ -144,13 +147,13 @@ class Transfer(Step):
         """Return whether sender and receiver are one device."""
         return self.src_devices[message.src] == self.dst_devices[message.dst]
 
-    def run(self, blocks: Blocks, before: Sharding) -> list[Block]:
+    def run(self, blocks: Blocks, source: Sharding) -> list[Block]:
         """Compute in numpy what each device of the destination's mesh holds after the transfer.
 
         One block per device of the source -> one block per device of the destination. Each message
-        copies a box (a range of rows in every dim) of one block to a place in another. Where
-        several messages reach the same place, they hold addends, and `op` ("sum", "max" or "min";
-        None without addends) combines them.
+        copies a box (a range of rows in every dim) of one block into another. Where several messages
+        bring the same elements, they hold addends, and `op` ("sum", "max" or "min"; None without
+        addends) combines them.
         """
         # Nothing moves: every device has the block that it needs.
         if self.is_in_place:
@@ -173,10 +176,12 @@ class Transfer(Step):
             written[index] = True
         return [result.astype(dtype, copy=False) for result in results]
 
-    def pair_traffic(self, before: Sharding) -> tuple[PairTraffic, ...]:
+    def pair_traffic(self, source: Sharding) -> tuple[PairTraffic, ...]:
         """Return what every sender gives to every receiver, as positions on the two meshes."""
         return tuple(
-            PairTraffic(m.src, m.dst, m.size) for m in self.messages if not self.is_kept(m)
+            PairTraffic(message.src, message.dst, message.size)
+            for message in self.messages
+            if not self.is_kept(message)
         )
 
     @property
@@ -195,11 +200,11 @@ class Transfer(Step):
         if self.is_in_place:
             return self.source.max_local_size
         elements = self._elements.sum(axis=0)
-        elements[self._places(self.src_devices)] += self.source.block_sizes
-        elements[self._places(self.dst_devices)] += self.target.block_sizes
+        elements[self._device_positions(self.src_devices)] += self.source.block_sizes
+        elements[self._device_positions(self.dst_devices)] += self.target.block_sizes
         return int(elements.max())
 
-    def traffic(self, before: Sharding, spans: LinkSpans = ()) -> Traffic:
+    def traffic(self, source: Sharding, spans: LinkSpans = ()) -> Traffic:
         """Return a hop for each of `flows`, of the device that sends or receives longest over its link."""
         hops = []
         for level, flow in enumerate(self.flows.values()):
@@ -228,34 +233,38 @@ class Transfer(Step):
     def flows(self) -> dict[Link, Flow]:
         """What each device sends and receives, by link: inside nodes, and between nodes.
 
-        A link's array is [2, devices, 2]: sent or received; the device, by its place in `_devices`;
+        A link's array is [2, devices, 2]: sent or received; the device, by its position in `_devices`;
         elements or messages. If device 0 sends 8 elements to device 1, [SENT, 0] and [RECEIVED, 1]
         are both (8, 1).
         """
         # `pairs` has three rows: sender, receiver and elements of each message. Messages of a device
         # to itself are copies in its memory, and take no link.
         senders, receivers, elements = self.pairs[:, self.pairs[0] != self.pairs[1]]
-        across = are_on_two_nodes(self.profile, senders, receivers)
+        is_between_nodes = are_on_two_nodes(self.profile, senders, receivers)
         flows: dict[Link, Flow] = {}
-        for link, is_chosen in ((self.profile.default, ~across), (self.profile.across, across)):
+        messages_of_links = (
+            (self.profile.default, ~is_between_nodes),
+            (self.profile.across, is_between_nodes),
+        )
+        for link, is_chosen in messages_of_links:
             if link is None or not is_chosen.any():
                 continue
             # A machine may have equal links inside nodes and between them: then their flows add up.
             flow = flows.setdefault(link, np.zeros((2, len(self._devices), 2), np.int64))
-            for end, devices in ((SENT, senders), (RECEIVED, receivers)):
-                places = self._places(devices[is_chosen])
+            for direction, devices in ((SENT, senders), (RECEIVED, receivers)):
+                positions = self._device_positions(devices[is_chosen])
                 # `+=` would count a device that occurs several times only once.
-                np.add.at(flow[end, :, ELEMENTS], places, elements[is_chosen])
-                np.add.at(flow[end, :, MESSAGES], places, 1)
+                np.add.at(flow[direction, :, ELEMENTS], positions, elements[is_chosen])
+                np.add.at(flow[direction, :, MESSAGES], positions, 1)
         return flows
 
     @property
     def _elements(self) -> Ints:
         """Elements that every device sends, and that it receives: [2, devices]."""
-        total = np.zeros((2, len(self._devices)), np.int64)
+        elements_by_device = np.zeros((2, len(self._devices)), np.int64)
         for flow in self.flows.values():
-            total += flow[..., ELEMENTS]
-        return total
+            elements_by_device += flow[..., ELEMENTS]
+        return elements_by_device
 
     @property
     def between_nodes(self) -> int:
@@ -266,16 +275,16 @@ class Transfer(Step):
         return self._busiest_node(flow[RECEIVED, :, ELEMENTS])
 
     def __str__(self) -> str:
-        n = int((self.pairs[0] != self.pairs[1]).sum())
-        return f"transfer, {n} {'message' if n == 1 else 'messages'}"
+        n_messages = int((self.pairs[0] != self.pairs[1]).sum())
+        return f"transfer, {n_messages} {'message' if n_messages == 1 else 'messages'}"
 
     @cached_property
     def _devices(self) -> Ints:
         """The number of every device of either mesh, sorted: the order of a flow's devices."""
         return np.array(sorted({*self.src_devices, *self.dst_devices}))
 
-    def _places(self, devices: Any) -> Ints:
-        """Return the places of devices in `_devices`."""
+    def _device_positions(self, devices: Any) -> Ints:
+        """Return the positions of devices in `_devices`."""
         return np.asarray(np.searchsorted(self._devices, devices))
 
     def _busiest_node(self, elements: Ints) -> int:
@@ -303,5 +312,5 @@ class Transfer(Step):
                 message.box == whole_block and self.target.local_shape(message.dst) == src_shape
             )
             if not is_same_block:
-                copied[self._places(self.src_devices[message.src])] += message.size
+                copied[self._device_positions(self.src_devices[message.src])] += message.size
         return copied

@@ -30,19 +30,21 @@ class SentPieces(NamedTuple):
     group: Ints  # the group of holders
     holders: tuple[Ints, ...]  # of each group, positions on the source's mesh
     group_of: Ints  # of every device of the source, the group that it is in
-    parts: tuple[tuple[Ints, tuple[Any, ...]], ...]  # by dim: numbers of boxes, and the boxes
+    boxes_by_dim: tuple[
+        tuple[Ints, tuple[Any, ...]], ...
+    ]  # indices, [pieces], into the dim's boxes
 
 
 class Overlaps(NamedTuple):
-    """Which parts of the source's blocks the target's blocks take, of one dim.
+    """The rows of one dim that a block of the target takes from a block of the source.
 
-    Parts stand in the order of the target's blocks.
+    There is an overlap for each pair of blocks with common rows, in the order of the target's blocks.
     """
 
-    starts: Ints  # of each block of the target its first part; the number of parts at the end
-    src_block: Ints  # [parts]
-    length: Ints  # rows, [parts]
-    boxes: tuple[Any, ...]  # segments in both blocks, [parts]
+    starts: Ints  # of each block of the target its first overlap; the number of overlaps at the end
+    src_block: Ints  # [overlaps]
+    length: Ints  # rows, [overlaps]
+    boxes: tuple[Any, ...]  # segments in both blocks, [overlaps]
 
 
 class Holders(NamedTuple):
@@ -72,34 +74,37 @@ def find_pieces(source: Sharding, target: Sharding, sends: bool) -> SentPieces:
     # Begin with one piece for each receiver and addend: the whole array. Then each dim cuts every
     # piece into as many as there are blocks of the source along it, and these replace the piece.
     dst = np.repeat(receivers, n_addends)
-    size = np.ones_like(dst)
+    n_elements = np.ones_like(dst)
     # Which devices of the source hold a piece is told by its addend and by the source's block that
     # it lies in, dim by dim. These are the digits of one number: addend 1, and block 2 of 4 of the
     # only dim, make 1 * 4 + 2 = 6. `Holders.keys` are made in the same way.
-    key = np.tile(np.arange(n_addends), len(receivers))
-    part_numbers: list[Ints] = []  # of each dim so far, [pieces]
+    holder_key = np.tile(np.arange(n_addends), len(receivers))
+    box_indices: list[Ints] = []  # of each dim so far, [pieces]
     boxes: list[Any] = []
-    for d, (src_dim, dst_dim) in enumerate(
+    for dim_index, (src_dim, dst_dim) in enumerate(
         zip(source.layout.dims, target.layout.dims, strict=True)
     ):
-        overlap = _overlaps(source.owned_by_position(d), target.held_by_position(d))
+        dim_overlaps = _overlaps(
+            source.owned_by_position(dim_index), target.held_by_position(dim_index)
+        )
         dst_block = target.mesh.indices(dst_dim.axes)[dst]
-        # For each new piece: the old piece that it is a part of, and its entry in `overlap`.
-        piece, part = _cut_pieces(dst_block, overlap.starts)
-        dst = dst[piece]
-        size = size[piece] * overlap.length[part]
-        key = key[piece] * source.mesh.size(*src_dim.axes) + overlap.src_block[part]
-        part_numbers = [numbers[piece] for numbers in part_numbers]
-        part_numbers.append(part)
-        boxes.append(overlap.boxes)
+        # For each new piece: the old piece that it is cut from, and its entry in `dim_overlaps`.
+        old_piece, overlap_index = _cut_pieces(dst_block, dim_overlaps.starts)
+        dst = dst[old_piece]
+        n_elements = n_elements[old_piece] * dim_overlaps.length[overlap_index]
+        n_src_blocks = source.mesh.size(*src_dim.axes)
+        holder_key = holder_key[old_piece] * n_src_blocks + dim_overlaps.src_block[overlap_index]
+        box_indices = [indices[old_piece] for indices in box_indices]
+        box_indices.append(overlap_index)
+        boxes.append(dim_overlaps.boxes)
     holders = _group_holders(source)  # devices with the same block are one group
     return SentPieces(
         dst=dst,
-        size=size,
-        group=np.searchsorted(holders.keys, key),
+        size=n_elements,
+        group=np.searchsorted(holders.keys, holder_key),
         holders=holders.groups,
         group_of=holders.group_of,
-        parts=tuple(zip(part_numbers, boxes, strict=True)),
+        boxes_by_dim=tuple(zip(box_indices, boxes, strict=True)),
     )
 
 
@@ -115,21 +120,21 @@ def _group_holders(source: Sharding) -> Holders:
 
 
 def _cut_pieces(block_of_piece: Ints, starts: Ints) -> tuple[Ints, Ints]:
-    """Cut every piece into the parts of its block: for each part the piece that it is of, and its number.
+    """Cut every piece by the overlaps of its block: for each new piece the old one, and its overlap.
 
-    Block b has the parts starts[b], ..., starts[b + 1] - 1. Blocks (1, 0) with starts (0, 2, 5)
-    -> pieces 0 0 0 1 1 and their parts 2 3 4 0 1.
+    Block b has the overlaps starts[b], ..., starts[b + 1] - 1. Pieces in the blocks (1, 0) with starts
+    (0, 2, 5) -> old pieces 0 0 0 1 1 and overlaps 2 3 4 0 1.
     """
-    n_parts = np.diff(starts)[block_of_piece]
-    piece = np.repeat(np.arange(len(block_of_piece)), n_parts)
-    # The parts of a piece are numbered on from the first of its block: by how much is that more
-    # than the place at which they stand in the result?
-    shift = starts[block_of_piece] - (n_parts.cumsum() - n_parts)
-    return piece, np.arange(len(piece)) + shift[piece]
+    n_overlaps = np.diff(starts)[block_of_piece]
+    piece_index = np.repeat(np.arange(len(block_of_piece)), n_overlaps)
+    # The overlaps of a piece count on from the first of its block. The offset is how much that is more
+    # than the position in the result.
+    offset = starts[block_of_piece] - (n_overlaps.cumsum() - n_overlaps)
+    return piece_index, np.arange(len(piece_index)) + offset[piece_index]
 
 
 @layout_cache(maxsize=4096)
-def _overlaps(owned: tuple[Runs, ...], wanted: tuple[Runs, ...]) -> Overlaps:
+def _overlaps(source_blocks: tuple[Runs, ...], target_blocks: tuple[Runs, ...]) -> Overlaps:
     """Intersect, along one dim, the rows of every target block with the rows of every source block.
 
     Source blocks with rows 0-3 and 4-7, target blocks with rows 0-5 and 6-7: the first target block
@@ -137,16 +142,16 @@ def _overlaps(owned: tuple[Runs, ...], wanted: tuple[Runs, ...]) -> Overlaps:
     `length` is (4, 2, 2), `src_block` (0, 1, 1), and `starts` (0, 2, 3) says where each target
     block's entries begin.
 
-    owned, wanted: the rows of each block of the source, and of the target.
+    source_blocks, target_blocks: the rows of each block along the dim.
     """
     starts = [0]
     src_blocks: list[int] = []
     lengths: list[int] = []
     boxes: list[Any] = []
-    for wanted_rows in wanted:
-        for src_block, owned_rows in enumerate(owned):
+    for target_rows in target_blocks:
+        for src_block, source_rows in enumerate(source_blocks):
             # The rows that both have, as segments: (start in one block, start in the other, length).
-            box = common_segments(owned_rows, wanted_rows)
+            box = common_segments(source_rows, target_rows)
             if box:
                 src_blocks.append(src_block)
                 lengths.append(sum(segment.length for segment in box))

@@ -55,25 +55,25 @@ def relabelled(
     lacking = target.block_sizes - shared  # [devices, places]
     # A new sum goes to the first device along it; the others get zeros, which nobody sends.
     lacking[:, target.mesh.indices(target.layout.tagged("sum")) > 0] = 0
-    return tuple(dst_devices[i] for i in best_places(lacking))
+    return tuple(dst_devices[i] for i in best_positions(lacking))
 
 
-def best_places(lacking: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Choose which device takes which place on the destination's mesh, so that little is received.
+def best_positions(lacking: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Choose which device takes which position on the destination's mesh, so that little is received.
 
-    With `lacking` ((4, 0), (0, 4)), device 0 has all that place 1 needs, and 1 all that 0 needs: the
-    result is (1, 0), and nothing is sent.
+    With `lacking` ((4, 0), (0, 4)), device 0 has all that position 1 needs, and 1 all that 0 needs:
+    the result is (1, 0), and nothing is sent.
 
-    No device may receive more than the busiest one would if all devices stayed in their places. Of
+    No device may receive more than the busiest one would if all devices stayed where they are. Of
     the orders that obey this, one wins by the fewest elements received in all, then by the fewest
-    that the busiest device receives, then by the fewest devices that change places.
+    that the busiest device receives, then by the fewest devices that move.
 
     Args:
-        lacking: Elements that each device lacks at each place, [devices, places]. On the diagonal,
-            devices stay.
+        lacking: Elements that each device lacks at each position, [devices, positions]. On the
+            diagonal, devices stay.
 
     Returns:
-        For each place its device, [places].
+        For each position its device, [positions].
 
     Raises:
         PlanError: scipy is not installed.
@@ -84,38 +84,38 @@ def best_places(lacking: NDArray[np.int64]) -> NDArray[np.int64]:
         raise PlanError(
             "relabel=True needs scipy", hint="pip install scipy, or xshard with its extra 'relabel'"
         ) from None
-    places = np.arange(len(lacking))
-    # The solver minimises one sum of weights, [devices, places]. In it, the fewest elements come
-    # before the fewest changes of places: elements count n + 1 times, more than all n changes
-    # together. Divided by their common divisor, weights stay small enough to be exact as floats.
+    positions = np.arange(len(lacking))
+    # The solver minimises one sum of weights, [devices, positions]. In it, the fewest elements come
+    # before the fewest devices that move: elements count n + 1 times, more than all n moves together.
+    # Divided by their common divisor, weights stay small enough to be exact as floats.
     unit = max(1, int(np.gcd.reduce(lacking, axis=None)))
-    is_change = places[:, None] != places  # on the diagonal, devices stay
+    is_change = positions[:, None] != positions  # on the diagonal, devices stay
     weight = lacking // unit * (len(lacking) + 1) + is_change
 
-    def assign(limit: int) -> NDArray[np.int64] | None:
+    def best_order_within(limit: int) -> NDArray[np.int64] | None:
         """Return the best order in which no device lacks more than `limit`, or None."""
         try:
-            devices, places_of = linear_sum_assignment(np.where(lacking <= limit, weight, np.inf))
+            devices, position_of = linear_sum_assignment(np.where(lacking <= limit, weight, np.inf))
         except ValueError:  # no order obeys the limit
             return None
-        # From places by device to devices by place.
-        return np.asarray(devices[np.argsort(places_of)])
+        # From positions by device to devices by position.
+        return np.asarray(devices[np.argsort(position_of)])
 
     limits = np.unique(lacking[lacking <= lacking.diagonal().max()])
-    best = assign(limits[-1])  # the most that a device lacks if all stay
+    best = best_order_within(limits[-1])  # the most that a device lacks if all stay
     assert best is not None  # at least the order in which all stay obeys it
-    fewest = lacking[best, places].sum()
+    min_received = lacking[best, positions].sum()
     # Bisect for the smallest limit with which the sum is still the least.
-    low = 0
-    high = len(limits) - 1
-    while low < high:
-        middle = (low + high) // 2
-        order = assign(limits[middle])
-        if order is not None and lacking[order, places].sum() == fewest:
+    low_index = 0
+    high_index = len(limits) - 1
+    while low_index < high_index:
+        middle = (low_index + high_index) // 2
+        order = best_order_within(limits[middle])
+        if order is not None and lacking[order, positions].sum() == min_received:
             best = order
-            high = middle
+            high_index = middle
         else:
-            low = middle + 1
+            low_index = middle + 1
     return best
 
 
@@ -157,14 +157,14 @@ def _path_by(
     factor = request.factor
     scales_addends = request.profile.adds_in_order and factor != 1
     if leaving.layout != source.normal_layout or scales_addends:
-        before = request.for_part(source, leaving, src_devices, factor)
-        steps_before, src_split = solve(before)
+        leaving_request = request.for_part(source, leaving, src_devices, factor)
+        steps_before, src_split = solve(leaving_request)
         factor = Fraction(1)
-    after = request.for_part(landing, target, dst_devices, factor)
+    landing_request = request.for_part(landing, target, dst_devices, factor)
     steps_after: tuple[Step, ...] = ()
     dst_split = split_of(target.mesh)
-    if landing.layout != target.normal_layout or after.scale != 1:
-        steps_after, dst_split = solve(after)
+    if landing.layout != target.normal_layout or landing_request.scale != 1:
+        steps_after, dst_split = solve(landing_request)
     transfer = Transfer(
         _normal_on_sub_axes(leaving, src_split),
         _normal_on_sub_axes(landing, dst_split),
@@ -183,16 +183,16 @@ def _normal_on_sub_axes(sharding: Sharding, split: Split) -> Sharding:
 
 def _check(request: Request) -> None:
     """Raise for layouts and dtypes that no transfer can bring from mesh to mesh."""
-    for end in (request.source, request.target):
-        check_moves(end, end, request.dtype)
-        if end.layout.has_overlap:
+    for sharding in (request.source, request.target):
+        check_moves(sharding, sharding, request.dtype)
+        if sharding.layout.has_overlap:
             raise PlanError(
-                f"'{end.layout}' overlaps, and overlaps move on one mesh",
+                f"'{sharding.layout}' overlaps, and overlaps move on one mesh",
                 hint="trim or fold before, widen after",
             )
-    for kind, _ in request.source.layout.tags:
-        if kind != "copy":
-            check_reduction(request.dtype, kind)
+    for tag, _ in request.source.layout.tags:
+        if tag != "copy":
+            check_reduction(request.dtype, tag)
 
 
 def departures(source: Sharding) -> Iterator[Sharding]:
@@ -214,11 +214,11 @@ def landings(target: Sharding) -> Iterator[Sharding]:
     normal = target.with_layout(target.normal_layout)
     yield normal
     sums = normal.layout.tagged("sum")
-    busy = {*normal.layout.sharding_axes, *normal.layout.tagged("max", "min")}
-    free = tuple(axis for axis in normal.mesh.long_axes if axis not in busy)
-    replicated = tuple(axis for axis in free if axis not in sums)
-    candidates = [free, replicated, sums]
-    candidates += [(axis,) for axis in free]
+    used_axes = {*normal.layout.sharding_axes, *normal.layout.tagged("max", "min")}
+    free_axes = tuple(axis for axis in normal.mesh.long_axes if axis not in used_axes)
+    replicated = tuple(axis for axis in free_axes if axis not in sums)
+    candidates = [free_axes, replicated, sums]
+    candidates += [(axis,) for axis in free_axes]
     for axes in dict.fromkeys(candidates):
         if axes:
             yield from _cut_over(normal, axes)
@@ -234,14 +234,14 @@ def _cut_over(sharding: Sharding, axes: tuple[str, ...]) -> Iterator[Sharding]:
     # The tags of `axes` end, since blocks along them become parts of a dim. Copy tags say something
     # about gradients only, and go too.
     layout = without_tags(sharding.layout, (*axes, *sharding.layout.tagged("copy")))
-    for d, dim in enumerate(layout.dims):
-        lengths = set(sharding.local_sizes[d])
-        longest = max(lengths)
-        if longest < n_parts:
+    for dim_index, dim in enumerate(layout.dims):
+        lengths = set(sharding.local_sizes[dim_index])
+        max_rows = max(lengths)
+        if max_rows < n_parts:
             continue
         # Equal blocks that divide evenly are cut axis by axis; others into parts whose lengths
         # differ by one row at most.
-        if len(lengths) == 1 and longest % n_parts == 0:
+        if len(lengths) == 1 and max_rows % n_parts == 0:
             shards = tuple(Shard((axis,)) for axis in axes)
         else:
             shards = (Shard(axes, "balanced"),)
@@ -283,9 +283,7 @@ def cheapest(
         return None
     plans = [plan for plan in plans if plan.cost <= best_s * SAME_TIME]
     if request.profile.across is not None:  # the machine has several nodes
-        between_nodes = [_elements_between_nodes(plan) for plan in plans]
-        fewest = min(between_nodes)
-        plans = [plan for plan, n in zip(plans, between_nodes, strict=True) if n == fewest]
+        plans = _with_fewest_between_nodes(plans)
     best_s = min(plan.cost for plan in plans)
     # Of plans that are equal but for rounding, the first one: paths with fewer steps come first.
     best = next(plan for plan in plans if plan.cost <= best_s * ROUNDING)
@@ -299,14 +297,22 @@ def _seconds_around_transfer(plan: Plan) -> float:
     )
 
 
+def _with_fewest_between_nodes(plans: Sequence[Plan]) -> list[Plan]:
+    """Return the plans with the fewest elements that enter nodes."""
+    plans_by_elements: dict[int, list[Plan]] = {}
+    for plan in plans:
+        plans_by_elements.setdefault(_elements_between_nodes(plan), []).append(plan)
+    return plans_by_elements[min(plans_by_elements)]
+
+
 def _elements_between_nodes(plan: Plan) -> int:
     """Count the elements that enter a node, by the transfer and by the collectives around it."""
-    total = 0
+    n_elements = 0
     for stage, machine in zip(plan.stages, plan.machines, strict=True):
         if isinstance(stage.step, Transfer):
-            total += stage.step.between_nodes
+            n_elements += stage.step.between_nodes
         else:
             fabric = machine.fabric(stage.before.mesh)
             traffic = stage.step.traffic(stage.before, fabric.spans)
-            total += (machine.node_devices or 1) * fabric.between_nodes(traffic)
-    return total
+            n_elements += (machine.node_devices or 1) * fabric.between_nodes(traffic)
+    return n_elements

@@ -46,51 +46,58 @@ def balanced(transfers: Sequence[Transfer], itemsizes: Sequence[int] = ()) -> li
         For every transfer the sender of each of its pieces, as a position on the source's mesh.
     """
     itemsizes = itemsizes or (1,) * len(transfers)
-    last_device = max((max(*t.src_devices, *t.dst_devices) for t in transfers), default=0)
-    busy_s = np.zeros(last_device + 1)  # [devices]: until when each device sends, in seconds
-    chosen = []  # for each transfer: the senders so far, [pieces]
+    max_device = max(
+        (max(*transfer.src_devices, *transfer.dst_devices) for transfer in transfers),
+        default=0,
+    )
+    busy_s = np.zeros(max_device + 1)  # [devices]: until when each device sends, in seconds
+    senders_by_transfer = []  # for each transfer: the senders so far, [pieces]
     batches: list[Batch] = []  # of all transfers: pieces of one size with the same holders
-    for t, (transfer, itemsize) in enumerate(zip(transfers, itemsizes, strict=True)):
+    for transfer_index, (transfer, itemsize) in enumerate(zip(transfers, itemsizes, strict=True)):
         # The receiver itself where it holds the piece; -1 for pieces that have to be sent.
-        senders = _own_positions(transfer, last_device)
-        chosen.append(senders)
-        batches += _batches(transfer, t, np.flatnonzero(senders < 0), itemsize)
+        senders = _own_positions(transfer, max_device)
+        senders_by_transfer.append(senders)
+        batches += _batches(transfer, transfer_index, np.flatnonzero(senders < 0), itemsize)
     # The largest pieces first. Python's sort is stable, so batches of equal bytes stay in one order,
     # the same on all ranks: each rank computes the senders for itself.
     batches.sort(key=lambda batch: (-batch.n_bytes, batch.transfer))
     for batch in batches:
         # This adds the seconds of the batch to `busy_s`, so that later batches go to other devices.
-        senders = _give_out(batch, transfers[batch.transfer], busy_s)
-        chosen[batch.transfer][batch.pieces] = senders
-    return [tuple(senders.tolist()) for senders in chosen]
+        senders = _choose_senders(batch, transfers[batch.transfer], busy_s)
+        senders_by_transfer[batch.transfer][batch.pieces] = senders
+    return [tuple(senders.tolist()) for senders in senders_by_transfer]
 
 
-def _own_positions(transfer: Transfer, last_device: int) -> Ints:
+def _own_positions(transfer: Transfer, max_device: int) -> Ints:
     """Return for every piece its receiver's position on the source's mesh if it holds the piece, else -1."""
-    pieces = transfer._pieces
-    position_of_device = np.full(last_device + 1, -1)
+    sent_pieces = transfer._pieces
+    position_of_device = np.full(max_device + 1, -1)
     position_of_device[[*transfer.src_devices]] = range(len(transfer.src_devices))
-    receivers = np.array(transfer.dst_devices)[pieces.dst]
+    receivers = np.array(transfer.dst_devices)[sent_pieces.dst]
     position = position_of_device[receivers]
-    holds_piece = (position >= 0) & (pieces.group_of[position] == pieces.group)
+    holds_piece = (position >= 0) & (sent_pieces.group_of[position] == sent_pieces.group)
     return np.where(holds_piece, position, -1)
 
 
-def _batches(transfer: Transfer, number: int, pieces: Ints, itemsize: int) -> list[Batch]:
+def _batches(
+    transfer: Transfer, transfer_index: int, piece_indices: Ints, itemsize: int
+) -> list[Batch]:
     """Sort some pieces of a transfer into batches, larger pieces first."""
-    size = transfer._pieces.size
-    group = transfer._pieces.group
-    pieces = pieces[np.lexsort((group[pieces], -size[pieces]))]
-    is_new_batch = np.diff(size[pieces]) | np.diff(group[pieces])
+    piece_sizes = transfer._pieces.size
+    holder_groups = transfer._pieces.group
+    piece_indices = piece_indices[
+        np.lexsort((holder_groups[piece_indices], -piece_sizes[piece_indices]))
+    ]
+    is_new_batch = np.diff(piece_sizes[piece_indices]) | np.diff(holder_groups[piece_indices])
     starts = np.flatnonzero(is_new_batch) + 1
     return [
-        Batch(int(size[batch[0]]) * itemsize, number, batch)
-        for batch in np.split(pieces, starts)
+        Batch(int(piece_sizes[batch[0]]) * itemsize, transfer_index, batch)
+        for batch in np.split(piece_indices, starts)
         if len(batch)
     ]
 
 
-def _give_out(batch: Batch, transfer: Transfer, busy_s: Floats) -> Ints:
+def _choose_senders(batch: Batch, transfer: Transfer, busy_s: Floats) -> Ints:
     """Choose which device sends each piece of a batch: the one that would be done with it first.
 
     All pieces of a batch have the same size and the same holders, devices that have a replica of
@@ -106,16 +113,16 @@ def _give_out(batch: Batch, transfer: Transfer, busy_s: Floats) -> Ints:
         The senders' positions on the source's mesh, [pieces].
     """
     profile = transfer.profile
-    pieces = transfer._pieces
+    sent_pieces = transfer._pieces
     # Any piece of the batch tells the group of holders: positions on the source's mesh, [holders].
-    holders = pieces.holders[pieces.group[batch.pieces[0]]]
+    holders = sent_pieces.holders[sent_pieces.group[batch.pieces[0]]]
     devices = np.array(transfer.src_devices)[holders]
-    receivers = np.array(transfer.dst_devices)[pieces.dst[batch.pieces]]
-    # Inside a node, then between nodes: `across` as an index takes one of these two.
+    receivers = np.array(transfer.dst_devices)[sent_pieces.dst[batch.pieces]]
+    # Inside a node, then between nodes: `is_between_nodes` as an index takes one of these two.
     links = (profile.default, profile.across or profile.default)
     link_s = np.array([link.latency_s + batch.n_bytes / link.bytes_per_s for link in links])
-    across = are_on_two_nodes(profile, devices, receivers[:, None])
-    piece_s = link_s[across.astype(int)]  # [pieces, holders]
+    is_between_nodes = are_on_two_nodes(profile, devices, receivers[:, None])
+    piece_s = link_s[is_between_nodes.astype(int)]  # [pieces, holders]
     # With equal times the loop below has a closed form, and there may be millions of pieces.
     if (piece_s == piece_s[0, 0]).all():
         equal_s = max(float(piece_s[0, 0]), 1e-12)  # links of a profile may cost nothing

@@ -46,7 +46,7 @@ class Calibration:
         return median_error(self.held_out, self.profile)
 
 
-def _say_nothing(done: int, total: int) -> None:
+def _say_nothing(n_done: int, n_plans: int) -> None:
     """Report no progress."""
 
 
@@ -85,28 +85,45 @@ def calibrate(
         MeshError: The mesh has one device.
         FunctionError: The measurement failed.
     """
-    used = backend_named(backend)
+    runtime = backend_named(backend)
     is_first_rank = os.environ.get("RANK", "0") == "0"
     disk_link = measure_disk(disk) if disk is not None and is_first_rank else None
-    node_devices = _devices_of_a_node(used, mesh)
+    node_devices = _devices_of_a_node(runtime, mesh)
     fitted, held_out = _plans_to_time(mesh, sizes, node_devices)
     plans = fitted + held_out
-    seconds = measure(used, plans, rounds, progress=progress, timeout_s=timeout_s)
+    seconds = measure(runtime, plans, rounds, progress=progress, timeout_s=timeout_s)
     samples = tuple(map(Sample, plans, seconds))
     fitted_samples = samples[: len(fitted)]
     held_out_samples = samples[len(fitted) :]
-    constants = fit(fitted_samples, name, rounds=used.rounds, node_devices=node_devices)
-    products_s = _seconds_of_products(used, mesh, ROWS, PRODUCTS, rounds, timeout_s)
+    constants = fit(fitted_samples, name, rounds=runtime.rounds, node_devices=node_devices)
+    profile = replace(
+        constants,
+        flops_per_s=_flops_per_s(runtime, mesh, rounds, timeout_s),
+        disk=disk_link,
+        call_s=_call_s(runtime, mesh, rounds, timeout_s),
+    )
+    calibration = Calibration(profile, fitted_samples, held_out_samples)
+    profile = replace(profile, source=_source(runtime, mesh, sizes, rounds, calibration))
+    return replace(calibration, profile=profile)
+
+
+def _flops_per_s(
+    runtime: Backend, mesh: Mesh, rounds: int, timeout_s: float
+) -> tuple[tuple[str, float], ...]:
+    """Measure the operations per second of one device in matrix products, by dtype."""
+    products_s = _seconds_of_products(runtime, mesh, ROWS, PRODUCTS, rounds, timeout_s)
     # A multiplication and an addition for each element of each sum.
     rates = [rounded(2 * ROWS**3 / product_s) for product_s in products_s]
-    flops_per_s = tuple(zip(PRODUCTS, rates, strict=True))
-    (smallest_s,) = _seconds_of_products(used, mesh, 1, ("float32",), rounds, timeout_s)
+    return tuple(zip(PRODUCTS, rates, strict=True))
+
+
+def _call_s(runtime: Backend, mesh: Mesh, rounds: int, timeout_s: float) -> float:
+    """Measure the seconds of the host for an operation of a model: those of the smallest product."""
     # Eager torch calls every operation of a step; JAX compiles it.
-    call_s = 0.0 if used.rounds else rounded(PRODUCTS_IN_CALL * smallest_s)
-    profile = replace(constants, flops_per_s=flops_per_s, disk=disk_link, call_s=call_s)
-    calibration = Calibration(profile, fitted_samples, held_out_samples)
-    profile = replace(profile, source=_source(used, mesh, sizes, rounds, calibration))
-    return replace(calibration, profile=profile)
+    if runtime.rounds:
+        return 0.0
+    [smallest_s] = _seconds_of_products(runtime, mesh, 1, ("float32",), rounds, timeout_s)
+    return rounded(PRODUCTS_IN_CALL * smallest_s)
 
 
 def _plans_to_time(

@@ -126,18 +126,18 @@ def _fit(samples: Sequence[Sample], start: Profile, *, by_axis: bool) -> Profile
     return profile
 
 
-def _fit_once(samples: Sequence[Sample], known: Profile, *, by_axis: bool) -> Profile:
+def _fit_once(samples: Sequence[Sample], start_profile: Profile, *, by_axis: bool) -> Profile:
     """Fit constants, given a profile that says which axes are slower."""
-    rows = [_row(sample.plan, known, by_axis=by_axis) for sample in samples]
+    rows = [_row(sample.plan, start_profile, by_axis=by_axis) for sample in samples]
     columns = sorted({column for row in rows for column in row})
     coefficients = np.zeros((len(rows), len(columns)))
     for i, row in enumerate(rows):
         coefficients[i] = [row[column] for column in columns]
     constants = _solve(coefficients, np.array([sample.seconds for sample in samples]))
-    return _profile(dict(zip(columns, constants.tolist(), strict=True)), known)
+    return _profile(dict(zip(columns, constants.tolist(), strict=True)), start_profile)
 
 
-def _row(plan: Plan, known: Profile, *, by_axis: bool) -> Counter[Column]:
+def _row(plan: Plan, start_profile: Profile, *, by_axis: bool) -> Counter[Column]:
     """Count how often a plan pays each constant of a machine: a row of the matrix that is fitted.
 
     A plan's time is the sum of count times constant. {("latency", "dp"): 3, ("byte", "dp"): 6e6,
@@ -147,24 +147,24 @@ def _row(plan: Plan, known: Profile, *, by_axis: bool) -> Counter[Column]:
 
     Args:
         plan: The plan.
-        known: A profile with what is not fitted, such as which devices share a node.
+        start_profile: A profile with what is not fitted, such as which devices share a node.
         by_axis: Whether each mesh axis has a link of its own.
     """
     row: Counter[Column] = Counter()
     for stage in plan.stages:
-        kind = stage.step.kind
-        fabric = known.fabric(stage.before.mesh)
+        step_kind = stage.step.kind
+        fabric = start_profile.fabric(stage.before.mesh)
         traffic = stage.step.traffic(stage.before, fabric.spans)
-        row["copy", ""] += known.copied_elements(traffic) * plan.itemsize
-        launches = known.count_collectives(kind, traffic)
+        row["copy", ""] += start_profile.copied_elements(traffic) * plan.itemsize
+        launches = start_profile.count_collectives(step_kind, traffic)
         if launches:
-            row["launch", kind] += launches
+            row["launch", step_kind] += launches
         if traffic.ring_rounds:
-            row["round", kind] += traffic.ring_rounds
+            row["round", step_kind] += traffic.ring_rounds
         for hop in traffic.hops:
             link = fabric.link(hop)
             name = _SHARED
-            if link == known.across:
+            if link == start_profile.across:
                 name = _ACROSS
             elif by_axis:
                 name = stage.before.mesh.origin(hop.axis)
@@ -231,8 +231,14 @@ def _profile(constants: Mapping[Column, float], start: Profile) -> Profile:
         links[name] = Link(rounded(latency_s), bytes_per_s, topology)
     across = links.pop(_ACROSS, None)
     axes = [(name, link) for name, link in sorted(links.items()) if name != _SHARED]
-    launch_s = {kind: rounded(s) for kind, s in _of_kind(constants, "launch").items()}
-    round_s = {kind: rounded(s) for kind, s in _of_kind(constants, "round").items() if s > _NO_TIME}
+    launch_s = {
+        step_kind: rounded(seconds) for step_kind, seconds in _of_kind(constants, "launch").items()
+    }
+    round_s = {
+        step_kind: rounded(seconds)
+        for step_kind, seconds in _of_kind(constants, "round").items()
+        if seconds > _NO_TIME
+    }
     # For axes and kinds of steps that were not measured, take the slowest that was measured. `links`
     # has no link between nodes any more.
     slowest = min(links.values(), key=lambda link: (link.bytes_per_s, -link.latency_s))
@@ -249,9 +255,9 @@ def _profile(constants: Mapping[Column, float], start: Profile) -> Profile:
     )
 
 
-def _of_kind(constants: Mapping[Column, float], kind: str) -> dict[str, float]:
+def _of_kind(constants: Mapping[Column, float], column_kind: str) -> dict[str, float]:
     """Return the constants of one kind, by the name of the link or of the kind of step."""
-    return {name: value for (its_kind, name), value in constants.items() if its_kind == kind}
+    return {name: value for (its_kind, name), value in constants.items() if its_kind == column_kind}
 
 
 def _speed(s_per_byte: float, unlimited: float) -> float:

@@ -152,10 +152,10 @@ def _shards(axes: Sequence[str]) -> tuple[Shard, ...]:
 
 
 def _layout(
-    first: Sequence[str] = (), second: Sequence[str] = (), sums: Sequence[str] = ()
+    row_axes: Sequence[str] = (), column_axes: Sequence[str] = (), sums: Sequence[str] = ()
 ) -> Layout:
     """Make a layout of two dims, each cut by axes, and a sum over others."""
-    dims = (Dim("n", _shards(first)), Dim("d", _shards(second)))
+    dims = (Dim("n", _shards(row_axes)), Dim("d", _shards(column_axes)))
     return Layout(dims, (("sum", tuple(sums)),))  # without axes there is no sum
 
 
@@ -166,18 +166,18 @@ def _communicating_steps(axes: tuple[str, ...]) -> Iterator[OneStep]:
     elsewhere, since they are not over a set of axes.
     """
     shards = _shards(axes)
-    whole = _layout()
+    unsharded = _layout()
     by_rows = _layout(axes)
     by_columns = _layout((), axes)
-    partial = _layout(sums=axes)
-    yield OneStep(by_rows, whole, AllGather("n", shards))
-    yield OneStep(by_columns, whole, AllGather("d", shards))
-    yield OneStep(partial, whole, AllReduce(axes))
-    yield OneStep(partial, by_rows, ReduceScatter("n", shards))
-    yield OneStep(partial, by_columns, ReduceScatter("d", shards))
+    addends = _layout(sums=axes)
+    yield OneStep(by_rows, unsharded, AllGather("n", shards))
+    yield OneStep(by_columns, unsharded, AllGather("d", shards))
+    yield OneStep(addends, unsharded, AllReduce(axes))
+    yield OneStep(addends, by_rows, ReduceScatter("n", shards))
+    yield OneStep(addends, by_columns, ReduceScatter("d", shards))
     yield OneStep(by_rows, by_columns, AllToAll("n", shards, "d", shards))
     yield OneStep(by_rows, by_columns, Exchange(by_columns))
-    yield OneStep(by_columns, whole, Exchange(whole))
+    yield OneStep(by_columns, unsharded, Exchange(unsharded))
 
 
 def _copying_steps(axes: tuple[str, ...]) -> Iterator[OneStep]:

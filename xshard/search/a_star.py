@@ -55,11 +55,11 @@ class Path(NamedTuple):
     held_elements_floor: float  # elements held that count: to hold less is no gain
     moves: Moves
 
-    def rank(self, seconds: float = 0.0, plainness: int = 0) -> Rank:
+    def rank(self, remaining_s: float = 0.0, remaining_plainness: int = 0) -> Rank:
         """Return the rank of the path, with a bound for the seconds and moves that still follow."""
-        total = round(self.seconds + seconds, DIGITS)
-        held = max(self.held_elements, self.held_elements_floor)
-        return Rank(total, held, self.plainness + plainness)
+        total_s = round(self.seconds + remaining_s, DIGITS)
+        counted_elements = max(self.held_elements, self.held_elements_floor)
+        return Rank(total_s, counted_elements, self.plainness + remaining_plainness)
 
 
 @dataclass(frozen=True)
@@ -95,18 +95,18 @@ class Search:
         if not self.exchanges:
             raise PlanError("no path of collectives leads there")
         # The error says which limit would do.
-        least = replace(self, memory_limit=None)._least_peak_bytes()
-        raise too_large(self.memory_limit, least, "any plan needs")
+        needed_bytes = replace(self, memory_limit=None)._min_peak_bytes()
+        raise too_large(self.memory_limit, needed_bytes, "any plan needs")
 
     def _search(self) -> Path | None:
         """Find the cheapest path; None if none fits."""
         best = None
         if not self.successors.complete:
             # A path that comes nearer to the goal with every step is found soon, and bounds others.
-            best = self._explored(None, nearest=True)
-        return self._explored(best, nearest=False)
+            best = self._explore(None, nearest=True)
+        return self._explore(best, nearest=False)
 
-    def _explored(self, best: Path | None, *, nearest: bool) -> Path | None:
+    def _explore(self, best: Path | None, *, nearest: bool) -> Path | None:
         """Run the A* search once, and return the best path that it finds.
 
         A path is a sequence of moves (all-gather, slice, ...) from the start layout to the goal.
@@ -122,12 +122,12 @@ class Search:
         goal = self.route.goal
         # A mean multiplies the block by a factor in a step of its own, added after the search. What
         # that step holds, `scaled` elements, counts from the start, wherever the step comes.
-        held_elements = max(self.grid.block(start), self.scaled)
+        held_elements = max(self.grid.block_elements(start), self.scaled)
         if self.exceeds_limit(held_elements):
             return None
         # Of equally fast paths the one that holds least wins. Every path holds the blocks of both
         # ends, so to hold less than these is no gain. If a sum ends, memory does not count at all.
-        held_floor: float = self.grid.block(start) + self.grid.block(goal)
+        held_floor: float = self.grid.block_elements(start) + self.grid.block_elements(goal)
         if self.grid.ended(start, goal):
             held_floor = math.inf
         path = Path(0.0, 0, held_elements, held_floor, ())
@@ -142,23 +142,23 @@ class Search:
         """Check whether a device may not hold so many elements."""
         return self.memory_limit is not None and elements * self.grid.itemsize > self.memory_limit
 
-    def least_seconds_of(self, state: State, move: Move) -> float:
+    def move_lower_bound_s(self, state: State, move: Move) -> float:
         """Bound the seconds of a move from below, without its traffic."""
         if move.kind == "exchange":
-            return self.grid.least_exchange(state, move.after)
+            return self.grid.exchange_lower_bound_s(state, move.next_state)
         if move.kind in LOCAL:
             return 0.0
         return self.grid.fabric.least_step_s
 
-    def remaining(self, state: State) -> float:
+    def remaining_lower_bound_s(self, state: State) -> float:
         """Bound the seconds of any path from a state to the goal from below."""
         goal = self.route.goal
-        least = self.grid.least_seconds(state, goal)
+        lower_bound_s = self.grid.lower_bound_s(state, goal)
         if self.successors.complete and state.sums != goal.sums:
-            least = max(least, self.grid.least_reducing(state, goal))
-        return least
+            lower_bound_s = max(lower_bound_s, self.grid.reducing_lower_bound_s(state, goal))
+        return lower_bound_s
 
-    def expected(self, state: State) -> float:
+    def expected_s(self, state: State) -> float:
         """Estimate the seconds of collectives to the goal, one for each axis that must change.
 
         An axis changes if its partial sum ends, or if it shards another dim or another place of it.
@@ -170,16 +170,16 @@ class Search:
         for axis, role in self.grid.roles(state).items():
             if role != goal_roles.get(axis):
                 n_axes += 1
-        return max(self.remaining(state), n_axes * self.grid.fabric.least_step_s)
+        return max(self.remaining_lower_bound_s(state), n_axes * self.grid.fabric.least_step_s)
 
-    def extended(self, path: Path, state: State, move: Move) -> Path | None:
+    def extend(self, path: Path, state: State, move: Move) -> Path | None:
         """Return `path`, which ends at `state`, with one more move, and add the move's price.
 
         The result has the seconds of both and the larger of their memory peaks. None if a device
         would hold more than the memory limit, or if the move permutes whole blocks, and the blocks
         before and after are not the same.
         """
-        if move.kind == "permute" and not self._has_same_blocks(state, move.after):
+        if move.kind == "permute" and not self._has_same_blocks(state, move.next_state):
             return None
         price = move_cost(self.grid, move, state)
         if self.exceeds_limit(price.held_elements):
@@ -193,31 +193,33 @@ class Search:
         else:
             plainness = 1
         seconds = path.seconds + price.seconds
-        held = max(path.held_elements, price.held_elements)
+        held_elements = max(path.held_elements, price.held_elements)
         moves = (*path.moves, (state, move))
-        return Path(seconds, path.plainness + plainness, held, path.held_elements_floor, moves)
+        return Path(
+            seconds, path.plainness + plainness, held_elements, path.held_elements_floor, moves
+        )
 
-    def _has_same_blocks(self, state: State, after: State) -> bool:
+    def _has_same_blocks(self, state: State, next_state: State) -> bool:
         """Check that both states have the same blocks.
 
         Even shards of equal length do; other blocks are compared.
         """
-        if self.grid.is_regular(state) and self.grid.is_regular(after):
+        if self.grid.is_regular(state) and self.grid.is_regular(next_state):
             return True
         try:
-            Permute(self.grid.sharding(after).layout).after(self.grid.sharding(state))
+            Permute(self.grid.sharding(next_state).layout).after(self.grid.sharding(state))
         except PlanError:
             return False
         return True
 
-    def _least_peak_bytes(self) -> int:
+    def _min_peak_bytes(self) -> int:
         """Find the smallest peak of any path: lower the limit until no path is left."""
-        least = 0
+        peak_bytes = 0
         path = self._search()
         while path is not None:
-            least = path.held_elements * self.grid.itemsize
-            path = replace(self, memory_limit=least - 1)._search()
-        return least
+            peak_bytes = path.held_elements * self.grid.itemsize
+            path = replace(self, memory_limit=peak_bytes - 1)._search()
+        return peak_bytes
 
 
 class Exploration:
@@ -240,7 +242,9 @@ class Exploration:
         self.n_pushed = 0
         # No block in between is larger than both ends.
         route = search.route
-        self.largest = max(route.grid.block(route.start), route.grid.block(route.goal))
+        self.max_elements = max(
+            route.grid.block_elements(route.start), route.grid.block_elements(route.goal)
+        )
 
     def push(self, bound: Rank, state: State, path: Path) -> None:
         """Queue a state; of equal bounds, the state that was queued first comes first."""
@@ -255,7 +259,7 @@ class Exploration:
         is a layout; it is settled once all moves from it have been tried.
         """
         search = self.search
-        block = search.grid.block
+        block_elements = search.grid.block_elements
         while self.queue:
             bound, _, state, path = heapq.heappop(self.queue)
             # The queue is ordered by a lower bound on the whole path, so nothing left in it can
@@ -274,9 +278,12 @@ class Exploration:
             if self.nearest and self._is_too_late(path.seconds, state):
                 continue
             # Hot: most moves lead to states that are settled. A state is skipped if its blocks are
-            # larger than `largest`, that of the two ends: no path is worth them.
+            # larger than `max_elements`, that of the two ends: no path is worth them.
             for move in self._moves_from(state, path):
-                if move.after not in self.settled and block(move.after) <= self.largest:
+                if (
+                    move.next_state not in self.settled
+                    and block_elements(move.next_state) <= self.max_elements
+                ):
                     self._try(path, state, move)
 
     def _moves_from(self, state: State, path: Path) -> Iterator[Move]:
@@ -301,10 +308,10 @@ class Exploration:
         # takes at least one launch and one message, and the bound for what remains. That bound is
         # left out if a sum begins, since it may begin locally after the exchange.
         launch_s = search.grid.profile.launch("exchange")
-        least = path.seconds + launch_s + search.grid.fabric.least_latency_s
+        lower_bound_s = path.seconds + launch_s + search.grid.fabric.least_latency_s
         if not search.grid.ended(goal, state):
-            least += search.remaining(state)
-        if best is None or least < best.seconds:
+            lower_bound_s += search.remaining_lower_bound_s(state)
+        if best is None or lower_bound_s < best.seconds:
             yield from search.successors.exchanges(state)
 
     def _may_stop(self) -> bool:
@@ -318,35 +325,38 @@ class Exploration:
         happens if a path at least as good is known, to that layout or to the goal.
         """
         search = self.search
-        best_there = self.reached.get(move.after, WORST)
+        best_known_rank = self.reached.get(move.next_state, WORST)
         # First a lower bound that is quick to compute, since the traffic of a move is slow to
         # count.
-        soonest = round(path.seconds + search.least_seconds_of(state, move), DIGITS)
-        if soonest > best_there.seconds or self._is_too_late(soonest, move.after):
+        earliest_s = round(path.seconds + search.move_lower_bound_s(state, move), DIGITS)
+        if earliest_s > best_known_rank.seconds or self._is_too_late(earliest_s, move.next_state):
             return
-        longer = search.extended(path, state, move)
-        if longer is None:
+        extended_path = search.extend(path, state, move)
+        if extended_path is None:
             return
-        rank = longer.rank()
-        if rank >= best_there:
+        rank = extended_path.rank()
+        if rank >= best_known_rank:
             return
-        self.reached[move.after] = rank
-        if move.after != search.route.goal:
-            self._push_if_promising(longer, move.after)
+        self.reached[move.next_state] = rank
+        if move.next_state != search.route.goal:
+            self._push_if_promising(extended_path, move.next_state)
         elif rank < self.best_rank:
-            self.best = longer
+            self.best = extended_path
             self.best_rank = rank
 
     def _push_if_promising(self, path: Path, state: State) -> None:
         """Queue a state short of the goal, unless no path through it beats the best."""
         # At least one more move follows, and the plainest counts 1.
         if self.nearest:
-            self.push(path.rank(self.search.expected(state), 1), state, path)
+            self.push(path.rank(self.search.expected_s(state), 1), state, path)
             return
-        bound = path.rank(self.search.remaining(state), 1)
+        bound = path.rank(self.search.remaining_lower_bound_s(state), 1)
         if bound < self.best_rank:
             self.push(bound, state, path)
 
     def _is_too_late(self, seconds: float, state: State) -> bool:
         """Check that a path that is at a state after so many seconds is slower than the best."""
-        return round(seconds + self.search.remaining(state), DIGITS) > self.best_rank.seconds
+        return (
+            round(seconds + self.search.remaining_lower_bound_s(state), DIGITS)
+            > self.best_rank.seconds
+        )

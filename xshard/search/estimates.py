@@ -38,46 +38,47 @@ def estimate(grid: Grid, state: State, goal: State) -> float:
     # Axes along which devices hold equal blocks on both sides: each device may move a share of its
     # block and gather the shares afterwards, so that less crosses slow links.
     spare = grid.spare(state, goal, grid.changing(state, goal))
-    least = _collectives_in_turn(grid, state, goal, ())
+    best_s = _price_collectives_in_turn(grid, state, goal, ())
     if spare:
-        least = min(least, _collectives_in_turn(grid, state, goal, spare))
+        best_s = min(best_s, _price_collectives_in_turn(grid, state, goal, spare))
     # An exchange that begins a sum is not tried: its traffic would have to be counted per device.
     if not grid.ended(goal, state):
-        for reduced in _reduced_first(grid, state, goal):
-            least = _with_exchange(grid, reduced, goal, least)
+        for first_leg in _reduced_first(grid, state, goal):
+            best_s = _with_exchange(grid, first_leg, goal, best_s)
     if state.sums == goal.sums and grid.lengths(state) == grid.lengths(goal):
-        least = min(least, move_cost(grid, Move("permute", (), goal), state).seconds)
-    return least
+        best_s = min(best_s, move_cost(grid, Move("permute", (), goal), state).seconds)
+    return best_s
 
 
-def _with_exchange(grid: Grid, first: Leg, goal: State, least: float) -> float:
+def _with_exchange(grid: Grid, first_leg: Leg, goal: State, best_s: float) -> float:
     """Price the paths that go on with an exchange, and return the fewest seconds known.
 
     An exchange is a general step: each device takes from any others what it lacks. It leads from
-    the layout of `first` to the goal, or to a layout from which one all-gather leads to the goal.
+    the layout of `first_leg` to the goal, or to a layout from which one all-gather leads to the goal.
 
     Args:
         grid: The grid of the states.
-        first: The layout from which the exchange starts, and the seconds to get there.
+        first_leg: The layout from which the exchange starts, and the seconds to get there.
         goal: The layout at the end.
-        least: The seconds of the best path so far: the result if none here takes fewer.
+        best_s: The seconds of the best path so far: the result if none here takes fewer.
     """
-    exchange_s = _exchange_seconds(grid, first.state, goal, least - first.seconds)
-    least = min(least, first.seconds + exchange_s)
-    for last in _before_gathers(grid, first.state, goal):
-        below = least - first.seconds - last.seconds  # what is left for the middle of the path
-        if below <= 0:
+    exchange_s = _exchange_seconds(grid, first_leg.state, goal, best_s - first_leg.seconds)
+    best_s = min(best_s, first_leg.seconds + exchange_s)
+    for last_leg in _before_gathers(grid, first_leg.state, goal):
+        # The middle of the path may take no longer.
+        limit_s = best_s - first_leg.seconds - last_leg.seconds
+        if limit_s <= 0:
             continue  # the first and last legs alone take as long as the best path
-        by_exchange = _exchange_seconds(grid, first.state, last.state, below)
-        by_collectives = _collectives_in_turn(grid, first.state, last.state, ())
-        seconds = min(by_exchange, by_collectives)
-        least = min(least, first.seconds + seconds + last.seconds)
-    return least
+        exchange_path_s = _exchange_seconds(grid, first_leg.state, last_leg.state, limit_s)
+        collectives_path_s = _price_collectives_in_turn(grid, first_leg.state, last_leg.state, ())
+        middle_s = min(exchange_path_s, collectives_path_s)
+        best_s = min(best_s, first_leg.seconds + middle_s + last_leg.seconds)
+    return best_s
 
 
 def _exchange_seconds(grid: Grid, state: State, goal: State, below: float) -> float:
     """Price an exchange to the goal; infinite if not below a limit, or to be counted per device."""
-    if grid.least_exchange(state, goal) >= below or grid.even_received(state, goal) is None:
+    if grid.exchange_lower_bound_s(state, goal) >= below or grid.even_received(state, goal) is None:
         return math.inf
     return move_cost(grid, Move("exchange", (), goal), state).seconds
 
@@ -90,22 +91,25 @@ def _before_gathers(grid: Grid, state: State, goal: State) -> Iterator[Leg]:
     numbers. If the goal is "b c" on axes 0 and 1, and the start is sharded over axis 1: "b/0/1 c",
     then "b/1 c". The first dim that the axes divide evenly is sharded.
     """
-    free = grid.replica_axes(goal)
-    sharding_at_start = common(free, grid.roles(state))
-    for axes in filter(None, dict.fromkeys((free, sharding_at_start))):  # once if both are the same
-        d = _first_even_dim(grid, range(len(goal.cuts)), goal, axes)
-        if d is not None:
-            sharded = goal.with_inner(d, axes)
-            in_place = d == 0  # pieces of dim 0 lie one after the other in the result
-            block = grid.block(sharded)
-            yield Leg(sharded, grid.collective_seconds("all_gather", block, axes, in_place))
+    replica_axes = grid.replica_axes(goal)
+    sharding_at_start = common(replica_axes, grid.roles(state))
+    # Once if both are the same.
+    for axes in filter(None, dict.fromkeys((replica_axes, sharding_at_start))):
+        dim_index = _first_even_dim(grid, range(len(goal.cuts)), goal, axes)
+        if dim_index is not None:
+            sharded = goal.with_inner(dim_index, axes)
+            in_place = dim_index == 0  # pieces of dim 0 lie one after the other in the result
+            block_elements = grid.block_elements(sharded)
+            yield Leg(
+                sharded, grid.collective_seconds("all_gather", block_elements, axes, in_place)
+            )
 
 
 def _first_even_dim(grid: Grid, dims: Iterable[int], state: State, axes: Cut) -> int | None:
     """Find the first dim that some axes divide evenly if they shard it further; None if none."""
-    for d in dims:
-        if grid.is_even(d, state.cuts[d] + axes):
-            return d
+    for dim_index in dims:
+        if grid.is_even(dim_index, state.cuts[dim_index] + axes):
+            return dim_index
     return None
 
 
@@ -119,18 +123,18 @@ def _reduced_first(grid: Grid, state: State, goal: State) -> Iterator[Leg]:
     yielded.
     """
     yield Leg(state, 0.0)
-    ended = grid.ended(state, goal)
-    if not ended:
+    ended_axes = grid.ended(state, goal)
+    if not ended_axes:
         return
     dims = list(range(len(state.cuts)))  # in the order of trying
-    role = grid.roles(goal).get(ended[0])
+    role = grid.roles(goal).get(ended_axes[0])
     if role is not None:
         dims.insert(0, role.dim)
-    d = _first_even_dim(grid, dims, state, ended)
-    if d is not None:
-        after = state.without_sums(ended).with_inner(d, ended)
-        move = Move("reduce_scatter", (d, ended), after)
-        yield Leg(after, move_cost(grid, move, state).seconds)
+    dim_index = _first_even_dim(grid, dims, state, ended_axes)
+    if dim_index is not None:
+        reduced_state = state.without_sums(ended_axes).with_inner(dim_index, ended_axes)
+        move = Move("reduce_scatter", (dim_index, ended_axes), reduced_state)
+        yield Leg(reduced_state, move_cost(grid, move, state).seconds)
 
 
 class AxisChanges(NamedTuple):
@@ -151,15 +155,15 @@ def _axis_changes(grid: Grid, state: State, goal: State) -> AxisChanges:
     """
     old_roles = grid.roles(state)
     new_roles = grid.roles(goal)
-    sliced = [a for a in new_roles if a not in old_roles and a not in state.sums]
-    moved = [a for a in new_roles if a in old_roles and old_roles[a] != new_roles[a]]
+    sliced = [axis for axis in new_roles if axis not in old_roles and axis not in state.sums]
+    moved = [axis for axis in new_roles if axis in old_roles and old_roles[axis] != new_roles[axis]]
     # A slice adds an innermost shard: "s/1" -> "s/1/2". If the goal has the axis further out, as in
     # "s/2/1", or the dim keeps less, it has to move after the slice.
     for axis in sliced:
-        d = new_roles[axis].dim
-        if not starts_with(goal.cuts[d], state.cuts[d]):
+        dim_index = new_roles[axis].dim
+        if not starts_with(goal.cuts[dim_index], state.cuts[dim_index]):
             moved.append(axis)
-    gathered = [a for a in old_roles if a not in new_roles and a not in goal.sums]
+    gathered = [axis for axis in old_roles if axis not in new_roles and axis not in goal.sums]
     return AxisChanges(grid.ended(state, goal), sliced, moved, gathered)
 
 
@@ -170,11 +174,13 @@ class Reduction(NamedTuple):
     """
 
     seconds: float
-    block: int
+    block_elements: int
     scattered: Cut
 
 
-def _collectives_in_turn(grid: Grid, state: State, goal: State, spare: Sequence[int]) -> float:
+def _price_collectives_in_turn(
+    grid: Grid, state: State, goal: State, spare: Sequence[int]
+) -> float:
     """Price a fixed path: one slice, one reduction, one move of shards and one all-gather.
 
     Each step is for all axes that need it, and is left out if none does. The order keeps blocks
@@ -191,16 +197,16 @@ def _collectives_in_turn(grid: Grid, state: State, goal: State, spare: Sequence[
     changes = _axis_changes(grid, state, goal)
     sliced = (*changes.sliced, *spare)
     gathered = (*changes.gathered, *spare)
-    block = grid.block(state)  # elements per device, at this point of the path
+    block_elements = grid.block_elements(state)  # elements per device, at this point of the path
     seconds = 0.0
     if sliced:
         # Uneven blocks are taken as even: an estimate may be off by a row.
-        block = max(1, block // grid.count_parts(sliced))
-        seconds += _copy_seconds(grid, block)
+        block_elements = max(1, block_elements // grid.count_parts(sliced))
+        seconds += _copy_seconds(grid, block_elements)
     if changes.ended:
-        reduction = _reduction(grid, block, changes.ended, goal, has_gather=bool(gathered))
+        reduction = _reduction(grid, block_elements, changes.ended, goal, has_gather=bool(gathered))
         seconds += reduction.seconds
-        block = reduction.block
+        block_elements = reduction.block_elements
         gathered += reduction.scattered
     if changes.moved_axes:
         # The slice, scatter and gather of this path may make all blocks equally long; then whole
@@ -208,35 +214,41 @@ def _collectives_in_turn(grid: Grid, state: State, goal: State, spare: Sequence[
         n_slices = grid.count_parts((*sliced, *changes.ended))
         n_gathers = grid.count_parts(gathered)
         can_permute = _can_match_by_slices(grid, state, goal, n_slices, n_gathers)
-        largest = max(grid.block(state), grid.block(goal))
-        seconds += _moving_seconds(grid, tuple(changes.moved_axes), block, largest, can_permute)
+        max_elements = max(grid.block_elements(state), grid.block_elements(goal))
+        seconds += _moving_seconds(
+            grid, tuple(changes.moved_axes), block_elements, max_elements, can_permute
+        )
     if gathered:
         old_roles = grid.roles(state)
         # Shards of dim 0 lie one after the other in the gathered block, and need no copy.
-        in_place = all(a not in old_roles or old_roles[a].dim == 0 for a in gathered)
-        seconds += grid.collective_seconds("all_gather", block, gathered, in_place)
+        in_place = all(axis not in old_roles or old_roles[axis].dim == 0 for axis in gathered)
+        seconds += grid.collective_seconds("all_gather", block_elements, gathered, in_place)
     return seconds
 
 
-def _reduction(grid: Grid, block: int, ended: Cut, goal: State, *, has_gather: bool) -> Reduction:
+def _reduction(
+    grid: Grid, block_elements: int, ended: Cut, goal: State, *, has_gather: bool
+) -> Reduction:
     """Price the collective that ends sums: a reduce-scatter, or an all-reduce.
 
     A reduce-scatter pays if the goal shards over these axes, or if a gather follows in any case,
     which can gather these shards too.
     """
     new_roles = grid.roles(goal)
-    dims = [new_roles[a].dim for a in ended if a in new_roles]
+    dims = [new_roles[ended_axis].dim for ended_axis in ended if ended_axis in new_roles]
     if not dims and not has_gather:
-        return Reduction(grid.collective_seconds("all_reduce", block, ended, False), block, ())
+        return Reduction(
+            grid.collective_seconds("all_reduce", block_elements, ended, False), block_elements, ()
+        )
     # Pieces of dim 0 lie one after the other: they need no packing. An axis that shards no dim at
     # the goal may scatter dim 0.
-    seconds = grid.collective_seconds("reduce_scatter", block, ended, not any(dims))
+    seconds = grid.collective_seconds("reduce_scatter", block_elements, ended, not any(dims))
     scattered = without(ended, new_roles)
-    return Reduction(seconds, max(1, block // grid.count_parts(ended)), scattered)
+    return Reduction(seconds, max(1, block_elements // grid.count_parts(ended)), scattered)
 
 
 def _moving_seconds(
-    grid: Grid, axes: tuple[int, ...], block: int, largest: int, can_permute: bool
+    grid: Grid, axes: tuple[int, ...], block_elements: int, max_block: int, can_permute: bool
 ) -> float:
     """Price the cheapest way to move shards from dim to dim, as in "s/x c" -> "s c/x".
 
@@ -246,26 +258,28 @@ def _moving_seconds(
     Args:
         grid: The grid of the states.
         axes: The axes that move.
-        block: Elements of each device's block before the move.
-        largest: The most elements that a gathered block may have.
+        block_elements: Elements of each device's block before the move.
+        max_block: The most elements that a gathered block may have.
         can_permute: Whether whole blocks may just change places: all have the same shape.
     """
-    least = grid.collective_seconds("all_to_all", block, axes, False)
+    best_s = grid.collective_seconds("all_to_all", block_elements, axes, False)
     # The gathered block has the blocks of all devices along the axes.
-    if block * grid.count_parts(axes) <= largest:
-        gather = grid.collective_seconds("all_gather", block, axes, False)
-        least = min(least, gather + _copy_seconds(grid, block))
+    if block_elements * grid.count_parts(axes) <= max_block:
+        gather_s = grid.collective_seconds("all_gather", block_elements, axes, False)
+        best_s = min(best_s, gather_s + _copy_seconds(grid, block_elements))
     if can_permute:
-        least = min(least, grid.collective_seconds("permute", block, axes, False))
-    return least
+        best_s = min(best_s, grid.collective_seconds("permute", block_elements, axes, False))
+    return best_s
 
 
-def _copy_seconds(grid: Grid, block: int) -> float:
-    """Price a slice that leaves `block` elements."""
-    return grid.fabric.seconds("slice", Traffic(copied=block), grid.itemsize)
+def _copy_seconds(grid: Grid, block_elements: int) -> float:
+    """Price a slice that leaves `block_elements` elements."""
+    return grid.fabric.seconds("slice", Traffic(copied=block_elements), grid.itemsize)
 
 
-def _can_match_by_slices(grid: Grid, state: State, goal: State, slices: int, gathers: int) -> bool:
+def _can_match_by_slices(
+    grid: Grid, state: State, goal: State, n_slices: int, n_gathers: int
+) -> bool:
     """Check whether a slice before and a gather after let whole blocks just change places.
 
     Blocks can be permuted among devices if each dim is cut into the same number of parts on both
@@ -276,10 +290,13 @@ def _can_match_by_slices(grid: Grid, state: State, goal: State, slices: int, gat
         grid: The grid of the states.
         state: The state before.
         goal: The state after.
-        slices: Into how many more parts the start may be cut.
-        gathers: Into how many more parts the goal may be cut, to be gathered afterwards.
+        n_slices: Into how many more parts the start may be cut.
+        n_gathers: Into how many more parts the goal may be cut, to be gathered afterwards.
     """
-    parts = [grid.count_parts(cut) for cut in state.cuts]
+    start_parts = [grid.count_parts(cut) for cut in state.cuts]
     goal_parts = [grid.count_parts(cut) for cut in goal.cuts]
-    multiple = math.prod(map(math.lcm, parts, goal_parts))
-    return multiple <= math.prod(parts) * slices and multiple <= math.prod(goal_parts) * gathers
+    multiple = math.prod(map(math.lcm, start_parts, goal_parts))
+    return (
+        multiple <= math.prod(start_parts) * n_slices
+        and multiple <= math.prod(goal_parts) * n_gathers
+    )

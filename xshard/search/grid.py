@@ -16,7 +16,7 @@ from xshard.cost.bounds import mean_rounded_up, reduction_messages
 from xshard.cost.model import Profile
 from xshard.layout import Mesh
 from xshard.search.links import LinkedStates
-from xshard.search.states import Cut, State, cached_method, common, shared
+from xshard.search.states import Cut, State, cached_method, common, common_prefix
 from xshard.steps.exchange.even_traffic import node_lack
 
 # Shards that a grid numbers, before a new one takes its place: documents have other lengths at
@@ -27,8 +27,8 @@ MAX_SHARDS = 4096
 class ExchangeDemand(NamedTuple):
     """Bounds for what a device takes in an exchange: rows of one dim, or elements of all dims."""
 
-    wanted: int  # in the longest block afterwards
-    min_senders: int  # in at least how many blocks they are before
+    wanted: int  # in the longest block of the target
+    min_senders: int  # in at least how many blocks of the source they are
     max_per_sender: int
     already_local: int  # at most so many are in the device's own block
     in_node: int  # at most so many are in blocks that the slowest links do not lead to
@@ -45,7 +45,7 @@ class Grid(LinkedStates):
         """Whether devices of a node share a port, whose load may be below the busiest device's."""
         return self.fabric.links[0].topology == "port"
 
-    def least_received(self, state: State, goal: State) -> int:
+    def received_lower_bound(self, state: State, goal: State) -> int:
         """Bound the elements that the busiest device must receive on any path, from below.
 
         One direct exchange sends no element twice: no path receives less. Where a sum ends, partial
@@ -59,7 +59,7 @@ class Grid(LinkedStates):
         return self._quick_received(state, goal)
 
     def quick_bound_s(self, state: State, goal: State) -> float:
-        """Return a lower bound on the seconds to redistribute: lower than `least_seconds`, but quick.
+        """Return a lower bound on the seconds to redistribute: lower than `lower_bound_s`, but quick.
 
         It is one launch, one message, and the elements that a device lacks, over the fastest link.
         """
@@ -76,12 +76,14 @@ class Grid(LinkedStates):
         "n/x m" -> "n m/x" over 2 devices: it needs 8 x 3, and keeps at most 4 x 3.
         """
         if state.sums != goal.sums:
-            return self._least_reduced(state, goal)
-        pairs = zip(self.lengths(state), self.lengths(goal), strict=True)
-        n_kept = math.prod([min(old.longest, new.longest) for old, new in pairs])
-        return self.block(goal) - n_kept
+            return self._reduced_lower_bound(state, goal)
+        lengths = zip(self.lengths(state), self.lengths(goal), strict=True)
+        n_kept = math.prod(
+            [min(length.longest, goal_length.longest) for length, goal_length in lengths]
+        )
+        return self.block_elements(goal) - n_kept
 
-    def _least_reduced(self, state: State, goal: State, level: int | None = None) -> int:
+    def _reduced_lower_bound(self, state: State, goal: State, level: int | None = None) -> int:
         """Bound from below the elements that a device must receive, on average, to reduce sums.
 
         The bound is for partial sums along mesh axes that the goal no longer has: whatever the
@@ -98,14 +100,16 @@ class Grid(LinkedStates):
         n_copies = self._span_product(self.replica_axes(goal), level)
         # Partial sums along other axes may stay: each addend of these is an array to be reduced.
         n_kept = self.count_parts(common(goal.sums, state.sums))
-        messages = reduction_messages(math.prod(self.shape), n_addends, n_copies) * n_kept
-        return mean_rounded_up(messages, self.mesh.n_devices)
+        n_messages = reduction_messages(math.prod(self.shape), n_addends, n_copies) * n_kept
+        return mean_rounded_up(n_messages, self.mesh.n_devices)
 
     def _span_product(self, axes: tuple[int, ...], level: int | None) -> int:
         """Count the devices along some axes, or those of their links of one level."""
-        return math.prod([s.size for s in self.group(axes) if level is None or s.level == level])
+        return math.prod(
+            [span.size for span in self.group(axes) if level is None or span.level == level]
+        )
 
-    def least_crossing(self, state: State, goal: State) -> float:
+    def crossing_lower_bound(self, state: State, goal: State) -> float:
         """Bound the elements that some device must receive over the slowest links, from below.
 
         0.0 where no bound is known: with node-local senders, with sums that change, or with uneven
@@ -121,15 +125,15 @@ class Grid(LinkedStates):
         return node_lack(self.shape, self.link_cuts(state), self.link_cuts(goal)) / node_devices
 
     @cached_method
-    def least_seconds(self, state: State, goal: State) -> float:
+    def lower_bound_s(self, state: State, goal: State) -> float:
         """Return a lower bound on the seconds to redistribute from one layout to another.
 
         Whatever the steps, at least one is launched and one message is waited for. Elements that a
         whole node lacks come over the slowest links, between nodes; all others may come over the
         fastest. 0.0 if no element has to move. A* needs a bound that is never too high.
         """
-        received = self.least_received(state, goal)
-        crossing = self.least_crossing(state, goal)
+        received = self.received_lower_bound(state, goal)
+        crossing = self.crossing_lower_bound(state, goal)
         if not received:
             return 0.0
         slowest = self.fabric.links[0]
@@ -148,14 +152,14 @@ class Grid(LinkedStates):
         return self.fabric.least_launch_s + latency_s + (far_s + near_s) * self.itemsize
 
     @cached_method
-    def least_reducing(self, state: State, goal: State) -> float:
-        """Return a lower bound on the seconds to reduce partial sums, closer than `least_seconds`.
+    def reducing_lower_bound_s(self, state: State, goal: State) -> float:
+        """Return a lower bound on the seconds to reduce partial sums, closer than `lower_bound_s`.
 
         A reduce-scatter over n devices takes n - 1 messages, one after the other. An all-reduce
         goes up and down a tree, with log2(n) messages each way. The fewer of the two count: for 8
         devices min(7, 6) = 6 latencies. 0.0 if no element has to move.
         """
-        received = self.least_received(state, goal)
+        received = self.received_lower_bound(state, goal)
         if not received:
             return 0.0
         links = self.fabric.links
@@ -163,9 +167,9 @@ class Grid(LinkedStates):
         launch_s = min(launch("all_reduce"), launch("reduce_scatter"), launch("exchange"))
         waits_s = 0.0
         for span in self.group(self.ended(state, goal)):
-            turns = min(span.size - 1, 2 * (span.size - 1).bit_length())
-            waits_s += turns * links[span.level].latency_s
-        crossing = 0 if self.nodes else self._least_reduced(state, goal, level=0)
+            n_turns = min(span.size - 1, 2 * (span.size - 1).bit_length())
+            waits_s += n_turns * links[span.level].latency_s
+        crossing = 0 if self.nodes else self._reduced_lower_bound(state, goal, level=0)
         far_s = crossing / links[0].bytes_per_s  # if elements had one byte
         near_s = 0.0
         if not self._has_ports:
@@ -173,18 +177,18 @@ class Grid(LinkedStates):
         return launch_s + waits_s + (far_s + near_s) * self.itemsize
 
     @cached_method
-    def least_exchange(self, state: State, after: State) -> float:
+    def exchange_lower_bound_s(self, state: State, next_state: State) -> float:
         """Return a lower bound on the seconds of an exchange between two layouts.
 
         In an exchange each device takes from any others what it lacks. To count that exactly is
         slow; this bound adds a launch, a latency per message, and the time to copy and send the
         elements that one device takes. Elements in the device's node are near, all others are far.
         """
-        demand = self._exchange_demand(state, after)
+        demand = self._exchange_demand(state, next_state)
         # If replicas in the receiver's node send first (`nodes` is not None), far elements would
         # have to be counted. 0 is a bound.
         far_elements = 0
-        if self.nodes is None or self.ended(state, after):
+        if self.nodes is None or self.ended(state, next_state):
             far_elements = max(0, demand.wanted - demand.in_node)
         # Each element is packed by its sender and unpacked by its receiver: two copies. A runtime
         # that sends in rounds copies what stays on its device only once, and that may be all.
@@ -197,10 +201,10 @@ class Grid(LinkedStates):
             near_elements = max(0, demand.wanted - far_elements - demand.already_local)
             far_s = far_elements / self.fabric.links[0].bytes_per_s
             byte_s += far_s + near_elements / self.fabric.fastest_bytes_per_s
-        waits_s = self._least_waits(demand, far_elements)
+        waits_s = self._waits_lower_bound_s(demand, far_elements)
         return self.profile.launch("exchange") + waits_s + byte_s * self.itemsize
 
-    def _least_waits(self, demand: ExchangeDemand, far_elements: int) -> float:
+    def _waits_lower_bound_s(self, demand: ExchangeDemand, far_elements: int) -> float:
         """Return a lower bound on the seconds for which a device waits for messages.
 
         Each message costs a latency. There is one from each sender, and at least `min_senders` of
@@ -217,49 +221,51 @@ class Grid(LinkedStates):
         waits_s += max(0, near_messages) * self.fabric.least_latency_s
         return waits_s
 
-    def _exchange_demand(self, state: State, after: State) -> ExchangeDemand:
+    def _exchange_demand(self, state: State, next_state: State) -> ExchangeDemand:
         """Bound what the busiest device takes in an exchange: elements, senders, and what is near.
 
         Each number is a product of bounds for the dims. A partial sum over n devices that ends
         multiplies it, as a device needs each element from all n: a block of 4 x 3 elements with a
         sum over 2 devices -> 2 * 4 * 3 elements.
         """
-        ended = self.ended(state, after)
-        is_regular = self.is_regular(after)
+        ended = self.ended(state, next_state)
+        is_regular = self.is_regular(next_state)
         # If the goal holds partial sums that the start does not, one device has the values, and the
         # others have zeros. Some devices then receive nothing, so 0 is the only bound.
-        n_addends = 0 if self.ended(after, state) else self.count_parts(ended)
+        n_addends = 0 if self.ended(next_state, state) else self.count_parts(ended)
         demands = [ExchangeDemand(n_addends, n_addends, 1, 1, self._parts_near(ended))]
-        for d, (cut, cut_after) in enumerate(zip(state.cuts, after.cuts, strict=True)):
-            demands.append(self._dim_demand(d, cut, cut_after, is_regular))
+        for dim_index, (cut, next_cut) in enumerate(zip(state.cuts, next_state.cuts, strict=True)):
+            demands.append(self._dim_demand(dim_index, cut, next_cut, is_regular))
         return ExchangeDemand(*map(math.prod, zip(*demands, strict=True)))
 
     @cached_method
-    def _dim_demand(self, d: int, cut: Cut, cut_after: Cut, is_regular: bool) -> ExchangeDemand:
+    def _dim_demand(
+        self, dim_index: int, cut: Cut, next_cut: Cut, is_regular: bool
+    ) -> ExchangeDemand:
         """Bound the rows of one dim that the busiest device takes in an exchange between layouts.
 
         8 rows, "n/x" -> "n" with x=4: 8 rows are wanted, from at least 4 senders with at most 2
         rows each. At most 2 are on the device already, and with 2 devices in a node, 4 in the node.
 
         Args:
-            d: The index of the dim.
-            cut: Its shards before.
-            cut_after: Its shards after.
-            is_regular: Whether all shards of all dims after are even and contiguous.
+            dim_index: The index of the dim.
+            cut: Its shards in the source.
+            next_cut: Its shards in the target.
+            is_regular: Whether all shards of all dims in the target are even and contiguous.
         """
-        rows_before = self.length(d, cut).longest  # of one block
-        rows = self.length(d, cut_after).longest
-        min_senders = -(-rows // max(1, rows_before))  # rounded up
-        max_per_sender = min(rows_before, rows)
+        source_rows = self.length(dim_index, cut).longest  # of one block
+        rows = self.length(dim_index, next_cut).longest
+        min_senders = -(-rows // max(1, source_rows))  # rounded up
+        max_per_sender = min(source_rows, rows)
         # A node holds at most as many different blocks as it has devices along the axes of the dim.
-        in_node = min(rows, rows_before * self._parts_near(self.axes_in(cut)))
+        in_node = min(rows, source_rows * self._parts_near(self.axes_in(cut)))
         already_local = max_per_sender
-        n_shared = len(shared(cut, cut_after))
-        has_other_shard = n_shared < min(len(cut), len(cut_after))  # outermost, in place of one
+        n_shared = len(common_prefix(cut, next_cut))
+        has_other_shard = n_shared < min(len(cut), len(next_cut))  # outermost, in place of one
         if is_regular and self.is_plain(cut) and has_other_shard:
-            # The device that is last along the old shard and first along the new one has no common
-            # rows before and after: in "n/x" -> "n/y" with 8 rows on x=2, y=2 device (1, 0) has
-            # rows 4 to 7 and wants 0 to 3.
+            # The device that is last along the old shard and first along the new one keeps no rows:
+            # in "n/x" -> "n/y" with 8 rows on x=2, y=2 device (1, 0) has rows 4 to 7 and wants 0
+            # to 3.
             already_local = 0
             outermost_span = self._spans[cut[n_shared]][0]
             if outermost_span.level == 0:  # the old shard is over nodes

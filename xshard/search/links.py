@@ -27,7 +27,7 @@ from xshard.steps.exchange.even_traffic import LinkCuts, digit_traffic
 from xshard.steps.exchange.messages import MAX_PAIRED, node_local_traffic
 from xshard.steps.exchange.sources import DimEnd, Received
 from xshard.steps.exchange.traffic import (
-    MOST_COUNTED,
+    MAX_COUNTED,
     SpanAxes,
     counted_traffic,
     received_of_dim,
@@ -84,46 +84,46 @@ class LinkedStates(States):
         """
         # Levels number the links by speed, 0 for the slowest, which is also taken if no axis
         # changes.
-        slowest = min([min(self.levels(a)) for a in changing], default=0)
+        slowest = min([min(self.levels(axis)) for axis in changing], default=0)
         spare = common(self.replica_axes(state), self.replica_axes(goal))
         if self.ended(state, goal):
             return spare
-        return [a for a in spare if max(self.levels(a)) > slowest]
+        return [axis for axis in spare if max(self.levels(axis)) > slowest]
 
     def collective_traffic(
-        self, kind: str, block: int, axes: tuple[int, ...], in_place: bool
+        self, step_kind: str, block_elements: int, axes: tuple[int, ...], in_place: bool
     ) -> Traffic:
         """Count what a collective sends: elements and messages by speed of link, and copies.
 
         All-gather of a block of 3 elements over 4 devices: the busiest receives 9, in 3 messages.
 
         Args:
-            kind: "all_gather", "reduce_scatter", "all_reduce", "all_to_all" or "permute".
-            block: The elements of a device's block before the collective.
+            step_kind: "all_gather", "reduce_scatter", "all_reduce", "all_to_all" or "permute".
+            block_elements: The elements of a device's block before the collective.
             axes: The axes over which it runs.
             in_place: Whether the pieces of a gather or scatter lie one after the other in the
                 larger block, so that nothing is packed; see `steps.base.lands_in_place`.
         """
         group = self.group(axes)
-        if kind == "all_gather":
-            return gather_traffic(block, group, in_place)
-        if kind == "reduce_scatter":
-            return reduce_scatter_traffic(block, group, in_place)
-        if kind == "all_reduce":
-            return all_reduce_traffic(block, group)
-        if kind == "all_to_all":
-            return all_to_all_traffic(block, group)
-        return permute_traffic(block, group)
+        if step_kind == "all_gather":
+            return gather_traffic(block_elements, group, in_place)
+        if step_kind == "reduce_scatter":
+            return reduce_scatter_traffic(block_elements, group, in_place)
+        if step_kind == "all_reduce":
+            return all_reduce_traffic(block_elements, group)
+        if step_kind == "all_to_all":
+            return all_to_all_traffic(block_elements, group)
+        return permute_traffic(block_elements, group)
 
     @cached_method
     def collective_seconds(
-        self, kind: str, block: int, axes: tuple[int, ...], in_place: bool
+        self, step_kind: str, block_elements: int, axes: tuple[int, ...], in_place: bool
     ) -> float:
         """Price a collective; see `collective_traffic`."""
-        traffic = self.collective_traffic(kind, block, axes, in_place)
-        return self.fabric.seconds(kind, traffic, self.itemsize)
+        traffic = self.collective_traffic(step_kind, block_elements, axes, in_place)
+        return self.fabric.seconds(step_kind, traffic, self.itemsize)
 
-    def exchange_traffic(self, state: State, after: State) -> Traffic:
+    def exchange_traffic(self, state: State, next_state: State) -> Traffic:
         """Count what devices receive in an exchange between two layouts, on the busiest device.
 
         In an exchange each device takes from any others what it lacks. There are four ways to
@@ -132,38 +132,38 @@ class LinkedStates(States):
         cached tables for each dim; and, for a new partial sum or numbers beyond 64 bits, a count
         device by device.
         """
-        even = self.even_received(state, after)
-        if even is not None:
-            return even
-        if self.nodes is not None and state.sums == after.sums:
-            return node_local_traffic(self.sharding(state), self.sharding(after), self.nodes)
+        even_traffic = self.even_received(state, next_state)
+        if even_traffic is not None:
+            return even_traffic
+        if self.nodes is not None and state.sums == next_state.sums:
+            return node_local_traffic(self.sharding(state), self.sharding(next_state), self.nodes)
         # Tables by dim know of no new sums, and hold 64-bit integers. All devices together take at
         # most the whole array for each pair of a device and an addend, of which there are at most
         # as many as devices.
-        most_elements = math.prod(self.shape) * self.mesh.n_devices**2
-        if self.ended(after, state) or most_elements >= MOST_COUNTED:
+        max_elements = math.prod(self.shape) * self.mesh.n_devices**2
+        if self.ended(next_state, state) or max_elements >= MAX_COUNTED:
             spans = self.fabric.spans
-            return counted_traffic(self.sharding(state), self.sharding(after), spans)
-        return self._counted(state, after)
+            return counted_traffic(self.sharding(state), self.sharding(next_state), spans)
+        return self._count_by_tables(state, next_state)
 
-    def even_received(self, state: State, after: State) -> Traffic | None:
+    def even_received(self, state: State, next_state: State) -> Traffic | None:
         """Return the traffic of an exchange, if it is known without counting per device."""
-        if self.nodes is not None and state.sums == after.sums:
+        if self.nodes is not None and state.sums == next_state.sums:
             return None
-        return self.even_exchange(state, after)
+        return self.even_exchange(state, next_state)
 
     @cached_method
-    def even_exchange(self, state: State, after: State) -> Traffic | None:
+    def even_exchange(self, state: State, next_state: State) -> Traffic | None:
         """Return the traffic of an exchange with any senders, in closed form.
 
         None if shards do not divide each other, or a sum begins.
         """
-        if not (self.is_regular(state) and self.is_regular(after)):
+        if not (self.is_regular(state) and self.is_regular(next_state)):
             return None
-        if self.ended(after, state):
+        if self.ended(next_state, state):
             return None
-        addends = self._outermost_first(self.ended(state, after))
-        return digit_traffic(self.shape, self.link_cuts(state), self.link_cuts(after), addends)
+        addends = self._outermost_first(self.ended(state, next_state))
+        return digit_traffic(self.shape, self.link_cuts(state), self.link_cuts(next_state), addends)
 
     def link_cuts(self, state: State) -> LinkCuts:
         """List, for each dim of a regular state, the spans that shard it, outermost first."""
@@ -174,7 +174,7 @@ class LinkedStates(States):
         """Return the spans of some axes, axis by axis, each from the outermost to the innermost."""
         return tuple(chain.from_iterable(self._spans[axis] for axis in axes))
 
-    def _counted(self, state: State, after: State) -> Traffic:
+    def _count_by_tables(self, state: State, next_state: State) -> Traffic:
         """Count the traffic of an exchange as a product of cached tables, one table for each dim.
 
         A search counts thousands of pairs of layouts, but the shards of one dim before and after
@@ -182,23 +182,26 @@ class LinkedStates(States):
         tables.
         """
         mesh = self._span_axes.mesh
-        ended = self._sub_axes(self.ended(state, after))
-        moved = self._sub_axes(self.changing(state, after))
+        ended = self._sub_axes(self.ended(state, next_state))
+        moved = self._sub_axes(self.changing(state, next_state))
 
-        def received_from(agree: tuple[str, ...]) -> Received:
+        def received_from(shared_axes: tuple[str, ...]) -> Received:
             """Count what each device takes from senders at its own coordinates along some axes.
 
-            `agree` are these axes: () counts all senders, the axis of nodes only those in its node.
+            `shared_axes` are these axes: () counts all senders, the axis of nodes only those in its node.
             """
             # From each addend of a sum, so many times what the tables count.
-            n_addends = mesh.size(*without(ended, agree))
-            received = np.full(
-                (2, *[1] * len(mesh.axes)), n_addends
-            )  # [elements or senders, *mesh]
-            for d, (cut, cut_after) in enumerate(zip(state.cuts, after.cuts, strict=True)):
-                axes = self._dim_end(d, cut).dim.axes
-                agreeing = common(axes, agree)
-                received = received * self._received_of_dim(d, cut, cut_after, agreeing)
+            n_addends = mesh.size(*without(ended, shared_axes))
+            # [elements or senders, *mesh]
+            received = np.full((2, *[1] * len(mesh.axes)), n_addends)
+            for dim_index, (cut, next_cut) in enumerate(
+                zip(state.cuts, next_state.cuts, strict=True)
+            ):
+                axes = self._dim_end(dim_index, cut).dim.axes
+                shared_dim_axes = common(axes, shared_axes)
+                received = received * self._received_of_dim(
+                    dim_index, cut, next_cut, shared_dim_axes
+                )
             return Received(received[0], received[1])
 
         return traffic_by_level(received_from, mesh, [*ended, *moved], self._span_axes.levels)
@@ -210,19 +213,19 @@ class LinkedStates(States):
 
     @cached_method
     def _received_of_dim(
-        self, d: int, cut: Cut, cut_after: Cut, fixed: tuple[str, ...]
+        self, dim_index: int, cut: Cut, next_cut: Cut, fixed: tuple[str, ...]
     ) -> np.ndarray:
         """Count the rows of one dim as `received_of_dim` does: [elements and senders, *mesh]."""
-        src = self._dim_end(d, cut)
-        dst = self._dim_end(d, cut_after)
+        src = self._dim_end(dim_index, cut)
+        dst = self._dim_end(dim_index, next_cut)
         return np.stack(received_of_dim(src, dst, fixed, self._span_axes.mesh, False))
 
     @cached_method
-    def _dim_end(self, d: int, cut: Cut) -> DimEnd:
+    def _dim_end(self, dim_index: int, cut: Cut) -> DimEnd:
         """Return a dim with these shards, on the mesh that has the spans of links as axes."""
         layout = Layout((Dim("", self.shards_of(cut)),))
         [dim] = factored(layout, self._span_axes.factors).dims
-        return DimEnd(dim, self.shape[d], self._span_axes.mesh.sizes_of(dim.axes))
+        return DimEnd(dim, self.shape[dim_index], self._span_axes.mesh.sizes_of(dim.axes))
 
     @cached_property
     def _span_axes(self) -> SpanAxes:

@@ -36,7 +36,7 @@ class Move(NamedTuple):
 
     kind: str
     data: tuple[Any, ...]
-    after: State
+    next_state: State
 
 
 Moves = tuple[tuple[State, Move], ...]  # each with the state before it
@@ -104,9 +104,9 @@ class NamedRoute:
         """Convert a state to its layout."""
         return self.grid.layout(state, self.start.layout.names, self.op)
 
-    def dim_cut(self, d: int, cut: Cut) -> DimCut:
+    def dim_cut(self, dim_index: int, cut: Cut) -> DimCut:
         """Return the name of a dim and some of its shards, as steps have them."""
-        return self.start.layout.names[d], self.grid.shards_of(cut)
+        return self.start.layout.names[dim_index], self.grid.shards_of(cut)
 
     def exchange(self, src: Layout, dst: Layout) -> Exchange:
         """Build an exchange, with node-local senders where the grid has nodes and sums stay."""
@@ -134,17 +134,17 @@ class MoveCost(NamedTuple):
 def move_cost(grid: Grid, move: Move, state: State) -> MoveCost:
     """Price one step of a search: its seconds, and the elements that a device receives and holds.
 
-    `state` is the layout before the move; `move.after` is the one after it. Each price is computed
+    `state` is the layout before the move; `move.next_state` is the one after it. Each price is computed
     once for all searches on the grid.
     """
     # Hot. The details of a move follow from the two states, and need not be in the key.
-    key = move.kind, state, move.after
+    key = move.kind, state, move.next_state
     cached: MoveCost | None = grid.costs.get(key)
     if cached is not None:
         return cached
     traffic = _traffic(grid, move, state)
     # The input, the result, and for a collective the buffer in which it packs.
-    held = grid.block(state) + grid.block(move.after)
+    held = grid.block_elements(state) + grid.block_elements(move.next_state)
     if traffic.hops:  # it communicates
         held += traffic.copied
     seconds = grid.fabric.seconds(move.kind, traffic, grid.itemsize)
@@ -156,18 +156,18 @@ def move_cost(grid: Grid, move: Move, state: State) -> MoveCost:
 def _traffic(grid: Grid, move: Move, state: State) -> Traffic:
     """Count the traffic of a move as its step would."""
     if move.kind in LOCAL:
-        return Traffic(copied=grid.block(move.after))
+        return Traffic(copied=grid.block_elements(move.next_state))
     if move.kind == "exchange":
-        return grid.exchange_traffic(state, move.after)
+        return grid.exchange_traffic(state, move.next_state)
     axes = _group_axes(grid, move, state)
     in_place = _lands_in_place(grid, move)
-    return grid.collective_traffic(move.kind, grid.block(state), axes, in_place)
+    return grid.collective_traffic(move.kind, grid.block_elements(state), axes, in_place)
 
 
 def _group_axes(grid: Grid, move: Move, state: State) -> tuple[int, ...]:
     """Return the axes over which a collective runs."""
     if move.kind == "permute":
-        return tuple(grid.changing(state, move.after))
+        return tuple(grid.changing(state, move.next_state))
     # Shards, or of an all-reduce axes, which have the numbers of contiguous shards over them.
     return grid.axes_in(move.data[-1])
 
@@ -176,11 +176,11 @@ def _lands_in_place(grid: Grid, move: Move) -> bool:
     """Check that the pieces of a gather or scatter lie one after the other in the larger block."""
     if move.kind not in ("all_gather", "reduce_scatter"):
         return False
-    d, cut = move.data
-    return d == 0 and all(grid.shards[s].order == "block" for s in cut)
+    dim_index, cut = move.data
+    return dim_index == 0 and all(grid.shards[shard].order == "block" for shard in cut)
 
 
-def _step(space: NamedRoute, move: Move, state: State) -> steps.Step:
+def _step(named_route: NamedRoute, move: Move, state: State) -> steps.Step:
     """Turn a move of the search into the step that a plan executes.
 
     Moves name axes and shards by number, steps by name: on a mesh dp=2, cp=4 the move
@@ -189,27 +189,33 @@ def _step(space: NamedRoute, move: Move, state: State) -> steps.Step:
     """
     match move.kind:
         case "permute":
-            return steps.Permute(space.layout(move.after))
+            return steps.Permute(named_route.layout(move.next_state))
         case "exchange":
-            return space.exchange(space.layout(state), space.layout(move.after))
+            return named_route.exchange(
+                named_route.layout(state), named_route.layout(move.next_state)
+            )
         case "slice":
-            cuts = [space.dim_cut(d, new_cut) for d, new_cut in enumerate(move.data) if new_cut]
+            cuts = [
+                named_route.dim_cut(dim_index, new_cut)
+                for dim_index, new_cut in enumerate(move.data)
+                if new_cut
+            ]
             return steps.Slice(tuple(cuts))
         case "mask":
-            return steps.Mask(space.grid.names(move.data[0]))
+            return steps.Mask(named_route.grid.names(move.data[0]))
         case "all_reduce":
-            return steps.AllReduce(space.grid.names(move.data[0]), space.op)
+            return steps.AllReduce(named_route.grid.names(move.data[0]), named_route.op)
 
     # The data of all other kinds are a dim and shards, of an all-to-all twice.
-    d, cut, *arriving = move.data
-    dim, shards = space.dim_cut(d, cut)
+    dim_index, cut, *arriving = move.data
+    dim, shards = named_route.dim_cut(dim_index, cut)
     match move.kind:
         case "all_gather":
             return steps.AllGather(dim, shards)
         case "embed":
             return steps.Embed(dim, shards)
         case "reduce_scatter":
-            return steps.ReduceScatter(dim, shards, space.op)
+            return steps.ReduceScatter(dim, shards, named_route.op)
     dst, new_cut = arriving
-    dst_dim, dst_shards = space.dim_cut(dst, new_cut)
+    dst_dim, dst_shards = named_route.dim_cut(dst, new_cut)
     return steps.AllToAll(dim, shards, dst_dim, dst_shards)

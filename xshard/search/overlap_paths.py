@@ -56,9 +56,13 @@ def best_path(
         return ()
     paths = paths_by_name(start, goal, dtype, profile).values()
     candidates = [_candidate(steps, start, goal, dtype, profile) for steps in paths]
-    fitting = [c for c in candidates if limit is None or c.peak_bytes <= limit]
+    fitting = [
+        candidate for candidate in candidates if limit is None or candidate.peak_bytes <= limit
+    ]
     if not fitting:
-        raise too_large(limit, min(c.peak_bytes for c in candidates), "any plan needs")
+        raise too_large(
+            limit, min(candidate.peak_bytes for candidate in candidates), "any plan needs"
+        )
     # Of those that cost the same, the first.
     return min(fitting, key=attrgetter("has_larger_blocks", "seconds")).steps
 
@@ -67,19 +71,19 @@ def _candidate(
     steps: Steps, start: Sharding, goal: Sharding, dtype: str, profile: Profile
 ) -> Candidate:
     """Price a path of steps: its seconds, the peak of memory, and the largest block on the way."""
-    before = start
+    source = start
     seconds = 0.0
     peak_bytes = 0
-    largest = 0
+    max_elements = 0
     for step in steps:
-        after = step.after(before)
-        cost = price(step, before, after, itemsize(dtype), profile)
-        seconds += cost.seconds
-        peak_bytes = max(peak_bytes, cost.peak_bytes)
-        largest = max(largest, after.max_local_size)
-        before = after
-    is_larger = largest > max(start.max_local_size, goal.max_local_size)
-    return Candidate(steps, is_larger, seconds, peak_bytes)
+        target = step.after(source)
+        step_price = price(step, source, target, itemsize(dtype), profile)
+        seconds += step_price.seconds
+        peak_bytes = max(peak_bytes, step_price.peak_bytes)
+        max_elements = max(max_elements, target.max_local_size)
+        source = target
+    has_larger_blocks = max_elements > max(start.max_local_size, goal.max_local_size)
+    return Candidate(steps, has_larger_blocks, seconds, peak_bytes)
 
 
 def paths_by_name(
@@ -96,81 +100,83 @@ def check_overlaps(source: Sharding, target: Sharding, dtype: str) -> None:
     """Raise PlanError or DtypeError if no redistribution between these overlaps is defined."""
     src = source.layout
     dst = target.layout
-    for d, src_dim in enumerate(src.dims):
+    for dim_index, src_dim in enumerate(src.dims):
         if isinstance(src_dim.overlap, Fold):
             check_reduction(dtype, "sum")
             if not src.is_linear:
                 reason = f"'{src}' is a max of blocks that overlap as contributions"
                 raise PlanError(reason, hint="reduce the max first")
-        _check_rows_exist(source, target, d)
-        _check_contributions_fit(source, target, d)
+        _check_rows_exist(source, target, dim_index)
+        _check_contributions_fit(source, target, dim_index)
     check_boundaries(src, dtype)
     check_boundaries(dst, dtype)
 
 
 def check_boundaries(layout: Layout, dtype: str) -> None:
     """Raise PlanError or DtypeError if values at the ends of dims fit no sum, or not the dtype."""
-    for end in chain.from_iterable(ends_of(dim.overlap) for dim in layout.dims):
-        if end.value and layout.tagged("sum", "mean"):
-            reason = f"'{layout}' fills addends with {end}, whose sum is another number"
+    for boundary in chain.from_iterable(ends_of(dim.overlap) for dim in layout.dims):
+        if boundary.value and layout.tagged("sum", "mean"):
+            reason = f"'{layout}' fills addends with {boundary}, whose sum is another number"
             raise PlanError(reason, hint="reduce first, or write zero")
-        if end.value:
-            check_value(dtype, end.value)
-        if end.sign < 0:
+        if boundary.value:
+            check_value(dtype, boundary.value)
+        if boundary.sign < 0:
             check_signed(dtype)
 
 
-def _check_rows_exist(source: Sharding, target: Sharding, d: int) -> None:
-    """Raise PlanError if the destination needs a row of dim `d` that no device holds.
+def _check_rows_exist(source: Sharding, target: Sharding, dim_index: int) -> None:
+    """Raise PlanError if the destination needs a row of dim `dim_index` that no device holds.
 
     The blocks under a window are what a convolution reads, and it may skip rows: a kernel of 2 with
     stride 3 reads rows 0 1, 3 4, ..., and row 2 is on no device. A halo of negative width drops
     rows too.
     """
-    src = dim_end(source, d)
-    dst = dim_end(target, d)
+    src = dim_end(source, dim_index)
+    dst = dim_end(target, dim_index)
     # Without an overlap the blocks hold all rows. Under a Fold, where the rows that several blocks
     # hold are to be added up, a row in no block is simply zero.
     if src.dim.overlap is None or isinstance(src.dim.overlap, Fold):
         return
-    wanted: list[Runs] = []
+    wanted_blocks: list[Runs] = []
     for view in views(target):
         # A dim that stays as it is needs nothing from others, unless a pole (rows mirrored beyond
         # the end of a sphere's latitude) rolls it: then its rows come from elsewhere.
-        if src.dim != dst.dim or view.shifts[d]:
-            part = dim_end(target, d, view.sides[d], view.shifts[d])
-            wanted += part.wanted_rows()
-    row = _first_missing(src, wanted)
+        if src.dim != dst.dim or view.shifts[dim_index]:
+            dim_view = dim_end(
+                target, dim_index, view.pole_sides[dim_index], view.shifts[dim_index]
+            )
+            wanted_blocks += dim_view.wanted_rows()
+    row = _first_missing(src, wanted_blocks)
     if row is not None:
         reason = f"no block under '{source.layout}' holds row {row} of dim {src.dim.name!r}, which "
         hint = "a window holds the rows that its outputs read, and no others"
         raise PlanError(f"{reason}'{target.layout}' has", hint=hint)
 
 
-def _check_contributions_fit(source: Sharding, target: Sharding, d: int) -> None:
-    """Raise PlanError if rows of dim `d` would be lost under a fold at the destination.
+def _check_contributions_fit(source: Sharding, target: Sharding, dim_index: int) -> None:
+    """Raise PlanError if rows of dim `dim_index` would be lost under a fold at the destination.
 
     A fold is the adjoint of a halo or window: blocks overlap, and what several devices hold of a
     row is to be added up. A row that no block of the window reads is in no block of the fold
     either: for a kernel of 2 with stride 3, row 2.
     """
-    src = dim_end(source, d)
-    dst = dim_end(target, d)
+    src = dim_end(source, dim_index)
+    dst = dim_end(target, dim_index)
     if not isinstance(dst.dim.overlap, Fold) or src.dim == dst.dim:
         return  # rows are lost only in a fold that the source does not have
-    offered: list[Runs] = []
+    offered_blocks: list[Runs] = []
     for view in views(source):
-        part = dim_end(source, d, view.sides[d], view.shifts[d])
-        offered += chain.from_iterable(part.offered_rows())
-    row = _first_missing(dst, offered)
+        dim_view = dim_end(source, dim_index, view.pole_sides[dim_index], view.shifts[dim_index])
+        offered_blocks += chain.from_iterable(dim_view.offered_rows())
+    row = _first_missing(dst, offered_blocks)
     if row is not None:
         reason = f"row {row} of dim {src.dim.name!r} is in no block under '{target.layout}'"
         raise PlanError(reason, hint="contributions to it would be lost")
 
 
-def _first_missing(end: DimEnd, blocks: Iterable[Runs]) -> int | None:
+def _first_missing(dim: DimEnd, blocks: Iterable[Runs]) -> int | None:
     """Return the first row of some blocks that no block of a dim holds; None if all are held."""
-    missing = missing_rows(end.dim, end.length, end.sizes)  # ascending
+    missing = missing_rows(dim.dim, dim.length, dim.sizes)  # ascending
     if not missing:
         return None
     common = intersections(interval_table((missing,)), interval_table(blocks))
@@ -192,7 +198,7 @@ def _one_by_one(start: Sharding, goal: Sharding, dtype: str, profile: Profile) -
     *dropping, _ = _layouts(bare_start, start, one_by_one=(Fold,))
     _, *rebuilding = _layouts(bare_goal, goal, one_by_one=(Halo, Window, Reads))
     steps: list[Step] = [*map(Exchange, reversed(dropping))]
-    steps += _between(bare_start, bare_goal, dtype, profile)
+    steps += _steps_between(bare_start, bare_goal, dtype, profile)
     steps += map(Exchange, rebuilding)
     return tuple(steps)
 
@@ -200,8 +206,8 @@ def _one_by_one(start: Sharding, goal: Sharding, dtype: str, profile: Profile) -
 def _without_overlaps(sharding: Sharding, kept_dims: Sequence[int]) -> Sharding:
     """Return the sharding without overlaps, except of some dims."""
     dims = list(sharding.layout.dims)
-    for d in without(range(len(dims)), kept_dims):
-        dims[d] = replace(dims[d], overlap=None)
+    for dim_index in without(range(len(dims)), kept_dims):
+        dims[dim_index] = replace(dims[dim_index], overlap=None)
     return sharding.with_layout(replace(sharding.layout, dims=tuple(dims)))
 
 
@@ -216,52 +222,57 @@ def _layouts(
     """
     goal_dims = goal.layout.dims
     dims = list(start.layout.dims)  # as in the layout listed last
-    changed = [d for d, dim in enumerate(dims) if dim != goal_dims[d]]
-    alone = [d for d in changed if isinstance(goal_dims[d].overlap, one_by_one)]
-    at_once = without(changed, alone)
+    changed_dims = [dim_index for dim_index, dim in enumerate(dims) if dim != goal_dims[dim_index]]
+    changed_alone = [
+        dim_index
+        for dim_index in changed_dims
+        if isinstance(goal_dims[dim_index].overlap, one_by_one)
+    ]
+    changed_together = without(changed_dims, changed_alone)
     layouts = [start.layout]
-    for group in (*_in_turn(goal, alone), at_once):
-        for d in group:
-            dims[d] = goal_dims[d]
-        if group:
+    for changed_group in (*_dims_in_turn(goal, changed_alone), changed_together):
+        for dim_index in changed_group:
+            dims[dim_index] = goal_dims[dim_index]
+        if changed_group:
             layouts.append(replace(start.layout, dims=tuple(dims)))
     return layouts
 
 
-def _in_turn(goal: Sharding, dims: Sequence[int]) -> Iterator[Sequence[int]]:
+def _dims_in_turn(goal: Sharding, dims: Sequence[int]) -> Iterator[Sequence[int]]:
     """Yield the dims in an order in which their overlaps can be added, in groups.
 
     Some dims have to wait for others. Beyond the pole of a sphere the rows of a latitude come
     again, rolled by half the longitudes: latitude first, then longitude, [[lat], [lon]]. Groups are
     single dims, but for dims that wait for each other, which come as one group.
     """
-    left: Sequence[int] = dims
-    while left:
-        waiting: set[int | None] = set()
-        for d in left:
-            waiting.update(other for other in _waiting(goal, d) if other != d)
-        ready = without(left, waiting)
+    remaining_dims: Sequence[int] = dims
+    while remaining_dims:
+        waiting_dims: set[int | None] = set()
+        for dim_index in remaining_dims:
+            waiting_for_dim = set(_dims_waiting_for(goal, dim_index))
+            waiting_dims |= waiting_for_dim - {dim_index}
+        ready_dims = without(remaining_dims, waiting_dims)
         # One at a time, since fewer dims may be waiting after it. If all wait in a circle, none is
         # ready, and all change together.
-        group = ready[:1] if ready else left
+        group = ready_dims[:1] if ready_dims else remaining_dims
         yield group
-        left = without(left, group)
+        remaining_dims = without(remaining_dims, group)
 
 
-def _waiting(goal: Sharding, d: int) -> Iterator[int | None]:
-    """Yield the dims that must change after dim `d`, because of the poles at its ends.
+def _dims_waiting_for(goal: Sharding, dim_index: int) -> Iterator[int | None]:
+    """Yield the dims that must change after dim `dim_index`, because of the poles at its ends.
 
     They are the dims that a pole rolls, and those with boundary constants, which a pole with a
     negative sign would negate.
     """
     dims = goal.layout.dims
-    for end in ends_of(dims[d].overlap):
-        if end.kind == "pole":
-            yield rolled_dim(dims, d, end, goal.shape)
-        if end.sign < 0:
-            for other, dim in enumerate(dims):
-                if any(other_end.value for other_end in ends_of(dim.overlap)):
-                    yield other
+    for pole_boundary in ends_of(dims[dim_index].overlap):
+        if pole_boundary.kind == "pole":
+            yield rolled_dim(dims, dim_index, pole_boundary, goal.shape)
+        if pole_boundary.sign < 0:
+            for other_dim_index, other_dim in enumerate(dims):
+                if any(boundary.value for boundary in ends_of(other_dim.overlap)):
+                    yield other_dim_index
 
 
 @dataclass(frozen=True)
@@ -271,46 +282,48 @@ class _Disguise:
     The search knows no overlaps. What it may use are the other dims, and the axes that these leave.
     """
 
-    fixed: dict[int, Dim]
+    overlapping_dims: dict[int, Dim]
     mesh: Mesh  # of the axes that are left
     shape: tuple[int, ...]
 
     @classmethod
     def of(cls, sharding: Sharding) -> _Disguise:
         """Disguise the dims of a sharding that have overlaps."""
-        fixed: dict[int, Dim] = {}
-        busy: set[str] = set()
+        overlapping_dims: dict[int, Dim] = {}
+        used_axes: set[str] = set()
         shape = list(sharding.shape)
-        for d, dim in enumerate(sharding.layout.dims):
+        for dim_index, dim in enumerate(sharding.layout.dims):
             if dim.overlap is not None:
-                fixed[d] = dim
-                busy.update(dim.axes)
-                shape[d] = sharding.max_local_shape[d]
+                overlapping_dims[dim_index] = dim
+                used_axes.update(dim.axes)
+                shape[dim_index] = sharding.max_local_shape[dim_index]
         mesh = sharding.mesh
-        left = {axis: mesh.size(axis) for axis in without(mesh.axes, busy)}
-        return cls(fixed, Mesh(left), tuple(shape))
+        remaining_sizes = {axis: mesh.size(axis) for axis in without(mesh.axes, used_axes)}
+        return cls(overlapping_dims, Mesh(remaining_sizes), tuple(shape))
 
-    def put_on(self, sharding: Sharding) -> Sharding:
+    def for_search(self, sharding: Sharding) -> Sharding:
         """Return the sharding as the search sees it."""
         dims = list(sharding.layout.dims)
-        for d in self.fixed:
-            dims[d] = Dim(dims[d].name)
+        for dim_index in self.overlapping_dims:
+            dims[dim_index] = Dim(dims[dim_index].name)
         return Sharding(replace(sharding.layout, dims=tuple(dims)), self.mesh, self.shape)
 
-    def taken_off(self, step: Step) -> Step:
+    def for_plan(self, step: Step) -> Step:
         """Return a step of the search as it is between the real layouts."""
         if not isinstance(step, Exchange | Permute):
             return step
-        dims = [self.fixed.get(d, dim) for d, dim in enumerate(step.to.dims)]
+        dims = [
+            self.overlapping_dims.get(dim_index, dim) for dim_index, dim in enumerate(step.to.dims)
+        ]
         layout = replace(step.to, dims=tuple(dims))
         return type(step)(layout)  # of an exchange without node-local senders: no overlap has them
 
     def is_sharded(self, sharding: Sharding) -> bool:
         """Check whether the search shards a dim that only looks unsharded."""
-        return any(sharding.layout.dims[d].shards for d in self.fixed)
+        return any(sharding.layout.dims[dim_index].shards for dim_index in self.overlapping_dims)
 
 
-def _between(start: Sharding, goal: Sharding, dtype: str, profile: Profile) -> Sequence[Step]:
+def _steps_between(start: Sharding, goal: Sharding, dtype: str, profile: Profile) -> Sequence[Step]:
     """Find the cheapest steps between shardings whose overlaps are equal.
 
     The search does not know overlaps, so a dim that has one is shown to it as an unsharded dim, on
@@ -321,11 +334,11 @@ def _between(start: Sharding, goal: Sharding, dtype: str, profile: Profile) -> S
         return ()
     disguise = _Disguise.of(start)
     machine = profile.for_axes(disguise.mesh.axes, start.mesh)  # without the axes of these dims
-    sharding = disguise.put_on(start)
-    space = NamedRoute(sharding, disguise.put_on(goal), itemsize(dtype), machine)
-    steps = space.steps(Search(space.route, None).path().moves)
+    sharding = disguise.for_search(start)
+    named_route = NamedRoute(sharding, disguise.for_search(goal), itemsize(dtype), machine)
+    steps = named_route.steps(Search(named_route.route, None).path().moves)
     for step in steps:
         sharding = step.after(sharding)
         if disguise.is_sharded(sharding):  # the real dim cannot be sharded further
             return (Exchange(goal.layout),)
-    return [disguise.taken_off(step) for step in steps]
+    return [disguise.for_plan(step) for step in steps]

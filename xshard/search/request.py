@@ -67,8 +67,8 @@ class Request:
         devices: Devices = (),
     ) -> Request:
         """Make the request of a move on one mesh; without `devices`, they are 0, 1, 2, ..."""
-        numbers = devices if devices else range(mesh.n_devices)
-        return cls(src, dst, mesh, mesh, numbers, numbers, shape, dtype, profile, scale)
+        mesh_devices = devices if devices else range(mesh.n_devices)
+        return cls(src, dst, mesh, mesh, mesh_devices, mesh_devices, shape, dtype, profile, scale)
 
     @cached_property
     def source(self) -> Sharding:
@@ -224,19 +224,21 @@ def device_numbers(end: str, mesh: Mesh, devices: Sequence[int] | None) -> Devic
     """
     # Most meshes have 0, 1, 2, ... A range of these is quick to compare and to hash, as the key of
     # a cache, and equal requests must not differ in form.
-    whole = range(mesh.n_devices)
-    if devices is None or (isinstance(devices, range) and devices == whole):
-        return whole
-    numbers = list(map(operator.index, devices))
-    for number in numbers:
-        if number < 0:
+    all_devices = range(mesh.n_devices)
+    if devices is None or (isinstance(devices, range) and devices == all_devices):
+        return all_devices
+    devices_listed = list(map(operator.index, devices))
+    for device in devices_listed:
+        if device < 0:
             hint = "devices are whole numbers >= 0"
-            raise MeshError(f"device {number} of the {end}", hint=hint)
-    if len(numbers) != mesh.n_devices:
-        reason = f"{len(numbers)} devices for the {end}, whose mesh {mesh!r} has {mesh.n_devices}"
+            raise MeshError(f"device {device} of the {end}", hint=hint)
+    if len(devices_listed) != mesh.n_devices:
+        reason = (
+            f"{len(devices_listed)} devices for the {end}, whose mesh {mesh!r} has {mesh.n_devices}"
+        )
         raise MeshError(reason, hint="one number per device, in the order of the mesh")
-    if len(set(numbers)) != len(numbers):
-        twice = [number for number in numbers if numbers.count(number) > 1]
+    if len(set(devices_listed)) != len(devices_listed):
+        repeated = [device for device in devices_listed if devices_listed.count(device) > 1]
         hint = "a device has one place in a mesh"
-        raise MeshError(f"device {twice[0]} twice in the {end}", hint=hint)
-    return whole if numbers == list(whole) else tuple(numbers)
+        raise MeshError(f"device {repeated[0]} twice in the {end}", hint=hint)
+    return all_devices if devices_listed == list(all_devices) else tuple(devices_listed)

@@ -69,24 +69,26 @@ def solve(request: Request) -> Solution:
         steps = overlap_paths.best_path(
             bare_start, bare_goal, request.dtype, profile, request.memory_limit
         )
-        return Solution(_completed(steps, request, start, goal), split_of(start.mesh))
+        return Solution(_complete_steps(steps, request, start, goal), split_of(start.mesh))
 
-    space = NamedRoute(bare_start, bare_goal, itemsize(request.dtype), profile)
+    named_route = NamedRoute(bare_start, bare_goal, itemsize(request.dtype), profile)
     scaled_elements = 0
     if request.factor != 1:  # the step that multiplies holds the smaller block, and its result
         scaled_elements = 2 * min(start.max_local_size, goal.max_local_size)
-    best = best_path(space.route, request.memory_limit, scaled_elements)
-    if isinstance(best, SubAxisPath):
+    path = best_path(named_route.route, request.memory_limit, scaled_elements)
+    if isinstance(path, SubAxisPath):
         # The best path may split axes of the mesh: layouts and steps are written on the finer mesh.
-        fine = split_as(root_of(start.mesh), best.route.grid.mesh.sizes)
-        start = normal_form(request.source.on_sub_axes(fine))
-        goal = normal_form(request.target.on_sub_axes(fine))
-        space = NamedRoute(without_copies(start), without_copies(goal), space.itemsize, profile)
+        fine_mesh = split_as(root_of(start.mesh), path.route.grid.mesh.sizes)
+        start = normal_form(request.source.on_sub_axes(fine_mesh))
+        goal = normal_form(request.target.on_sub_axes(fine_mesh))
+        named_route = NamedRoute(
+            without_copies(start), without_copies(goal), named_route.itemsize, profile
+        )
     split = split_of(start.mesh)
-    return Solution(_completed(space.steps(best.moves), request, start, goal), split)
+    return Solution(_complete_steps(named_route.steps(path.moves), request, start, goal), split)
 
 
-def _completed(steps: Steps, request: Request, start: Sharding, goal: Sharding) -> Steps:
+def _complete_steps(steps: Steps, request: Request, start: Sharding, goal: Sharding) -> Steps:
     """Add to the steps of a search what it does not see: copies, and the scale.
 
     A step that multiplies by the factor is added where blocks are smaller.
@@ -113,9 +115,9 @@ def best_path(
 def with_dims_of_start(goal: Sharding, start: Sharding) -> Sharding:
     """Write each dim of the goal as the start has it, if that means the same over the same axes."""
     dims = list(goal.layout.dims)
-    for d, (old_dim, new_dim) in enumerate(zip(start.layout.dims, dims, strict=True)):
-        if sorted(old_dim.axes) == sorted(new_dim.axes) and start.agrees_with(goal, d):
-            dims[d] = old_dim
+    for dim_index, (old_dim, new_dim) in enumerate(zip(start.layout.dims, dims, strict=True)):
+        if sorted(old_dim.axes) == sorted(new_dim.axes) and start.agrees_with(goal, dim_index):
+            dims[dim_index] = old_dim
     return goal.with_layout(replace(goal.layout, dims=tuple(dims)))
 
 
@@ -129,17 +131,17 @@ def check_moves(source: Sharding, target: Sharding, dtype: str) -> None:
     src = source.layout
     dst = target.layout
     overlap_paths.check_overlaps(source, target, dtype)
-    for kind, axes in src.tags:
-        is_ending = not set(axes) <= set(dst.tagged(kind))
-        if kind != "copy" and is_ending:
-            check_reduction(dtype, kind)
-    for kind in ("max", "min"):
+    for tag, axes in src.tags:
+        is_ending = not set(axes) <= set(dst.tagged(tag))
+        if tag != "copy" and is_ending:
+            check_reduction(dtype, tag)
+    for tag in ("max", "min"):
         # A sum begins locally, with zeros on all devices but one. There is no such step for a max.
-        new = without(dst.tagged(kind), src.tagged(kind))
-        if new:
-            hint = f"a {kind} can be kept or reduced, not begun: write copy({','.join(new)})"
-            what = f"'{dst}' holds a {kind} over {', '.join(new)} that '{src}' does not"
-            raise PlanError(what, hint=hint)
+        new_axes = without(dst.tagged(tag), src.tagged(tag))
+        if new_axes:
+            hint = f"a {tag} can be kept or reduced, not begun: write copy({','.join(new_axes)})"
+            reason = f"'{dst}' holds a {tag} over {', '.join(new_axes)} that '{src}' does not"
+            raise PlanError(reason, hint=hint)
     if not src.is_linear and dst.tagged("sum", "mean"):
         reason = f"between '{src}' and '{dst}' a max ends and a sum begins"
         raise PlanError(reason, hint="reduce first, then redistribute")
@@ -175,25 +177,25 @@ def with_copies(steps: Sequence[Step], start: Sharding, goal: Sharding) -> Steps
         start: The start; it may have copies.
         goal: The goal; it may have others.
     """
-    wanted = goal.layout.tagged("copy")
-    if not wanted and not start.layout.tagged("copy"):
+    goal_copies = goal.layout.tagged("copy")
+    if not goal_copies and not start.layout.tagged("copy"):
         return tuple(steps)
     # Backwards: if a later step shards over an axis, or makes partial sums along it, no tag is set.
     consumed_later: set[str] = set()
-    result: list[Step] = []
+    tagged_steps: list[Step] = []
     for step in reversed(steps):
-        copies = without(wanted, consumed_later)
-        result.insert(0, _with_copies_after(step, copies))
-        consumed_later.update(_consumed(step))
+        missing_copies = without(goal_copies, consumed_later)
+        tagged_steps.insert(0, _with_copies_after(step, missing_copies))
+        consumed_later.update(_consumed_axes(step))
     sharding = start
-    for step in result:
+    for step in tagged_steps:
         sharding = step.after(sharding)
-    present = sharding.layout.tagged("copy")
-    copies = without(wanted, present)
-    replicas = without(present, wanted)  # no copies any more
-    if copies or replicas:
-        result.append(Retag(copies, replicas))
-    return tuple(result)
+    present_copies = sharding.layout.tagged("copy")
+    missing_copies = without(goal_copies, present_copies)
+    ended_copies = without(present_copies, goal_copies)  # no copies any more
+    if missing_copies or ended_copies:
+        tagged_steps.append(Retag(missing_copies, ended_copies))
+    return tuple(tagged_steps)
 
 
 def _with_copies_after(step: Step, copies: tuple[str, ...]) -> Step:
@@ -203,12 +205,12 @@ def _with_copies_after(step: Step, copies: tuple[str, ...]) -> Step:
     if isinstance(step, AllReduce):
         return replace(step, copies=common(step.axes, copies))
     if isinstance(step, Exchange | Permute):  # they name the whole layout afterwards
-        free = without(copies, step.to.axes)
-        return replace(step, to=with_tag(step.to, "copy", free))
+        free_copies = without(copies, step.to.axes)
+        return replace(step, to=with_tag(step.to, "copy", free_copies))
     return step
 
 
-def _consumed(step: Step) -> tuple[str, ...]:
+def _consumed_axes(step: Step) -> tuple[str, ...]:
     """List the axes that a step takes out of replicas or copies."""
     if isinstance(step, Slice):
         return tuple(chain.from_iterable(axes_of(shards) for _, shards in step.cuts))

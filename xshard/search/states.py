@@ -42,17 +42,17 @@ class State(NamedTuple):
     cuts: Cuts
     sums: tuple[int, ...]
 
-    def with_cut(self, d: int, cut: Cut) -> State:
+    def with_cut(self, dim_index: int, cut: Cut) -> State:
         """Return the state with other shards of one dim."""
-        return State(replaced(self.cuts, d, cut), self.sums)
+        return State(replaced(self.cuts, dim_index, cut), self.sums)
 
-    def with_inner(self, d: int, shards: Cut) -> State:
+    def with_inner(self, dim_index: int, shards: Cut) -> State:
         """Return the state with more shards of one dim, inside of those that it has."""
-        return self.with_cut(d, self.cuts[d] + shards)
+        return self.with_cut(dim_index, self.cuts[dim_index] + shards)
 
-    def without_inner(self, d: int, shards: Cut) -> State:
+    def without_inner(self, dim_index: int, shards: Cut) -> State:
         """Return the state without some innermost shards of one dim."""
-        return self.with_cut(d, self.cuts[d][: -len(shards)])
+        return self.with_cut(dim_index, self.cuts[dim_index][: -len(shards)])
 
     def with_inner_cuts(self, inner_cuts: Cuts) -> State:
         """Return the state with more shards of every dim, inside of those that it has."""
@@ -72,14 +72,14 @@ def replaced(items: tuple[T, ...], index: int, item: T) -> tuple[T, ...]:
     return (*items[:index], item, *items[index + 1 :])
 
 
-def common(items: Iterable[T], others: Container[object]) -> tuple[T, ...]:
-    """List the items that are among others, in their order: (2, 1, 0) and {0, 2} -> (2, 0)."""
-    return tuple([item for item in items if item in others])
+def common(items: Iterable[T], members: Container[object]) -> tuple[T, ...]:
+    """List the items that are members of a second collection, in order: (2, 1, 0), {0, 2} -> (2, 0)."""
+    return tuple([item for item in items if item in members])
 
 
-def without(items: Iterable[T], others: Container[object]) -> tuple[T, ...]:
-    """List the items that are not among others, in their order: (2, 1, 0) and {0, 2} -> (1,)."""
-    return tuple([item for item in items if item not in others])
+def without(items: Iterable[T], excluded: Container[object]) -> tuple[T, ...]:
+    """List the items that are not excluded, in their order: (2, 1, 0) without {0, 2} -> (1,)."""
+    return tuple([item for item in items if item not in excluded])
 
 
 def add_inner_cuts(cuts: Cuts, inner_cuts: Cuts) -> Cuts:
@@ -87,14 +87,14 @@ def add_inner_cuts(cuts: Cuts, inner_cuts: Cuts) -> Cuts:
     return tuple(map(tuple.__add__, cuts, inner_cuts))
 
 
-def shared(cut: Cut, other: Cut) -> Cut:
-    """Return the leading shards that both have: (0, 2, 1) and (0, 1) -> (0,)."""
+def common_prefix(first_cut: Cut, second_cut: Cut) -> Cut:
+    """Return the leading shards that two cuts share: (0, 2, 1) and (0, 1) -> (0,)."""
     n_shared = 0
-    for shard, other_shard in zip(cut, other, strict=False):
-        if shard != other_shard:
+    for first_shard, second_shard in zip(first_cut, second_cut, strict=False):
+        if first_shard != second_shard:
             break
         n_shared += 1
-    return cut[:n_shared]
+    return first_cut[:n_shared]
 
 
 def starts_with(cut: Cut, beginning: Cut) -> bool:
@@ -174,11 +174,11 @@ class States:
 
     def names(self, axes: Iterable[int]) -> tuple[str, ...]:
         """Return the names of numbered axes."""
-        return tuple(self.axes[a] for a in axes)
+        return tuple(self.axes[axis] for axis in axes)
 
     def shards_of(self, cut: Iterable[int]) -> tuple[Shard, ...]:
         """Return the shards with these numbers."""
-        return tuple(self.shards[s] for s in cut)
+        return tuple(self.shards[shard] for shard in cut)
 
     def axes_in(self, cut: Iterable[int]) -> tuple[int, ...]:
         """Return the axes of some shards, outermost first."""
@@ -186,7 +186,7 @@ class States:
 
     def count_parts(self, cut: Iterable[int]) -> int:
         """Return the number of parts into which shards, or axes, cut together."""
-        return math.prod([self.sizes[s] for s in cut])
+        return math.prod([self.sizes[shard] for shard in cut])
 
     def is_plain(self, cut: Iterable[int]) -> bool:
         """Check that each shard is contiguous over one axis; these have the lowest numbers."""
@@ -195,13 +195,13 @@ class States:
     @cached_method
     def replica_axes(self, state: State) -> tuple[int, ...]:
         """List the axes that hold replicas."""
-        busy = (*state.sums, *self.axes_in(chain.from_iterable(state.cuts)))
-        return without(range(len(self.axes)), busy)
+        used_axes = (*state.sums, *self.axes_in(chain.from_iterable(state.cuts)))
+        return without(range(len(self.axes)), used_axes)
 
     @cached_method
-    def length(self, d: int, cut: Cut) -> BlockLength:
+    def length(self, dim_index: int, cut: Cut) -> BlockLength:
         """Measure the blocks of a dim under its shards: 10 rows over 4 -> 3, not even."""
-        n_rows = self.shape[d]
+        n_rows = self.shape[dim_index]
         n_parts = self.count_parts(cut)
         if self.is_plain(cut) and n_rows % n_parts == 0:
             return BlockLength(n_rows // n_parts, True)
@@ -211,17 +211,17 @@ class States:
         # Documents and segments inside another shard would have other lengths: no step leads there.
         return BlockLength(longest, is_even and find_misfit(dim, n_rows, sizes) is None)
 
-    def is_even(self, d: int, cut: Cut) -> bool:
+    def is_even(self, dim_index: int, cut: Cut) -> bool:
         """Check that all blocks of a dim under its shards are equally long."""
-        return self.length(d, cut).is_even
+        return self.length(dim_index, cut).is_even
 
     @cached_method
     def lengths(self, state: State) -> tuple[BlockLength, ...]:
         """Measure the blocks of each dim."""
-        return tuple([self.length(d, cut) for d, cut in enumerate(state.cuts)])
+        return tuple([self.length(dim_index, cut) for dim_index, cut in enumerate(state.cuts)])
 
     @cached_method
-    def block(self, state: State) -> int:
+    def block_elements(self, state: State) -> int:
         """Return the elements of the largest block."""
         return math.prod([length.longest for length in self.lengths(state)])
 
@@ -235,23 +235,23 @@ class States:
     def roles(self, state: State) -> dict[int, AxisRole]:
         """Map each axis that shards to its role: the dim, and its shards down to the axis."""
         roles: dict[int, AxisRole] = {}
-        for d, cut in enumerate(state.cuts):
-            for i, shard in enumerate(cut):
-                role = AxisRole(d, cut[: i + 1])
+        for dim_index, cut in enumerate(state.cuts):
+            for level, shard in enumerate(cut):
+                role = AxisRole(dim_index, cut[: level + 1])
                 for axis in self.shard_axes[shard]:
                     roles[axis] = role
         return roles
 
     @cached_method
-    def changing(self, state: State, after: State) -> list[int]:
-        """List the axes that shard otherwise afterwards."""
-        old_roles = self.roles(state)
-        new_roles = self.roles(after)
-        return [a for a in {**old_roles, **new_roles} if old_roles.get(a) != new_roles.get(a)]
+    def changing(self, state: State, next_state: State) -> list[int]:
+        """List the axes that shard something else, or elsewhere, in the next state."""
+        roles = self.roles(state)
+        new_roles = self.roles(next_state)
+        return [axis for axis in {**roles, **new_roles} if roles.get(axis) != new_roles.get(axis)]
 
-    def ended(self, state: State, after: State) -> tuple[int, ...]:
+    def ended(self, state: State, next_state: State) -> tuple[int, ...]:
         """List the axes along which a sum ends; with both states exchanged, those where one begins."""
-        return without(state.sums, after.sums)
+        return without(state.sums, next_state.sums)
 
     @cached_method
     def sharding(self, state: State) -> Sharding:

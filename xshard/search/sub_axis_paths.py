@@ -66,31 +66,31 @@ def best_sub_axis_path(
     searches end at one of them.
     """
     grid = route.grid
-    sent = [move.kind for _, move in path.moves if move.kind not in LOCAL]
-    if len(sent) < 2 and not {"exchange", "permute"} & set(sent):
+    sent_kinds = [move.kind for _, move in path.moves if move.kind not in LOCAL]
+    if len(sent_kinds) < 2 and not {"exchange", "permute"} & set(sent_kinds):
         return None  # one collective: there is nothing to save
     factors = _matching_factors(route)
     if factors is None or not (factors.are_any or route.spare):
         return None  # impossible, or both sides cut alike, where whole axes can be permuted
-    if grid.least_seconds(route.start, route.goal) >= path.seconds:
+    if grid.lower_bound_s(route.start, route.goal) >= path.seconds:
         return None  # `path` meets the lower bound: no path at all is cheaper
     # Search on the finest sub-axes; the path that is found is written with as few as possible.
     split = tuple(_finest_split(route))
     if not split:
         return None
-    fine_route = _divided(route, split)
+    fine_route = _split_route(route, split)
     limit = math.inf if memory_limit is None else memory_limit / grid.itemsize  # elements
     best: SubAxisPath | None = None
-    below = path.seconds  # what the next path has to beat
+    seconds_to_beat = path.seconds  # what the next path has to beat
     for first_moves, gathers in _paths(fine_route, factors, limit):
-        if gathers.seconds >= below:
+        if gathers.seconds >= seconds_to_beat:
             continue
         # The price is infinite if any move holds more than the limit: such a path never wins.
-        seconds = _priced(fine_route, first_moves, limit) + gathers.seconds
-        if seconds < below * (1 - LEAST_GAIN):
+        seconds = _price_moves(fine_route, first_moves, limit) + gathers.seconds
+        if seconds < seconds_to_beat * (1 - LEAST_GAIN):
             best = SubAxisPath(seconds, fine_route, (*first_moves, *gathers.moves))
-            below = seconds
-    return None if best is None else _in_few_parts(route, best)
+            seconds_to_beat = seconds
+    return None if best is None else _merge_sub_axes(route, best)
 
 
 def _matching_factors(route: SearchRoute) -> Factors | None:
@@ -145,19 +145,19 @@ def _finest_split(route: SearchRoute) -> Iterator[tuple[str, tuple[int, ...]]]:
             yield grid.axes[axis], tuple(sizes)
 
 
-def _prime_factors(n: int) -> list[int]:
+def _prime_factors(remaining: int) -> list[int]:
     """Factor a number: 12 -> [2, 2, 3]."""
     factors: list[int] = []
-    p = 2
-    while n > 1:
-        while n % p == 0:
-            factors.append(p)
-            n //= p
-        p += 1
+    divisor = 2
+    while remaining > 1:
+        while remaining % divisor == 0:
+            factors.append(divisor)
+            remaining //= divisor
+        divisor += 1
     return factors
 
 
-def _divided(route: SearchRoute, split: Split) -> SearchRoute:
+def _split_route(route: SearchRoute, split: Split) -> SearchRoute:
     """Return the route on a mesh with some axes split."""
     grid = route.grid
     mesh = SubAxisMesh(grid.mesh, split)
@@ -180,17 +180,20 @@ def _options(route: SearchRoute, factors: Factors) -> Iterator[tuple[Factors, Se
     if factors.are_any:
         yield factors, route.changing
     # Only axes with links of one speed: others would gather the shares over slow links again.
-    near_axes = [a for a in route.spare if len(grid.levels(a)) == 1]
-    n_shares = grid.count_parts(near_axes)
+    fast_axes = [axis for axis in route.spare if len(grid.levels(axis)) == 1]
+    n_shares = grid.count_parts(fast_axes)
     if n_shares == 1:
         return
-    for d, cut in enumerate(route.goal.cuts):
-        if grid.shape[d] % (grid.count_parts(cut) * factors.goal[d] * n_shares) == 0:
+    for dim_index, cut in enumerate(route.goal.cuts):
+        if (
+            grid.shape[dim_index] % (grid.count_parts(cut) * factors.goal[dim_index] * n_shares)
+            == 0
+        ):
             start = [*factors.start]
             goal = [*factors.goal]
-            start[d] *= n_shares
-            goal[d] *= n_shares
-            yield Factors(start, goal), [*route.changing, *near_axes]
+            start[dim_index] *= n_shares
+            goal[dim_index] *= n_shares
+            yield Factors(start, goal), [*route.changing, *fast_axes]
 
 
 def _paths(route: SearchRoute, factors: Factors, limit: float) -> Iterator[tuple[Moves, Gathers]]:
@@ -205,13 +208,13 @@ def _paths(route: SearchRoute, factors: Factors, limit: float) -> Iterator[tuple
         limit: The most elements that a device may hold.
     """
     # start -> slice -> permutation -> `arrival`, the goal with extra shards -> gathers -> goal.
-    for more, axes in _options(route, factors):
-        slices = _new_cuts_of(route, route.start, more.start, axes)
-        for gathered in _new_cuts_of(route, route.goal, more.goal, axes):
-            arrival = route.goal.with_inner_cuts(gathered)
-            gathers = _best_gathers(route, arrival, gathered, limit)
-            for sliced in slices:
-                first_moves = _slice_and_permute(route, sliced, arrival)
+    for raised_factors, axes in _options(route, factors):
+        slices = _new_cuts_of(route, route.start, raised_factors.start, axes)
+        for gather_cuts in _new_cuts_of(route, route.goal, raised_factors.goal, axes):
+            arrival = route.goal.with_inner_cuts(gather_cuts)
+            gathers = _best_gathers(route, arrival, gather_cuts, limit)
+            for slice_cuts in slices:
+                first_moves = _slice_and_permute(route, slice_cuts, arrival)
                 if first_moves is not None:
                     yield first_moves, gathers
 
@@ -220,11 +223,13 @@ def _new_cuts_of(
     route: SearchRoute, state: State, factors: Sequence[int], axes: Sequence[int]
 ) -> list[Cuts]:
     """List ways to shard the dims of a state further, over axes of `axes` with replicas."""
-    free = common(route.grid.replica_axes(state), axes)
-    return list(islice(_new_cuts(route, free, factors), MAX_WAYS))
+    free_axes = common(route.grid.replica_axes(state), axes)
+    return list(islice(_new_cuts(route, free_axes, factors), MAX_WAYS))
 
 
-def _new_cuts(route: SearchRoute, free: Sequence[int], factors: Sequence[int]) -> Iterator[Cuts]:
+def _new_cuts(
+    route: SearchRoute, free_axes: Sequence[int], factors: Sequence[int]
+) -> Iterator[Cuts]:
     """Yield the ways to shard every dim by a factor, over axes that hold replicas.
 
     One tuple of axis numbers per dim. Free axes 0, 1, 2 of 2 devices each, factors (2, 2) ->
@@ -233,7 +238,7 @@ def _new_cuts(route: SearchRoute, free: Sequence[int], factors: Sequence[int]) -
 
     Args:
         route: The route, whose grid has the axes.
-        free: The axes that hold replicas, outermost first.
+        free_axes: The axes that hold replicas, outermost first.
         factors: For each dim from here on, how many parts a block is to be cut into.
     """
     if not factors:
@@ -241,18 +246,20 @@ def _new_cuts(route: SearchRoute, free: Sequence[int], factors: Sequence[int]) -
         return
     grid = route.grid
     tried: set[tuple[object, ...]] = set()
-    for n in range(len(free) + 1):
-        for cut in reversed(list(combinations(free, n))):  # the innermost axes first
+    for n_axes in range(len(free_axes) + 1):
+        for cut in reversed(list(combinations(free_axes, n_axes))):  # the innermost axes first
             if grid.count_parts(cut) != factors[0]:
                 continue
             # Parts of one mesh axis on equal links are equally good: only the first cut of each
             # kind is tried.
-            kind = tuple((grid.mesh.origin(grid.axes[a]), grid.levels(a)) for a in cut)
-            if kind in tried:
+            axis_kinds = tuple(
+                (grid.mesh.origin(grid.axes[axis]), grid.levels(axis)) for axis in cut
+            )
+            if axis_kinds in tried:
                 continue
-            tried.add(kind)
-            left = without(free, cut)
-            for other_cuts in _new_cuts(route, left, factors[1:]):
+            tried.add(axis_kinds)
+            unused_axes = without(free_axes, cut)
+            for other_cuts in _new_cuts(route, unused_axes, factors[1:]):
                 yield (cut, *other_cuts)
 
 
@@ -277,20 +284,22 @@ class Gathers(NamedTuple):
 
 def _best_gathers(route: SearchRoute, state: State, gathered: Cuts, limit: float) -> Gathers:
     """Find the cheapest order in which the dims may gather these innermost shards."""
-    dims = [d for d, cut in enumerate(gathered) if cut]
-    options: list[Gathers] = []
+    dims = [dim_index for dim_index, cut in enumerate(gathered) if cut]
+    orders: list[Gathers] = []
     for order in permutations(dims):
         moves: Moves = ()
-        before = state
-        for d in order:
-            after = before.without_inner(d, gathered[d])
-            moves += ((before, Move("all_gather", (d, gathered[d]), after)),)
-            before = after
-        options.append(Gathers(_priced(route, moves, limit), moves))
-    return min(options, key=attrgetter("seconds"))
+        state_before = state
+        for dim_index in order:
+            state_after = state_before.without_inner(dim_index, gathered[dim_index])
+            moves += (
+                (state_before, Move("all_gather", (dim_index, gathered[dim_index]), state_after)),
+            )
+            state_before = state_after
+        orders.append(Gathers(_price_moves(route, moves, limit), moves))
+    return min(orders, key=attrgetter("seconds"))
 
 
-def _priced(route: SearchRoute, moves: Moves, limit: float) -> float:
+def _price_moves(route: SearchRoute, moves: Moves, limit: float) -> float:
     """Add up the seconds of some moves; infinite if one holds too much."""
     seconds = 0.0
     for state, move in moves:
@@ -301,7 +310,7 @@ def _priced(route: SearchRoute, moves: Moves, limit: float) -> float:
     return seconds
 
 
-def _in_few_parts(route: SearchRoute, path: SubAxisPath) -> SubAxisPath:
+def _merge_sub_axes(route: SearchRoute, path: SubAxisPath) -> SubAxisPath:
     """Rewrite a path with as few sub-axes as possible: merge those that are never separated.
 
     The search split mesh axes as finely as possible. If x=8 was split into x_0, x_1, x_2 of 2
@@ -314,67 +323,71 @@ def _in_few_parts(route: SearchRoute, path: SubAxisPath) -> SubAxisPath:
     Returns:
         The same path, on the mesh with the merged sub-axes; on whole axes if all are merged.
     """
-    fine = path.route.grid
-    groups_of = _side_by_side(path)
+    fine_grid = path.route.grid
+    groups_of = _group_sub_axes(path)
     split: list[tuple[str, tuple[int, ...]]] = []
     for axis, _ in path.split:
-        sizes = tuple(map(fine.count_parts, groups_of[axis]))
+        sizes = tuple(map(fine_grid.count_parts, groups_of[axis]))
         if len(sizes) > 1:
             split.append((axis, sizes))
-    coarse_route = _divided(route, tuple(split)) if split else route
+    coarse_route = _split_route(route, tuple(split)) if split else route
     # Layouts name axes by number. The first sub-axis of each group gets the group's number on the
     # merged mesh, which has its axes in the same order; the others of the group are dropped.
-    number_of: dict[int, int] = {}  # number on the fine mesh -> number on the merged one
-    for first, *_ in chain.from_iterable(groups_of.values()):
-        number_of[first] = len(number_of)
-    moves = [_merged_move(state, move, number_of) for state, move in path.moves]
+    merged_number: dict[int, int] = {}  # number on the fine mesh -> number on the merged one
+    for first_axis, *_ in chain.from_iterable(groups_of.values()):
+        merged_number[first_axis] = len(merged_number)
+    moves = [_merge_axes_of_move(state, move, merged_number) for state, move in path.moves]
     return SubAxisPath(path.seconds, coarse_route, tuple(moves))
 
 
-def _side_by_side(path: SubAxisPath) -> dict[str, list[list[int]]]:
+def _group_sub_axes(path: SubAxisPath) -> dict[str, list[list[int]]]:
     """Group the sub-axes of each whole axis that stay side by side on a path."""
-    fine = path.route.grid
+    fine_grid = path.route.grid
     groups: dict[str, list[list[int]]] = {}
-    for number, sub_axis in enumerate(fine.axes):
-        axis_groups = groups.setdefault(fine.mesh.origin(sub_axis), [])
-        if axis_groups and _stay_together(axis_groups[-1][-1], number, path.moves):
-            axis_groups[-1].append(number)
+    for axis_number, sub_axis in enumerate(fine_grid.axes):
+        axis_groups = groups.setdefault(fine_grid.mesh.origin(sub_axis), [])
+        if axis_groups and _stay_together(axis_groups[-1][-1], axis_number, path.moves):
+            axis_groups[-1].append(axis_number)
         else:
-            axis_groups.append([number])
+            axis_groups.append([axis_number])
     return groups
 
 
-def _stay_together(outer: int, inner: int, moves: Moves) -> bool:
+def _stay_together(outer_axis: int, inner_axis: int, moves: Moves) -> bool:
     """Check that after each move two sub-axes shard a dim one after the other, or neither does."""
     for _, move in moves:
-        for cut in move.after.cuts:
-            if outer in cut or inner in cut:
-                if (outer, inner) not in pairwise(cut):
+        for cut in move.next_state.cuts:
+            if outer_axis in cut or inner_axis in cut:
+                if (outer_axis, inner_axis) not in pairwise(cut):
                     return False
                 break  # an axis shards one dim at most
     return True
 
 
-def _merged_move(state: State, move: Move, number_of: dict[int, int]) -> tuple[State, Move]:
+def _merge_axes_of_move(
+    state: State, move: Move, merged_number: dict[int, int]
+) -> tuple[State, Move]:
     """Rewrite one move, and the layout before it, after some sub-axes were merged into one.
 
-    `number_of` gives the new number of each axis that is kept. If axes 1 and 2 are merged into 1, a
+    `merged_number` gives the new number of each axis that is kept. If axes 1 and 2 are merged into 1, a
     gather of the two shards (1, 2) becomes a gather of one.
     """
-    before = State(_merged(state.cuts, number_of), state.sums)
-    after = State(_merged(move.after.cuts, number_of), move.after.sums)
+    merged_state = State(_merge_cuts(state.cuts, merged_number), state.sums)
+    merged_next_state = State(
+        _merge_cuts(move.next_state.cuts, merged_number), move.next_state.sums
+    )
     data: tuple[Any, ...] = move.data  # () for a permutation
     if move.kind == "slice":
-        data = _merged(move.data, number_of)
+        data = _merge_cuts(move.data, merged_number)
     elif move.kind == "all_gather":
-        d, *leaving = move.data
-        data = (d, *_merged(leaving, number_of))
-    return before, Move(move.kind, data, after)
+        dim_index, *leaving = move.data
+        data = (dim_index, *_merge_cuts(leaving, merged_number))
+    return merged_state, Move(move.kind, data, merged_next_state)
 
 
-def _merged(cuts: Iterable[Cut], number_of: dict[int, int]) -> Cuts:
+def _merge_cuts(cuts: Iterable[Cut], merged_number: dict[int, int]) -> Cuts:
     """Replace each group of merged sub-axes by one number."""
     merged: list[Cut] = []
     for cut in cuts:
-        merged.append(tuple(number_of[a] for a in cut if a in number_of))
+        merged.append(tuple(merged_number[axis] for axis in cut if axis in merged_number))
     return tuple(merged)

@@ -24,8 +24,8 @@ from xshard.search.states import (
     add_inner_cuts,
     cached_method,
     common,
+    common_prefix,
     replaced,
-    shared,
     starts_with,
     without,
 )
@@ -49,7 +49,7 @@ class Successors:
         self.grid = route.grid
         self.goal = route.goal
         self.dims = range(len(route.start.cuts))
-        self.pinned = tuple(map(shared, route.start.cuts, route.goal.cuts))
+        self.pinned = tuple(map(common_prefix, route.start.cuts, route.goal.cuts))
         self.usable = tuple(sorted({*route.changing, *route.spare}))
         is_small = (
             len(self.usable) <= COMPLETE_AXES
@@ -73,9 +73,11 @@ class Successors:
 
     def _gathers(self, state: State) -> Iterator[Move]:
         """Yield gathers of innermost shards, one dim at a time."""
-        for d, cut in enumerate(state.cuts):
-            for leaving in self._movable(d, cut):
-                yield Move("all_gather", (d, leaving), state.without_inner(d, leaving))
+        for dim_index, cut in enumerate(state.cuts):
+            for leaving in self._movable(dim_index, cut):
+                yield Move(
+                    "all_gather", (dim_index, leaving), state.without_inner(dim_index, leaving)
+                )
 
     def _slices(self, state: State) -> Iterator[Move]:
         """Yield the local steps in which each device keeps a part of its block: "b s" -> "b s/cp".
@@ -83,16 +85,16 @@ class Successors:
         Only mesh axes along which devices hold equal blocks can shard further. The data of a move
         are the new innermost shards for every dim, by number: ((), (1,)) shards dim 1 over axis 1.
         """
-        free = self._usable_replicas(state)
-        if not free or not state.cuts:  # a scalar has no dims to shard
+        free_axes = self._usable_replicas(state)
+        if not free_axes or not state.cuts:  # a scalar has no dims to shard
             return
-        options = self._all_new_cuts if self.complete else self._some_new_cuts
+        new_cuts_of = self._all_new_cuts if self.complete else self._some_new_cuts
         # A dict keeps the order and drops what comes twice; a set would lose the order.
-        for new_cuts in dict.fromkeys(options(state, free)):
+        for new_cuts in dict.fromkeys(new_cuts_of(state, free_axes)):
             new_shards = tuple(chain.from_iterable(new_cuts))
             axes = self.grid.axes_in(new_shards)
             # Something has to be sharded, no axis twice, and only axes that hold replicas.
-            if not axes or len(set(axes)) < len(axes) or not set(axes) <= set(free):
+            if not axes or len(set(axes)) < len(axes) or not set(axes) <= set(free_axes):
                 continue
             if self._may_cut(state, new_cuts):
                 yield Move("slice", new_cuts, state.with_inner_cuts(new_cuts))
@@ -103,44 +105,47 @@ class Successors:
 
     def _may_cut(self, state: State, new_cuts: Cuts) -> bool:
         """Check that new shards are the goal's, or even; other shards are a detour."""
-        for d, (cut, new_cut) in enumerate(zip(state.cuts, new_cuts, strict=True)):
-            is_wanted = starts_with(self._wanted(d, cut), new_cut)
-            if not is_wanted and not self._is_evenly_cut(d, cut, new_cut):
+        for dim_index, (cut, new_cut) in enumerate(zip(state.cuts, new_cuts, strict=True)):
+            is_of_goal = starts_with(self._rest_of_goal(dim_index, cut), new_cut)
+            if not is_of_goal and not self._is_evenly_cut(dim_index, cut, new_cut):
                 return False
         return True
 
-    def _all_new_cuts(self, state: State, free: tuple[int, ...]) -> Iterator[Cuts]:
+    def _all_new_cuts(self, state: State, free_axes: tuple[int, ...]) -> Iterator[Cuts]:
         """Yield every choice of new innermost shards for the dims, those of the goal first.
 
         One tuple of axis numbers per dim. For 2 dims and free axes 0 and 1, after the goal's own:
         ((), (0,)), ((0,), ()), ..., ((), (0, 1)), ((0,), (1,)), ((0, 1), ()), ...
         """
         # The goal's own shards may be zigzag or uneven. All other choices are plain, whole axes.
-        goals_shards = [_prefixes(self._wanted(d, cut)) for d, cut in enumerate(state.cuts)]
+        goals_shards = [
+            _prefixes(self._rest_of_goal(dim_index, cut))
+            for dim_index, cut in enumerate(state.cuts)
+        ]
         yield from product(*goals_shards)
         n_inner_edges = len(state.cuts) - 1
-        for n in range(1, len(free) + 1):
+        for n_axes in range(1, len(free_axes) + 1):
             # Each ordering of n axes is cut into one part per dim, at these edges: axes (4, 7, 5)
             # and edges 1, 1 -> (4,), () and (7, 5) for three dims.
-            divisions = list(combinations_with_replacement(range(n + 1), n_inner_edges))
-            for order, inner_edges in product(permutations(free, n), divisions):
-                edges = (0, *inner_edges, n)
+            divisions = list(combinations_with_replacement(range(n_axes + 1), n_inner_edges))
+            for order, inner_edges in product(permutations(free_axes, n_axes), divisions):
+                edges = (0, *inner_edges, n_axes)
                 yield tuple(order[start:stop] for start, stop in pairwise(edges))
 
-    def _some_new_cuts(self, state: State, free: tuple[int, ...]) -> Iterator[Cuts]:
+    def _some_new_cuts(self, state: State, free_axes: tuple[int, ...]) -> Iterator[Cuts]:
         """Yield all shards of the goal at once; then those of one dim at a time."""
-        nothing: Cuts = ((),) * len(state.cuts)
-        yield tuple(self._wanted(d, cut) for d, cut in enumerate(state.cuts))
-        for d, cut in enumerate(state.cuts):
-            for new_cut in self._new_cuts(d, cut, free):
-                yield replaced(nothing, d, new_cut)
+        no_cuts: Cuts = ((),) * len(state.cuts)
+        yield tuple(self._rest_of_goal(dim_index, cut) for dim_index, cut in enumerate(state.cuts))
+        for dim_index, cut in enumerate(state.cuts):
+            for new_cut in self._new_cuts(dim_index, cut, free_axes):
+                yield replaced(no_cuts, dim_index, new_cut)
 
-    def _new_cuts(self, d: int, cut: Cut, free: tuple[int, ...]) -> Iterator[Cut]:
+    def _new_cuts(self, dim_index: int, cut: Cut, free_axes: tuple[int, ...]) -> Iterator[Cut]:
         """Yield shards that a slice may add to one dim of a large space."""
-        yield from _prefixes(self._wanted(d, cut))[:-1]  # but for the last, ()
-        for shard in self.goal.cuts[d]:  # out of order: a permutation puts it right later
+        yield from _prefixes(self._rest_of_goal(dim_index, cut))[:-1]  # but for the last, ()
+        for shard in self.goal.cuts[dim_index]:  # out of order: a permutation puts it right later
             yield (shard,)
-        for axis in free:  # a replica's share, so that a slow link carries it once
+        for axis in free_axes:  # a replica's share, so that a slow link carries it once
             if axis not in self.grid.roles(self.goal):
                 yield (axis,)
 
@@ -156,11 +161,11 @@ class Successors:
                 for dst, dst_cut in enumerate(state.cuts):
                     if dst == src:
                         continue
-                    for new_cut in self._even(
+                    for new_cut in self._even_cuts(
                         dst, dst_cut, self._arrivals(src, dst, dst_cut, moving)
                     ):
-                        after = without_moving.with_inner(dst, new_cut)
-                        yield Move("all_to_all", (src, moving, dst, new_cut), after)
+                        next_state = without_moving.with_inner(dst, new_cut)
+                        yield Move("all_to_all", (src, moving, dst, new_cut), next_state)
 
     def _arrivals(self, src: int, dst: int, dst_cut: Cut, moving: Cut) -> Iterator[Cut]:
         """Yield the new shards that an all-to-all may give to dim `dst` for those taken from `src`.
@@ -194,23 +199,29 @@ class Successors:
         if self.grid.profile.adds_in_order:
             return
         for axes in self._subsets(self.grid.ended(state, self.goal)):
-            after = state.without_sums(axes)
-            yield Move("all_reduce", (axes,), after)
-            for d, cut in enumerate(state.cuts):
-                for new_cut in self._even(d, cut, self._scatters(d, cut, axes)):
-                    yield Move("reduce_scatter", (d, new_cut), after.with_inner(d, new_cut))
+            next_state = state.without_sums(axes)
+            yield Move("all_reduce", (axes,), next_state)
+            for dim_index, cut in enumerate(state.cuts):
+                for new_cut in self._even_cuts(
+                    dim_index, cut, self._scatters(dim_index, cut, axes)
+                ):
+                    yield Move(
+                        "reduce_scatter",
+                        (dim_index, new_cut),
+                        next_state.with_inner(dim_index, new_cut),
+                    )
 
-    def _scatters(self, d: int, cut: Cut, axes: tuple[int, ...]) -> Iterator[Cut]:
+    def _scatters(self, dim_index: int, cut: Cut, axes: tuple[int, ...]) -> Iterator[Cut]:
         """Yield shards that a scatter may give a dim: the goal's, then the axes in any order."""
-        yield from self._goals_shards_over(axes, d, cut)
+        yield from self._goals_shards_over(axes, dim_index, cut)
         if self.complete:
             yield from permutations(axes)
         else:
             yield axes
 
-    def _goals_shards_over(self, axes: tuple[int, ...], d: int, cut: Cut) -> Iterator[Cut]:
+    def _goals_shards_over(self, axes: tuple[int, ...], dim_index: int, cut: Cut) -> Iterator[Cut]:
         """Yield the goal's next shards of a dim, if they are over just these axes, in any order."""
-        for shards in _prefixes(self._wanted(d, cut)):
+        for shards in _prefixes(self._rest_of_goal(dim_index, cut)):
             if sorted(self.grid.axes_in(shards)) == sorted(axes):
                 yield shards
 
@@ -224,15 +235,15 @@ class Successors:
         # Axes with partial sums at the goal, but not here: from the goal back, these sums would
         # end.
         begun = self.grid.ended(self.goal, state)
-        for d, cut in enumerate(state.cuts):
-            for n in range(1, len(cut) + 1):
-                leaving = cut[-n:]
+        for dim_index, cut in enumerate(state.cuts):
+            for n_leaving in range(1, len(cut) + 1):
+                leaving = cut[-n_leaving:]
                 axes = self.grid.axes_in(leaving)
                 if set(axes) <= set(begun):
-                    after = state.with_sums(axes).without_inner(d, leaving)
-                    yield Move("embed", (d, leaving), after)
-        free = self._usable_replicas(state)
-        for axes in self._subsets(common(begun, free)):
+                    next_state = state.with_sums(axes).without_inner(dim_index, leaving)
+                    yield Move("embed", (dim_index, leaving), next_state)
+        free_axes = self._usable_replicas(state)
+        for axes in self._subsets(common(begun, free_axes)):
             yield Move("mask", (axes,), state.with_sums(axes))
 
     def _permutes(self, state: State) -> Iterator[Move]:
@@ -247,14 +258,16 @@ class Successors:
         if not self.grid.is_regular(state):
             return
         usable = without(self.usable, state.sums)
-        # Into how many parts the shards of each dim cut that may change: those inside of the pinned.
-        parts: list[int] = []
+        # The number of parts into which the shards of each dim cut that may change, inside the pinned.
+        parts_of_dims: list[int] = []
         for cut, pinned in zip(state.cuts, self.pinned, strict=True):
-            parts.append(self.grid.count_parts(cut[len(pinned) :]))
-        known = (state.cuts, self.goal.cuts)
-        others = (cuts for cuts in self._arrangements(0, usable, parts) if cuts not in known)
-        most = None if self.complete else MAX_PERMUTES
-        for cuts in islice(others, most):
+            parts_of_dims.append(self.grid.count_parts(cut[len(pinned) :]))
+        known_cuts = (state.cuts, self.goal.cuts)
+        new_arrangements = (
+            cuts for cuts in self._arrangements(0, usable, parts_of_dims) if cuts not in known_cuts
+        )
+        max_permutes = None if self.complete else MAX_PERMUTES
+        for cuts in islice(new_arrangements, max_permutes):
             yield Move("permute", (), State(cuts, state.sums))
 
     def exchanges(self, state: State) -> Iterator[Move]:
@@ -264,22 +277,22 @@ class Successors:
             return
         # The goal sharded further, to be gathered over links that the exchange would fill.
         for axes in self._subsets(self._usable_replicas(self.goal)):
-            for d, cut in enumerate(self.goal.cuts):
-                if self._is_evenly_cut(d, cut, axes):
-                    yield Move("exchange", (), self.goal.with_inner(d, axes))
+            for dim_index, cut in enumerate(self.goal.cuts):
+                if self._is_evenly_cut(dim_index, cut, axes):
+                    yield Move("exchange", (), self.goal.with_inner(dim_index, axes))
 
     def _all_exchanges(self, state: State) -> Iterator[Move]:
         """Yield exchanges to every even state that has some of the sums that end, or begin."""
-        kept = common(state.sums, self.goal.sums)
+        kept_sums = common(state.sums, self.goal.sums)
         ending = self.grid.ended(state, self.goal)
         beginning = self.grid.ended(self.goal, state)
-        some_ending = ((), *self._subsets(ending))
+        ending_choices = ((), *self._subsets(ending))
         if self.grid.profile.adds_in_order:
             # All at once: sums of sums would be rounded otherwise.
-            some_ending = ((), ending)
-        some_beginning = ((), *self._subsets(beginning))
-        for still_there, already_there in product(some_ending, some_beginning):
-            sums = tuple(sorted((*kept, *still_there, *already_there)))
+            ending_choices = ((), ending)
+        beginning_choices = ((), *self._subsets(beginning))
+        for not_ended, begun in product(ending_choices, beginning_choices):
+            sums = tuple(sorted((*kept_sums, *not_ended, *begun)))
             for cuts in self._all_cuts(sums):
                 yield Move("exchange", (), State(cuts, sums))
 
@@ -296,9 +309,9 @@ class Successors:
         # Each axis shards one of the dims, or none (-1).
         for dim_of_axis in product((-1, *self.dims), repeat=len(usable)):
             axes_of_dim: list[list[int]] = [[] for _ in self.dims]
-            for axis, d in zip(usable, dim_of_axis, strict=True):
-                if d >= 0:
-                    axes_of_dim[d].append(axis)
+            for axis, dim_index in zip(usable, dim_of_axis, strict=True):
+                if dim_index >= 0:
+                    axes_of_dim[dim_index].append(axis)
             orders = [permutations(axes) for axes in axes_of_dim]
             for inner_cuts in product(*orders):
                 cuts = add_inner_cuts(self.pinned, inner_cuts)
@@ -306,78 +319,88 @@ class Successors:
                     all_cuts.append(cuts)
         return all_cuts
 
-    def _arrangements(self, d: int, usable: tuple[int, ...], parts: list[int]) -> Iterator[Cuts]:
-        """Yield ways to shard the dims from `d` on into as many parts as now, the goal's first."""
-        if d == len(parts):
+    def _arrangements(
+        self, dim_index: int, free_axes: tuple[int, ...], parts_of_dims: list[int]
+    ) -> Iterator[Cuts]:
+        """Yield ways to shard the dims from `dim_index` on into as many parts as now, the goal's first."""
+        if dim_index == len(parts_of_dims):
             yield ()
             return
-        for cut in dict.fromkeys(self._rearranged(d, usable, parts[d])):
-            left = without(usable, cut)
-            for inner_cuts in self._arrangements(d + 1, left, parts):
-                yield (self.pinned[d] + cut, *inner_cuts)
+        for cut in dict.fromkeys(self._rearranged(dim_index, free_axes, parts_of_dims[dim_index])):
+            unused_axes = without(free_axes, cut)
+            for inner_cuts in self._arrangements(dim_index + 1, unused_axes, parts_of_dims):
+                yield (self.pinned[dim_index] + cut, *inner_cuts)
 
-    def _rearranged(self, d: int, usable: tuple[int, ...], parts: int) -> Iterator[Cut]:
-        """Yield ways to cut one dim into so many parts by usable axes."""
+    def _rearranged(
+        self, dim_index: int, free_axes: tuple[int, ...], n_parts: int
+    ) -> Iterator[Cut]:
+        """Yield ways to cut one dim into `n_parts` parts by axes that are still free."""
         if not self.complete:
-            yield from self._towards_goal(d, usable, parts)
+            yield from self._towards_goal(dim_index, free_axes, n_parts)
             return
-        for n in range(len(usable) + 1):
-            for cut in permutations(usable, n):
-                if self.grid.count_parts(cut) == parts:
+        for n_axes in range(len(free_axes) + 1):
+            for cut in permutations(free_axes, n_axes):
+                if self.grid.count_parts(cut) == n_parts:
                     yield cut
 
-    def _towards_goal(self, d: int, usable: tuple[int, ...], parts: int) -> Iterator[Cut]:
-        """Yield ways to cut one dim into `parts` parts, those that begin like the goal's first.
+    def _towards_goal(
+        self, dim_index: int, free_axes: tuple[int, ...], n_parts: int
+    ) -> Iterator[Cut]:
+        """Yield ways to cut one dim into `n_parts` parts, those that begin like the goal's first.
 
         If the goal has "n/0/1", axes 0 to 3 are of size 2, and 4 parts are wanted: (0, 1); then (0,
         1), (0, 2), (0, 3), which begin with axis 0; then all pairs. The longest common beginning
         comes first, and a cut may come twice. Outermost shards that always stay (`pinned`) are left
         out.
         """
-        goal_cut = self.goal.cuts[d][len(self.pinned[d]) :]
-        for beginning in _prefixes(goal_cut):
-            if not self.grid.is_plain(beginning) or not set(beginning) <= set(usable):
+        goal_cut = self.goal.cuts[dim_index][len(self.pinned[dim_index]) :]
+        for leading_cut in _prefixes(goal_cut):
+            if not self.grid.is_plain(leading_cut) or not set(leading_cut) <= set(free_axes):
                 continue
-            if parts % self.grid.count_parts(beginning):
+            if n_parts % self.grid.count_parts(leading_cut):
                 continue  # whatever axes follow, the number of parts is a multiple of these
             # What follows need not be in any order, as the goal has other axes there.
-            others = without(usable, beginning)
-            for n in range(len(others) + 1):
-                for axes in combinations(others, n):
-                    if self.grid.count_parts(beginning + axes) == parts:
-                        yield beginning + axes
+            other_axes = without(free_axes, leading_cut)
+            for n_others in range(len(other_axes) + 1):
+                for axes in combinations(other_axes, n_others):
+                    if self.grid.count_parts(leading_cut + axes) == n_parts:
+                        yield leading_cut + axes
 
     def _subsets(self, axes: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
         """Yield all of the axes first, then fewer; on large spaces all of them and each alone."""
-        for n in range(len(axes), 0, -1):
-            if self.complete or n in (1, len(axes)):
-                yield from combinations(axes, n)
+        for n_axes in range(len(axes), 0, -1):
+            if self.complete or n_axes in (1, len(axes)):
+                yield from combinations(axes, n_axes)
 
-    def _wanted(self, d: int, cut: Cut) -> Cut:
-        """Return the goal's shards of a dim that come after `cut`, if those lead up to them."""
-        goal_cut = self.goal.cuts[d]
+    def _rest_of_goal(self, dim_index: int, cut: Cut) -> Cut:
+        """Return the shards of the goal inside of `cut`: of "n/0/1" after (0,) -> (1,), else ()."""
+        goal_cut = self.goal.cuts[dim_index]
         return goal_cut[len(cut) :] if starts_with(goal_cut, cut) else ()
 
-    def _movable(self, d: int, cut: Cut) -> Iterator[Cut]:
+    def _movable(self, dim_index: int, cut: Cut) -> Iterator[Cut]:
         """Yield the innermost shards that may leave a dim together, if they cut it evenly.
 
         On large spaces, the goal's stay. (0, 1) -> (1,), then (0, 1).
         """
-        staying = self.pinned[d] if self.complete else shared(cut, self.goal.cuts[d])
-        for n in range(1, len(cut) - len(staying) + 1):
+        staying = self.pinned[dim_index]
+        if not self.complete:
+            staying = common_prefix(cut, self.goal.cuts[dim_index])
+        for n_leaving in range(1, len(cut) - len(staying) + 1):
             # Pieces of a message have one size.
-            if self._is_evenly_cut(d, cut[:-n], cut[-n:]):
-                yield cut[-n:]
+            if self._is_evenly_cut(dim_index, cut[:-n_leaving], cut[-n_leaving:]):
+                yield cut[-n_leaving:]
 
-    def _even(self, d: int, cut: Cut, new_cuts: Iterable[Cut]) -> Iterator[Cut]:
+    def _even_cuts(self, dim_index: int, cut: Cut, new_cuts: Iterable[Cut]) -> Iterator[Cut]:
         """Yield those of some new shards of a dim that cut it evenly, each once."""
         for new_cut in dict.fromkeys(new_cuts):
-            if self._is_evenly_cut(d, cut, new_cut):
+            if self._is_evenly_cut(dim_index, cut, new_cut):
                 yield new_cut
 
-    def _is_evenly_cut(self, d: int, outer: Cut, inner: Cut) -> bool:
-        """Check that `inner` shards each block of a dim under `outer` into equal parts."""
-        return self.grid.is_even(d, outer) and self.grid.is_even(d, outer + inner)
+    def _is_evenly_cut(self, dim_index: int, outer_cut: Cut, inner_cut: Cut) -> bool:
+        """Check that `inner_cut` shards each block of a dim under `outer_cut` into equal parts."""
+        return self.grid.is_even(dim_index, outer_cut) and self.grid.is_even(
+            dim_index, outer_cut + inner_cut
+        )
 
 
 def _prefixes(cut: Cut) -> list[Cut]:

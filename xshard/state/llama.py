@@ -73,9 +73,9 @@ def to_megatron(heads: int, kv_heads: int, head: int) -> Names:
     )
 
 
-def _fused_gate_up(whole: str) -> tuple[Relation, ...]:
+def _fused_gate_up(fused_pattern: str) -> tuple[Relation, ...]:
     """Join gate and up in one array, which its inverse splits in two equal parts."""
-    return Names(split(whole, _GATE_UP)).inverse.relations
+    return Names(split(fused_pattern, _GATE_UP)).inverse.relations
 
 
 _MAKERS: dict[str, Callable[..., Names]] = {
@@ -95,16 +95,19 @@ def names_from_text(text: str) -> Names:
     Raises:
         XshardError: The text names none of them.
     """
-    name, _, numbers = text.partition(":")
-    sizes = [int(n) for n in numbers.split(",") if n.strip().isdecimal()]
-    for system, make in _MAKERS.items():
+    name, _, sizes_text = text.partition(":")
+    sizes = [int(n) for n in sizes_text.split(",") if n.strip().isdecimal()]
+    for system, make_names in _MAKERS.items():
         if len(sizes) != _N_SIZES[system]:
             continue
         if name == f"llama-to-{system}":
-            return make(*sizes)
+            return make_names(*sizes)
         if name == f"{system}-to-llama":
-            return make(*sizes).inverse
-    known = [f"llama-to-{system}" for system in _MAKERS]
-    hint = f"{did_you_mean(name, known)}a JSON file of relations, or {', '.join(known)}, or back to llama; "
+            return make_names(*sizes).inverse
+    mapping_names = [f"llama-to-{system}" for system in _MAKERS]
+    suggestion = did_you_mean(name, mapping_names)
+    hint = (
+        f"{suggestion}a JSON file of relations, or {', '.join(mapping_names)}, or back to llama; "
+    )
     hint += "for fused and megatron with heads, key heads, and rows per head, as in llama-to-fused:32,8,128"
     raise XshardError(f"{text!r} does not name names", hint=hint)

@@ -22,7 +22,7 @@ from xshard.state.parts import PartMapping, Shape, TargetArray
 from xshard.state.relations import JoinedArray, Relation, applications, make_targets
 
 _KEEP = Relation(("**",), "**")
-MOST_NAMES_IN_ERROR = 8
+MAX_NAMES_IN_ERROR = 8
 Counts = Sequence[int] | None
 
 
@@ -237,8 +237,8 @@ class Names:
                 reason = f"'{relation}' casts to {relation.dtype}, and other names follow"
                 raise XshardError(reason, hint="cast in the last link of a chain")
         chain = Names(*self.relations, *names.relations)
-        for part in (self, names):
-            chain.links += part.links if part.links else (part,)
+        for link in (self, names):
+            chain.links += link.links if link.links else (link,)
         return chain
 
     def resolve(
@@ -269,15 +269,15 @@ class Names:
         unused = []
         for relation in self.relations:
             uses = list(applications(relation, remaining))
-            # `rename("**", "**")` keeps all other names. That nothing is left for it is no mistake.
+            # `rename("**", "**")` keeps all other names. That none remain for it is no mistake.
             keeps_others = replace(relation, splits=False) == _KEEP
             if not (uses or relation.optional or keeps_others):
                 unused.append(relation)
             for use in uses:
                 source_shapes = _take_shapes(use.sources, relation, remaining, shapes)
                 dtype = relation.dtype or _common_dtype(use.sources, relation, dtypes)
-                made = make_targets(relation, use, source_shapes, self._joined)
-                for name, shape, pieces in made:
+                made_arrays = make_targets(relation, use, source_shapes, self._joined)
+                for name, shape, pieces in made_arrays:
                     if name in targets:
                         origins = f"{makers[name]}; {relation}"
                         raise XshardError(f"{name} would have two origins", hint=origins)
@@ -302,8 +302,8 @@ class Names:
             if len(array.pieces) == 1:
                 continue
             rows_of_parts = []  # a part is some rows of one dim
-            for piece in array.pieces:
-                rows_of_parts += [rows for _, rows in piece.dst.dims if rows is not None]
+            for mapping in array.pieces:
+                rows_of_parts += [rows for _, rows in mapping.dst.dims if rows is not None]
             lengths = tuple(map(runs.count_rows, rows_of_parts))
             is_same = self._joined.setdefault((name, array.shape), lengths) == lengths
             self._joined[name, array.shape] = lengths if is_same else ()
@@ -333,8 +333,8 @@ class Names:
         for name, target in self.resolve(shapes, dtypes).items():
             out = np.empty(target.shape, arrays[target.pieces[0].src.name].dtype)
             for src, dst, order in target.pieces:
-                part = arrays[src.name][src.numpy_index(shapes[src.name])]
-                out[dst.numpy_index(target.shape)] = np.transpose(part, order)
+                source_part = arrays[src.name][src.numpy_index(shapes[src.name])]
+                out[dst.numpy_index(target.shape)] = np.transpose(source_part, order)
             results[name] = out.astype(target.dtype)
         return results
 
@@ -346,28 +346,30 @@ def _resolve_chain(
 ) -> dict[str, TargetArray]:
     """Resolve names that apply one after the other: the targets of the last, made of the first sources."""
     targets = SAME.resolve(shapes, dtypes)
-    for number, link in enumerate(links, 1):
-        with located(f"link {number} of the names"):
-            made = link.resolve(
+    for link_index, link in enumerate(links, 1):
+        with located(f"link {link_index} of the names"):
+            link_targets = link.resolve(
                 {name: array.shape for name, array in targets.items()},
                 {name: array.dtype for name, array in targets.items()},
             )
-        for name, array in made.items():
-            made[name] = array._replace(pieces=_from_sources(array, targets))
-        targets = made
+        for name, array in link_targets.items():
+            link_targets[name] = array._replace(pieces=_from_sources(array, targets))
+        targets = link_targets
     return targets
 
 
-def _from_sources(array: TargetArray, middle: Mapping[str, TargetArray]) -> tuple[PartMapping, ...]:
+def _from_sources(
+    array: TargetArray, middle_arrays: Mapping[str, TargetArray]
+) -> tuple[PartMapping, ...]:
     """Map the sources of arrays to an array that is made of these: its parts, where they come from."""
-    pieces = []
-    for piece in array.pieces:
-        made = middle[piece.src.name]
-        for arriving in made.pieces:
-            joint = arriving.then(piece, made.shape)
-            if joint is not None:
-                pieces.append(joint)
-    return tuple(pieces)
+    mappings = []
+    for mapping_to_array in array.pieces:
+        middle_array = middle_arrays[mapping_to_array.src.name]
+        for mapping_to_middle in middle_array.pieces:
+            joined = mapping_to_middle.then(mapping_to_array, middle_array.shape)
+            if joined is not None:
+                mappings.append(joined)
+    return tuple(mappings)
 
 
 def _take_shapes(
@@ -382,14 +384,14 @@ def _take_shapes(
     is used once: XshardError is raised for a name that an earlier relation has used, or that is not
     in `shapes`, which holds all sources.
     """
-    taken = []
+    taken_shapes = []
     for name in names:
         if name not in remaining:
             already_used = " any more" if name in shapes else ""
             hint = did_you_mean(name, list(remaining)) or "every array is used once"
             raise XshardError(f"{relation}: there is no {name}{already_used}", hint=hint)
-        taken.append(remaining.pop(name))
-    return taken
+        taken_shapes.append(remaining.pop(name))
+    return taken_shapes
 
 
 def _common_dtype(
@@ -398,10 +400,10 @@ def _common_dtype(
     """Return the one dtype of the sources. Raises ShapeError if they have several."""
     if not dtypes:
         return "float32"
-    kinds = sorted({dtypes[name] for name in names})
-    if len(kinds) > 1:
-        raise ShapeError(f"{relation}: {' and '.join(names)} are {' and '.join(kinds)}")
-    return kinds[0]
+    distinct_dtypes = sorted({dtypes[name] for name in names})
+    if len(distinct_dtypes) > 1:
+        raise ShapeError(f"{relation}: {' and '.join(names)} are {' and '.join(distinct_dtypes)}")
+    return distinct_dtypes[0]
 
 
 def _unmatched(
@@ -410,7 +412,7 @@ def _unmatched(
     """Return the error for names without a relation, and for relations without a name."""
     reasons = []
     if remaining:
-        first_names = ", ".join(remaining[:MOST_NAMES_IN_ERROR])
+        first_names = ", ".join(remaining[:MAX_NAMES_IN_ERROR])
         reasons.append(f"no relation for {len(remaining)} names: {first_names}")
     reasons += [f"'{relation}' fits no name" for relation in unused]
     similar = [nearest_hint(relation.sides[0][0], shapes) for relation in unused]
@@ -480,7 +482,7 @@ def _check_patterns(relation: Relation) -> None:
             raise XshardError(f"'{pattern}' in '{relation}' stands for several names", hint=hint)
         match_stars(pattern, "")  # refuses a malformed pattern
     # The stars of each pattern, from left to right: those of "a.*.**" are ["*", "**"].
-    stars_of_parts = [stars_in(part) for part in relation.parts]
+    stars_of_parts = [stars_in(part_pattern) for part_pattern in relation.parts]
     stars_of_whole = stars_in(relation.whole)
     if relation.stacks:  # has one pattern of parts, whose last star is the member's number
         if "*" not in stars_of_parts[0][-1:]:

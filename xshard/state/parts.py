@@ -1,4 +1,8 @@
-"""Parts of arrays, and which elements of one array become which of another."""
+"""Parts of arrays, and which elements of one array become which of another.
+
+An `ArrayPart` is some rows of some dims of an array, as `q` in the rows 0-3 of a fused `qkv`. A
+`PartMapping` says which part of one array becomes which part of another, dim by dim (`Link`).
+"""
 
 from __future__ import annotations
 
@@ -35,7 +39,7 @@ class PartDim(NamedTuple):
         """Return the rows at some positions, in ascending order, of the part's `n_rows` rows."""
         if len(positions) == n_rows:
             return self
-        return self._replace(rows=as_few_runs(_numbers(self.rows, n_rows)[positions]))
+        return self._replace(rows=as_few_runs(_row_numbers(self.rows, n_rows)[positions]))
 
 
 class ArrayPart(NamedTuple):
@@ -59,10 +63,10 @@ class ArrayPart(NamedTuple):
         """Whether the part is the array as it is."""
         return all(dim.is_whole for dim in self.dims)
 
-    def with_rows(self, d: int, rows: Runs) -> ArrayPart:
-        """Return the part with other rows of its dim `d`."""
+    def with_rows(self, dim_index: int, rows: Runs) -> ArrayPart:
+        """Return the part with other rows of its dim `dim_index`."""
         dims = list(self.dims)
-        dims[d] = dims[d]._replace(rows=rows)
+        dims[dim_index] = dims[dim_index]._replace(rows=rows)
         return self._replace(dims=tuple(dims))
 
     def part_shape(self, shape: Shape) -> Shape:
@@ -78,19 +82,32 @@ class ArrayPart(NamedTuple):
         return tuple(lengths)
 
     def numpy_index(self, shape: Shape) -> tuple[Any, ...]:
-        """Return the numpy index of the part in an array of this shape."""
-        index: list[Any] = []
-        for _, rows in self.dims:
-            index.append(slice(None) if rows is None else as_index(rows))
-        is_new = [dim == NEW for dim, _ in self.dims]
-        if sum(isinstance(rows, np.ndarray) for rows in index) < 2:
-            # None adds a dim of length 1.
-            return tuple(None if new else rows for new, rows in zip(is_new, index, strict=True))
+        """Return the numpy index of the part in an array of this shape.
+
+        Rows 2-3 of dim 0 of an array [8, 4] -> (slice(2, 4), slice(None)). A new dim is None, which
+        adds a dim of length 1.
+        """
+        indices: list[Any] = []  # for each dim of the part
+        for dim, rows in self.dims:
+            if dim == NEW:
+                indices.append(None)
+            elif rows is None:
+                indices.append(slice(None))
+            else:
+                indices.append(as_index(rows))
+        n_index_arrays = sum(isinstance(index, np.ndarray) for index in indices)
+        if n_index_arrays < 2:
+            return tuple(indices)
         # numpy pairs up the rows of several arrays, unless they are shaped as an open grid. Slices
         # and new dims between arrays would change the order of dims: all become arrays.
-        lengths = [1 if dim == NEW else shape[dim] for dim, _ in self.dims]
-        grid = np.ix_(*(np.arange(n)[rows] for n, rows in zip(lengths, index, strict=True)))
-        return tuple(rows for new, rows in zip(is_new, grid, strict=True) if not new)
+        rows_of_dims = []
+        for part_dim, index in zip(self.dims, indices, strict=True):
+            if part_dim.dim == NEW:
+                rows_of_dims.append(np.arange(1))
+            else:
+                rows_of_dims.append(np.arange(shape[part_dim.dim])[index])
+        open_grid = zip(self.dims, np.ix_(*rows_of_dims), strict=True)
+        return tuple(rows for part_dim, rows in open_grid if part_dim.dim != NEW)
 
 
 class Link(NamedTuple):
@@ -108,14 +125,14 @@ class PartMapping(NamedTuple):
     order: tuple[int, ...]
 
     @classmethod
-    def linked(cls, src: str, dst: str, links: Sequence[Link]) -> PartMapping:
-        """Map a part of the array `src` to a part of `dst`; `links` are all their dims, in any order."""
+    def of_links(cls, src_name: str, dst_name: str, links: Sequence[Link]) -> PartMapping:
+        """Map a part of one array to a part of another; `links` are all their dims, in any order."""
         # A new dim of one array is where the other has it.
-        src_links = sorted(links, key=lambda link: _place(link.src, link.dst))
-        dst_links = sorted(links, key=lambda link: _place(link.dst, link.src))
+        src_links = sorted(links, key=lambda link: _sort_key(link.src, link.dst))
+        dst_links = sorted(links, key=lambda link: _sort_key(link.dst, link.src))
         return cls(
-            ArrayPart(src, tuple(link.src for link in src_links)),
-            ArrayPart(dst, tuple(link.dst for link in dst_links)),
+            ArrayPart(src_name, tuple(link.src for link in src_links)),
+            ArrayPart(dst_name, tuple(link.dst for link in dst_links)),
             tuple(map(src_links.index, dst_links)),
         )
 
@@ -133,27 +150,27 @@ class PartMapping(NamedTuple):
         return PartMapping(self.dst, self.src, tuple(order))
 
     def then(self, following: PartMapping, shape: Shape) -> PartMapping | None:
-        """Map the elements of the source to those that they become by two mappings; None if to none.
+        """Map the elements of the source through a middle array to the last one; None if none arrive.
 
         Row 1 of a stack [4, 8, 2] becomes e.1 [8, 2], and rows 0-3 of e.1 become gate [4, 2]: rows
         0-3 in row 1 of the stack become gate.
 
         Args:
-            following: A mapping from the array that this one maps to.
-            shape: The shape of that array.
+            following: A mapping from the middle array, which this one maps to.
+            shape: The shape of the middle array.
         """
         links = [link for link in self.links if link.dst.dim == NEW]
-        link_to = {link.dst.dim: link for link in self.links}  # by dim of the array between
+        link_by_middle_dim = {link.dst.dim: link for link in self.links}
         for link in following.links:
             if link.src.dim == NEW:
                 links.append(link)
                 continue
-            joint = _joint(link_to[link.src.dim], link, shape[link.src.dim])
-            if joint is None:
+            joined_link = _join_links(link_by_middle_dim[link.src.dim], link, shape[link.src.dim])
+            if joined_link is None:
                 return None
-            if joint != (PartDim(NEW), PartDim(NEW)):  # a row that neither array has as a dim
-                links.append(joint)
-        return PartMapping.linked(self.src.name, following.dst.name, links)
+            if joined_link != (PartDim(NEW), PartDim(NEW)):  # a row that neither array has as a dim
+                links.append(joined_link)
+        return PartMapping.of_links(self.src.name, following.dst.name, links)
 
 
 class TargetArray(NamedTuple):
@@ -164,34 +181,37 @@ class TargetArray(NamedTuple):
     pieces: tuple[PartMapping, ...]
 
 
-def _place(dim: PartDim, other: PartDim) -> tuple[int, bool]:
-    """Return the place of a dim of a part among the others; a new one is where the other array has it."""
-    if dim.dim == NEW:
-        return other.dim, False  # before that dim of this array
-    return dim.dim, True
+def _sort_key(part_dim: PartDim, linked_dim: PartDim) -> tuple[int, bool]:
+    """Return the key that sorts the dims of a part: by dim of the array, a new one by the linked dim."""
+    if part_dim.dim == NEW:
+        return linked_dim.dim, False  # before that dim of this array
+    return part_dim.dim, True
 
 
-def _joint(link: Link, following: Link, length: int) -> Link | None:
-    """Link the rows that become rows of a dim of the array between, and go on; None if there are none.
+def _join_links(link: Link, following: Link, length: int) -> Link | None:
+    """Link a dim of the first array to one of the last, by the rows that pass through the middle one.
 
-    `length` is that of the dim between. If one of the parts has no rows itself, nor has the result.
+    Rows 0-3 become rows 4-7 of the middle dim, of which rows 6-9 become rows 0-3 -> rows 2-3 become
+    rows 0-1. None if no row passes; but if one of the parts has no rows itself, neither has the
+    result. `length` is that of the middle dim.
     """
     if link.dst.rows == following.src.rows:
         return Link(link.src, following.dst)
     if link.src.is_whole and link.dst.is_whole:
         return Link(link.src._replace(rows=following.src.rows), following.dst)
-    arriving = _numbers(link.dst.rows, length)
-    leaving = _numbers(following.src.rows, length)
-    common, in_arriving, in_leaving = np.intersect1d(
+    arriving = _row_numbers(link.dst.rows, length)
+    leaving = _row_numbers(following.src.rows, length)
+    common_rows, arriving_positions, leaving_positions = np.intersect1d(
         arriving, leaving, assume_unique=True, return_indices=True
     )
-    if not len(common) and len(arriving) and len(leaving):
+    if not len(common_rows) and len(arriving) and len(leaving):
         return None
     return Link(
-        link.src.take(in_arriving, len(arriving)), following.dst.take(in_leaving, len(leaving))
+        link.src.take(arriving_positions, len(arriving)),
+        following.dst.take(leaving_positions, len(leaving)),
     )
 
 
-def _numbers(rows: Runs | None, length: int) -> Numbers:
-    """Return the numbers of rows of a dim; None stands for all."""
+def _row_numbers(rows: Runs | None, length: int) -> Numbers:
+    """List the row numbers of a dim; None stands for all rows."""
     return np.arange(length) if rows is None else row_numbers(rows)

@@ -17,7 +17,7 @@ LARGE_BYTES = 2**28  # a larger tree takes seconds, and shows a bar on a termina
 
 @contextmanager
 def reporting(
-    progress: Progress, total: int, is_seen: bool, what: str = "transfer", console: Any = None
+    progress: Progress, total_bytes: int, is_seen: bool, what: str = "transfer", console: Any = None
 ) -> Iterator[Callable[[int], object]]:
     """Show the progress of a long transfer while a `with` block runs: by a bar, or by a function.
 
@@ -25,8 +25,8 @@ def reporting(
 
     Args:
         progress: A function of (bytes done, bytes in all), True for a bar, False for silence. None shows a
-            bar for a large `total`, if stderr is a terminal and rich is installed.
-        total: Bytes in all.
+            bar for a large `total_bytes`, if stderr is a terminal and rich is installed.
+        total_bytes: Bytes in all.
         is_seen: Whether this process is the one that shows the bar.
         what: The word beside the bar.
         console: The console of rich to draw on. Default: stderr.
@@ -40,9 +40,9 @@ def reporting(
             "progress=True needs rich", hint="pip install 'xshard[cli]', or leave progress out"
         )
     if progress is None:
-        progress = total >= LARGE_BYTES and sys.stderr.isatty() and has_rich
+        progress = total_bytes >= LARGE_BYTES and sys.stderr.isatty() and has_rich
     if progress is True:
-        with _bar(total, is_seen, what, console) as advance:
+        with _bar(total_bytes, is_seen, what, console) as advance:
             yield advance
         return
 
@@ -52,19 +52,21 @@ def reporting(
         nonlocal done
         done += n_bytes
         if callable(progress):
-            progress(done, total)
+            progress(done, total_bytes)
 
     yield report
 
 
 @contextmanager
-def _bar(total: int, is_seen: bool, what: str, console: Any) -> Iterator[Callable[[int], object]]:
+def _bar(
+    total_bytes: int, is_seen: bool, label: str, console: Any
+) -> Iterator[Callable[[int], object]]:
     """Draw a bar by rich, and yield the function that advances it by a number of bytes."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, TransferSpeedColumn
     from rich.progress import Progress as Bar
 
-    columns = what, BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn()
+    columns = label, BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn()
     console = console or Console(stderr=True)
     with Bar(*columns, console=console, transient=console.is_terminal, disable=not is_seen) as bar:
-        yield partial(bar.advance, bar.add_task("", total=total))
+        yield partial(bar.advance, bar.add_task("", total=total_bytes))

@@ -17,14 +17,14 @@ Joined = Mapping[tuple[str, Shape], tuple[int, ...]]
 JoinedArray = tuple[str, Shape, tuple[int, ...]]  # the same, as one entry of a list
 
 
-def _with_length(shape: Shape, d: int, length: int) -> Shape:
+def _with_length(shape: Shape, dim_index: int, length: int) -> Shape:
     """Replace the length of one dim: (4, 2) with 8 for dim 0 -> (8, 2)."""
-    return (*shape[:d], length, *shape[d + 1 :])
+    return (*shape[:dim_index], length, *shape[dim_index + 1 :])
 
 
-def _with_new_dim(shape: Shape, d: int) -> Shape:
+def _with_new_dim(shape: Shape, dim_index: int) -> Shape:
     """Insert a dim of length 1: (4, 2) at dim 1 -> (4, 1, 2)."""
-    return (*shape[:d], 1, *shape[d:])
+    return (*shape[:dim_index], 1, *shape[dim_index:])
 
 
 class MadeArray(NamedTuple):
@@ -115,25 +115,25 @@ def applications(relation: Relation, shapes: Mapping[str, Shape]) -> Iterator[Us
         _check_dim(relation, stars_of, shapes)
     if not relation.stacks:
         for stars in stars_of.values():
-            yield Use(_filled(src_patterns, stars), _filled(dst_patterns, stars))
+            yield Use(_fill_patterns(src_patterns, stars), _fill_patterns(dst_patterns, stars))
     elif relation.splits:  # a stacked array "e" of 3 members -> e.0, e.1, e.2
         for name, stars in stars_of.items():
-            yield Use([name], _numbered(dst_patterns[0], stars, shapes[name][relation.dim]))
+            yield Use([name], _fill_numbers(dst_patterns[0], stars, shapes[name][relation.dim]))
     else:
         # Members are stacked, and their last star is a number: a.e.0 and a.e.1 become a.e, and b.e.0
         # becomes b.e.
         n_members = Counter(tuple(stars[:-1]) for stars in stars_of.values())
-        for outer_stars, n in n_members.items():
-            members = _numbered(first_pattern, outer_stars, n)
-            yield Use(members, _filled(dst_patterns, outer_stars))
+        for outer_stars, n_stacked in n_members.items():
+            members = _fill_numbers(first_pattern, outer_stars, n_stacked)
+            yield Use(members, _fill_patterns(dst_patterns, outer_stars))
 
 
-def _filled(patterns: Iterable[str], stars: Sequence[str]) -> list[str]:
+def _fill_patterns(patterns: Iterable[str], stars: Sequence[str]) -> list[str]:
     """Fill the stars of all patterns: "*.q" and "*.k" with "a" -> a.q, a.k."""
     return [fill_stars(pattern, stars) for pattern in patterns]
 
 
-def _numbered(pattern: str, stars: Sequence[str], n: int) -> list[str]:
+def _fill_numbers(pattern: str, stars: Sequence[str], n: int) -> list[str]:
     """Fill the last star of a pattern with 0, 1, ..., n - 1."""
     return [fill_stars(pattern, (*stars, str(i))) for i in range(n)]
 
@@ -177,8 +177,8 @@ def make_targets(
     [source] = use.sources
     [target] = use.targets
     ndim = len(order)
-    piece = PartMapping(ArrayPart.whole(source, ndim), ArrayPart.whole(target, ndim), order)
-    return [MadeArray(target, permuted[0], (piece,))]
+    mapping = PartMapping(ArrayPart.whole(source, ndim), ArrayPart.whole(target, ndim), order)
+    return [MadeArray(target, permuted[0], (mapping,))]
 
 
 def _split(
@@ -191,26 +191,30 @@ def _split(
     how long the parts are, they are as long as when they were joined before: `joined` has the rows
     of each part, by the name and shape of the whole.
     """
-    [whole] = use.sources
+    [source_name] = use.sources
     lengths: tuple[int, ...] = ()  # empty if the relation itself says how long the parts are
     if not (relation.stacks or relation.rows or relation.equal or len(use.targets) == 1):
-        lengths = joined.get((whole, shape), ())
+        lengths = joined.get((source_name, shape), ())
         if not lengths:
-            reason = f"{relation}: {whole} of shape {shape} does not say the rows of each part"
+            reason = (
+                f"{relation}: {source_name} of shape {shape} does not say the rows of each part"
+            )
             hint = (
                 "give rows=, write split() for equal parts, or resolve the parts before the inverse"
             )
             raise ShapeError(reason, hint=hint)
-    parts = _parts_of_whole(relation, whole, shape, len(use.targets), lengths)
-    made = []
-    for name, part in zip(use.targets, parts, strict=True):
-        piece = _mapping(name, part, order, relation).inverse  # from the whole to the part
-        shape_in_whole = part.part_shape(shape)  # with the dims in the order of the whole
-        part_shape = [shape_in_whole[i] for i in piece.order]
+    parts_of_whole = _parts_of_whole(relation, source_name, shape, len(use.targets), lengths)
+    made_arrays = []
+    for name, whole_part in zip(use.targets, parts_of_whole, strict=True):
+        mapping = _map_to_part(
+            name, whole_part, order, relation
+        ).inverse  # from the whole to the part
+        shape_in_whole = whole_part.part_shape(shape)  # with the dims in the order of the whole
+        part_shape = [shape_in_whole[i] for i in mapping.order]
         if relation.stacks:
             del part_shape[relation.dim]  # length 1: a member lacks the dim of the stack
-        made.append(MadeArray(name, tuple(part_shape), (piece,)))
-    return made
+        made_arrays.append(MadeArray(name, tuple(part_shape), (mapping,)))
+    return made_arrays
 
 
 def _join(
@@ -221,29 +225,31 @@ def _join(
     [4, 2] and [4, 2] along dim 0 are joined to [8, 2], or stacked to [2, 4, 2]. `shapes` are those
     after the dims were permuted by `order`.
     """
-    d = relation.dim
-    in_whole = list(shapes)  # each as a part of the whole
+    join_dim = relation.dim
+    shapes_in_whole = list(shapes)  # each as a part of the whole
     if relation.stacks:
-        in_whole = [_with_new_dim(shape, d) for shape in shapes]
-    other_lengths = {_with_length(shape, d, 0) for shape in in_whole}
-    if len(other_lengths) > 1 or not 0 <= d < len(in_whole[0]):
-        raise ShapeError(f"{relation}: {list(shapes)} cannot be joined along dim {d}")
-    lengths = tuple(shape[d] for shape in in_whole)
-    whole_shape = _with_length(in_whole[0], d, sum(lengths))
+        shapes_in_whole = [_with_new_dim(shape, join_dim) for shape in shapes]
+    other_lengths = {_with_length(shape, join_dim, 0) for shape in shapes_in_whole}
+    if len(other_lengths) > 1 or not 0 <= join_dim < len(shapes_in_whole[0]):
+        raise ShapeError(f"{relation}: {list(shapes)} cannot be joined along dim {join_dim}")
+    lengths = tuple(shape[join_dim] for shape in shapes_in_whole)
+    whole_shape = _with_length(shapes_in_whole[0], join_dim, sum(lengths))
     [target] = use.targets
-    parts = _parts_of_whole(relation, target, whole_shape, len(lengths), lengths)
-    pieces = []
-    for name, part in zip(use.sources, parts, strict=True):
-        pieces.append(_mapping(name, part, order, relation))
-    return MadeArray(target, whole_shape, tuple(pieces))
+    parts_of_whole = _parts_of_whole(relation, target, whole_shape, len(lengths), lengths)
+    mappings = []
+    for name, whole_part in zip(use.sources, parts_of_whole, strict=True):
+        mappings.append(_map_to_part(name, whole_part, order, relation))
+    return MadeArray(target, whole_shape, tuple(mappings))
 
 
-def _mapping(name: str, part: ArrayPart, order: tuple[int, ...], relation: Relation) -> PartMapping:
+def _map_to_part(
+    name: str, part: ArrayPart, order: tuple[int, ...], relation: Relation
+) -> PartMapping:
     """Map the array `name` to a part of the whole. If it is stacked, it lacks one of its dims."""
     dims = list(map(PartDim, order))
     if relation.stacks:
         dims.insert(relation.dim, PartDim(NEW))
-    return PartMapping.linked(name, part.name, list(map(Link, dims, part.dims)))
+    return PartMapping.of_links(name, part.name, list(map(Link, dims, part.dims)))
 
 
 def _parts_of_whole(
@@ -264,32 +270,47 @@ def _parts_of_whole(
         lengths: How many rows each part has in all groups together. Empty if that is not known: then
             the relation says it, by `rows` or `equal`.
     """
-    d = relation.dim
+    join_dim = relation.dim
     whole = ArrayPart.whole(name, len(shape))
     if relation.stacks:
-        return [whole.with_rows(d, interval(i, i + 1)) for i in range(n_parts)]
+        return [whole.with_rows(join_dim, interval(i, i + 1)) for i in range(n_parts)]
     if n_parts == 1:
         return [whole]
+    rows_in_group = _rows_in_group(relation, shape[join_dim], n_parts, lengths)
+    group_rows = sum(rows_in_group)
+    n_groups = shape[join_dim] // max(group_rows, 1)  # 0 without rows
+    array_parts = []
+    start = 0
+    for part_rows in rows_in_group:
+        runs: tuple[Run, ...] = ()
+        if n_groups > 1 and part_rows:
+            runs = (Run(start, part_rows, n_groups, group_rows),)
+        elif n_groups == 1:
+            runs = interval(start, start + part_rows)
+        array_parts.append(whole.with_rows(join_dim, runs))
+        start += part_rows
+    return array_parts
+
+
+def _rows_in_group(
+    relation: Relation, n_rows: int, n_parts: int, lengths: Sequence[int]
+) -> tuple[int, ...]:
+    """Return how many rows of each part a group has, checked against the `n_rows` of the joined dim."""
     if relation.rows:
         rows_in_group = relation.rows
     elif relation.equal:
-        rows_in_group = (shape[d] // n_parts,) * n_parts
+        rows_in_group = (n_rows // n_parts,) * n_parts
     else:
         rows_in_group = tuple(lengths)
     group_rows = sum(rows_in_group)
-    n_groups = shape[d] // max(group_rows, 1)  # 0 without rows
-    is_divided = n_groups * group_rows == shape[d]
+    n_groups = n_rows // max(group_rows, 1)
+    is_divided = n_groups * group_rows == n_rows
     fits_lengths = not lengths or [n_groups * n for n in rows_in_group] == list(lengths)
     if not (is_divided and fits_lengths):
         rows = list(rows_in_group)
-        reason = f"dim {d} of {shape[d]} rows is not a whole number of groups of {rows} rows"
+        reason = (
+            f"dim {relation.dim} of {n_rows} rows is not a whole number of groups of {rows} rows"
+        )
         hint = "rows= has the rows of each part that come in turn"
         raise ShapeError(f"{relation}: {reason}", hint=hint)
-    parts = []
-    start = 0
-    for length in rows_in_group:
-        run = Run(start, length, n_groups, group_rows) if n_groups > 1 else Run(start, length)
-        has_rows = n_groups > 0 and length > 0
-        parts.append(whole.with_rows(d, (run,) if has_rows else ()))
-        start += length
-    return parts
+    return rows_in_group

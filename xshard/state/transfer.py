@@ -120,16 +120,16 @@ def plan_transfer(  # noqa: PLR0913  all but two are keywords
         with located(trees.place_of(name)):
             sharding = Sharding(layouts.dst[name], dst_mesh, target.shape)
             moves = [
-                _plan_move(piece, sources, sharding, target.dtype, meshes, machine)
-                for piece in target.pieces
+                _plan_move(mapping, sources, sharding, target.dtype, meshes, machine)
+                for mapping in target.pieces
             ]
         arrays.append(ArrayPlan(name, sharding, target.dtype, tuple(moves)))
     limit_bytes = arguments.limit_of(bucket_bytes, "bucket_bytes")
-    buckets = _bucketed(_with_balanced_senders(arrays), limit_bytes)
+    buckets = _divide_into_buckets(_with_balanced_senders(arrays), limit_bytes)
     return TreePlan(*meshes, sources, buckets, machine)
 
 
-def _bucketed(
+def _divide_into_buckets(
     arrays: Sequence[ArrayPlan], limit_bytes: int | None
 ) -> tuple[tuple[ArrayPlan, ...], ...]:
     """Divide arrays into buckets of which a device sends, or receives, about this many bytes at most."""
@@ -192,9 +192,9 @@ def _layouts_of_arrows(
         layouts.dst[name] = dst
         order = tuple(map(src.names.index, dst.names))  # the source's dim of each target dim
         target_shape = tuple(shape[i] for i in order)
-        whole = ArrayPart.whole(name, len(shape))
-        piece = PartMapping(whole, whole, order)
-        layouts.targets[name] = TargetArray(target_shape, dtypes[name], (piece,))
+        whole_array = ArrayPart.whole(name, len(shape))
+        mapping = PartMapping(whole_array, whole_array, order)
+        layouts.targets[name] = TargetArray(target_shape, dtypes[name], (mapping,))
     return layouts
 
 
@@ -204,7 +204,7 @@ def _match_layouts(rules: Any, names: Iterable[str]) -> dict[str, Layout]:
 
 
 def _plan_move(
-    piece: PartMapping,
+    mapping: PartMapping,
     sources: Mapping[str, SourceArray],
     target: Sharding,
     dtype: str,
@@ -217,27 +217,27 @@ def _plan_move(
     the target's dtype is the smaller one, else afterwards.
 
     Args:
-        piece: Which part of which source becomes which part of the target.
+        mapping: Which part of which source becomes which part of the target.
         sources: The source arrays by name.
         target: The sharding of the target.
         dtype: The target's dtype.
         meshes: The meshes of both sides, and the numbers of their devices.
         profile: The machine, by whose speeds plans are compared.
     """
-    source, src_dtype = sources[piece.src.name]
+    source, src_dtype = sources[mapping.src.name]
     # The shardings of both parts, as arrays of their own. Without the arrays' names, so that equal
     # parts of other arrays are found in the cache.
-    src = part_of(source, piece.src._replace(name=""))
-    dst = part_of(target, piece.dst._replace(name=""))
+    src = part_of(source, mapping.src._replace(name=""))
+    dst = part_of(target, mapping.dst._replace(name=""))
     src_names = src.sharding.layout.names
-    _check_same_dims(piece, source, target, src_names, dst.sharding.layout.names)
+    _check_same_dims(mapping, source, target, src_names, dst.sharding.layout.names)
     # Addends cannot be cast before they are added: the sum would round another way.
     has_addends = bool(source.layout.tagged(*REDUCERS))
     casts_first = itemsize(dtype) < itemsize(src_dtype) and not has_addends
     request = Request(
         src=src.sharding.layout,
         # A plan needs the same names on both sides: those of the source, in the target's order.
-        dst=dst.sharding.layout.with_names([src_names[i] for i in piece.order]),
+        dst=dst.sharding.layout.with_names([src_names[i] for i in mapping.order]),
         src_mesh=source.mesh,
         dst_mesh=target.mesh,
         src_devices=meshes.src_devices,
@@ -246,11 +246,11 @@ def _plan_move(
         dtype=dtype if casts_first else src_dtype,
         profile=profile,
     )
-    return PartMove(piece.src.name, src, dst, find_plan(request, by_transfer=True))
+    return PartMove(mapping.src.name, src, dst, find_plan(request, by_transfer=True))
 
 
 def _check_same_dims(
-    piece: PartMapping,
+    mapping: PartMapping,
     source: Sharding,
     target: Sharding,
     src_names: Sequence[str],
@@ -263,13 +263,13 @@ def _check_same_dims(
     are right: each of the two programs may have names of its own.
     """
     for i, name in enumerate(dst_names):
-        src_name = src_names[piece.order[i]]  # the dim that becomes dim i of the target
+        src_name = src_names[mapping.order[i]]  # the dim that becomes dim i of the target
         # Names with "_" are ours, of dims that the user left unnamed ("...").
         if name in src_names and src_name != name and not name.startswith("_"):
-            place = f"dim {src_name!r} of {piece.src.name}"
+            dim_text = f"dim {src_name!r} of {mapping.src.name}"
             hint = f"'{source.layout}' has another dim {name!r}: write the target's dims in the target's "
             hint += "order, or use other names; names= says which dims are transposed"
-            raise NotationError(f"dim {name!r} of '{target.layout}' is {place}", hint=hint)
+            raise NotationError(f"dim {name!r} of '{target.layout}' is {dim_text}", hint=hint)
 
 
 def _with_balanced_senders(arrays: Sequence[ArrayPlan]) -> list[ArrayPlan]:

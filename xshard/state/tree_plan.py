@@ -87,21 +87,23 @@ def part_of(whole: Sharding, part: ArrayPart) -> PartSharding:
     """
     if part.is_whole:
         return PartSharding(whole, part, whole, (None,) * len(part.dims))
-    parts = [_part_of_dim(whole, i, part_dim) for i, part_dim in enumerate(part.dims)]
-    layout = replace(whole.layout, dims=tuple(dim for dim, _ in parts))
+    sharded_dims = [_part_of_dim(whole, i, part_dim) for i, part_dim in enumerate(part.dims)]
+    layout = replace(whole.layout, dims=tuple(dim for dim, _ in sharded_dims))
     sharding = Sharding(layout, whole.mesh, part.part_shape(whole.shape))
-    return PartSharding(whole, part, sharding, tuple(rows for _, rows in parts))
+    return PartSharding(whole, part, sharding, tuple(rows for _, rows in sharded_dims))
 
 
-def _part_of_dim(whole: Sharding, i: int, part_dim: PartDim) -> tuple[Dim, tuple[Runs, ...] | None]:
+def _part_of_dim(
+    array_sharding: Sharding, i: int, part_dim: PartDim
+) -> tuple[Dim, tuple[Runs, ...] | None]:
     """Return how dim `i` of a part is sharded, as a dim of its own, and its rows in each block.
 
     They are None for a new dim, and for all rows.
     """
-    d, rows = part_dim
-    if d == NEW:
+    dim_index, rows = part_dim
+    if dim_index == NEW:
         return Dim(f"{ADDED}{i}"), None
-    dim = whole.layout.dims[d]
+    dim = array_sharding.layout.dims[dim_index]
     if rows is None:
         return dim, None
     if dim.overlap is not None:
@@ -111,13 +113,15 @@ def _part_of_dim(whole: Sharding, i: int, part_dim: PartDim) -> tuple[Dim, tuple
         )
     part_positions = []  # the part's rows in each block, counted within the part
     block_positions = []  # the same rows, counted within the block
-    for owned in whole.owned_by_position(d):
+    for owned in array_sharding.owned_by_position(dim_index):
         # A segment is rows of both: where they are in the part, where in the block, how many.
         segments = common_segments(rows, owned)
-        part_positions.append(merge_adjacent(Run(s.src, s.length) for s in segments))
-        rows_in_block = row_numbers(tuple(Run(s.dst, s.length) for s in segments))
+        part_positions.append(
+            merge_adjacent(Run(segment.src, segment.length) for segment in segments)
+        )
+        rows_in_block = row_numbers(tuple(Run(segment.dst, segment.length) for segment in segments))
         block_positions.append(as_few_runs(rows_in_block))
-    sizes = whole.mesh.sizes_of(dim.axes)
+    sizes = array_sharding.mesh.sizes_of(dim.axes)
     sharded_dim = _sharded_as(dim, tuple(part_positions), sizes, count_rows(rows))
     return sharded_dim, tuple(block_positions)
 
@@ -139,16 +143,16 @@ def _sharded_as(
     if not dim.axes:
         return dim
     same_order = tuple(replace(shard, numbers=()) for shard in dim.shards)
-    in_blocks = (Shard(dim.axes),)
-    for shards in (same_order, in_blocks):
+    contiguous = (Shard(dim.axes),)
+    for shards in (same_order, contiguous):
         if any(shard.order in (SIZES, INTERVALS, BY) for shard in shards):
             continue  # orders that mean nothing without their numbers
         simple = Dim(dim.name, shards)
         owned = partition.all_owned_rows(simple, length, sizes)
         if tuple(map(merge_adjacent, owned)) == rows_of_block:
             return simple
-    numbers = tuple(_bounds(runs) for runs in rows_of_block)
-    return Dim(dim.name, (Shard(dim.axes, INTERVALS, numbers),))
+    interval_bounds = tuple(_bounds(block_runs) for block_runs in rows_of_block)
+    return Dim(dim.name, (Shard(dim.axes, INTERVALS, interval_bounds),))
 
 
 def _bounds(runs: Runs) -> tuple[int, ...]:
@@ -160,12 +164,12 @@ def _bounds(runs: Runs) -> tuple[int, ...]:
 
 
 @layout_cache(maxsize=4096)
-def _pairs_of(step: Step, before: Sharding) -> Ints:
+def _pairs_of(step: Step, source: Sharding) -> Ints:
     """Return the positions of all senders and receivers of a step on one mesh, and elements.
 
     Rows of the result: sender, receiver, elements; a column for each pair.
     """
-    return np.array(step.pair_traffic(before), np.int64).reshape(-1, 3).T
+    return np.array(step.pair_traffic(source), np.int64).reshape(-1, 3).T
 
 
 class SourceArray(NamedTuple):
@@ -264,9 +268,9 @@ def _messages_of(plan: Plan) -> Iterator[Ints]:
             src_positions, dst_positions, elements = _pairs_of(stage.step, stage.before)
             senders = device_numbers[src_positions]
             receivers = device_numbers[dst_positions]
-        travels = senders != receivers
-        message_bytes = elements[travels] * plan.itemsize
-        yield np.stack([senders[travels], receivers[travels], message_bytes])
+        is_sent = senders != receivers
+        message_bytes = elements[is_sent] * plan.itemsize
+        yield np.stack([senders[is_sent], receivers[is_sent], message_bytes])
 
 
 @dataclass(frozen=True, repr=False)
@@ -310,7 +314,7 @@ class TreePlan:
     @property
     def bytes_received(self) -> int:
         """Bytes that the busiest device receives."""
-        return _most(array.bytes_by_device() for array in self.arrays)
+        return _max_device_bytes(array.bytes_by_device() for array in self.arrays)
 
     @property
     def bytes_moved(self) -> int:
@@ -320,7 +324,7 @@ class TreePlan:
     @property
     def bytes_lower_bound(self) -> int:
         """Fewest bytes that the busiest device must receive under any plan; new sums are not counted."""
-        return _most(array.lacking for array in self.arrays)
+        return _max_device_bytes(array.lacking for array in self.arrays)
 
     @property
     def messages(self) -> int:
@@ -334,14 +338,14 @@ class TreePlan:
         head = ("", "here", "there", "dtype", "received", "bound", "messages")
         rows = [head, *map(_table_row, self.arrays)]
         devices = f"devices {device_ranges(self.src_devices)} -> {device_ranges(self.dst_devices)}"
-        total = (
+        summary = (
             f"{len(self.arrays)} arrays from {self.src_mesh} to {self.dst_mesh}, {devices}: "
             f"moved {format_bytes(self.bytes_moved)}, "
             f"received {format_bytes(self.bytes_received)} by the busiest device "
             f"(the bound is {format_bytes(self.bytes_lower_bound)}), messages {self.messages}, "
             f"buckets {len(self.buckets)}, priced for {self.profile.name}"
         )
-        return f"{align_columns(rows)}\n\n{total}"
+        return f"{align_columns(rows)}\n\n{summary}"
 
 
 def _table_row(array: ArrayPlan) -> tuple[str, ...]:
@@ -353,15 +357,15 @@ def _table_row(array: ArrayPlan) -> tuple[str, ...]:
         ", ".join(src_layouts),
         str(array.sharding.layout),
         " -> ".join(dtypes),
-        format_bytes(_most([array.bytes_by_device()])),
-        format_bytes(_most([array.lacking])),
+        format_bytes(_max_device_bytes([array.bytes_by_device()])),
+        format_bytes(_max_device_bytes([array.lacking])),
         str(len(array.pairs)),
     )
 
 
-def _most(bytes_by_device: Iterable[Counter[int]]) -> int:
-    """Return the bytes of the device that has most in all."""
-    total: Counter[int] = Counter()
-    for counted in bytes_by_device:
-        total.update(counted)
-    return max(total.values(), default=0)
+def _max_device_bytes(bytes_by_device: Iterable[Counter[int]]) -> int:
+    """Return the bytes of the busiest device, over all arrays: {0: 4, 1: 2} and {1: 6} -> 8."""
+    bytes_of_devices: Counter[int] = Counter()
+    for device_bytes in bytes_by_device:
+        bytes_of_devices.update(device_bytes)
+    return max(bytes_of_devices.values(), default=0)

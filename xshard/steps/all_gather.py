@@ -41,33 +41,33 @@ class AllGather(Step):
     shards: tuple[Shard, ...]
     copies: tuple[str, ...] = ()
 
-    def after(self, before: Sharding) -> Sharding:
-        base.check_even(before, self.dim, self.shards)  # a collective sends pieces of one size
-        layout = base.without_inner(before.layout, self.dim, self.shards)
-        return before.with_layout(
+    def after(self, source: Sharding) -> Sharding:
+        base.check_even(source, self.dim, self.shards)  # a collective sends pieces of one size
+        layout = base.without_inner(source.layout, self.dim, self.shards)
+        return source.with_layout(
             base.with_replicas_and_copies(layout, axes_of(self.shards), self.copies)
         )
 
-    def traffic(self, before: Sharding, spans: LinkSpans = ()) -> Traffic:
-        group = slowest_first(before.mesh, axes_of(self.shards), spans)
-        in_place = base.lands_in_place(before, self.dim, self.shards)
-        return gather_traffic(before.max_local_size, group, in_place)
+    def traffic(self, source: Sharding, spans: LinkSpans = ()) -> Traffic:
+        group = slowest_first(source.mesh, axes_of(self.shards), spans)
+        in_place = base.lands_in_place(source, self.dim, self.shards)
+        return gather_traffic(source.max_local_size, group, in_place)
 
-    def pair_traffic(self, before: Sharding) -> tuple[PairTraffic, ...]:
-        return pairs_in_groups(before.mesh, axes_of(self.shards), before.max_local_size)
+    def pair_traffic(self, source: Sharding) -> tuple[PairTraffic, ...]:
+        return pairs_in_groups(source.mesh, axes_of(self.shards), source.max_local_size)
 
-    def run(self, blocks: Blocks, before: Sharding) -> list[Block]:
+    def run(self, blocks: Blocks, source: Sharding) -> list[Block]:
         """Put the block of each member of the group where its shard lies in the larger block."""
-        after = self.after(before)
-        dim = before.dim_index(self.dim)
-        parts = even_parts(before, self.dim, self.shards)
+        target = self.after(source)
+        dim = source.dim_index(self.dim)
+        rows_of_members = even_parts(source, self.dim, self.shards)
         results = []
-        for device in range(before.mesh.n_devices):
+        for device in range(source.mesh.n_devices):
             # `empty`: the parts of all members together are the whole block.
-            out = np.empty(after.local_shape(device), blocks[device].dtype)
-            members = before.mesh.group(device, axes_of(self.shards))
-            for part, member in zip(parts, members, strict=True):
-                put_rows(out, dim, part, blocks[member])
+            out = np.empty(target.local_shape(device), blocks[device].dtype)
+            members = source.mesh.group(device, axes_of(self.shards))
+            for member_rows, member in zip(rows_of_members, members, strict=True):
+                put_rows(out, dim, member_rows, blocks[member])
             results.append(out)
         return results
 
@@ -75,26 +75,26 @@ class AllGather(Step):
         return f"all_gather {self.dim}/{base.shards_text(self.shards)}"
 
 
-def gather_traffic(block: int, group: LinkSpans, in_place: bool) -> Traffic:
+def gather_traffic(block_elements: int, group: LinkSpans, in_place: bool) -> Traffic:
     """Count what one device receives in an all-gather, in one hop for each speed of links.
 
     The slowest links come first, while blocks are small. Blocks of 3 elements on 2 nodes of 4: the
     hop between nodes brings 1 x 3 elements, the hop inside brings 3 x 6, and 24 are there at last.
 
     Args:
-        block: Elements of each device's block before.
+        block_elements: Elements of each device's block before.
         group: The spans (parts of mesh axes over links of one speed) of the axes, the slowest
             first.
         in_place: Whether the result is just the blocks one after the other, with nothing to copy.
     """
-    gathered = block
+    gathered = block_elements
     hops = []
     for span in rings(group):
         n_others = span.size - 1
         hops.append(Hop(span.axis, n_others * gathered, n_others, span.level))
         gathered *= span.size
     copied = 0 if in_place else gathered
-    return Traffic(gathered - block, copied, tuple(hops), ring_rounds=ring_rounds(group))
+    return Traffic(gathered - block_elements, copied, tuple(hops), ring_rounds=ring_rounds(group))
 
 
 @dataclass(frozen=True)
@@ -107,21 +107,21 @@ class Slice(Step):
     kind: ClassVar[str] = "slice"
     cuts: tuple[DimCut, ...]
 
-    def after(self, before: Sharding) -> Sharding:
-        layout = before.layout
+    def after(self, source: Sharding) -> Sharding:
+        layout = source.layout
         if len(dict(self.cuts)) < len(self.cuts):
             raise PlanError(f"'{self}' cuts a dim twice: one cut may have several shards")
         for dim, shards in self.cuts:
             layout = base.take_free(layout, axes_of(shards))
             layout = base.with_inner(layout, dim, shards)
-        return before.with_layout(layout)
+        return source.with_layout(layout)
 
-    def run(self, blocks: Blocks, before: Sharding) -> list[Block]:
+    def run(self, blocks: Blocks, source: Sharding) -> list[Block]:
         results = []
         for device, block in enumerate(blocks):
             for dim, shards in self.cuts:
-                part = base.rows_of_own_part(before, dim, shards, device)
-                block = take_rows(block, before.dim_index(dim), part)
+                member_rows = base.rows_of_own_part(source, dim, shards, device)
+                block = take_rows(block, source.dim_index(dim), member_rows)
             results.append(block)
         return results
 

@@ -36,23 +36,23 @@ class AllReduce(Step):
     op: str = "sum"
     copies: tuple[str, ...] = ()
 
-    def after(self, before: Sharding) -> Sharding:
-        layout = base.reduced(before.layout, self.axes, self.op)
-        return before.with_layout(base.with_replicas_and_copies(layout, self.axes, self.copies))
+    def after(self, source: Sharding) -> Sharding:
+        layout = base.end_reduction(source.layout, self.axes, self.op)
+        return source.with_layout(base.with_replicas_and_copies(layout, self.axes, self.copies))
 
-    def traffic(self, before: Sharding, spans: LinkSpans = ()) -> Traffic:
-        group = slowest_first(before.mesh, self.axes, spans)
-        return all_reduce_traffic(before.max_local_size, group)
+    def traffic(self, source: Sharding, spans: LinkSpans = ()) -> Traffic:
+        group = slowest_first(source.mesh, self.axes, spans)
+        return all_reduce_traffic(source.max_local_size, group)
 
-    def pair_traffic(self, before: Sharding) -> tuple[PairTraffic, ...]:
+    def pair_traffic(self, source: Sharding) -> tuple[PairTraffic, ...]:
         # Each member sends each other one a share to reduce, then the reduced share; rounded up.
-        elements = -(-2 * before.max_local_size // before.mesh.size(*self.axes))
-        return pairs_in_groups(before.mesh, self.axes, elements)
+        elements = -(-2 * source.max_local_size // source.mesh.size(*self.axes))
+        return pairs_in_groups(source.mesh, self.axes, elements)
 
-    def run(self, blocks: Blocks, before: Sharding) -> list[Block]:
+    def run(self, blocks: Blocks, source: Sharding) -> list[Block]:
         results = []
-        for device in range(before.mesh.n_devices):
-            members = before.mesh.group(device, self.axes)
+        for device in range(source.mesh.n_devices):
+            members = source.mesh.group(device, self.axes)
             addends = [blocks[member] for member in members]
             results.append(base.reduce_blocks(self.op, addends))
         return results
@@ -61,7 +61,7 @@ class AllReduce(Step):
         return f"all_reduce {self.op}({','.join(self.axes)})"
 
 
-def all_reduce_traffic(block: int, group: LinkSpans) -> Traffic:
+def all_reduce_traffic(block_elements: int, group: LinkSpans) -> Traffic:
     """Count what one device receives in an all-reduce, in one hop for each speed of links.
 
     It is a reduce-scatter, fastest links first, and an all-gather back, so that the slowest links
@@ -70,7 +70,7 @@ def all_reduce_traffic(block: int, group: LinkSpans) -> Traffic:
     receives 1 and 1 between nodes. Messages are counted as in trees: 2 log2(n) among n devices.
 
     Args:
-        block: Elements of each device's block.
+        block_elements: Elements of each device's block.
         group: The spans (parts of mesh axes over links of one speed) of the axes, the slowest
             first.
     """
@@ -78,9 +78,9 @@ def all_reduce_traffic(block: int, group: LinkSpans) -> Traffic:
     n_shares = 1  # among how many devices the block is shared by the faster links so far
     for span in reversed(group):
         # (size - 1) / size of a share, twice; -(-a // b) is a / b rounded up.
-        received = -(-2 * (span.size - 1) * block // (span.size * n_shares))
+        received = -(-2 * (span.size - 1) * block_elements // (span.size * n_shares))
         messages = 2 * math.ceil(math.log2(span.size))
         hops.append(Hop(span.axis, received, messages, span.level))
         n_shares *= span.size
-    received = -(-2 * (n_shares - 1) * block // n_shares)
+    received = -(-2 * (n_shares - 1) * block_elements // n_shares)
     return Traffic(received, 0, tuple(hops), ring_rounds=2 * ring_rounds(group))

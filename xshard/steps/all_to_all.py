@@ -39,44 +39,44 @@ class AllToAll(Step):
     dst_dim: str
     dst_shards: tuple[Shard, ...]
 
-    def after(self, before: Sharding) -> Sharding:
+    def after(self, source: Sharding) -> Sharding:
         has_same_axes = sorted(axes_of(self.src_shards)) == sorted(axes_of(self.dst_shards))
         if self.src_dim == self.dst_dim or not has_same_axes:
             raise PlanError(f"'{self}' does not move the same axes between two dims")
-        base.check_even(before, self.src_dim, self.src_shards)
-        base.check_even(before, self.dst_dim, self.dst_shards)
-        layout = base.without_inner(before.layout, self.src_dim, self.src_shards)
-        return before.with_layout(base.with_inner(layout, self.dst_dim, self.dst_shards))
+        base.check_even(source, self.src_dim, self.src_shards)
+        base.check_even(source, self.dst_dim, self.dst_shards)
+        layout = base.without_inner(source.layout, self.src_dim, self.src_shards)
+        return source.with_layout(base.with_inner(layout, self.dst_dim, self.dst_shards))
 
-    def traffic(self, before: Sharding, spans: LinkSpans = ()) -> Traffic:
-        group = slowest_first(before.mesh, axes_of(self.src_shards), spans)
-        return all_to_all_traffic(before.max_local_size, group)
+    def traffic(self, source: Sharding, spans: LinkSpans = ()) -> Traffic:
+        group = slowest_first(source.mesh, axes_of(self.src_shards), spans)
+        return all_to_all_traffic(source.max_local_size, group)
 
-    def pair_traffic(self, before: Sharding) -> tuple[PairTraffic, ...]:
+    def pair_traffic(self, source: Sharding) -> tuple[PairTraffic, ...]:
         axes = axes_of(self.src_shards)
-        return pairs_in_groups(before.mesh, axes, before.max_local_size // before.mesh.size(*axes))
+        return pairs_in_groups(source.mesh, axes, source.max_local_size // source.mesh.size(*axes))
 
-    def run(self, blocks: Blocks, before: Sharding) -> list[Block]:
+    def run(self, blocks: Blocks, source: Sharding) -> list[Block]:
         """Run the all-to-all in numpy: one block per device in, one per device out.
 
         From each member of its group a device takes its own part of `dst_dim`, and puts it where
         that member's shard of `src_dim` lies. "s/x c" -> "s c/x" on x=2, [2, 4] -> [4, 2]: device 1
         takes columns 2-3 of both members, those of device 0 as rows 0-1, its own as rows 2-3.
         """
-        mesh = before.mesh
-        after = self.after(before)
-        src_dim = before.dim_index(self.src_dim)
-        dst_dim = before.dim_index(self.dst_dim)
-        src_parts = even_parts(before, self.src_dim, self.src_shards)
-        dst_parts = even_parts(before, self.dst_dim, self.dst_shards)
+        mesh = source.mesh
+        target = self.after(source)
+        src_dim = source.dim_index(self.src_dim)
+        dst_dim = source.dim_index(self.dst_dim)
+        src_rows_of_members = even_parts(source, self.src_dim, self.src_shards)
+        dst_rows_of_members = even_parts(source, self.dst_dim, self.dst_shards)
         results = []
         for device in range(mesh.n_devices):
-            out = np.empty(after.local_shape(device), blocks[device].dtype)
-            own_part = dst_parts[mesh.index(device, axes_of(self.dst_shards))]
+            out = np.empty(target.local_shape(device), blocks[device].dtype)
+            own_rows = dst_rows_of_members[mesh.index(device, axes_of(self.dst_shards))]
             members = mesh.group(device, axes_of(self.src_shards))
-            for src_part, member in zip(src_parts, members, strict=True):
-                piece = take_rows(blocks[member], dst_dim, own_part)
-                put_rows(out, src_dim, src_part, piece)
+            for src_rows, member in zip(src_rows_of_members, members, strict=True):
+                chunk = take_rows(blocks[member], dst_dim, own_rows)
+                put_rows(out, src_dim, src_rows, chunk)
             results.append(out)
         return results
 
@@ -86,21 +86,21 @@ class AllToAll(Step):
         return f"all_to_all {self.src_dim}/{src} -> {self.dst_dim}/{dst}"
 
 
-def all_to_all_traffic(block: int, group: LinkSpans) -> Traffic:
+def all_to_all_traffic(block_elements: int, group: LinkSpans) -> Traffic:
     """Count what one device receives in an all-to-all, in one hop for each speed of links.
 
-    Each of n devices sends 1/n of its block of `block` elements to each other device. 16 elements
-    on 2 nodes of 4: pieces of 2 elements from 4 devices of the other node, and from 3 in its own.
-    `group` has the spans (parts of mesh axes over links of one speed), the slowest first.
+    Each of n devices sends 1/n of its block to each other device. 16 elements on 2 nodes of 4: pieces
+    of 2 elements from 4 devices of the other node, and from 3 in its own. `group` has the spans (parts
+    of mesh axes over links of one speed), the slowest first.
     """
     n_devices = math.prod(span.size for span in group)
-    piece = block // n_devices
+    chunk_elements = block_elements // n_devices
     hops = []
     n_sharing = n_devices  # devices at the same position on all slower spans: 8, 4, 1 above
     for span in group:
-        n_nearer = n_sharing // span.size  # those at the same position on this span too
-        n_peers = n_sharing - n_nearer
-        hops.append(Hop(span.axis, n_peers * piece, n_peers, span.level))
-        n_sharing = n_nearer
+        n_same_span = n_sharing // span.size  # those at the same position on this span too
+        n_peers = n_sharing - n_same_span
+        hops.append(Hop(span.axis, n_peers * chunk_elements, n_peers, span.level))
+        n_sharing = n_same_span
     # Pieces are packed before they are sent, and unpacked from where they arrive.
-    return Traffic(block - piece, 2 * block, tuple(hops))
+    return Traffic(block_elements - chunk_elements, 2 * block_elements, tuple(hops))

@@ -48,31 +48,31 @@ class Step(ABC):
         Step.registry[cls.kind] = cls
 
     @abstractmethod
-    def after(self, before: Sharding) -> Sharding:
+    def after(self, source: Sharding) -> Sharding:
         """Return the sharding that the step leads to.
 
         Raises PlanError if the step does not apply.
         """
 
-    def traffic(self, before: Sharding, spans: LinkSpans = ()) -> Traffic:
+    def traffic(self, source: Sharding, spans: LinkSpans = ()) -> Traffic:
         """Count the elements that the busiest device receives and copies.
 
         This default is right for local steps: a view is free, another block is copied.
 
         Args:
-            before: The sharding that the step starts from.
+            source: The sharding that the step starts from.
             spans: The links along the axes of the mesh; without them all links are equally fast.
         """
         if self.kind in VIEW_KINDS:
             return Traffic()
-        return Traffic(copied=self.after(before).max_local_size)
+        return Traffic(copied=self.after(source).max_local_size)
 
-    def pair_traffic(self, before: Sharding) -> tuple[PairTraffic, ...]:
+    def pair_traffic(self, source: Sharding) -> tuple[PairTraffic, ...]:
         """List how many elements each device sends to each other; a local step sends none."""
         return ()
 
     @abstractmethod
-    def run(self, blocks: Blocks, before: Sharding) -> list[Block]:
+    def run(self, blocks: Blocks, source: Sharding) -> list[Block]:
         """Define the step in numpy: one block per device -> one block per device."""
 
     @abstractmethod
@@ -84,10 +84,10 @@ def axes_of(shards: Sequence[Shard]) -> Axes:
     return tuple(chain.from_iterable(shard.axes for shard in shards))
 
 
-def axes_with_new_role(before: Sharding, to: Layout) -> list[str]:
-    """List the mesh axes that `to` uses otherwise: from "n/x/y" to "n/y/x" x and y, not z."""
-    roles = before.layout.role
-    return [axis for axis in before.mesh.axes if roles(axis) != to.role(axis)]
+def axes_with_new_role(source: Sharding, target_layout: Layout) -> list[str]:
+    """List the mesh axes that `target_layout` uses otherwise: from "n/x/y" to "n/y/x" x and y, not z."""
+    roles = source.layout.role
+    return [axis for axis in source.mesh.axes if roles(axis) != target_layout.role(axis)]
 
 
 def shards_text(shards: Sequence[Shard]) -> str:
@@ -122,23 +122,23 @@ def with_inner(layout: Layout, dim: str, shards: tuple[Shard, ...]) -> Layout:
 def _with_shards(layout: Layout, dim: str, shards: tuple[Shard, ...]) -> Layout:
     """Replace all shards of one dim."""
     dims = list(layout.dims)
-    d = layout.dim_index(dim)
-    dims[d] = replace(dims[d], shards=shards)
+    dim_index = layout.dim_index(dim)
+    dims[dim_index] = replace(dims[dim_index], shards=shards)
     return replace(layout, dims=tuple(dims))
 
 
-def with_tag(layout: Layout, kind: str, axes: Sequence[str]) -> Layout:
+def with_tag(layout: Layout, tag: str, axes: Sequence[str]) -> Layout:
     """Tag axes, if there are any, as holding a "sum", "max", "min" or "copy"."""
     if not axes:
         return layout
-    return replace(layout, tags=(*layout.tags, (kind, tuple(axes))))
+    return replace(layout, tags=(*layout.tags, (tag, tuple(axes))))
 
 
 def without_tags(layout: Layout, axes: Sequence[str]) -> Layout:
     """Remove all tags of these axes, which then hold replicas."""
     tags = []
-    for kind, tagged in layout.tags:
-        tags.append((kind, tuple(a for a in tagged if a not in axes)))
+    for tag, tagged in layout.tags:
+        tags.append((tag, tuple(axis for axis in tagged if axis not in axes)))
     return replace(layout, tags=tuple(tags))
 
 
@@ -166,7 +166,7 @@ def take_free(layout: Layout, axes: Sequence[str]) -> Layout:
     return without_tags(layout, axes)
 
 
-def reduced(layout: Layout, axes: Axes, op: str) -> Layout:
+def end_reduction(layout: Layout, axes: Axes, op: str) -> Layout:
     """End a "sum", "max" or "min" over `axes`.
 
     Raises PlanError if the axes do not all hold its addends.
@@ -184,12 +184,12 @@ def check_even(sharding: Sharding, dim: str, shards: tuple[Shard, ...]) -> None:
     """
     index = sharding.dim_index(dim)
     sharded_dim = sharding.layout.dims[index]
-    outer = sharded_dim.shards
-    if outer[-len(shards) :] == shards:
-        outer = outer[: -len(shards)]
+    outer_shards = sharded_dim.shards
+    if outer_shards[-len(shards) :] == shards:
+        outer_shards = outer_shards[: -len(shards)]
     # The blocks outside of these shards must be equally long too: equal parts of unequal blocks
     # would differ between devices.
-    for prefix in (outer, outer + shards):
+    for prefix in (outer_shards, outer_shards + shards):
         cut_dim = replace(sharded_dim, shards=prefix)
         sizes = sharding.mesh.sizes_of(cut_dim.axes)
         _, is_even = block_length(cut_dim, sharding.shape[index], sizes)
@@ -211,8 +211,8 @@ def even_parts(sharding: Sharding, dim: str, shards: tuple[Shard, ...]) -> tuple
 
 def rows_of_own_part(sharding: Sharding, dim: str, shards: tuple[Shard, ...], device: int) -> Runs:
     """Return the local positions of a device's own part of a dim under `shards`."""
-    parts = sharding.cut_block(sharding.dim_index(dim), shards, device)
-    return parts[sharding.mesh.index(device, axes_of(shards))]
+    positions_of_parts = sharding.cut_block(sharding.dim_index(dim), shards, device)
+    return positions_of_parts[sharding.mesh.index(device, axes_of(shards))]
 
 
 def lands_in_place(sharding: Sharding, dim: str, shards: Sequence[Shard]) -> bool:
@@ -220,7 +220,7 @@ def lands_in_place(sharding: Sharding, dim: str, shards: Sequence[Shard]) -> boo
 
     They are for contiguous shards of the leading dim.
     """
-    return dim == sharding.layout.names[0] and all(s.order == "block" for s in shards)
+    return dim == sharding.layout.names[0] and all(shard.order == "block" for shard in shards)
 
 
 def take_rows(block: Block, dim: int, runs: Runs) -> Block:
@@ -244,10 +244,10 @@ def reduction_dtype(op: str | None, dtype: np.dtype[Any]) -> np.dtype[Any]:
 def reduce_blocks(op: str, blocks: Sequence[Block]) -> Block:
     """Combine blocks of one shape by a "sum", "max" or "min", in the order given."""
     dtype = blocks[0].dtype
-    total = blocks[0].astype(reduction_dtype(op, dtype))
+    reduced_block = blocks[0].astype(reduction_dtype(op, dtype))
     for block in blocks[1:]:
-        total = REDUCERS[op](total, block)
-    return total.astype(dtype)
+        reduced_block = REDUCERS[op](reduced_block, block)
+    return reduced_block.astype(dtype)
 
 
 def write_or_reduce(

@@ -38,17 +38,17 @@ class Embed(Step):
     dim: str
     shards: tuple[Shard, ...]
 
-    def after(self, before: Sharding) -> Sharding:
-        layout = base.without_inner(before.layout, self.dim, self.shards)
-        return before.with_layout(base.with_tag(layout, "sum", axes_of(self.shards)))
+    def after(self, source: Sharding) -> Sharding:
+        layout = base.without_inner(source.layout, self.dim, self.shards)
+        return source.with_layout(base.with_tag(layout, "sum", axes_of(self.shards)))
 
-    def run(self, blocks: Blocks, before: Sharding) -> list[Block]:
-        after = self.after(before)
-        dim = before.dim_index(self.dim)
+    def run(self, blocks: Blocks, source: Sharding) -> list[Block]:
+        target = self.after(source)
+        dim = source.dim_index(self.dim)
         results = []
         for device, block in enumerate(blocks):
-            out = np.zeros(after.local_shape(device), block.dtype)
-            put_rows(out, dim, rows_of_own_part(before, self.dim, self.shards, device), block)
+            out = np.zeros(target.local_shape(device), block.dtype)
+            put_rows(out, dim, rows_of_own_part(source, self.dim, self.shards, device), block)
             results.append(out)
         return results
 
@@ -66,14 +66,14 @@ class Mask(Step):
     kind: ClassVar[str] = "mask"
     axes: tuple[str, ...]
 
-    def after(self, before: Sharding) -> Sharding:
-        layout = take_free(before.layout, self.axes)
-        return before.with_layout(base.with_tag(layout, "sum", self.axes))
+    def after(self, source: Sharding) -> Sharding:
+        layout = take_free(source.layout, self.axes)
+        return source.with_layout(base.with_tag(layout, "sum", self.axes))
 
-    def run(self, blocks: Blocks, before: Sharding) -> list[Block]:
+    def run(self, blocks: Blocks, source: Sharding) -> list[Block]:
         results = []
         for device, block in enumerate(blocks):
-            is_first = before.mesh.index(device, self.axes) == 0
+            is_first = source.mesh.index(device, self.axes) == 0
             results.append(block.copy() if is_first else np.zeros_like(block))
         return results
 
@@ -95,16 +95,16 @@ class Retag(Step):
     copies: tuple[str, ...] = ()
     replicas: tuple[str, ...] = ()
 
-    def after(self, before: Sharding) -> Sharding:
-        layout = before.layout
+    def after(self, source: Sharding) -> Sharding:
+        layout = source.layout
         copied = set(layout.tagged("copy"))
         if not set(self.replicas) <= copied or set(self.copies) & copied:
             raise PlanError(f"'{self}' does not apply to '{layout}'")
         layout = base.without_tags(layout, self.replicas)
         layout = take_free(layout, self.copies)
-        return before.with_layout(base.with_tag(layout, "copy", self.copies))
+        return source.with_layout(base.with_tag(layout, "copy", self.copies))
 
-    def run(self, blocks: Blocks, before: Sharding) -> list[Block]:
+    def run(self, blocks: Blocks, source: Sharding) -> list[Block]:
         return list(blocks)
 
     def __str__(self) -> str:
@@ -123,10 +123,10 @@ class Scale(Step):
     kind: ClassVar[str] = "scale"
     factor: Fraction
 
-    def after(self, before: Sharding) -> Sharding:
-        return before
+    def after(self, source: Sharding) -> Sharding:
+        return source
 
-    def run(self, blocks: Blocks, before: Sharding) -> list[Block]:
+    def run(self, blocks: Blocks, source: Sharding) -> list[Block]:
         results = []
         for block in blocks:
             as_dtype = block.dtype.type
@@ -150,24 +150,24 @@ class Transpose(Step):
     kind: ClassVar[str] = "transpose"
     names: tuple[str, ...]
 
-    def order(self, before: Sharding) -> tuple[int, ...]:
+    def order(self, source: Sharding) -> tuple[int, ...]:
         """Return, for each dim afterwards, its index before: "b s c" to (c, s) -> (0, 2, 1).
 
         Raises:
             PlanError: The names are not those of the last dims.
         """
-        old_names = before.layout.names
+        old_names = source.layout.names
         n_leading = len(old_names) - len(self.names)
         if sorted(self.names) != sorted(old_names[max(n_leading, 0) :]):
-            raise PlanError(f"'{self}' does not apply to '{before.layout}'")
+            raise PlanError(f"'{self}' does not apply to '{source.layout}'")
         new_names = old_names[:n_leading] + self.names
         return tuple(old_names.index(name) for name in new_names)
 
-    def after(self, before: Sharding) -> Sharding:
-        return before.in_order([before.layout.names[d] for d in self.order(before)])
+    def after(self, source: Sharding) -> Sharding:
+        return source.in_order([source.layout.names[dim_index] for dim_index in self.order(source)])
 
-    def run(self, blocks: Blocks, before: Sharding) -> list[Block]:
-        return [block.transpose(self.order(before)) for block in blocks]
+    def run(self, blocks: Blocks, source: Sharding) -> list[Block]:
+        return [block.transpose(self.order(source)) for block in blocks]
 
     def __str__(self) -> str:
         return f"transpose -> {' '.join(self.names)}"

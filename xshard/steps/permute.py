@@ -29,36 +29,36 @@ class Permute(Step):
     kind: ClassVar[str] = "permute"
     to: Layout
 
-    def after(self, before: Sharding) -> Sharding:
+    def after(self, source: Sharding) -> Sharding:
         """Return the sharding under `to`.
 
         Raises PlanError if it needs blocks that no device has.
         """
-        after = before.with_layout(self.to)
-        if _sums(before) != _sums(after):
-            raise PlanError(f"a permutation keeps sums: '{before.layout}' -> '{self.to}'")
-        if not (before.has_even_cuts and after.has_even_cuts):
-            sender_of_each_device(before, after)  # raises where blocks differ
+        target = source.with_layout(self.to)
+        if _sums(source) != _sums(target):
+            raise PlanError(f"a permutation keeps sums: '{source.layout}' -> '{self.to}'")
+        if not (source.has_even_cuts and target.has_even_cuts):
+            sender_of_each_device(source, target)  # raises where blocks differ
         # Even contiguous blocks of one shape are the same blocks: no comparison of devices.
-        elif before.max_local_shape != after.max_local_shape:
-            raise _no_permutation(before, after)
-        return after
+        elif source.max_local_shape != target.max_local_shape:
+            raise _no_permutation(source, target)
+        return target
 
-    def traffic(self, before: Sharding, spans: LinkSpans = ()) -> Traffic:
-        moved = axes_with_new_role(before, self.to)
-        return permute_traffic(before.max_local_size, slowest_first(before.mesh, moved, spans))
+    def traffic(self, source: Sharding, spans: LinkSpans = ()) -> Traffic:
+        moved = axes_with_new_role(source, self.to)
+        return permute_traffic(source.max_local_size, slowest_first(source.mesh, moved, spans))
 
-    def pair_traffic(self, before: Sharding) -> tuple[PairTraffic, ...]:
-        elements = before.max_local_size
-        pairs = enumerate(self._senders(before))
-        return tuple(PairTraffic(src, dst, elements) for dst, src in pairs if src != dst)
+    def pair_traffic(self, source: Sharding) -> tuple[PairTraffic, ...]:
+        elements = source.max_local_size
+        device_pairs = enumerate(self._senders(source))
+        return tuple(PairTraffic(src, dst, elements) for dst, src in device_pairs if src != dst)
 
-    def run(self, blocks: Blocks, before: Sharding) -> list[Block]:
-        return [blocks[sender].copy() for sender in self._senders(before)]
+    def run(self, blocks: Blocks, source: Sharding) -> list[Block]:
+        return [blocks[sender].copy() for sender in self._senders(source)]
 
-    def _senders(self, before: Sharding) -> tuple[int, ...]:
+    def _senders(self, source: Sharding) -> tuple[int, ...]:
         """Return the device that sends each device its block."""
-        return sender_of_each_device(before, before.with_layout(self.to))
+        return sender_of_each_device(source, source.with_layout(self.to))
 
     def __str__(self) -> str:
         return "permute"
@@ -70,20 +70,20 @@ def _sums(sharding: Sharding) -> Tags:
     return without_tags(layout, layout.tagged("copy")).tags
 
 
-def _no_permutation(before: Sharding, after: Sharding) -> PlanError:
+def _no_permutation(source: Sharding, target: Sharding) -> PlanError:
     """Make the error for shardings with different blocks."""
-    return PlanError(f"no permutation of blocks leads from '{before.layout}' to '{after.layout}'")
+    return PlanError(f"no permutation of blocks leads from '{source.layout}' to '{target.layout}'")
 
 
-def permute_traffic(block: int, moved: LinkSpans) -> Traffic:
-    """Count what one device receives if devices swap whole blocks of `block` elements.
+def permute_traffic(block_elements: int, moved: LinkSpans) -> Traffic:
+    """Count what one device receives if devices swap whole blocks.
 
     It is one message with one block, priced over the slowest link that any device may use. Blocks
     of 8 elements among 2 nodes of 4 devices: the hop has 8 elements, for the busiest device, and a
     mean shortfall of 4, since half of the devices of a node get their block from the same node.
 
     Args:
-        block: Elements of each block.
+        block_elements: Elements of each block.
         moved: The spans (parts of mesh axes over links of one speed) of the axes whose use changes,
             the slowest first.
     """
@@ -95,13 +95,13 @@ def permute_traffic(block: int, moved: LinkSpans) -> Traffic:
     # If the devices inside a node divide evenly among the nodes, one in `n_nodes` gets its block
     # from its own node. The devices of a node may share the slowest links, which so carry less on
     # average. Otherwise some node may get all its blocks from others: nothing is saved for sure.
-    shortfall = 0 if n_inside % n_nodes else block // n_nodes
-    hop = Hop(slowest.axis, block, 1, slowest.level, shortfall)
-    return Traffic(block, 0, (hop,))
+    shortfall = 0 if n_inside % n_nodes else block_elements // n_nodes
+    hop = Hop(slowest.axis, block_elements, 1, slowest.level, shortfall)
+    return Traffic(block_elements, 0, (hop,))
 
 
 @layout_cache(maxsize=1024)
-def sender_of_each_device(before: Sharding, after: Sharding) -> tuple[int, ...]:
+def sender_of_each_device(source: Sharding, target: Sharding) -> tuple[int, ...]:
     """Find, for each device, the device that sends it its block if whole blocks change places.
 
     From "n/x/y" to "n/y/x" with x=2, y=2: (0, 2, 1, 3), so devices 1 and 2 swap. Sender and
@@ -111,33 +111,33 @@ def sender_of_each_device(before: Sharding, after: Sharding) -> tuple[int, ...]:
     Raises:
         PlanError: The shardings have different blocks.
     """
-    mesh = before.mesh
-    changed_axes = axes_with_new_role(before, after.layout)
+    mesh = source.mesh
+    changed_axes = axes_with_new_role(source, target.layout)
     unchanged_axes = [axis for axis in mesh.axes if axis not in changed_axes]
-    holders = _devices_by_block(before, unchanged_axes)
-    receivers = _devices_by_block(after, unchanged_axes)
-    result = [-1] * mesh.n_devices
+    holders = _devices_by_block(source, unchanged_axes)
+    receivers = _devices_by_block(target, unchanged_axes)
+    senders = [-1] * mesh.n_devices
     # A key is a block together with the coordinates along unchanged axes.
     for key, block_receivers in receivers.items():
         block_holders = holders.get(key, [])
         if len(block_holders) != len(block_receivers):
-            raise _no_permutation(before, after)
+            raise _no_permutation(source, target)
         staying = set(block_receivers) & set(block_holders)
         for device in staying:
-            result[device] = device
+            senders[device] = device
         moving_to = [device for device in block_receivers if device not in staying]
         moving_from = [device for device in block_holders if device not in staying]
         for receiver, sender in zip(moving_to, moving_from, strict=True):
-            result[receiver] = sender
-    return tuple(result)
+            senders[receiver] = sender
+    return tuple(senders)
 
 
 def _devices_by_block(sharding: Sharding, unchanged_axes: list[str]) -> DevicesByBlock:
-    """Group devices by their block, and their place along axes that a permutation leaves alone."""
+    """Group devices by their block, and their position along axes that a permutation leaves alone."""
     devices: DevicesByBlock = defaultdict(list)
     for device, block_key in enumerate(block_keys(sharding)):
-        place = sharding.mesh.index(device, unchanged_axes)
-        devices[place, *block_key].append(device)
+        position = sharding.mesh.index(device, unchanged_axes)
+        devices[position, *block_key].append(device)
     return devices
 
 
@@ -145,7 +145,10 @@ def block_keys(sharding: Sharding) -> Iterator[BlockKey]:
     """Yield, for each device, its number among the addends of a sum, and its rows of each dim."""
     mesh = sharding.mesh
     sum_axes = sorted(sharding.layout.tagged(*REDUCERS), key=mesh.position)
-    holders = [sharding.held_by_position(d) for d in range(len(sharding.shape))]
+    holders = [sharding.held_by_position(dim_index) for dim_index in range(len(sharding.shape))]
     for device in range(mesh.n_devices):
-        rows = [blocks[sharding.dim_device(d, device)] for d, blocks in enumerate(holders)]
+        rows = [
+            blocks[sharding.dim_device(dim_index, device)]
+            for dim_index, blocks in enumerate(holders)
+        ]
         yield mesh.index(device, sum_axes), *rows

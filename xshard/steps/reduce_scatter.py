@@ -29,30 +29,30 @@ class ReduceScatter(Step):
     shards: tuple[Shard, ...]
     op: str = "sum"
 
-    def after(self, before: Sharding) -> Sharding:
-        layout = base.reduced(before.layout, axes_of(self.shards), self.op)
-        base.check_even(before, self.dim, self.shards)
-        return before.with_layout(base.with_inner(layout, self.dim, self.shards))
+    def after(self, source: Sharding) -> Sharding:
+        layout = base.end_reduction(source.layout, axes_of(self.shards), self.op)
+        base.check_even(source, self.dim, self.shards)
+        return source.with_layout(base.with_inner(layout, self.dim, self.shards))
 
-    def traffic(self, before: Sharding, spans: LinkSpans = ()) -> Traffic:
-        group = slowest_first(before.mesh, axes_of(self.shards), spans)
-        in_place = base.lands_in_place(before, self.dim, self.shards)
-        return reduce_scatter_traffic(before.max_local_size, group, in_place)
+    def traffic(self, source: Sharding, spans: LinkSpans = ()) -> Traffic:
+        group = slowest_first(source.mesh, axes_of(self.shards), spans)
+        in_place = base.lands_in_place(source, self.dim, self.shards)
+        return reduce_scatter_traffic(source.max_local_size, group, in_place)
 
-    def pair_traffic(self, before: Sharding) -> tuple[PairTraffic, ...]:
-        return pairs_in_groups(before.mesh, axes_of(self.shards), self.after(before).max_local_size)
+    def pair_traffic(self, source: Sharding) -> tuple[PairTraffic, ...]:
+        return pairs_in_groups(source.mesh, axes_of(self.shards), self.after(source).max_local_size)
 
-    def run(self, blocks: Blocks, before: Sharding) -> list[Block]:
+    def run(self, blocks: Blocks, source: Sharding) -> list[Block]:
         """Reduce, over the members of each device's group, the part that the device keeps."""
-        mesh = before.mesh
-        dim = before.dim_index(self.dim)
+        mesh = source.mesh
+        dim = source.dim_index(self.dim)
         axes = axes_of(self.shards)
-        parts = even_parts(before, self.dim, self.shards)
+        rows_of_members = even_parts(source, self.dim, self.shards)
         results = []
         for device in range(mesh.n_devices):
-            own_part = parts[mesh.index(device, axes)]
+            own_rows = rows_of_members[mesh.index(device, axes)]
             members = mesh.group(device, axes)
-            addends = [take_rows(blocks[member], dim, own_part) for member in members]
+            addends = [take_rows(blocks[member], dim, own_rows) for member in members]
             results.append(base.reduce_blocks(self.op, addends))
         return results
 
@@ -60,17 +60,17 @@ class ReduceScatter(Step):
         return f"reduce_scatter {self.op} -> {self.dim}/{base.shards_text(self.shards)}"
 
 
-def reduce_scatter_traffic(block: int, group: LinkSpans, in_place: bool) -> Traffic:
+def reduce_scatter_traffic(block_elements: int, group: LinkSpans, in_place: bool) -> Traffic:
     """Count the traffic of a reduce-scatter.
 
     It is a gather of its results backwards, fastest links first.
 
     Args:
-        block: Elements of each block before.
+        block_elements: Elements of each block before.
         group: The spans of the group's axes, the slowest first.
         in_place: The parts lie one after the other in memory, and need no packing.
     """
     n_parts = math.prod(span.size for span in group)
-    gather = gather_traffic(block // n_parts, group, in_place)
-    copied = 0 if in_place else block
+    gather = gather_traffic(block_elements // n_parts, group, in_place)
+    copied = 0 if in_place else block_elements
     return gather._replace(copied=copied, hops=gather.hops[::-1])

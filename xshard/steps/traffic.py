@@ -75,11 +75,11 @@ class PairTraffic(NamedTuple):
 
 def pairs_in_groups(mesh: Mesh, axes: Sequence[str], elements: int) -> tuple[PairTraffic, ...]:
     """List the pairs of a collective in which each member sends `elements` to each other one."""
-    pairs = []
+    device_pairs = []
     for group in mesh.groups(axes):
         for src, dst in itertools.permutations(group, 2):
-            pairs.append(PairTraffic(src, dst, elements))
-    return tuple(pairs)
+            device_pairs.append(PairTraffic(src, dst, elements))
+    return tuple(device_pairs)
 
 
 def slowest_first(mesh: Mesh, axes: Sequence[str], spans: LinkSpans) -> LinkSpans:
@@ -118,22 +118,22 @@ class Phases:
     mesh: The mesh of all devices.
     axes: The axes over which the whole collective runs.
     levels: The spans of each kind of link, the fastest kind first: `LinkSpan.level` counts the other way.
-    block_numbers: For each device, the place of its block among the blocks of its group.
+    block_indices: For each device, the position of its block among those of its group.
     """
 
     mesh: Mesh
     axes: tuple[str, ...]
     levels: tuple[LinkSpans, ...]
-    block_numbers: Sequence[int]
+    block_indices: Sequence[int]
 
     @classmethod
     def of_axes(
-        cls, mesh: Mesh, axes: Sequence[str], spans: LinkSpans, numbers: Sequence[int]
+        cls, mesh: Mesh, axes: Sequence[str], spans: LinkSpans, block_indices: Sequence[int]
     ) -> Phases:
         """Divide a collective over `axes` by the links of the mesh, `spans`, the slowest first."""
         fastest_first = [span for span in reversed(spans) if span.axis in axes and span.size > 1]
         by_level = groupby(fastest_first, key=lambda span: span.level)
-        return cls(mesh, tuple(axes), tuple(tuple(level) for _, level in by_level), numbers)
+        return cls(mesh, tuple(axes), tuple(tuple(level) for _, level in by_level), block_indices)
 
     @property
     def has_several_speeds(self) -> bool:
@@ -142,10 +142,14 @@ class Phases:
 
     def members(self, device: int, level: int) -> tuple[int, ...]:
         """List the devices that a device meets in the phase of a level, itself among them."""
-        place = self._place_on_other_levels(device, level)
+        position = self._coords_on_other_levels(device, level)
         group = self.mesh.group(device, self.axes)
-        members = [d for d in group if self._place_on_other_levels(d, level) == place]
-        return tuple(sorted(members, key=self.block_numbers.__getitem__))
+        members = [
+            dim_index
+            for dim_index in group
+            if self._coords_on_other_levels(dim_index, level) == position
+        ]
+        return tuple(sorted(members, key=self.block_indices.__getitem__))
 
     def devices_reached(self, device: int, level: int = 0) -> tuple[int, ...]:
         """List the devices that links of a level and slower ones reach, in the order of blocks."""
@@ -156,13 +160,13 @@ class Phases:
             devices += self.devices_reached(member, level + 1)
         return tuple(devices)
 
-    def _place_on_other_levels(self, device: int, level: int) -> list[int]:
+    def _coords_on_other_levels(self, device: int, level: int) -> list[int]:
         """Return a device's coordinates along the spans of all levels except one."""
-        place = []
+        position = []
         for other_level, spans in enumerate(self.levels):
             if other_level == level:
                 continue
             for span in spans:
                 coordinate = self.mesh.index(device, (span.axis,))
-                place.append(coordinate // span.stride % span.size)
-        return place
+                position.append(coordinate // span.stride % span.size)
+        return position

@@ -25,7 +25,7 @@ from xshard.testing.diagnosis.evidence import largest_error, settle, whole, with
 from xshard.testing.question import OUTPUT, Answer, AnyPlan, Devices, Question, Result
 from xshard.tolerances import EXACT
 
-MOST_BYTES = 2**32  # of all devices' blocks, which one process holds
+MAX_BYTES = 2**32  # of all devices' blocks, which one process holds
 
 
 def arrays_of(plan: AnyPlan) -> tuple[Sharding, ...]:
@@ -61,7 +61,7 @@ def plan_question(plan: AnyPlan, seed: int = 0) -> Question:
 
     Raises:
         DtypeError: It is a contraction of whole numbers, which has no gradients.
-        ShapeError: The blocks of all devices have more than MOST_BYTES.
+        ShapeError: The blocks of all devices have more than MAX_BYTES.
     """
     if isinstance(plan, ContractionPlan) and not precision(plan.dtype):
         raise DtypeError(
@@ -98,10 +98,10 @@ def _check_size(arrays: Sequence[Sharding], plan: AnyPlan) -> None:
     total_bytes = 0
     for array in arrays:
         total_bytes += n_bytes(array.max_local_shape, plan.dtype) * plan.mesh.n_devices
-    if total_bytes > MOST_BYTES:
+    if total_bytes > MAX_BYTES:
         raise ShapeError(
             f"the blocks of all devices have {format_bytes(total_bytes)} together",
-            hint=f"at most {format_bytes(MOST_BYTES)}, which one process holds: "
+            hint=f"at most {format_bytes(MAX_BYTES)}, which one process holds: "
             "shorter dims show the same",
         )
 

@@ -27,7 +27,7 @@ from xshard.steps.all_to_all import all_to_all_traffic
 from xshard.steps.permute import permute_traffic
 from xshard.steps.traffic import LinkSpans, slowest_first
 
-MOST_DEVICES = 256
+MAX_DEVICES = 256
 # Operations that write no elements.
 FREE = (
     "parameter",
@@ -126,8 +126,8 @@ def _compiled(case: Case) -> tuple[str, float]:
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
     jax.config.update("jax_platforms", "cpu")
-    if jax.config.jax_num_cpu_devices < MOST_DEVICES:
-        jax.config.update("jax_num_cpu_devices", MOST_DEVICES)
+    if jax.config.jax_num_cpu_devices < MAX_DEVICES:
+        jax.config.update("jax_num_cpu_devices", MAX_DEVICES)
     devices = np.array(jax.devices()[: case.mesh.n_devices]).reshape(case.mesh.sizes)
     mesh = Mesh(devices, case.mesh.axes)
     src, dst = (

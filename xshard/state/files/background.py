@@ -90,10 +90,10 @@ def save_beside(task: SaveTask) -> BackgroundSave:
 
     def copy_blocks() -> None:
         # Free when this process has ended, also without a report.
-        own = task.writers.own
-        lock(unfinished(task.path, token) / _file_of(own), stack, os.O_CREAT)
-        for name, device, pairs in task.plan.writes(own):
-            for dtype in {task.plan.arrays[pair.name].dtype for pair in pairs}:
+        own_process = task.writers.own
+        lock(unfinished(task.path, token) / _file_of(own_process), stack, os.O_CREAT)
+        for name, device, boxes in task.plan.writes(own_process):
+            for dtype in {task.plan.arrays[common_box.name].dtype for common_box in boxes}:
                 copies[name, device, dtype] = np.array(task.block_of(name, device, dtype))
 
     with ExitStack() as stack, begun(task, stack) as token:
@@ -120,24 +120,24 @@ def save_beside(task: SaveTask) -> BackgroundSave:
 def _write_and_commit(task: SaveTask, token: str) -> None:
     """Write the blocks of this process and report it; the first one waits for all, and commits."""
     folder = unfinished(task.path, token)
-    first, *others = task.writers.processes
-    own = task.writers.own
+    leader, *other_processes = task.writers.processes
+    own_process = task.writers.own
     try:
         sums = write(task, token)
-        if own != first:
-            _write_report(folder, own, {"sums": sums})
+        if own_process != leader:
+            _write_report(folder, own_process, {"sums": sums})
             return
-        reports = [_read_report(folder, process) for process in others]
+        reports = [_read_report(folder, process) for process in other_processes]
         sums_of_all = merge_sums(task.plan, [sums, *[report["sums"] for report in reports]])
         commit(task, token, sums_of_all)
     except BaseException as error:  # of any kind: the first process waits for a report
-        if own == first:
+        if own_process == leader:
             # One that still writes into the folder would keep it from being removed.
-            for process in others:
+            for process in other_processes:
                 _wait_for_report(folder, process)
             abort(task, token)
         else:
-            _write_report(folder, own, {"error": str(error)})
+            _write_report(folder, own_process, {"error": str(error)})
         raise
 
 

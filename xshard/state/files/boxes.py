@@ -11,13 +11,21 @@ from numpy.typing import NDArray
 
 from xshard.errors import PlanError
 from xshard.layout import Sharding
-from xshard.layout.runs import Run, Runs, Segment, common_segments, interval, select, unrolled
+from xshard.layout.runs import (
+    Run,
+    Runs,
+    Segment,
+    common_segments,
+    interval,
+    rows_at_positions,
+    unroll,
+)
 from xshard.state.files.checkpoint import Box
 from xshard.state.parts import NEW, PartMapping
 
 
-class BoxPair(NamedTuple):
-    """The same elements in a stored array and in a block.
+class CommonBox(NamedTuple):
+    """Elements that a stored array and a block have in common, and where they lie in both.
 
     Attributes:
         name: The stored array.
@@ -34,9 +42,12 @@ class BoxPair(NamedTuple):
 
     def view(self, block: NDArray[Any]) -> NDArray[Any]:
         """Return the elements of the block, in the shape of the box."""
-        shape = [len(range(s.start, s.stop, s.step or 1)) for s in self.box]
-        part = block[(*self.slices, ...)]
-        return part.transpose(np.argsort(self.order)).reshape(shape)
+        shape = [
+            len(range(box_slice.start, box_slice.stop, box_slice.step or 1))
+            for box_slice in self.box
+        ]
+        box_of_block = block[(*self.slices, ...)]
+        return box_of_block.transpose(np.argsort(self.order)).reshape(shape)
 
 
 class SlicePair(NamedTuple):
@@ -62,60 +73,66 @@ def check_whole(sharding: Sharding) -> None:
         raise PlanError(f"'{layout}' cannot be in files, which have every element once", hint=hint)
 
 
-def box_pairs(pieces: Iterable[PartMapping], sharding: Sharding, device: int) -> Iterator[BoxPair]:
+def common_boxes(
+    mappings: Iterable[PartMapping], sharding: Sharding, device: int
+) -> Iterator[CommonBox]:
     """Find which slices of stored arrays fill which slices of one device's block.
 
-    A stored array of 8 rows, of which the device holds rows 4-7: one pair, of stored rows 4-7 and
-    rows 0-3 of the block. An array that is joined from stored q, k and v has pairs for each of
-    them. If a dim needs several slices, there is a pair for each combination.
+    A stored array of 8 rows, of which the device holds rows 4-7: one box, stored rows 4-7, which are
+    rows 0-3 of the block. An array that is joined from stored q, k and v has boxes of each of them.
+    If a dim needs several slices, there is a box for each combination.
 
     Args:
-        pieces: The parts of stored arrays that make up the whole array. Together they leave no gap.
+        mappings: The parts of stored arrays that make up the whole array. Together they leave no gap.
         sharding: The array's sharding.
         device: A position in its mesh.
     """
-    block_rows = [sharding.held(d, device) for d in range(len(sharding.shape))]  # for each dim
-    for piece in pieces:
-        for slices in itertools.product(*_slices_by_dim(piece, block_rows, sharding.shape)):
-            yield _box_pair(piece, slices)
+    ndim = len(sharding.shape)
+    block_rows = [sharding.held(dim_index, device) for dim_index in range(ndim)]
+    for mapping in mappings:
+        for slices in itertools.product(*_slices_by_dim(mapping, block_rows, sharding.shape)):
+            yield _common_box(mapping, slices)
 
 
-def _box_pair(piece: PartMapping, slice_pairs: tuple[SlicePair, ...]) -> BoxPair:
-    """Put together one slice of every dim of a piece."""
-    stored = {}  # by dim of the stored array
-    slices: list[slice | None] = []
-    for link, pair in zip(piece.links, slice_pairs, strict=True):
-        slices.append(None if link.dst.dim == NEW else pair.block)  # None: the block lacks this dim
+def _common_box(mapping: PartMapping, slice_pairs: tuple[SlicePair, ...]) -> CommonBox:
+    """Make a box of one slice of every dim of a mapping."""
+    stored_slices = {}  # by dim of the stored array
+    block_slices: list[slice | None] = []
+    for link, slices in zip(mapping.links, slice_pairs, strict=True):
+        # None: the block lacks this dim.
+        block_slices.append(None if link.dst.dim == NEW else slices.block)
         if link.src.dim != NEW:
-            stored[link.src.dim] = pair.stored
-    box = tuple(stored[dim] for dim in sorted(stored))
-    return BoxPair(piece.src.name, box, piece.order, tuple(slices))
+            stored_slices[link.src.dim] = slices.stored
+    box = tuple(stored_slices[dim] for dim in sorted(stored_slices))
+    return CommonBox(mapping.src.name, box, mapping.order, tuple(block_slices))
 
 
 def _slices_by_dim(
-    piece: PartMapping, block_rows: list[Runs], shape: tuple[int, ...]
+    mapping: PartMapping, block_rows: list[Runs], shape: tuple[int, ...]
 ) -> list[list[SlicePair]]:
-    """List, for each dim of a piece, which slices of the stored array fill which of the block.
+    """List, for each dim of a mapping, which slices of the stored array fill which of the block.
 
-    A device's block holds rows 4-7 of an array. The piece is a stored array that makes up rows 0-5
-    of it: stored rows 4-5 go to rows 0-1 of the block.
+    A device's block holds rows 4-7 of an array, of which the stored array makes up rows 0-5: stored
+    rows 4-5 go to rows 0-1 of the block.
 
     Args:
-        piece: A part of a stored array (`src`) and the part of the array that it makes up (`dst`).
+        mapping: A part of a stored array (`src`) and the part of the array that it makes up (`dst`).
         block_rows: By dim of the array, the rows that the block holds.
         shape: The shape of the array.
     """
     slices_by_dim = []
-    for stored, own in piece.links:
+    for stored_dim, block_dim in mapping.links:
         # The array [n] may be one row of a stored stack [experts, n]: it, and its block, get the dim
         # that they lack, with length 1.
-        held: Runs = interval(0, 1)
-        piece_rows: Runs = held
-        if own.dim != NEW:
-            held = block_rows[own.dim]
-            piece_rows = interval(0, shape[own.dim]) if own.rows is None else own.rows
-        segments = common_segments(piece_rows, held)
-        slices_by_dim.append(list(_paired_slices(segments, stored.rows)))
+        held_rows: Runs = interval(0, 1)
+        array_rows: Runs = held_rows
+        if block_dim.dim != NEW:
+            held_rows = block_rows[block_dim.dim]
+            array_rows = (
+                interval(0, shape[block_dim.dim]) if block_dim.rows is None else block_dim.rows
+            )
+        segments = common_segments(array_rows, held_rows)
+        slices_by_dim.append(list(_paired_slices(segments, stored_dim.rows)))
     return slices_by_dim
 
 
@@ -131,57 +148,63 @@ def _paired_slices(segments: Iterable[Segment], stored_rows: Runs | None) -> Ite
             there.
     """
     # Runs of rows that are consecutive on both sides. Single rows at even distances share a slice.
-    pairs = _row_pairs(segments, stored_rows)
-    first = 0
-    while first < len(pairs):
-        stop = first + _evenly_apart(pairs, first)
-        yield _slice_pair(pairs[first:stop])
-        first = stop
+    row_pairs = _row_pairs(segments, stored_rows)
+    first_pair = 0
+    while first_pair < len(row_pairs):
+        stop_pair = first_pair + _count_evenly_apart(row_pairs, first_pair)
+        yield _slice_pair(row_pairs[first_pair:stop_pair])
+        first_pair = stop_pair
 
 
-def _slice_pair(pairs: list[RowPair]) -> SlicePair:
+def _slice_pair(row_pairs: list[RowPair]) -> SlicePair:
     """Write one pair of consecutive rows, or several pairs of single rows with steps, as slices."""
-    first = pairs[0]
-    last = pairs[-1]
+    first_pair = row_pairs[0]
+    last_pair = row_pairs[-1]
     stored_step = None
     block_step = None
-    if len(pairs) > 1:
-        stored_step = pairs[1].stored - first.stored
-        block_step = pairs[1].block - first.block
-    stored = slice(first.stored, last.stored + last.length, stored_step)
-    return SlicePair(stored, slice(first.block, last.block + last.length, block_step))
+    if len(row_pairs) > 1:
+        stored_step = row_pairs[1].stored - first_pair.stored
+        block_step = row_pairs[1].block - first_pair.block
+    stored = slice(first_pair.stored, last_pair.stored + last_pair.length, stored_step)
+    return SlicePair(
+        stored, slice(first_pair.block, last_pair.block + last_pair.length, block_step)
+    )
 
 
 def _row_pairs(segments: Iterable[Segment], stored_rows: Runs | None) -> list[RowPair]:
     """List runs of rows that are consecutive in the stored array and in the block."""
-    pairs = []
+    row_pairs = []
     for part_start, block_start, length in segments:
-        run = Run(part_start, length)
-        runs = (run,) if stored_rows is None else select(stored_rows, run)
-        for stored_run in unrolled(runs):
-            pairs.append(RowPair(stored_run.start, block_start, stored_run.length))
+        positions = Run(part_start, length)
+        stored_runs = (
+            (positions,) if stored_rows is None else rows_at_positions(stored_rows, positions)
+        )
+        for stored_run in unroll(stored_runs):
+            row_pairs.append(RowPair(stored_run.start, block_start, stored_run.length))
             block_start += stored_run.length
-    return pairs
+    return row_pairs
 
 
-def _evenly_apart(pairs: list[RowPair], first: int) -> int:
-    """Count how many pairs, from number `first` on, one slice with a step can stand for.
+def _count_evenly_apart(row_pairs: list[RowPair], first_index: int) -> int:
+    """Count how many pairs, from number `first_index` on, one slice with a step can stand for.
 
     Single rows 0, 2, 4, 7 of the stored array that fill rows 0, 1, 2, 3 of a block: 3 pairs, since
     7 breaks the step of 2. A pair of several consecutive rows stands alone: 1.
     """
-    start = pairs[first]
-    if start.length != 1 or first + 1 == len(pairs):
+    first_pair = row_pairs[first_index]
+    if first_pair.length != 1 or first_index + 1 == len(row_pairs):
         return 1
-    stored_step = pairs[first + 1].stored - start.stored
-    block_step = pairs[first + 1].block - start.block
+    stored_step = row_pairs[first_index + 1].stored - first_pair.stored
+    block_step = row_pairs[first_index + 1].block - first_pair.block
     # A slice with a step of 0 is an error, and one with a negative step would need other bounds.
     if min(stored_step, block_step) <= 0:
         return 1
-    n = 1
-    while first + n < len(pairs):
-        expected = RowPair(start.stored + n * stored_step, start.block + n * block_step, 1)
-        if pairs[first + n] != expected:
+    n_pairs = 1
+    while first_index + n_pairs < len(row_pairs):
+        expected = RowPair(
+            first_pair.stored + n_pairs * stored_step, first_pair.block + n_pairs * block_step, 1
+        )
+        if row_pairs[first_index + n_pairs] != expected:
             break
-        n += 1
-    return n
+        n_pairs += 1
+    return n_pairs

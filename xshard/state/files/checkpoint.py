@@ -153,12 +153,12 @@ class Checkpoint(Mapping[str, Stored], AbstractContextManager["Checkpoint"]):
             >>> Checkpoint({}, constants={"groups": [{"lr": 0.5}]}).constant("groups.0.lr", 0.1)
             0.5
         """
-        parts = name.split(".")
-        for n_parts in range(len(parts), -1, -1):  # the leaf, or a list or dict that has it
-            stored_name = ".".join(parts[:n_parts])
+        name_parts = name.split(".")
+        for n_parts in range(len(name_parts), -1, -1):  # the leaf, or a list or dict that has it
+            stored_name = ".".join(name_parts[:n_parts])
             if stored_name in self.constants:
                 value = from_json(self.constants[stored_name], stored_name, {})
-                return _item_at(value, parts[n_parts:], default)
+                return _item_at(value, name_parts[n_parts:], default)
         return default
 
     def close(self) -> None:

@@ -59,16 +59,16 @@ def _describe_difference(first: NDArray[Any], second: NDArray[Any]) -> str:
         return "transposed"
     if first.shape != second.shape:
         return f"shape {first.shape} and {second.shape}"
-    for d, length in enumerate(first.shape):
-        if length % 2 == 0 and np.array_equal(np.roll(first, length // 2, d), second):
-            return f"the halves of dim {d} are swapped, as gate and up"
-    for d in range(min(first.ndim, 2)):
-        if sorted(_row_checksums(first, d)) == sorted(_row_checksums(second, d)):
-            return f"the rows of dim {d} are in another order"
+    for dim_index, length in enumerate(first.shape):
+        if length % 2 == 0 and np.array_equal(np.roll(first, length // 2, dim_index), second):
+            return f"the halves of dim {dim_index} are swapped, as gate and up"
+    for dim_index in range(min(first.ndim, 2)):
+        if sorted(_row_checksums(first, dim_index)) == sorted(_row_checksums(second, dim_index)):
+            return f"the rows of dim {dim_index} are in another order"
     return f"{np.count_nonzero(first != second)} of {first.size} elements differ"
 
 
-def _row_checksums(values: NDArray[Any], d: int) -> Iterator[int]:
-    """Yield a checksum of each row of dim `d`."""
-    for row in np.moveaxis(values, d, 0):
+def _row_checksums(values: NDArray[Any], dim_index: int) -> Iterator[int]:
+    """Yield a checksum of each row of dim `dim_index`."""
+    for row in np.moveaxis(values, dim_index, 0):
         yield zlib.crc32(np.ascontiguousarray(row).data)

@@ -38,7 +38,7 @@ from xshard.state.names import names_from_json
 CheckpointLike = str | Path | Checkpoint  # its file or folder, or itself
 INDEX = "model.safetensors.index.json"
 OURS = re.compile(r"model-[0-9a-f]{8}-\d+-of-\d+\.safetensors")  # files of a save
-MOST_TRIES = 50  # to read a folder whose files saves replace meanwhile
+MAX_TRIES = 50  # to read a folder whose files saves replace meanwhile
 _NUMBERED = re.compile(r"(.+)-(\d+)-of-(\d+)\.safetensors")
 AllOrNone = Callable[[Callable[[], Any]], list[Any]]  # see `open_on_all`
 KEY = "xshard"  # of xshard's own metadata, in files and in the index
@@ -66,32 +66,32 @@ class Mapped(NamedTuple):
     Attributes:
         shape: Its shape.
         dtype: The name of its dtype.
-        whole: The array in the memory map.
+        mapped: The array in the memory map.
         file: The file's descriptor.
         start: The offset of its bytes in the file.
-        place: The file's name, for errors.
+        file_name: The file's name, for errors.
     """
 
     shape: tuple[int, ...]
     dtype: str
-    whole: NDArray[Any]
+    mapped: NDArray[Any]
     file: int
     start: int
-    place: str
+    file_name: str
 
     def read(self, box: Box, out: NDArray[Any]) -> None:
         """Read a region of the array, as slices of its first dims, from the file into `out`."""
         index: Any = (*box, ...)
-        part = self.whole[index]
-        if not (part.flags.c_contiguous and out.flags.c_contiguous):
-            self._check_end(self.start + self.whole.nbytes)
+        region = self.mapped[index]
+        if not (region.flags.c_contiguous and out.flags.c_contiguous):
+            self._check_end(self.start + self.mapped.nbytes)
             # Copy from the mapped file: many small reads would take two to eight times as long. A
             # file that has become shorter is refused first, since its missing pages end the
             # process.
-            out[...] = part
+            out[...] = region
             return
         # Mapping the pages of a file takes as long as copying them; one contiguous read avoids it.
-        offset = self.start + part.ctypes.data - self.whole.ctypes.data
+        offset = self.start + region.ctypes.data - self.mapped.ctypes.data
         remaining = out.reshape(-1).view(np.uint8)
         while remaining.size:
             n_read = os.preadv(self.file, [remaining.data], offset)
@@ -104,7 +104,7 @@ class Mapped(NamedTuple):
         """Raise FileError if the file has become shorter: reading a page behind its end kills the process."""
         size = os.fstat(self.file).st_size
         if size < end:
-            raise FileError(f"{self.place} ends at byte {size}, and did not when it was opened")
+            raise FileError(f"{self.file_name} ends at byte {size}, and did not when it was opened")
 
 
 def open_checkpoint(path: str | Path, *, links: bool = False) -> Checkpoint:
@@ -176,7 +176,7 @@ def open_on_all(path: CheckpointLike, all_or_none: AllOrNone) -> Checkpoint:
         opened[:] = [path if isinstance(path, Checkpoint) else open_checkpoint(path)]
         return zlib.crc32(repr(opened[0].places).encode())
 
-    for _ in range(MOST_TRIES):
+    for _ in range(MAX_TRIES):
         if len(set(all_or_none(open_here))) == 1:
             return opened[0]
     raise FileError(
@@ -201,12 +201,12 @@ class Contents(NamedTuple):
         mapped = _map_arrays(file, entries)
         for name in mapped:
             if name in self.arrays:
-                raise FileError(f"{name} is in {self.arrays[name].place} and in {file.name}")
+                raise FileError(f"{name} is in {self.arrays[name].file_name} and in {file.name}")
         self.arrays.update(mapped)
         self.notes.append(parse_object(metadata.get(KEY, "{}"), f"{file.name}:"))
 
 
-def _read_headers(path: Path, links: bool, most_tries: int = MOST_TRIES) -> Contents:
+def _read_headers(path: Path, links: bool, most_tries: int = MAX_TRIES) -> Contents:
     """Read the headers of a safetensors file, or of all such files of a folder; no data is read.
 
     A folder's index has to name the same arrays in the same files. `links` allows files that are
@@ -234,11 +234,11 @@ def _read_headers(path: Path, links: bool, most_tries: int = MOST_TRIES) -> Cont
 
 def _check_index(weight_map: Mapping[str, str], arrays: Mapping[str, Mapped]) -> None:
     """Raise FileError unless the files have exactly the arrays that the index names."""
-    places = {name: array.place for name, array in arrays.items()}
-    for name in (*weight_map, *places):
-        if weight_map.get(name) != places.get(name):
+    file_of_array = {name: array.file_name for name, array in arrays.items()}
+    for name in (*weight_map, *file_of_array):
+        if weight_map.get(name) != file_of_array.get(name):
             raise FileError(
-                f"{name} is in {places.get(name)}, and the index says {weight_map.get(name)}"
+                f"{name} is in {file_of_array.get(name)}, and the index says {weight_map.get(name)}"
             )
 
 
@@ -263,9 +263,11 @@ def verify(checkpoint: Checkpoint, part: int = 0, of: int = 1) -> int:
     for name, box, expected in boxes[part::of]:
         actual = checksum(checkpoint.read(name, box))
         if actual != expected:
-            place = f"{checkpoint.places.get(name, '')}: {name}"
+            array_text = f"{checkpoint.places.get(name, '')}: {name}"
             hint = "the file was changed after it was saved: copy or download it again"
-            raise FileError(f"{place}: wrong checksum {actual:08x}, not {expected:08x}", hint=hint)
+            raise FileError(
+                f"{array_text}: wrong checksum {actual:08x}, not {expected:08x}", hint=hint
+            )
     return len(boxes)
 
 
@@ -337,12 +339,12 @@ def _check_complete(folder: Path, names: list[str]) -> None:
         match = _NUMBERED.fullmatch(name)
         if match is not None:
             n_files[match[1], match[3]] += 1
-    for (start, total), n in n_files.items():
+    for (start, n_expected), n_present in n_files.items():
         # Our own saves write an index last: without it the save did not end.
-        is_ours = OURS.fullmatch(f"{start}-1-of-{total}.safetensors")
-        if n != int(total) or is_ours:
+        is_ours = OURS.fullmatch(f"{start}-1-of-{n_expected}.safetensors")
+        if n_present != int(n_expected) or is_ours:
             hint = "a save that did not end, or a copy without all files and their index"
-            reason = f"{folder} has {n} files {start}-...-of-{total}, and no index"
+            reason = f"{folder} has {n_present} files {start}-...-of-{n_expected}, and no index"
             raise FileError(reason, hint=hint)
 
 
@@ -352,10 +354,10 @@ def _map_arrays(path: Path, entries: Mapping[str, Entry]) -> dict[str, Mapped]:
     file, memory = map_file(path)
     for name, (shape, dtype, start) in entries.items():
         try:
-            whole = np.ndarray(shape, dtypes.carrier(dtype), memory, start)
+            mapped = np.ndarray(shape, dtypes.carrier(dtype), memory, start)
         except (ValueError, OverflowError) as error:
             raise FileError(f"{path.name}: {name}: no array has shape {shape}: {error}") from None
-        arrays[name] = Mapped(shape, dtype, whole, file, start, path.name)
+        arrays[name] = Mapped(shape, dtype, mapped, file, start, path.name)
     return arrays
 
 
@@ -393,8 +395,8 @@ def _checkpoint_of(contents: Contents) -> Checkpoint:
         for name, boxes in note.get("sums", {}).items():
             shape = contents.arrays[name].shape
             sums[name] = [(_read_box(rows, shape), int(crc)) for rows, crc in boxes]
-    places = {name: array.place for name, array in contents.arrays.items()}
-    return Checkpoint(contents.arrays, layouts, mesh, names, constants, sums, places)
+    file_of_array = {name: array.file_name for name, array in contents.arrays.items()}
+    return Checkpoint(contents.arrays, layouts, mesh, names, constants, sums, file_of_array)
 
 
 def _read_box(rows: list[list[int]], shape: tuple[int, ...]) -> Box:

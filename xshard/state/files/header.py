@@ -161,11 +161,11 @@ def write_header(
     return len(text).to_bytes(_LENGTH_BYTES, "little") + text
 
 
-def _items_once(file: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _items_once(file: str, key_values: list[tuple[str, Any]]) -> dict[str, Any]:
     """Make the dict of an object in a header. Raises FileError if it has a key twice."""
-    items = dict(pairs)
-    if len(items) < len(pairs):
-        key, _ = Counter(key for key, _ in pairs).most_common(1)[0]
+    items = dict(key_values)
+    if len(items) < len(key_values):
+        key, _ = Counter(key for key, _ in key_values).most_common(1)[0]
         raise FileError(f"{file}: the header has {short_repr(key)} twice")
     return items
 
@@ -235,8 +235,8 @@ def _read_span(name: str, entry: Any, data_start: int, file_bytes: int) -> Span:
     start, stop = offsets
     n_bytes = dtypes.n_bytes(shape, dtype)
     if stop - start != n_bytes or data_start + stop > file_bytes:
-        where = f"{offsets} of {file_bytes - data_start}"
-        raise FileError(f"{n_bytes} bytes of shape {tuple(shape)} at {where}")
+        span_text = f"{offsets} of {file_bytes - data_start}"
+        raise FileError(f"{n_bytes} bytes of shape {tuple(shape)} at {span_text}")
     return Span(start, stop, Entry(tuple(shape), dtype, data_start + start), name)
 
 

@@ -23,7 +23,7 @@ from xshard.notation.parser import Shard
 from xshard.plans.plan import find_plan
 from xshard.rules import Rules, RulesLike, listed_names
 from xshard.search.request import Request
-from xshard.state.files.boxes import box_pairs, check_whole
+from xshard.state.files.boxes import check_whole, common_boxes
 from xshard.state.files.checkpoint import Checkpoint
 from xshard.state.names import SAME, Names
 from xshard.state.parts import TargetArray
@@ -182,8 +182,8 @@ def source_sharding(target: Sharding, dtype: str, profile: Profile) -> Sharding:
             continue
         source = _sharded_further(target, axes)
         # Without tags: what is read is the values themselves, not addends or copies of them.
-        whole = Layout(target.layout.dims)
-        gather = Request.on_mesh(mesh, source.layout, whole, target.shape, dtype, profile)
+        gathered_layout = Layout(target.layout.dims)
+        gather = Request.on_mesh(mesh, source.layout, gathered_layout, target.shape, dtype, profile)
         seconds = find_plan(gather).cost + _reading_s(source, dtype, profile.disk, profile)
         if seconds < best_s:
             best = source
@@ -194,9 +194,9 @@ def source_sharding(target: Sharding, dtype: str, profile: Profile) -> Sharding:
 def _sharded_further(target: Sharding, axes: tuple[str, ...]) -> Sharding:
     """Shard the dim with the longest blocks over these axes, too."""
     block_shape = target.max_local_shape
-    longest = block_shape.index(max(block_shape))
+    longest_dim = block_shape.index(max(block_shape))
     untagged = Layout(target.layout.dims)
-    return target.with_layout(with_inner(untagged, untagged.names[longest], (Shard(axes),)))
+    return target.with_layout(with_inner(untagged, untagged.names[longest_dim], (Shard(axes),)))
 
 
 def in_both(
@@ -229,29 +229,29 @@ def in_both(
     stored_names = [_first_stored(names, stored) for names in leaves]
     has_none = all(name is None for name in stored_names)
     if needs_one and not strict and leaves and stored and has_none:
-        what = (
+        reason = (
             f"nothing of the {places[0]} is in the {places[1]}, which has {listed_names([*stored])}"
         )
         hint = (
             "names= maps stored names; what was saved as {'model': model} has like={'model': ...}"
         )
-        raise XshardError(what, hint=hint)
+        raise XshardError(reason, hint=hint)
     in_tree_alone = [leaves[i][0] for i, name in enumerate(stored_names) if name is None]
     in_tree = set(chain.from_iterable(leaves))
     stored_alone = [name for name in stored if name not in in_tree]
-    for place, names in zip(places, (in_tree_alone, stored_alone), strict=True):
-        what = f"in the {place} alone: {listed_names(names)}"
+    for place_name, names in zip(places, (in_tree_alone, stored_alone), strict=True):
+        reason = f"in the {place_name} alone: {listed_names(names)}"
         if names and strict:
             hint = "names= maps stored names; strict=False skips what is not in both"
-            raise XshardError(what, hint=hint)
+            raise XshardError(reason, hint=hint)
         if names:
-            warnings.warn(f"{what}, and skipped", stacklevel=2)
+            warnings.warn(f"{reason}, and skipped", stacklevel=2)
     return stored_names
 
 
 def stored_constants(
     opened: Checkpoint,
-    own: Mapping[str, Any],
+    tree_constants: Mapping[str, Any],
     names: Names | None,
     strict: bool,
     is_taken: Callable[[str], bool] = lambda _: False,
@@ -260,7 +260,7 @@ def stored_constants(
 
     Args:
         opened: The checkpoint.
-        own: The numbers and texts of the tree, by name.
+        tree_constants: The numbers and texts of the tree, by name.
         names: What maps arrays. Numbers and texts have the same names in both, so that some of the
             checkpoint may have no place in the tree then.
         strict: Whether every number and text has to be in both places.
@@ -272,15 +272,15 @@ def stored_constants(
     stored: list[str] = []
     for name in opened.constants:
         # A list may be one value there, as in DCP, and leaves here.
-        is_whole = not any(leaf.startswith(f"{name}.") for leaf in own)
+        is_whole = not any(leaf.startswith(f"{name}.") for leaf in tree_constants)
         stored += [name] if is_whole else _leaf_names(name, opened.value(name, {}))
     if names is not None:
-        stored = [name for name in stored if name in own]
-    stored = [name for name in stored if name in own or not is_taken(name)]
+        stored = [name for name in stored if name in tree_constants]
+    stored = [name for name in stored if name in tree_constants or not is_taken(name)]
     # JAX, where None is an empty tree, stores none.
-    needed = [name for name, x in own.items() if x is not None or name in stored]
+    needed = [name for name, x in tree_constants.items() if x is not None or name in stored]
     in_both(stored, [(name,) for name in needed], strict, needs_one=False)
-    return {name: opened.constant(name, x) for name, x in own.items()}
+    return {name: opened.constant(name, x) for name, x in tree_constants.items()}
 
 
 def _leaf_names(name: str, value: Any) -> list[str]:
@@ -308,8 +308,8 @@ def read_block(
     """Read a device's block under the source sharding, as the carrier of the stored dtype, into `out`."""
     if out is None:
         out = np.empty(load.source.local_shape(device), dtypes.carrier(load.stored))
-    for pair in box_pairs(load.array.pieces, load.source, device):
-        opened.read(pair.name, pair.box, pair.view(out))
+    for common_box in common_boxes(load.array.pieces, load.source, device):
+        opened.read(common_box.name, common_box.box, common_box.view(out))
     return out
 
 

@@ -33,8 +33,8 @@ def latest(folder: str | Path) -> Path | None:
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     latest(folder)
     """
-    found = _checkpoints_in(Path(folder))
-    return found[-1] if found else None
+    checkpoints = _checkpoints_in(Path(folder))
+    return checkpoints[-1] if checkpoints else None
 
 
 def check_numbered(path: Path, keep: int | None) -> None:
@@ -53,8 +53,12 @@ def remove_old(path: Path, keep: int | None) -> None:
         return
     for leftover in path.parent.glob(f"{_REMOVED}*"):
         shutil.rmtree(leftover, ignore_errors=True)
-    text = _text_of(path)
-    numbered = [other for other in _checkpoints_in(path.parent) if _text_of(other) == text]
+    name_text = _text_of(path)
+    numbered = [
+        checkpoint
+        for checkpoint in _checkpoints_in(path.parent)
+        if _text_of(checkpoint) == name_text
+    ]
     for old in numbered[:-keep]:
         if old.name != path.name:
             removed = old.with_name(f"{_REMOVED}{old.name}")
@@ -65,12 +69,12 @@ def remove_old(path: Path, keep: int | None) -> None:
 
 def _checkpoints_in(folder: Path) -> list[Path]:
     """Return the whole checkpoints in a folder whose names end in a number, in the order of these."""
-    found = []
+    numbered = []
     for index in folder.glob(f"*/{INDEX}"):
         match = _NUMBERED.fullmatch(index.parent.name)
         if match is not None and not index.parent.name.startswith(_REMOVED):
-            found.append((int(match["number"]), index.parent))
-    return [path for _, path in sorted(found)]
+            numbered.append((int(match["number"]), index.parent))
+    return [path for _, path in sorted(numbered)]
 
 
 def _text_of(path: Path) -> str:

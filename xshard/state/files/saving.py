@@ -32,7 +32,7 @@ from xshard.layout import Sharding
 from xshard.layout.sub_axes import root_of
 from xshard.notation.maps import with_values
 from xshard.signatures import Bytes
-from xshard.state.files.boxes import BoxPair, box_pairs, check_whole
+from xshard.state.files.boxes import CommonBox, check_whole, common_boxes
 from xshard.state.files.checkpoint import Box
 from xshard.state.files.folder import INDEX, KEY, OURS, AllOrNone, checksum, read_index
 from xshard.state.files.header import FileError, write_header
@@ -80,7 +80,7 @@ class BlockWrite(NamedTuple):
 
     name: str
     device: int
-    pairs: tuple[BoxPair, ...]
+    boxes: tuple[CommonBox, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,8 +103,8 @@ class Saving:
     def writes(self, process: int) -> Iterator[BlockWrite]:
         """Yield the blocks that one process writes."""
         for name, device in self._owned.get(process, ()):
-            pairs = box_pairs(self._pieces[name], self.sources[name].sharding, device)
-            yield BlockWrite(name, device, tuple(pairs))
+            boxes = common_boxes(self._mappings[name], self.sources[name].sharding, device)
+            yield BlockWrite(name, device, tuple(boxes))
 
     def shared_blocks(self, process: int) -> Iterator[tuple[str, int, int]]:
         """Yield the blocks of one process that others have, too, as the layouts say.
@@ -113,18 +113,18 @@ class Saving:
         """
         for name, (sharding, _, processes) in self.sources.items():
             for holders in sharding.mesh.groups(_replica_axes(sharding)):
-                own = [device for device in holders if processes[device] == process]
-                if own and len({processes[device] for device in holders}) > 1:
-                    yield name, own[0], holders[0]
+                own_devices = [device for device in holders if processes[device] == process]
+                if own_devices and len({processes[device] for device in holders}) > 1:
+                    yield name, own_devices[0], holders[0]
 
     @cached_property
-    def _pieces(self) -> dict[str, list[PartMapping]]:
+    def _mappings(self) -> dict[str, list[PartMapping]]:
         """The parts of every source in stored arrays."""
-        pieces: dict[str, list[PartMapping]] = {name: [] for name in self.sources}
+        mappings_by_source: dict[str, list[PartMapping]] = {name: [] for name in self.sources}
         for array in self.arrays.values():
-            for piece in array.pieces:
-                pieces[piece.src.name].append(piece.inverse)
-        return pieces
+            for mapping in array.pieces:
+                mappings_by_source[mapping.src.name].append(mapping.inverse)
+        return mappings_by_source
 
     @cached_property
     def digest(self) -> str:
@@ -164,13 +164,16 @@ def plan_save(
     source_dtypes = {name: source.dtype for name, source in sources.items()}
     arrays = (names or SAME).resolve(shapes, source_dtypes)
     mesh = _common_mesh(sources)
-    note: dict[str, Any] = {"mesh": mesh, "names": None if names is None else names_to_json(names)}
+    shared_note: dict[str, Any] = {
+        "mesh": mesh,
+        "names": None if names is None else names_to_json(names),
+    }
     groups = _group_arrays(arrays, arguments.limit_of(shard_bytes, "shard_bytes"))
     files = []
-    for number, group in enumerate(groups, 1):
+    for file_number, group in enumerate(groups, 1):
         layouts = {} if mesh is None else _layouts(group, sources)
-        file_name = f"{number:05}-of-{len(groups):05}.safetensors"
-        files.append(_plan_file(file_name, group, {**note, "layouts": layouts}))
+        file_name = f"{file_number:05}-of-{len(groups):05}.safetensors"
+        files.append(_plan_file(file_name, group, {**shared_note, "layouts": layouts}))
     metadata = {"constants": _constants_to_json(constants or {})}
     return Saving(dict(sources), arrays, tuple(files), metadata, _assign_blocks(sources))
 
@@ -247,7 +250,7 @@ def _assign_blocks(sources: Mapping[str, Source]) -> dict[int, list[tuple[str, i
     written_bytes = Counter[int]()
     for name, (sharding, dtype, processes) in sources.items():
         for holders in sharding.mesh.groups(_replica_axes(sharding)):
-            device = min(holders, key=lambda d: written_bytes[processes[d]])
+            device = min(holders, key=lambda dim_index: written_bytes[processes[dim_index]])
             process = processes[device]
             assigned.setdefault(process, []).append((name, device))
             written_bytes[process] += dtypes.n_bytes(sharding.local_shape(device), dtype)
@@ -299,9 +302,9 @@ def _layouts(arrays: Mapping[str, TargetArray], sources: Mapping[str, Source]) -
     return layouts
 
 
-def _do_alone(work: Callable[[], Any]) -> list[Any]:
+def _do_alone(function: Callable[[], Any]) -> list[Any]:
     """Do the work of the one process that there is: the default of `all_or_none`."""
-    return [work()]
+    return [function()]
 
 
 class Writers(NamedTuple):
@@ -414,9 +417,11 @@ def begin(saving: Saving, path: Path) -> str:
     """
     with disk_errors(path):
         path.mkdir(parents=True, exist_ok=True)
-        for other in (path / "model.safetensors", *path.glob("*.safetensors.index.json")):
-            if other.exists() and other.name != INDEX:
-                reason = f"{path} has a {other.name}, which others would read instead of {INDEX}"
+        for other_file in (path / "model.safetensors", *path.glob("*.safetensors.index.json")):
+            if other_file.exists() and other_file.name != INDEX:
+                reason = (
+                    f"{path} has a {other_file.name}, which others would read instead of {INDEX}"
+                )
                 raise FileError(reason, hint="remove it, or save to a folder of its own")
         _remove_leftovers(path, _files_of_checkpoint(path))
         token = secrets.token_hex(4)
@@ -467,19 +472,26 @@ def write(task: SaveTask, token: str, progress: Report = _say_nothing) -> Sums:
             stack.callback(os.fsync, descriptor)
             return descriptor
 
-        for name, device, pairs in task.plan.writes(task.writers.own):
-            for pair in pairs:
-                stored = task.plan.arrays[pair.name]
-                shard = shard_of[pair.name]
+        for name, device, boxes in task.plan.writes(task.writers.own):
+            for common_box in boxes:
+                stored_name = common_box.name
+                box = common_box.box
+                stored = task.plan.arrays[stored_name]
+                shard = shard_of[stored_name]
                 block = block_of(name, device, stored.dtype)
-                values = np.ascontiguousarray(pair.view(block))  # in the order of the stored dims
+                # In the order of the stored dims.
+                values = np.ascontiguousarray(common_box.view(block))
                 file = open_shard(shard.name)
-                _write_box(file, shard.starts[pair.name], values, pair.box, stored.shape)
-                dims = zip(pair.box, stored.shape, strict=True)
-                rows = [list(s.indices(length)) for s, length in dims]
-                sums.setdefault(pair.name, []).append([rows, checksum(values)])
+                _write_box(file, shard.starts[stored_name], values, box, stored.shape)
+                rows = _rows_of_box(box, stored.shape)
+                sums.setdefault(stored_name, []).append([rows, checksum(values)])
                 progress(values.nbytes)
     return sums
+
+
+def _rows_of_box(box: Box, shape: Sequence[int]) -> list[list[int]]:
+    """Return the rows of a box as JSON has them, [start, stop, step] for every dim."""
+    return [list(rows.indices(length)) for rows, length in zip(box, shape, strict=True)]
 
 
 def commit(task: SaveTask, token: str, sums: Mapping[str, Any]) -> None:
@@ -491,22 +503,17 @@ def commit(task: SaveTask, token: str, sums: Mapping[str, Any]) -> None:
 
     Only the leader does this; in other processes it does nothing.
     """
-    saving = task.plan
     path = task.path
     if not task.writers.leads:
         return
+    shards = task.plan.shards
     folder = unfinished(path, token)
-    final_names = {shard.name: f"model-{token}-{shard.name}" for shard in saving.shards}
-    weight_map = {name: final_names[shard.name] for shard in saving.shards for name in shard.starts}
-    new_files = set(weight_map.values())
+    final_names = {shard.name: f"model-{token}-{shard.name}" for shard in shards}
+    file_of_array = {name: final_names[shard.name] for shard in shards for name in shard.starts}
+    new_files = set(file_of_array.values())
     with disk_errors(path):
         old_files = _files_of_checkpoint(path)
-        total_bytes = sum(shard.n_bytes - len(shard.header) for shard in saving.shards)
-        metadata = {"total_size": total_bytes, KEY: {**saving.metadata, "sums": sums}}
-        with (folder / INDEX).open("w") as file:
-            json.dump({"metadata": metadata, "weight_map": weight_map}, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
+        _write_index(folder / INDEX, task.plan, file_of_array, sums)
         for name, final_name in final_names.items():
             (folder / name).rename(path / final_name)
         _sync(path)  # the files' names are on the disk before the index that needs them
@@ -518,6 +525,18 @@ def commit(task: SaveTask, token: str, sums: Mapping[str, Any]) -> None:
             (path / name).unlink(missing_ok=True)
         _remove_leftovers(path, new_files)
     remove_old(path, task.keep)
+
+
+def _write_index(
+    path: Path, saving: Saving, file_of_array: Mapping[str, str], sums: Mapping[str, Any]
+) -> None:
+    """Write the index of a checkpoint, in the form of Hugging Face, and wait until the disk has it."""
+    total_bytes = sum(shard.n_bytes - len(shard.header) for shard in saving.shards)
+    metadata = {"total_size": total_bytes, KEY: {**saving.metadata, "sums": sums}}
+    with path.open("w") as file:
+        json.dump({"metadata": metadata, "weight_map": file_of_array}, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def abort(task: SaveTask, token: str) -> None:
@@ -609,11 +628,11 @@ def _range_starts(box: Box, shape: tuple[int, ...]) -> NDArray[np.int64]:
     while last_cut >= 0 and bounds[last_cut] == (0, shape[last_cut], 1):
         last_cut -= 1
     starts = np.zeros((), np.int64)  # of the dims so far: one entry for each of their rows
-    for d, (first, stop, step) in enumerate(bounds[: last_cut + 1]):
+    for dim_index, (first, stop, step) in enumerate(bounds[: last_cut + 1]):
         rows = np.arange(first, stop, step)
-        if d == last_cut and step == 1:
+        if dim_index == last_cut and step == 1:
             rows = rows[:1]  # its rows are contiguous too: the first one is enough
-        starts = np.add.outer(starts, rows * math.prod(shape[d + 1 :]))
+        starts = np.add.outer(starts, rows * math.prod(shape[dim_index + 1 :]))
     return starts.ravel()
 
 

@@ -48,7 +48,7 @@ def to_json(x: Any, name: str, array_type: type | tuple[()], arrays: dict[str, A
             raise XshardError(f"two leaves are called {name!r}", hint="a key without dots")
         arrays[name] = x
         return {_KIND: [_ARRAY]}
-    kind = type(x).__name__
+    class_name = type(x).__name__
     if x is None or isinstance(x, int | float | str):
         return x
     if type(x) in _MAPPINGS.values():
@@ -56,11 +56,11 @@ def to_json(x: Any, name: str, array_type: type | tuple[()], arrays: dict[str, A
         for key, item in x.items():
             key_json = to_json(key, name, (), {})
             items.append([key_json, to_json(item, joined(name, str(key)), array_type, arrays)])
-        is_plain = kind == "dict" and all(isinstance(key, str) and key for key in x)
-        return dict(items) if is_plain else {_KIND: [kind, items]}
+        is_plain = class_name == "dict" and all(isinstance(key, str) and key for key in x)
+        return dict(items) if is_plain else {_KIND: [class_name, items]}
     if type(x) in _SEQUENCES.values():
         items = [to_json(y, joined(name, str(i)), array_type, arrays) for i, y in enumerate(x)]
-        return items if kind == "list" else {_KIND: [kind, items]}
+        return items if class_name == "list" else {_KIND: [class_name, items]}
     hint = "tensors, numbers and texts are saved, in dicts, lists, tuples and Counters: "
     hint += "make it one of these (torch.from_numpy of an array), or leave it out"
     raise XshardError(f"{place_of(name)} is {short_repr(x)}", hint=hint)

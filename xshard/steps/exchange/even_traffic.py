@@ -5,6 +5,9 @@ the device that holds the row. With 8 rows, "n/x/y" on x=2, y=4 holds row 4x + y
 2 is the coordinate along x, the digit of size 4 the one along y. Under "n/y/x" it holds row 2y + x:
 the digits of row numbers are then of sizes 2, 2, 2, and y is split into two digits. An exchange is
 a set of equalities between digits of the receiver and digits of its senders; elements are products.
+
+`src` is the source, how the array is sharded when the exchange begins; `dst` is the target, how it is
+sharded when it ends. A *span* is a part of a mesh axis over links of one speed.
 """
 
 from __future__ import annotations
@@ -22,28 +25,34 @@ LinkCuts = tuple[LinkSpans, ...]  # per dim, the spans that shard it, outermost 
 
 
 class LinkDigit(NamedTuple):
-    """A digit of a device's coordinate along a span, which is a part of a mesh axis.
-
-    size: the number of its values.
-    outer: the number of values of all digits before it.
+    """A digit of a device's coordinate along a span (positions of a mesh axis on links of one speed).
 
     Coordinate 0 to 7 as a digit of size 2, then one of size 4: `(span, 1, 2)` and `(span, 2, 4)`.
+
+    Attributes:
+        span: The span.
+        outer_values: The number of values that all more significant digits have together.
+        size: The number of its own values.
     """
 
     span: LinkSpan
-    outer: int
+    outer_values: int
     size: int
 
     def split(self, size: int) -> tuple[LinkDigit, LinkDigit]:
         """Split the digit in two: the leading one has `size` values."""
-        inner = LinkDigit(self.span, self.outer * size, self.size // size)
-        return LinkDigit(self.span, self.outer, size), inner
+        trailing = LinkDigit(self.span, self.outer_values * size, self.size // size)
+        return LinkDigit(self.span, self.outer_values, size), trailing
 
 
 class Digit(NamedTuple):
-    """A digit of the row numbers of a dim, and the coordinates that are this digit on each side.
+    """A digit of the row numbers of a dim, and the coordinate of a device that is this digit.
 
-    Where a side has no coordinate, each of its blocks has all values of the digit.
+    Attributes:
+        size: The number of its values.
+        src: The coordinate of the device that has the row in the source. None: each block of the
+            source has rows with all values of the digit.
+        dst: The same in the target.
     """
 
     size: int
@@ -52,29 +61,28 @@ class Digit(NamedTuple):
 
     def split(self, size: int) -> tuple[Digit, Digit]:
         """Split the digit in two; the first has `size` values."""
-        src_outer, src_inner = self.src.split(size) if self.src is not None else (None, None)
-        dst_outer, dst_inner = self.dst.split(size) if self.dst is not None else (None, None)
-        inner = Digit(self.size // size, src_inner, dst_inner)
-        return Digit(size, src_outer, dst_outer), inner
+        src_leading, src_trailing = self.src.split(size) if self.src is not None else (None, None)
+        dst_leading, dst_trailing = self.dst.split(size) if self.dst is not None else (None, None)
+        trailing = Digit(self.size // size, src_trailing, dst_trailing)
+        return Digit(size, src_leading, dst_leading), trailing
 
 
 def row_digits(src: LinkCuts, dst: LinkCuts) -> tuple[Digit, ...] | None:
-    """Write row numbers in digits (mixed radix) that say which device has a row, before and after.
+    """Write row numbers in digits (mixed radix) that say which device has a row in source and target.
 
     "n/x" -> "n/y" with 8 rows on x=2, y=4: row 4a + 2b + c, each digit 0 or 1, is on the device
-    x = a before, and on y = 2a + b after. So digit a is the whole x before and the leading half of
-    y after; digit b is nothing before, and the rest of y after. Digit c, the position in a block of
-    2 rows, is the same on all devices and is left out.
+    x = a in the source, and on y = 2a + b in the target. So digit a is the whole x of the source
+    and the leading half of y of the target; digit b is no coordinate of the source, and the rest of
+    y of the target. Digit c, the position in a block of 2 rows, says no device and is left out.
 
     Args:
-        src: For each dim, the spans that shard it before, outermost first. A span is a part of a
-            mesh axis over links of one speed. All shards are even and contiguous.
-        dst: The spans that shard it after.
+        src: For each dim, the spans that shard it in the source, outermost first. All shards are
+            even and contiguous.
+        dst: The same for the target.
 
     Returns:
-        The digits, dim by dim, outermost first. The parts of one span that they are, before and
-        after, are equal or do not overlap. None if the shards of the two sides do not divide each
-        other, as 2 and 3 parts.
+        The digits, dim by dim, outermost first. Digits of one span, of source or target, are equal
+        or do not overlap. None if the shards of both do not divide each other, as 2 and 3.
     """
     digits: list[Digit] = []
     for src_cut, dst_cut in zip(src, dst, strict=True):
@@ -82,13 +90,15 @@ def row_digits(src: LinkCuts, dst: LinkCuts) -> tuple[Digit, ...] | None:
         if digits_of_dim is None:
             return None
         digits += digits_of_dim
-    # Parts of one span may overlap only if it shards on both sides, and one side splits it.
+    # Digits of one span may overlap only if it shards source and target, and is split in one of them.
     src_coordinates = [digit.src for digit in digits if digit.src is not None]
     dst_coordinates = [digit.dst for digit in digits if digit.dst is not None]
     coordinates = src_coordinates + dst_coordinates
-    split_spans = {part.span for part in coordinates if part.size < part.span.size}
-    split_spans.intersection_update(part.span for part in src_coordinates)
-    split_spans.intersection_update(part.span for part in dst_coordinates)
+    split_spans = {
+        coordinate.span for coordinate in coordinates if coordinate.size < coordinate.span.size
+    }
+    split_spans.intersection_update(coordinate.span for coordinate in src_coordinates)
+    split_spans.intersection_update(coordinate.span for coordinate in dst_coordinates)
     if not split_spans:
         return tuple(digits)
     return _equal_or_disjoint(digits, split_spans)
@@ -96,54 +106,54 @@ def row_digits(src: LinkCuts, dst: LinkCuts) -> tuple[Digit, ...] | None:
 
 @lru_cache(maxsize=16384)
 def _dim_digits(src: LinkSpans, dst: LinkSpans) -> tuple[Digit, ...] | None:
-    """Split the shards of one dim, before and after, into digits of row numbers that both share.
+    """Split the shards of one dim, in source and target, into digits of row numbers for both.
 
-    Shards over axes of sizes (2, 4) before and (8,) after -> digits of 2 and of 4 values. The
-    outermost shards are compared first: the smaller size, 2 of 2 and 8, becomes a digit. What is
-    left of the larger one, 4, is compared with the next shard. None if sizes do not divide each
-    other, as 2 and 3.
+    Shards over axes of sizes (2, 4) in the source and (8,) in the target -> digits of 2 and of 4
+    values. The outermost shards are compared first: the smaller size, 2 of 2 and 8, becomes a digit.
+    The rest of the larger one, 8 / 2 = 4, is compared with the next shard. None if sizes do not
+    divide each other, as 2 and 3.
     """
     digits = []
-    # The shards still to compare, as stacks: the outermost are last, where they are taken.
-    src_left = [LinkDigit(span, 1, span.size) for span in reversed(src)]
-    dst_left = [LinkDigit(span, 1, span.size) for span in reversed(dst)]
-    while src_left and dst_left:
-        size = min(src_left[-1].size, dst_left[-1].size)
+    # The shards that are not compared yet, as stacks: the outermost are last, where stacks pop.
+    src_stack = [LinkDigit(span, 1, span.size) for span in reversed(src)]
+    dst_stack = [LinkDigit(span, 1, span.size) for span in reversed(dst)]
+    while src_stack and dst_stack:
+        size = min(src_stack[-1].size, dst_stack[-1].size)
         # Sizes 2 and 3 have no common digit: there is no formula, and the caller lists devices.
-        if src_left[-1].size % size or dst_left[-1].size % size:
+        if src_stack[-1].size % size or dst_stack[-1].size % size:
             return None
-        digits.append(Digit(size, _take_leading(src_left, size), _take_leading(dst_left, size)))
-    # At most one side has shards left. They cut blocks of the other side: each such block has rows
-    # with all values of these digits, so that they are no coordinate (None) there.
-    digits += [Digit(link.size, link, None) for link in reversed(src_left)]
-    digits += [Digit(link.size, None, link) for link in reversed(dst_left)]
+        digits.append(Digit(size, _take_leading(src_stack, size), _take_leading(dst_stack, size)))
+    # Only one of source and target can have shards left. They cut blocks of the other: each such
+    # block has rows with all values of these digits, so that they are no coordinate (None) there.
+    digits += [Digit(link.size, link, None) for link in reversed(src_stack)]
+    digits += [Digit(link.size, None, link) for link in reversed(dst_stack)]
     return tuple(digits)
 
 
 def _take_leading(stack: list[LinkDigit], size: int) -> LinkDigit:
-    """Take the leading digit of `size` values from the top of a stack, and leave what is behind it.
+    """Pop the leading digit of `size` values from the top of a stack, and leave its trailing digit.
 
     Size 2 from [4, 8] -> a digit of 2, and the stack [4, 4].
     """
-    outer, inner = stack.pop().split(size)
-    if inner.size > 1:
-        stack.append(inner)
-    return outer
+    leading, trailing = stack.pop().split(size)
+    if trailing.size > 1:
+        stack.append(trailing)
+    return leading
 
 
 def _equal_or_disjoint(digits: Sequence[Digit], spans: set[LinkSpan]) -> tuple[Digit, ...] | None:
     """Split digits further, until any two from one of these spans are the same or do not overlap.
 
-    An axis of 8 with digits of sizes (2, 4) before and (4, 2) after -> (2, 2, 2) on both sides. A
-    span is a part of a mesh axis over links of one speed. None if the sizes do not divide.
+    An axis of 8 with digits of sizes (2, 4) in the source and (4, 2) in the target -> (2, 2, 2) in
+    both. None if the sizes do not divide each other.
     """
-    finer = _split_at_edges(digits, _edges(digits, spans))
-    if finer is None:
+    split_digits = _split_at_edges(digits, _edges(digits, spans))
+    if split_digits is None:
         return None
-    if len(finer) == len(digits):
+    if len(split_digits) == len(digits):
         return tuple(digits)
-    # A split on one side makes new edges for the other: go on until none is new.
-    return _equal_or_disjoint(finer, spans)
+    # A split in the source makes new edges for the target, and the reverse: go on until none is new.
+    return _equal_or_disjoint(split_digits, spans)
 
 
 def _split_at_edges(digits: Sequence[Digit], edges: dict[LinkSpan, set[int]]) -> list[Digit] | None:
@@ -153,40 +163,42 @@ def _split_at_edges(digits: Sequence[Digit], edges: dict[LinkSpan, set[int]]) ->
     call splits each digit once, at the first such edge. `edges` has, for each span, how many values
     lie outside of each edge. None if an edge does not divide a digit evenly.
     """
-    finer: list[Digit] = []
+    split_digits: list[Digit] = []
     for digit in digits:
         size = digit.size
-        for part in (digit.src, digit.dst):
-            if part is not None and part.span in edges:
-                # 0 if the edge does not divide the part.
-                size = min(size, _size_to_first_edge(part, edges[part.span]))
+        for coordinate in (digit.src, digit.dst):
+            if coordinate is not None and coordinate.span in edges:
+                # 0 if the edge does not divide the coordinate.
+                size = min(size, _size_to_first_edge(coordinate, edges[coordinate.span]))
         if size == 0 or digit.size % size:
             return None
         if size < digit.size:
-            finer += digit.split(size)
+            split_digits += digit.split(size)
         else:
-            finer.append(digit)
-    return finer
+            split_digits.append(digit)
+    return split_digits
 
 
 def _edges(digits: Sequence[Digit], spans: set[LinkSpan]) -> dict[LinkSpan, set[int]]:
     """Collect, for each span, where its digits begin and end, as numbers of values outside."""
     edges: dict[LinkSpan, set[int]] = {span: set() for span in spans}
     for digit in digits:
-        for part in (digit.src, digit.dst):
-            if part is not None and part.span in spans:
-                edges[part.span].update((part.outer, part.outer * part.size))
+        for coordinate in (digit.src, digit.dst):
+            if coordinate is not None and coordinate.span in spans:
+                edges[coordinate.span].update(
+                    (coordinate.outer_values, coordinate.outer_values * coordinate.size)
+                )
     return edges
 
 
 def _size_to_first_edge(digit: LinkDigit, edges: set[int]) -> int:
     """Return the size of a digit up to the first edge inside; 0 if that does not divide."""
-    end = digit.outer * digit.size
-    inside = [edge for edge in edges if digit.outer < edge < end]
-    if not inside:
+    inner_edge = digit.outer_values * digit.size
+    edges_inside = [edge for edge in edges if digit.outer_values < edge < inner_edge]
+    if not edges_inside:
         return digit.size
-    first_edge = min(inside)
-    return 0 if first_edge % digit.outer else first_edge // digit.outer
+    first_edge = min(edges_inside)
+    return 0 if first_edge % digit.outer_values else first_edge // digit.outer_values
 
 
 Equations = dict[Hashable, Hashable]  # of digits: each item equals the one it leads to (union-find)
@@ -222,36 +234,37 @@ class DigitPair(NamedTuple):
 class SenderRules(NamedTuple):
     """Which devices are the senders of a receiver, by their coordinates.
 
-    spans: the parts of mesh axes along which they may differ from the receiver.
-    free: the coordinates that are free: the receiver takes from senders with all their values.
-    pairs: the sender's coordinates that must equal other coordinates of the receiver.
+    Coordinates of which nothing is said are those of the receiver.
 
-    All other coordinates of a sender are those of the receiver.
+    Attributes:
+        spans: The spans along which senders may differ from the receiver.
+        free_digits: The receiver takes from senders with all values of these coordinates.
+        digit_pairs: The sender's coordinates that must equal other coordinates of the receiver.
     """
 
     spans: set[LinkSpan]
-    free: list[LinkDigit]
-    pairs: list[DigitPair]
+    free_digits: list[LinkDigit]
+    digit_pairs: list[DigitPair]
 
 
 def _sender_rules(digits: Sequence[Digit], addends: Sequence[LinkSpan]) -> SenderRules:
     """Find from which devices a device takes rows, given the digits of row numbers.
 
-    A digit is a coordinate of the device that has the row before (`src`, the sender), of the one
-    that has it after (`dst`, the receiver), or of both:
+    A digit is a coordinate of the device that has the row in the source (`src`, the sender), of the
+    one that has it in the target (`dst`, the receiver), or of both:
 
     - the same coordinate of both: nothing moves along it;
     - different coordinates, x of the sender and y of the receiver: senders have x equal to the
       receiver's y, a pair;
-    - a coordinate before only: the receiver wants all its values, each from another sender;
-    - a coordinate after only: each sender has rows with all its values, so that it says nothing
-      about senders.
+    - a coordinate of the sender only: the receiver wants all its values, each from another sender;
+    - a coordinate of the receiver only: each sender has rows with all its values, so that it says
+      nothing about senders.
 
     `addends` are the parts of axes along which a sum ends: each addend comes from another sender.
     """
     spans = set(addends)
-    free = [LinkDigit(span, 1, span.size) for span in addends]
-    pairs = []
+    free_digits = [LinkDigit(span, 1, span.size) for span in addends]
+    digit_pairs = []
     for digit in digits:
         if digit.src == digit.dst:
             continue
@@ -261,10 +274,10 @@ def _sender_rules(digits: Sequence[Digit], addends: Sequence[LinkSpan]) -> Sende
             continue
         spans.add(digit.src.span)
         if digit.dst is None:
-            free.append(digit.src)
+            free_digits.append(digit.src)
         else:
-            pairs.append(DigitPair(digit.src, digit.dst))
-    return SenderRules(spans, free, pairs)
+            digit_pairs.append(DigitPair(digit.src, digit.dst))
+    return SenderRules(spans, free_digits, digit_pairs)
 
 
 class Taken(NamedTuple):
@@ -287,36 +300,33 @@ def digit_traffic(
 
     Args:
         shape: The lengths of the dims.
-        src: The spans that shard each dim before, outermost first. A span is a part of a mesh axis
-            over links of one speed.
-        dst: The spans that shard each dim after.
+        src: The spans that shard each dim in the source, outermost first.
+        dst: The same for the target.
         addends: The spans along which a sum ends.
 
     Returns:
-        The traffic; None if the shards of both sides do not divide each other, as 2 and 3 parts.
+        The traffic; None if the shards of source and target do not divide each other, as 2 and 3.
     """
     digits = row_digits(src, dst)
     if digits is None:
         return None
-    # Who sends to a device: along `free` coordinates senders with all values, and in each of `pairs`
-    # those whose one coordinate equals another one of the receiver.
     rules = _sender_rules(digits, addends)
-    wanted = _wanted_elements(shape, dst, addends)
-    # What is still to come: from senders that have the receiver's coordinates on all slower levels.
-    # Before any level is counted, these are all senders.
-    remaining = Taken(wanted, math.prod(digit.size for digit in rules.free))
+    wanted_elements = _wanted_elements(shape, dst, addends)
+    # What is not counted yet: all from senders that have the receiver's coordinates on all slower
+    # levels. Before any level is counted, these are all senders.
+    remaining = Taken(wanted_elements, math.prod(digit.size for digit in rules.free_digits))
     equations = Equations()  # between coordinates; `_new_paired_digits` adds those of a level
     has_own_rows = True
     hops = []
     for level in sorted({span.level for span in rules.spans}):  # the slowest links first
         # One sender in `n_values` has the receiver's coordinates on this level too: what it sends
         # comes over faster links, or is the receiver's own.
-        n_values = math.prod(digit.size for digit in rules.free if digit.span.level == level)
+        n_values = math.prod(digit.size for digit in rules.free_digits if digit.span.level == level)
         nearer = Taken(remaining.elements // n_values, remaining.senders // n_values)
-        paired_digits = _new_paired_digits(rules.pairs, level, equations)
+        paired_digits = _new_paired_digits(rules.digit_pairs, level, equations)
         if paired_digits:
             # The busiest device is one whose sender must be elsewhere on this level: it has no
-            # rows of its own, and all that is still to come is received over these links.
+            # rows of its own, and all that is not counted yet is received over these links.
             has_own_rows = False
             received = remaining
         else:
@@ -328,13 +338,13 @@ def digit_traffic(
             shortfall = _mean_shortfall(level, paired_digits, nearer.elements)
             hops.append(Hop(axis, received.elements, received.senders, level, shortfall))
         remaining = nearer
-    own = remaining.elements if has_own_rows else 0
+    own_elements = remaining.elements if has_own_rows else 0
     # Each element is packed by its sender and unpacked by its receiver: two copies.
-    return Traffic(wanted - own, 2 * wanted, tuple(hops), own)
+    return Traffic(wanted_elements - own_elements, 2 * wanted_elements, tuple(hops), own_elements)
 
 
 def _new_paired_digits(
-    pairs: Sequence[DigitPair], level: int, equations: Equations
+    digit_pairs: Sequence[DigitPair], level: int, equations: Equations
 ) -> list[LinkDigit]:
     """List the receiver's digits that must equal a sender's digit on this level of links.
 
@@ -342,14 +352,14 @@ def _new_paired_digits(
     changed.
     """
     receiver_digits = []
-    for pair in pairs:
+    for pair in digit_pairs:
         if pair.src.span.level == level and _is_new_equation(equations, pair.src, pair.dst):
             receiver_digits.append(pair.dst)
     return receiver_digits
 
 
 def _wanted_elements(shape: Ints, dst: LinkCuts, addends: Sequence[LinkSpan]) -> int:
-    """Count the elements of a block afterwards, as often as there are addends of each."""
+    """Count the elements of a block of the target, as often as there are addends of each."""
     n_blocks = math.prod(span.size for span in chain.from_iterable(dst))
     n_addends = math.prod(span.size for span in addends)
     return math.prod(shape) // n_blocks * n_addends
@@ -376,56 +386,56 @@ def _mean_shortfall(level: int, paired_digits: Sequence[LinkDigit], nearer_eleme
 def node_lack(shape: Ints, src: LinkCuts, dst: LinkCuts) -> int:
     """Bound from below the elements that must enter the node that lacks most; 0 if unknown.
 
-    A node needs the blocks that its devices have after, and had those before. 16 rows from
-    "n/node/x" to "n/x/node" on 2 nodes of 2: node 0 needs rows 0 to 3 and 8 to 11, had 0 to 7, and
-    lacks 4 rows. `src` and `dst` list, for each dim before and after, the spans (parts of mesh
-    axes) that shard it; those of level 0 connect nodes.
+    A node has the blocks that the source gives its devices, and needs those of the target. 16 rows
+    from "n/node/x" to "n/x/node" on 2 nodes of 2: node 0 has rows 0 to 7, needs 0 to 3 and 8 to 11,
+    and lacks 4 rows. `src` and `dst` list, for each dim, the spans that shard it; those of level 0
+    connect nodes.
     """
     digits = row_digits(src, dst)
     if digits is None:
         return 0
     n_nodes = math.prod(span.size for span in chain.from_iterable(dst) if span.level == 0)
     needed = math.prod(shape) // n_nodes  # by each node
-    already_there = needed
+    present = needed
     # A digit of row numbers that is a coordinate between nodes says in which node a row is.
     for digit in digits:
-        says_node_before = digit.src is not None and digit.src.span.level == 0
-        if not says_node_before or digit.src == digit.dst:
-            continue  # a node had rows with every value of the digit that it needs
-        # Otherwise a node had rows with only one value of the digit.
+        says_source_node = digit.src is not None and digit.src.span.level == 0
+        if not says_source_node or digit.src == digit.dst:
+            continue  # a node has rows with every value of the digit that it needs
+        # Otherwise a node has rows with only one value of the digit.
         if digit.dst is not None and digit.dst.span.level == 0:
-            return needed  # each needs one value after, and for some node it is another one
-        already_there //= digit.size  # each node needs all values, and had one
-    return needed - already_there
+            return needed  # each needs one value, and for some node it is another one
+        present //= digit.size  # each node needs all values, and has one
+    return needed - present
 
 
 def met_elements(shape: Ints, src: LinkCuts, dst: LinkCuts) -> int | None:
-    """Count the elements that need not move: those that some device holds before and after.
+    """Count the elements that need not move: those that some device holds already.
 
     8 rows on x=2, y=4: from "n/x/y" to "n/y/x" rows 0 and 7 stay on their devices, 2 elements. Each
     element is counted once, on however many devices it stays.
 
     Args:
         shape: The lengths of the dims.
-        src: The spans (parts of mesh axes) that shard each dim before, outermost first.
-        dst: The spans that shard each dim after.
+        src: The spans that shard each dim in the source, outermost first.
+        dst: The same for the target.
 
     Returns:
-        The count; None if the shards of both sides do not divide each other.
+        The count; None if the shards of source and target do not divide each other.
     """
     digits = row_digits(src, dst)
     if digits is None:
         return None
-    # An element stays if one device has its row before and after. In the example row abc (digits of
-    # 2 values each) is on x = a, y = bc before, and on y = ab, x = c after. They are one device if
-    # b = a, c = b and a = c. Each equation holds for one row in 2, but the third follows from the
-    # others: 8 / 2 / 2 rows stay.
-    index_before = {digit.src: i for i, digit in enumerate(digits) if digit.src is not None}
+    # An element stays if one device has its row in source and target. In the example row abc (digits
+    # of 2 values each) is on x = a, y = bc in the source, and on y = ab, x = c in the target. They are
+    # one device if b = a, c = b and a = c. Each equation holds for one row in 2, but the third follows
+    # from the others: 8 / 2 / 2 rows stay.
+    source_digit_index = {digit.src: i for i, digit in enumerate(digits) if digit.src is not None}
     staying = math.prod(shape)
     equations = Equations()
     for i, digit in enumerate(digits):
-        if digit.dst is None or digit.dst not in index_before:
+        if digit.dst is None or digit.dst not in source_digit_index:
             continue
-        if _is_new_equation(equations, index_before[digit.dst], i):
+        if _is_new_equation(equations, source_digit_index[digit.dst], i):
             staying //= digit.size
     return staying

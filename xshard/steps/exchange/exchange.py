@@ -18,12 +18,12 @@ from xshard.steps.exchange.traffic import begun_axes, ended_axes, exchange_traff
 from xshard.steps.traffic import LinkSpans, PairTraffic, Traffic
 
 
-def negates_addends(before: Sharding, after: Sharding) -> bool:
+def negates_addends(source: Sharding, target: Sharding) -> bool:
     """Check whether a max or min ends while a pole negates rows: max(-x) is not -max(x)."""
-    ended = set(before.layout.tagged("max", "min")) - set(after.layout.tagged("max", "min"))
+    ended = set(source.layout.tagged("max", "min")) - set(target.layout.tagged("max", "min"))
     if not ended:
         return False
-    return any(view.sign < 0 for view in views(after, carried_dims(before, after)))
+    return any(view.sign < 0 for view in views(target, carried_dims(source, target)))
 
 
 @dataclass(frozen=True)
@@ -49,16 +49,16 @@ class Exchange(Step):
                 f"{self.node_devices} devices in a node", hint="a node has 1 device or more"
             )
 
-    def after(self, before: Sharding) -> Sharding:
+    def after(self, source: Sharding) -> Sharding:
         """Return the sharding under `to`. Raises PlanError if no exchange leads there."""
-        after = before.with_layout(self.to)
+        target = source.with_layout(self.to)
         if self.node_devices is not None:
-            self._check_node_senders(before.layout)
-        _check_reductions(before.layout, after.layout)
-        if negates_addends(before, after):
-            op = self.op(before)
+            self._check_node_senders(source.layout)
+        _check_reductions(source.layout, target.layout)
+        if negates_addends(source, target):
+            op = self.op(source)
             raise PlanError(f"a pole of '{self.to}' negates rows whose {op} is still to be taken")
-        return after
+        return target
 
     def _check_node_senders(self, src: Layout) -> None:
         """Raise PlanError where no replica can send in place of another device."""
@@ -70,22 +70,22 @@ class Exchange(Step):
             return
         raise PlanError(f"node_devices is not for {limit}: '{src}' -> '{self.to}'")
 
-    def traffic(self, before: Sharding, spans: LinkSpans = ()) -> Traffic:
-        after = before.with_layout(self.to)
+    def traffic(self, source: Sharding, spans: LinkSpans = ()) -> Traffic:
+        target = source.with_layout(self.to)
         if self.node_devices is not None:
-            return node_local_traffic(before, after, self.node_devices)
-        return exchange_traffic(before, after, spans)
+            return node_local_traffic(source, target, self.node_devices)
+        return exchange_traffic(source, target, spans)
 
-    def pair_traffic(self, before: Sharding) -> tuple[PairTraffic, ...]:
-        after = before.with_layout(self.to)
+    def pair_traffic(self, source: Sharding) -> tuple[PairTraffic, ...]:
+        target = source.with_layout(self.to)
         pairs = []
-        for device in range(before.mesh.n_devices):
-            for message in messages_to(before, after, device, self.node_devices):
+        for device in range(source.mesh.n_devices):
+            for message in messages_to(source, target, device, self.node_devices):
                 if message.src != message.dst:
                     pairs.append(PairTraffic(message.src, message.dst, message.size))
         return tuple(pairs)
 
-    def run(self, blocks: Blocks, before: Sharding) -> list[Block]:
+    def run(self, blocks: Blocks, source: Sharding) -> list[Block]:
         """Run the exchange in numpy: one block per device in, one per device out.
 
         Each device fills the padding of its new block with the values of the boundary, then writes
@@ -93,15 +93,15 @@ class Exchange(Step):
         overlap, as partial sums that end do, they are reduced. Elements that no box brings stay
         zero: if a sum begins, only the first device along its axes has the values.
         """
-        after = before.with_layout(self.to)
-        op = self.op(before)
+        target = source.with_layout(self.to)
+        op = self.op(source)
         results = []
-        for device in range(before.mesh.n_devices):
+        for device in range(source.mesh.n_devices):
             dtype = blocks[device].dtype
-            out = np.zeros(after.local_shape(device), reduction_dtype(op, dtype))
-            fill_boundaries(out, after, device)
+            out = np.zeros(target.local_shape(device), reduction_dtype(op, dtype))
+            fill_boundaries(out, target, device)
             is_written = np.zeros(out.shape, bool)
-            for message in messages_to(before, after, device, self.node_devices):
+            for message in messages_to(source, target, device, self.node_devices):
                 box = blocks[message.src][message.src_index()]
                 if message.sign < 0:
                     box = -box
@@ -109,15 +109,15 @@ class Exchange(Step):
             results.append(out.astype(dtype, copy=False))
         return results
 
-    def op(self, before: Sharding) -> str | None:
+    def op(self, source: Sharding) -> str | None:
         """Return the reduction of boxes for the same elements; None if none ends.
 
         Contributions to a fold are added up.
         """
-        for kind, axes in before.layout.tags:
-            if kind != "copy" and not set(axes) <= set(self.to.tagged(kind)):
-                return kind
-        is_folded = any(isinstance(dim.overlap, Fold) for dim in before.layout.dims)
+        for tag, axes in source.layout.tags:
+            if tag != "copy" and not set(axes) <= set(self.to.tagged(tag)):
+                return tag
+        is_folded = any(isinstance(dim.overlap, Fold) for dim in source.layout.dims)
         return "sum" if is_folded else None
 
     def __str__(self) -> str:
@@ -126,6 +126,6 @@ class Exchange(Step):
 
 def _check_reductions(src: Layout, dst: Layout) -> None:
     """Raise PlanError if an exchange would have to begin a max or min."""
-    for kind in NONLINEAR:
-        if not set(dst.tagged(kind)) <= set(src.tagged(kind)):
-            raise PlanError(f"'{src}' lacks the {kind} of '{dst}'")
+    for tag in NONLINEAR:
+        if not set(dst.tagged(tag)) <= set(src.tagged(tag)):
+            raise PlanError(f"'{src}' lacks the {tag} of '{dst}'")

@@ -23,7 +23,7 @@ from xshard.layout.runs import Run, Segment, as_index
 from xshard.notation.row_arrays import Numbers
 from xshard.steps.exchange.sources import (
     DimEnd,
-    Source,
+    RowSource,
     dim_end,
     dim_ends,
     n_segment_rows,
@@ -41,9 +41,9 @@ MAX_PAIRED = 512
 class BlockHolders(NamedTuple):
     """The distinct blocks of a sharding and the devices that hold them."""
 
-    keys: Numbers  # [blocks, dims + 1]: place along each dim, and the number of the addend
-    block_of: Numbers  # [devices]: the number of each device's block
-    addends: Numbers  # [devices]: the number of each device's addend
+    keys: Numbers  # [blocks, dims + 1]: index along each dim, and the index of the addend
+    block_of_device: Numbers  # [devices]: the index of each device's block
+    addend_of_device: Numbers  # [devices]: the index of each device's addend
     # [blocks, devices]: whether a device of the same node holds the block.
     is_on_same_node: NDArray[np.bool_]
 
@@ -62,48 +62,48 @@ def block_holders(sharding: Sharding, node_devices: int) -> BlockHolders:
     addends = mesh.indices(sharding.layout.tagged("sum", "max", "min"))
     # Devices with equal lines in this table hold the same block.
     device_keys = np.stack([*dim_indices, addends], axis=1)  # [devices, dims + 1]
-    keys, block_of = np.unique(device_keys, axis=0, return_inverse=True)
-    block_of = block_of.reshape(-1)  # numpy 2.0 returns a column
+    keys, block_of_device = np.unique(device_keys, axis=0, return_inverse=True)
+    block_of_device = block_of_device.reshape(-1)  # numpy 2.0 returns a column
     node_of = np.arange(mesh.n_devices) // node_devices  # [devices]
     is_in_node = np.zeros((len(keys), node_of[-1] + 1), bool)  # [blocks, nodes]
-    is_in_node[block_of, node_of] = True
+    is_in_node[block_of_device, node_of] = True
     # The last: for each block and device, whether a device of the same node holds the block.
-    return BlockHolders(keys, block_of, addends, is_in_node[:, node_of])
+    return BlockHolders(keys, block_of_device, addends, is_in_node[:, node_of])
 
 
-def needed_elements(before: Sharding, after: Sharding, node_devices: int) -> Numbers:
-    """Count the elements of each block of `before` that each device needs: [blocks, devices]."""
-    holders = block_holders(before, node_devices)
-    # A device takes addends from devices with its own number only.
-    has_same_addend = holders.keys[:, -1:] == holders.addends[None]
+def needed_elements(source: Sharding, target: Sharding, node_devices: int) -> Numbers:
+    """Count the elements of each block of `source` that each device needs: [blocks, devices]."""
+    holders = block_holders(source, node_devices)
+    # A device takes only addends of its own index.
+    has_same_addend = holders.keys[:, -1:] == holders.addend_of_device[None]
     elements: Numbers = has_same_addend.astype(np.int64)  # [blocks, devices]
-    for d, dim in enumerate(after.layout.dims):
-        shared = rows_in_common(dim_end(before, d), dim_end(after, d))
-        by_device = shared[:, after.mesh.indices(dim.axes)]  # [shards before, devices]
-        elements *= by_device[holders.keys[:, d]]
+    for dim_index, dim in enumerate(target.layout.dims):
+        shared = rows_in_common(dim_end(source, dim_index), dim_end(target, dim_index))
+        by_device = shared[:, target.mesh.indices(dim.axes)]  # [shards of the source, devices]
+        elements *= by_device[holders.keys[:, dim_index]]
     return elements
 
 
-def node_local_traffic(before: Sharding, after: Sharding, node_devices: int) -> Traffic:
+def node_local_traffic(source: Sharding, target: Sharding, node_devices: int) -> Traffic:
     """Count what the busiest device receives if replicas in its own node send in place of others.
 
     Each device takes from others what it lacks: from its own node if any device there holds the
     block, else from another node. A node is `node_devices` consecutive devices. The result has a
     hop for the links between nodes (level 0) and one for those inside (level 1), if they are used.
     """
-    elements = needed_elements(before, after, node_devices)  # [blocks, devices]: a fresh array
-    holders = block_holders(before, node_devices)
-    wanted = elements.sum(axis=0)  # [devices]
+    elements = needed_elements(source, target, node_devices)  # [blocks, devices]: a fresh array
+    holders = block_holders(source, node_devices)
+    wanted_by_device = elements.sum(axis=0)  # [devices]
     # Set what a device takes from its own block to 0: the rest has to be sent.
-    elements[holders.block_of, np.arange(before.mesh.n_devices)] = 0
+    elements[holders.block_of_device, np.arange(source.mesh.n_devices)] = 0
 
     between_nodes = np.where(holders.is_on_same_node, 0, elements)  # [blocks, devices]
     inside_nodes = elements - between_nodes
     hops = []
     for level, level_elements in enumerate((between_nodes, inside_nodes)):
         if level_elements.any():
-            hops.append(_node_hop(before.mesh.axes[0], level, level_elements, node_devices))
-    return busiest_traffic(wanted, elements.sum(axis=0), hops)
+            hops.append(_node_hop(source.mesh.axes[0], level, level_elements, node_devices))
+    return busiest_traffic(wanted_by_device, elements.sum(axis=0), hops)
 
 
 def _node_hop(axis: str, level: int, elements: Numbers, node_devices: int) -> Hop:
@@ -130,7 +130,7 @@ def _node_hop(axis: str, level: int, elements: Numbers, node_devices: int) -> Ho
 
 @layout_cache(maxsize=1024)
 def node_local_senders(
-    before: Sharding, after: Sharding, node_devices: int
+    source: Sharding, target: Sharding, node_devices: int
 ) -> dict[tuple[int, int], int]:
     """Choose which device sends a block to a receiver if several in the receiver's node hold it.
 
@@ -142,25 +142,25 @@ def node_local_senders(
         (block, receiver) -> sender. A pair is left out if the receiver needs nothing of the block,
         holds it itself, or nobody in its node does.
     """
-    elements = needed_elements(before, after, node_devices)
-    block_of = block_holders(before, node_devices).block_of
-    in_node: dict[tuple[int, int], list[int]] = {}  # (block, node) -> its holders there
-    for device, block in enumerate(block_of.tolist()):
-        in_node.setdefault((block, device // node_devices), []).append(device)
+    elements = needed_elements(source, target, node_devices)
+    block_of_device = block_holders(source, node_devices).block_of_device
+    holders_in_node: dict[tuple[int, int], list[int]] = {}  # (block, node) -> its holders there
+    for device, block in enumerate(block_of_device.tolist()):
+        holders_in_node.setdefault((block, device // node_devices), []).append(device)
 
-    sent: Counter[int] = Counter()  # elements that each device has to send so far
-    chosen = {}
-    for receiver in range(before.mesh.n_devices):
+    elements_sent: Counter[int] = Counter()  # elements that each device has to send so far
+    sender_of = {}
+    for receiver in range(source.mesh.n_devices):
         for block in np.flatnonzero(elements[:, receiver]).tolist():
-            candidates = in_node.get((block, receiver // node_devices), [])
+            candidates = holders_in_node.get((block, receiver // node_devices), [])
             # Nobody in the node has the block, or the receiver has it itself.
             if not candidates or receiver in candidates:
                 continue
             # The number of the device breaks ties: every process has to choose the same sender.
-            sender = min(candidates, key=lambda device: (sent[device], device))
-            sent[sender] += int(elements[block, receiver])
-            chosen[block, receiver] = sender
-    return chosen
+            sender = min(candidates, key=lambda device: (elements_sent[device], device))
+            elements_sent[sender] += int(elements[block, receiver])
+            sender_of[block, receiver] = sender
+    return sender_of
 
 
 class Message(NamedTuple):
@@ -203,7 +203,7 @@ def rows_at(segments: tuple[Segment, ...], end: int) -> Numbers:
 
 
 def messages_to(
-    before: Sharding, after: Sharding, device: int, node_devices: int | None = None
+    source: Sharding, target: Sharding, device: int, node_devices: int | None = None
 ) -> Messages:
     """List the messages that a device receives in an exchange, in the order of senders.
 
@@ -212,84 +212,86 @@ def messages_to(
     then those of device 1. With `node_devices`, the number of devices of a node, replicas in the
     receiver's node send in place of devices farther away; None if nodes do not matter.
     """
-    messages = _messages_to(before, after, device, None)
+    messages = _messages_to(source, target, device, None)
     if node_devices is None:
         return messages
-    block_of = block_holders(before, node_devices).block_of
-    senders = node_local_senders(before, after, node_devices)
-    from_node = []
+    block_of_device = block_holders(source, node_devices).block_of_device
+    senders = node_local_senders(source, target, node_devices)
+    moved_messages = []
     for message in messages:
-        # Without a replica in the node the sender stays. The box stays in any case: it is at the
-        # same place in every replica.
-        block = int(block_of[message.src])
+        # Without a replica in the node the sender stays. The box stays in any case: it has the same
+        # rows in every replica.
+        block = int(block_of_device[message.src])
         sender = senders.get((block, device), message.src)
-        from_node.append(message._replace(src=sender))
-    return tuple(sorted(from_node, key=lambda message: message.src))
+        moved_messages.append(message._replace(src=sender))
+    return tuple(sorted(moved_messages, key=lambda message: message.src))
 
 
 def messages_from(
-    before: Sharding, after: Sharding, device: int, node_devices: int | None = None
+    source: Sharding, target: Sharding, device: int, node_devices: int | None = None
 ) -> Messages:
     """List the messages that a device sends, its own rows among them, by receiver."""
     sent: list[Message] = []
     if node_devices is None:
-        # Only devices with other places along these axes receive from it.
-        axes = (*before.layout.sharding_axes, *ended_axes(before.layout, after.layout))
-        for receiver in sorted(before.mesh.group(device, axes)):
-            sent += _messages_to(before, after, receiver, device)
+        # Only devices that differ from it along these axes receive from it.
+        axes = (*source.layout.sharding_axes, *ended_axes(source.layout, target.layout))
+        for receiver in sorted(source.mesh.group(device, axes)):
+            sent += _messages_to(source, target, receiver, device)
     else:
-        for receiver in range(before.mesh.n_devices):
-            sent += messages_to(before, after, receiver, node_devices)
+        for receiver in range(source.mesh.n_devices):
+            sent += messages_to(source, target, receiver, node_devices)
     return tuple(message for message in sent if message.src == device)
 
 
-def boundary_fills(after: Sharding, device: int) -> tuple[tuple[int, int, int, float], ...]:
+def boundary_fills(target: Sharding, device: int) -> tuple[tuple[int, int, int, float], ...]:
     """List the rows outside the array that a device fills itself, in order of writing.
 
     Returns:
         (dim, start, stop, value), with local rows.
     """
     fills = []
-    for d, (dim, length) in enumerate(zip(after.layout.dims, after.shape, strict=True)):
-        sizes = after.mesh.sizes_of(dim.axes)
-        for start, stop, value in block_fills(dim, length, sizes, after.dim_device(d, device)):
-            fills.append((d, start, stop, value))
+    for dim_index, (dim, length) in enumerate(zip(target.layout.dims, target.shape, strict=True)):
+        sizes = target.mesh.sizes_of(dim.axes)
+        for start, stop, value in block_fills(
+            dim, length, sizes, target.dim_device(dim_index, device)
+        ):
+            fills.append((dim_index, start, stop, value))
     return tuple(fills)
 
 
 def fill_boundaries(block: NDArray[Any], sharding: Sharding, device: int) -> None:
     """Write the values of boundaries into a device's block, where it has rows outside the array."""
-    for d, start, stop, value in boundary_fills(sharding, device):
-        rows = (slice(None),) * d + (slice(start, stop),)
+    for dim_index, start, stop, value in boundary_fills(sharding, device):
+        rows = (slice(None),) * dim_index + (slice(start, stop),)
         block[rows] = value
 
 
 @layout_cache(maxsize=8192)
-def _messages_to(before: Sharding, after: Sharding, device: int, sender: int | None) -> Messages:
+def _messages_to(source: Sharding, target: Sharding, device: int, sender: int | None) -> Messages:
     """List the boxes that a device receives in an exchange, in the order of senders.
 
     Who has the wanted rows is found dim by dim; a box takes one answer for each dim, and all
-    combinations are listed. From "n/x d/y" to "n d" on x=2, y=2: rows from 2 places, columns from
-    2 -> 4 boxes. They are repeated for each addend of a partial sum that ends. If the array ends at
-    a pole of a sphere, rows beyond it are mirrored copies of others: then they are repeated for
-    each part (view) of the two blocks, inside the array or beyond a pole.
+    combinations are listed. From "n/x d/y" to "n d" on x=2, y=2: rows from 2 devices along x,
+    columns from 2 along y -> 4 boxes. They are repeated for each addend of a partial sum that ends.
+    If the array ends at a pole of a sphere, rows beyond it are mirrored copies of others: then they
+    are repeated for each view of the two blocks, inside the array or beyond a pole.
 
     sender: list only the messages of this device, and perhaps of others with the same coordinates
         along the axes that shard dims (replicas, other addends); None: of all devices.
     """
     # Hot: each rank of a large mesh asks this of all others; `sender` keeps the product below
     # small.
-    receiver = _Receiver(before, after, device, sender)
+    receiver = _Receiver(source, target, device, sender)
     if not receiver.takes_any:
         return ()
     messages = []
-    for dst_view, src_view in view_pairs(before, after):
+    for dst_view, src_view in view_pairs(source, target):
         sources_by_dim = []
-        for d, (src, dst) in enumerate(dim_ends(before, after, dst_view, src_view)):
-            sources_by_dim.append(receiver.dim_sources(d, src, dst))
+        for dim_index, (src, dst) in enumerate(dim_ends(source, target, dst_view, src_view)):
+            sources_by_dim.append(receiver.dim_sources(dim_index, src, dst))
         sign = dst_view.sign * src_view.sign  # -1 if values change their sign beyond a pole
         # No combination, and no message, if some dim has no source.
-        for addend in all_coords(before.mesh.sizes_of(receiver.ended_sums)):
+        for addend in all_coords(source.mesh.sizes_of(receiver.ended_sums)):
             for box_sources in itertools.product(*sources_by_dim):
                 messages.append(receiver.message(addend, box_sources, sign))
     return tuple(sorted(messages, key=lambda message: message.src))
@@ -299,28 +301,28 @@ def _messages_to(before: Sharding, after: Sharding, device: int, sender: int | N
 class _Receiver:
     """One device of an exchange, as the receiver of its messages.
 
-    sender: a device; only senders with its place along the shards of every dim count. None: all do.
+    sender: a device; only senders that have its shard of every dim count. None: all do.
     """
 
-    before: Sharding
-    after: Sharding
+    source: Sharding
+    target: Sharding
     device: int
     sender: int | None
 
     @cached_property
     def coords(self) -> Coords:
         """The coordinates of the receiver in the mesh."""
-        return self.before.mesh.coords(self.device)
+        return self.source.mesh.coords(self.device)
 
     @cached_property
     def new_sums(self) -> Axes:
         """The axes along which a sum begins."""
-        return begun_axes(self.before.layout, self.after.layout)
+        return begun_axes(self.source.layout, self.target.layout)
 
     @cached_property
     def ended_sums(self) -> Axes:
         """The axes along which a sum ends: their addends all arrive."""
-        return ended_axes(self.before.layout, self.after.layout)
+        return ended_axes(self.source.layout, self.target.layout)
 
     @property
     def takes_any(self) -> bool:
@@ -328,39 +330,43 @@ class _Receiver:
 
         Of replicas, only the first contributes: the others receive nothing, and hold zeros.
         """
-        replicated = [a for a in self.new_sums if a not in self.before.layout.sharding_axes]
-        return self.before.mesh.index(self.device, replicated) == 0
+        replicated = [
+            axis for axis in self.new_sums if axis not in self.source.layout.sharding_axes
+        ]
+        return self.source.mesh.index(self.device, replicated) == 0
 
-    def dim_sources(self, d: int, src: DimEnd, dst: DimEnd) -> list[Source]:
+    def dim_sources(self, dim_index: int, src: DimEnd, dst: DimEnd) -> list[RowSource]:
         """Find which rows of one dim the receiver takes from which senders.
 
         "n/x" -> "n" with 4 rows on x=2: rows 0-1 from x=0 and rows 2-3 from x=1. A sender is given
-        by its coordinates along the axes that shard the dim before. Where partial sums begin along
+        by its coordinates along the source's axes of the dim. Where partial sums begin along
         such an axis, a device takes only its own shard: the addends are to have it once.
 
         Args:
-            d: The index of the dim.
-            src: The dim before.
-            dst: The dim after.
+            dim_index: The index of the dim.
+            src: The dim in the source.
+            dst: The dim in the target.
         """
-        src_index = self.before.dim_device(d, self.device)
-        dst_index = self.after.dim_device(d, self.device)
-        sender = None if self.sender is None else self.before.dim_device(d, self.sender)
+        src_index = self.source.dim_device(dim_index, self.device)
+        dst_index = self.target.dim_device(dim_index, self.device)
+        sender = None if self.sender is None else self.source.dim_device(dim_index, self.sender)
         # In a new sum each row counts once: it is taken from its one provider, never from a copy.
         begins_sum = not set(src.dim.axes).isdisjoint(self.new_sums)
         # `sources` is cached by its positional arguments, so it gets no keywords.
-        taken = sources(src, dst, src_index, dst_index, begins_sum, sender)
-        return [source for source in taken if self._contributes(src, source.coords)]
+        row_sources = sources(src, dst, src_index, dst_index, begins_sum, sender)
+        return [
+            row_source for row_source in row_sources if self._contributes(src, row_source.coords)
+        ]
 
     def _contributes(self, src: DimEnd, coords: Coords) -> bool:
         """Check that a sender shares the receiver's coordinates along the axes of a new sum."""
-        mesh = self.before.mesh
+        mesh = self.source.mesh
         for axis, coordinate in zip(src.dim.axes, coords, strict=True):
             if axis in self.new_sums and coordinate != self.coords[mesh.position(axis)]:
                 return False
         return True
 
-    def message(self, addend: Coords, box_sources: tuple[Source, ...], sign: int) -> Message:
+    def message(self, addend: Coords, box_sources: tuple[RowSource, ...], sign: int) -> Message:
         """Make one message: find the sending device, and the box of rows of all dims.
 
         Along the axes of sums that end, the sender has the coordinates `addend`; along the axes that
@@ -371,13 +377,13 @@ class _Receiver:
             box_sources: For each dim, the rows, and the sender's coordinates along its axes.
             sign: A factor of the values: see `Message`.
         """
-        mesh = self.before.mesh
+        mesh = self.source.mesh
         # The receiver's coordinates, to be replaced along the axes where the sender is elsewhere.
         coords = list(self.coords)
         for axis, coordinate in zip(self.ended_sums, addend, strict=True):
             coords[mesh.position(axis)] = coordinate
-        for dim, source in zip(self.before.layout.dims, box_sources, strict=True):
-            for axis, coordinate in zip(dim.axes, source.coords, strict=True):
+        for dim, row_source in zip(self.source.layout.dims, box_sources, strict=True):
+            for axis, coordinate in zip(dim.axes, row_source.coords, strict=True):
                 coords[mesh.position(axis)] = coordinate
-        box = tuple(source.segments for source in box_sources)
+        box = tuple(row_source.segments for row_source in box_sources)
         return Message(mesh.device(coords), self.device, box, sign)

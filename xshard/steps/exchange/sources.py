@@ -1,6 +1,11 @@
 """The sources of rows: which device sends the rows of one dim to which, also over a pole.
 
 All questions are answered dim by dim. An exchange as a whole is the product over its dims.
+
+A dim of latitudes may end at a *pole* of a sphere: beyond it the rows inside come again, mirrored. So a
+block has rows inside the array and rows beyond each pole, which are found apart: a *view* is one of these
+parts of a block. `source` and `target` are the shardings before and after an exchange, `src` and `dst`
+one dim of each (a `DimEnd`).
 """
 
 from __future__ import annotations
@@ -34,26 +39,29 @@ from xshard.notation.overlap import Fold, ends_of
 from xshard.notation.parser import Dim
 from xshard.notation.row_arrays import Numbers
 
-# The side of a dim with rows that all stay on their device; others are STRAIGHT, or beyond a pole.
+# The `pole_side` of a dim whose rows all stay on their device; others are STRAIGHT, or beyond a pole.
 CARRIED = "carried"
 POLE_SIDES = ("before", "after")  # rows beyond the first row of a dim, and beyond the last
 
 
 class View(NamedTuple):
-    """One part of a block: for each dim, its side and a number that is added to its rows.
-
-    sign: a factor of its values.
+    """One part of a block, as poles divide it.
 
     A latitude with a pole at its first row, and a longitude of 8: the view ("before", "straight")
     has shifts (0, 4), since the rows beyond the pole lie on the opposite meridian.
+
+    Attributes:
+        pole_sides: For each dim, STRAIGHT, CARRIED, or the pole beyond which its rows lie.
+        shifts: For each dim, the number that is added to its rows, modulo its length.
+        sign: The factor of the values.
     """
 
-    sides: tuple[str, ...]
+    pole_sides: tuple[str, ...]
     shifts: tuple[int, ...]
     sign: int = 1
 
 
-class Side(NamedTuple):
+class PoleSide(NamedTuple):
     """The rows of a dim inside the array (STRAIGHT), or beyond the pole at one of its ends.
 
     Beyond a pole another dim may be rolled by half its length, and signs may change.
@@ -66,68 +74,73 @@ class Side(NamedTuple):
 
 @layout_cache(maxsize=8192)
 def views(sharding: Sharding, unsplit_dims: tuple[int, ...] = ()) -> tuple[View, ...]:
-    """List the parts into which poles divide a block; a block without poles is one part.
+    """List the views (parts) into which poles divide a block; a block without poles is one view.
 
     Beyond a pole (as of a latitude) the rows inside come again, mirrored, with another dim rolled
-    and perhaps the sign changed. So a block has rows inside the array, and rows beyond the pole at
-    either end: 3 sides of a dim with two poles. A view is one choice of side for each dim; two such
-    dims have 9 views.
+    and perhaps the sign changed. A dim with two poles has 3 pole sides: rows inside the array, and
+    rows beyond the pole at either end. A view is one of them for each dim; two such dims have 9.
 
     Args:
         sharding: The sharding of the block.
-        unsplit_dims: Dims that are not split into sides, since all their rows stay on their device.
+        unsplit_dims: Dims that are not divided, since all their rows stay on their device.
     """
     sides_by_dim = []
-    for d in range(len(sharding.shape)):
-        sides = [Side(STRAIGHT)]
-        if d not in unsplit_dims:
-            sides += _sides_beyond_poles(sharding, d)
-        sides_by_dim.append(sides)
-    return tuple(_view(sides, sharding.shape) for sides in itertools.product(*sides_by_dim))
+    for dim_index in range(len(sharding.shape)):
+        pole_sides = [PoleSide(STRAIGHT)]
+        if dim_index not in unsplit_dims:
+            pole_sides += _pole_sides(sharding, dim_index)
+        sides_by_dim.append(pole_sides)
+    return tuple(
+        _view(pole_sides, sharding.shape) for pole_sides in itertools.product(*sides_by_dim)
+    )
 
 
-def _sides_beyond_poles(sharding: Sharding, d: int) -> list[Side]:
-    """List the sides of a dim beyond a pole: none, or "before" or "after", or both."""
+def _pole_sides(sharding: Sharding, dim_index: int) -> list[PoleSide]:
+    """List the ends of a dim beyond which a pole lies: none, or "before" or "after", or both."""
     dims = sharding.layout.dims
-    sides = []
+    pole_sides = []
     # `ends_of` is empty for a dim without boundaries, so the lengths may differ.
-    for name, boundary in zip(POLE_SIDES, ends_of(dims[d].overlap), strict=False):
+    for name, boundary in zip(POLE_SIDES, ends_of(dims[dim_index].overlap), strict=False):
         if boundary.kind == "pole":
-            sides.append(Side(name, rolled_dim(dims, d, boundary, sharding.shape), boundary.sign))
-    return sides
+            pole_sides.append(
+                PoleSide(name, rolled_dim(dims, dim_index, boundary, sharding.shape), boundary.sign)
+            )
+    return pole_sides
 
 
-def _view(sides: tuple[Side, ...], shape: tuple[int, ...]) -> View:
-    """Describe the part of a block that lies on one side of each dim: its rolls and its sign.
+def _view(pole_sides: tuple[PoleSide, ...], shape: tuple[int, ...]) -> View:
+    """Describe the part of a block on these pole sides of its dims: its shifts and its sign.
 
     Two poles that roll one dim by half its length add up, so that it is not rolled in effect.
     """
     shifts = [0] * len(shape)
-    for side in sides:
-        if side.rolled_dim is not None:
-            length = shape[side.rolled_dim]
-            shift = shifts[side.rolled_dim] + length // 2
-            shifts[side.rolled_dim] = shift % max(length, 1)  # an empty dim stays as it is
-    sign = math.prod(side.sign for side in sides)
-    return View(tuple(side.name for side in sides), tuple(shifts), sign)
+    for pole_side in pole_sides:
+        if pole_side.rolled_dim is not None:
+            length = shape[pole_side.rolled_dim]
+            shift = shifts[pole_side.rolled_dim] + length // 2
+            shifts[pole_side.rolled_dim] = shift % max(length, 1)  # an empty dim stays as it is
+    sign = math.prod(pole_side.sign for pole_side in pole_sides)
+    return View(tuple(pole_side.name for pole_side in pole_sides), tuple(shifts), sign)
 
 
-def carried_dims(before: Sharding, after: Sharding) -> tuple[int, ...]:
-    """List the dims with the same overlap before and after: all their rows stay on their device."""
+def carried_dims(source: Sharding, target: Sharding) -> tuple[int, ...]:
+    """List the dims with equal shards and overlap in both: all their rows stay on their device."""
     carried = []
-    for d, (src, dst) in enumerate(zip(before.layout.dims, after.layout.dims, strict=True)):
+    for dim_index, (src, dst) in enumerate(
+        zip(source.layout.dims, target.layout.dims, strict=True)
+    ):
         if src.overlap is not None and src == dst:
-            carried.append(d)
+            carried.append(dim_index)
     return tuple(carried)
 
 
 class DimEnd(NamedTuple):
-    """One end of a move for one dim: how the dim is sharded before it, or after it.
+    """How one dim is sharded at one end of an exchange: before it, or after it.
 
-    If the dim, or another one, ends at a pole of a sphere, it is about one part of the blocks.
+    If the dim, or another one, ends at a pole of a sphere, it is about one view of the blocks.
 
     sizes: the sizes of the axes that shard it.
-    side: STRAIGHT for rows inside the array, "before" or "after" for rows beyond a pole at its
+    pole_side: STRAIGHT for rows inside the array, "before" or "after" for rows beyond a pole at its
         first or last row, or CARRIED if all rows stay on their device.
     shift: what another dim's pole adds to its rows.
     """
@@ -135,7 +148,7 @@ class DimEnd(NamedTuple):
     dim: Dim
     length: int
     sizes: Sizes
-    side: str = STRAIGHT
+    pole_side: str = STRAIGHT
     shift: int = 0
 
     @property
@@ -154,61 +167,64 @@ class DimEnd(NamedTuple):
 
     def wanted_rows(self) -> AllRuns:
         """Return, for each shard, the rows that it must receive."""
-        return providers.wanted_rows(self.dim, self.length, self.sizes, self.side, self.shift)
+        return providers.wanted_rows(self.dim, self.length, self.sizes, self.pole_side, self.shift)
 
     def offered_rows(self) -> tuple[AllRuns, ...]:
         """Return, for each shard, lists of distinct rows that it offers; several in a fold."""
-        return providers.offered_rows(self.dim, self.length, self.sizes, self.side, self.shift)
+        return providers.offered_rows(self.dim, self.length, self.sizes, self.pole_side, self.shift)
 
     def distinct_held_rows(self) -> AllRuns:
         """Return, for each shard, the rows that its block has, each once."""
         return providers.distinct_held_rows(self.dim, self.length, self.sizes, self.shift)
 
 
-def dim_end(sharding: Sharding, d: int, side: str = STRAIGHT, shift: int = 0) -> DimEnd:
-    """Return one dim of a sharding, on a side of its poles, with its rows shifted."""
-    dim = sharding.layout.dims[d]
-    return DimEnd(dim, sharding.shape[d], sharding.mesh.sizes_of(dim.axes), side, shift)
+def dim_end(
+    sharding: Sharding, dim_index: int, pole_side: str = STRAIGHT, shift: int = 0
+) -> DimEnd:
+    """Return one dim of a sharding on one of its pole sides, with `shift` added to its rows."""
+    dim = sharding.layout.dims[dim_index]
+    return DimEnd(
+        dim, sharding.shape[dim_index], sharding.mesh.sizes_of(dim.axes), pole_side, shift
+    )
 
 
 def view_ends(sharding: Sharding, view: View) -> list[DimEnd]:
-    """Describe each dim of a sharding in one part of its blocks, as divided by poles."""
-    ends = []
-    for d, (side, shift) in enumerate(zip(view.sides, view.shifts, strict=True)):
-        ends.append(dim_end(sharding, d, side, shift))
-    return ends
+    """Describe each dim of a sharding in one view of its blocks."""
+    ends_of_dims = []
+    for dim_index, (pole_side, shift) in enumerate(zip(view.pole_sides, view.shifts, strict=True)):
+        ends_of_dims.append(dim_end(sharding, dim_index, pole_side, shift))
+    return ends_of_dims
 
 
 def dim_ends(
-    before: Sharding, after: Sharding, dst_view: View, src_view: View
+    source: Sharding, target: Sharding, dst_view: View, src_view: View
 ) -> Iterator[tuple[DimEnd, DimEnd]]:
-    """Yield, for each dim, how it is sharded before and after, as a pair of `DimEnd`.
+    """Yield, for each dim, how source and target shard it, as a pair of `DimEnd`.
 
     "b n/x" -> "b/x n": ("b", "b/x"), then ("n/x", "n"). A dim with a halo or window that is the
-    same on both sides is marked: its `side` is CARRIED, since all its rows stay on their devices.
+    same on both sides is marked: its `pole_side` is CARRIED, since all its rows stay on their devices.
 
     Args:
-        before: The sharding before.
-        after: The sharding after.
-        dst_view: Which part of the receiver's block is filled: all of it, unless the array ends at
-            a pole of a sphere. Then rows inside the array, and beyond each pole, are parts.
+        source: The sharding before the exchange.
+        target: The sharding after it.
+        dst_view: Which part of the receiver's block is filled.
         src_view: Which part of the sender's block fills it.
     """
-    carried = carried_dims(before, after)
-    ends = zip(view_ends(before, src_view), view_ends(after, dst_view), strict=True)
-    for d, (src, dst) in enumerate(ends):
+    carried = carried_dims(source, target)
+    ends_of_dims = zip(view_ends(source, src_view), view_ends(target, dst_view), strict=True)
+    for dim_index, (src, dst) in enumerate(ends_of_dims):
         # A shift means that a pole of another dim rolls this one by half its length: then its rows
         # do travel, even if its shards stay.
-        if d in carried and src.shift == 0 and dst.shift == 0:
-            yield src._replace(side=CARRIED), dst._replace(side=CARRIED)
+        if dim_index in carried and src.shift == 0 and dst.shift == 0:
+            yield src._replace(pole_side=CARRIED), dst._replace(pole_side=CARRIED)
         else:
             yield src, dst
 
 
-def view_pairs(before: Sharding, after: Sharding) -> Iterator[tuple[View, View]]:
+def view_pairs(source: Sharding, target: Sharding) -> Iterator[tuple[View, View]]:
     """Yield each pair of a view of the destination and a view of the source that may supply it."""
-    carried = carried_dims(before, after)
-    return itertools.product(views(after, carried), views(before, carried))
+    carried = carried_dims(source, target)
+    return itertools.product(views(target, carried), views(source, carried))
 
 
 def n_segment_rows(segments: Sequence[Segment]) -> int:
@@ -231,8 +247,8 @@ def _request(
     A block with a halo that has rows 0 to 4, and wants 0 to 5: own rows 0 to 4, from others row 5.
 
     Args:
-        src: The dim before.
-        dst: The dim after.
+        src: The dim in the source.
+        dst: The dim in the target.
         src_index: The receiver's index along the axes of `src`.
         dst_index: The receiver's index along the axes of `dst`.
         from_providers: Each row is taken from the one device that provides it (its owner, as a
@@ -240,24 +256,24 @@ def _request(
             counts once.
 
     Returns:
-        Own rows, as segments (position before, position after, length), and the rows to ask all
-        senders for, by position: FILL is in place of own rows.
+        Own rows, as segments (position in the source's block, position in the target's, length), and
+        the rows to ask all senders for, by position: FILL is in place of own rows.
     """
     is_fold = isinstance(src.dim.overlap, Fold)
-    if src.side != STRAIGHT and not is_fold:
+    if src.pole_side != STRAIGHT and not is_fold:
         return RowRequest((), ())  # rows beyond a pole are copies: nothing is taken from them
-    wanted = dst.wanted_rows()[dst_index]
+    wanted_runs = dst.wanted_rows()[dst_index]
     # No own rows: the receiver is asked as a sender like any other, for its own shard too. Without
     # a halo it has nothing else. Under a Fold (whose overlapping rows are addends) what it has
     # beyond its shard are no copies that could be used.
     if src.is_plain or is_fold or from_providers:
-        return RowRequest((), wanted)
+        return RowRequest((), wanted_runs)
     held = src.distinct_held_rows()[src_index]
-    return RowRequest(common_segments(held, wanted), rows_without(wanted, held))
+    return RowRequest(common_segments(held, wanted_runs), rows_without(wanted_runs, held))
 
 
-class Source(NamedTuple):
-    """Rows of one dim from one sender, at these coordinates along the axes of the dim before."""
+class RowSource(NamedTuple):
+    """Rows of one dim from one sender, at these coordinates along the axes of the source's dim."""
 
     coords: Coords
     segments: tuple[Segment, ...]
@@ -271,16 +287,16 @@ def sources(
     dst_index: int,
     from_providers: bool,
     sender: int | None,
-) -> tuple[Source, ...]:
+) -> tuple[RowSource, ...]:
     """Find which rows of one dim a receiver takes from which senders.
 
     From "n/x" to "n" with 4 rows on x=2, device 0 takes rows 0 and 1 from itself, 2 and 3 from
-    device 1: `Source((0,), (Segment(0, 0, 2),))`, `Source((1,), (Segment(0, 2, 2),))`. A segment
+    device 1: `RowSource((0,), (Segment(0, 0, 2),))`, `RowSource((1,), (Segment(0, 2, 2),))`. A segment
     is (position in the sender's block, position in the receiver's, number of rows).
 
     Args:
-        src: The dim before.
-        dst: The dim after.
+        src: The dim in the source.
+        dst: The dim in the target.
         src_index: The receiver's index along the axes of `src`.
         dst_index: The receiver's index along the axes of `dst`.
         from_providers: Each row is taken from the one device that provides it, even if the receiver
@@ -294,21 +310,23 @@ def sources(
     senders = np.arange(src.n_shards) if sender is None else np.array([sender])
     coords = all_coords(src.sizes)  # of each sender
     takes_own = src_index in senders  # the receiver is of interest as a sender too
-    taken = []
-    if dst.side == CARRIED:
+    row_sources = []
+    if dst.pole_side == CARRIED:
         # The dim stays as it is: all rows of the block, with its halo, stay on their device.
         n_rows = count_rows(src.held_rows()[src_index])
         if takes_own and n_rows:
-            taken.append(Source(coords[src_index], (Segment(0, 0, n_rows),)))
-        return tuple(taken)
+            row_sources.append(RowSource(coords[src_index], (Segment(0, 0, n_rows),)))
+        return tuple(row_sources)
     request = _request(src, dst, src_index, dst_index, from_providers)
     if takes_own:
-        taken.append(Source(coords[src_index], request.own_segments))
+        row_sources.append(RowSource(coords[src_index], request.own_segments))
     offered = src.offered_rows()  # for each sender, lists without a row twice: mostly one
-    for i in _senders_in_reach(src, senders, request.from_others):
-        for rows in offered[i]:
-            taken.append(Source(coords[i], common_segments(rows, request.from_others)))
-    return tuple(source for source in taken if source.segments)
+    for sender_index in _senders_in_reach(src, senders, request.from_others):
+        for rows in offered[sender_index]:
+            row_sources.append(
+                RowSource(coords[sender_index], common_segments(rows, request.from_others))
+            )
+    return tuple(row_source for row_source in row_sources if row_source.segments)
 
 
 def _senders_in_reach(src: DimEnd, senders: Numbers, rows: Runs) -> list[int]:
@@ -318,12 +336,12 @@ def _senders_in_reach(src: DimEnd, senders: Numbers, rows: Runs) -> list[int]:
     cyclic sender of rows 0, 4, 8 is selected for row 5 too. Only the selected are compared exactly.
     """
     if isinstance(rows, Rows):
-        wanted = as_intervals(rows)
+        wanted_runs = as_intervals(rows)
     else:
-        wanted = extents([(run,) for run in rows])
+        wanted_runs = extents([(run,) for run in rows])
     offered = _offered_extents(src)[senders]
-    begins_in_time = offered[:, None, 0] < wanted[None, :, 1]  # [senders, runs]
-    ends_late_enough = wanted[None, :, 0] < offered[:, None, 1]
+    begins_in_time = offered[:, None, 0] < wanted_runs[None, :, 1]  # [senders, runs]
+    ends_late_enough = wanted_runs[None, :, 0] < offered[:, None, 1]
     is_in_reach = (begins_in_time & ends_late_enough).any(axis=1)
     in_reach: list[int] = senders[is_in_reach].tolist()
     return in_reach
@@ -347,7 +365,7 @@ class Received(NamedTuple):
 
 
 def count_sources(
-    src: DimEnd, dst: DimEnd, fixed: Axes, mesh: Mesh, from_providers: bool
+    src: DimEnd, dst: DimEnd, fixed_axes: Axes, mesh: Mesh, from_providers: bool
 ) -> Received:
     """Count how many rows of a dim each device takes, and from how many senders, by listing them.
 
@@ -355,9 +373,9 @@ def count_sources(
     right for every overlap (halo, window, fold), and slower than the formulas for plain shards.
 
     Args:
-        src: The dim before.
-        dst: The dim after.
-        fixed: Axes along which only senders with the receiver's coordinate count.
+        src: The dim in the source.
+        dst: The dim in the target.
+        fixed_axes: Axes along which only senders with the receiver's coordinate count.
         mesh: The mesh; the result has its axes, of size 1 where the dim is not sharded.
         from_providers: Each row comes from the one device that provides it, as a new sum requires,
             even if the receiver has a copy.
@@ -368,13 +386,13 @@ def count_sources(
     receivers = mesh.group(0, axes)
     src_indices = [mesh.index(device, src.dim.axes) for device in receivers]
     dst_indices = [mesh.index(device, dst.dim.axes) for device in receivers]
-    pairs = _row_pairs(src, dst, src_indices, dst_indices, from_providers)
-    pairs = _with_fixed_coordinates(pairs, src, src_indices, fixed)
-    return received_of_pairs(pairs, src.n_shards, axes, mesh)
+    row_pairs = _row_pairs(src, dst, src_indices, dst_indices, from_providers)
+    row_pairs = _with_fixed_coordinates(row_pairs, src, src_indices, fixed_axes)
+    return received_of_pairs(row_pairs, src.n_shards, axes, mesh)
 
 
 def received_of_pairs(
-    pairs: RowPairs, n_senders: int, axes: Collection[str], mesh: Mesh
+    row_pairs: RowPairs, n_senders: int, axes: Collection[str], mesh: Mesh
 ) -> Received:
     """Add up the rows that each receiver takes, and count its senders.
 
@@ -382,16 +400,16 @@ def received_of_pairs(
     [2, 1]: arrays over the mesh, of size 1 along all axes but x.
 
     Args:
-        pairs: The pairs; receivers are numbered row-major along `axes`, in the order of the mesh.
+        row_pairs: The pairs; receivers are numbered row-major along `axes`, in the order of the mesh.
         n_senders: The number of all senders. A sender that comes twice counts once.
         axes: The axes that tell receivers apart.
         mesh: The mesh.
     """
     shape = [mesh.size(axis) if axis in axes else 1 for axis in mesh.axes]
     elements = np.zeros(math.prod(shape), np.int64)
-    np.add.at(elements, pairs.receivers, pairs.rows)  # exact; bincount adds floats
+    np.add.at(elements, row_pairs.receivers, row_pairs.rows)  # exact; bincount adds floats
     # A pair is one number: receiver * number of senders + sender.
-    distinct_pairs = np.unique(pairs.receivers * n_senders + pairs.senders)
+    distinct_pairs = np.unique(row_pairs.receivers * n_senders + row_pairs.senders)
     senders = np.bincount(distinct_pairs // n_senders, minlength=len(elements))
     return Received(elements.reshape(shape), senders.reshape(shape))
 
@@ -410,17 +428,17 @@ def _row_pairs(
     0 rows. Receivers are numbered 0, 1, ... as listed, senders along the axes of `src`.
 
     Args:
-        src: The dim before.
-        dst: The dim after.
+        src: The dim in the source.
+        dst: The dim in the target.
         src_indices: The index of each receiver along the axes of `src`.
         dst_indices: The index of each receiver along the axes of `dst`.
         from_providers: Each row is taken from the one device that provides it, even if the receiver
             has a copy.
     """
     receivers = np.arange(len(src_indices))
-    if dst.side == CARRIED:  # the dim stays as it is: all rows come from the receiver itself
+    if dst.pole_side == CARRIED:  # the dim stays as it is: all rows come from the receiver itself
         held = src.held_rows()
-        held_rows = [count_rows(held[i]) for i in src_indices]
+        held_rows = [count_rows(held[sender_index]) for sender_index in src_indices]
         return RowPairs(receivers, np.array(src_indices), np.array(held_rows))
 
     own_rows = []  # how many copies each receiver has itself
@@ -443,28 +461,28 @@ def _row_pairs(
 
 
 def _with_fixed_coordinates(
-    pairs: RowPairs, src: DimEnd, src_indices: Sequence[int], fixed: Axes
+    row_pairs: RowPairs, src: DimEnd, src_indices: Sequence[int], fixed_axes: Axes
 ) -> RowPairs:
-    """Keep the pairs with rows, of senders at the receiver's coordinates along the `fixed` axes.
+    """Keep the pairs with rows, of senders at the receiver's coordinates along `fixed_axes`.
 
     On x=2 with x fixed, receiver x=0 keeps what it takes from sender x=0, not from x=1.
 
     Args:
-        pairs: Receivers as places in `src_indices`, senders as indices along the axes of `src`.
-        src: The dim before.
+        row_pairs: Receivers as places in `src_indices`, senders as indices along the axes of `src`.
+        src: The dim in the source.
         src_indices: The index of each receiver along the axes of `src`.
-        fixed: Axes along which sender and receiver must have the same coordinate.
+        fixed_axes: Axes along which sender and receiver must have the same coordinate.
     """
-    is_kept = pairs.rows > 0  # [pairs]
+    is_kept = row_pairs.rows > 0  # [pairs]
     # Coordinates along each axis of `src.dim`, in its order: one [pairs] per axis.
-    receiver_coords = coords_of(np.array(src_indices)[pairs.receivers], src.sizes)
-    sender_coords = coords_of(pairs.senders, src.sizes)
+    receiver_coords = coords_of(np.array(src_indices)[row_pairs.receivers], src.sizes)
+    sender_coords = coords_of(row_pairs.senders, src.sizes)
     for axis, receiver_coord, sender_coord in zip(
         src.dim.axes, receiver_coords, sender_coords, strict=True
     ):
-        if axis in fixed:
+        if axis in fixed_axes:
             is_kept &= receiver_coord == sender_coord
-    return pairs.take(is_kept)
+    return row_pairs.take(is_kept)
 
 
 def coords_of(indices: Numbers, sizes: Sizes) -> tuple[Numbers, ...]:

@@ -36,29 +36,29 @@ from xshard.steps.exchange.sources import (
 )
 from xshard.steps.traffic import Hop, LinkSpan, LinkSpans, Traffic, slowest_first
 
-MOST_COMPARED = 2**20  # rows of a dim, times its blocks, that are compared one by one
-MOST_COUNTED = 2**62  # elements of all devices together that 64-bit integers count safely
+MAX_COMPARED = 2**20  # rows of a dim, times its blocks, that are compared one by one
+MAX_COUNTED = 2**62  # elements of all devices together that 64-bit integers count safely
 
 
-def exchange_traffic(before: Sharding, after: Sharding, spans: LinkSpans) -> Traffic:
+def exchange_traffic(source: Sharding, target: Sharding, spans: LinkSpans) -> Traffic:
     """Count the traffic of an exchange.
 
-    Senders differ from their receiver only along axes that shard before, and along sums that end.
+    Senders differ from their receiver only along axes that shard the source, and along sums that end.
     """
-    traffic = even_traffic(before, after, spans)
+    traffic = even_traffic(source, target, spans)
     if traffic is None:
-        traffic = counted_traffic(before, after, spans)
+        traffic = counted_traffic(source, target, spans)
     return traffic
 
 
-def counted_traffic(before: Sharding, after: Sharding, spans: LinkSpans) -> Traffic:
-    """Count the same traffic per device: for shards that are uneven or do not divide each other."""
-    mesh, factors, levels = span_axes(before.mesh, spans)
-    if mesh.axes != before.mesh.axes:
-        before = Sharding(factored(before.layout, factors), mesh, before.shape)
-        after = Sharding(factored(after.layout, factors), mesh, after.shape)
-    received = partial(received_from, before, after)
-    return traffic_by_level(received, mesh, moving_axes(before, after), levels)
+def counted_traffic(source: Sharding, target: Sharding, spans: LinkSpans) -> Traffic:
+    """Count the traffic of an exchange per device: for shards that are uneven or do not divide each other."""
+    mesh, factors, levels = span_axes(source.mesh, spans)
+    if mesh.axes != source.mesh.axes:
+        source = Sharding(factored(source.layout, factors), mesh, source.shape)
+        target = Sharding(factored(target.layout, factors), mesh, target.shape)
+    received = partial(received_from, source, target)
+    return traffic_by_level(received, mesh, moving_axes(source, target), levels)
 
 
 class SpanLevel(NamedTuple):
@@ -73,9 +73,9 @@ class SpanLevel(NamedTuple):
 
 
 def traffic_by_level(
-    received_from: Callable[[Axes], Received],
+    count_received: Callable[[Axes], Received],
     mesh: Mesh,
-    may_differ: Sequence[str],
+    moving: Sequence[str],
     levels: Sequence[SpanLevel],
 ) -> Traffic:
     """Split what devices receive in an exchange by the speed (level) of the links it comes over.
@@ -85,46 +85,47 @@ def traffic_by_level(
     The result has one hop for each level that is used, with the numbers of the busiest device.
 
     Args:
-        received_from: A function of some axes that counts what each device takes from the senders
-            at its own coordinates along them. `received_from(())` counts all senders; with the axes
+        count_received: A function of some axes that counts what each device takes from the senders
+            at its own coordinates along them. `count_received(())` counts all senders; with the axes
             between nodes, those in the device's own node.
         mesh: A mesh each of whose axes runs over links of one speed.
-        may_differ: The axes along which a sender and its receiver may differ.
+        moving: The axes along which a sender and its receiver may differ.
         levels: The axes by the speed of their links, the slowest first.
     """
-    wanted = received_from(())
-    # What is still to come: all from senders at the receiver's coordinates along the axes of slower
-    # links, as 70, 30, 10 in the example.
-    remaining = wanted
+    wanted_by_device = count_received(())
+    # What is not counted yet: all from senders at the receiver's coordinates along the axes of
+    # slower links, as 70, 30, 10 in the example.
+    remaining = wanted_by_device
     shared_axes: Axes = ()
-    total = np.zeros_like(wanted.elements)  # over the links of all levels so far
+    # Over the links of all levels so far.
+    received_so_far = np.zeros_like(wanted_by_device.elements)
     hops = []
     for level in levels:
         shared_axes = (*shared_axes, *level.axes)
-        nearer = received_from(shared_axes)  # over faster links, or the device's own
+        from_nearer = count_received(shared_axes)  # over faster links, or the device's own
         received = Received(
-            remaining.elements - nearer.elements, remaining.senders - nearer.senders
+            remaining.elements - from_nearer.elements, remaining.senders - from_nearer.senders
         )
-        total = total + received.elements
+        received_so_far = received_so_far + received.elements
         if received.elements.any():
             # The hop is named after the longest axis, by the alphabet if two are as long.
-            _, longest = max((mesh.size(a), a) for a in may_differ if a in level.axes)
+            _, longest = max((mesh.size(axis), axis) for axis in moving if axis in level.axes)
             # All other axes are of faster links: along them are the devices of one node, say.
-            nearer_dims = tuple(i for i, a in enumerate(mesh.axes) if a not in shared_axes)
+            nearer_dims = tuple(i for i, axis in enumerate(mesh.axes) if axis not in shared_axes)
             hops.append(_level_hop(received, level.level, level.axes[longest], nearer_dims))
-        remaining = nearer
-    return busiest_traffic(wanted.elements, total, hops)
+        remaining = from_nearer
+    return busiest_traffic(wanted_by_device.elements, received_so_far, hops)
 
 
-def busiest_traffic(wanted: Numbers, received: Numbers, hops: Sequence[Hop]) -> Traffic:
+def busiest_traffic(wanted_by_device: Numbers, received: Numbers, hops: Sequence[Hop]) -> Traffic:
     """Return the demands of an exchange, from the elements that each device wants and receives.
 
     A device that wants 8 elements and receives 6 has 2 itself.
     """
     # Each element is packed by its sender and unpacked by its receiver: two copies. A runtime that
     # puts a device's own rows into place directly copies these once, and saves `saved` copies.
-    copied = 2 * int(wanted.max())
-    saved = copied - int((wanted + received).max())
+    copied = 2 * int(wanted_by_device.max())
+    saved = copied - int((wanted_by_device + received).max())
     return Traffic(int(received.max()), copied, tuple(hops), saved)
 
 
@@ -206,26 +207,28 @@ def spans_by_axis(mesh: Mesh, spans: LinkSpans) -> dict[str, LinkSpans]:
     return result
 
 
-def moving_axes(before: Sharding, after: Sharding) -> Axes:
+def moving_axes(source: Sharding, target: Sharding) -> Axes:
     """List the axes along which a sender and its receiver may differ.
 
     They change their role, or shard a dim that a pole rolls.
     """
-    moving = set(axes_with_new_role(before, after.layout))
-    for views in view_pairs(before, after):
+    moving = set(axes_with_new_role(source, target.layout))
+    for views in view_pairs(source, target):
         for view in views:
-            for d, shift in enumerate(view.shifts):
+            for dim_index, shift in enumerate(view.shifts):
                 if shift:
-                    moving.update(before.layout.dims[d].axes, after.layout.dims[d].axes)
-    return tuple(axis for axis in before.mesh.axes if axis in moving)
+                    moving.update(
+                        source.layout.dims[dim_index].axes, target.layout.dims[dim_index].axes
+                    )
+    return tuple(axis for axis in source.mesh.axes if axis in moving)
 
 
 def ended_axes(src: Layout, dst: Layout) -> Axes:
     """List the axes with a sum, max or min that ends between the layouts."""
     ended = []
-    for kind in ("sum", "max", "min"):
-        kept = dst.tagged(kind)
-        ended += [axis for axis in src.tagged(kind) if axis not in kept]
+    for tag in ("sum", "max", "min"):
+        target_axes = dst.tagged(tag)
+        ended += [axis for axis in src.tagged(tag) if axis not in target_axes]
     return tuple(ended)
 
 
@@ -234,17 +237,17 @@ def begun_axes(src: Layout, dst: Layout) -> Axes:
     return tuple(axis for axis in dst.tagged("sum") if axis not in src.tagged("sum"))
 
 
-def even_traffic(before: Sharding, after: Sharding, spans: LinkSpans) -> Traffic | None:
+def even_traffic(source: Sharding, target: Sharding, spans: LinkSpans) -> Traffic | None:
     """Return the traffic of an exchange between even contiguous shards; None for other shards."""
-    src = link_cuts(before, spans)
-    dst = link_cuts(after, spans)
-    if src is None or dst is None or begun_axes(before.layout, after.layout):
+    src = link_cuts(source, spans)
+    dst = link_cuts(target, spans)
+    if src is None or dst is None or begun_axes(source.layout, target.layout):
         return None
-    axis_spans = spans_by_axis(before.mesh, spans)
+    axis_spans = spans_by_axis(source.mesh, spans)
     addends: list[LinkSpan] = []
-    for axis in ended_axes(before.layout, after.layout):
+    for axis in ended_axes(source.layout, target.layout):
         addends += axis_spans[axis]
-    return digit_traffic(before.shape, src, dst, addends)
+    return digit_traffic(source.shape, src, dst, addends)
 
 
 def link_cuts(sharding: Sharding, spans: LinkSpans) -> LinkCuts | None:
@@ -263,7 +266,7 @@ def link_cuts(sharding: Sharding, spans: LinkSpans) -> LinkCuts | None:
 
 
 @layout_cache(maxsize=4096)
-def received_from(before: Sharding, after: Sharding, shared_axes: Axes) -> Received:
+def received_from(source: Sharding, target: Sharding, shared_axes: Axes) -> Received:
     """Count what each device takes in an exchange, from all senders or from the nearer ones.
 
     "n/x" -> "n" with 8 rows on x=2: 8 elements from 2 senders; with `shared_axes` ("x",) 4 elements
@@ -271,35 +274,35 @@ def received_from(before: Sharding, after: Sharding, shared_axes: Axes) -> Recei
     dim, and of the addends of partial sums that end.
 
     Args:
-        before: The sharding before.
-        after: The sharding after.
+        source: The sharding before the exchange.
+        target: The sharding after it.
         shared_axes: The axes along which only senders with the receiver's coordinate count.
 
     Returns:
         Elements and senders, as arrays over the mesh; of size 1 along axes where all are equal.
     """
-    mesh = before.mesh
-    new_sum_axes = begun_axes(before.layout, after.layout)
-    ended = ended_axes(before.layout, after.layout)
-    n_addends = mesh.size(*(a for a in ended if a not in shared_axes))
+    mesh = source.mesh
+    new_sum_axes = begun_axes(source.layout, target.layout)
+    ended_sum_axes = ended_axes(source.layout, target.layout)
+    n_addends = mesh.size(*(sum_axis for sum_axis in ended_sum_axes if sum_axis not in shared_axes))
     # Python's own integers are used if the elements of all devices might not fit into 64 bits.
-    largest_block = max(before.max_local_size, after.max_local_size)
-    fits = largest_block * mesh.n_devices * n_addends < MOST_COUNTED
-    dtype: Any = np.int64 if fits else object
+    largest_block = max(source.max_local_size, target.max_local_size)
+    fits_int64 = largest_block * mesh.n_devices * n_addends < MAX_COUNTED
+    dtype: Any = np.int64 if fits_int64 else object
     # One number, the same for all devices, as an array that broadcasts over the mesh.
     addends = np.full((1,) * len(mesh.axes), n_addends, dtype)
 
-    # Blocks are one part, or several if the array ends at poles of a sphere: then counts add up.
+    # Blocks are one view, or several if the array ends at poles of a sphere: then counts add up.
     elements = np.zeros_like(addends)
     senders = np.zeros_like(addends)
-    for ends in _all_dim_ends(before, after):
-        part = _received_in_view(ends, addends, mesh, new_sum_axes, shared_axes)
-        elements = elements + part.elements
-        senders = senders + part.senders
+    for ends_of_dims in _all_dim_ends(source, target):
+        view_received = _received_in_view(ends_of_dims, addends, mesh, new_sum_axes, shared_axes)
+        elements = elements + view_received.elements
+        senders = senders + view_received.senders
     # A partial sum that begins out of replicas: only the first device along the axis has the
     # values, and the others have zeros and take nothing.
     for axis in new_sum_axes:
-        if axis not in before.layout.sharding_axes:
+        if axis not in source.layout.sharding_axes:
             is_first = _is_first_along(mesh, axis)
             elements = elements * is_first
             senders = senders * is_first
@@ -307,7 +310,7 @@ def received_from(before: Sharding, after: Sharding, shared_axes: Axes) -> Recei
 
 
 def _received_in_view(
-    ends: Sequence[tuple[DimEnd, DimEnd]],
+    ends_of_dims: Sequence[tuple[DimEnd, DimEnd]],
     addends: NDArray[Any],
     mesh: Mesh,
     new_sum_axes: Axes,
@@ -316,10 +319,10 @@ def _received_in_view(
     """Count what devices take in an exchange: multiply the rows of all dims, and the addends.
 
     4 rows from 2 senders in one dim, 3 rows from 1 sender in the other, and 2 addends -> 24
-    elements from 4 senders. If poles of a sphere divide blocks, it is for one part of them.
+    elements from 4 senders. If poles of a sphere divide blocks, it is for one view of them.
 
     Args:
-        ends: Each dim before and after.
+        ends_of_dims: Each dim in source and target.
         addends: How many addends each element of a partial sum that ends has, each from another
             device; 1 without such a sum. An array with one number, of as many dims as the mesh.
         mesh: The mesh; the result is an array over its axes.
@@ -328,14 +331,16 @@ def _received_in_view(
     """
     elements = addends
     senders = addends
-    for src, dst in ends:
+    for src, dst in ends_of_dims:
         # Where a partial sum begins along an axis that sharded the dim, each device takes only its
         # own shard as its addend: sender and receiver have the same coordinate there. A copy of a
         # row would count twice in the sum, so rows come from their one provider.
         begins_sum = not set(src.dim.axes).isdisjoint(new_sum_axes)
-        fixed = tuple(a for a in src.dim.axes if a in new_sum_axes or a in shared_axes)
+        fixed_axes = tuple(
+            axis for axis in src.dim.axes if axis in new_sum_axes or axis in shared_axes
+        )
         # Positional: a call with keywords would be another entry of the cache.
-        of_dim = received_of_dim(src, dst, fixed, mesh, begins_sum)
+        of_dim = received_of_dim(src, dst, fixed_axes, mesh, begins_sum)
         elements = elements * of_dim.elements
         senders = senders * of_dim.senders
     return Received(elements, senders)
@@ -347,33 +352,33 @@ def _is_first_along(mesh: Mesh, axis: str) -> Numbers:
     Of the replicas along a new sum, only the first contributes.
     """
     ones = np.eye(1, mesh.size(axis), dtype=np.int64)
-    return ones.reshape([-1 if a == axis else 1 for a in mesh.axes])
+    return ones.reshape([-1 if mesh_axis == axis else 1 for mesh_axis in mesh.axes])
 
 
 @layout_cache(maxsize=64)
 def _all_dim_ends(
-    before: Sharding, after: Sharding
+    source: Sharding, target: Sharding
 ) -> tuple[tuple[tuple[DimEnd, DimEnd], ...], ...]:
-    """List, for each pair of views, the source and the destination of each dim."""
+    """List the `dim_ends` of each pair of views: for each dim, how source and target shard it."""
     result = []
-    for dst_view, src_view in view_pairs(before, after):
-        result.append(tuple(dim_ends(before, after, dst_view, src_view)))
+    for dst_view, src_view in view_pairs(source, target):
+        result.append(tuple(dim_ends(source, target, dst_view, src_view)))
     return tuple(result)
 
 
 @layout_cache(maxsize=16384)
 def received_of_dim(
-    src: DimEnd, dst: DimEnd, fixed: Axes, mesh: Mesh, from_providers: bool
+    src: DimEnd, dst: DimEnd, fixed_axes: Axes, mesh: Mesh, from_providers: bool
 ) -> Received:
     """Count how many rows of one dim each device takes in an exchange, and from how many senders.
 
-    "n/x" -> "n" with 8 rows on x=2, y=3: 8 rows from 2 senders on all devices. With x in `fixed`, 4
+    "n/x" -> "n" with 8 rows on x=2, y=3: 8 rows from 2 senders on all devices. With x in `fixed_axes`, 4
     rows from 1 sender: those that the device has itself.
 
     Args:
-        src: The dim before.
-        dst: The dim after.
-        fixed: Axes along which only senders with the receiver's coordinate count.
+        src: The dim in the source.
+        dst: The dim in the target.
+        fixed_axes: Axes along which only senders with the receiver's coordinate count.
         mesh: The mesh; the result has its axes, of size 1 where the count is the same.
         from_providers: Each row is taken from the one device that provides it, even if the receiver
             has a copy in its halo. A new partial sum requires it, so that each row counts once.
@@ -382,50 +387,55 @@ def received_of_dim(
         Rows and senders, as arrays over the mesh.
     """
     if not (src.is_plain and dst.is_plain):
-        return count_sources(src, dst, fixed, mesh, from_providers)
-    # Without overlaps each row is in one shard before: a shard after takes it from there.
-    pairs = shared_rows_of(src, dst)  # receivers are shards after, senders shards before
-    is_taken = pairs.rows > 0  # [pairs]
+        return count_sources(src, dst, fixed_axes, mesh, from_providers)
+    # Receivers are shards of the target, senders shards of the source. Without overlaps a row is in
+    # one shard of the source: its only sender.
+    row_pairs = shared_rows_of(src, dst)
+    is_taken = row_pairs.rows > 0  # [pairs]
     # The receiver's coordinate in each pair, by the axes that tell receivers apart: [pairs] each.
-    coords = dict(zip(dst.dim.axes, coords_of(pairs.receivers, dst.sizes), strict=True))
-    for axis, sender_coord in zip(src.dim.axes, coords_of(pairs.senders, src.sizes), strict=True):
-        if axis in fixed and axis in coords:
+    coords = dict(zip(dst.dim.axes, coords_of(row_pairs.receivers, dst.sizes), strict=True))
+    for axis, sender_coord in zip(
+        src.dim.axes, coords_of(row_pairs.senders, src.sizes), strict=True
+    ):
+        if axis in fixed_axes and axis in coords:
             is_taken &= sender_coord == coords[axis]
-        elif axis in fixed:
-            # The axis does not shard the dim after: receivers with all its coordinates want the
+        elif axis in fixed_axes:
+            # The axis does not shard the target's dim: receivers with all its coordinates want the
             # same rows. Each takes those of the sender at its own coordinate.
             coords[axis] = sender_coord
-    receivers = np.zeros_like(pairs.rows)  # numbered row-major along these axes
+    receivers = np.zeros_like(row_pairs.rows)  # numbered row-major along these axes
     for axis, size in zip(mesh.axes, mesh.sizes, strict=True):
         if axis in coords:
             receivers = receivers * size + coords[axis]
-    taken_pairs = pairs._replace(receivers=receivers).take(is_taken)
+    taken_pairs = row_pairs._replace(receivers=receivers).take(is_taken)
     return received_of_pairs(taken_pairs, src.n_shards, coords, mesh)
 
 
 @layout_cache(maxsize=16384)
 def shared_rows_of(src: DimEnd, dst: DimEnd) -> RowPairs:
-    """Count the rows that each shard of a dim before has in common with each shard after.
+    """Count the rows that each shard of a dim in the source shares with each one in the target.
 
     8 rows, "n/x" -> "n/y" with x=2, y=4: receivers (0, 1, 2, 3), senders (0, 0, 1, 1), 2 rows each.
     A short dim is compared row by row, a long one by ranges of rows, which takes less memory.
     """
-    if src.length * max(src.n_shards, dst.n_shards) > MOST_COMPARED:
+    if src.length * max(src.n_shards, dst.n_shards) > MAX_COMPARED:
         src_rows = all_owned_rows(src.dim, src.length, src.sizes)
         dst_rows = all_owned_rows(dst.dim, dst.length, dst.sizes)
         return shared_rows(src_rows, dst_rows)
     sender_of_row = owner_of_rows(src.dim, src.length, src.sizes)
     receiver_of_row = owner_of_rows(dst.dim, dst.length, dst.sizes)
     # Each row gives a pair, written as one number: receiver * number of senders + sender.
-    rows = np.bincount(receiver_of_row * src.n_shards + sender_of_row)
-    pairs = np.flatnonzero(rows)
-    return RowPairs(pairs // src.n_shards, pairs % src.n_shards, rows[pairs])
+    rows_of_pair = np.bincount(receiver_of_row * src.n_shards + sender_of_row)
+    pair_indices = np.flatnonzero(rows_of_pair)
+    return RowPairs(
+        pair_indices // src.n_shards, pair_indices % src.n_shards, rows_of_pair[pair_indices]
+    )
 
 
 @layout_cache(maxsize=4096)
 def rows_in_common(src: DimEnd, dst: DimEnd) -> Numbers:
     """Tabulate how many rows each shard of `src` shares with each of `dst`: [src, dst]."""
-    pairs = shared_rows_of(src, dst)
+    row_pairs = shared_rows_of(src, dst)
     table = np.zeros((src.n_shards, dst.n_shards), np.int64)
-    table[pairs.senders, pairs.receivers] = pairs.rows
+    table[row_pairs.senders, row_pairs.receivers] = row_pairs.rows
     return table
