@@ -196,9 +196,9 @@ def as_array(x: Any, text: str) -> jax.Array:
     try:
         return jnp.asarray(x)  # numbers, lists, arrays of other frameworks
     except (TypeError, ValueError):
-        what = f"JAX cannot make an array of a {type(x).__name__}"
+        reason = f"JAX cannot make an array of a {type(x).__name__}"
         hint = "pass an array; a mesh is passed by its name: mesh=mesh"
-        raise DtypeError(what, text=text, hint=hint) from None
+        raise DtypeError(reason, text=text, hint=hint) from None
 
 
 def check_dtype(dtype: np.dtype, text: str) -> None:
@@ -207,9 +207,9 @@ def check_dtype(dtype: np.dtype, text: str) -> None:
         raise DtypeError(f"JAX cannot hold {dtype}", text=text, hint="pass an array of numbers")
     narrowed = jax.dtypes.canonicalize_dtype(dtype)
     if narrowed != dtype:
-        what = f"the block is {dtype.name}, which JAX would make {narrowed.name}"
+        reason = f"the block is {dtype.name}, which JAX would make {narrowed.name}"
         raise DtypeError(
-            what, text=text, hint='jax.config.update("jax_enable_x64", True), or convert it'
+            reason, text=text, hint='jax.config.update("jax_enable_x64", True), or convert it'
         )
 
 
@@ -252,11 +252,11 @@ def with_entry_type(
     # The first axis along which the type does not fit is the error.
     for axis in plan.axes if axes is None else axes:
         if kind != "sum" and axis in block_type.unreduced and axis not in src.tagged(kind):
-            what = f"the block is unreduced along {axis!r}: its {kind} is pending"
+            reason = f"the block is unreduced along {axis!r}: its {kind} is pending"
             hint = f"write it on the left: {kind}({axis})"
         # Addends that are constants may be equal, as this device's number of rows.
         elif axis in equal_axes and not is_constant(x):
-            what = (
+            reason = (
                 f"the block is equal on all {axis_size(axis)} devices of {axis!r}, "
                 "where the source holds addends"
             )
@@ -272,10 +272,10 @@ def with_entry_type(
             x = lax.psum(x, axis)
             continue
         else:
-            what = f"the block varies along {axis!r}, where the source holds one value"
+            reason = f"the block varies along {axis!r}, where the source holds one value"
             kinds = f"sum({axis}), mean({axis}), or copy({axis}) for copies"
             hint = f"write what it is on the left: {kinds}"
-        raise NotationError(what, text=text, span=axis_span(axis, text, layout), hint=hint)
+        raise NotationError(reason, text=text, span=axis_span(axis, text, layout), hint=hint)
     return as_varying(x, src_axes)
 
 

@@ -179,8 +179,8 @@ def arrive(x: jax.Array, target: StoredArray) -> jax.Array:
             return target.bring(x)
         mesh = target.mesh.of_arrays
         if not is_on_mesh(x, mesh):
-            what = f"the array is not on the mesh: {other}"
-            raise MeshError(what, text=target.text, hint="place puts it there")
+            reason = f"the array is not on the mesh: {other}"
+            raise MeshError(reason, text=target.text, hint="place puts it there")
         layout = target.array.layout
         if recorded_order(x) is None:
             # Nothing says in which order its rows are, as zigzag. They keep their order; only the

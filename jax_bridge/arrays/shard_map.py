@@ -165,7 +165,7 @@ def _signature(layouts: Any) -> Sequence[Any]:
 
 
 class _BorderArray(NamedTuple):
-    """One array at the border: the move of its blocks on the way, and the array outside."""
+    """One array at the border: the move between its block outside and its block inside, and the array."""
 
     call: MoveCall
     outside: StoredArray
@@ -178,7 +178,11 @@ class _BorderArray(NamedTuple):
 
 
 class _Border(NamedTuple):
-    """The border of a `shard_map`: global arrays outside, this device's blocks inside."""
+    """The border of a `shard_map`: global arrays outside, this device's blocks inside.
+
+    An argument under "n/cp+1:1 d" is split into even blocks by `jax.shard_map`, and then moved to
+    blocks with halos, inside, before the function sees them; a result takes the opposite way.
+    """
 
     mesh: ArrayMesh
     has_types: bool
@@ -228,9 +232,9 @@ class _Border(NamedTuple):
             way_out = sides._replace(dst=self._layout_at_border(array))
             return self._border_array(array, way_out, path)
 
-    def _resolved_sides(self, given: Any, ndim: int) -> Sides:
+    def _resolved_sides(self, layout: Any, ndim: int) -> Sides:
         """Parse a layout, or "layout -> layout", for an array of `ndim` dims, and check its axes."""
-        src, dst, text = sides_or_one(given)
+        src, dst, text = sides_or_one(layout)
         axes = self.mesh.free((*src.axes, *dst.axes), text)
         with mark_errors(text):
             check_axes(src, axes, text)
@@ -356,7 +360,7 @@ class _MappedFunction:
     has_types: bool
     donated: tuple[int, ...]
     profile: ProfileLike
-    # The leaves of the arguments, by the arguments' structure.
+    # The leaves of the arguments without their values, by the arguments' structure.
     leaves: dict[Any, list[Leaf]] = field(default_factory=dict)
     programs: dict[Any, _Program] = field(default_factory=dict)
 
@@ -367,11 +371,10 @@ class _MappedFunction:
             args: Arguments by position.
             static: Arguments by keyword; they are no arrays, and are compiled in.
         """
-        # A call like an earlier one does no more than this, so all of it has to be fast.
+        # A call like an earlier one only looks up its program, moves the arrays and runs it.
         call = self._structured(args, static)
-        leaves = call.array_leaves
-        arrays = [as_array(leaf.x, leaf.name) for leaf in leaves]
-        texts = [sides_or_one(leaf.value).text for leaf in leaves]
+        arrays = [as_array(leaf.x, leaf.name) for leaf in call.array_leaves]
+        texts = [sides_or_one(leaf.value).text for leaf in call.array_leaves]
         mesh = ArrayMesh.of(arrays, texts, self.mesh)
         types = tuple((x.shape, x.dtype) for x in arrays)
         key = (call.structure, call.constants, types, mesh)
@@ -379,17 +382,16 @@ class _MappedFunction:
             program = self.programs.get(key)
         except TypeError as error:
             hint = "other arguments than arrays are compiled in, and the program is cached by them"
-            what = f"an argument that is not an array lacks a hash: {error}"
-            raise XshardError(what, hint=hint) from None
+            reason = f"an argument that is not an array lacks a hash: {error}"
+            raise XshardError(reason, hint=hint) from None
 
-        border = _Border(mesh, self.has_types, self.profile)
-        if program is None:
-            pairs = zip(leaves, arrays, strict=True)
-            arguments = [border.argument(leaf, x.shape) for leaf, x in pairs]
+        if program is not None:
+            placed = _place_arguments(arrays, program.arguments)
         else:
-            arguments = program.arguments
-        placed = [arrive(x, to.outside) for x, to in zip(arrays, arguments, strict=True)]
-        if program is None:
+            border = _Border(mesh, self.has_types, self.profile)
+            leaves_and_arrays = zip(call.array_leaves, arrays, strict=True)
+            arguments = [border.argument(leaf, x.shape) for leaf, x in leaves_and_arrays]
+            placed = _place_arguments(arrays, arguments)
             of_blocks = _BlockFunction(self.f, call.without_arrays(), arguments)
             program = self._program(of_blocks, border, placed)
             self.programs[key] = program
@@ -401,13 +403,14 @@ class _MappedFunction:
         f(x, {"w": w}) has the leaves "x" and "params.w" if the parameters of `f` are so called.
         """
         names = self.names[: len(args)]
-        names += map(str, range(len(names), len(args)))  # *args have numbers
+        names += map(str, range(len(names), len(args)))  # *args are named by their positions
         values, tree = jax.tree.flatten({**dict(zip(names, args, strict=True)), **static})
         structure = (tree, tuple(map(is_array, values)))
         if structure not in self.leaves:
             self.leaves[structure] = self._leaves(names, jax.tree.unflatten(tree, values))
-        pairs = zip(self.leaves[structure], values, strict=True)
-        return _Call(names, tree, structure, [leaf._replace(x=x) for leaf, x in pairs])
+        leaves_without_values = self.leaves[structure]
+        leaves = [leaf._replace(x=x) for leaf, x in zip(leaves_without_values, values, strict=True)]
+        return _Call(names, tree, structure, leaves)
 
     @cached_property
     def names(self) -> list[str]:
@@ -523,14 +526,21 @@ class _MappedFunction:
         The user counts arguments, the jitted function takes arrays: for f(tree of 2 arrays, x),
         argument 1 is array 2.
         """
-        known = of_blocks.call.names
-        if any(number >= len(known) for number in self.donated):
+        argument_names = of_blocks.call.names
+        if any(i >= len(argument_names) for i in self.donated):
             raise XshardError(
-                f"donate_argnums is {self.donated}", hint=f"f has {len(known)} arguments"
+                f"donate_argnums is {self.donated}", hint=f"f has {len(argument_names)} arguments"
             )
-        donated_names = {known[number] for number in self.donated}
+        donated_names = {argument_names[i] for i in self.donated}
         names = [leaf.name.partition(".")[0] for leaf in of_blocks.call.array_leaves]
-        return [number for number, name in enumerate(names) if name in donated_names]
+        return [i for i, name in enumerate(names) if name in donated_names]
+
+
+def _place_arguments(
+    arrays: Sequence[jax.Array], arguments: Sequence[_BorderArray]
+) -> list[jax.Array]:
+    """Move global arrays to the shardings in which the jitted function takes them."""
+    return [arrive(x, argument.outside) for x, argument in zip(arrays, arguments, strict=True)]
 
 
 def _traced_outputs(

@@ -130,9 +130,9 @@ def _check_features(x: Sharded, channel_dim: int) -> None:
     """Raise ShapeError if the features, which a convolution adds up, are sharded."""
     dim = x.layout.dims[channel_dim]
     if dim.axes:
-        what = f"features {str(dim)!r} are sharded, and a convolution adds over them"
+        reason = f"features {str(dim)!r} are sharded, and a convolution adds over them"
         hint = "x.to(...) a layout with unsharded features"
-        raise ShapeError(what, text=str(x.layout), hint=hint)
+        raise ShapeError(reason, text=str(x.layout), hint=hint)
 
 
 def _or_ones(values: Ints | None, n: int) -> tuple[int, ...]:

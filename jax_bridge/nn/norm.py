@@ -88,9 +88,9 @@ def group_norm(
     n_features = x.sharding.shape[feature_dim]
     features = x.layout.dims[feature_dim]
     if features.axes or n_features % num_groups:
-        what = f"{n_features} features {str(features)!r} in {num_groups} groups"
+        reason = f"{n_features} features {str(features)!r} in {num_groups} groups"
         hint = "unsharded features, and a number of groups that divides them"
-        raise ShapeError(what, text=str(x.layout), hint=hint)
+        raise ShapeError(reason, text=str(x.layout), hint=hint)
     # Of the dims [samples, ..., groups, features of a group, ...] all but two are averaged over.
     grouped = _with_groups(x, feature_dim, num_groups)
     averaged = [dim for dim in range(1, grouped.block.ndim) if dim != feature_dim]
@@ -231,8 +231,8 @@ def _local_parameter(x: Sharded, value: jax.Array, dims: Sequence[int]) -> jax.A
     """
     lengths = tuple(x.sharding.shape[dim] for dim in dims)
     if value.shape != lengths:
-        what = f"a parameter of shape {value.shape} for dims of lengths {lengths}"
-        raise ShapeError(what, text=str(x.layout))
+        reason = f"a parameter of shape {value.shape} for dims of lengths {lengths}"
+        raise ShapeError(reason, text=str(x.layout))
 
     layout = Layout(tuple(x.layout.dims[dim] for dim in dims))
     if layout.axes:

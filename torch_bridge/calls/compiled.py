@@ -84,8 +84,8 @@ def traced_call(
     elif _are_plain(blocks):
         y = TRACED[verb](list(blocks), expression, mesh, **options)
     else:
-        what = f"torch.export records {verb} of plain tensors on one mesh"
-        raise PlanError(what, hint="export local tensors")
+        reason = f"torch.export records {verb} of plain tensors on one mesh"
+        raise PlanError(reason, hint="export local tensors")
     if async_op:  # a graph has no calls in flight: the result is there
         return PendingTensor(y, y.shape, y)
     return y

@@ -302,8 +302,8 @@ class TransferCall(NamedTuple):
         last_rank = max(*plan.src_devices, *plan.dst_devices)
         n_processes = dist.get_world_size()
         if last_rank >= n_processes:
-            what = f"the meshes have a rank {last_rank}, the world has {n_processes} processes"
-            raise MeshError(what, hint="device numbers of a plan are global ranks")
+            reason = f"the meshes have a rank {last_rank}, the world has {n_processes} processes"
+            raise MeshError(reason, hint="device numbers of a plan are global ranks")
         return plan
 
     def _given_plan(self, plan: Plan) -> Plan:

@@ -265,19 +265,19 @@ def _for_operands(given: Contraction, blocks: Sequence[calls.Block]) -> Contract
         _, other_dtype, other_device = block
         hint = "x.to(...): they are multiplied as they are"
         if dtype != other_dtype:
-            message = f"one operand is {dtype}, another {other_dtype}"
-            raise DtypeError(message, text=given.text, span=span, hint=hint)
+            reason = f"one operand is {dtype}, another {other_dtype}"
+            raise DtypeError(reason, text=given.text, span=span, hint=hint)
         if device != other_device:
-            message = f"one operand is {device}, another {other_device}"
-            raise MeshError(message, text=given.text, span=span, hint=hint)
+            reason = f"one operand is {device}, another {other_device}"
+            raise MeshError(reason, text=given.text, span=span, hint=hint)
     return for_operands(given, tuple(tuple(shape) for shape, *_ in blocks))
 
 
 def check_number(given: Contraction, tensors: Sequence[object]) -> None:
     """Raise NotationError unless there is one tensor per operand."""
     if len(tensors) != len(given.operands):
-        message = f"{len(tensors)} tensors for {len(given.operands)} operands"
-        raise NotationError(message, text=given.text, hint=HINT)
+        reason = f"{len(tensors)} tensors for {len(given.operands)} operands"
+        raise NotationError(reason, text=given.text, hint=HINT)
 
 
 def _check_product(plan: ContractionPlan, dtype: torch.dtype, device: torch.device) -> None:

@@ -263,8 +263,8 @@ def _of_dtensors(call: EinsumCall, operands: list[Any], keeps: bool) -> Tensor:
     # Without sizes= or shape= these are the DTensors' own shapes, and equal.
     needed_shapes = tuple(array.shape for array in arrays)
     if needed_shapes != global_shapes:
-        message = f"the DTensors have shapes {global_shapes}, not {needed_shapes}"
-        raise ShapeError(message, text=text, hint="leave sizes= and shape= out")
+        reason = f"the DTensors have shapes {global_shapes}, not {needed_shapes}"
+        raise ShapeError(reason, text=text, hint="leave sizes= and shape= out")
     to_placements(result.layout, mesh, result.shape)  # raises if no DTensor is placed so
 
     spans = text_spans(text).layouts  # the result's is at the end
@@ -281,6 +281,6 @@ def _one_mesh(operands: Sequence[Any], text: str) -> DeviceMesh:
     meshes = [x.device_mesh for x in operands if is_dtensor(x)]
     # A plain tensor beside them could be a block or a whole array.
     if len(meshes) < len(operands) or any(mesh != meshes[0] for mesh in meshes):
-        message = "not all operands are DTensors of one mesh"
-        raise MeshError(message, text=text, hint="all or none are")
+        reason = "not all operands are DTensors of one mesh"
+        raise MeshError(reason, text=text, hint="all or none are")
     return meshes[0]

@@ -255,8 +255,8 @@ class Executable:
         """
         if not self.is_linear and self.dtype != travels.backward:
             text = self.plan.src
-            message = f"the gradient of '{text}' goes to the values that are equal to the result"
-            raise DtypeError(message, hint=f"it travels in the same dtype: comm_dtype={self.dtype}")
+            reason = f"the gradient of '{text}' goes to the values that are equal to the result"
+            raise DtypeError(reason, hint=f"it travels in the same dtype: comm_dtype={self.dtype}")
         if all(dtype == self.dtype for dtype in (block_dtype, *travels)):
             return self
         return replace(self, casts=Casts(block_dtype, travels))

@@ -39,7 +39,7 @@ class StepContext(NamedTuple):
         dtype: The name of the dtype of values, as in the plan.
         lengths: Symbols of a compiler for lengths of dims that no step cuts; None if nothing is traced.
         is_last: Whether no later step makes a new tensor: the output is then the result.
-        is_given: Whether the input may be the tensor that the caller passed.
+        may_be_callers_tensor: Whether the input may be the tensor that the caller passed.
         fabric: The links of the mesh; None makes each collective one phase.
         place: Returns the name of the step and its plan, for errors.
     """
@@ -51,7 +51,7 @@ class StepContext(NamedTuple):
     dtype: str
     lengths: Lengths | None
     is_last: bool
-    is_given: bool
+    may_be_callers_tensor: bool
     fabric: Fabric | None
     place: Callable[[], str]
 
@@ -152,8 +152,8 @@ class StepContext(NamedTuple):
         """
         shape = self.shapes[end]
         d = self.before.dim_index(dim)
-        parts = even_parts(self.before, dim, shards)
+        part_rows = even_parts(self.before, dim, shards)
         axes = axes_of(shards)
-        numbers = [self.before.mesh.index(device, axes) for device in devices]
-        messages = [self.subarray(shape, {d: parts[number]}) for number in numbers]
+        part_indices = [self.before.mesh.index(device, axes) for device in devices]
+        messages = [self.subarray(shape, {d: part_rows[i]}) for i in part_indices]
         return Packing(shape, tuple(messages))

@@ -73,8 +73,10 @@ def _norm_unless_blocks(tensors: Any, *args: Any, **options: Any) -> Tensor:
     """Return the norm of gradients as torch does. Raises XshardError for blocks."""
     gradients = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     for name, _ in _blocks_among(gradients):
-        what = f"torch's clip_grad_norm_ and get_total_norm would take the block of {name} for the whole"
-        raise XshardError(what, hint="xt.clip_grad_norm_(model, max_norm), or xt.grad_norm(model)")
+        reason = f"torch's clip_grad_norm_ and get_total_norm would take the block of {name} for the whole"
+        raise XshardError(
+            reason, hint="xt.clip_grad_norm_(model, max_norm), or xt.grad_norm(model)"
+        )
     return norm_of(gradients, *args, **options)
 
 
@@ -109,8 +111,8 @@ def check_parametrizations(used: Mapping[str, Sharding]) -> None:
             cut_dims[name] = [i for i, dim in dims if sharding.mesh.size(*dim.axes) > 1]
     for name, cut in cut_dims.items():
         if cut and cut_dims.get(f"{name[:-1]}0") != cut:
-            what = f"a parametrization would take the block of {name} for the whole"
-            raise XshardError(what, hint="gather it for its use, as in 'o/tp i -> o i'")
+            reason = f"a parametrization would take the block of {name} for the whole"
+            raise XshardError(reason, hint="gather it for its use, as in 'o/tp i -> o i'")
 
 
 def _check_optimizer(optimizer: Optimizer, *hook_arguments: Any) -> None:
@@ -133,10 +135,10 @@ def _check_optimizer(optimizer: Optimizer, *hook_arguments: Any) -> None:
 def _refuse_state_dict(optimizer: Optimizer) -> None:
     """Raise XshardError for `state_dict()` of an optimizer of blocks, which it would give out as whole."""
     for name, _ in _blocks_among(parameters_of(optimizer)):
-        what = f"state_dict() of an optimizer of blocks has blocks, as of {name}"
+        reason = f"state_dict() of an optimizer of blocks has blocks, as of {name}"
         hint = "xt.optimizer_state_dict(model, optimizer) has DTensors; "
         hint += 'xt.save({"model": model, "optimizer": optimizer}, folder) saves both'
-        raise XshardError(what, hint=hint)
+        raise XshardError(reason, hint=hint)
 
 
 def _try(kind: Any, group: Any, name: str) -> None:

@@ -110,8 +110,8 @@ def _check_embedding(
     if not is_torchs and "super" not in kind.forward.__code__.co_names:
         reasons = ["a lookup of its own"]
     if reasons:
-        what = f"the rows of an {kind.__name__} with {reasons[0]} are sharded"
-        raise PlanError(what, text=text, hint="shard its columns, as in 'v c/tp'")
+        reason = f"the rows of an {kind.__name__} with {reasons[0]} are sharded"
+        raise PlanError(reason, text=text, hint="shard its columns, as in 'v c/tp'")
 
     axes = used.layout.dims[0].axes
     if not set(axes) <= set(summed_axes):

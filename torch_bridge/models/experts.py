@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from torch_bridge.autodiff.turns import OfPart
+from torch_bridge.autodiff.turns import PerPart
 from torch_bridge.models.names import module_of
 from torch_bridge.models.parameters import ParallelContext, ShardedParameter
 from torch_bridge.routing import RouteCall, Routed
@@ -56,8 +56,8 @@ class RoutedExperts:
     call: RouteCall
     last: tuple[int, int] | None = None
     # One for each pass that has begun, of each part of a batch.
-    _under_way: OfPart[Sequence[_UnderWay]] = field(
-        default_factory=partial(OfPart[Sequence[_UnderWay]], ())
+    _under_way: PerPart[Sequence[_UnderWay]] = field(
+        default_factory=partial(PerPart[Sequence[_UnderWay]], ())
     )
 
     def enter(self, key: Any, values: Values) -> None:
@@ -158,8 +158,8 @@ def _choices_key(key: Any, values: Values) -> Any:
             tables.append(other_key)
     if len(tables) != 1:
         hint = f"rows have shape {tuple(rows.shape)}, and choices beside them [rows, k], of whole numbers"
-        what = f"experts need one argument with choices for each row, not {len(tables)}: {tables}"
-        raise ShapeError(what, hint=hint)
+        reason = f"experts need one argument with choices for each row, not {len(tables)}: {tables}"
+        raise ShapeError(reason, hint=hint)
     return tables[0]
 
 
@@ -261,7 +261,7 @@ def _experts_of(
     devices = [context.processes.ranks.index(r) for r in context.processes.submesh(axes).ranks]
     distinct = set()  # what parameters say; more than one if they disagree
     for parameter in parameters:
-        for full_name, place in zip(parameter.names, parameter.places, strict=True):
+        for full_name, slot in zip(parameter.names, parameter.slots, strict=True):
             if module_of(full_name) != name or full_name not in used_shardings:
                 continue
             sharding = used_shardings[full_name]
@@ -269,7 +269,7 @@ def _experts_of(
             for device in devices:
                 numbers = sharding.layout.positions(sharding.mesh, sharding.shape, 0, device)
                 by_process.append(tuple(numbers.tolist()))
-            distinct.add(_Experts(place.module, sharding.shape[0], tuple(by_process)))
+            distinct.add(_Experts(slot.module, sharding.shape[0], tuple(by_process)))
 
     if len(distinct) == 1:
         (experts,) = distinct

@@ -17,7 +17,7 @@ from torch_bridge.comm_dtype import CommDtype, CommDtypeLike
 from torch_bridge.mesh import desync
 from torch_bridge.mesh.process_mesh import world_key
 from torch_bridge.models.offload import copied
-from torch_bridge.models.parameters import ParallelContext, Place, ShardedParameter
+from torch_bridge.models.parameters import ParallelContext, ShardedParameter, TensorSlot
 from torch_bridge.precision import Precision, parameter_dtypes
 from torch_bridge.redistribution import redistribute
 from torch_bridge.redistribution.tree import SharedMove, share_collectives
@@ -38,7 +38,7 @@ class GatheredParameter:
 
     Attributes:
         name: Its name in the model.
-        places: Where modules use it so; several for a tied parameter, which is gathered once.
+        slots: Where modules use it so; several for a tied parameter, which is gathered once.
         parameter: The parameter in storage.
         to_use: The move of its block, as "o/dp i -> o i | copy(dp)".
         to_storage: The move of its gradient, as "o i | sum(dp) -> o/dp i".
@@ -49,7 +49,7 @@ class GatheredParameter:
     """
 
     name: str
-    places: list[Place]
+    slots: list[TensorSlot]
     parameter: ShardedParameter
     to_use: str
     to_storage: str
@@ -89,8 +89,8 @@ class GatheredParameter:
             self.parameter.bring_back()
 
     def _let_modules_have(self, x: Tensor) -> None:
-        for place in self.places:
-            place.set_tensor(x)
+        for slot in self.slots:
+            slot.set_tensor(x)
 
 
 class GatherUnderWay:

@@ -96,12 +96,12 @@ class Gradient:
             if not torch.any(share):  # `zero_grad()` drops all passes
                 self.earlier_sum = None
                 return
-            what = f"the gradient of {self.name} was changed between passes inside no_sync, "
-            what += "but is the sum of earlier passes and a share"
+            reason = f"the gradient of {self.name} was changed between passes inside no_sync, "
+            reason += "but is the sum of earlier passes and a share"
             hint = (
                 "change gradients after a pass outside of no_sync, or before the first one inside"
             )
-            raise XshardError(what, hint=hint)
+            raise XshardError(reason, hint=hint)
 
     def take_share(self) -> Tensor | None:
         """Return what no message has taken yet, of this pass and earlier ones; None without a share."""
@@ -353,9 +353,9 @@ class Gradients:
         """Register the hooks of one gradient. Raises XshardError if its parameter was computed."""
         x = gradient.parameter
         if gradient.axes and not x.is_leaf:
-            what = f"{gradient.name} was computed, as for torch.func.functional_call: "
-            what += "its gradient would be each process's share"
-            raise XshardError(what, hint="pass a leaf, as x.detach().requires_grad_()")
+            reason = f"{gradient.name} was computed, as for torch.func.functional_call: "
+            reason += "its gradient would be each process's share"
+            raise XshardError(reason, hint="pass a leaf, as x.detach().requires_grad_()")
         handles = [x.register_hook(partial(self._before_share, gradient))]
         if gradient.axes:
             after_share = partial(self._after_share, gradient)
@@ -437,8 +437,10 @@ class Gradients:
         # All should be in `.grad` by now.
         if backward_pass.computed:
             self._undo(backward_pass)
-            what = "torch.autograd.grad would give each process its share of a parameter's gradient"
-            raise XshardError(what, hint="call backward(), after which .grad is the whole one")
+            reason = (
+                "torch.autograd.grad would give each process its share of a parameter's gradient"
+            )
+            raise XshardError(reason, hint="call backward(), after which .grad is the whole one")
         if self.syncs:
             self._sum_remaining(backward_pass.finish_sums)
         for gradient in self._gradients:

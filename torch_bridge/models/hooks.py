@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from torch_bridge.autodiff.turns import OfPart
+from torch_bridge.autodiff.turns import PerPart
 from torch_bridge.models.claims import Claim, claim_of
 from torch_bridge.models.module_parameters import ModuleParameters
 from torch_bridge.models.names import title_of
@@ -137,7 +137,7 @@ class ModuleHooks:
         parameter_dims: Sharded dims of its own parameters, which its output may have, too.
         experts: The routing of rows, if a rule sends them to experts.
         was_called: Whether the module has ever been called.
-        dim_in_parts: The name of the batch's dim, if `halves` computes it in parts.
+        batch_dim_in_parts: The name of the batch's dim, if `halves` computes it in parts.
     """
 
     name: str
@@ -153,13 +153,13 @@ class ModuleHooks:
     parameter_dims: KnownDims = ()
     experts: RoutedExperts | None = None
     was_called: bool = False
-    dim_in_parts: str | None = None
-    _known_dims: OfPart[KnownDims] = field(default_factory=partial(OfPart[KnownDims], ()))
+    batch_dim_in_parts: str | None = None
+    _known_dims: PerPart[KnownDims] = field(default_factory=partial(PerPart[KnownDims], ()))
 
     @property
     def known_dims(self) -> KnownDims:
         """The dims known inside, in the running forward pass, or where a checkpoint computes a part of it."""
-        if self.dim_in_parts is None:
+        if self.batch_dim_in_parts is None:
             return self._known_dims.value
         # A checkpoint may compute any part again, and what is compiled computes all of them.
         if torch.compiler.is_compiling() or is_in_backward_pass():
@@ -175,7 +175,7 @@ class ModuleHooks:
     def known_in_part(self) -> KnownDims:
         """What any part of the batch knows: the dims that are not in parts."""
         known_dims = self._known_dims.value
-        return tuple(dim for dim in known_dims if dim.name != self.dim_in_parts)
+        return tuple(dim for dim in known_dims if dim.name != self.batch_dim_in_parts)
 
     def begin_part(self, known_dims: KnownDims) -> None:
         """Let the part of a batch that begins know of this module, which is around it."""
@@ -271,9 +271,9 @@ class ModuleHooks:
         if key is None:
             first = _first_tensor(values)
             if first is None:
-                what = f"input of {self.title}: none of the arguments is a tensor"
+                reason = f"input of {self.title}: none of the arguments is a tensor"
                 hint = 'rules for several, or for some that may be absent, go by name: {"labels": "b s"}'
-                raise ShapeError(what, hint=hint)
+                raise ShapeError(reason, hint=hint)
             return first  # type: ignore[no-any-return]  # a key of `values`
         key = passed_as(key, values, self.arguments)
         return key if isinstance(values.get(key), Tensor) else None

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torch_bridge.autodiff.turns import OfPart, Part, current_part, without_pauses
+from torch_bridge.autodiff.turns import BatchPart, PerPart, current_part, without_pauses
 from torch_bridge.models.calls import call_of_hook, is_running
 from torch_bridge.models.gathered import GatheredParameter, GatherUnderWay, ParameterMoves
 from torch_bridge.models.gradients import Gradients
@@ -47,14 +47,14 @@ class _Gathered:
         self.regathering: Regathering | None = None
         part = current_part()
         self.turns = None if part is None else part.turns
-        self.left: set[Part] = set()
+        self.left: set[BatchPart] = set()
 
     @property
     def is_left(self) -> bool:
         """Whether all parts of the batch have used them."""
         return self.turns is None or self.left.issuperset(self.turns.parts)
 
-    def serves(self, part: Part | None) -> bool:
+    def serves(self, part: BatchPart | None) -> bool:
         """Return whether a pass that begins can use them, too."""
         is_same_batch = part is not None and part.turns is self.turns
         return is_same_batch and (self.is_recorded or not torch.is_grad_enabled())
@@ -104,8 +104,8 @@ class ModuleParameters:
 
     def _forget_passes(self) -> None:
         # The calls of the module that run, the outermost first, and what that one uses.
-        self._calls = OfPart[Sequence[FrameType | None]](())
-        self._pass = OfPart[_Pass | None](None)
+        self._calls = PerPart[Sequence[FrameType | None]](())
+        self._pass = PerPart[_Pass | None](None)
         self._for_parts: list[_Gathered] = []  # what parts of a batch use that have not all left
 
     def __getstate__(self) -> dict[str, Any]:
@@ -126,7 +126,7 @@ class ModuleParameters:
         """Gather one more parameter; if it is tied to one that is gathered alike, both are gathered once."""
         for parameter in self.parameters:
             if parameter.to_use == new.to_use and parameter.parameter is new.parameter:
-                parameter.places += new.places
+                parameter.slots += new.slots
                 return
         self.parameters.append(new)
 
@@ -169,7 +169,7 @@ class ModuleParameters:
             saving.begin()
         self._pass.value = _Pass(gathered, saving)
 
-    def _gathered_for(self, part: Part | None) -> _Gathered | None:
+    def _gathered_for(self, part: BatchPart | None) -> _Gathered | None:
         """Return what another part of the batch has gathered, if this one can use it."""
         for gathered in self._for_parts:
             if gathered.serves(part):
@@ -342,10 +342,10 @@ class ModuleParameters:
             x = gathered.tensors[i]
             if writes_to(x) != writes and x.data_ptr() != gathered.blocks[i].data_ptr():
                 name = self.parameters[i].name
-                what = f"{name} was written to in a forward pass, in which it is gathered: "
-                what += "the write is lost"
+                reason = f"{name} was written to in a forward pass, in which it is gathered: "
+                reason += "the write is lost"
                 hint = f"write to the block between passes, or store {name} as it is used"
-                raise XshardError(what, hint=hint)
+                raise XshardError(reason, hint=hint)
 
 
 def tensors_with_gradient(result: Any) -> list[Tensor]:

@@ -148,9 +148,9 @@ class ParallelModel:
     def refuse_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         """Raise XshardError unless `keep_vars` asks for the tensors; a hook before `state_dict()`."""
         if not keep_vars:
-            what = f"state_dict() of a parallel model has blocks, as of {self.sharded[0].name}"
+            reason = f"state_dict() of a parallel model has blocks, as of {self.sharded[0].name}"
             hint = "xt.state_dict(model) has DTensors, .full_tensor() is whole; keep_vars=True has blocks"
-            raise XshardError(what, hint=hint)
+            raise XshardError(reason, hint=hint)
 
     @property
     def unsummed(self) -> bool:
@@ -222,10 +222,10 @@ class ParallelModel:
         flags = self.context.reduced(flags.to(self.trained[0].tensor.device), "max")
         for module_hooks, is_bypassed in zip(hooks, flags.tolist(), strict=True):
             if is_bypassed:
-                what = f"{module_hooks.title} is never called, but its parameters are used: "
-                what += "its rules do not run"
+                reason = f"{module_hooks.title} is never called, but its parameters are used: "
+                reason += "its rules do not run"
                 hint = "write rules for a module around it, which is called"
-                raise XshardError(what, hint=hint)
+                raise XshardError(reason, hint=hint)
 
     def _check_claims(self) -> None:
         """Raise ReplicaError, on all processes, if what rules call replicated has come different."""

@@ -239,9 +239,11 @@ def parallelize(  # noqa: PLR0913  public: rules of several kinds, and how they 
 def _check_dtypes(precision: PrecisionLike, comm_dtype: CommDtypeLike) -> None:
     """Raise XshardError if two options say how parameters travel."""
     if precision is not None and comm_dtype is not None:
-        what = f"comm_dtype={comm_dtype} and precision= both say in which dtypes parameters travel"
+        reason = (
+            f"comm_dtype={comm_dtype} and precision= both say in which dtypes parameters travel"
+        )
         hint = "leave comm_dtype= out: they travel in param_dtype, and gradients in reduce_dtype"
-        raise XshardError(what, hint=hint)
+        raise XshardError(reason, hint=hint)
 
 
 def _prepare(
@@ -299,7 +301,7 @@ def _attach(model: nn.Module, parallel: ParallelModel) -> None:
 
     modules_with_blocks = []
     for parameter in parallel.sharded:
-        modules_with_blocks += [place.module for place in parameter.places]
+        modules_with_blocks += [slot.module for slot in parameter.slots]
     for module in dict.fromkeys(modules_with_blocks):  # each once
         module.register_state_dict_pre_hook(parallel.refuse_state_dict)
     # It comes first: a copy of the model asks it before tensors are copied, which may be gathered ones
@@ -473,8 +475,8 @@ def _counts(modules: Mapping[str, nn.Module], processes: ProcessMesh, rules: Rul
             # Plain parts of the array have other borders: 4 heads are 2 2 0, and its 16 rows 6 6 4.
             if not heads.is_even and all(shard.order == "block" for shard in dim.shards):
                 hint = f"say what each process counts of {count.whole}, as in 'h/sizes(tp,2,1,1)'"
-                what = f"{count.whole} is not divisible by {processes.mesh.size(*dim.axes)}"
-                raise ShapeError(what, text=text, hint=hint)
+                reason = f"{count.whole} is not divisible by {processes.mesh.size(*dim.axes)}"
+                raise ShapeError(reason, text=text, hint=hint)
         [local] = heads.local_shape(processes.device)
         counts.append(count._replace(local=local))
     return list(dict.fromkeys(counts))  # a module may have several names

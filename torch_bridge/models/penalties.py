@@ -204,14 +204,14 @@ def _check_count(parameter: ShardedParameter, mean_axes: frozenset[str]) -> None
     layout = parameter.sharding.layout
     repeated = [axis for axis in parameter.axes_summed_later - mean_axes if mesh.size(axis) > 1]
     divided = [axis for axis in mean_axes.intersection(layout.axes) if mesh.size(axis) > 1]
-    what = f"a penalty on {parameter.name} is added to the loss outside of the model: "
+    reason = f"a penalty on {parameter.name} is added to the loss outside of the model: "
     if repeated:
         over = ",".join(sorted(repeated))
-        what += (
+        reason += (
             f"its gradient would count {mesh.size(*repeated)} times, as it is summed over '{over}'"
         )
-        raise PlanError(what, text=layout_text(layout), hint=HINT)
+        raise PlanError(reason, text=layout_text(layout), hint=HINT)
     if divided:
         over = ",".join(sorted(divided))
-        what += f"its gradient would count 1/{mesh.size(*divided)}, by the mean over '{over}'"
-        raise PlanError(what, text=layout_text(layout), hint=HINT)
+        reason += f"its gradient would count 1/{mesh.size(*divided)}, by the mean over '{over}'"
+        raise PlanError(reason, text=layout_text(layout), hint=HINT)

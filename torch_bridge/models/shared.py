@@ -119,8 +119,8 @@ class SharedParameters:
         for i, leaf in enumerate(earlier_leaves):
             is_trained = blocks[i].requires_grad
             if leaf.grad is not None and not is_trained and not self._is_gradient_dropped(i):
-                what = f"{self.parameters[i].name} was frozen between passes inside no_sync"
-                raise XshardError(what, hint="a pass outside of no_sync sums its gradient first")
+                reason = f"{self.parameters[i].name} was frozen between passes inside no_sync"
+                raise XshardError(reason, hint="a pass outside of no_sync sums its gradient first")
         with torch.no_grad():
             self._leaves = self._moves.gather(self.parameters, blocks)
         self._blocks = blocks
@@ -175,10 +175,10 @@ class SharedParameters:
             return
         for i, block in enumerate(self._blocks):
             if block.requires_grad and not self._is_gradient_dropped(i):
-                what = (
+                reason = (
                     "a backward pass failed after others inside no_sync: their gradients are lost"
                 )
-                raise XshardError(what, hint="zero_grad(), and begin the step anew")
+                raise XshardError(reason, hint="zero_grad(), and begin the step anew")
         self._leaves = []
         self._is_incomplete = False
 
@@ -195,10 +195,10 @@ class SharedParameters:
         if gradient is mark.gradient and writes_to(gradient) == mark.writes:
             return False
         if torch.any(gradient) or torch.any(torch.signbit(gradient)):
-            what = f"the gradient of {self.parameters[i].name} was changed between passes inside no_sync, "
-            what += "which keep it apart: keep= lets them share the gathered parameter"
+            reason = f"the gradient of {self.parameters[i].name} was changed between passes inside no_sync, "
+            reason += "which keep it apart: keep= lets them share the gathered parameter"
             hint = "change gradients after a pass outside of no_sync"
-            raise XshardError(what, hint=hint)
+            raise XshardError(reason, hint=hint)
         return True
 
     def sum_gradients(

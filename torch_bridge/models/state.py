@@ -111,8 +111,8 @@ def _check_value(value: Any, own: Any, parameter: ShardedParameter | None) -> No
     if not isinstance(own, Tensor):
         return
     if not isinstance(value, Tensor):
-        what = f"a value is {short_repr(value)}, not a tensor"
-        raise XshardError(what, hint="a whole one, or a DTensor")
+        reason = f"a value is {short_repr(value)}, not a tensor"
+        raise XshardError(reason, hint="a whole one, or a DTensor")
     whole_shape = tuple(own.shape if parameter is None else parameter.sharding.shape)
     if value.shape != whole_shape:
         raise ShapeError(f"a value of shape {tuple(value.shape)}, not {whole_shape}")

@@ -60,9 +60,9 @@ def _cross_entropy(
     try:
         row_of_label = F.embedding(classes, rows[:, None]).squeeze(-1)
     except IndexError as error:  # on a GPU, it is an assertion there
-        message = f"labels from {classes.min()} to {classes.max()}, {loss.n_classes} classes"
+        reason = f"labels from {classes.min()} to {classes.max()}, {loss.n_classes} classes"
         raise ShapeError(
-            message, text=str(layout), hint="ignore_index=: labels that do not count"
+            reason, text=str(layout), hint="ignore_index=: labels that do not count"
         ) from error
     # Sums of many exponentials: in float32 or wider.
     dtype = torch.promote_types(logits.dtype, torch.float32)

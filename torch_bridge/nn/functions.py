@@ -31,9 +31,9 @@ def _check_whole_parameters(call: FunctionCall, *parameters: Tensor | None) -> N
     for x in parameters:
         placement = recorded_placement(x)
         if placement is not None and placement.axes:
-            message = f"{call.name}() with a weight that is sharded as '{placement.layout}'"
+            reason = f"{call.name}() with a weight that is sharded as '{placement.layout}'"
             hint = "redistribute the weight first: each process needs all of it"
-            raise XshardError(message, hint=hint)
+            raise XshardError(reason, hint=hint)
 
 
 def _convolve(call: FunctionCall, compute: Callable[..., Outputs], defaults: Options) -> Tensor:
@@ -96,13 +96,13 @@ def _global_size(x: Tensor, size: Any) -> list[int]:
     sharded = [i for i in range(len(lengths)) if placement.is_sharded(2 + i)]
     if sharded and not isinstance(size, torch.Size):
         i = sharded[0]
-        message = f"interpolate() to {lengths[i]} rows of dim '{placement.dims[2 + i]}': "
-        message += "of the block, or of the array?"
+        reason = f"interpolate() to {lengths[i]} rows of dim '{placement.dims[2 + i]}': "
+        reason += "of the block, or of the array?"
         hint = (
             "size=y.shape[2:] for the rows of another block; scale_factor=; or nn.Upsample(size), "
         )
         hint += "whose size is that of the array"
-        raise ShapeError(message, hint=hint)
+        raise ShapeError(reason, hint=hint)
     for i in sharded:
         axes = placement.axes_of([2 + i])
         length = torch.tensor(lengths[i], device=x.device)

@@ -62,12 +62,12 @@ class Layer:
         """Compute the outputs of a block, with their record; errors name the layer."""
         try:
             if self.in_model and recorded_placement(input) is None:
-                message = f"nothing is known of an input of shape {tuple(input.shape)}"
+                reason = f"nothing is known of an input of shape {tuple(input.shape)}"
                 hint = (
                     "it comes from a function that cannot be followed, or not from the model's inputs; "
                     "activations are checkpointed by xt.nn.checkpoint"
                 )
-                raise ShapeError(message, hint=hint)
+                raise ShapeError(reason, hint=hint)
             placement = placed_as(input, self.layout, self.mesh)
             with without_torch_function():
                 y, result = self.compute(input, placement, *arguments, **named)

@@ -167,8 +167,8 @@ def batch_norm(layer: Any, x: Tensor, placement: Placement) -> Outputs:
     # torch refuses one value per channel, whose variance is 0; here the global array counts.
     count = math.prod(placement.shape[d] for d in dims)
     if count <= 1:
-        message = f"one value per channel of a {placement.shape} array"
-        raise ShapeError(message, hint="normalise over more, or call eval()")
+        reason = f"one value per channel of a {placement.shape} array"
+        raise ShapeError(reason, hint="normalise over more, or call eval()")
     standardised = _standardise(x, placement, dims, dims, count, layer.eps)
     if has_statistics:
         _update_statistics(layer, standardised, count)

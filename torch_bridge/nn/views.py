@@ -50,8 +50,8 @@ def _slice(call: FunctionCall) -> Any:
     for item in index if isinstance(index, tuple) else (index,):
         is_plain = isinstance(item, slice | int | EllipsisType | None)
         if isinstance(item, bool) or not is_plain:  # to Python, True is a number
-            message = "a block indexed by more than slices and numbers"
-            raise XshardError(message, hint="as in x[:, :4]")
+            reason = "a block indexed by more than slices and numbers"
+            raise XshardError(reason, hint="as in x[:, :4]")
     return view(call)
 
 
@@ -192,8 +192,8 @@ class _Trial(NamedTuple):
         before_in_view, after_in_view = _ones_beside(self.target.shape, number)
         if before_in_view > before or after_in_view > after:
             dim = self.placement.dims[d]
-            message = f"{operation} puts a dim of length 1 beside '{dim}'"
-            raise XshardError(message, hint="unsqueeze() does")
+            reason = f"{operation} puts a dim of length 1 beside '{dim}'"
+            raise XshardError(reason, hint="unsqueeze() does")
 
 
 def _dims_with(x: Tensor, stride: int, length: int | None) -> list[int]:

@@ -175,13 +175,13 @@ def redistribute_between(x: Any, options: Options) -> Tensor | PendingTensor | N
     check_source_block(source, plan)
 
     block = _block_for_autograd(source, executable, requires_grad)
-    entering, returning = _replica_comparisons(plan, options, ranks, device)
+    input_check, cotangent_check = _replica_comparisons(plan, options, ranks, device)
     if not requires_grad:
-        returning = None
-    if options.async_op and executable.is_linear and entering is returning is None:
+        cotangent_check = None
+    if options.async_op and executable.is_linear and input_check is cotangent_check is None:
         return PendingTensor.begin(block, executable)
     move = partial(Redistribute.apply, executable)
-    y = with_comparisons(move, block, entering, returning)
+    y = with_comparisons(move, block, input_check, cotangent_check)
     y = compare_gradients_of(compared, y, block)
     if options.async_op:  # pending in name: it has arrived
         return PendingTensor(y, y.shape, y)
@@ -247,8 +247,8 @@ def _dtensor_source(x: Any, options: Options) -> tuple[Tensor | None, Options]:
     if src_mesh:
         is_same = mesh_of(src_mesh) == mesh_of(mesh) and ranks_of(src_mesh) == ranks_of(mesh)
         if not is_same:
-            what = f"the DTensor is on {mesh!r}, not on {src_mesh!r}"
-            raise MeshError(what, hint="leave src_mesh out")
+            reason = f"the DTensor is on {mesh!r}, not on {src_mesh!r}"
+            raise MeshError(reason, hint="leave src_mesh out")
     options = options._replace(shape=shape, transfer=options.transfer._replace(src_mesh=mesh))
     layouts: Expression = options.layouts
     # `sides` refuses a plan between two meshes, as it is meant for one.
