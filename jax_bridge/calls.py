@@ -61,7 +61,7 @@ class MoveCall(NamedTuple):
     """A redistribution of one block, without the block: the arguments of `redistribute`."""
 
     sides: Sides
-    plan_given: Plan | None
+    given_plan: Plan | None
     mesh: AnyMesh | None = None
     shape: tuple[int, ...] | None = None
     profile: ProfileLike = "auto"
@@ -83,8 +83,8 @@ class MoveCall(NamedTuple):
         """
         if shape is not None:
             shape = lengths_of(shape)
-        plan_given = expression if isinstance(expression, Plan) else None
-        return cls(sides_of(expression), plan_given, shape=shape, ad=ad, **options)
+        given_plan = expression if isinstance(expression, Plan) else None
+        return cls(sides_of(expression), given_plan, shape=shape, ad=ad, **options)
 
     def plan(self, x: jax.Array) -> Plan:
         """Plan the redistribution of a block, or check that the given plan fits it.
@@ -93,8 +93,10 @@ class MoveCall(NamedTuple):
         """
         text = self.sides.text
         with mark_errors(text):
-            given = self.plan_given
-            plan = self._new_plan(x) if given is None else self._checked(given, x)
+            given_plan = self.given_plan
+            plan = (
+                self._new_plan(x) if given_plan is None else self._given_plan_on_mesh(given_plan, x)
+            )
         check_block_shape(x.shape, plan.source, text, inferred=self.shape is None)
         return plan
 
@@ -107,11 +109,11 @@ class MoveCall(NamedTuple):
             shape = global_shape(src, mesh, x.shape, text)
         return planner.plan(self.sides, mesh, shape, x.dtype.name, profile=machine)
 
-    def _checked(self, given: Plan, x: jax.Array) -> Plan:
-        """Return a given plan on the part of the mesh that it uses; it must fit the block."""
-        mesh = planned_mesh_in_context(self.mesh, given.mesh, given.axes, self.sides.text)
+    def _given_plan_on_mesh(self, given_plan: Plan, x: jax.Array) -> Plan:
+        """Return the user's plan on the sub-mesh that it uses; raises if it does not fit the block."""
+        mesh = planned_mesh_in_context(self.mesh, given_plan.mesh, given_plan.axes, self.sides.text)
         # Its device numbers are of the whole mesh.
-        plan = replace(given, mesh=mesh, devices=())
+        plan = replace(given_plan, mesh=mesh, devices=())
         check_given("the block is", plan, x.dtype.name, self.shape)
         return plan
 
@@ -126,7 +128,7 @@ class MoveCall(NamedTuple):
         """
         text = self.sides.text
         x = as_array(x, text)
-        if are_keys(x) and self.plan_given is None:
+        if are_keys(x) and self.given_plan is None:
             return self._run_on_keys(x, mesh_axes)
         plan = self.plan(x)
         x = with_entry_type(x, plan, text, mesh_axes)
@@ -247,13 +249,17 @@ def with_entry_type(
     source = plan.source
     src_axes = set(map(source.mesh.origin, source.layout.axes))
     block_type = manual_type(x)
-    kind = unreduced_kind(block_type)  # "sum", or how else the addends are to be combined
+    pending_reduction = unreduced_kind(block_type)  # of unreduced axes: "sum", "max", ...
     equal_axes = axes_of_equal_blocks(x, [*src.tagged("sum"), *src.tagged("mean")])
     # The first axis along which the type does not fit is the error.
     for axis in plan.axes if axes is None else axes:
-        if kind != "sum" and axis in block_type.unreduced and axis not in src.tagged(kind):
-            reason = f"the block is unreduced along {axis!r}: its {kind} is pending"
-            hint = f"write it on the left: {kind}({axis})"
+        if (
+            pending_reduction != "sum"
+            and axis in block_type.unreduced
+            and axis not in src.tagged(pending_reduction)
+        ):
+            reason = f"the block is unreduced along {axis!r}: its {pending_reduction} is pending"
+            hint = f"write it on the left: {pending_reduction}({axis})"
         # Addends that are constants may be equal, as this device's number of rows.
         elif axis in equal_axes and not is_constant(x):
             reason = (
@@ -273,8 +279,8 @@ def with_entry_type(
             continue
         else:
             reason = f"the block varies along {axis!r}, where the source holds one value"
-            kinds = f"sum({axis}), mean({axis}), or copy({axis}) for copies"
-            hint = f"write what it is on the left: {kinds}"
+            tags = f"sum({axis}), mean({axis}), or copy({axis}) for copies"
+            hint = f"write what it is on the left: {tags}"
         raise NotationError(reason, text=text, span=axis_span(axis, text, layout), hint=hint)
     return as_varying(x, src_axes)
 
@@ -288,10 +294,12 @@ def are_keys(x: jax.Array) -> bool:
 
 
 class KeyWords(NamedTuple):
-    """PRNG keys as the words that they consist of, `[..., words]`.
+    """PRNG keys as the words (integers) that they consist of, `[..., words]`.
 
-    `array` is their type if only the type of the keys is known. `sides` is the expression with a
-    dim for the words; `back` makes keys of words again.
+    Attributes:
+        array: The words; their type if only the type of the keys is known.
+        sides: The expression with a dim for the words.
+        back: Makes keys of words again.
     """
 
     array: Any

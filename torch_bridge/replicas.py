@@ -184,27 +184,32 @@ def _measured_differences(
     The last dim is the largest difference along an axis, and the largest value. Only the row of
     this process among the ranks is filled; all others are 0.
     """
-    comparisons = [comparison for comparison, _ in compared_blocks]
-    blocks = [block for _, block in compared_blocks]
-    max_axes = max(len(comparison.check.axes) for comparison in comparisons)
-    shape = (len(blocks), len(comparisons[0].ranks), max_axes, 2)
-    measured = torch.zeros(shape, dtype=torch.float64, device=blocks[0].device)
-    # Blocks of one dtype, compared along the same axes, share a collective per axis.
-    keys = [
-        (comparison.check.axes, comparison.processes, block.dtype, block.device)
-        for comparison, block in compared_blocks
-    ]
-    block_bytes = [block.nbytes for block in blocks]
-    for block_indices in trees.group_by_bytes(block_bytes, bucket_bytes, keys):
-        comparison = comparisons[block_indices[0]]  # by `keys`, the axes of all in the group
+    first_comparison, first_block = compared_blocks[0]
+    max_axes = max(len(comparison.check.axes) for comparison, _ in compared_blocks)
+    shape = (len(compared_blocks), len(first_comparison.ranks), max_axes, 2)
+    measured = torch.zeros(shape, dtype=torch.float64, device=first_block.device)
+    for block_indices in _groups_compared_together(compared_blocks, bucket_bytes):
+        comparison, _ = compared_blocks[block_indices[0]]  # all of the group have its axes
         processes = comparison.processes
         if processes is None:  # a process without a block only learns what the others measure
             continue
-        values = [_comparable(blocks[i].detach()) for i in block_indices]
+        values = [_comparable(compared_blocks[i][1].detach()) for i in block_indices]
         for axis_index, axis in enumerate(comparison.check.axes):
             differences = _differences(values, processes, axis)
             measured[block_indices, processes.device, axis_index] = differences.to(measured)
     return measured
+
+
+def _groups_compared_together(
+    compared_blocks: Sequence[tuple[Comparison, Tensor]], bucket_bytes: int | None
+) -> list[list[int]]:
+    """Group the indices of blocks that share a collective: of one dtype, and along the same axes."""
+    keys = [
+        (comparison.check.axes, comparison.processes, block.dtype, block.device)
+        for comparison, block in compared_blocks
+    ]
+    block_bytes = [block.nbytes for _, block in compared_blocks]
+    return trees.group_by_bytes(block_bytes, bucket_bytes, keys)
 
 
 def _differences(values: Sequence[Tensor], processes: ProcessMesh, axis: str) -> Tensor:

@@ -154,7 +154,9 @@ def _einsum_of_arrays(
     for x, source in zip(arrays, program.sources, strict=True):
         source.check(x)
         check_order(x, source.array, text)
-    placed = [source.bring(x) for x, source in zip(arrays, program.sources, strict=True)]
+    placed = [
+        source.with_expected_type(x) for x, source in zip(arrays, program.sources, strict=True)
+    ]
     return record_order(program.run(*placed), program.plan.arrays[-1])
 
 

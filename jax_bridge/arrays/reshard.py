@@ -119,7 +119,10 @@ def reshard(
         with located(leaf.place):
             source.check(call.x, donate)
             check_order(leaf.x, source.array, source.text)
-    xs = [source.bring(call.x) for call, source in zip(calls, program.sources, strict=True)]
+    xs = [
+        source.with_expected_type(call.x)
+        for call, source in zip(calls, program.sources, strict=True)
+    ]
     if any(isinstance(x, Tracer) for x in xs):
         ys = program.traced(*xs)  # transformations see each move as it is
     else:
@@ -138,7 +141,7 @@ def reshard(
 
 
 class ArrayCall(NamedTuple):
-    """One array of a call, its expression, and for PRNG keys the function back to keys."""
+    """One array of a call, its expression, and for PRNG keys the function that makes keys of words."""
 
     x: jax.Array
     expression: Sides | Plan
@@ -149,7 +152,7 @@ def _array_call(x: Any, expression: Any) -> ArrayCall:
     """Check one array and parse its expression.
 
     PRNG keys become the integers that they consist of, [...] -> [..., words], since collectives
-    move numbers only; the call's `back` makes keys of them again.
+    move integers only; the call's `back` makes keys of them again.
     """
     parsed = sides_of(expression)
     x = as_array(x, parsed.text)
@@ -174,20 +177,20 @@ def arrive(x: jax.Array, target: StoredArray) -> jax.Array:
     """
     with located(target.path):
         check_order(x, target.array, target.text)
-        other = target.other_sharding(x)
-        if other is None:
-            return target.bring(x)
+        actual = target.differing_sharding(x)
+        if actual is None:
+            return target.with_expected_type(x)
         mesh = target.mesh.of_arrays
         if not is_on_mesh(x, mesh):
-            reason = f"the array is not on the mesh: {other}"
+            reason = f"the array is not on the mesh: {actual}"
             raise MeshError(reason, text=target.text, hint="place puts it there")
         layout = target.array.layout
         if recorded_order(x) is None:
             # Nothing says in which order its rows are, as zigzag. They keep their order; only the
             # axes change.
             layout = storage_layout(layout)
-        moved = reshard(x, (known_layout(x, other, target.array), layout), mesh)
-        return target.bring(moved)
+        moved = reshard(x, (known_layout(x, actual, target.array), layout), mesh)
+        return target.with_expected_type(moved)
 
 
 @overload
@@ -285,7 +288,7 @@ def _placed(x: Any, target: StoredArray, profile: ProfileLike) -> jax.Array:
     array = target.array
     mesh = target.mesh.of_arrays
     if isinstance(x, jax.Array) and (isinstance(x, Tracer) or are_keys(x) or is_on_mesh(x, mesh)):
-        src = known_layout(x, target.other_sharding(x), array)
+        src = known_layout(x, target.differing_sharding(x), array)
         return reshard(x, (src, array.layout), mesh, profile=profile)
     # An array from elsewhere has to have its rows in their own order: one that is recorded to be in
     # zigzag order, for instance, is refused.

@@ -75,8 +75,8 @@ def is_vmapped(axis: str) -> bool:
 def _manual_axes() -> list[str]:
     """List the manual axes of the context's mesh (of shard_map and pmap), in its order."""
     mesh = jax.sharding.get_abstract_mesh()
-    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    return [name for name, kind in kinds if kind == AxisType.Manual]
+    types = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return [name for name, axis_type in types if axis_type == AxisType.Manual]
 
 
 def axes_of_entry(entry: Any, spec: PartitionSpec) -> tuple[str, ...]:
@@ -323,8 +323,8 @@ def over_whole_axes(
     span = whole_axes(mesh, axes)
     if span.sub_axes == tuple(axes):
         return values, span.names
-    numbers = [mesh.index(device, axes) for device in mesh.group(0, span.sub_axes)]
-    return values[numbers], span.names
+    rows = [mesh.index(device, axes) for device in mesh.group(0, span.sub_axes)]
+    return values[rows], span.names
 
 
 class AxisSpan(NamedTuple):

@@ -76,8 +76,8 @@ def call_packed(packed: bytes, _timeout_s: float) -> Any:
         function, arguments = pickle.loads(packed)
         return function(*arguments)
     except Exception as error:  # any error of a user's function
-        where = traceback.format_exc().strip()
-        raise FunctionError(f"{type(error).__name__} in JAX", hint=where) from None
+        trace = traceback.format_exc().strip()
+        raise FunctionError(f"{type(error).__name__} in JAX", hint=trace) from None
 
 
 def answers(questions: Sequence[Question], _timeout_s: float) -> list[Answer]:
@@ -109,13 +109,13 @@ def _answer(question: Question) -> Answer:
     except StructureError:  # our own verdict on what the function returned
         raise
     except Exception as error:  # any error of a user's function
-        where = ""
+        on_mesh = ""
         if question.mesh.axes:
-            where = f" on {question.mesh}, where all devices run one program"
+            on_mesh = f" on {question.mesh}, where all devices run one program"
         is_ours = isinstance(error, XshardError)
-        text = str(error) if is_ours else traceback.format_exc().strip()
-        reason = f"the JAX function failed{where}: {type(error).__name__}"
-        raise FunctionError(reason, hint=text) from None
+        details = str(error) if is_ours else traceback.format_exc().strip()
+        reason = f"the JAX function failed{on_mesh}: {type(error).__name__}"
+        raise FunctionError(reason, hint=details) from None
 
 
 # ---- plans
@@ -271,17 +271,17 @@ def _slopes(
 
     def weighted_sum(*inputs: jax.Array) -> jax.Array:
         outputs = program.outputs(*inputs)
-        total = jnp.zeros(())
+        weighted = jnp.zeros(())
         for i, cotangent in cotangents.items():
-            total = total + jnp.vdot(cotangent, outputs[i]).real
-        return total
+            weighted = weighted + jnp.vdot(cotangent, outputs[i]).real
+        return weighted
 
     values = [block for (block,) in question.inputs]
     with jax.enable_x64(True):
-        run = jax.jit(_on_one_device(question, weighted_sum))
+        run_compiled = jax.jit(_on_one_device(question, weighted_sum))
 
         def loss(blocks: Sequence[Any]) -> float:
-            return float(run(*map(jnp.asarray, blocks)))
+            return float(run_compiled(*map(jnp.asarray, blocks)))
 
         return derivatives(loss, values, gradients)
 
@@ -317,8 +317,8 @@ def _differentiate_on_devices(program: _UserProgram, results: Sequence[Result]) 
 
     def one_device(*blocks: jax.Array) -> _Results:
         cotangents = dict(zip(differentiated, blocks[n_inputs:], strict=True))
-        parts, _ = program.differentiate(blocks[:n_inputs], lambda _outputs: cotangents)
-        return parts
+        device_results, _ = program.differentiate(blocks[:n_inputs], lambda _outputs: cotangents)
+        return device_results
 
     updated = () if question.update is None else question.update.arrays
     shardings = _Results(
@@ -576,8 +576,8 @@ def _loop(plan: AnyPlan, n_calls: jax.Array, *operands: jax.Array) -> jax.Array:
         y = apply(plan, *blocks)
         # One element of the result is written into every operand, so that the next call has to wait
         # for this one.
-        first = y[(0,) * y.ndim]
-        next_blocks = tuple(x.at[(0,) * x.ndim].set(first) for x in blocks)
+        first_element = y[(0,) * y.ndim]
+        next_blocks = tuple(x.at[(0,) * x.ndim].set(first_element) for x in blocks)
         # The whole result is carried along: otherwise XLA might compute that one element only.
         return next_blocks, y
 

@@ -250,34 +250,39 @@ def _traced(blocks: list[Tensor], expression: Any, mesh: Any, save: str, **optio
 calls.TRACED["einsum"] = _traced
 
 
-def _for_operands(given: Contraction, blocks: Sequence[calls.Block]) -> Contraction:
+def _for_operands(contraction: Contraction, blocks: Sequence[calls.Block]) -> Contraction:
     """Check that the operands match an einsum expression, and resolve its "..." for their dims.
 
-    given: the parsed expression. blocks: shape, dtype and device of each operand. Raises
-    XshardError unless there is one operand per layout, DtypeError and MeshError unless all have one
-    dtype and one device.
+    Args:
+        contraction: The parsed expression.
+        blocks: Shape, dtype and device of each operand.
+
+    Raises:
+        XshardError: There is not one operand per layout.
+        DtypeError: Operands have unlike dtypes.
+        MeshError: Operands are on unlike devices.
     """
-    check_number(given, blocks)
+    check_operand_count(contraction, blocks)
     _, dtype, device = blocks[0]
     check_device(device)
-    spans = text_spans(given.text).layouts  # of the operands, then of the result
+    spans = text_spans(contraction.text).layouts  # of the operands, then of the result
     for block, span in zip(blocks, spans, strict=False):
         _, other_dtype, other_device = block
         hint = "x.to(...): they are multiplied as they are"
         if dtype != other_dtype:
             reason = f"one operand is {dtype}, another {other_dtype}"
-            raise DtypeError(reason, text=given.text, span=span, hint=hint)
+            raise DtypeError(reason, text=contraction.text, span=span, hint=hint)
         if device != other_device:
             reason = f"one operand is {device}, another {other_device}"
-            raise MeshError(reason, text=given.text, span=span, hint=hint)
-    return for_operands(given, tuple(tuple(shape) for shape, *_ in blocks))
+            raise MeshError(reason, text=contraction.text, span=span, hint=hint)
+    return for_operands(contraction, tuple(tuple(shape) for shape, *_ in blocks))
 
 
-def check_number(given: Contraction, tensors: Sequence[object]) -> None:
+def check_operand_count(contraction: Contraction, tensors: Sequence[object]) -> None:
     """Raise NotationError unless there is one tensor per operand."""
-    if len(tensors) != len(given.operands):
-        reason = f"{len(tensors)} tensors for {len(given.operands)} operands"
-        raise NotationError(reason, text=given.text, hint=HINT)
+    if len(tensors) != len(contraction.operands):
+        reason = f"{len(tensors)} tensors for {len(contraction.operands)} operands"
+        raise NotationError(reason, text=contraction.text, hint=HINT)
 
 
 def _check_product(plan: ContractionPlan, dtype: torch.dtype, device: torch.device) -> None:
@@ -295,6 +300,6 @@ def _check_product(plan: ContractionPlan, dtype: torch.dtype, device: torch.devi
             local(*blocks)
         except RuntimeError as error:
             reason = str(error).partition("\n")[0]
-            message = f"torch cannot multiply {dtype}: {reason}"
+            finding = f"torch cannot multiply {dtype}: {reason}"
             hint = "cast the operands first: x.to(...)"
-            raise DtypeError(message, text=plan.text, hint=hint) from None
+            raise DtypeError(finding, text=plan.text, hint=hint) from None

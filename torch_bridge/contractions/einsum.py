@@ -15,7 +15,7 @@ from torch_bridge.autodiff.blocks import as_tensor, check_not_swapped, is_dtenso
 from torch_bridge.autodiff.pending import PendingTensor, compare_gradients_of
 from torch_bridge.calls.move import with_maps_between_graphs
 from torch_bridge.comm_dtype import CommDtypeLike
-from torch_bridge.contractions.call import HINT, EinsumCall, check_number
+from torch_bridge.contractions.call import HINT, EinsumCall, check_operand_count
 from torch_bridge.lower.executable import check_dense
 from torch_bridge.mesh import desync
 from torch_bridge.mesh.process_mesh import MeshLike, mesh_of
@@ -163,7 +163,7 @@ def einsum(  # noqa: PLR0913  a verb with the options of plans and of calls
         call = EinsumCall.of(expression, mesh, **options)
         blocks = list(operands)
         if not all(isinstance(x, Tensor) for x in blocks):
-            check_number(call.contraction, blocks)
+            check_operand_count(call.contraction, blocks)
             blocks = [as_tensor(x, f"tensor {i + 1}", HINT) for i, x in enumerate(blocks)]
         keeps = save == "used"
         if not any(map(is_dtensor, blocks)):
@@ -252,7 +252,7 @@ def _of_dtensors(call: EinsumCall, operands: list[Any], keeps: bool) -> Tensor:
     )
 
     text = call.contraction.text
-    check_number(call.contraction, operands)
+    check_operand_count(call.contraction, operands)
     mesh = _one_mesh(operands, text)
     global_shapes = tuple(checked_global_shape(x, call.mesh, None) for x in operands)
     contraction = for_operands(call.contraction, global_shapes)  # "..." stands for their dims

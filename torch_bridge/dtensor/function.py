@@ -248,8 +248,8 @@ def check(move: DTensorMove, shape: Shape, local_shape: Shape) -> None:
     processes = dtensor_mesh(move.src.mesh)
     expected = Sharding(move.src.layout, processes.mesh, shape).local_shape(processes.device)
     if local_shape != expected:
-        part = f"that is its part of a {shape} array under '{move.src.layout}'"
-        hint = f"{part}; blocks of other sizes need src_layout=, as 'n/sizes(a,2,3) d'"
+        expected_block = f"that is its part of a {shape} array under '{move.src.layout}'"
+        hint = f"{expected_block}; blocks of other sizes need src_layout=, as 'n/sizes(a,2,3) d'"
         reason = f"the block of rank {dist.get_rank()} has shape {local_shape}, not {expected}"
         raise ShapeError(reason, hint=hint)
 
@@ -335,7 +335,10 @@ def _gradient_end(move: DTensorMove, arriving: End, shape: Shape) -> End:
     replicas in place of partial sums: an input (Shard(0), Partial()) has a gradient
     (Shard(0), Replicate()).
 
-    arriving: mesh and placements of the gradient of the move's result.
+    Args:
+        move: The move.
+        arriving: Mesh and placements of the gradient of the move's result.
+        shape: The global shape.
     """
     src = move.src
     if move.gradient is not None:
@@ -344,8 +347,10 @@ def _gradient_end(move: DTensorMove, arriving: End, shape: Shape) -> End:
     if arriving.mesh != src.mesh:
         # Partial sums on another mesh are summed on the way: on this mesh they are replicas.
         arriving_placements = (Replicate(),) * len(src.placements)
-    pairs = zip(src.placements, arriving_placements, strict=True)
-    placements = tuple(_gradient_placement(p, g, move.gradient_is_of_blocks) for p, g in pairs)
+    source_and_arriving = zip(src.placements, arriving_placements, strict=True)
+    placements = tuple(
+        _gradient_placement(p, g, move.gradient_is_of_blocks) for p, g in source_and_arriving
+    )
     return _end_like(src, src.mesh, placements, shape)
 
 
@@ -381,11 +386,11 @@ def _end_like(value: End, mesh: DeviceMesh, placements: Placements, shape: Shape
     return End(mesh, placements, replace(value.layout, tags=tags))
 
 
-def _cut_alike(placement: Placement, other: Placement) -> bool:
+def _cut_alike(placement_a: Placement, placement_b: Placement) -> bool:
     """Return whether two placements cut the same dim, or none, in the same way."""
     uncut_kinds = Partial | Replicate
-    are_uncut = isinstance(placement, uncut_kinds) and isinstance(other, uncut_kinds)
-    return are_uncut or placement == other
+    are_uncut = isinstance(placement_a, uncut_kinds) and isinstance(placement_b, uncut_kinds)
+    return are_uncut or placement_a == placement_b
 
 
 def _winner_shares(block: Tensor, move: DTensorMove, shape: Shape) -> Tensor:

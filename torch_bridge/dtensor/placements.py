@@ -83,9 +83,9 @@ def to_placements(
     for d in range(len(layout.dims)):
         for axis, factor in _split_factors(layout, d, axes, shape).items():
             placements[axis] = StridedShard(d, split_factor=factor) if factor > 1 else Shard(d)
-    for kind, tagged_axes in layout.tags:
-        if kind != "copy":
-            placements |= dict.fromkeys(tagged_axes, Partial(_REDUCTIONS[kind]))
+    for tag, tagged_axes in layout.tags:
+        if tag != "copy":
+            placements |= dict.fromkeys(tagged_axes, Partial(_REDUCTIONS[tag]))
     return tuple(placements[axis] for axis in axes.axes)
 
 
@@ -235,9 +235,9 @@ def checked_global_shape(
         raise MeshError(reason, hint=f"leave {name} out")
     actual = tuple(x.shape)
     if shape is not None:
-        asked = lengths_of(shape)
-        if asked != actual:
-            reason = f"the DTensor has shape {actual}, not {asked}"
+        passed_shape = lengths_of(shape)
+        if passed_shape != actual:
+            reason = f"the DTensor has shape {actual}, not {passed_shape}"
             raise ShapeError(reason, hint="leave shape out")
     return actual
 
@@ -340,8 +340,8 @@ def _nested_cuts(factors: Factors, mesh: Mesh) -> tuple[Cut, ...] | None:
     for axis, factor in reversed(list(factors.items())):
         # How many pieces the first 0, 1, 2, ... axes of the order make: their positions.
         n_pieces = [1]
-        for earlier in cutting_order:
-            n_pieces.append(n_pieces[-1] * mesh.size(earlier))
+        for earlier_axis in cutting_order:
+            n_pieces.append(n_pieces[-1] * mesh.size(earlier_axis))
         if factor not in n_pieces:
             return None
         cutting_order.insert(n_pieces.index(factor), axis)
@@ -414,7 +414,9 @@ def _wanted_factors(dim: Dim, mesh: Mesh, length: int | None) -> dict[str, int]:
         for axis in cut.axes:
             position = mesh.position(axis)
             # Those that cut before this axis, and to which torch comes only after it.
-            later_in_mesh = [other for other in factors if mesh.position(other) > position]
+            later_in_mesh = [
+                earlier_cut for earlier_cut in factors if mesh.position(earlier_cut) > position
+            ]
             factors[axis] = n_pieces * mesh.size(*later_in_mesh)
         if n_rows is not None:
             n_rows = -(-n_rows // mesh.size(*cut.axes))
@@ -443,12 +445,12 @@ def _n_pieces(cut: Cut, mesh: Mesh, length: int | None) -> int:
 
 def _interval_ends(runs: Runs) -> tuple[int, ...]:
     """Return the start and the end of each run, in one list: rows 0-2 and 6-7 -> (0, 3, 6, 8)."""
-    ends: list[int] = []
+    starts_and_stops: list[int] = []
     for run in runs:
-        ends += [run.start, run.start + run.length]
-    if not ends:  # a device without rows
+        starts_and_stops += [run.start, run.start + run.length]
+    if not starts_and_stops:  # a device without rows
         return (0, 0)
-    return tuple(ends)
+    return tuple(starts_and_stops)
 
 
 def _rows_of_device(length: int, factors: Factors, mesh: Mesh, device: int) -> Runs:
@@ -475,5 +477,5 @@ def _shares(length: int, n_devices: int, n_pieces: int, coordinate: int) -> Iter
         stop = min(start + piece_rows, length)
         # Rounded up, as `torch.chunk` does.
         share_rows = -(-(stop - start) // n_devices)
-        first = start + coordinate * share_rows
-        yield from interval(min(first, stop), min(first + share_rows, stop))
+        share_start = start + coordinate * share_rows
+        yield from interval(min(share_start, stop), min(share_start + share_rows, stop))

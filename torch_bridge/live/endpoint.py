@@ -122,8 +122,8 @@ class Heartbeat:
         """Look at the counts of the watched ranks, and leave a notice of one that has stopped."""
         for key, rank in self._watched.items():
             value = self._store_call("add", key, 0)
-            last = counts.get(key, _Count())
-            n_same = last.n_same + 1 if value == last.value else 0
+            earlier = counts.get(key, _Count())
+            n_same = earlier.n_same + 1 if value == earlier.value else 0
             counts[key] = _Count(value, n_same)
             if n_same >= self._max_looks:
                 self._store_call("set", self._notice, rank)

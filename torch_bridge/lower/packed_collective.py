@@ -249,7 +249,7 @@ def compare_new(executables: Sequence[Any], device: torch.device) -> None:
             return  # the comparison reads a number back, which a capture forbids
         first, *_ = new.values()
         plans = [executable.plan for executable in new.values()]
-        first.guarded(moves[0], _compare, plans, groups, device)
+        first.with_step_in_errors(moves[0], _compare, plans, groups, device)
     # Noted last: a plan that differed has raised above, and is compared again by the next call.
     compared.update(new)
     for executable in executables:

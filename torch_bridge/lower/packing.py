@@ -301,10 +301,7 @@ class Packing:
             return None
         intervals = [_intervals(index, self.shape) for index in self._boxes]  # [boxes][dims]
         # Along all dims but one, each box has to be as long as the block.
-        cut_dims: list[int] = []
-        for d, length in enumerate(self.shape):
-            if any(of_box[d] != (0, length) for of_box in intervals):
-                cut_dims.append(d)
+        cut_dims = _cut_dims(intervals, self.shape)
         if len(cut_dims) > 1:
             return None
         dim = cut_dims[0] if cut_dims else 0
@@ -380,6 +377,15 @@ def _intervals(index: Index, shape: tuple[int, ...]) -> list[Interval]:
         else:
             intervals[d] = _SCATTERED
     return intervals
+
+
+def _cut_dims(intervals: Sequence[Sequence[Interval]], shape: tuple[int, ...]) -> list[int]:
+    """Return the dims along which some box, given by its interval along each dim, has not all rows."""
+    cut_dims: list[int] = []
+    for d, length in enumerate(shape):
+        if any(of_box[d] != (0, length) for of_box in intervals):
+            cut_dims.append(d)
+    return cut_dims
 
 
 def _start_in_memory(message: Subarray, shape: tuple[int, ...]) -> int | None:

@@ -109,8 +109,8 @@ def _table_of_parameters(parallel: ParallelModel) -> str:
         itemsize = parameter.tensor.element_size()
         stored_bytes += itemsize * parameter.sharding.max_local_size
         whole_bytes += itemsize * math.prod(parameter.sharding.shape)
-    total = f"{format_bytes(stored_bytes)} of {format_bytes(whole_bytes)}"
-    lines.append(("a process", "", "", "", "", "", total))
+    stored_of_whole = f"{format_bytes(stored_bytes)} of {format_bytes(whole_bytes)}"
+    lines.append(("a process", "", "", "", "", "", stored_of_whole))
     return align_columns(lines)
 
 
@@ -159,9 +159,9 @@ def _table_of_moves(parallel: ParallelModel, machine: _Machine) -> str:
 
 def _sum_of_received(rows: Sequence[_MoveRow]) -> tuple[str, str]:
     """Write the bytes of moves together, forward and backward. Modules without a call count as nothing."""
-    known = [row.received for row in rows if row.received is not None]
-    forward_bytes = sum(received.forward for received in known)
-    backward_bytes = sum(received.backward for received in known)
+    received_of_rows = [row.received for row in rows if row.received is not None]
+    forward_bytes = sum(received.forward for received in received_of_rows)
+    backward_bytes = sum(received.backward for received in received_of_rows)
     return format_bytes(forward_bytes), format_bytes(backward_bytes)
 
 
@@ -191,13 +191,15 @@ def _activation_moves(hooks: ModuleHooks, machine: _Machine) -> list[_MoveRow]:
     A module that sends rows to experts has a row more, with what this process sent and received.
     """
     rows = []
-    for side, tensor_rules in (("input", hooks.inputs), ("output", hooks.outputs)):
+    for direction, tensor_rules in (("input", hooks.inputs), ("output", hooks.outputs)):
         for tensor_rule in tensor_rules:
             rule = tensor_rule.rule
             if rule.moves:
-                last = tensor_rule.last  # the tensor of the last call
-                received = None if last is None else _received_bytes(rule, machine, last)
-                rows.append(_MoveRow(f"{hooks.title}, {side}", rule.text, received))
+                last_tensor = tensor_rule.last  # the tensor of the last call
+                received = (
+                    None if last_tensor is None else _received_bytes(rule, machine, last_tensor)
+                )
+                rows.append(_MoveRow(f"{hooks.title}, {direction}", rule.text, received))
 
     if hooks.experts is not None:
         texts = [routed.rule.text for routed in hooks.inputs if routed.rule.routed_axes]

@@ -78,8 +78,8 @@ class GatheredParameter:
         """Take a gathered tensor from modules; nothing changes if they have it no more."""
         if not self._in_place:
             return
-        for i, other in enumerate(self._in_place):
-            if other is x:
+        for i, in_place in enumerate(self._in_place):
+            if in_place is x:
                 del self._in_place[i]
                 break
         if self._in_place:

@@ -113,10 +113,10 @@ class Gradient:
             self._unsent = None
         return share
 
-    def add_sum(self, total: Tensor) -> None:
+    def add_sum(self, new_sum: Tensor) -> None:
         """Add the sum of all processes' shares, as a message brings it, to that of earlier passes."""
-        total = total.view(self.parameter.shape)
-        self._sum = total if self._sum is None else self._sum + total
+        new_sum = new_sum.view(self.parameter.shape)
+        self._sum = new_sum if self._sum is None else self._sum + new_sum
 
     def close_summed(self) -> None:
         """End a pass whose shares have been summed: open -> SUMMED."""
@@ -204,12 +204,12 @@ def _begin_sums(bucket: Sequence[Gradient], context: ParallelContext) -> Callabl
         """Wait for the sums, and put them into `.grad`."""
         lengths = [gradient.parameter.numel() for gradient in bucket]
         # The sums of the flags: how many processes have used each parameter.
-        *sums, users = pending.wait().to(stored_on).split([*lengths, len(bucket)])
-        for gradient, total, n_users, is_used in zip(bucket, sums, users, has_share, strict=True):
-            # A parameter that no process has used keeps its gradient. `n_users > 0` makes the host
-            # wait for the device, so that it comes second.
-            if is_used or n_users > 0:
-                gradient.add_sum(total)
+        *sums, n_users = pending.wait().to(stored_on).split([*lengths, len(bucket)])
+        for i, gradient in enumerate(bucket):
+            # A parameter that no process has used keeps its gradient. `n_users[i] > 0` makes the
+            # host wait for the device, so that it comes second.
+            if has_share[i] or n_users[i] > 0:
+                gradient.add_sum(sums[i])
 
     return finish
 

@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -190,6 +190,13 @@ def _pause(module: nn.Module, args: Any) -> None:
     let_others_compute()
 
 
+class _PartCall(NamedTuple):
+    """The arguments with which one part calls the module."""
+
+    args: list[Any]
+    kwargs: dict[str, Any]
+
+
 @dataclass(eq=False, repr=False)
 class BatchInParts:
     """The `forward` of a module that computes its batch in parts.
@@ -234,28 +241,40 @@ class BatchInParts:
         if must_see_whole_batch or current_part() is not None:
             return self.whole_forward(*args, **kwargs)
         self._check_statistics()
+        sizes, calls_of_parts = self._split_call(args, kwargs)
+        # A part has the same lengths of dims as the batch, but for the batch's dim.
+        known_dims = [hooks.known_in_part for hooks in self.around]
+
+        def compute(call: _PartCall) -> Any:
+            for hooks, known_dims_of_module in zip(self.around, known_dims, strict=True):
+                hooks.begin_part(known_dims_of_module)
+            return self.whole_forward(*call.args, **call.kwargs)
+
+        # With pauses in the middle of modules, each part is half a module behind the one before.
+        turns = Turns(
+            [partial(compute, call) for call in calls_of_parts], lag=int(bool(self.pause_modules))
+        )
+        results = turns.run(self)
+        with located(f"result of {title_of(self.name)}"):
+            return _joined(results, sizes)
+
+    def _split_call(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[list[int], list[_PartCall]]:
+        """Split the arguments of a call; return the rows of each part, and its arguments."""
         values: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
         with located(f"input of {title_of(self.name)}"):
             dims = self._dims_of(values)
             sizes = self._sizes(_rows_of(values, dims))
             _check_others(values, dims, sum(sizes))
-        # For each argument a list: what each part gets.
+        # For each argument a list: the value for each part.
         split = {key: _split(value, dims.get(key), sizes) for key, value in values.items()}
-        # A part has the same lengths of dims as the batch, but for the batch's dim.
-        known_dims = [hooks.known_in_part for hooks in self.around]
-
-        def compute(part_index: int) -> Any:
-            for hooks, known_dims_of_module in zip(self.around, known_dims, strict=True):
-                hooks.begin_part(known_dims_of_module)
-            part_args = [split[i][part_index] for i in range(len(args))]
-            part_kwargs = {name: split[name][part_index] for name in kwargs}
-            return self.whole_forward(*part_args, **part_kwargs)
-
-        calls = [partial(compute, part_index) for part_index in range(self.n_parts)]
-        # With pauses in the middle of modules, each part is half a module behind the one before.
-        results = Turns(calls, lag=int(bool(self.pause_modules))).run(self)
-        with located(f"result of {title_of(self.name)}"):
-            return _joined(results, sizes)
+        calls_of_parts = []
+        for i in range(self.n_parts):
+            part_args = [split[position][i] for position in range(len(args))]
+            part_kwargs = {name: split[name][i] for name in kwargs}
+            calls_of_parts.append(_PartCall(part_args, part_kwargs))
+        return sizes, calls_of_parts
 
     def _check_statistics(self) -> None:
         """Raise XshardError for a norm by statistics of the batch, which would be those of a part."""

@@ -239,11 +239,11 @@ class ModuleHooks:
             result = self._move_output(rule, result)
         return result
 
-    def _move(self, rule: TensorRule, x: Tensor, known_dims: KnownDims, side: str) -> Moved:
-        """Move one tensor; an error names it. side: "input" or "output"."""
-        title = f"{side} of {self.title}"
+    def _move(self, rule: TensorRule, x: Tensor, known_dims: KnownDims, direction: str) -> Moved:
+        """Move one tensor by its rule; `direction` is "input" or "output", and errors have it."""
+        title = f"{direction} of {self.title}"
         try:
-            if side == "output" and not torch.compiler.is_compiling():
+            if direction == "output" and not torch.compiler.is_compiling():
                 known_dims = self._with_parameter_dims(rule, x, known_dims)
             return rule.move(x, self.context, known_dims, title)
         except XshardError as error:
@@ -269,46 +269,46 @@ class ModuleHooks:
             values: All arguments of a call, by position or name as they were passed.
         """
         if key is None:
-            first = _first_tensor(values)
-            if first is None:
+            first_key = _first_tensor(values)
+            if first_key is None:
                 reason = f"input of {self.title}: none of the arguments is a tensor"
                 hint = 'rules for several, or for some that may be absent, go by name: {"labels": "b s"}'
                 raise ShapeError(reason, hint=hint)
-            return first  # type: ignore[no-any-return]  # a key of `values`
+            return first_key  # type: ignore[no-any-return]  # a key of `values`
         key = passed_as(key, values, self.arguments)
         return key if isinstance(values.get(key), Tensor) else None
 
     def results(self, result: Any) -> list[Any]:
-        """Return the parts of a result that rules are for; without rules the first tensor."""
-        parts: dict[Any, Any] = {}
+        """Return the items of a result that rules are for; without rules the first tensor."""
+        items: dict[Any, Any] = {}
         if isinstance(result, Tensor | Mapping | tuple | list):
-            parts = _parts_of(result)
+            items = _items_of(result)
         keys = [rule.key for rule in self.outputs] if self.outputs else [None]
-        return [parts.get(_part_key(key, parts)) for key in keys]
+        return [items.get(_item_key(key, items)) for key in keys]
 
     def _move_output(self, rule: TensorRule, result: Any) -> Any:
         """Redistribute one tensor in the result of a module, and return the result with it.
 
         The result may be a tensor, a tuple, a list, a NamedTuple or a dict; it keeps its type. The
-        rule's key says which part is meant: a position, a name, or None for the first tensor. A
-        result without this part, or with no tensor there, is returned as it is.
+        rule's key says which item is meant: a position, a name, or None for the first tensor. A
+        result in which that is no tensor, or is missing, is returned as it is.
         """
-        parts = _parts_of(result)
-        key = _part_key(rule.key, parts)
-        if not isinstance(parts.get(key), Tensor):
+        items = _items_of(result)
+        key = _item_key(rule.key, items)
+        if not isinstance(items.get(key), Tensor):
             return result
-        moved = self._move(rule, parts[key], self.known_dims, "output")
+        moved = self._move(rule, items[key], self.known_dims, "output")
         if isinstance(result, Tensor):
             return moved.block
         if isinstance(result, Mapping):
             # Changed in place: transformers' are dicts with attributes.
             result[key] = moved.block  # type: ignore[index]  # it is mutable
             return result
-        parts[key] = moved.block
-        make = type(result)
+        items[key] = moved.block
+        result_class = type(result)
         if hasattr(result, "_fields"):  # a NamedTuple takes its fields one by one
-            return make(*parts.values())
-        return make(parts.values())
+            return result_class(*items.values())
+        return result_class(items.values())
 
 
 def passed_as(key: str | int, values: Mapping[Any, Any], arguments: Sequence[str]) -> str | int:
@@ -328,8 +328,11 @@ def passed_as(key: str | int, values: Mapping[Any, Any], arguments: Sequence[str
     return key
 
 
-def _parts_of(result: Any) -> dict[Any, Any]:
-    """Return the parts of a module's result by position or name; a tensor by itself has the key None."""
+def _items_of(result: Any) -> dict[Any, Any]:
+    """Return the items of a module's result by position or name; a tensor by itself has the key None.
+
+    (x, y) -> {0: x, 1: y}; {"logits": x} -> {"logits": x}; x -> {None: x}.
+    """
     if isinstance(result, Tensor):
         return {None: result}
     if isinstance(result, Mapping):
@@ -337,11 +340,11 @@ def _parts_of(result: Any) -> dict[Any, Any]:
     return dict(enumerate(result))
 
 
-def _part_key(key: Key, parts: Mapping[Any, Any]) -> Any:
-    """Return the key of the part that a rule is for; a rule without one is for the first tensor."""
-    if key is not None and None not in parts:
+def _item_key(key: Key, items: Mapping[Any, Any]) -> Any:
+    """Return the key of the item that a rule is for; a rule without a key is for the first tensor."""
+    if key is not None and None not in items:
         return key
-    return _first_tensor(parts)
+    return _first_tensor(items)
 
 
 def _first_tensor(values: Mapping[Any, Any]) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 import traceback
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -88,7 +88,6 @@ def note_on(error: BaseException, parallel: ParallelModel) -> str:
     modules = _modules_inner_first(error, parallel)
     paths = [parallel.names[module] for module in modules]
     innermost = paths[0] if paths[0] else "(the model)"
-    outermost = paths[-1]
     lines = [f"{NOTE}{innermost}, a {type(modules[0]).__name__}"]
 
     with_rules = [path for path in paths if path in parallel.hooks]
@@ -96,16 +95,27 @@ def note_on(error: BaseException, parallel: ParallelModel) -> str:
         lines += _rule_lines(parallel.hooks[with_rules[0]])
     with_parameters = [path for path in paths if parallel.used_inside(path)]
     lines += _parameter_lines(parallel, with_parameters[0] if with_parameters else "")
+    return "\n  ".join([*lines, *_whole_length_lines(modules, parallel)])
 
-    sharded_lengths = _sharded_lengths(parallel, outermost)
-    for path, module in zip(paths, modules, strict=True):
+
+def _whole_length_lines(modules: Sequence[nn.Module], parallel: ParallelModel) -> list[str]:
+    """Write a line for each module with attributes that are whole lengths of sharded dims.
+
+    Args:
+        modules: The modules, the outermost last.
+        parallel: The state of the parallel model.
+    """
+    sharded_lengths = _sharded_lengths(parallel, parallel.names[modules[-1]])
+    lines = []
+    for module in modules:
         # An attribute that counts= has made local may equal the length of another dim by chance.
         made_local = {count.attribute for count in parallel.counts if count.module is module}
         attributes = _attributes_of_length(module, made_local, sharded_lengths)[:LISTED]
         if attributes:
+            title = title_of(parallel.names[module])
             hint = "whole lengths of sharded dims: counts= makes them local"
-            lines.append(f"{title_of(path)} has {', '.join(attributes)}, {hint}")
-    return "\n  ".join(lines)
+            lines.append(f"{title} has {', '.join(attributes)}, {hint}")
+    return lines
 
 
 def _modules_inner_first(error: BaseException, parallel: ParallelModel) -> list[nn.Module]:

@@ -268,8 +268,8 @@ def _prepare(
 def _facts_of(rules: _ModelRules, prepared: _PreparedModel) -> dict[str, str]:
     """Return the facts about rules and model in which processes have to agree."""
     facts = {}
-    for kind in ("parameters", "inputs", "outputs", "counts"):
-        facts[kind] = str(dict(Rules(getattr(rules, kind))))
+    for keyword in ("parameters", "inputs", "outputs", "counts"):
+        facts[keyword] = str(dict(Rules(getattr(rules, keyword))))
     # Two models may have the same rules.
     shapes = [parameter.sharding.shape for parameter in prepared.parameters.sharded]
     n_elements = sum(math.prod(shape) for shape in shapes)
@@ -366,7 +366,7 @@ def _module_hooks(
     hooked_names = {*input_texts, *output_texts, *gathering_names, *precisions}
 
     hooks: dict[str, ModuleHooks] = {}
-    hooks_of_module: dict[nn.Module, ModuleHooks] = {}
+    hooks_of_object: dict[nn.Module, ModuleHooks] = {}  # a module with several names has one
     for name, module in modules.items():
         if name not in hooked_names:
             continue
@@ -374,41 +374,39 @@ def _module_hooks(
         input_rules = _tensor_rules(input_texts.get(name), name, context, routes=True)
         arguments = inspect.signature(module.forward).parameters
         _check_arguments(name, arguments, input_rules)
-        output_rules = _tensor_rules(output_texts.get(name), name, context, routes=False)
         # The nearest module around this one with a rule for its input; outer modules come first.
         parent = enclosing(module_of(name), hooks, "inputs") if name else None
         # Axes along which activations inside differ between processes: those around the module, as
         # its rules change them.
         outer_varying = parent.varying if parent is not None else frozenset[str]()
         varying = models.varying_axes(outer_varying, [rule.rule for rule in input_rules])
-        module_hooks = ModuleHooks(
+        hooks_by_this_name = ModuleHooks(
             name,
             list(arguments),
             context,
             parent,
             input_rules,
-            output_rules,
+            _tensor_rules(output_texts.get(name), name, context, routes=False),
             varying,
             gathers=name in gathering_names,
             parameters=ModuleParameters(name, context, prefetch),
             precision=precisions.get(name),
         )
-        first = hooks_of_module.setdefault(module, module_hooks)
+        hooks[name] = hooks_of_object.setdefault(module, hooks_by_this_name)
         if input_rules:
-            check_varying_alike(first.title, first.varying, name, varying)
-        hooks[name] = first
+            check_varying_alike(hooks[name].title, hooks[name].varying, name, varying)
     return hooks
 
 
 def _check_arguments(
-    name: str, known: Mapping[str, inspect.Parameter], rules: Sequence[TensorRule]
+    name: str, parameters: Mapping[str, inspect.Parameter], rules: Sequence[TensorRule]
 ) -> None:
     """Raise XshardError for a rule that names an argument which a module's forward does not take."""
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return
     for rule in rules:
-        if isinstance(rule.key, str) and rule.key not in known:
-            hint = f"{did_you_mean(rule.key, known)}forward({', '.join(known)})"
+        if isinstance(rule.key, str) and rule.key not in parameters:
+            hint = f"{did_you_mean(rule.key, parameters)}forward({', '.join(parameters)})"
             raise XshardError(f"inputs: module {name!r} takes no argument {rule.key!r}", hint=hint)
 
 

@@ -118,12 +118,12 @@ class Penalties:
         return any(_is_in(spans, number) for spans in self._spans.values())
 
 
-def _is_in(spans: list[_Span], number: int) -> bool:
+def _is_in(spans: list[_Span], node_number: int) -> bool:
     """Return whether a node with this number was made by a pass of a thread, or may have been."""
-    i = bisect_right(spans, number, key=lambda span: span.first) - 1
+    i = bisect_right(spans, node_number, key=lambda span: span.first) - 1
     if i < 0:  # older than all that is remembered
         return len(spans) == REMEMBERED
-    return number < spans[i].end
+    return node_number < spans[i].end
 
 
 class _Search:

@@ -195,7 +195,7 @@ class ProcessAttention(AttentionCall):
         they may see.
         """
         k, v = self.read(kv)
-        parts = []
+        tile_outputs = []
         for tile in self.tiles():
             rows = q[:, :, tile.q]
             keys = k[:, :, tile.k]
@@ -210,11 +210,11 @@ class ProcessAttention(AttentionCall):
                 bias = _causal_bias(rows.shape[2], keys.shape[2])
                 is_causal = False
             attend = partial(F.scaled_dot_product_attention, is_causal=is_causal, scale=self.scale)
-            parts.append(attend(rows, keys, values, bias))
-        if not parts:
+            tile_outputs.append(attend(rows, keys, values, bias))
+        if not tile_outputs:
             # Empty, but differentiable: this device must take part in the backward collective.
             return q @ k.mT @ v
-        return torch.cat(parts, 2)
+        return torch.cat(tile_outputs, 2)
 
     # Attention by tiles, for `BlockAttention`.
 
@@ -231,12 +231,12 @@ class ProcessAttention(AttentionCall):
             kv = kv.index_select(1, self._heads_read)
         return self.attn.split(kv)
 
-    def add_gradient(self, total: Tensor, gradient: Tensor) -> None:
+    def add_gradient(self, block_gradient: Tensor, gradient: Tensor) -> None:
         """Add the gradient of `read`'s result to the gradient of the block."""
         if self._heads_read is None:
-            total += gradient
+            block_gradient += gradient
         else:
-            total.index_add_(1, self._heads_read, gradient.to(total.dtype))
+            block_gradient.index_add_(1, self._heads_read, gradient.to(block_gradient.dtype))
 
     def tiles(self, round_index: int = 0) -> Sequence[Tile]:
         """Return the tiles of a round; none without batches or heads, by which kernels divide."""
@@ -504,12 +504,14 @@ class BlockAttention(torch.autograd.Function):
         return None, q_gradient.to(q.dtype), kv_gradient.to(kv.dtype)
 
 
-def _merge_tile(y: Tensor, log_sum: Tensor, part: TileResult) -> None:
+def _merge_tile(y: Tensor, log_sum: Tensor, tile_result: TileResult) -> None:
     """Merge the result by some keys, in place, with the one by other keys: weights add up to 1 again."""
-    earlier = (y, log_sum[..., None])
-    whole_y, whole_log_sum = merged(torch, earlier, (part.y, part.log_sum[..., None]))
-    y.copy_(whole_y)
-    log_sum.copy_(whole_log_sum.squeeze(-1))
+    so_far = (y, log_sum[..., None])
+    merged_y, merged_log_sum = merged(
+        torch, so_far, (tile_result.y, tile_result.log_sum[..., None])
+    )
+    y.copy_(merged_y)
+    log_sum.copy_(merged_log_sum.squeeze(-1))
 
 
 def _with_log_sum_column(queries: Queries, log_sum_cotangent: Tensor) -> Queries:

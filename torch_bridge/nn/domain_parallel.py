@@ -192,26 +192,26 @@ def _check_followed(module: nn.Module, path: str) -> None:
     classes of `torch.nn` without an exact form on blocks, and lazy modules. Any other code is run,
     and each torch function that it calls must have a rule for blocks. path: "" for the model.
     """
-    kind = type(module)
-    if kind in FOLLOWED:
+    module_class = type(module)
+    if module_class in FOLLOWED:
         return
-    torch_class = torch_class_with_layer(kind)
+    torch_class = torch_class_with_layer(module_class)
     if isinstance(module, Layer):
-        message = "is domain-parallel already"
+        fault = "is domain-parallel already"
         hint = "pass the ordinary model"
-    elif torch_class is not None and kind.forward is torch_class.forward:
-        message = f"is a subclass of {torch_class.__name__}"
+    elif torch_class is not None and module_class.forward is torch_class.forward:
+        fault = f"is a subclass of {torch_class.__name__}"
         hint = "its effect on blocks is not known: converters="
-    elif kind.__module__.startswith("torch.nn."):
-        message = "lacks an exact form on blocks"
+    elif module_class.__module__.startswith("torch.nn."):
+        fault = "lacks an exact form on blocks"
         hint = "converters=, or redistribute what it needs whole"
     elif any(nn.parameter.is_lazy(x) for x in module.parameters(recurse=False)):
-        message = "is lazy"
+        fault = "is lazy"
         hint = "run the ordinary model once first"
     else:
         return  # the user's own code, which is followed as it runs
     name = path if path else "the model"
-    raise XshardError(f"{name} ({kind.__name__}) {message}", hint=hint)
+    raise XshardError(f"{name} ({module_class.__name__}) {fault}", hint=hint)
 
 
 class _RunningModule(NamedTuple):
@@ -277,11 +277,11 @@ class _Entrance:
         if not blocks:
             raise XshardError(f"no input has the dims of '{self.layout}'")
         # Replicated inputs, and parameters, are on the processes of the first block.
-        first = self._placed(blocks[0], is_model=is_model)
-        with_record = partial(self._with_record, first=first, is_model=is_model)
+        first_placement = self._placed(blocks[0], is_model=is_model)
+        with_record = partial(self._with_record, first_placement=first_placement, is_model=is_model)
         args = tuple(map(with_record, args))
         kwargs = {name: with_record(x) for name, x in kwargs.items()}
-        self._copy_parameters(module, first)
+        self._copy_parameters(module, first_placement)
         if not is_followed:
             mode = Propagation(self.paths, self.outputs)
             self.running[-1].ending.callback(remove_function_mode, mode)
@@ -296,11 +296,11 @@ class _Entrance:
                 return
             self._leave()
 
-    def _with_record(self, x: Any, first: Placement, *, is_model: bool) -> Any:
+    def _with_record(self, x: Any, first_placement: Placement, *, is_model: bool) -> Any:
         """Return an input with a note of its layout and global shape (a record).
 
         A tensor that has the dims of the model's layout is a block under it; any other tensor is
-        replicated, on the devices of `first`, the placement of the first block among the inputs.
+        replicated, on the devices of `first_placement`, the placement of the first block among the inputs.
         The note is on an alias, so that the caller's own tensor has none. Values that are not
         tensors are returned as they are.
         """
@@ -313,7 +313,7 @@ class _Entrance:
             else:
                 # Where it is used beside blocks, the gradients of all devices are summed. If the user
                 # asked for shares of gradients, the backward pass of this copy makes one of the sum.
-                placement = first.replicated_like(x)
+                placement = first_placement.replicated_like(x)
                 [x] = placement.parameter_copies([x])
         return record(x.view_as(x), placement)
 
@@ -338,8 +338,8 @@ class _Entrance:
         shape = self.shape
         if shape is not None and not is_model:
             # A part of the model has other channels: only the lengths of sharded dims are known.
-            pairs = zip(layout.dims, shape, strict=True)
-            shape = tuple(length if dim.axes else None for dim, length in pairs)
+            dims_and_lengths = zip(layout.dims, shape, strict=True)
+            shape = tuple(length if dim.axes else None for dim, length in dims_and_lengths)
         return replace(placed_as(x, layout, self.mesh, shape), gradient_share_axes=self.shares)
 
     def _leave(self, *_: Any) -> None:

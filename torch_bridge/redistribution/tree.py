@@ -218,10 +218,10 @@ def _leaf_move(x: Tensor, call: MoveCall) -> _LeafMove | None:
     """Prepare the move of one leaf; None for a DTensor that has to move alone."""
     if not is_dtensor(x):
         return _LeafMove(x, call.executable_for(x))
-    from torch_bridge.dtensor.redistribution import local_part
+    from torch_bridge.dtensor.redistribution import local_move
 
-    part = local_part(x, call)
-    return None if part is None else _LeafMove(*part)
+    move = local_move(x, call)
+    return None if move is None else _LeafMove(*move)
 
 
 def _compare_tree(tree: Any, options: Options, bucket_bytes: int | None) -> list[Compared | None]:

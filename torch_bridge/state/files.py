@@ -231,8 +231,9 @@ def _check_replicas(arrays: Sequence[LocalArray]) -> None:
         try:
             context.compare([(place_of(array.names[0]), array.block, array.sharding)])
         except ReplicaError as error:
-            found, _, _ = str(error.hint).partition("\n")
-            hint = f"{found}\n  if it is sharded, rules= says how, as 'o/dp ...', and models and optimizers "
+            finding, _, _ = str(error.hint).partition("\n")
+            hint = f"{finding}\n  if it is sharded, rules= says how, as 'o/dp ...', "
+            hint += "and models and optimizers "
             hint += 'in the tree know it: {"model": model, "optimizer": optimizer}; what each process has '
             hint += "for itself, as BatchNorm's statistics, has to be made equal: nn.SyncBatchNorm, or a mean"
             raise ReplicaError(error.reason, text=error.text, span=error.span, hint=hint) from None

@@ -56,36 +56,42 @@ def axes_of(mesh: MeshLike | None) -> Mesh:
 
 
 def all_or_none(
-    ranks: Sequence[int], call: str, work: Callable[[], Any], *, timeout: timedelta | None = None
+    ranks: Sequence[int],
+    call: str,
+    function: Callable[[], Any],
+    *,
+    timeout: timedelta | None = None,
 ) -> list[Any]:
-    """Run `work` on each of several ranks, and return all results on all of them.
+    """Run `function` on each of several ranks, and return all results on all of them.
 
-    All of these ranks call it; results are in the order of `ranks`. If `work` fails on one rank, all
+    All of these ranks call it; results are in the order of `ranks`. If `function` fails on one rank, all
     raise DesyncError, so that none goes on alone.
 
     Args:
         ranks: The ranks.
         call: The name of the call in errors.
-        work: A function whose result JSON can hold.
+        function: A function whose result JSON can hold.
         timeout: How long to wait for the others; None: as long as a collective.
     """
     if len(ranks) == 1:
-        return [work()]
+        return [function()]
 
     def result() -> CallFacts:
         # Ranks describe a call to each other. Facts that are not compared may differ: they carry
         # results.
-        return CallFacts(not_compared={"": json.dumps(work())})
+        return CallFacts(not_compared={"": json.dumps(function())})
 
     reports = compare_ranks(ranks, call, result, timeout)
     return [json.loads(reports[r]["not_compared"][""]) for r in ranks]
 
 
-def compare_facts(ranks: Sequence[int], call: str, work: Callable[[], dict[str, Any]]) -> None:
+def compare_facts(
+    ranks: Sequence[int], call: str, find_facts: Callable[[], dict[str, Any]]
+) -> None:
     """Compare facts by name, which all of these ranks find. Raises as `compare_ranks` does."""
 
     def facts() -> CallFacts:
-        return CallFacts({name: str(fact) for name, fact in work().items()})
+        return CallFacts({name: str(fact) for name, fact in find_facts().items()})
 
     if len(ranks) == 1:
         facts()
@@ -224,13 +230,15 @@ def _check_block_shape(array: LocalArray, rule: Sides) -> None:
     """Raise ShapeError unless the block is this process's part of the array."""
     assert array.block is not None  # only arrays with a block come here
     sharding = array.sharding
-    what = f"the block of rank {rank()}"
-    part = f"under '{rule.src}' on {sharding.mesh!r} that is its part of a {sharding.shape} array"
-    hint = f"{part} (shapes= has others)"
+    title = f"the block of rank {rank()}"
+    expected_block = (
+        f"under '{rule.src}' on {sharding.mesh!r} that is its part of a {sharding.shape} array"
+    )
+    hint = f"{expected_block} (shapes= has others)"
     shape = tuple(array.block.shape)
     expected = sharding.local_shape(array.device)
     names = sharding.layout.names
-    check_block(what, shape, expected, names, rule.text, hint, inferred=False)
+    check_block(title, shape, expected, names, rule.text, hint, inferred=False)
 
 
 def _on_large_pages(x: Tensor) -> Tensor:

@@ -96,11 +96,14 @@ def answers(questions: Sequence[Question], timeout_s: float) -> list[Answer]:
     if any(_needs_dynamo(question) for question in questions):
         preload(["torch._dynamo"], timeout_s)  # optimisers and meters import it: 0.6 s in each rank
     mesh = questions[0].mesh
-    place = f" on {mesh}" if mesh.axes else ""
+    on_mesh = f" on {mesh}" if mesh.axes else ""
     is_function = isinstance(questions[0].function, bytes)
-    errors = _as_errors_of_function(f"the torch function failed{place}: ")
+    errors = _as_errors_of_function(f"the torch function failed{on_mesh}: ")
     with errors if is_function else nullcontext():
-        return [merge_ranks(parts) for parts in by_rank(questions, answer_all, timeout_s=timeout_s)]
+        return [
+            merge_ranks(rank_answers)
+            for rank_answers in by_rank(questions, answer_all, timeout_s=timeout_s)
+        ]
 
 
 def _needs_dynamo(question: Question) -> bool:
@@ -132,12 +135,12 @@ def by_rank(
     """
     results: dict[int, tuple[Any, ...]] = {}
     # Items with equally many devices share processes: starting these takes longer than most items.
-    for n in sorted({item.mesh.n_devices for item in items}):
-        numbers = [i for i, item in enumerate(items) if item.mesh.n_devices == n]
-        items_of_size = [items[i] for i in numbers]
-        results_by_rank = on_ranks(n, function, items_of_size, *args, timeout_s=timeout_s)
+    for n_devices in sorted({item.mesh.n_devices for item in items}):
+        item_indices = [i for i, item in enumerate(items) if item.mesh.n_devices == n_devices]
+        items_of_size = [items[i] for i in item_indices]
+        results_by_rank = on_ranks(n_devices, function, items_of_size, *args, timeout_s=timeout_s)
         results_by_item = zip(*results_by_rank, strict=True)
-        results.update(zip(numbers, results_by_item, strict=True))
+        results.update(zip(item_indices, results_by_item, strict=True))
     return [results[i] for i in range(len(items))]
 
 
@@ -156,25 +159,25 @@ def on_ranks(n: int, function: Callable[..., Any], *args: Any, timeout_s: float)
     return results
 
 
-def merge_ranks(parts: Sequence[RankAnswer | StructureError]) -> Answer:
+def merge_ranks(of_ranks: Sequence[RankAnswer | StructureError]) -> Answer:
     """Merge the test results of all ranks into one.
 
     Blocks are listed by device; seconds are those of the slowest rank; the bytes of a collective
     are the most on any rank, which is how plans count them.
 
     Args:
-        parts: For each rank its blocks of outputs and gradients, with seconds and the bytes of each
+        of_ranks: For each rank its blocks of outputs and gradients, with seconds and the bytes of each
             collective where these were measured; or an error.
 
     Raises:
         StructureError: The error of the first rank that has returned one.
     """
     rank_answers: list[RankAnswer] = []
-    for part in parts:
-        if isinstance(part, StructureError):
-            raise part
-        rank_answers.append(part)
-    answers = [part.answer for part in rank_answers]
+    for of_rank in of_ranks:
+        if isinstance(of_rank, StructureError):
+            raise of_rank
+        rank_answers.append(of_rank)
+    answers = [of_rank.answer for of_rank in rank_answers]
     merged_answer = answers[0]  # what is no array is as on rank 0
     for field_of_arrays in ("outputs", "gradients", "updated", "cotangents"):
         arrays = _by_device([getattr(answer, field_of_arrays) for answer in answers])
@@ -185,8 +188,8 @@ def merge_ranks(parts: Sequence[RankAnswer | StructureError]) -> Answer:
     return replace(
         merged_answer,
         seconds=max(seconds),
-        forward_bytes=_busiest([part.forward_bytes for part in rank_answers]),
-        backward_bytes=_busiest([part.backward_bytes for part in rank_answers]),
+        forward_bytes=_busiest([of_rank.forward_bytes for of_rank in rank_answers]),
+        backward_bytes=_busiest([of_rank.backward_bytes for of_rank in rank_answers]),
     )
 
 
@@ -466,8 +469,8 @@ def _fit_cotangents(outputs: Mapping[str, Tensor], question: Question, rank: int
     fit = True
     for name, y in outputs.items():
         if not isinstance(y, Tensor):
-            kind = type(y).__name__
-            raise StructureError(f"{name} of the torch function is a {kind}, not a tensor")
+            type_name = type(y).__name__
+            raise StructureError(f"{name} of the torch function is a {type_name}, not a tensor")
         result = _result_of(question, name)
         if result is not None and result.cotangents:
             fit &= tuple(y.shape) == result.cotangents[rank].shape
