@@ -49,15 +49,15 @@ def apply_checked(plan: Plan, x: jax.Array, text: str, ad: str) -> jax.Array:
         The block under `plan.dst`.
     """
     check, cotangent_check = checks_of(plan, Mesh(bound_sizes(root_of(plan.mesh).axes)), text)
-    x = _expect(x, input_check=_watched(check), cotangent_check=None)
+    x = _expect(x, input_check=_with_watcher(check), cotangent_check=None)
     y = apply(plan, x, ad)
     if cotangent_check is None:
         return y
     # Checks the cotangent, which comes back here.
-    return _expect(y, input_check=None, cotangent_check=_watched(cotangent_check))
+    return _expect(y, input_check=None, cotangent_check=_with_watcher(cotangent_check))
 
 
-def _watched(check: ReplicaCheck) -> ReplicaCheck:
+def _with_watcher(check: ReplicaCheck) -> ReplicaCheck:
     """Let a watcher, if a test has set one, look at the blocks; then they are not compared."""
     if replicas.WATCH is None:
         return check
@@ -199,7 +199,7 @@ def _comparable(x: jax.Array) -> jax.Array:
     return x
 
 
-def _batched(
+def _batch_rule(
     bind: Operation,
     x: jax.Array,
     dim: int | None,
@@ -241,5 +241,5 @@ _expect: Operation = linear_primitive(
     run=_compare,
     on_platforms=dict.fromkeys(ACCELERATORS, partial(_compare, on_cpu=False)),
     transpose=_compare_cotangent,
-    batch=_batched,
+    batch=_batch_rule,
 )

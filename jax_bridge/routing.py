@@ -42,17 +42,17 @@ class Copies:
     def send(self, x: jax.Array) -> jax.Array:
         """Send copies of rows: [rows, ...] -> copies that arrive [devices * capacity, ...]."""
         copies = x.at[self.row_of_copy].get(mode="fill", fill_value=0)
-        return _exchanged(copies, self.axis, self.n_sent, self.n_received)
+        return _exchange_chunks(copies, self.axis, self.n_sent, self.n_received)
 
     def home(self, y: jax.Array) -> jax.Array:
         """Send the copies back and add up the copies of each row: the transpose of `send`."""
         # On the way back a device sends as many rows as it received, and receives what it sent.
-        copies = _exchanged(y, self.axis, self.n_received, self.n_sent)
+        copies = _exchange_chunks(y, self.axis, self.n_received, self.n_sent)
         result = jnp.zeros((self.n_rows, *y.shape[1:]), y.dtype)
         return result.at[self.row_of_copy].add(copies, mode="drop")
 
 
-def _exchanged(
+def _exchange_chunks(
     x: jax.Array, axis: tuple[str, ...], n_sent: jax.Array, n_received: jax.Array
 ) -> jax.Array:
     """Send chunk i of a buffer to device i, all-to-all; GPUs and TPUs leave out the padding.
@@ -229,7 +229,7 @@ def route(
     copies_per_device = n_rows if capacity is None else min(capacity, n_rows)
 
     choices = _choices_of_rows(to.reshape(n_rows, -1), groups_on_devices)
-    placed = _placed_copies(choices.device, n_devices, copies_per_device)
+    placed = _place_copies(choices.device, n_devices, copies_per_device)
     n_received = _all_to_all(as_varying(placed.n_sent, axis), axis)
     n_choices = choices.device.shape[1]
     copies = Copies(axis, n_rows, n_choices, placed.row_of_copy, placed.n_sent, n_received)
@@ -273,7 +273,7 @@ class _PlacedCopies(NamedTuple):
     n_dropped: jax.Array
 
 
-def _placed_copies(device: jax.Array, n_devices: int, capacity: int) -> _PlacedCopies:
+def _place_copies(device: jax.Array, n_devices: int, capacity: int) -> _PlacedCopies:
     """Give each row a slot in the send buffer for each device that it goes to.
 
     The buffer has `capacity` slots per device. Rows 0, 1, 2 that chose the devices

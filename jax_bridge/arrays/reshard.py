@@ -270,7 +270,7 @@ def place(
     placed = [leaf.x for leaf in leaves]
     for i, target in targets.items():
         with located(leaves[i].place):
-            placed[i] = _placed(leaves[i].x, target, profile)
+            placed[i] = _place_array(leaves[i].x, target, profile)
     return jax.tree.unflatten(jax.tree.structure(tree), placed)
 
 
@@ -283,7 +283,7 @@ def _target(x: Any, given: Any, mesh: ArrayMesh) -> StoredArray:
     return StoredArray.of(target, mesh, text)
 
 
-def _placed(x: Any, target: StoredArray, profile: ProfileLike) -> jax.Array:
+def _place_array(x: Any, target: StoredArray, profile: ProfileLike) -> jax.Array:
     """Put one array on the mesh: move it if it is there already, else copy it from the host."""
     array = target.array
     mesh = target.mesh.of_arrays

@@ -202,7 +202,7 @@ class _Border(NamedTuple):
         """
         path = f"argument '{leaf.name}'"
         with located(path):
-            sides = self._resolved_sides(leaf.value, len(shape))
+            sides = self._resolve_sides(leaf.value, len(shape))
             array = stored_sharding(sides.src, self.axes, shape, sides.text)
             way_in = sides._replace(src=self._layout_at_border(array))
             return self._border_array(array, way_in, path)
@@ -219,7 +219,7 @@ class _Border(NamedTuple):
         path = f"result '{leaf.name}'" if leaf.name else "the result"
         with located(path):
             block_shape = leaf.x.shape
-            sides = self._resolved_sides(leaf.value, len(block_shape))
+            sides = self._resolve_sides(leaf.value, len(block_shape))
             hint = (
                 "dims are as long as arguments have them: "
                 "take another name, or say sizes={{dim}: ...}"
@@ -232,7 +232,7 @@ class _Border(NamedTuple):
             way_out = sides._replace(dst=self._layout_at_border(array))
             return self._border_array(array, way_out, path)
 
-    def _resolved_sides(self, layout: Any, ndim: int) -> Sides:
+    def _resolve_sides(self, layout: Any, ndim: int) -> Sides:
         """Parse a layout, or "layout -> layout", for an array of `ndim` dims, and check its axes."""
         src, dst, text = sides_or_one(layout)
         axes = self.mesh.free((*src.axes, *dst.axes), text)
@@ -372,7 +372,7 @@ class _MappedFunction:
             static: Arguments by keyword; they are no arrays, and are compiled in.
         """
         # A call like an earlier one only looks up its program, moves the arrays and runs it.
-        call = self._structured(args, static)
+        call = self._structure_call(args, static)
         arrays = [as_array(leaf.x, leaf.name) for leaf in call.array_leaves]
         texts = [sides_or_one(leaf.value).text for leaf in call.array_leaves]
         mesh = ArrayMesh.of(arrays, texts, self.mesh)
@@ -397,7 +397,7 @@ class _MappedFunction:
             self.programs[key] = program
         return program.result_of(program.run(*placed))
 
-    def _structured(self, args: tuple[Any, ...], static: Mapping[str, Any]) -> _Call:
+    def _structure_call(self, args: tuple[Any, ...], static: Mapping[str, Any]) -> _Call:
         """Name the arguments of a call, flatten them, and give each leaf its layout.
 
         f(x, {"w": w}) has the leaves "x" and "params.w" if the parameters of `f` are so called.
@@ -472,7 +472,7 @@ class _MappedFunction:
             check_vma=self.has_types,
             in_specs=tuple(argument.outside.sharding.spec for argument in of_blocks.arguments),
         )
-        outputs = _traced_outputs(of_blocks, on_devices, placed)
+        outputs = _trace_outputs(of_blocks, on_devices, placed)
         results = self._results(of_blocks, border, outputs)
 
         def run_on_blocks(*blocks: jax.Array) -> list[jax.Array]:
@@ -543,7 +543,7 @@ def _place_arguments(
     return [arrive(x, argument.outside) for x, argument in zip(arrays, arguments, strict=True)]
 
 
-def _traced_outputs(
+def _trace_outputs(
     of_blocks: _BlockFunction, on_devices: Callable[..., Any], placed: Sequence[jax.Array]
 ) -> _Outputs:
     """Find the types of a function's results, by tracing it inside `shard_map` without results.

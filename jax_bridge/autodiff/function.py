@@ -95,10 +95,10 @@ def batch_dim(plan: Plan, batch_axes: tuple[str, ...]) -> Dim:
 
 def new_name(kind: str, names: Sequence[str]) -> str:
     """Return a name for one more dim: "batch0", or "batch1" if the dims have "batch0", and so on."""
-    number = 0
-    while f"{kind}{number}" in names:
-        number += 1
-    return f"{kind}{number}"
+    suffix = 0
+    while f"{kind}{suffix}" in names:
+        suffix += 1
+    return f"{kind}{suffix}"
 
 
 @lru_cache(maxsize=1024)
@@ -283,12 +283,14 @@ def _transpose_reverse_only(cotangent: jax.Array, *, plan: Plan, devices: str | 
     return _on_blocks(partial(_collectives, plan.backward, move), cotangent, devices)
 
 
-def _refuse(what: str, x: jax.Array, *, plan: Plan, devices: str | None = None) -> NoReturn:
+def _refuse(operation: str, x: jax.Array, *, plan: Plan, devices: str | None = None) -> NoReturn:
     """Raise XshardError in place of an operation that `custom_vjp` lacks."""
     hint = (
         'ad="linear", the default, has every mode; "custom_vjp" has reverse mode: grad, vjp, jacrev'
     )
-    raise XshardError(f"{what} of '{plan.src} -> {plan.dst}' with ad=\"custom_vjp\"", hint=hint)
+    raise XshardError(
+        f"{operation} of '{plan.src} -> {plan.dst}' with ad=\"custom_vjp\"", hint=hint
+    )
 
 
 # The tangent in reverse mode: JAX only transposes it. To run it is forward mode, which is refused.

@@ -103,10 +103,10 @@ def exchange(
     # gets this type, too, since both may be results of the branches of one `switch`.
     axes = long_axes(after.mesh)
     delivery = _Delivery(rounds(step, before), step.op(before), after, transport, sender_order)
-    return _delivered(delivery, as_varying(x, axes), as_varying(out, axes))
+    return _deliver(delivery, as_varying(x, axes), as_varying(out, axes))
 
 
-def _delivered(delivery: _Delivery, x: jax.Array, out: jax.Array) -> jax.Array:
+def _deliver(delivery: _Delivery, x: jax.Array, out: jax.Array) -> jax.Array:
     """Send boxes of this device's block `x` to others, and put those that arrive into `out`.
 
     Boxes are cut as slices where possible, else gathered by tables of row positions.
@@ -151,7 +151,7 @@ def _by_slices(delivery: _Delivery, x: jax.Array, out: jax.Array) -> jax.Array:
     if delivery.op is None and delivery.transport.branches:
         tiling_of_device = tilings(all_rounds, delivery.after)
         if tiling_of_device is not None:
-            return _tiled_by_device(tiling_of_device, box_of_round, axes)
+            return _tile_by_device(tiling_of_device, box_of_round, axes)
     arrivals = [_Arrival(messages, box_of_round(i)) for i, messages in enumerate(all_rounds)]
     if delivery.adds_in_order:
         arrivals = _by_sender(arrivals, mesh)
@@ -191,7 +191,7 @@ def _send_slices(
             box = cut_out(round_index)
         else:
             box = received[round_index - n_local]
-        return _signed(box, all_rounds[round_index], mesh)
+        return _apply_signs(box, all_rounds[round_index], mesh)
 
     return box_of_round
 
@@ -217,7 +217,7 @@ def _by_sender(arrivals: Sequence[_Arrival], mesh: Mesh) -> list[_Arrival]:
     # For each device the rounds in the order of senders: [devices, positions in the order].
     round_at = np.argsort(senders, axis=1, kind="stable")
 
-    boxes = _stacked([arrival.box for arrival in arrivals])
+    boxes = _stack_boxes([arrival.box for arrival in arrivals])
     # Else XLA may fuse a box that stays on its device with the product that made it, unrounded.
     boxes = lax.optimization_barrier(boxes)
     sorted_boxes = boxes[row_of_this_device(round_at, long_axes(mesh))]
@@ -235,7 +235,7 @@ def _by_sender(arrivals: Sequence[_Arrival], mesh: Mesh) -> list[_Arrival]:
     return sorted_arrivals
 
 
-def _stacked(boxes: Sequence[jax.Array]) -> jax.Array:
+def _stack_boxes(boxes: Sequence[jax.Array]) -> jax.Array:
     """Stack boxes, padded to the longest along every dim."""
     max_shape = np.max([box.shape for box in boxes], axis=0)
     padded = []
@@ -304,7 +304,7 @@ def _by_tables(delivery: _Delivery, x: jax.Array, out: jax.Array) -> jax.Array:
         tables_of_rounds = [_round_tables(arrival.messages, delivery.after) for arrival in arrivals]
     is_written = jnp.zeros(out.shape, bool)
     for (messages, box), tables in zip(arrivals, tables_of_rounds, strict=True):
-        box = _signed(box, messages, mesh)
+        box = _apply_signs(box, messages, mesh)
         for dim, table in enumerate(tables):
             box = pick_rows(box, dim, table.placing, axes)
         if delivery.op is not None:
@@ -331,7 +331,7 @@ def _receivers(messages: Round, n_devices: int) -> NDArray[np.bool_]:
     return np.isin(np.arange(n_devices), [message.dst for message in messages])
 
 
-def _signed(box: jax.Array, messages: Round, mesh: Mesh) -> jax.Array:
+def _apply_signs(box: jax.Array, messages: Round, mesh: Mesh) -> jax.Array:
     """Negate the box if its message says so: rows from beyond a pole may change their sign."""
     if all(message.sign > 0 for message in messages):
         return box
@@ -479,7 +479,7 @@ def tilings(schedule: Sequence[Round], after: Sharding) -> tuple[Tiling, ...] | 
     return tiling_of_device if n_compiled <= MAX_COMPILED_TILES else None
 
 
-def _tiled_by_device(
+def _tile_by_device(
     tiling_of_device: Sequence[Tiling],
     box_of_round: Callable[[int], jax.Array],
     axes: Sequence[str],
@@ -584,6 +584,6 @@ def transfer(
             delivery = _Delivery(schedule, source.op, after, transport, source.sender_order)
             # Messages have the dims in the order of their source, which may differ between sources.
             transposed = out.reshape([source.new_shape[i] for i in source.order])
-            received = _delivered(delivery, x, transposed.transpose(np.argsort(source.order)))
+            received = _deliver(delivery, x, transposed.transpose(np.argsort(source.order)))
             out = received.transpose(source.order).reshape(new.shape)
         yield out.astype(dtype)

@@ -107,11 +107,11 @@ def pick_rows(x: jax.Array, dim: int, positions: Table, axes: Sequence[str]) -> 
         shape[dim] = width
         return jnp.zeros(shape, x.dtype)
 
-    first = positions[:, 0]
-    are_consecutive = (positions == first[:, None] + np.arange(width)).all()
-    if are_consecutive and (first != VOID).all():
+    first_rows = positions[:, 0]
+    are_consecutive = (positions == first_rows[:, None] + np.arange(width)).all()
+    if are_consecutive and (first_rows != VOID).all():
         # XLA copies a slice faster than it gathers rows.
-        start = row_of_this_device(first.astype(np.int32), axes)
+        start = row_of_this_device(first_rows.astype(np.int32), axes)
         return lax.dynamic_slice_in_dim(x, start, width, dim)
     return _gather_chunks(x, dim, positions, axes)
 
@@ -176,9 +176,9 @@ def row_of_this_device(values: NDArray, axes: Sequence[str]) -> jax.Array:
 
 def rows_of_this_device(sharding: Sharding, dim: int | str) -> jax.Array:
     """Return the global numbers of the rows of a dim in this device's block; VOID in its padding."""
-    number = sharding.layout.dim_index(dim)
-    axes = sharding.layout.dims[number].axes
-    table = row_table(sharding, number)
+    dim_index = sharding.layout.dim_index(dim)
+    axes = sharding.layout.dims[dim_index].axes
+    table = row_table(sharding, dim_index)
     return row_of_this_device(*over_whole_axes(table, axes, sharding.mesh))
 
 

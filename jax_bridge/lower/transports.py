@@ -115,12 +115,12 @@ def _in_rounds(messages: Sequence[Message]) -> list[Round]:
     """
     # Longest first, so that long messages share rounds with long ones, which saves padding.
     longest_first = sorted(messages, key=lambda message: -message.size)
-    fewest = _coloured(longest_first)
+    fewest = _colour_rounds(longest_first)
     if _max_received(fewest, padded=True) <= MAX_PADDING * _max_received(fewest, padded=False):
         return fewest
     result: list[Round] = []
     for same_shape in _by_shape(messages):
-        result += _coloured(same_shape)
+        result += _colour_rounds(same_shape)
     return result
 
 
@@ -137,7 +137,7 @@ def _by_shape(messages: Sequence[Message]) -> list[list[Message]]:
     return list(groups.values())
 
 
-def _coloured(messages: Sequence[Message]) -> list[Round]:
+def _colour_rounds(messages: Sequence[Message]) -> list[Round]:
     """Put messages into the fewest rounds: see `edge_colours`, a colour is a round."""
     by_colour = defaultdict[int, list[Message]](list)
     for message, colour in zip(messages, edge_colours(_edges(messages)), strict=True):

@@ -143,7 +143,7 @@ def _plan_windows(
     return windowed_dims
 
 
-def _filled(fill: float) -> BoundaryPair:
+def _constant_boundary(fill: float) -> BoundaryPair:
     """Return the boundary of constant rows at both ends."""
     rule = Boundary("constant", fill)
     return BoundaryPair(rule, rule)
@@ -164,7 +164,7 @@ def _boundaries_of_dims(rules: WindowRules, names: Sequence[str]) -> dict[str, B
         rules_by_dim = {}
     elif isinstance(rules_by_dim, str):
         rules_by_dim = dict.fromkeys(names, rules_by_dim)
-    boundaries = dict.fromkeys(names, _filled(rules.fill))
+    boundaries = dict.fromkeys(names, _constant_boundary(rules.fill))
     for name, rule in rules_by_dim.items():
         if name not in names:
             reason = f"a boundary for {name!r}"
@@ -196,7 +196,7 @@ def _windowed_dim(
     rows = along(x.sharding, d)
     if not any(window.padding):
         # Nothing beyond the ends is read, so any rule will do: constants need no communication.
-        boundaries = _filled(rules.fill)
+        boundaries = _constant_boundary(rules.fill)
     is_filled = boundaries.before.fill == boundaries.after.fill == rules.fill
     if not is_filled and (dilation > 1 or min(window.padding) < 0):
         reason = f"boundary {boundaries.before} of {rows.dim.name!r} with dilated inputs or negative padding"
@@ -333,7 +333,7 @@ def resize(x: Sharded, shape: Sequence[int], method: str, *, antialias: bool = T
         length = x.sharding.shape[dim]
         if new_length != length:
             taps_by_dim[dim] = _jax_taps(length, new_length, method, antialias, dtype)
-    return _resampled(x, taps_by_dim)
+    return _resample(x, taps_by_dim)
 
 
 @api_boundary
@@ -362,7 +362,7 @@ def interpolate(
         length = x.sharding.shape[dim]
         if new_length != length:
             taps_by_dim[dim] = taps(mode, length, new_length, align_corners=align_corners)
-    return _resampled(x, taps_by_dim)
+    return _resample(x, taps_by_dim)
 
 
 @lru_cache(maxsize=256)
@@ -390,7 +390,7 @@ def _jax_taps(length: int, outputs: int, method: str, antialias: bool, dtype: np
     return Taps(inputs, np.where(consecutive == inputs, weights, 0.0))
 
 
-def _resampled(x: Sharded, taps_by_dim: Mapping[int, Taps]) -> Sharded:
+def _resample(x: Sharded, taps_by_dim: Mapping[int, Taps]) -> Sharded:
     """Interpolate a sharded array along several dims.
 
     A frame says for each device which rows its outputs read, and which outputs it computes.

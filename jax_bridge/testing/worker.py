@@ -210,7 +210,7 @@ def _answer_reference(question: Question) -> Answer:
     program = _UserProgram(question)
 
     def run(*inputs: jax.Array) -> tuple[_Results, Cotangents]:
-        return program.differentiate(inputs, _drawn_cotangents)
+        return program.differentiate(inputs, _draw_cotangents)
 
     inputs = [jnp.asarray(blocks[0]) for blocks in question.inputs]
     compiled = jax.jit(_on_one_device(question, run))
@@ -223,7 +223,7 @@ def _answer_reference(question: Question) -> Answer:
     return replace(answer, cotangents=blocks, derivatives=slopes)
 
 
-def _drawn_cotangents(outputs: Arrays) -> Cotangents:
+def _draw_cotangents(outputs: Arrays) -> Cotangents:
     """Draw a random cotangent for each output but those of whole numbers."""
     cotangents = {}
     for i, y in enumerate(outputs):
@@ -345,7 +345,7 @@ class _UserProgram:
     def __init__(self, question: Question) -> None:
         assert isinstance(question.function, bytes)
         self.question = question
-        self.function: Callable[..., Any] = _unpacked(question.function)
+        self.function: Callable[..., Any] = _unpickle(question.function)
         # How the function returns its outputs, set by `outputs`: their names, and a tree with the
         # number of an output in place of each.
         self.names: tuple[str, ...] = ()
@@ -367,7 +367,7 @@ class _UserProgram:
         for name, y in named.items():
             array = jnp.asarray(y)
             if results is not None:
-                array = _typed(array, results[name].sharding, name)
+                array = _check_type(array, results[name].sharding, name)
             outputs.append(array)
         return outputs
 
@@ -400,9 +400,9 @@ class _UserProgram:
         (gradients,) = pull([_jax_cotangent(y, cotangents.get(i)) for i, y in enumerate(outputs)])
         # For complex numbers torch takes the conjugates of JAX's gradients, and of its cotangents.
         gradients = jax.tree.map(jnp.conj, gradients)
-        return _Results(outputs, gradients, self._updated(inputs, gradients)), cotangents
+        return _Results(outputs, gradients, self._update_parameters(inputs, gradients)), cotangents
 
-    def _updated(
+    def _update_parameters(
         self, inputs: Sequence[jax.Array], gradients: dict[int, jax.Array]
     ) -> dict[int, jax.Array]:
         """Return the parameters after a step of the user's optimiser; {} if there is none.
@@ -421,7 +421,7 @@ class _UserProgram:
         # ({"w": 0, "b": 1},).
         parameters = tuple(question.arguments[position] for position in question.update.positions)
         values = mapped(inputs.__getitem__, parameters)
-        update = _unpacked(question.update.function)
+        update = _unpickle(question.update.function)
         new_values = update(values, mapped(gradients.__getitem__, parameters))
 
         returned = leaves(new_values, "parameters")
@@ -431,7 +431,8 @@ class _UserProgram:
             hint = f"(values, gradients) -> values, of {', '.join(numbers)}"
             raise StructureError(reason, hint=hint)
         return {
-            i: _typed(returned[name], question.shardings[i], name) for name, i in numbers.items()
+            i: _check_type(returned[name], question.shardings[i], name)
+            for name, i in numbers.items()
         }
 
     def answer(self, blocks: _Results) -> Answer:
@@ -440,7 +441,7 @@ class _UserProgram:
         return Answer(outputs, blocks.gradients, blocks.updated, tree=self.tree)
 
 
-def _unpacked(function: bytes) -> Callable[..., Any]:
+def _unpickle(function: bytes) -> Callable[..., Any]:
     """Unpickle a function of the user, which was packed without arguments."""
     return pickle.loads(function)[0]
 
@@ -460,7 +461,7 @@ def _jax_cotangent(y: jax.Array, cotangent: Any) -> Any:
     return np.zeros(y.shape, jax.dtypes.float0)  # JAX's type for outputs of whole numbers
 
 
-def _typed(y: jax.Array, sharding: Sharding, name: str) -> jax.Array:
+def _check_type(y: jax.Array, sharding: Sharding, name: str) -> jax.Array:
     """Check that an output differs between devices along its layout's axes only.
 
     JAX's type of a value says along which mesh axes it may differ (`check_vma`).

@@ -121,13 +121,13 @@ class EinsumCall(NamedTuple):
             mesh = processes.mesh
             check_given(what, plan, dtype_name, self.shapes, mesh, text=plan.text, hint=hint)
         else:
-            plan, processes = self._planned(contraction, processes, blocks, dtype_name)
+            plan, processes = self._plan(contraction, processes, blocks, dtype_name)
         _check_product(plan, dtype, tensor_device)
         # Last, as blocks may be wrong on some processes only.
         self._check_blocks(plan, processes, contraction, blocks)
         return plan, processes
 
-    def _planned(
+    def _plan(
         self,
         contraction: Contraction,
         processes: ProcessMesh,
@@ -233,7 +233,7 @@ def _executable(
     return Lowering(processes, dtype, device, travels, differentiated).contraction(plan)
 
 
-def _traced(blocks: list[Tensor], expression: Any, mesh: Any, save: str, **options: Any) -> Tensor:
+def _trace(blocks: list[Tensor], expression: Any, mesh: Any, save: str, **options: Any) -> Tensor:
     """Run `einsum` while a compiler records; all lengths are compiled for."""
     calls.check_no_transform()
     block_types = tuple((tuple(map(int, x.shape)), x.dtype, x.device) for x in blocks)
@@ -247,7 +247,7 @@ def _traced(blocks: list[Tensor], expression: Any, mesh: Any, save: str, **optio
     return lowering.contraction(executable.plan)(blocks, save == "used", False)
 
 
-calls.TRACED["einsum"] = _traced
+calls.TRACED["einsum"] = _trace
 
 
 def _for_operands(contraction: Contraction, blocks: Sequence[calls.Block]) -> Contraction:

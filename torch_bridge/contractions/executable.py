@@ -223,10 +223,10 @@ class Lowering:
             text: The expression, for errors.
             is_last: Whether it gives the final result.
         """
-        moves = tuple(self._lowered(move, text, may_return_input=True) for move in part.moves)
+        moves = tuple(self._lower_move(move, text, may_return_input=True) for move in part.moves)
         receives = any(move.plan.bytes_received for move in moves if move is not None)
         local = LocalContraction.of(part, self.processes.device)
-        plain = Stages(moves, local, self._lowered(part.result, text), is_last)
+        plain = Stages(moves, local, self._lower_move(part.result, text), is_last)
         stages = plain
         # The ring adds while pieces travel. With a communication dtype other than the blocks',
         # sums would be added in that dtype: then operands are moved as a whole instead.
@@ -242,15 +242,17 @@ class Lowering:
         Other steps of the same move remain, for the operand or the result that travels.
         """
         operand = ring.operand  # its number; None: the result travels
-        remaining = self._lowered(ring.remaining_move, text, may_return_input=operand is not None)
-        rounds = Rounds.of(local, ring, self._lowered(ring.rotation, text))
+        remaining = self._lower_move(
+            ring.remaining_move, text, may_return_input=operand is not None
+        )
+        rounds = Rounds.of(local, ring, self._lower_move(ring.rotation, text))
         if operand is None:
             return replace(plain, contract=rounds, result=remaining)
         moves = list(plain.moves)
         moves[operand] = remaining
         return replace(plain, contract=rounds, moves=tuple(moves))
 
-    def _lowered(self, plan: Plan, text: str, *, may_return_input: bool = False) -> Move:
+    def _lower_move(self, plan: Plan, text: str, *, may_return_input: bool = False) -> Move:
         """Return the move of a plan for these blocks; None if it has no steps."""
         if not plan.steps:
             return None

@@ -160,7 +160,7 @@ class Rounds:
                 in_flight.append(PendingTensor.begin(product, self.rotation))
             else:
                 sums.append(product)
-        return self._concatenated(sums)
+        return self._concatenate(sums)
 
     def _with_travelling_operand(
         self, pieces: Sequence[Sequence[Tensor]], travelling_operand: int
@@ -195,9 +195,9 @@ class Rounds:
         if self.ring.dim not in self.local.result:
             first_product, *other_products = products.values()
             return sum(other_products, start=first_product)
-        return self._concatenated([products[piece_index] for piece_index in range(len(products))])
+        return self._concatenate([products[piece_index] for piece_index in range(len(products))])
 
-    def _concatenated(self, pieces: Sequence[Tensor]) -> Tensor:
+    def _concatenate(self, pieces: Sequence[Tensor]) -> Tensor:
         if len(pieces) == 1:
             return pieces[0]
         return torch.cat(tuple(pieces), self.local.result.index(self.ring.dim))

@@ -236,7 +236,7 @@ def _end(
         pending_dims: The mesh dims on which a reduction that no layout can describe, such as a
             product, stays pending.
     """
-    placements = tuple(_counted_from_0(p, len(shape)) for p in placements)
+    placements = tuple(_with_positive_dim(p, len(shape)) for p in placements)
     # The layout has replicas in place of reductions that stay pending: their values are not touched.
     without_pending = list(placements)
     for i in pending_dims:
@@ -272,7 +272,7 @@ def _uses_of_axes(layout: Layout) -> dict[str, int | str]:
     return uses
 
 
-def _counted_from_0(placement: Placement, ndim: int) -> Placement:
+def _with_positive_dim(placement: Placement, ndim: int) -> Placement:
     """Return the placement with its dim counted from the front: Shard(-1), of 3 dims -> Shard(2).
 
     Raises ShapeError for a dim that does not exist.
@@ -360,7 +360,7 @@ def redistribute_by_layouts(x: DTensor, call: MoveCall, compares: bool, name: st
     if compares and y.requires_grad:
         compare = partial(_compare_replicas, text=call.text, name=name, cotangents=True)
         y.register_hook(compare)
-    return _permuted(y, call)
+    return _permute_result(y, call)
 
 
 def move_by_layouts(x: DTensor, call: MoveCall) -> DTensorMove:
@@ -374,7 +374,7 @@ def move_by_layouts(x: DTensor, call: MoveCall) -> DTensorMove:
     mesh = x.device_mesh
     src_layout = positional(src, x.ndim)
     # Placements know dims by index only. The move keeps the left side's order of dims; if the
-    # right side has another one, `_permuted` brings the result to it.
+    # right side has another one, `_permute_result` brings the result to it.
     dst_layout = positional(dst.in_order(src.names), x.ndim)
     dtypes = comm_dtype_of(call.comm_dtype, x.dtype)
     return moves.move_of(
@@ -418,13 +418,13 @@ def local_move(x: DTensor, call: MoveCall) -> LocalMove | None:
         return None
 
     def finish(y: Tensor) -> Tensor:
-        return _permuted(move.dst.dtensor(y, x.shape), call)
+        return _permute_result(move.dst.dtensor(y, x.shape), call)
 
     travels = CommDtype(move.op_dtype, move.op_dtype, result=x.dtype)
     return LocalMove(block, executable.casting(x.dtype, travels), finish)
 
 
-def _permuted(y: DTensor, call: MoveCall) -> Tensor:
+def _permute_result(y: DTensor, call: MoveCall) -> Tensor:
     """Return a DTensor with its dims in the order of the right side."""
     src, dst, _ = sides(call.expression)
     src_names = src.resolved(y.ndim).names

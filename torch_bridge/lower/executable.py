@@ -329,14 +329,16 @@ class BucketedExecutable:
 
     def __call__(self, *blocks: Tensor) -> tuple[Tensor, ...]:
         """Run the executables in buckets: the collectives of one bucket are shared."""
-        return self._in_order([_run_in_lock_step(*bucket) for bucket in self._bucketed(blocks)])
+        return self._in_order(
+            [_run_in_lock_step(*bucket) for bucket in self._buckets_with_blocks(blocks)]
+        )
 
     def begin(self, *blocks: Tensor) -> Callable[[], tuple[Tensor, ...]]:
         """Begin the buckets in order, as `Executable.begin` does; return a function that ends all."""
-        finish_each = [_begin_in_lock_step(*bucket) for bucket in self._bucketed(blocks)]
+        finish_each = [_begin_in_lock_step(*bucket) for bucket in self._buckets_with_blocks(blocks)]
         return lambda: self._in_order([finish() for finish in finish_each])
 
-    def _bucketed(
+    def _buckets_with_blocks(
         self, blocks: Sequence[Tensor]
     ) -> Iterator[tuple[list[Executable], list[Tensor]]]:
         """Yield the executables of each bucket, and their blocks."""

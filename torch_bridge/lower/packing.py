@@ -190,7 +190,7 @@ class Packing:
                 for tensor, message in zip(tensors, self.messages, strict=True)
             ]
         if can_concatenate:
-            return self._concatenated(tensors)
+            return self._concatenate(tensors)
         if self.rounds_once and like.dtype in _SHORT_FLOATS:
             # A compiler would not round in between either.
             wide_tensors = [tensor.float() for tensor in tensors]
@@ -200,7 +200,7 @@ class Packing:
             return wide_block.to(like.dtype)
         return self._place_one_by_one(like, tensors)
 
-    def _concatenated(self, tensors: Sequence[Tensor]) -> Tensor:
+    def _concatenate(self, tensors: Sequence[Tensor]) -> Tensor:
         """Make the block of messages and fills by one `cat`.
 
         That writes the block once; zeros and then their boxes would write it twice.

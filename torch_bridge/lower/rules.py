@@ -49,12 +49,12 @@ def lower(
         DtypeError: A reduction of a dtype without arithmetic.
     """
     if lengths is None and not is_faking():
-        return _lowered_once(plan, processes, device)
+        return _lower_once(plan, processes, device)
     # Tensors made here are part of a trace: nothing of it is kept.
-    return _lowered(plan, processes, device, {} if lengths is None else lengths)
+    return _lower_steps(plan, processes, device, {} if lengths is None else lengths)
 
 
-def _lowered(
+def _lower_steps(
     plan: Plan, processes: ProcessMesh, device: torch.device, lengths: Lengths | None = None
 ) -> Executable:
     """Lower all steps of a plan, in order, as all ranks do."""
@@ -70,7 +70,7 @@ def _lowered(
     return Executable(plan, processes, tuple(moves), tuple(step_of_move), lower_like)
 
 
-_lowered_once = layout_cache(maxsize=4096)(_lowered)
+_lower_once = layout_cache(maxsize=4096)(_lower_steps)
 
 
 def _moves_of_step(plan: Plan, step_index: int, context: StepContext) -> list[Move]:

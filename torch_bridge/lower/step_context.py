@@ -80,20 +80,20 @@ class StepContext(NamedTuple):
         """Return the processes along some axes of the mesh."""
         if self._needs_no_group:
             return Group(None, self.processes.mesh.group(self.device, axes))
-        return self._traced(self.processes.group(axes))
+        return self._as_traced(self.processes.group(axes))
 
     def group_of_devices(self, devices: Sequence[int]) -> Group:
         """Return the processes of some devices along axes of the mesh, this one among them."""
         if self._needs_no_group:
             return Group(None, tuple(devices))
-        return self._traced(self.processes.group_of_devices(tuple(devices)))
+        return self._as_traced(self.processes.group_of_devices(tuple(devices)))
 
     @property
     def _needs_no_group(self) -> bool:
         """Whether only shapes are asked for: nothing is sent."""
         return self.tensor_device.type == "meta" and self.lengths is None
 
-    def _traced(self, group: Group) -> Group:
+    def _as_traced(self, group: Group) -> Group:
         """Return the group as a compiler needs it, if one records."""
         return group if self.lengths is None else group.traced(self.place(), self.tensor_device)
 

@@ -221,7 +221,7 @@ def begin_transfers_together(
         sent_block = _run_steps(transfer.on_source, dense(block))
         # Some dtypes cannot be sent: their bits travel as another dtype of the same size. The steps
         # on each mesh see the values.
-        sent_blocks.append(_seen_as(CARRIERS.get(block.dtype, block.dtype), sent_block))
+        sent_blocks.append(_view_as(CARRIERS.get(block.dtype, block.dtype), sent_block))
     plans = [transfer.plan for transfer in transfers if transfer.sends]
     title = functools.partial(_title, transfers[0].plan)
     arrive = with_place_in_errors(
@@ -232,7 +232,7 @@ def begin_transfers_together(
     def finish() -> list[Tensor]:
         arrived = with_place_in_errors(title, arrive)
         return [
-            _run_steps(transfer.on_target, _seen_as(dtype, sent_block))
+            _run_steps(transfer.on_target, _view_as(dtype, sent_block))
             for transfer, dtype, sent_block in zip(transfers, dtypes, arrived, strict=True)
         ]
 
@@ -277,7 +277,7 @@ def _begin_exchange(
             rank: iter(message.tensors) for rank, message in message_from_rank.items()
         }
         return [
-            _assembled(transfer, block, tensors_from_rank)
+            _assemble(transfer, block, tensors_from_rank)
             for transfer, block in zip(transfers, source_blocks, strict=True)
         ]
 
@@ -338,7 +338,7 @@ def _start(
     return list(zip(works, peers, strict=True))
 
 
-def _assembled(
+def _assemble(
     transfer: TransferExecutable, block: Tensor, tensors_from_rank: Mapping[int, Iterator[Tensor]]
 ) -> Tensor:
     """Put together this rank's block on the target's mesh, of rows that arrived and rows that it keeps.
@@ -427,6 +427,6 @@ def _connect(tensor_device: torch.device, group: dist.ProcessGroup) -> None:
     naming_who_has_not_come(name, ranks, rank_in(group), store, timeout_of(group), reduce_on_all)
 
 
-def _seen_as(dtype: torch.dtype, tensor: Tensor) -> Tensor:
+def _view_as(dtype: torch.dtype, tensor: Tensor) -> Tensor:
     """Return the same bits as another dtype of the same size."""
     return tensor if tensor.dtype == dtype else tensor.view(dtype)

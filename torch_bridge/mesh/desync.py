@@ -169,10 +169,10 @@ def compare_ranks(
     if error is not None and all(has_failed):
         raise error
     if any(has_failed):
-        raise _failed(reports) from error
+        raise _failure_error(reports) from error
     differing = _differing(reports)
     if differing:
-        raise _desync(reports, differing[:MAX_LISTED])
+        raise _desync_error(reports, differing[:MAX_LISTED])
     return reports
 
 
@@ -380,7 +380,7 @@ def _differing_names(facts_of_ranks: Sequence[Mapping[str, str]]) -> Iterator[st
             yield name
 
 
-def _desync(reports: Mapping[int, Report], differing: Sequence[str]) -> DesyncError:
+def _desync_error(reports: Mapping[int, Report], differing: Sequence[str]) -> DesyncError:
     """Return the error of ranks that disagree, with the facts of each in which they differ."""
 
     def describe(report: Report) -> str:
@@ -397,7 +397,7 @@ def _desync(reports: Mapping[int, Report], differing: Sequence[str]) -> DesyncEr
     return DesyncError(f"the ranks disagree about a redistribution: {names}", hint=hint)
 
 
-def _failed(reports: Mapping[int, Report]) -> DesyncError:
+def _failure_error(reports: Mapping[int, Report]) -> DesyncError:
     """Return the error of ranks that cannot make a call that others can, with their own errors."""
 
     def describe(report: Report) -> str:

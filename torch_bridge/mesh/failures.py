@@ -26,7 +26,7 @@ def name_place(error: Exception, place: str) -> None:
     A CollectiveError is raised again, with the place; any other error gets a note.
     """
     if isinstance(error, CollectiveError):
-        raise CollectiveError(_failed(place), hint=error.hint) from error.__cause__
+        raise CollectiveError(_failure_text(place), hint=error.hint) from error.__cause__
     error.add_note(f"in {place}")
 
 
@@ -73,7 +73,7 @@ def raise_lost_peer(
     lines.append(
         "with XSHARD_DEBUG=1 in the environment the ranks compare their calls, and say what differs"
     )
-    raise CollectiveError(_failed(operation), hint="\n  ".join(lines)) from error
+    raise CollectiveError(_failure_text(operation), hint="\n  ".join(lines)) from error
 
 
 def call_backend(
@@ -87,7 +87,7 @@ def call_backend(
         raise
 
 
-def _failed(operation: str) -> str:
+def _failure_text(operation: str) -> str:
     return f"{operation} failed on rank {dist.get_rank()}"
 
 

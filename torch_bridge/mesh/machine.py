@@ -45,7 +45,7 @@ def _agreed_profile(device_type: str, world: dist.ProcessGroup | None) -> Profil
     this process's own. Raises CollectiveError if the store fails.
     """
     n_processes = 1 if world is None else world.size()
-    machine_text = json.dumps(_detected(device_type, n_processes))
+    machine_text = json.dumps(_detect(device_type, n_processes))
     try:
         # `compare_set` writes only if the key is not set yet, and returns its value.
         compare_set = default_store().compare_set
@@ -60,7 +60,7 @@ def _agreed_profile(device_type: str, world: dist.ProcessGroup | None) -> Profil
     return machine_of(kind, node_devices)
 
 
-def _detected(device_type: str, n_processes: int) -> tuple[str, int | None]:
+def _detect(device_type: str, n_processes: int) -> tuple[str, int | None]:
     """Return the kind of device, and the processes of a node.
 
     The processes are the common divisor of those of all nodes, and None for one node.

@@ -60,12 +60,12 @@ class RoutedExperts:
         default_factory=partial(PerPart[Sequence[_UnderWay]], ())
     )
 
-    def enter(self, key: Any, values: Values) -> None:
+    def dispatch(self, key: Any, values: Values) -> None:
         """Send the rows of a call to the processes of their experts; replace the arguments in place.
 
-        This process's rows [t, c], each with the numbers of k experts [t, k] and their weights
+        This process's rows [t, c], each with the indices of k experts [t, k] and their weights
         [t, k], become the n rows for which its own experts were chosen, by any process: [n, c], with
-        one expert [n, 1] and one weight [n, 1] each. `leave` sends the results back.
+        one expert [n, 1] and one weight [n, 1] each. `combine` sends the results back.
 
         Args:
             key: The position or the name of the rows among the arguments.
@@ -97,7 +97,7 @@ class RoutedExperts:
         """Forget passes that have begun, and end no more."""
         self._under_way.value = ()
 
-    def leave(self, result: Any) -> Any:
+    def combine(self, result: Any) -> Any:
         """Send the results of experts back, and add up those of each row: [n, c] -> [t, c].
 
         t are the rows of this process, n the rows that came to its experts. Called after `forward`,

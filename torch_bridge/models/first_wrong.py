@@ -197,7 +197,7 @@ def first_wrong(
         tol: The tolerance: see `verify`.
     """
     context = parallel.context
-    compared = _compared_arrays(one_device, parallel_recording, parallel)
+    compared = _match_recordings(one_device, parallel_recording, parallel)
     activations = {point: array for point, array in compared.items() if point.role != GRADIENT}
     is_right = _right_points(activations, tol, context)
     point = _first_wrong_point(is_right)
@@ -218,7 +218,7 @@ def cause_in_loss(
     A mean over each process's own rows has gradients that are too large where rows are few. All
     processes call it, when all outputs are right.
     """
-    compared = _compared_arrays(one_device, parallel_recording, parallel)
+    compared = _match_recordings(one_device, parallel_recording, parallel)
     gradient_points = [point for point in compared if point.role == GRADIENT]
     if not gradient_points:
         return None
@@ -231,7 +231,7 @@ def cause_in_loss(
     return None if cause is None else cause._replace(text=f"{point} is {cause.text}")
 
 
-def _compared_arrays(
+def _match_recordings(
     one_device: Recording, parallel_recording: Recording, parallel: ParallelModel
 ) -> dict[ProbePoint, ComparedArray]:
     """Match the tensors of both recordings by their points, in the order of the forward pass.
@@ -244,7 +244,7 @@ def _compared_arrays(
     compared = {}
     for point, tensor in parallel_recording.items():
         if point in common_points:
-            array = _compared_array(point, tensor, one_device[point].value, parallel)
+            array = _bring_to_one_form(point, tensor, one_device[point].value, parallel)
             if array is not None:
                 compared[point] = array
     return compared
@@ -291,7 +291,7 @@ def _last_right_before(point: ProbePoint, is_right: Mapping[ProbePoint, bool]) -
     return f"{right_points[-1]}, which is right" if right_points else "none"
 
 
-def _compared_array(
+def _bring_to_one_form(
     point: ProbePoint, tensor: _RecordedTensor, whole: Tensor, parallel: ParallelModel
 ) -> ComparedArray | None:
     """Bring the tensors of both models at a point to one form: the block of this process.
@@ -326,7 +326,7 @@ def _compared_array(
     name = f"{point} as '{layout_text(layout)}'"
     sharding = Sharding(layout, context.axes, tuple(whole.shape))
     expected = Expected("output", name, sharding, block, largest_value(whole))
-    return ComparedArray(expected, _reduced(x, layout, context))
+    return ComparedArray(expected, _reduce_tags(x, layout, context))
 
 
 def mismatch_of(
@@ -369,7 +369,7 @@ def _layout_inside(hooks: ModuleHooks | None) -> Layout:
     return layout
 
 
-def _reduced(x: Tensor, layout: Layout, context: ParallelContext) -> Tensor:
+def _reduce_tags(x: Tensor, layout: Layout, context: ParallelContext) -> Tensor:
     """Reduce a block as the tags of its layout say: "b c | sum(tp)" -> "b c"."""
     tags = tuple(tag for tag in layout.tags if tag[0] != "copy")
     if not tags:

@@ -64,7 +64,7 @@ class Gradient:
     _writes: int = 0  # and the writes to it then
     # In a pass:
     _is_open: bool = False
-    _before: Tensor | None = None  # what `.grad` was
+    _grad_before: Tensor | None = None  # what `.grad` was
     _unsent: Tensor | None = None  # the share of earlier passes, until a message takes it
     _sum: Tensor | None = None  # the sum of all passes that have been summed
 
@@ -79,10 +79,10 @@ class Gradient:
         """Make room in `.grad` for what a pass adds. Nothing changes if the gradient is open."""
         if self._is_open:
             return
-        self._sum = self._before = self.parameter.grad
+        self._sum = self._grad_before = self.parameter.grad
         if self.has_share():
             self._check_unchanged()
-            self._unsent = self._before
+            self._unsent = self._grad_before
             self._sum = self.earlier_sum
         self.parameter.grad = None
         self._is_open = True
@@ -155,12 +155,12 @@ class Gradient:
     def undo(self) -> None:
         """End a pass that has failed: `.grad` is what it was before the pass."""
         if self._is_open:
-            self.parameter.grad = self._before
+            self.parameter.grad = self._grad_before
             self._forget_pass()
 
     def _forget_pass(self) -> None:
         self._is_open = False
-        self._before = self._unsent = self._sum = None
+        self._grad_before = self._unsent = self._sum = None
 
 
 def _take_message(bucket: Sequence[Gradient]) -> tuple[Tensor, list[bool]]:
@@ -215,7 +215,7 @@ def _begin_sums(bucket: Sequence[Gradient], context: ParallelContext) -> Callabl
 
 
 # What `Gradients` reads of a parameter to see that it is another one than before.
-_kind_of = attrgetter("requires_grad", "dtype", "device")
+_facts_of = attrgetter("requires_grad", "dtype", "device")
 
 
 @dataclass(eq=False)
@@ -285,7 +285,7 @@ class Gradients:
         if is_in_backward_pass():
             return  # a checkpoint computes the model again
         parameters = [parameter.tensor for parameter in self.sharded]
-        followed = [(id(x), *_kind_of(x)) for x in parameters]
+        followed = [(id(x), *_facts_of(x)) for x in parameters]
         if followed != self._followed:
             self._follow(parameters)
             self._followed = followed
@@ -326,7 +326,7 @@ class Gradients:
         for handle in self._handles:
             handle.remove()
         self._handles = ()
-        known = {id(gradient.parameter): gradient for gradient in self._gradients}
+        gradient_by_id = {id(gradient.parameter): gradient for gradient in self._gradients}
         gradients = []
         for x, parameter in zip(parameters, self.sharded, strict=True):
             axes = parameter.axes_in_buckets
@@ -334,7 +334,7 @@ class Gradients:
                 axes = ()
             if not axes and not x.is_leaf:
                 continue  # of `torch.func.functional_call`; the gradient goes on to what it is made of
-            gradient = known.get(id(x))
+            gradient = gradient_by_id.get(id(x))
             if x.requires_grad:
                 if gradient is None:
                     travels = parameter_dtypes(
@@ -371,11 +371,11 @@ class Gradients:
         # A backward pass comes to the parameters of the last modules first.
         last_first = [gradient for gradient in self._gradients[::-1] if gradient.axes]
         sizes = [gradient.parameter.nbytes for gradient in last_first]
-        kinds = [
+        keys = [
             (g.mesh, g.axes, g.parameter.dtype, g.reduce_dtype, g.parameter.device)
             for g in last_first
         ]
-        groups = trees.group_by_bytes(sizes, self.bucket_bytes, kinds)  # numbers in `last_first`
+        groups = trees.group_by_bytes(sizes, self.bucket_bytes, keys)  # indices in `last_first`
         # A bucket is sent when its last gradient is there: buckets are in the order of these.
         groups.sort(key=itemgetter(-1))
         buckets = []

@@ -256,7 +256,7 @@ class BatchInParts:
         )
         results = turns.run(self)
         with located(f"result of {title_of(self.name)}"):
-            return _joined(results, sizes)
+            return _join_results(results, sizes)
 
     def _split_call(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -360,7 +360,7 @@ def _split(value: Any, dim: int | None, sizes: Sequence[int]) -> list[Any]:
     return split
 
 
-def _joined(results: Sequence[Any], sizes: Sequence[int]) -> Any:
+def _join_results(results: Sequence[Any], sizes: Sequence[int]) -> Any:
     """Join the results of all parts, each a tensor or a tree of them with the same branches."""
     structure = tree_structure(results[0])
     if any(tree_structure(result) != structure for result in results):

@@ -91,7 +91,7 @@ class TensorRule:
         if torch.compiler.is_compiling():
             # No cache here: looking it up would make the graph valid for this shape alone. The
             # global shape is not given but inferred, by which all blocks count as equally long.
-            return Moved(self._redistributed(x, None, context), ())
+            return Moved(self._redistribute(x, None, context), ())
 
         # Hot: only passes of the first step take samples.
         if self.takes_claims and torch.is_grad_enabled():
@@ -99,11 +99,11 @@ class TensorRule:
         key = (x.shape, outer_known_dims)
         arrival = self._arrivals.get(key)
         if arrival is not None:  # most passes: the rule has been checked for such a block
-            return Moved(self._redistributed(x, arrival.shape, context), arrival.known_dims)
+            return Moved(self._redistribute(x, arrival.shape, context), arrival.known_dims)
 
         device = context.processes.device
         shape = arriving_shape(self.rule, context.axes, device, tuple(x.shape), outer_known_dims)
-        y = self._redistributed(x, shape, context)
+        y = self._redistribute(x, shape, context)
         inner_known_dims = known_inside(self.rule, shape, y.shape, outer_known_dims, title)
         # Only now that all has succeeded: a block that fails a check is checked again in the next
         # call.
@@ -111,7 +111,7 @@ class TensorRule:
         self.last = TensorFacts(shape, x.dtype, x.requires_grad)
         return Moved(y, inner_known_dims)
 
-    def _redistributed(
+    def _redistribute(
         self, x: Tensor, shape: tuple[int, ...] | None, context: ParallelContext
     ) -> Tensor:
         if not self.rule.moves:
@@ -216,7 +216,7 @@ class ModuleHooks:
             values[key], known_dims = self._move(rule, values[key], known_dims, "input")
             if rule.rule.routed_axes:
                 assert self.experts is not None
-                self.experts.enter(key, values)
+                self.experts.dispatch(key, values)
         self.known_dims = known_dims
         # Parameters are gathered last: after an error above, there is nothing to undo.
         self.parameters.begin_pass()
@@ -232,7 +232,7 @@ class ModuleHooks:
         if self.precision is not None:
             result = self.precision.after_forward(module, args, result)
         if self.experts is not None:
-            result = self.experts.leave(result)
+            result = self.experts.combine(result)
         if result is None:
             return None
         for rule in self.outputs:

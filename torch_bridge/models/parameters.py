@@ -270,7 +270,7 @@ def shard_all(
                 x = _value_in(init, parameter).to(device=device, dtype=x.dtype)
             elif init is not None:
                 if slot not in initialised:
-                    initialised |= _initialised(slot.module, init, device)
+                    initialised |= _initialise(slot.module, init, device)
                 x = initialised.pop(slot)
             blocks[parameter] = parameter.block_of(x, context)
         if not x.is_meta:
@@ -311,7 +311,7 @@ def _check_no_graph(x: nn.Parameter, name: str) -> None:
         raise XshardError(f"{name} is part of a graph that waits for its backward pass", hint=hint)
 
 
-def _initialised(
+def _initialise(
     module: nn.Module, init: Callable[[nn.Module], Any], device: Any
 ) -> dict[TensorSlot, Tensor]:
     """Let the user's `init` give values to those tensors of a module that are on the meta device.

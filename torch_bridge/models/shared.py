@@ -218,20 +218,20 @@ class SharedParameters:
         """
         self._leaves = []
         self._gradients.begin_pass().undo.append(self._note_incomplete)
-        totals = {}  # of all passes on this process, by the number of the leaf
+        sums_of_passes = {}  # of all passes on this process, by the number of the leaf
         for i, leaf in enumerate(leaves):
             if not leaf.requires_grad:
                 continue
-            totals[i] = last_gradients[i]
+            sums_of_passes[i] = last_gradients[i]
             if leaf.grad is not None and not self._is_gradient_dropped(i):
-                totals[i] = leaf.grad + last_gradients[i]
+                sums_of_passes[i] = leaf.grad + last_gradients[i]
             leaf.grad = None
         self._marks.clear()
 
-        trained = [self.parameters[i] for i in totals]
-        sums = self._moves.reduce_gradients(trained, list(totals.values()))
-        sum_by_number = dict(zip(totals, sums, strict=True))
-        return [sum_by_number.get(i) for i in range(len(leaves))]
+        trained = [self.parameters[i] for i in sums_of_passes]
+        sums = self._moves.reduce_gradients(trained, list(sums_of_passes.values()))
+        sum_of_leaf = dict(zip(sums_of_passes, sums, strict=True))
+        return [sum_of_leaf.get(i) for i in range(len(leaves))]
 
 
 def _state_of(x: Tensor) -> tuple[int, ...]:
@@ -251,8 +251,10 @@ class _LastPass(torch.autograd.Function):
         ctx.leaves = shared._leaves
         # New tensors of the same memory: a leaf is no result of a function.
         tensors = tuple(leaf.detach() for leaf in ctx.leaves)
-        pairs = zip(tensors, blocks, strict=True)
-        ctx.mark_non_differentiable(*[x for x, block in pairs if not block.requires_grad])
+        tensors_and_blocks = zip(tensors, blocks, strict=True)
+        ctx.mark_non_differentiable(
+            *[x for x, block in tensors_and_blocks if not block.requires_grad]
+        )
         return tensors
 
     @staticmethod

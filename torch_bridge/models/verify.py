@@ -133,13 +133,13 @@ def verify(
     if parallel.unsummed or not parallel.gradients.syncs:
         raise XshardError("gradients are each process's share", hint="call it outside of no_sync")
     call = _call_of(batch)
-    whole_call = _gathered_call(call, parallel)
+    whole_call = _gather_call(call, parallel)
     source = _source_of(model, parallel, original)
 
     def run_both(watcher: Watcher) -> list[ComparedArray]:
         expected = _on_one_device(source, parallel, whole_call, loss, watcher)
         # After the copy, whose memory is free then; both begin with the same random numbers.
-        with _unchanged(model, parallel), _same_random_numbers(parallel):
+        with _restored_afterwards(model, parallel), _same_random_numbers(parallel):
             with watcher(model):
                 value = _run(model, call, loss, parallel).detach()
             gradients = [_gradient(parameter.tensor) for parameter in parallel.trained]
@@ -168,7 +168,7 @@ def _source_of(model: Module, parallel: ParallelModel, original: Module | None) 
     return uncompiled(model)
 
 
-def _gathered_call(call: Call, parallel: ParallelModel) -> Call:
+def _gather_call(call: Call, parallel: ParallelModel) -> Call:
     """Return the whole arguments of a call, for the model on one device.
 
     Arguments that arrive sharded by a rule are gathered: [b/2, i] on each process of dp=2 -> [b, i].
@@ -259,7 +259,7 @@ def _on_one_device(
         XshardError: The model draws random numbers.
     """
     context = parallel.context
-    model, whole_tensors = _copied(source, parallel)
+    model, whole_tensors = _copy_whole(source, parallel)
     _use_precision(model, whole_tensors, parallel)
     # Inside, a loss function that redistributes does so on a mesh of one process: it sends nothing.
     with (
@@ -379,7 +379,7 @@ def largest_value(x: Tensor) -> float:
     return x.abs().max().item() if x.numel() else 0.0
 
 
-def _copied(source: Module, parallel: ParallelModel) -> tuple[Module, dict[str, Tensor]]:
+def _copy_whole(source: Module, parallel: ParallelModel) -> tuple[Module, dict[str, Tensor]]:
     """Copy a parallel model as it would be on one device; return it with its tensors by name.
 
     The copy has whole tensors, whole counts (such as a number of heads), and none of our hooks.
@@ -447,7 +447,7 @@ def _remove_hooks(model: Module, parallel: ParallelModel) -> None:
 
 
 @contextmanager
-def _unchanged(model: Module, parallel: ParallelModel) -> Iterator[None]:
+def _restored_afterwards(model: Module, parallel: ParallelModel) -> Iterator[None]:
     """Let a `with` block train the model; put back gradients and buffers as they were.
 
     Inside, all gradients begin as None, and the check of the model's first backward pass (of

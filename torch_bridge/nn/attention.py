@@ -86,9 +86,9 @@ class TileMask(NamedTuple):
         bias = self.as_bias(q.dtype)
         if bias is None:
             return None
-        keys = bias.shape[-1]
-        wider = F.pad(bias, (0, -keys % 8))
-        aligned = wider[..., :keys]
+        n_keys = bias.shape[-1]
+        padded = F.pad(bias, (0, -n_keys % 8))
+        aligned = padded[..., :n_keys]
         return aligned.expand(*q.shape[:2], -1, -1)
 
 
@@ -154,13 +154,13 @@ class ProcessAttention(AttentionCall):
     def _check_transformed(self, is_plain: bool) -> None:
         """Raise XshardError for what has first derivatives in reverse mode only."""
         if self.method in FIRST_DERIVATIVES:
-            message = f"a {self.method}"
+            refused = f"a {self.method}"
         elif not is_plain:
-            message = "softcap, dropout, sinks, return_lse, blind rows"
+            refused = "softcap, dropout, sinks, return_lse, blind rows"
         else:
             return
         hint = 'how="gather" or "ulysses", without these options'
-        raise XshardError(f"{message} under torch.func", hint=hint)
+        raise XshardError(f"{refused} under torch.func", hint=hint)
 
     def compute(self, q: Tensor, kv: Tensor, is_plain: bool) -> tuple[Tensor, Tensor]:
         """Return the result and the log-sum-exps of queries, by the keys of all rounds."""
@@ -169,7 +169,7 @@ class ProcessAttention(AttentionCall):
             missing_rows = self.attn.block_rows - kv.shape[2]
             kv = F.pad(kv, (0, 0, 0, missing_rows))
         elif is_plain and self.attn.method != REDUCE:
-            return self._fused(q, kv), q[..., 0]  # log-sum-exps are not returned
+            return self._attend_fused(q, kv), q[..., 0]  # log-sum-exps are not returned
         with with_pauses_in_function():  # while the blocks of a ring travel
             return BlockAttention.apply(self, q, kv)  # type: ignore[no-any-return]  # torch has no type for it
 
@@ -187,7 +187,7 @@ class ProcessAttention(AttentionCall):
 
     # Attention by torch's own function, which autograd and torch.func know.
 
-    def _fused(self, q: Tensor, kv: Tensor) -> Tensor:
+    def _attend_fused(self, q: Tensor, kv: Tensor) -> Tensor:
         """Attend with torch's fused kernel, once all keys and values have arrived on this device.
 
         q: [batch, heads, rows, width]. kv: keys and values in one tensor. Returns the outputs of
@@ -271,11 +271,13 @@ class ProcessAttention(AttentionCall):
     @cached_property
     def kernel(self) -> str:
         """The kind of device with a fused kernel for these scores, or empty."""
-        kind = self.tensor_device.type
-        has_kernel = kind == "cpu" or (kind == "cuda" and self.dtype in _GPU_KERNEL_DTYPES)
+        device_type = self.tensor_device.type
+        has_kernel = device_type == "cpu" or (
+            device_type == "cuda" and self.dtype in _GPU_KERNEL_DTYPES
+        )
         if self.softcap is not None or self.dropout or not has_kernel:
             return ""
-        return kind
+        return device_type
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: TileMask) -> TileResult:
         """Return the result of a tile; a row that sees nothing has 0, and a log-sum-exp of -inf."""
@@ -289,7 +291,7 @@ class ProcessAttention(AttentionCall):
         if mask.visible is not None:
             sees_nothing = ~mask.visible.any(-1)
             log_sum = log_sum.masked_fill(sees_nothing, float("-inf"))
-        return TileResult(_narrowed(y, v), log_sum)
+        return TileResult(_narrow_like(y, v), log_sum)
 
     def _plain_attention(self, q: Tensor, k: Tensor, v: Tensor, mask: TileMask) -> TileResult:
         """Compute a tile with softcap or dropout, which fused kernels lack."""
@@ -317,7 +319,7 @@ class ProcessAttention(AttentionCall):
         else:
             gradients = self._plain_gradients(queries, k, v, mask)
         # Queries, keys and values may have been padded to one width: drop these columns.
-        return TileGradients(*map(_narrowed, gradients, (queries.q, k, v)))
+        return TileGradients(*map(_narrow_like, gradients, (queries.q, k, v)))
 
     def _plain_gradients(
         self, queries: Queries, k: Tensor, v: Tensor, mask: TileMask
@@ -329,7 +331,7 @@ class ProcessAttention(AttentionCall):
         multiplied by `slope`, the derivative of the scores by the products of queries and keys.
         """
         q, dy, y, log_sum = queries
-        v, dy, y = _padded_to_one_width(v, dy, y)  # see `_with_log_sum_column`
+        v, dy, y = _pad_to_one_width(v, dy, y)  # see `_with_log_sum_column`
         scores, slope = self.scores(q, k, mask.rows, mask.keys)
         # `log_sum` is over the keys of all tiles, so these weights are those of the whole softmax.
         weights = (scores - log_sum[..., None]).exp()
@@ -351,7 +353,7 @@ class ProcessAttention(AttentionCall):
         return pending.wait  # type: ignore[union-attr]  # it is pending: async_op
 
 
-def _narrowed(x: Tensor, like: Tensor) -> Tensor:
+def _narrow_like(x: Tensor, like: Tensor) -> Tensor:
     """Return as many columns as another tensor has."""
     return x[..., : like.shape[-1]]
 
@@ -368,7 +370,7 @@ def _cpu_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: TileMask, scale: float | None
 ) -> TileResult:
     """Attend to one tile with the kernel for CPUs."""
-    q, k, v = _padded_to_one_width(q, k, v)
+    q, k, v = _pad_to_one_width(q, k, v)
     y, log_sum = kernels.cpu_attention(
         q, k, v, is_causal=mask.is_causal, attn_mask=mask.as_bias(q.dtype), scale=scale
     )
@@ -380,7 +382,7 @@ def _cpu_gradients(
 ) -> TileGradients:
     """Return the gradients of one tile from the kernel for CPUs."""
     q, cotangent, y, log_sum = queries
-    q, k, v, cotangent, y = _padded_to_one_width(q, k, v, cotangent, y)
+    q, k, v, cotangent, y = _pad_to_one_width(q, k, v, cotangent, y)
     dropout = 0.0
     bias = mask.as_bias(q.dtype)
     dq, dk, dv = kernels.cpu_attention_gradients(
@@ -393,7 +395,7 @@ def _gpu_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: TileMask, scale: float | None
 ) -> TileResult:
     """Attend to one tile with the memory-efficient kernel for GPUs."""
-    q, k, v = _padded_to_one_width(q, k, v, multiple=8)
+    q, k, v = _pad_to_one_width(q, k, v, multiple=8)
     with_log_sum = True
     dropout = 0.0
     y, log_sum, *_ = kernels.gpu_attention(
@@ -412,7 +414,7 @@ def _gpu_gradients(
     one multiple of 8, so the gradients may have more columns than the inputs.
     """
     q, cotangent, y, log_sum = queries
-    q, k, v, cotangent, y = _padded_to_one_width(q, k, v, cotangent, y, multiple=8)
+    q, k, v, cotangent, y = _pad_to_one_width(q, k, v, cotangent, y, multiple=8)
     # The kernel takes the strides of its own result for granted.
     y = y.transpose(1, 2).contiguous().transpose(1, 2)
     # It reads log-sum-exps padded to a multiple of 32 rows, and a state of dropout, which it
@@ -429,14 +431,14 @@ def _gpu_gradients(
     return TileGradients(dq, dk, dv)
 
 
-def _padded_to_one_width(*blocks: Tensor, multiple: int = 1) -> tuple[Tensor, ...]:
+def _pad_to_one_width(*blocks: Tensor, multiple: int = 1) -> tuple[Tensor, ...]:
     """Return blocks padded with zeros to one width, which fused kernels need; zeros change nothing."""
     width = max(x.shape[-1] for x in blocks)
     width += -width % multiple
     padded = []
     for x in blocks:
-        missing = width - x.shape[-1]
-        padded.append(F.pad(x, (0, missing)) if missing else x)
+        n_zeros = width - x.shape[-1]
+        padded.append(F.pad(x, (0, n_zeros)) if n_zeros else x)
     return tuple(padded)
 
 
@@ -454,17 +456,17 @@ class BlockAttention(torch.autograd.Function):
         [batch, heads, rows], -inf for rows that see no key.
         """
         dtype = call.score_dtype
-        rows = q.shape[:3]
-        y = q.new_zeros((*rows, call.attn.value_width), dtype=dtype)
-        log_sum = q.new_full(rows, float("-inf"), dtype=dtype)
+        rows_shape = q.shape[:3]
+        y = q.new_zeros((*rows_shape, call.attn.value_width), dtype=dtype)
+        log_sum = q.new_full(rows_shape, float("-inf"), dtype=dtype)
         # Each process passes on every block, also one that its queries do not see: the next
         # process in the ring waits for it.
         for round_index, block in call.attn.blocks_by_round(kv, call.send):
             for tile in call.tiles(round_index):
                 k, v = call.read(block[:, :, tile.k])
                 mask = call.mask(tile, round_index)
-                part = call.attend(q[:, :, tile.q], k, v, mask)
-                _merge_tile(y[:, :, tile.q], log_sum[:, :, tile.q], part)
+                tile_result = call.attend(q[:, :, tile.q], k, v, mask)
+                _merge_tile(y[:, :, tile.q], log_sum[:, :, tile.q], tile_result)
         # Partial results were merged in float32 or wider; the log-sum-exps stay in that dtype.
         y = y.to(q.dtype)
         ctx.call = call

@@ -74,12 +74,12 @@ def _cross_entropy(
         logits,
         exponents=logits,  # blocks have no padding
         local_top=logits.detach().logsumexp(-1),
-        label_logits=_chosen(logits, row_of_label),
+        label_logits=_logits_of_labels(logits, row_of_label),
     )
     return loss.reduced(losses, ~is_ignored)
 
 
-def _chosen(logits: Tensor, row_of_label: Tensor) -> Tensor:
+def _logits_of_labels(logits: Tensor, row_of_label: Tensor) -> Tensor:
     """Return each token's logit of its label; 0 if another process has it."""
     local_count = logits.shape[-1]
     if not local_count:

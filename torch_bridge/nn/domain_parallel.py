@@ -245,7 +245,7 @@ class _Entrance:
         arrivals = {}
         for key, x in values.items():
             if isinstance(x, Tensor) and self._has_layout(x):
-                placement = self._placed(x, is_model=True)
+                placement = self._placement_of_input(x, is_model=True)
                 arrivals[key] = (placement.layout, placement.shape)
         return arrivals
 
@@ -277,7 +277,7 @@ class _Entrance:
         if not blocks:
             raise XshardError(f"no input has the dims of '{self.layout}'")
         # Replicated inputs, and parameters, are on the processes of the first block.
-        first_placement = self._placed(blocks[0], is_model=is_model)
+        first_placement = self._placement_of_input(blocks[0], is_model=is_model)
         with_record = partial(self._with_record, first_placement=first_placement, is_model=is_model)
         args = tuple(map(with_record, args))
         kwargs = {name: with_record(x) for name, x in kwargs.items()}
@@ -309,7 +309,7 @@ class _Entrance:
         placement = recorded_placement(x)
         if placement is None:
             if self._has_layout(x):
-                placement = self._placed(x, is_model=is_model)
+                placement = self._placement_of_input(x, is_model=is_model)
             else:
                 # Where it is used beside blocks, the gradients of all devices are summed. If the user
                 # asked for shares of gradients, the backward pass of this copy makes one of the sum.
@@ -332,7 +332,7 @@ class _Entrance:
             return x.ndim >= rank - 1
         return x.ndim == rank
 
-    def _placed(self, x: Tensor, *, is_model: bool) -> Placement:
+    def _placement_of_input(self, x: Tensor, *, is_model: bool) -> Placement:
         """Return the placement of an input under the layout of the call."""
         layout = self.layout.resolved(x.ndim)
         shape = self.shape

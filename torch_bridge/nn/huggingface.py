@@ -122,7 +122,7 @@ class _Implementation:
         q, k, v = [x.permute(order) for x in (query, key, value)]
         self._check_padding(chunk_length, padding, q)
         if getattr(module, "attn_temperature_tuning", False) and not module.use_rope:
-            q = _tuned_by_rows(module, query, self._rows_of(q)).permute(order)
+            q = _tune_by_rows(module, query, self._rows_of(q)).permute(order)
         is_causal = options.get("is_causal")
         if is_causal is None:
             is_causal = getattr(module, "is_causal", True)
@@ -257,7 +257,7 @@ class _Implementation:
         return attention_mask
 
 
-def _tuned_by_rows(module: Any, query: Tensor, rows: Tensor) -> Tensor:
+def _tune_by_rows(module: Any, query: Tensor, rows: Tensor) -> Tensor:
     """Scale queries of Llama 4, `[batch, heads, rows, width]`, by their rows in the whole sequence.
 
     Its layers without rotary embeddings have scaled them as if the block's first row were row 0:

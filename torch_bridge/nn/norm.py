@@ -128,7 +128,7 @@ def layer_norm(layer: Any, x: Tensor, placement: Placement) -> Outputs:
     is_centred = isinstance(layer, nn.LayerNorm)  # RMSNorm has no mean, and no bias
     parameters = [layer.weight, layer.bias if is_centred else None]
     copies = placement.parameter_copies(parameters)
-    weight, bias = [_sharded_like_last_dims(x, placement, first_dim) for x in copies]
+    weight, bias = [_shard_like_last_dims(x, placement, first_dim) for x in copies]
     eps = layer.eps
     if eps is None:  # as in torch, by the dtype in which it computes
         eps = torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps
@@ -138,7 +138,7 @@ def layer_norm(layer: Any, x: Tensor, placement: Placement) -> Outputs:
     return _scale_and_shift(standardised.block, weight, bias, dims_after=0), placement
 
 
-def _sharded_like_last_dims(
+def _shard_like_last_dims(
     parameter: Tensor | None, placement: Placement, first_dim: int
 ) -> Tensor | None:
     """Cut a replicated weight or bias to the part for this process's block.

@@ -89,7 +89,7 @@ def _with_parameters(call: FunctionCall, whole_last_dims: int) -> Tensor:
         raise _not_of_blocks(call.name)
     first_whole_dim = placement.ndim - whole_last_dims
     check_whole(placement, range(first_whole_dim, placement.ndim), f"{call.name}()")
-    y: Tensor = call.map_tensors(partial(_used_beside, placement)).run()
+    y: Tensor = call.map_tensors(partial(_with_summed_gradient, placement)).run()
     # An embedding adds a dim; the product with a vector has one less.
     added_dim = next(new_dims(placement.layout))
     dims = (*placement.dims, added_dim)[: y.ndim]
@@ -390,7 +390,7 @@ def _of_replicated(call: FunctionCall, placement: Placement) -> Any:
     if call.name in _RANDOM:
         _check_not_random(call)
     if placement.gradient_share_axes:
-        call = call.map_tensors(partial(_used_beside, placement))
+        call = call.map_tensors(partial(_with_summed_gradient, placement))
     result = call.run()
     for y in tensors_in((result,)):
         record(y, placement.replicated_like(y))
@@ -407,7 +407,7 @@ def _check_not_random(call: FunctionCall) -> None:
         raise XshardError(reason, hint="use it on blocks, or after the model")
 
 
-def _used_beside(placement: Placement, x: Tensor) -> Tensor:
+def _with_summed_gradient(placement: Placement, x: Tensor) -> Tensor:
     """Return a tensor for use with a block: its gradient is summed over axes that shard only the block."""
     placement_of_x = recorded_placement(x)
     if placement_of_x is None:  # a parameter, or a constant
@@ -466,7 +466,7 @@ def _tensor_as_in_result(x: Tensor, result: Placement) -> Tensor:
     placement = recorded_placement(x)
     if placement is None:
         _check_broadcasts(x, target_dims, result)
-        return _used_beside(result, x)
+        return _with_summed_gradient(result, x)
     dims = list(placement.layout.unsharded.dims)
     for d, target in enumerate(target_dims):
         if placement.shape[d] == result.shape[first_dim + d]:
@@ -475,7 +475,7 @@ def _tensor_as_in_result(x: Tensor, result: Placement) -> Tensor:
     # Two notations may give each device the same rows: then nothing is moved.
     if not placement.sharding.means_the_same_as(fitted.sharding):
         x = record(placement.redistribute(x, fitted.layout), fitted)
-    return _used_beside(result, x)
+    return _with_summed_gradient(result, x)
 
 
 def _check_broadcasts(x: Tensor, dims: Sequence[Dim], result: Placement) -> None:

@@ -91,7 +91,7 @@ class RouteCall(NamedTuple):
             blocks: Tensors `[rows, ...]`.
             to: The groups of each row, as for `route`.
         """
-        compared = self._compared(blocks, to)
+        compared = self._compare_call(blocks, to)
         processes = process_mesh(self.mesh).submesh(self.axes)
         group = processes.group(self.axes)
         groups = Groups.of(self.groups, processes.mesh.n_devices)
@@ -112,7 +112,7 @@ class RouteCall(NamedTuple):
         # One row per choice, sorted by group; a stable sort leaves rows of a group in the order in
         # which they came. Choices of groups on other processes are last, and are cut off.
         n_groups = groups.sizes[processes.device]
-        own_groups = _own_groups(copies.arrived[0], n_groups)  # [copies, k]
+        own_groups = _own_groups(copies.arrived_choices[0], n_groups)  # [copies, k]
         by_group, order = own_groups.reshape(-1).sort(stable=True)
         routed = Routed(
             tensors[0],
@@ -126,7 +126,7 @@ class RouteCall(NamedTuple):
         )
         return routed, tensors
 
-    def _compared(self, blocks: Sequence[Tensor], to: Tensor) -> desync.Compared | None:
+    def _compare_call(self, blocks: Sequence[Tensor], to: Tensor) -> desync.Compared | None:
         """Check this process's arguments; in debug mode those of all processes, against each other."""
         if not self.debug and not desync.ALWAYS:
             self.check_arguments(blocks, to)
@@ -335,7 +335,7 @@ def _copies(
     group_slots = pad(selection.group_slots, (0, 0, 0, 1), value=n_processes * max_groups)
     choices = group_slots[rows] - processes[:, None] * max_groups
     return Copies(
-        group, rows, n_rows, lengths.sent, lengths.received, is_padded, beside=choices.int()
+        group, rows, n_rows, lengths.sent, lengths.received, is_padded, choices=choices.int()
     )
 
 

@@ -365,7 +365,7 @@ class OptimizerState:
             if name not in parameters:
                 continue
             if leaf in arrays:
-                value = _placed_as(arrays[leaf], parameters[name])
+                value = _as_dtensor_like(arrays[leaf], parameters[name])
             else:
                 value = checkpoint.constant(leaf, None)
             state.setdefault(name, {})[key] = value
@@ -468,7 +468,7 @@ def _new_block(sharding: Sharding, parameter: LocalArray, dtype: torch.dtype) ->
     return torch.empty(shape, dtype=dtype, device=parameter.block.device)
 
 
-def _placed_as(block: Tensor, parameter: Tensor) -> Tensor:
+def _as_dtensor_like(block: Tensor, parameter: Tensor) -> Tensor:
     """Return a block as its parameter is: a DTensor if that is one."""
     if not isinstance(parameter, DTensor) or isinstance(block, DTensor) or not block.shape:
         return block

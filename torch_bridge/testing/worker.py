@@ -311,9 +311,9 @@ def _answer(question: Question) -> RankAnswer | StructureError:
     # its state differs afterwards, the function draws random numbers, as dropout does.
     torch.manual_seed(torch.initial_seed())
     rng_state = torch.get_rng_state()
-    inputs, returned = _returned(question, [blocks[rank] for blocks in question.inputs])
+    inputs, returned = _call_function(question, [blocks[rank] for blocks in question.inputs])
     draws_random = not torch.equal(rng_state, torch.get_rng_state())
-    agreed = _agreed_outputs(returned, question, rank)
+    agreed = _agree_on_outputs(returned, question, rank)
     if agreed.error is not None:
         return agreed.error
     answer = Answer(_blocks_of(agreed.outputs), None, draws=draws_random)
@@ -339,7 +339,7 @@ def _with_gradients(
     blocks = _blocks_of(gradients)
     answer = replace(answer, gradients=blocks)
     if question.update is not None:
-        answer = replace(answer, updated=_updated(question.update, inputs, gradients))
+        answer = replace(answer, updated=_update_parameters(question.update, inputs, gradients))
     if not question.results:  # a reference says which cotangents it has drawn
         drawn: dict[str, Devices] = {name: (block,) for name, block in cotangents.items()}
         answer = replace(answer, cotangents=drawn)
@@ -349,7 +349,7 @@ def _with_gradients(
     return answer
 
 
-def _returned(question: Question, blocks: Sequence[Block]) -> tuple[list[Tensor], Any]:
+def _call_function(question: Question, blocks: Sequence[Block]) -> tuple[list[Tensor], Any]:
     """Call the user's test function on this rank, with tensors made of the given numpy blocks.
 
     Returns these tensors, of which the differentiable ones require a gradient, and what the
@@ -410,7 +410,7 @@ def _derivatives(
     """
 
     def loss(blocks: Sequence[Block]) -> float:
-        _, returned = _returned(question, blocks)
+        _, returned = _call_function(question, blocks)
         outputs = named_outputs(returned, None, "torch")
         total = 0.0
         for name, cotangent in cotangents.items():
@@ -433,7 +433,7 @@ class _AgreedOutputs(NamedTuple):
     fit_cotangents: bool
 
 
-def _agreed_outputs(returned: Any, question: Question, rank: int) -> _AgreedOutputs:
+def _agree_on_outputs(returned: Any, question: Question, rank: int) -> _AgreedOutputs:
     """Name the function's outputs, and find with all ranks whether they are as expected.
 
     Args:
@@ -496,7 +496,7 @@ def _cotangents(outputs: dict[str, Tensor], question: Question, rank: int) -> di
     return cotangents
 
 
-def _updated(
+def _update_parameters(
     update: Update, inputs: Sequence[Tensor], gradients: dict[int, Tensor]
 ) -> dict[int, Devices]:
     """Return the values after one step of the user's optimiser."""

@@ -144,7 +144,7 @@ def assert_idle(model: nn.Module) -> None:
     assert all(x.is_leaf for x in model.parameters())
     assert not turns.RUNNING
     for hooks in parallel_of(model).hooks.values():
-        assert not hooks.parameters._for_parts and not hooks.parameters._calls.value
+        assert not hooks.parameters._gathered_for_parts and not hooks.parameters._calls.value
         assert hooks.parameters._pass.value is None
 
 
