@@ -257,7 +257,12 @@ class _Choices(NamedTuple):
 
 
 def _choices_of_rows(to: jax.Array, groups: Groups) -> _Choices:
-    """Look up the device of each chosen group. to: numbers of groups, [rows, choices]."""
+    """Look up the device of each chosen group.
+
+    Args:
+        to: The indices of groups, [rows, choices].
+        groups: Which device has each group.
+    """
     nowhere = len(groups.parts)
     chosen = jnp.where((to >= 0) & (to < nowhere), to, nowhere)
     device_of_group = jnp.asarray((*groups.parts, groups.n_parts))

@@ -308,7 +308,11 @@ def _from_host(host: NDArray, target: StoredArray) -> jax.Array:
     rows_of_dims = [stored.stored_rows(target.array, dim) for dim in range(host.ndim)]
 
     def part(index: Any) -> NDArray:
-        """Return the part that JAX asks for. index: a slice of storage positions for each dim."""
+        """Return the part that JAX asks for.
+
+        Args:
+            index: A slice of storage positions for each dim.
+        """
         block = host
         for dim, (rows, storage_rows) in enumerate(zip(rows_of_dims, index, strict=True)):
             wanted = storage_rows if rows is None else rows[storage_rows]

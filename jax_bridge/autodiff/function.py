@@ -83,7 +83,12 @@ def apply(plan: Plan, x: jax.Array, ad: str) -> jax.Array:
 
 
 def move(plan: Plan, x: jax.Array) -> jax.Array:
-    """Run a linear plan on this device's block. x: as for `apply`."""
+    """Run a linear plan on this device's block.
+
+    Args:
+        plan: The plan.
+        x: As for `apply`.
+    """
     return _move(x, plan=plan, devices=None)
 
 
@@ -143,7 +148,10 @@ def _on_blocks(
 ) -> jax.Array:
     """Move a block; or the blocks of all devices, one after the other along the first dim of `x`.
 
-    devices: The name of the `vmap` of which the devices are the batch; None for one block.
+    Args:
+        move_block: Moves one block.
+        x: The block, or the blocks.
+        devices: The name of the `vmap` of which the devices are the batch; None for one block.
     """
     if devices is None:
         return move_block(x)
@@ -153,7 +161,14 @@ def _on_blocks(
 def _run(
     x: jax.Array, *, plan: Plan, devices: str | None, transport: Transport = PERMUTE
 ) -> jax.Array:
-    """Run a plan. devices: as for `_on_blocks`."""
+    """Run a plan.
+
+    Args:
+        x: The block, or the blocks of all devices.
+        plan: The plan.
+        devices: As for `_on_blocks`.
+        transport: How boxes travel.
+    """
     return _on_blocks(partial(run, plan, transport=transport), x, devices)
 
 
@@ -264,7 +279,10 @@ def _max_or_min_tangent(
 def _collectives(plan: Plan, tangent_map: Move, x: jax.Array) -> jax.Array:
     """Run a plan so that a jaxpr shows its collectives.
 
-    tangent_map: how its tangent goes through it.
+    Args:
+        plan: The plan.
+        tangent_map: Takes a tangent through it.
+        x: The block.
     """
     return _no_transpose(run(plan, x, PERMUTE_UNBRANCHED), plan=plan)
 

@@ -48,7 +48,8 @@ def axis_size(axis: Axes) -> int:
 def bound_sizes(vmap_axes: Iterable[str]) -> dict[str, int]:
     """Return the sizes of the manual axes in mesh order, then of axes that vmap has bound.
 
-    vmap_axes: names that may be axes of vmap.
+    Args:
+        vmap_axes: Names that may be axes of vmap.
     """
     sizes: dict[str, int] = {}
     for name in (*_manual_axes(), *vmap_axes):

@@ -124,7 +124,11 @@ class Turns:
     def run(self, owner: object) -> list[Any]:
         """Compute all parts; return their results in order. The first error ends the others.
 
-        owner: of the batch. Raises XshardError if it computes another one, in another thread.
+        Args:
+            owner: The object whose batch it is.
+
+        Raises:
+            XshardError: The owner computes another batch, in another thread.
         """
         if RUNNING.setdefault(owner, self) is not self:
             hint = "one batch after the other, or a copy of the model"

@@ -130,7 +130,11 @@ def _raise_refusal() -> None:
 class _TracedPlan(NamedTuple):
     """The plan of a recorded call, the processes that run it, and the plans of its derivatives.
 
-    variable_dims: the dims of the block whose lengths vary in the graph.
+    Attributes:
+        plan: The plan.
+        processes: Its processes.
+        derivatives: The traced plans of its derivatives.
+        variable_dims: The dims of the block whose lengths vary in the graph.
     """
 
     plan: Plan

@@ -164,7 +164,12 @@ class MoveCall(NamedTuple):
         return plan, processes
 
     def facts(self, block: Block, **sent: object) -> CallFacts:
-        """Return what ranks compare before this call with a block. sent: facts that the call lacks."""
+        """Return what ranks compare before this call with a block.
+
+        Args:
+            block: Shape, dtype and device of this process's block.
+            **sent: Facts that do not follow from the call.
+        """
         plan, processes = self.plan(block)
         local_shape, dtype, device = block
         comm_dtype = comm_dtype_of(self.comm_dtype, dtype)

@@ -100,9 +100,11 @@ class EinsumCall(NamedTuple):
     def plan(self, blocks: Sequence[calls.Block]) -> tuple[ContractionPlan, ProcessMesh]:
         """Plan a distributed einsum for blocks of these shapes, dtype and device.
 
-        blocks: one per operand, described without data. Returns the plan, which says what is sent
-        and multiplied, and the processes that run it. Raises ShapeError unless each block is this
-        process's part of its array.
+        Returns the plan, which says what is sent and multiplied, and the processes that run it.
+        Raises ShapeError unless each block is this process's part of its array.
+
+        Args:
+            blocks: One per operand, described without data.
         """
         # First what all processes have in common: if this raises, it raises on all of them, and no
         # process is left waiting.
@@ -184,8 +186,12 @@ class EinsumCall(NamedTuple):
     def facts(self, blocks: Sequence[Tensor], keeps: bool, async_op: bool) -> CallFacts:
         """Describe a call by texts and numbers, which ranks compare before anything is sent.
 
-        keeps: whether moved operands are kept for the backward pass. Ranks of a plan have equal
-        facts; the shapes of their blocks may differ.
+        Ranks of a plan have equal facts; the shapes of their blocks may differ.
+
+        Args:
+            blocks: Shape, dtype and device of each block.
+            keeps: Whether moved operands are kept for the backward pass.
+            async_op: Whether the result may be in flight.
         """
         plan, processes = self.plan(_block_types(blocks))
         mesh_text = calls.mesh_with_ranks(checked_mesh(self.mesh, HINT))

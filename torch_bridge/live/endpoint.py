@@ -68,7 +68,12 @@ class Heartbeat:
 
     @contextmanager
     def beating(self, session: int, silent_s: float) -> Iterator[None]:
-        """Count in a thread. silent_s: a rank without a new count for so long has stopped."""
+        """Count in a thread.
+
+        Args:
+            session: The number of this program's run.
+            silent_s: How long a rank is without a new count until it has stopped.
+        """
         is_over = threading.Event()
         self._error = ""
         self._watched = {}
@@ -198,7 +203,11 @@ class Endpoint:
     def broadcast(self, work: Callable[[], Any], wait_s: float = 0.0) -> Any:
         """Return the result of `work` on the first rank, on all ranks of this program.
 
-        If it fails, all raise. wait_s: how long `work` itself may wait.
+        If it fails, all raise.
+
+        Args:
+            work: A function whose result JSON can hold.
+            wait_s: How long `work` itself may wait.
         """
 
         def on_first_rank() -> Any:
@@ -237,7 +246,8 @@ class Endpoint:
         Trainer and server compute this plan each on their own. One process group joins them, in which
         the trainer's ranks come first: 4 trainers and 2 servers are ranks 0 to 3 and 4 to 5.
 
-        facts: the trainer's description of the tree, as texts by key.
+        Args:
+            facts: The trainer's description of the tree, as texts by key.
         """
         n_src = self.src_mesh.n_devices
         n_all = n_src + self.dst_mesh.n_devices
@@ -280,8 +290,9 @@ class Endpoint:
     def connect(self, sessions: str) -> dist.ProcessGroup:
         """Return the process group that joins this run of the trainer with this run of the server.
 
-        sessions: the numbers of both runs, as in "7-9". When these change, the group of earlier
-        runs is destroyed, and a new one made.
+        Args:
+            sessions: The numbers of both runs, as in "7-9". When these change, the group of earlier
+                runs is destroyed, and a new one made.
         """
         if self._group is None or sessions != self._sessions:
             self.disconnect()
@@ -323,9 +334,14 @@ class Endpoint:
     ) -> dict[str, Tensor]:
         """Send and receive the tensors of a plan between trainer and server.
 
-        blocks: this rank's, by name; empty on the server. sessions: the numbers of both programs'
-        runs, for their common process group. report: is told the progress in bytes, or None.
         Returns the blocks that arrive on this rank, by name; empty on the trainer.
+
+        Args:
+            plan: The plan.
+            blocks: This rank's blocks, by name; empty on the server.
+            sessions: The numbers of both programs' runs, for their common process group.
+            device: The device on which blocks travel.
+            report: Learns the progress in bytes, or None.
         """
         group = self.connect(sessions)
         # `guarded` runs this in another thread, which would have the default stream of CUDA: it gets

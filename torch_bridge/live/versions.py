@@ -258,8 +258,10 @@ class Subscriber(Endpoint):
         and "done" when all ranks of the server have all tensors. Raises LostVersionError if they do
         not get them, DesyncError if the trainer plans another transfer.
 
-        offer: the trainer's message: "version", a number; "session", of the trainer's run; "plan",
-        as text; "facts", the description of the tree.
+        Args:
+            offer: The trainer's message: "version", a number; "session", of the trainer's run;
+                "plan", as text; "facts", the description of the tree.
+            progress: Learns the bytes that have arrived.
         """
         version = offer["version"]
         self._tell("taken", version, str(self.session))

@@ -102,7 +102,8 @@ def check_parametrizations(used: Mapping[str, Sharding]) -> None:
     `spectral_norm` and `orthogonal` need all of it. `weight_norm` needs the rows of its directions
     (original1) whose lengths (original0) it has: both are "o/tp i".
 
-    used: how modules use each parameter, by name.
+    Args:
+        used: How modules use each parameter, by name.
     """
     cut_dims = {}
     for name, sharding in used.items():

@@ -126,7 +126,9 @@ class RoutedExperts:
 def _received_bytes(under_way: _UnderWay, result_bytes: int) -> tuple[int, int]:
     """Return the bytes that a pass receives from other processes, forward and backward.
 
-    result_bytes: of the result of one row.
+    Args:
+        under_way: The rows that came.
+        result_bytes: The bytes of the result of one row.
     """
     routed, copy_bytes = under_way
     n_received, n_sent = routed.beyond  # copies of rows

@@ -38,7 +38,13 @@ class _Received(NamedTuple):
 
 
 class _MoveRow(NamedTuple):
-    """A move in the second table. received: None for a module that has not been called yet."""
+    """A move in the second table.
+
+    Attributes:
+        module: The module, with the direction of the move.
+        text: The rule.
+        received: None for a module that has not been called yet.
+    """
 
     module: str
     text: str

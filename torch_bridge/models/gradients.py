@@ -459,8 +459,10 @@ class Gradients:
 
         Afterwards every gradient knows its sum over processes.
 
-        finish_sums: for each bucket sent so far, in order, the function that waits for its sums; it
-        grows here. A bucket is sent even if this process has no gradient in it: others may have.
+        Args:
+            finish_sums: For each bucket sent so far, in order, the function that waits for its
+                sums; it grows here. A bucket is sent even if this process has no gradient in it:
+                others may have.
         """
         while True:
             # One function per bucket sent: its length says which bucket is next.

@@ -141,7 +141,8 @@ class ModuleParameters:
     def share_between_passes(self, gradients: Gradients) -> None:
         """Let passes inside `no_sync` share the parameters that are marked so.
 
-        gradients: knows whether passes are inside `no_sync`.
+        Args:
+            gradients: Knows whether passes are inside `no_sync`.
         """
         shared = [parameter for parameter in self.parameters if parameter.is_shared]
         if shared:
@@ -206,7 +207,8 @@ class ModuleParameters:
         Raises XshardError if the pass has written to a gathered tensor: the write would be lost, as
         the block stays as it was.
 
-        result: what the forward pass returned; None if it raised.
+        Args:
+            result: What the forward pass returned; None if it raised.
         """
         calls = self._calls.value
         if not calls:

@@ -89,7 +89,8 @@ class ParallelModel:
     ) -> dict[Any, tuple[Layout, tuple[int, ...] | None]]:
         """Return layouts and global shapes of the sharded inputs of the model, by position or name.
 
-        values: the arguments of a call, in the same way.
+        Args:
+            values: The arguments of a call, in the same way.
         """
         if self.find_arrivals is not None:
             return self.find_arrivals(values)

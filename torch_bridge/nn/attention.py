@@ -190,9 +190,12 @@ class ProcessAttention(AttentionCall):
     def _attend_fused(self, q: Tensor, kv: Tensor) -> Tensor:
         """Attend with torch's fused kernel, once all keys and values have arrived on this device.
 
-        q: [batch, heads, rows, width]. kv: keys and values in one tensor. Returns the outputs of
-        these queries. The scores are computed in tiles: runs of queries with the run of keys that
-        they may see.
+        Returns the outputs of these queries. The scores are computed in tiles: runs of queries with
+        the run of keys that they may see.
+
+        Args:
+            q: Queries, [batch, heads, rows, width].
+            kv: Keys and values in one tensor.
         """
         k, v = self.read(kv)
         tile_outputs = []
@@ -248,9 +251,11 @@ class ProcessAttention(AttentionCall):
     def mask(self, tile: Tile, round_index: int = 0, *, any_length: bool = False) -> TileMask:
         """Build the mask of a tile, which is a run of queries with a run of keys.
 
-        round_index: how many times blocks of keys have been passed around the ring before.
-        any_length: a causal mask is allowed with unequal numbers of queries and keys; kernels that
-        are called with `is_causal` take equal numbers only.
+        Args:
+            tile: The tile.
+            round_index: How many times blocks of keys have been passed around the ring before.
+            any_length: Whether a causal mask is allowed with unequal numbers of queries and keys; kernels
+                that are called with `is_causal` take equal numbers only.
         """
         device = self.processes.device
         rows: Any = self.attn.query_rows(device)[tile.q]
@@ -410,8 +415,14 @@ def _gpu_gradients(
 ) -> TileGradients:
     """Compute the gradients of one tile by torch's memory-efficient attention kernel for GPUs.
 
-    queries: with outputs, their gradient, and log-sum-exps over all keys. Widths are padded to
-    one multiple of 8, so the gradients may have more columns than the inputs.
+    Widths are padded to one multiple of 8, so the gradients may have more columns than the inputs.
+
+    Args:
+        queries: With outputs, their gradient, and log-sum-exps over all keys.
+        k: Keys.
+        v: Values.
+        mask: The mask of the tile.
+        scale: The factor of scores.
     """
     q, cotangent, y, log_sum = queries
     q, k, v, cotangent, y = _pad_to_one_width(q, k, v, cotangent, y, multiple=8)
@@ -534,8 +545,14 @@ def _add_gradients_of_block(
 ) -> Tensor:
     """Compute the gradient of one block of keys and values, and add to that of the queries.
 
-    q_gradient: changed in place. Returns this device's part of the block's gradient, in the
-    block's shape. round_index: how many times blocks have been passed on before.
+    Returns this device's part of the block's gradient, in the block's shape.
+
+    Args:
+        call: The call.
+        queries: The queries of this process.
+        block: The block of keys and values.
+        round_index: How many times blocks have been passed on before.
+        q_gradient: The gradient of the queries, changed in place.
     """
     kv_gradient = torch.zeros_like(block, dtype=queries.log_sum.dtype)
     for tile in call.tiles(round_index):
@@ -559,9 +576,15 @@ def _attention(
 ) -> Any:
     """Check the arguments of the public functions, and attend over a sharded sequence.
 
-    qkv: this process's blocks of queries, keys and values. implementation: an argument of
-    JAX's attention, refused unless None. options: the fields of `AttentionCall`, in order.
     Returns the block of outputs; with `return_lse`, a pair of it and the log-sum-exps.
+
+    Args:
+        qkv: This process's blocks of queries, keys and values.
+        layout: The layout of all three.
+        mesh: The mesh.
+        profile: The machine to plan for.
+        implementation: An argument of JAX's attention, refused unless None.
+        *options: The fields of `AttentionCall`, in order.
     """
     if implementation is not None:
         hint = "it is JAX's: torch.nn.attention.sdpa_kernel() chooses torch's"

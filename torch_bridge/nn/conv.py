@@ -86,9 +86,15 @@ def conv(
 ) -> Outputs:
     """Convolve an array whose spatial dims may be sharded, exchanging the rows at the borders.
 
-    x: this process's block, `(..., c, *spatial)`; placement: the layout and global shape of its
-    array. A kernel of 3 over "h/sp" needs one row of each neighbour. Returns the block of the
-    outputs and their placement. Raises NotationError and ShapeError before anything is sent.
+    A kernel of 3 over "h/sp" needs one row of each neighbour. Returns the block of the outputs and
+    their placement. Raises NotationError and ShapeError before anything is sent.
+
+    Args:
+        x: This process's block, `(..., c, *spatial)`.
+        placement: The placement of `x`: layout, mesh and global shape.
+        weight: The kernel.
+        bias: The bias, if any.
+        form: Strides, paddings and so on.
     """
     convolve = getattr(F, f"conv{len(form.kernel)}d")
     plan = _conv_plan(placement, form, weight.shape)
@@ -136,9 +142,15 @@ def _check_padding(placement: Placement, pads: PaddingPairs, mode: str) -> None:
 def pad(x: Tensor, placement: Placement, pads: PaddingPairs, mode: str, value: float) -> Outputs:
     """Pad an array as `F.pad` does, where the padded dims may be sharded.
 
-    x: this process's block. pads: rows before and after, per dim, for the last dims of the array:
-    8 rows on 2 devices padded by (1, 1) are 10 rows, of which each device gets its part.
     Returns that part, and its placement (layout and global shape).
+
+    Args:
+        x: This process's block.
+        placement: The placement of `x`: layout, mesh and global shape.
+        pads: Rows before and after, per dim, for the last dims of the array: 8 rows on 2 devices
+            padded by (1, 1) are 10 rows, of which each device gets 5.
+        mode: torch's `mode`.
+        value: The constant, for the mode "constant".
     """
     _check_padding(placement, pads, mode)
     boundary = Boundary(mode, value) if mode == "constant" else Boundary(BOUNDARIES[mode])
@@ -179,9 +191,14 @@ def conv_transpose(
 ) -> Outputs:
     """Apply a `ConvTranspose` layer to an array whose spatial dims may be sharded.
 
-    x: this process's block, `(..., c, *spatial)`; placement: the layout and global shape of its
-    array. output_size: torch's argument, spatial lengths of the global result; None: as the
-    layer's output padding gives. Returns the block of the outputs and their placement.
+    Returns the block of the outputs and their placement.
+
+    Args:
+        layer: The module of torch, for its options and parameters.
+        x: This process's block, `(..., c, *spatial)`.
+        placement: The placement of `x`: layout, mesh and global shape.
+        output_size: torch's argument, spatial lengths of the global result; None: as the layer's
+            output padding gives.
     """
     windows = _transposed_windows(layer, placement, output_size)
     plan = _transposed_plan(placement, windows, layer.weight.shape, layer.groups)
@@ -210,8 +227,12 @@ def _transposed_windows(
 ) -> tuple[TransposedWindow, ...]:
     """Return kernel, stride, padding and so on of a transposed convolution, one record per dim.
 
-    output_size: torch's argument: the spatial lengths of the global result, or None. It replaces
-    the layer's output padding, as a stride of 2 makes 8 or 9 outputs from equally many inputs.
+    Args:
+        layer: The module of torch, for its options and parameters.
+        placement: The placement of the input.
+        output_size: torch's argument: the spatial lengths of the global result, or None. It
+            replaces the layer's output padding, as a stride of 2 makes 8 or 9 outputs from equally
+            many inputs.
     """
     options = (layer.kernel_size, layer.stride, layer.dilation, layer.padding)
     if output_size is None:
@@ -262,9 +283,14 @@ def _transposed_plan(
 def _transposed_frame(placement: Placement, d: int, window: TransposedWindow) -> Frame:
     """Find which inputs each device needs along one dim of a transposed convolution.
 
-    A frame has these rows for all devices, the outputs that each computes, and the global length
-    of the result. d: the dim of the array. Raises ShapeError for an output padding that torch
-    refuses too, and if there would be no output.
+    A frame has these rows for all devices, the outputs that each computes, and the global length of
+    the result. Raises ShapeError for an output padding that torch refuses too, and if there would
+    be no output.
+
+    Args:
+        placement: The placement of the input.
+        d: The dim of the array.
+        window: The window over it.
     """
     output_padding = window.output_padding
     if not 0 <= output_padding < max(window.stride, window.dilation):
@@ -285,8 +311,12 @@ def padding_pairs(
 ) -> PaddingPairs:
     """Return a convolution's padding as rows before and after, per spatial dim.
 
-    padding: torch's argument. (1, 2) -> ((1, 1), (2, 2)); "valid" -> no padding; "same" -> as many
-    rows as keep the length at stride 1: kernel 4 -> (1, 2), the odd row after the end as in torch.
+    Args:
+        padding: torch's argument. (1, 2) -> ((1, 1), (2, 2)); "valid" -> no padding; "same" -> as
+            many rows as keep the length at stride 1: kernel 4 -> (1, 2), the odd row after the end
+            as in torch.
+        kernel: The size of the kernel, per spatial dim.
+        dilation: Its dilation, per spatial dim.
     """
     if padding == "valid":
         return ((0, 0),) * len(kernel)
@@ -311,8 +341,12 @@ class Pooling(NamedTuple):
 def max_pool(layer: Any, x: Tensor, placement: Placement) -> Outputs:
     """Apply a `MaxPool` layer to an array whose spatial dims may be sharded.
 
-    x: this process's block, `(..., *spatial)`; placement: the layout and global shape of its array.
     Windows over a border use rows of neighbours. Returns the block of maxima and their placement.
+
+    Args:
+        layer: The module of torch, for its options and parameters.
+        x: This process's block, `(..., *spatial)`.
+        placement: The placement of `x`: layout, mesh and global shape.
     """
     # Padding with -inf: it never is the maximum.
     windows = _pool_windows(layer, Boundary("constant", float("-inf")))
@@ -335,9 +369,13 @@ def max_pool(layer: Any, x: Tensor, placement: Placement) -> Outputs:
 def avg_pool(layer: Any, x: Tensor, placement: Placement) -> Outputs:
     """Apply an `AvgPool` layer to an array whose spatial dims may be sharded.
 
-    x: this process's block, `(..., *spatial)`; placement: the layout and global shape of its array.
     Windows are summed on the block. The divisor is counted in the global array, as windows at its
     ends may have fewer elements. Returns the block of averages and their placement.
+
+    Args:
+        layer: The module of torch, for its options and parameters.
+        x: This process's block, `(..., *spatial)`.
+        placement: The placement of `x`: layout, mesh and global shape.
     """
     windows = _pool_windows(layer, Boundary())
     pooling = _pooling(placement, windows, layer.ceil_mode)
@@ -391,9 +429,13 @@ def _pool_windows(layer: Any, boundary: Boundary) -> PoolWindows:
 def _pooling(placement: Placement, windows: PoolWindows, is_ceil: bool) -> Pooling:
     """Work out what this process needs for a pooling layer: rows of neighbours, and padding.
 
-    windows: kernel, stride and padding, one per spatial dim. is_ceil: torch's `ceil_mode`. In the
-    result, padding is 0 on sharded dims, where the exchanged rows include it. Raises ShapeError for
-    padding of more than half the kernel, as torch does.
+    In the result, padding is 0 on sharded dims, where the exchanged rows include it. Raises
+    ShapeError for padding of more than half the kernel, as torch does.
+
+    Args:
+        placement: The placement of the input.
+        windows: Kernel, stride and padding, one per spatial dim.
+        is_ceil: torch's `ceil_mode`.
     """
     wider_windows = []
     local_padding = []
@@ -420,9 +462,15 @@ def _counts(
 ) -> int | Tensor:
     """Count the elements in each window of an average pool, which are the divisors of its sums.
 
-    lengths: of the global array, per spatial dim. runs: which outputs this block has, per dim.
     Returns a tensor `[outputs of each dim]`, or the kernel's size if all windows are full.
-    8 rows, kernel 3, stride 1, padding 1, without `include_pad`: 2, 3, 3, 3, 3, 3, 3, 2.
+    8 rows, kernel 3, stride 1, padding 1, without `include_pad` -> 2, 3, 3, 3, 3, 3, 3, 2.
+
+    Args:
+        lengths: The lengths of the global array, per spatial dim.
+        windows: The windows, per spatial dim.
+        runs: Which outputs this block has, per dim.
+        include_pad: Whether padding counts.
+        tensor_options: The dtype and the device of the result.
     """
     counts = np.ones((), np.int64)  # the product of the counts along each dim
     for length, window, run in zip(lengths, windows, runs, strict=True):
@@ -440,9 +488,13 @@ def _counts(
 def global_avg_pool(layer: Any, x: Tensor, placement: Placement) -> Outputs:
     """Average an array over its spatial dims, which may be sharded: "b c h/sp w" -> "b c h w".
 
-    x: this process's block, `(..., *spatial)`; placement: the layout and global shape of its array.
     Blocks are summed, the sums are added over the devices, and divided by the global size. Returns
     `(..., 1, 1)`, equal on all devices along the spatial dims' axes, and its placement.
+
+    Args:
+        layer: The module of torch, for its options and parameters.
+        x: This process's block, `(..., *spatial)`.
+        placement: The placement of `x`: layout, mesh and global shape.
     """
     first_dim = placement.ndim - rank_of(layer)
     spatial_dims = tuple(range(first_dim, placement.ndim))

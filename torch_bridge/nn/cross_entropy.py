@@ -38,9 +38,15 @@ def _cross_entropy(
 ) -> Tensor:
     """Compute the cross entropy of logits whose classes may be sharded (a parallel vocabulary).
 
-    logits, labels: this process's blocks; labels are global class numbers. layout: of the logits.
-    arguments: the fields of `LossOptions`, in order. Returns the loss per token of this process for
-    reduction "none", else one number for the tokens of all processes.
+    Returns the loss per token of this process for reduction "none", else one number for the tokens
+    of all processes.
+
+    Args:
+        logits: This process's block of logits.
+        labels: This process's block of labels, which are global class numbers.
+        layout: The layout of the logits.
+        mesh: The mesh.
+        *arguments: The fields of `LossOptions`, in order.
     """
     options = LossOptions(*arguments)
     logits = as_tensor(logits, "logits")

@@ -163,8 +163,11 @@ class _Conversion:
 
         In this order: a converter that the user gave for its class; for a class such as `Conv2d`,
         our layer with the same parameters; else its own code, which runs on blocks while a torch
-        function mode keeps track of their layouts, over converted children. path: the module's
-        name in the model, "" for the model itself.
+        function mode keeps track of their layouts, over converted children.
+
+        Args:
+            module: The module.
+            path: Its name in the model, "" for the model itself.
         """
         # The user's own converters come first, also for classes that we have a layer for.
         for kind, converter in self.converters.items():
@@ -190,7 +193,11 @@ def _check_followed(module: nn.Module, path: str) -> None:
 
     Refused: modules converted before, subclasses that inherit `forward` from a class we replace,
     classes of `torch.nn` without an exact form on blocks, and lazy modules. Any other code is run,
-    and each torch function that it calls must have a rule for blocks. path: "" for the model.
+    and each torch function that it calls must have a rule for blocks.
+
+    Args:
+        module: The module.
+        path: Its name in the model; "" for the model itself.
     """
     module_class = type(module)
     if module_class in FOLLOWED:
@@ -257,9 +264,15 @@ class _Entrance:
         A record is a note on a tensor: the layout and global shape of the array whose block it is.
         From here on a torch function mode derives the record of each result.
 
-        is_model: the module is the whole model, which the user calls with plain blocks; a part of
-        it is called with recorded ones. Returns the inputs with records. None: leave the inputs as
-        they are, as an outer module has prepared them, or a checkpoint computes them again.
+        Returns the inputs with records. None: leave the inputs as they are, as an outer module has
+        prepared them, or a checkpoint computes them again.
+
+        Args:
+            module: The module.
+            args: Its arguments by position.
+            kwargs: Its arguments by keyword.
+            is_model: Whether it is the whole model, which the user calls with plain blocks; a part
+                of it is called with recorded ones.
         """
         self._end_unfinished()
         self.running.append(_RunningModule(call_of_hook(), ExitStack()))

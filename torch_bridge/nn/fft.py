@@ -72,8 +72,8 @@ def fft(
         mesh: A `DeviceMesh` with named dims, or an `xshard.Mesh` over the world.
         dims: Names of the dims to transform, as in "h w"; real kinds halve the last.
         kind: "fft", "ifft", "rfft", "irfft", "hfft" or "ihfft".
-        lengths: Torch's `s`: a length for each of `dims`, in which the array is cut or padded. Global.
-        norm: Torch's `norm`.
+        lengths: torch's `s`: a length for each of `dims`, in which the array is cut or padded. Global.
+        norm: torch's `norm`.
         shape: The global shape, if blocks differ in size.
 
     Returns:
@@ -163,9 +163,14 @@ def _transform_sharded_dims(
 ) -> Outputs:
     """Gather some dims by an all-to-all, transform them by FFT, and shard them as before.
 
-    "h/sp w", transforming h -> "h w/balanced(sp)" in between. x: this process's block. Returns the
-    block of the result and its placement: its layout and global shape. Without transforms nothing
-    is sent.
+    "h/sp w", transforming h -> "h w/balanced(sp)" in between. Returns the block of the result and
+    its placement: its layout and global shape. Without transforms nothing is sent.
+
+    Args:
+        x: This process's block.
+        placement: The placement of `x`: layout, mesh and global shape.
+        transforms: The transforms of sharded dims, in order.
+        norm: torch's `norm`.
     """
     if not transforms:
         return x, placement

@@ -15,7 +15,11 @@ Rule = Callable[..., Any]  # applies a function to blocks: takes a `FunctionCall
 class FunctionCall(NamedTuple):
     """A call `func(*args, **kwargs)` that has not run yet.
 
-    outputs: how the outputs of convolutions and pools are sharded, as for `domain_parallel`.
+    Attributes:
+        func: The torch function.
+        args: Its arguments by position.
+        kwargs: Its arguments by keyword.
+        outputs: How the outputs of convolutions and pools are sharded, as for `domain_parallel`.
     """
 
     func: Callable[..., Any]

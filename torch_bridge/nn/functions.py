@@ -39,7 +39,10 @@ def _check_whole_parameters(call: FunctionCall, *parameters: Tensor | None) -> N
 def _convolve(call: FunctionCall, compute: Callable[..., Outputs], defaults: Options) -> Tensor:
     """Convolve as a layer does, whose parameters and options are arguments here.
 
-    compute: what the layer computes. defaults: of the arguments after the bias, in their order.
+    Args:
+        call: The call.
+        compute: The function of the layer.
+        defaults: The defaults of the arguments after the bias, in their order.
     """
     layer = _layer_in(call, "input", "weight", bias=None, **defaults)
     layer.kernel_size = tuple(layer.weight.shape[2:])
@@ -64,7 +67,10 @@ def _layer_in(call: FunctionCall, *names: str, **defaults: Any) -> SimpleNamespa
 def _as_layer(call: FunctionCall, kind: type[nn.Module], names: str) -> Tensor:
     """Compute what the layer of a module computes.
 
-    names: of the arguments after the input, which are those of the module.
+    Args:
+        call: The call.
+        kind: The class of the layer.
+        names: The names of the arguments after the input, which are those of the module.
     """
     x, *values = call.args
     options = dict(zip(names.split(), values, strict=False)) | call.kwargs

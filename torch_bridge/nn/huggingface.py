@@ -107,10 +107,16 @@ class _Implementation:
     ) -> tuple[Tensor, None]:
         """Attend over a sharded sequence, called by a model of `transformers` as its attention.
 
-        query, key, value: this process's blocks, `[batch, heads, rows, width]`. attention_mask: as
-        `mask` returns it. options: what else transformers passes, such as `scaling`
-        and `sliding_window`. Returns the outputs, `[batch, rows, heads, width]`, and None for the
-        weights, which are not computed as a whole.
+        Returns the outputs, `[batch, rows, heads, width]`, and None for the weights, which are not
+        computed as a whole.
+
+        Args:
+            module: The module.
+            query: This process's block of queries, `[batch, heads, rows, width]`.
+            key: Its block of keys.
+            value: Its block of values.
+            attention_mask: As `mask` returns it.
+            **options: Other arguments of transformers, such as `scaling` and `sliding_window`.
         """
         if isinstance(attention_mask, _Chunks):
             padding, chunk_length = attention_mask

@@ -264,10 +264,15 @@ def layer_of(
 ) -> Any:
     """Make a layer for blocks of a sharded array, with the parameters of an ordinary module.
 
-    The parameters are shared, not copied. module: of a class in `LAYERS`, such as `nn.Conv2d`, or
-    of a subclass. layout: of the inputs. path: the module's name in the model that contains it;
-    None for a layer used alone. Raises XshardError for an option that has no exact form on blocks,
-    with the only value that is possible.
+    The parameters are shared, not copied. Raises XshardError for an option that has no exact form
+    on blocks, with the only value that is possible.
+
+    Args:
+        module: A module of a class in `LAYERS`, such as `nn.Conv2d`, or of a subclass.
+        layout: The layout of the inputs.
+        mesh: The mesh.
+        path: The module's name in the model that contains it; None for a layer used alone.
+        outputs: How the outputs of convolutions and pools are sharded.
     """
     kind = torch_class_with_layer(type(module))
     assert kind is not None, f"{type(module)} has no layer"

@@ -92,9 +92,15 @@ def instance_norm(layer: Any, x: Tensor, placement: Placement) -> Outputs:
 def _normalise_groups(layer: Any, x: Tensor, placement: Placement, group_count: int) -> Outputs:
     """Apply group norm to an array `(b, c, *spatial)` whose spatial dims may be sharded.
 
-    x: this process's block. 6 channels in group_count 2 groups: mean and variance are over 3
-    channels and all spatial positions of all devices. `InstanceNorm` is as many groups as channels.
-    Returns the block and its placement. Raises ShapeError if the groups do not divide the channels.
+    6 channels in 2 groups: mean and variance are over 3 channels and all spatial positions of all
+    devices. `InstanceNorm` is as many groups as channels. Returns the block and its placement.
+    Raises ShapeError if the groups do not divide the channels.
+
+    Args:
+        layer: The module of torch, for its options and parameters.
+        x: This process's block.
+        placement: The placement of `x`: layout, mesh and global shape.
+        group_count: How many groups the channels have.
     """
     channels = placement.shape[1]
     check_channels(placement, 1, channels if layer.weight is None else len(layer.weight))
@@ -115,9 +121,14 @@ def _normalise_groups(layer: Any, x: Tensor, placement: Placement, group_count: 
 def layer_norm(layer: Any, x: Tensor, placement: Placement) -> Outputs:
     """Apply a `LayerNorm` or `RMSNorm` to an array whose last dims may be sharded.
 
-    x: this process's block. Mean and variance are over the global last dims, by an all-reduce where
-    these are sharded. Weight and bias are replicated; each device uses the part for its block.
-    Returns the block and its placement. Raises ShapeError if the last dims are others.
+    Mean and variance are over the global last dims, by an all-reduce where these are sharded. Weight
+    and bias are replicated; each device uses the part for its block. Returns the block and its
+    placement. Raises ShapeError if the last dims are others.
+
+    Args:
+        layer: The module of torch, for its options and parameters.
+        x: This process's block.
+        placement: The placement of `x`: layout, mesh and global shape.
     """
     normalized_shape = tuple(layer.normalized_shape)
     first_dim = placement.ndim - len(normalized_shape)
@@ -161,8 +172,12 @@ def batch_norm(layer: Any, x: Tensor, placement: Placement) -> Outputs:
 
     In training, mean and variance are over the global array, by all-reduces, and all devices update
     their running statistics equally. In eval mode, a layer with running statistics uses those.
-    x: this process's block. Returns the block and its placement. Raises ShapeError for a single
-    value per channel.
+    Returns the block and its placement. Raises ShapeError for a single value per channel.
+
+    Args:
+        layer: The module of torch, for its options and parameters.
+        x: This process's block.
+        placement: The placement of `x`: layout, mesh and global shape.
     """
     check_input_dim(layer, x)
     check_channels(placement, 1, layer.num_features)

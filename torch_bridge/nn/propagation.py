@@ -281,9 +281,15 @@ def _global_fft_lengths(
 ) -> list[int]:
     """Turn the lengths that a model passes to an FFT into lengths of the global array.
 
-    The model's code reads lengths from its blocks: `fft(x, n=x.shape[0])` of a block of 4 rows of
-    8 means all rows. -1 stands for all rows, in arguments and result. name: the torch function, for
-    errors. Raises XshardError if the transform would cut or pad a sharded dim.
+    The model's code reads lengths from its blocks: `fft(x, n=x.shape[0])` of a block of 4 rows of 8
+    means all rows. -1 stands for all rows, in arguments and result. Raises XshardError if the
+    transform would cut or pad a sharded dim.
+
+    Args:
+        name: The torch function, for errors.
+        placement: The placement of the block.
+        dims: The indices of the transformed dims.
+        lengths: A length for each.
     """
     global_lengths = []
     for d, length in zip(dims, lengths, strict=True):

@@ -209,10 +209,17 @@ def interpolate(
 ) -> Outputs:
     """Apply torch's `interpolate` to an array whose spatial dims may be sharded.
 
-    x: this process's block, `(b, c, *spatial)`; placement: the layout and global shape of its
-    array. size: spatial lengths of the global result. Outputs near a border use rows of neighbours.
     Returns the block of the result and its placement. Raises XshardError for a mode or arguments
     that torch does not take, ShapeError for lengths.
+
+    Args:
+        x: This process's block, `(b, c, *spatial)`.
+        placement: The placement of `x`: layout, mesh and global shape.
+        size: Spatial lengths of the global result.
+        scale_factor: torch's argument, instead of `size`.
+        mode: torch's argument.
+        align_corners: torch's argument.
+        recompute_scale_factor: torch's argument.
     """
     rank = placement.ndim - 2
     if mode not in MODES or MODES[mode].rank not in (None, rank):
@@ -240,9 +247,13 @@ def _resampled_lengths(
 ) -> tuple[Ints, Factors]:
     """Compute the output lengths of an interpolation, and the scales for positions in the input.
 
-    lengths: global, per spatial dim. 5 rows with scale_factor 1.5 -> 7 outputs and scale 1.5. For a
-    size, scales are None: as in torch, positions use the ratio of lengths, 7 / 5. Raises ShapeError
-    for an output without rows.
+    5 rows with scale_factor 1.5 -> 7 outputs and scale 1.5. For a size, scales are None: as in
+    torch, positions use the ratio of lengths, 7 / 5. Raises ShapeError for an output without rows.
+
+    Args:
+        lengths: The global lengths, per spatial dim.
+        size: torch's argument.
+        scale_factor: torch's argument.
     """
     if (size is None) == (scale_factor is None):
         raise XshardError("one of size and scale_factor", hint="as in scale_factor=2")
@@ -292,9 +303,15 @@ def _resampling(
 ) -> Resampling:
     """Work out how this process interpolates: the input rows and weights of each of its outputs.
 
-    outputs: global lengths of the result. factors: scales per dim, None: the ratio of lengths.
-    mode: of one dim, such as "linear". is_aligned: torch's `align_corners`. The result is cached,
-    with its tensors, which have the device and dtype of `tensor_options`.
+    The result is cached, with its tensors, which have the device and dtype of `tensor_options`.
+
+    Args:
+        placement: The placement of the input.
+        outputs: Global lengths of the result.
+        factors: Scales per dim, None: the ratio of lengths.
+        mode: The mode of one dim, such as "linear".
+        is_aligned: torch's `align_corners`.
+        tensor_options: The dtype and the device of the result.
     """
     global_taps = []  # of each spatial dim: the input rows of all its outputs
     frames = {}  # of each spatial dim: who needs which of these rows

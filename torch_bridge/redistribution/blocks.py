@@ -196,7 +196,10 @@ def _transfer_executable(
 ) -> TransferExecutable:
     """Prepare a move between two meshes. Raises on all processes of both, or on none.
 
-    device: for a process without a block, too, which has an executable all the same.
+    Args:
+        plan: The plan.
+        device: The device of blocks, on a process without a block, too.
+        requires_grad: Whether a gradient will be needed.
     """
     dtype = getattr(torch, plan.dtype)
     if requires_grad and not (dtype.is_floating_point or dtype.is_complex):

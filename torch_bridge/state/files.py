@@ -222,7 +222,10 @@ def _source_of(name: str, array: LocalArray) -> Source:
 def _check_replicas(arrays: Sequence[LocalArray]) -> None:
     """Raise ReplicaError for the first array whose replicas differ by more than rounding.
 
-    All processes call it together. arrays: those with blocks of other bits on other processes.
+    All processes call it together.
+
+    Args:
+        arrays: The arrays with replicas that differ in their bits.
     """
     for array in arrays:
         context = ParallelContext(array.mesh)
@@ -351,10 +354,16 @@ class _ArrayLoad(NamedTuple):
 class _Loading:
     """A load in phases: open and plan, compare `facts` between ranks, read and share.
 
-    loads: by stored name, or by this program's name without a tree to fill.
-    constants: stored numbers and texts for the tree to fill, by name.
-    members: what the tree to fill has. optimizers: the optimizers in it. taken: the objects in it
-    whose state is stored as a value. strict: every name is in the tree and in the checkpoint.
+    Attributes:
+        checkpoint: The open checkpoint.
+        ranks: The ranks that load.
+        profile: The machine, for shared reads.
+        loads: What is read, by stored name, or by this program's name without a tree to fill.
+        constants: Stored numbers and texts for the tree to fill, by name.
+        members: Tensors, optimizers and so on of the tree to fill.
+        optimizers: The optimizers in it.
+        taken: The objects in it whose state is stored as a value.
+        strict: Whether every name has to be in the tree and in the checkpoint.
     """
 
     checkpoint: Checkpoint
@@ -394,8 +403,12 @@ class _Loading:
 
         Nothing is read from the arrays yet.
 
-        like: the model or tree. rules: layouts of its tensors by patterns of names. names: how names
-        in the files differ from the model's. strict: raise for what only one side has.
+        Args:
+            like: The model or tree.
+            rules: Layouts of its tensors by patterns of names.
+            mesh: The processes of plain tensors.
+            names: How names in the files differ from the model's.
+            strict: Whether a name that only one of them has is an error.
         """
         self.strict = strict
         # The arrays in the files, by the names that the model has for them.
@@ -501,8 +514,9 @@ class _Loading:
         Replicas of a block read different rows of it, and send them to each other, many arrays in one
         collective: with 2 replicas of a block of 8 rows, each reads 4.
 
-        parts: the rows that this process has read, by name; None for an array that it read whole.
-        tensors: the blocks to fill, by name.
+        Args:
+            parts: The rows that this process has read, by name; None for an array that it read whole.
+            tensors: The blocks to fill, by name.
         """
         parts_by_mesh: dict[MeshLike, dict[str, Tensor]] = {}
         for name, part in parts.items():
@@ -526,7 +540,8 @@ class _Loading:
     def fill_objects(self, tensors: Mapping[str, Tensor]) -> None:
         """Give optimizers, schedulers and the like the state that was read.
 
-        tensors: by stored name.
+        Args:
+            tensors: The tensors that were read, by stored name.
         """
         read = {}
         for name, (_, array) in self.loads.items():

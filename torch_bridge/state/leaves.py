@@ -103,8 +103,14 @@ def compare_facts(
 class LocalArray:
     """An array of a tree, with the block of this process.
 
-    names: several if it is tied. block: None outside of its mesh. put: replaces the array in its
-    model, for parameters on the meta device.
+    Attributes:
+        names: Its names, several if it is tied.
+        block: This process's block; None outside of its mesh.
+        dtype: The dtype.
+        sharding: How it is sharded, with its global shape.
+        mesh: The mesh.
+        ranks: The rank of each device of the mesh.
+        put: Replaces the array in its model, for parameters on the meta device.
     """
 
     names: Sequence[str]
@@ -184,8 +190,13 @@ def local_array(
     of an array [8, 3]. A DTensor says itself how it is sharded. Raises XshardError for sparse and
     quantized tensors and for a plain one without a rule, ShapeError for a block that does not fit.
 
-    rule: layouts of the tensor in the source and the target; None for a DTensor. mesh, ranks: of a
-    plain tensor. shape: the global shape; None: inferred, as if all blocks had one size.
+    Args:
+        name: The name of the array.
+        x: The tensor.
+        rule: Layouts of the tensor in the source and the target; None for a DTensor.
+        mesh: The mesh of a plain tensor.
+        ranks: The rank of each of its devices.
+        shape: The global shape; None: inferred, as if all blocks had one size.
     """
     if x.layout != torch.strided:
         raise XshardError(f"a tensor of {x.layout}", hint="x.to_dense() or x.dequantize()")

@@ -337,7 +337,10 @@ class OptimizerState:
     ) -> list[dict[str, Any]]:
         """Return the stored options for its groups; its own if none are stored. Raises as `matched_groups`.
 
-        arrays: those in the options, by name in the tree.
+        Args:
+            checkpoint: The checkpoint.
+            arrays: Those in the options, by name in the tree.
+            strict: Whether every parameter has to be stored.
         """
         own_groups = self.state["param_groups"]
         stored = checkpoint.value(self._groups_name, arrays)
@@ -419,7 +422,9 @@ def _arrays_of_parallel(prefix: str, model: nn.Module) -> dict[str, LocalArray]:
     A parameter with several names (tied weights) is listed once. Buffers that `state_dict` leaves
     out are left out here, too.
 
-    prefix: the name of the model in its tree.
+    Args:
+        prefix: The name of the model in its tree.
+        model: The model.
     """
     parallel = parallel_of(model)
     check_structure(model, parallel)  # a layer that came later would be left out

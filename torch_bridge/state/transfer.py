@@ -172,7 +172,8 @@ def _facts_of_senders(reports: Mapping[int, Mapping[str, Any]]) -> dict[str, str
     A report has it under "within". It is equal on all ranks of the source mesh, which have compared
     it, and empty on all others. Raises MeshError unless each rank of the source mesh has one.
 
-    reports: by rank.
+    Args:
+        reports: The reports, by rank.
     """
     descriptions = {}
     for rank, report in reports.items():

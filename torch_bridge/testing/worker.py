@@ -54,7 +54,10 @@ MOST_CALLS = 20
 class RankAnswer(NamedTuple):
     """The answer of one rank, with one block for each array, and the bytes that it received.
 
-    forward_bytes, backward_bytes: per collective; empty if they were not measured.
+    Attributes:
+        answer: The results of this rank.
+        forward_bytes: Bytes per collective, forward; empty if they were not measured.
+        backward_bytes: Likewise in the backward pass.
     """
 
     answer: Answer
@@ -79,7 +82,11 @@ def call_packed(n: int, packed: bytes, timeout_s: float) -> list[Any]:
 
 @contextmanager
 def _as_errors_of_function(place: str = "") -> Iterator[None]:
-    """Raise errors of ranks as errors of the user's function. place: what they begin with."""
+    """Raise errors of ranks as errors of the user's function.
+
+    Args:
+        place: The text with which they begin.
+    """
     try:
         yield
     except RankError as error:
@@ -424,8 +431,11 @@ def _derivatives(
 class _AgreedOutputs(NamedTuple):
     """The outputs of a function by name, and what all ranks have found about theirs.
 
-    error: of the first rank that has one. fit_cotangents: whether all blocks have the shapes of the
-    cotangents that the question gives.
+    Attributes:
+        outputs: The outputs by name.
+        error: The error of the first rank that has one.
+        fit_cotangents: Whether all blocks have the shapes of the cotangents that the question
+            gives.
     """
 
     outputs: dict[str, Tensor]
@@ -511,7 +521,10 @@ def _update_parameters(
 def seconds_of_plans(plans: Sequence[AnyPlan], rounds: int, timeout_s: float) -> list[float]:
     """Return the median time of every plan over some rounds. Raises RankError.
 
-    timeout_s: see `run_ranks`.
+    Args:
+        plans: The plans.
+        rounds: How often each is timed.
+        timeout_s: See `run_ranks`.
     """
     return [_median(ranks) for ranks in by_rank(plans, _time_all, rounds, timeout_s=timeout_s)]
 
