@@ -212,15 +212,15 @@ def _mesh_in_context(mesh: AnyMesh | None, layouts: Sequence[Layout], text: str)
     if mesh is None:
         manual_sizes = bound_sizes(named_axes)
         # Manual axes may also be those that vmap has bound, which the mesh of the context lacks.
-        whole = Mesh({**jax.sharding.get_abstract_mesh().shape, **manual_sizes})
-        if named_axes and not whole.axes:
+        whole_mesh = Mesh({**jax.sharding.get_abstract_mesh().shape, **manual_sizes})
+        if named_axes and not whole_mesh.axes:
             raise _not_manual(named_axes[0], manual_sizes, text)
     else:
-        whole = xshard_mesh(mesh)
+        whole_mesh = xshard_mesh(mesh)
 
     for layout in layouts:
-        check_axes(layout, whole, text)
-    return _ContextMesh(_named_sub_mesh(whole, named_axes, text), whole)
+        check_axes(layout, whole_mesh, text)
+    return _ContextMesh(_named_sub_mesh(whole_mesh, named_axes, text), whole_mesh)
 
 
 def _named_sub_mesh(mesh: Mesh, named_axes: Sequence[str], text: str) -> Mesh:
@@ -311,7 +311,7 @@ def _machine_of_device(device: jax.Device) -> Profile:
     With None as the number fast links join all devices.
     """
     devices = jax.devices(device.platform)
-    n_in_process = sum(other.process_index == device.process_index for other in devices)
+    n_in_process = sum(peer.process_index == device.process_index for peer in devices)
     if device.platform == "cpu":
         # Gloo sends whatever leaves a process, also to another process of the same host.
         is_one_process = n_in_process == len(devices)
@@ -320,10 +320,10 @@ def _machine_of_device(device: jax.Device) -> Profile:
     slice_index = getattr(device, "slice_index", None)
     if device.platform == "gpu" and slice_index is not None:
         # A slice of GPUs is their host, or a rack that NVLink joins.
-        n_in_node = sum(other.slice_index == slice_index for other in devices)
+        n_in_node = sum(peer.slice_index == slice_index for peer in devices)
     else:
         # A node is a host, with one process or several.
-        n_processes = len({other.process_index for other in devices})
+        n_processes = len({peer.process_index for peer in devices})
         processes_of_node = node_processes(n_processes)
         n_in_node = n_in_process * (1 if processes_of_node is None else processes_of_node)
     has_several_nodes = 1 < n_in_node < len(devices)

@@ -118,10 +118,10 @@ class EinsumCall(NamedTuple):
         dtype_name = name_of(comm_dtype_of(self.comm_dtype, dtype).forward)
         if isinstance(self.expression, ContractionPlan):
             plan = self.expression
-            what = "the operands are"
+            subject = "the operands are"
             hint = "pass the expression, or a plan made for them"
             mesh = processes.mesh
-            check_given(what, plan, dtype_name, self.shapes, mesh, text=plan.text, hint=hint)
+            check_given(subject, plan, dtype_name, self.shapes, mesh, text=plan.text, hint=hint)
         else:
             plan, processes = self._plan(contraction, processes, blocks, dtype_name)
         _check_product(plan, dtype, tensor_device)

@@ -157,8 +157,13 @@ def einsum(  # noqa: PLR0913  a verb with the options of plans and of calls
         _check_choices(save, overlap)
         is_usual = shape is None and memory_limit is None and expression.__hash__ is not None
         if not is_usual or type(async_op) is not bool or type(sizes) not in (dict, NoneType):
-            given = {"expression": expression, "shape": shape, "sizes": sizes, "async_op": async_op}
-            check_arguments(einsum, memory_limit=memory_limit, **given)
+            unusual = {
+                "expression": expression,
+                "shape": shape,
+                "sizes": sizes,
+                "async_op": async_op,
+            }
+            check_arguments(einsum, memory_limit=memory_limit, **unusual)
         check_not_swapped()
         call = EinsumCall.of(expression, mesh, **options)
         blocks = list(operands)
@@ -233,8 +238,10 @@ def _autocast(x: Any) -> Any:
         return x
     if x.dtype == torch.float64 or x.is_meta:  # autocast leaves them as they are
         return x
-    kind = x.device.type
-    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
+    device_type = x.device.type
+    if not torch.is_autocast_enabled(device_type):
+        return x
+    return x.to(torch.get_autocast_dtype(device_type))
 
 
 def _of_dtensors(call: EinsumCall, operands: list[Any], keeps: bool) -> Tensor:

@@ -200,22 +200,22 @@ class Endpoint:
             reason = f"the store of both programs does not answer: {error}"
             raise LostVersionError(reason) from error
 
-    def broadcast(self, work: Callable[[], Any], wait_s: float = 0.0) -> Any:
-        """Return the result of `work` on the first rank, on all ranks of this program.
+    def broadcast(self, function: Callable[[], Any], wait_s: float = 0.0) -> Any:
+        """Return the result of `function` on the first rank, on all ranks of this program.
 
         If it fails, all raise.
 
         Args:
-            work: A function whose result JSON can hold.
-            wait_s: How long `work` itself may wait.
+            function: A function whose result JSON can hold.
+            wait_s: How long `function` itself may wait.
         """
 
         def on_first_rank() -> Any:
-            return work() if dist.get_rank() == 0 else None
+            return function() if dist.get_rank() == 0 else None
 
         return self._all_or_none(on_first_rank, wait_s)[0]
 
-    def all_or_disconnect(self, work: Callable[[], T]) -> T:
+    def all_or_disconnect(self, function: Callable[[], T]) -> T:
         """Run a function on all ranks of this program, and return this rank's own result.
 
         If it fails on one rank, all raise. They also leave the process group that they share with
@@ -225,7 +225,7 @@ class Endpoint:
         results: list[T] = []
 
         def keep_result() -> None:
-            results.append(work())
+            results.append(function())
 
         try:
             self._all_or_none(keep_result)
@@ -235,10 +235,10 @@ class Endpoint:
             raise
         return results[0]
 
-    def _all_or_none(self, work: Callable[[], Any], wait_s: float = 0.0) -> list[Any]:
+    def _all_or_none(self, function: Callable[[], Any], wait_s: float = 0.0) -> list[Any]:
         # The first rank may wait for the other program first.
         timeout = timedelta(seconds=2 * self.timeout_s + wait_s)
-        return all_or_none(range(dist.get_world_size()), self.key(), work, timeout=timeout)
+        return all_or_none(range(dist.get_world_size()), self.key(), function, timeout=timeout)
 
     def plan(self, facts: Mapping[str, str]) -> TreePlan:
         """Plan how a tree of tensors is sent from the trainer's mesh to the server's.
@@ -281,11 +281,11 @@ class Endpoint:
 
     def recv_or_raise(self, *parts: object) -> str:
         """Return the text as `recv` does. Raises LostVersionError if it does not come in time."""
-        text = self.recv(*parts)
-        if text is None:
+        message = self.recv(*parts)
+        if message is None:
             reason = f"the other program has written nothing for {self.timeout_s:g} s"
             raise LostVersionError(reason)
-        return text
+        return message
 
     def connect(self, sessions: str) -> dist.ProcessGroup:
         """Return the process group that joins this run of the trainer with this run of the server.

@@ -64,12 +64,12 @@ def _layer_in(call: FunctionCall, *names: str, **defaults: Any) -> SimpleNamespa
     return layer
 
 
-def _as_layer(call: FunctionCall, kind: type[nn.Module], names: str) -> Tensor:
+def _as_layer(call: FunctionCall, module_class: type[nn.Module], names: str) -> Tensor:
     """Compute what the layer of a module computes.
 
     Args:
         call: The call.
-        kind: The class of the layer.
+        module_class: The class of the layer.
         names: The names of the arguments after the input, which are those of the module.
     """
     x, *values = call.args
@@ -80,7 +80,7 @@ def _as_layer(call: FunctionCall, kind: type[nn.Module], names: str) -> Tensor:
     if options.get("size") is not None:
         options["size"] = _global_size(x, options["size"])
     layer = layer_of(
-        kind(**options), placement.layout, placement.processes, call.name, call.outputs
+        module_class(**options), placement.layout, placement.processes, call.name, call.outputs
     )
     return layer(x)  # type: ignore[no-any-return]  # a tensor
 
@@ -145,8 +145,8 @@ def _pools(prefix: str, classes: str, names: str) -> dict[str, Rule]:
     """Return the rows of a table for pools of 1 to 3 dims, which are modules without parameters."""
     rules: dict[str, Rule] = {}
     for rank in (1, 2, 3):
-        kind = getattr(nn, f"{classes}{rank}d")
-        rules[f"{prefix}{rank}d"] = partial(_as_layer, kind=kind, names=names)
+        module_class = getattr(nn, f"{classes}{rank}d")
+        rules[f"{prefix}{rank}d"] = partial(_as_layer, module_class=module_class, names=names)
     return rules
 
 
@@ -165,7 +165,7 @@ FUNCTIONS: dict[str, Rule] = {
     **_pools("adaptive_avg_pool", "AdaptiveAvgPool", "output_size"),
     "interpolate": partial(
         _as_layer,
-        kind=nn.Upsample,
+        module_class=nn.Upsample,
         names="size scale_factor mode align_corners recompute_scale_factor",
     ),
     "group_norm": _group_norm,

@@ -247,9 +247,9 @@ class UpsamplingBilinear2d(_UpsampleLayer, nn.UpsamplingBilinear2d):
     """Torch's layer on blocks `(b, c, h, w)`."""
 
 
-def torch_class_with_layer(kind: type[nn.Module]) -> type[nn.Module] | None:
+def torch_class_with_layer(module_class: type[nn.Module]) -> type[nn.Module] | None:
     """Return the nearest class of `LAYERS` that a class is or inherits from."""
-    for ancestor in kind.__mro__:
+    for ancestor in module_class.__mro__:
         if ancestor in LAYERS:
             return ancestor
     return None
@@ -274,9 +274,9 @@ def layer_of(
         path: The module's name in the model that contains it; None for a layer used alone.
         outputs: How the outputs of convolutions and pools are sharded.
     """
-    kind = torch_class_with_layer(type(module))
-    assert kind is not None, f"{type(module)} has no layer"
-    layer = share_state(module, LAYERS[kind])
+    layer_class = torch_class_with_layer(type(module))
+    assert layer_class is not None, f"{type(module)} has no layer"
+    layer = share_state(module, LAYERS[layer_class])
     layer.layout = Layout.parse(layout)
     layer.mesh = mesh
     layer.path = path if path else type(module).__name__
@@ -292,9 +292,9 @@ def layer_of(
     return layer
 
 
-def share_state(module: nn.Module, kind: type[Any]) -> Any:
+def share_state(module: nn.Module, new_class: type[Any]) -> Any:
     """Return a module of another class that shares parameters and buffers; its hooks are copies."""
-    new = object.__new__(kind)  # `__init__` would make parameters
+    new = object.__new__(new_class)  # `__init__` would make parameters
     new.__dict__.update(module.__dict__)
     copy_forward_hooks(new, module)
     return new

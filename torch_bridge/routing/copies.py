@@ -258,10 +258,10 @@ class Routed:
     @property
     def beyond(self) -> tuple[int, int]:
         """How many copies came from other processes, and how many are at others."""
-        own = self._copies.group.process_group.rank()  # what stays here does not travel
+        own_rank = self._copies.group.process_group.rank()  # what stays here does not travel
         received = self._copies.received
         sent = self._copies.sent
-        return sum(received) - received[own], sum(sent) - sent[own]
+        return sum(received) - received[own_rank], sum(sent) - sent[own_rank]
 
     @between_graphs
     def home(self, y: Tensor) -> Tensor:

@@ -362,7 +362,7 @@ class _Loading:
         constants: Stored numbers and texts for the tree to fill, by name.
         members: Tensors, optimizers and so on of the tree to fill.
         optimizers: The optimizers in it.
-        taken: The objects in it whose state is stored as a value.
+        stored_as_values: The objects in it whose state is stored as a value.
         strict: Whether every name has to be in the tree and in the checkpoint.
     """
 
@@ -373,7 +373,7 @@ class _Loading:
     constants: dict[str, Any] = field(default_factory=dict)
     members: Members = field(default_factory=Members)
     optimizers: list[OptimizerState] = field(default_factory=list)
-    taken: Sequence[str] = ()
+    stored_as_values: Sequence[str] = ()
     strict: bool = True
 
     def plan_new(
@@ -416,7 +416,7 @@ class _Loading:
         shapes = {name: array.shape for name, array in stored.items()}
         # The files tell global shapes: without them, all blocks would have to have one size.
         self.members.add_tree(like)
-        self.taken = self.members.take_stored(self.checkpoint, stored)
+        self.stored_as_values = self.members.take_stored(self.checkpoint, stored)
         self.members.add_arrays(rules, mesh, shapes)
         for optimizer_name in self.members.optimizers:
             state = self.members.optimizer_state(optimizer_name)
@@ -426,7 +426,7 @@ class _Loading:
             state.stored_groups(self.checkpoint, {name: name for name in stored}, strict)
             self.members.constants.update(state.needed_constants(self.checkpoint))
         self.constants = stored_constants(
-            self.checkpoint, self.members.constants, names, strict, self._is_taken
+            self.checkpoint, self.members.constants, names, strict, self._goes_to_object
         )
         arrays = list(self.members.arrays.values())
         # For each tensor the name under which it is stored (a tied one has several), or None.
@@ -443,11 +443,11 @@ class _Loading:
                 load = load_of(self.checkpoint, stored[name], dtype, array.sharding, self.profile)
             self.loads[name] = _ArrayLoad(load, array)
 
-    def _is_taken(self, leaf: str) -> bool:
+    def _goes_to_object(self, leaf: str) -> bool:
         """Return whether an object or an optimizer takes what is stored under a name."""
         if any(optimizer.takes(leaf) for optimizer in self.optimizers):
             return True
-        return any(is_part(leaf, name) for name in self.taken)
+        return any(is_part(leaf, name) for name in self.stored_as_values)
 
     def facts(self) -> dict[str, Any]:
         """Return the shape and the layout in which each array is read: all ranks have to agree."""
@@ -468,8 +468,8 @@ class _Loading:
         with ThreadPoolExecutor(_n_threads(len(self.ranks))) as threads:
             # Until they are sent, rows that are read for replicas take memory beside the blocks: so
             # arrays are read in groups with at most BUCKET_BYTES of them, or one array.
-            for numbers in group_by_bytes(shared_bytes, BUCKET_BYTES):
-                group = [names[i] for i in numbers]
+            for indices in group_by_bytes(shared_bytes, BUCKET_BYTES):
+                group = [names[i] for i in indices]
                 tensors.update(self._read_group(group, device, threads))
         return tensors
 
@@ -483,8 +483,8 @@ class _Loading:
             # A DTensor's mesh may lack this process, which then has no block of it.
             if rank() in array.ranks:
                 tensors[name] = array.target(device)
-        parts = threads.map(self._read_array, tensors, tensors.values())
-        self._share(dict(zip(tensors, parts, strict=True)), tensors)
+        shared_rows = threads.map(self._read_array, tensors, tensors.values())
+        self._share(dict(zip(tensors, shared_rows, strict=True)), tensors)
         return tensors
 
     def _read_array(self, name: str, out: Tensor) -> Tensor | None:
@@ -508,32 +508,32 @@ class _Loading:
         out.copy_(rows)
         return None
 
-    def _share(self, parts: Mapping[str, Tensor | None], tensors: Mapping[str, Tensor]) -> None:
+    def _share(self, rows_read: Mapping[str, Tensor | None], tensors: Mapping[str, Tensor]) -> None:
         """Complete the blocks of arrays of which each replica has read some rows; fills `tensors`.
 
         Replicas of a block read different rows of it, and send them to each other, many arrays in one
         collective: with 2 replicas of a block of 8 rows, each reads 4.
 
         Args:
-            parts: The rows that this process has read, by name; None for an array that it read whole.
+            rows_read: The rows that this process has read, by name; None for an array that it read whole.
             tensors: The blocks to fill, by name.
         """
-        parts_by_mesh: dict[MeshLike, dict[str, Tensor]] = {}
-        for name, part in parts.items():
-            if part is not None:
+        rows_by_mesh: dict[MeshLike, dict[str, Tensor]] = {}
+        for name, rows in rows_read.items():
+            if rows is not None:
                 array = self.loads[name].array
                 mesh = ParallelContext(array.mesh).mesh_of(array.sharding)
-                parts_on_mesh = parts_by_mesh.setdefault(mesh, {})
-                parts_on_mesh[name] = part
-        for mesh, parts_on_mesh in parts_by_mesh.items():
+                rows_on_mesh = rows_by_mesh.setdefault(mesh, {})
+                rows_on_mesh[name] = rows
+        for mesh, rows_on_mesh in rows_by_mesh.items():
             moves = {}
             shapes = {}
-            for name in parts_on_mesh:
+            for name in rows_on_mesh:
                 load = self.loads[name].load
                 # `load.source` is how parts are sharded, over replicas too; `load.target`, how blocks.
                 moves[name] = f"{load.source.layout} -> {load.target.layout}"
                 shapes[name] = load.array.shape
-            blocks = redistribute(parts_on_mesh, moves, mesh, shape=shapes, profile=self.profile)
+            blocks = redistribute(rows_on_mesh, moves, mesh, shape=shapes, profile=self.profile)
             for name, block in blocks.items():
                 tensors[name].copy_(block)
 
@@ -551,7 +551,7 @@ class _Loading:
             optimizer.load(read, self.checkpoint, self.strict)
         for name, state in self.members.states.items():
             value = self.with_constants(name, state.value)
-            if name in self.taken:
+            if name in self.stored_as_values:
                 value = self.checkpoint.value(name, self.members.tensors)  # filled in place
             state.load(value)
 

@@ -147,8 +147,8 @@ def _all_reduce(tensors: Any, group: Any, *_: Any) -> int:
 
 @_counts("c10d", "alltoall_")
 def _all_to_all_lists(outputs: Any, _: Any, group: Any, *__: Any) -> int:
-    own = outputs[_group(group).rank()]
-    return _nbytes(outputs) - own.nbytes
+    own_output = outputs[_group(group).rank()]
+    return _nbytes(outputs) - own_output.nbytes
 
 
 @_counts("c10d", "alltoall_base_")
@@ -181,8 +181,8 @@ def _scatter(outputs: Any, _: Any, group: Any, root: int, *__: Any) -> int:
 
 
 @_counts("c10d", "gather_")
-def _gather(outputs: Any, own: Any, *_: Any) -> int:
-    return _larger(outputs, own) if outputs else 0  # others than the root have no outputs
+def _gather(outputs: Any, own_input: Any, *_: Any) -> int:
+    return _larger(outputs, own_input) if outputs else 0  # others than the root have no outputs
 
 
 @_counts("c10d", "reduce_")
