@@ -93,7 +93,7 @@ class _Argument(NamedTuple):
 
     layout: Layout
     tensors: Group
-    other: Any  # None for tensors
+    non_tensor: Any  # None for tensors
 
     @classmethod
     def of(cls, x: Any, layout: Layout) -> _Argument:
@@ -107,7 +107,7 @@ class _Argument(NamedTuple):
 
     def to_jax(self, mesh: JaxMesh) -> Any:
         """Return the array of the tensors; anything else as it is."""
-        return _to_jax(self.tensors, self.layout, mesh) if self.tensors else self.other
+        return _to_jax(self.tensors, self.layout, mesh) if self.tensors else self.non_tensor
 
     @property
     def gets_gradient(self) -> bool:
@@ -140,7 +140,7 @@ class _JaxFunction:
         program = self._program(meshes, tree, layouts, arrays, wrt)
 
         # Autograd gets the tensors as well as their arrays: it follows tensors alone.
-        non_tensors = [argument.other for argument in arguments]
+        non_tensors = [argument.non_tensor for argument in arguments]
         tensors = chain.from_iterable(argument.tensors for argument in arguments)
         output_tensors = _Apply.apply(program, arrays, non_tensors, *tensors)
         results = program.unwrap_groups(program.group_by_array(output_tensors))
@@ -252,10 +252,8 @@ class _Apply(torch.autograd.Function):
         if program.wrt:
             # The pullback reads memory that these tensors share. Torch raises in the backward pass
             # if a saved tensor was written to meanwhile.
-            shared = chain.from_iterable(
-                groups[i] for i in program.shared_outputs(outputs, pullback)
-            )
-            ctx.save_for_backward(*tensors, *shared)
+            shared_groups = [groups[i] for i in program.shared_outputs(outputs, pullback)]
+            ctx.save_for_backward(*tensors, *chain.from_iterable(shared_groups))
         integer_tensors = []  # tensors of integers and booleans
         for i, group in enumerate(groups):
             if i not in program.inexact_outputs:

@@ -307,8 +307,8 @@ def prepare_to_jax(
     _check_devices(blocks, meshes)
     route = options.route(layout, meshes, known_array, to_jax=True)
     _check_shapes(blocks, route, meshes)
-    # A side is set if blocks have to move first: that makes copies, which copy=False forbids.
-    if route.side is not None:
+    # A mover is set if blocks have to move first: that makes copies, which copy=False forbids.
+    if route.mover is not None:
         options.check_moved(route)
     elif options.copy is False:
         _check_need_no_copy(blocks, meshes)
@@ -369,15 +369,14 @@ def _check_devices(blocks: Sequence[Tensor], meshes: MeshPair) -> None:
 def _check_shapes(blocks: Sequence[Tensor], route: Route, meshes: MeshPair) -> None:
     """Raise ShapeError for a block that has not the shape of its device's block."""
     for i, block in zip(meshes.local_positions, blocks, strict=True):
-        expected = route.blocks.local_shape(i)
+        expected = route.torch_sharding.local_shape(i)
         actual = tuple(block.shape)
         if actual != expected:
             device = meshes.torch_devices[i]
             reason = f"torch's tensor for {device} has shape {actual}, not {expected}"
-            description = (
-                f"the part of device {i} of {meshes.torch_axes!r} of a {route.blocks.shape} array"
-            )
-            hint = f"under '{route.blocks.layout}' that is {description}"
+            sharding = route.torch_sharding
+            description = f"the part of device {i} of {meshes.torch_axes!r} of a {sharding.shape} array"
+            hint = f"under '{sharding.layout}' that is {description}"
             hint += "; if blocks differ in size, pass shape= (the global shape)"
             raise ShapeError(reason, text=route.text, hint=hint)
 
@@ -397,7 +396,7 @@ def _make_array(
     """Make the global array of JAX from checked blocks.
 
     If the layout or the devices change, blocks are moved by torch before JAX gets them, or by JAX
-    after it (`route.side`); with None they stay where they are.
+    after it (`route.mover`); with None they stay where they are.
 
     Args:
         blocks: This process's blocks.
@@ -406,20 +405,20 @@ def _make_array(
         dtype: The dtype's name.
         copy: As of `to_jax`.
     """
-    if route.side is not None:
+    if route.mover is not None:
         copy = None  # blocks that have moved are in new memory already
     devices = meshes.local_devices
-    if route.side == TORCH:
+    if route.mover == TORCH:
         blocks = by_torch(blocks, route.plan)
         devices = meshes.local_jax_devices
     devices_and_blocks = zip(devices, blocks, strict=True)
     block_of_device: Blocks = {
         device: buffers.array_over(x, device, copy) for device, x in devices_and_blocks
     }
-    if route.side == JAX:
+    if route.mover == JAX:
         block_of_device = by_jax(block_of_device, route.plan, meshes.by_number)
-    array = assembled(block_of_device, route.blocks.shape, dtype, route.in_jax)
-    return record_order(array, route.stored)
+    array = assembled(block_of_device, route.torch_sharding.shape, dtype, route.named_sharding)
+    return record_order(array, route.jax_sharding)
 
 
 # ---- to torch
@@ -456,14 +455,14 @@ def prepare_to_torch(
     _ = meshes.kind  # raises for devices that torch lacks
     known_array = KnownArray(array.dtype.name, array.shape)
     route = options.route(layout, meshes, known_array, to_jax=False)
-    if not are_same_shardings(array.sharding, route.in_jax, array.ndim):
+    if not are_same_shardings(array.sharding, route.named_sharding, array.ndim):
         reason = f"the array is not sharded as '{route.src}' says"
         raise ShapeError(reason, text=route.text, hint=f"it has {array.sharding}")
-    check_order(array, route.stored, route.text)
+    check_order(array, route.jax_sharding, route.text)
     if device_mesh is not None:
         # Raises for a layout that a DTensor cannot have.
-        to_placements(route.blocks.layout, device_mesh, array.shape)
-    if route.side is not None:
+        to_placements(route.torch_sharding.layout, device_mesh, array.shape)
+    if route.mover is not None:
         options.check_moved(route)
     return partial(_make_tensors, array, route, meshes, options, device_mesh)
 
@@ -511,28 +510,28 @@ def _make_tensors(
     """Make torch's tensors from the blocks of a checked array.
 
     If the layout or the devices change, blocks are moved by torch after it gets them, or by JAX
-    before (`route.side`); with None they stay where they are.
+    before (`route.mover`); with None they stay where they are.
 
     Returns:
         A tensor, a list of several, or None if this process has none; a DTensor on `device_mesh`.
     """
     copy = options.copy
     writable = options.writable
-    if route.side is not None:
+    if route.mover is not None:
         # Blocks that have moved are in new memory, which may be written to.
         copy = None
         writable = True
     blocks = blocks_of(array)
     devices = meshes.local_devices
-    if route.side == JAX:
+    if route.mover == JAX:
         blocks = by_jax(blocks, route.plan, meshes.by_number)
-    elif route.side == TORCH:
+    elif route.mover == TORCH:
         devices = meshes.local_jax_devices
     tensors = [buffers.tensor_over(blocks[device], copy, writable) for device in devices]
-    if route.side == TORCH:
+    if route.mover == TORCH:
         tensors = by_torch(tensors, route.plan)
     if not tensors:
         return None
     if device_mesh is not None:
-        return dtensor_of_block(tensors[0], route.blocks.layout, device_mesh, array.shape)
+        return dtensor_of_block(tensors[0], route.torch_sharding.layout, device_mesh, array.shape)
     return tensors[0] if len(tensors) == 1 else tensors

@@ -54,20 +54,20 @@ class Route:
     Attributes:
         src: The layout at the start: of torch's blocks, or of JAX's array on the way to torch.
         text: The user's own text.
-        blocks: The sharding of torch's blocks.
-        in_jax: The sharding of JAX's array.
-        stored: The same as a layout, which also has the order of rows, as zigzag.
+        torch_sharding: Layout, mesh and global shape of torch's blocks.
+        named_sharding: JAX's own description of the sharding of its array.
+        jax_sharding: The same as a layout, which also has the order of rows, as zigzag.
         plan: The plan from one to the other.
-        side: The framework that runs the plan; None if nothing moves.
+        mover: The framework that runs the plan, "torch" or "jax"; None if nothing moves.
     """
 
     src: Layout
     text: str
-    blocks: Sharding
-    in_jax: NamedSharding
-    stored: Sharding
+    torch_sharding: Sharding
+    named_sharding: NamedSharding
+    jax_sharding: Sharding
     plan: Plan
-    side: str | None
+    mover: str | None
 
 
 class KnownArray(NamedTuple):
@@ -121,7 +121,7 @@ class Options:
         if self.copy is False:
             reason = "blocks that move cannot be handed over without a copy"
             raise XshardError(reason, text=route.text, hint="copy=None allows it")
-        LOG.info("%s moves the blocks first: %s", route.side, route.text)
+        LOG.info("%s moves the blocks first: %s", route.mover, route.text)
 
 
 @functools.lru_cache(maxsize=65536)
@@ -213,10 +213,10 @@ def _route(
         shape = array.shape
         if shape is None:
             shape = global_shape(src, source.mesh, array.local_shape, text)
-        blocks = Sharding(torch_layout, meshes.torch_axes, shape)
-        stored = Sharding(jax_layout, meshes.jax_axes, shape)
+        torch_sharding = Sharding(torch_layout, meshes.torch_axes, shape)
+        jax_sharding = Sharding(jax_layout, meshes.jax_axes, shape)
         # JAX's own kind of sharding, which does not say in which order rows are stored.
-        jax_sharding = array_sharding(jax_layout, meshes, shape)
+        named_sharding = array_sharding(jax_layout, meshes, shape)
 
         plan_move = functools.partial(
             plan,
@@ -234,7 +234,7 @@ def _route(
         if not _moves_nothing(plans[TORCH]):
             mover = _cheapest_side(plans, meshes, via, torch_refuses)
     chosen_plan = plans[TORCH if mover is None else mover]
-    return Route(src, text, blocks, jax_sharding, stored, chosen_plan, mover)
+    return Route(src, text, torch_sharding, named_sharding, jax_sharding, chosen_plan, mover)
 
 
 def _moves_nothing(plan: Plan) -> bool:
