@@ -53,8 +53,8 @@ def claim_of(rule: ActivationRule, x: Tensor, context: ParallelContext, title: s
         replicated, context.axes, name_of(x.dtype), rule.text, cotangents=False, name=title
     )
     # A prime as step goes through all columns, whatever the length of a row.
-    places = torch.arange(SAMPLED, device=x.device) * 2_654_435_761 % x.numel()
-    return Claim(check, x.detach().reshape(-1)[places])
+    indices = torch.arange(SAMPLED, device=x.device) * 2_654_435_761 % x.numel()
+    return Claim(check, x.detach().reshape(-1)[indices])
 
 
 def _has_values(x: Tensor) -> bool:

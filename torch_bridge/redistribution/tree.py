@@ -171,9 +171,9 @@ def _leaves(tree: Any, options: Options, is_optional: bool = False) -> Iterator[
         yield _Leaf(place, x, with_layout.value, with_shape.value, mesh)
 
 
-def _spread(values: Any, tree: Any, is_value: Callable[[Any], bool], what: str) -> list[Any]:
+def _spread(values: Any, tree: Any, is_value: Callable[[Any], bool], values_name: str) -> list[Any]:
     """Give each leaf of a tree its value; values are nested like the tree, or its first branches."""
-    branches = prefix_branches(values, tree, is_value, ("tensors", what))
+    branches = prefix_branches(values, tree, is_value, ("tensors", values_name))
     return leaves_with_values(branches, _named_leaves)
 
 

@@ -29,8 +29,8 @@ class Meter(TorchDispatchMode):
     """While active, `received` lists the bytes from other ranks, one entry per collective.
 
     An all-reduce over n ranks counts 2(n-1)/n of its bytes, the least that a ring or tree needs,
-    whatever the backend does; a reduction to one rank counts its bytes there. Works around anything
-    that calls `torch.distributed`, DTensor, DDP and FSDP among them. Raises XshardError for a
+    whatever the backend does; a reduction to one rank counts its bytes there. It counts for any code
+    inside: calls of `torch.distributed`, of DTensor, DDP and FSDP. Raises XshardError for a
     collective that it does not know.
 
     >>> import torch, torch.distributed as dist, torch_bridge as xt
