@@ -375,7 +375,9 @@ def _check_shapes(blocks: Sequence[Tensor], route: Route, meshes: MeshPair) -> N
             device = meshes.torch_devices[i]
             reason = f"torch's tensor for {device} has shape {actual}, not {expected}"
             sharding = route.torch_sharding
-            description = f"the part of device {i} of {meshes.torch_axes!r} of a {sharding.shape} array"
+            description = (
+                f"the part of device {i} of {meshes.torch_axes!r} of a {sharding.shape} array"
+            )
             hint = f"under '{sharding.layout}' that is {description}"
             hint += "; if blocks differ in size, pass shape= (the global shape)"
             raise ShapeError(reason, text=route.text, hint=hint)

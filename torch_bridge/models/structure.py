@@ -42,12 +42,12 @@ def check_structure(model: nn.Module, parallel: ParallelModel) -> None:
 
     Wrappers around a part, as for checkpointing, change nothing: the part keeps its hooks.
     """
-    known: set[int] = set()
+    known_ids: set[int] = set()
     for parameter in parallel.parameters:
-        known.update(id(slot.tensors.get(slot.attribute)) for slot in parameter.slots)
+        known_ids.update(id(slot.tensors.get(slot.attribute)) for slot in parameter.slots)
     changes = []
     for name, x in model.named_parameters():
-        if id(x) not in known:
+        if id(x) not in known_ids:
             changes.append(f"{name} came into it")
     modules = set(model.modules())
     for module, name in parallel.names.items():
