@@ -55,7 +55,7 @@ def _blocks_among(tensors: Iterable[Tensor]) -> list[tuple[str, Any]]:
     """
     blocks = {}
     for model in living_models():
-        for parameter in model.trained:
+        for parameter in model.trained_parameters:
             sharding = parameter.sharding
             if sharding.mesh.size(*sharding.layout.axes) > 1:
                 x = parameter.tensor

@@ -223,7 +223,7 @@ def _gradient_sums(parallel: ParallelModel, machine: _Machine) -> list[_MoveRow]
     its gradient already.
     """
     rows = []
-    for parameter in parallel.trained:
+    for parameter in parallel.trained_parameters:
         if not parameter.axes_in_buckets:
             continue
         # In a run, one message has many gradients; the number of bytes is the same. Here each is an

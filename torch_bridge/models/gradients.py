@@ -271,7 +271,7 @@ class Gradients:
         return {name: getattr(self, name) for name in copied}
 
     @property
-    def unsummed(self) -> bool:
+    def has_unsummed(self) -> bool:
         """Whether `.grad` of some parameter is this process's share."""
         return any(gradient.has_share() for gradient in self._gradients)
 

@@ -300,7 +300,7 @@ def _attach(model: nn.Module, parallel: ParallelModel) -> None:
     model.register_forward_hook(parallel.end, always_call=True)
 
     modules_with_blocks = []
-    for parameter in parallel.sharded:
+    for parameter in parallel.sharded_parameters:
         modules_with_blocks += [slot.module for slot in parameter.slots]
     for module in dict.fromkeys(modules_with_blocks):  # each once
         module.register_state_dict_pre_hook(parallel.refuse_state_dict)

@@ -53,7 +53,7 @@ def state_dict(model: nn.Module) -> dict[str, Any]:
         state[name] = x.detach() if isinstance(x, Tensor) else x
     # `state_dict()` of the model has blocks for these: they are replaced by DTensors of global
     # shape.
-    for parameter in parallel.sharded:
+    for parameter in parallel.sharded_parameters:
         x = stored_block(parameter.tensor.detach(), parameter.sharding, parallel.context)
         for name in parameter.names:
             if name in state:  # some buffers are not saved

@@ -130,7 +130,7 @@ def verify(
         '3 of 3 comparisons differ'
     """
     parallel = parallel_of(model)
-    if parallel.unsummed or not parallel.gradients.syncs:
+    if parallel.has_unsummed_gradients or not parallel.gradients.syncs:
         raise XshardError("gradients are each process's share", hint="call it outside of no_sync")
     call = _call_of(batch)
     whole_call = _gather_call(call, parallel)
@@ -142,7 +142,7 @@ def verify(
         with _restored_afterwards(model, parallel), _same_random_numbers(parallel):
             with watcher(model):
                 value = _run(model, call, loss, parallel).detach()
-            gradients = [_gradient(parameter.tensor) for parameter in parallel.trained]
+            gradients = [_gradient(parameter.tensor) for parameter in parallel.trained_parameters]
         blocks = [value, *gradients]
         return [ComparedArray(*arrays) for arrays in zip(expected, blocks, strict=True)]
 
@@ -353,7 +353,7 @@ def _cut_gradients(tensors: dict[str, Tensor], parallel: ParallelModel) -> list[
         parallel: The state of the parallel model.
     """
     expected = []
-    for parameter in parallel.trained:
+    for parameter in parallel.trained_parameters:
         whole = tensors.pop(parameter.name)
         gradient = _gradient(whole)
         block = parameter.block_of(gradient, parallel.context)
@@ -453,7 +453,9 @@ def _restored_afterwards(model: Module, parallel: ParallelModel) -> Iterator[Non
     Inside, all gradients begin as None, and the check of the model's first backward pass (of
     `parallelize`) is off: a pass inside does not count as the first.
     """
-    gradients = {parameter.tensor: parameter.tensor.grad for parameter in parallel.trained}
+    gradients = {
+        parameter.tensor: parameter.tensor.grad for parameter in parallel.trained_parameters
+    }
     buffers = []
     for module in model.modules():
         for name, x in buffers_of(module).items():
