@@ -246,7 +246,10 @@ def _received_bytes(rule: ActivationRule, machine: _Machine, tensor: TensorFacts
 
     The move is planned, and not run. Backward is 0 for a tensor without a gradient.
 
-    rule: the layouts before and after. tensor: global shape, dtype, and whether it has a gradient.
+    Args:
+        rule: The layouts before and after.
+        machine: The mesh of the model, and its profile.
+        tensor: Global shape, dtype, and whether it has a gradient.
     """
     axes = machine.axes
     # A run plans on the sub-mesh of the axes that the rule names; so does this.

@@ -202,18 +202,18 @@ def merge_ranks(of_ranks: Sequence[RankAnswer | StructureError]) -> Answer:
 
 def _by_device(arrays_of_ranks: Sequence[Any]) -> Any:
     """Join the blocks of each array, rank by rank; nothing, None or {}, stays so."""
-    first: Mapping[Any, Devices] | None = arrays_of_ranks[0]
-    if not first:
-        return first
-    joined: dict[Any, Devices] = dict.fromkeys(first, ())
+    arrays_of_first: Mapping[Any, Devices] | None = arrays_of_ranks[0]
+    if not arrays_of_first:
+        return arrays_of_first
+    joined: dict[Any, Devices] = dict.fromkeys(arrays_of_first, ())
     for arrays in arrays_of_ranks:
-        for key in first:
+        for key in joined:
             joined[key] += arrays[key]
     return joined
 
 
 def _busiest(bytes_of_ranks: Sequence[Sequence[int]]) -> int:
-    """Return the bytes of all collectives, of each those of the rank that received most."""
+    """Add up the bytes of all collectives, for each those of the rank that received most."""
     return sum(map(max, zip(*bytes_of_ranks, strict=True)))
 
 
