@@ -295,9 +295,8 @@ def _place_copies(device: jax.Array, n_devices: int, capacity: int) -> _PlacedCo
     buffer_length = n_devices * capacity
     devices = jnp.arange(n_devices)
     is_chosen = (device[:, :, None] == devices).any(1)  # [rows, devices]
-    index_at_device = (
-        jnp.cumsum(is_chosen, 0) - 1
-    )  # earlier rows for the same device: [rows, devices]
+    # How many earlier rows go to the same device: [rows, devices].
+    index_at_device = jnp.cumsum(is_chosen, 0) - 1
     is_sent = is_chosen & (index_at_device < capacity)
     # The slot of each copy: [rows, devices]. JAX drops what is written at `buffer_length`, which is
     # out of bounds.

@@ -199,10 +199,10 @@ class ArrayMesh(NamedTuple):
         Raises:
             MeshError: One of `axes` is manual.
         """
-        free = Mesh(free_axes(self.in_context))
+        free_mesh = Mesh(free_axes(self.in_context))
         # An axis that the mesh lacks is refused later, when layouts are put on the mesh.
         for axis in axes:
-            if axis in self.in_context.shape and axis not in free.axes:
+            if axis in self.in_context.shape and axis not in free_mesh.axes:
                 reason = f"mesh axis {axis!r} is manual here"
                 span = axis_span(axis, text)
                 hint = (
@@ -210,7 +210,7 @@ class ArrayMesh(NamedTuple):
                     "redistribute its blocks along this one"
                 )
                 raise MeshError(reason, text=text, span=span, hint=hint)
-        return free
+        return free_mesh
 
     def check_plan(self, plan: Plan | ContractionPlan, text: str) -> None:
         """Raise MeshError unless a plan that the user passed is for axes that are free here."""

@@ -368,18 +368,16 @@ def _check_devices(blocks: Sequence[Tensor], meshes: MeshPair) -> None:
 
 def _check_shapes(blocks: Sequence[Tensor], route: Route, meshes: MeshPair) -> None:
     """Raise ShapeError for a block that has not the shape of its device's block."""
+    sharding = route.torch_sharding
     for i, block in zip(meshes.local_positions, blocks, strict=True):
-        expected = route.torch_sharding.local_shape(i)
+        expected = sharding.local_shape(i)
         actual = tuple(block.shape)
         if actual != expected:
             device = meshes.torch_devices[i]
             reason = f"torch's tensor for {device} has shape {actual}, not {expected}"
-            sharding = route.torch_sharding
-            description = (
-                f"the part of device {i} of {meshes.torch_axes!r} of a {sharding.shape} array"
-            )
-            hint = f"under '{sharding.layout}' that is {description}"
-            hint += "; if blocks differ in size, pass shape= (the global shape)"
+            hint = f"under '{sharding.layout}' that is the part of device {i} of {meshes.torch_axes!r} "
+            hint += f"of a {sharding.shape} array; "
+            hint += "if blocks differ in size, pass shape= (the global shape)"
             raise ShapeError(reason, text=route.text, hint=hint)
 
 

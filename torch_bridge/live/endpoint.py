@@ -68,11 +68,13 @@ class Heartbeat:
 
     @contextmanager
     def beating(self, session: int, silent_s: float) -> Iterator[None]:
-        """Count in a thread.
+        """Write an ascending count to the store, in a thread, while the context is open.
+
+        The other ranks read it: a rank whose count stands still has stopped.
 
         Args:
             session: The number of this program's run.
-            silent_s: How long a rank is without a new count until it has stopped.
+            silent_s: How long a count may stand still.
         """
         is_over = threading.Event()
         self._error = ""

@@ -56,9 +56,8 @@ class GatheredParameter:
     is_kept: bool
     is_shared: bool
     precision: Precision | None = None
-    _gathered_tensors: list[Tensor] = field(
-        default_factory=list
-    )  # put into slots, the current one last
+    # Put into slots, the current one last.
+    _gathered_tensors: list[Tensor] = field(default_factory=list)
 
     def dtypes(self, comm_dtype: CommDtypeLike = None) -> CommDtype:
         """Return how it travels into use; comm_dtype: how it travels without a precision."""

@@ -58,9 +58,8 @@ class SharedParameters:
         self._blocks: list[Tensor] = []  # from which the leaves were gathered
         self._block_states: list[tuple[int, ...]] = []  # of these, at that time
         self._marks: dict[int, _GradientMark] = {}  # by the number of the leaf
-        self._is_incomplete = (
-            False  # a backward pass has failed, and leaves lack a part of the gradients
-        )
+        # Whether a backward pass has failed, and leaves lack a part of the gradients.
+        self._is_incomplete = False
 
     def __reduce__(self) -> tuple[type, tuple[Any, ...]]:
         """Copy without what is held: the copy's parameters have gradients of their own."""
@@ -251,10 +250,8 @@ class _LastPass(torch.autograd.Function):
         ctx.leaves = shared._leaves
         # New tensors of the same memory: a leaf is no result of a function.
         tensors = tuple(leaf.detach() for leaf in ctx.leaves)
-        tensors_and_blocks = zip(tensors, blocks, strict=True)
-        ctx.mark_non_differentiable(
-            *[x for x, block in tensors_and_blocks if not block.requires_grad]
-        )
+        frozen = [x for x, block in zip(tensors, blocks, strict=True) if not block.requires_grad]
+        ctx.mark_non_differentiable(*frozen)
         return tensors
 
     @staticmethod

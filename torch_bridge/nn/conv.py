@@ -142,13 +142,13 @@ def _check_padding(placement: Placement, pads: PaddingPairs, mode: str) -> None:
 def pad(x: Tensor, placement: Placement, pads: PaddingPairs, mode: str, value: float) -> Outputs:
     """Pad an array as `F.pad` does, where the padded dims may be sharded.
 
-    Returns that part, and its placement (layout and global shape).
+    8 rows on 2 devices padded by (1, 1) are 10 rows, of which each device gets 5. Returns this
+    process's block of the result, and its placement.
 
     Args:
         x: This process's block.
         placement: The placement of `x`: layout, mesh and global shape.
-        pads: Rows before and after, per dim, for the last dims of the array: 8 rows on 2 devices
-            padded by (1, 1) are 10 rows, of which each device gets 5.
+        pads: Rows before and after, per dim, for the last dims of the array.
         mode: torch's `mode`.
         value: The constant, for the mode "constant".
     """
