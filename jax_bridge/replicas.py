@@ -18,7 +18,7 @@ from jax import lax
 
 from jax_bridge.autodiff.function import apply
 from jax_bridge.lower.row_tables import with_zero_padding
-from jax_bridge.lower.rules import reduced
+from jax_bridge.lower.rules import all_reduce
 from jax_bridge.mesh.axis_types import bound_sizes, is_typed, varying_axes
 from jax_bridge.versions import (
     ACCELERATORS,
@@ -140,8 +140,8 @@ def _difference_along(axis: str, values: jax.Array, mesh: Mesh) -> jax.Array:
     # since the lowest integer has no negative.
     is_float = jnp.issubdtype(values.dtype, jnp.floating)
     reversed_order = jnp.negative if is_float else jnp.invert
-    largest = reduced(values, "max", mesh, (axis,))
-    smallest = reversed_order(reduced(reversed_order(values), "max", mesh, (axis,)))
+    largest = all_reduce(values, "max", mesh, (axis,))
+    smallest = reversed_order(all_reduce(reversed_order(values), "max", mesh, (axis,)))
     # Equal infinities differ by 0. A difference of whole numbers may wrap around, but not to 0.
     difference = jnp.where(largest == smallest, 0, largest - smallest)
     difference = jnp.abs(difference.astype(np.float32))

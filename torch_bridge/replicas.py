@@ -24,7 +24,7 @@ from xshard.replicas import ReplicaCheck, checks_of
 Check = Callable[[Tensor], object]  # raises ReplicaError for a block that differs from its replicas
 
 
-def checked(
+def redistribute_and_check(
     x: Tensor, executable: Executable, processes: ProcessMesh, text: str, name: str
 ) -> Tensor:
     """Run a redistribution, and check that blocks which should be equal on several processes are.
@@ -263,5 +263,5 @@ def _comparable(block: Tensor) -> Tensor:
     if not block.is_floating_point():
         return block.to(torch.int64)
     wide = block if block.dtype == torch.float64 else block.float()
-    # No maximum finds NaN: it becomes infinity, which differs from all else.
+    # A maximum may drop NaN: it becomes infinity, which differs from all else.
     return torch.where(wide.isnan(), torch.full_like(wide, torch.inf), wide)

@@ -164,7 +164,7 @@ def _array_call(x: Any, expression: Any) -> ArrayCall:
     return ArrayCall(x, parsed)
 
 
-def arrive(x: jax.Array, target: StoredArray) -> jax.Array:
+def move_if_needed(x: jax.Array, target: StoredArray) -> jax.Array:
     """Make an argument of `shard_map` sharded as its layout says: move it if it is not.
 
     Args:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypedDict, TypeVar, Unpack, overload
 
 import jax
 
-from jax_bridge.arrays.reshard import arrive
+from jax_bridge.arrays.reshard import move_if_needed
 from jax_bridge.arrays.stored import ArrayMesh, StoredArray, record_order, stored_sharding
 from jax_bridge.calls import JaxLayoutsLike, MoveCall, as_array
 from jax_bridge.mesh.context import AnyJaxMesh, free_axes, jax_mesh
@@ -540,7 +540,9 @@ def _place_arguments(
     arrays: Sequence[jax.Array], arguments: Sequence[_BorderArray]
 ) -> list[jax.Array]:
     """Move global arrays to the shardings in which the jitted function takes them."""
-    return [arrive(x, argument.outside) for x, argument in zip(arrays, arguments, strict=True)]
+    return [
+        move_if_needed(x, argument.outside) for x, argument in zip(arrays, arguments, strict=True)
+    ]
 
 
 def _trace_outputs(

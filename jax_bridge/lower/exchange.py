@@ -38,8 +38,8 @@ from jax_bridge.lower.transports import (
     Shape,
     Transport,
     box_shape,
+    make_schedule,
     rounds,
-    scheduled,
 )
 from jax_bridge.mesh.axis_types import as_varying, from_bits, long_axes, to_bits
 from xshard import Layout, Mesh, Sharding
@@ -580,7 +580,7 @@ def transfer(
             # For the program every new block is whole: which rows it receives is in the messages.
             after = Sharding(Layout.parse("..."), Mesh({AXIS: n_devices}), source.new_shape)
             x = blocks[source.block].reshape(source.shape).astype(travel_dtype)
-            schedule = scheduled(source.messages, adds=source.op is not None)
+            schedule = make_schedule(source.messages, adds=source.op is not None)
             delivery = _Delivery(schedule, source.op, after, transport, source.sender_order)
             # Messages have the dims in the order of their source, which may differ between sources.
             transposed = out.reshape([source.new_shape[i] for i in source.order])

@@ -269,7 +269,7 @@ def _all_reduce(step: steps.AllReduce, x: jax.Array, context: StepContext) -> ja
     # Each phase has the arguments that tell a collective its devices, the fastest links first.
     scatter_phases = context.group_arguments(phases)
     if step.op != "sum" or scatter_phases == [{"axis_name": step.axes}]:
-        return reduced(x, step.op, context.before.mesh, step.axes)
+        return all_reduce(x, step.op, context.before.mesh, step.axes)
 
     sum_phases = []
     # The last phase is a `psum` if its devices are all of some axes. In smaller groups JAX has no
@@ -287,7 +287,7 @@ def _all_reduce(step: steps.AllReduce, x: jax.Array, context: StepContext) -> ja
     return flat[: x.size].reshape(x.shape)
 
 
-def reduced(x: jax.Array, op: str, mesh: Mesh, axes: Sequence[str]) -> jax.Array:
+def all_reduce(x: jax.Array, op: str, mesh: Mesh, axes: Sequence[str]) -> jax.Array:
     """Reduce blocks over the devices along axes of a plan's mesh; all get the result."""
     devices = group_arguments(mesh, axes)
     if "axis_index_groups" not in devices:

@@ -65,10 +65,10 @@ def rounds(step: Exchange, before: Sharding) -> Schedule:
     messages: list[Message] = []
     for device in range(before.mesh.n_devices):
         messages += messages_to(before, after, device, step.node_devices)
-    return scheduled(messages, adds=step.op(before) is not None)
+    return make_schedule(messages, adds=step.op(before) is not None)
 
 
-def scheduled(messages: Sequence[Message], *, adds: bool) -> Schedule:
+def make_schedule(messages: Sequence[Message], *, adds: bool) -> Schedule:
     """Put messages into few rounds: in each a device sends at most one, and receives at most one.
 
     Messages 0->1, 0->2, 1->2: rounds (0->1, 1->2) and (0->2).

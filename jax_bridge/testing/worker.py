@@ -139,9 +139,9 @@ def _answer_plan(question: Question) -> Answer:
     sources = question.shardings
     target = arrays_of(plan)[-1]
     operands = list(zip(question.inputs, sources, strict=True))
-    forward = _measured(question, partial(apply, plan), operands, target)
+    forward = _measure(question, partial(apply, plan), operands, target)
     with_cotangent = [(question.cotangents, target), *operands]
-    backward = _measured(question, partial(_pull_back, plan), with_cotangent, sources)
+    backward = _measure(question, partial(_pull_back, plan), with_cotangent, sources)
 
     backward_bytes = None
     if is_linear(plan) and len(sources) == 1:
@@ -174,7 +174,7 @@ class _Measured(NamedTuple):
     seconds: float
 
 
-def _measured(
+def _measure(
     question: Question,
     function: Callable[..., Any],
     inputs: Sequence[tuple[Devices, Sharding]],

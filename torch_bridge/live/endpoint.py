@@ -103,7 +103,7 @@ class Heartbeat:
         if self._error:
             raise LostVersionError(self._error)
 
-    def guarded(self, call: Callable[[], T]) -> T:
+    def run_watched(self, call: Callable[[], T]) -> T:
         """Call what waits for the other program, and return its result, or raise as `check`."""
         # In a thread, since a call that waits for a rank that has ended cannot be interrupted.
         future = failures.in_thread(call)
@@ -298,7 +298,7 @@ class Endpoint:
         """
         if self._group is None or sessions != self._sessions:
             self.disconnect()
-            self._group = self.heart.guarded(partial(self._new_group, sessions))
+            self._group = self.heart.run_watched(partial(self._new_group, sessions))
             self._sessions = sessions
         return self._group
 
@@ -355,7 +355,7 @@ class Endpoint:
                 received = execute(plan, blocks, device, group, progress=report)
             return {} if received is None else received
 
-        return self.heart.guarded(run)
+        return self.heart.run_watched(run)
 
     def lost_version(self, reason: str, error: Exception) -> LostVersionError:
         """Return the error of a version that did not arrive because of another error."""

@@ -92,7 +92,7 @@ def _unscale_on_all_processes(
     # A process without gradients takes part, too: it adds nothing to `found`, which is 0.
     found_inf = sum(found_inf_by_device.values(), found_inf)
     for context in contexts:
-        found_inf = context.reduced(found_inf, "max")
+        found_inf = context.all_reduce(found_inf, "max")
     return {found_inf.device: found_inf}
 
 
@@ -126,7 +126,7 @@ def _check_optimizer(optimizer: Optimizer, *hook_arguments: Any) -> None:
         return
     for group in optimizer.param_groups:
         for name, _ in _blocks_among(group["params"])[:1]:
-            _try(type(optimizer), group, name)
+            _check_step_on_blocks(type(optimizer), group, name)
             if optimizer not in _REFUSING:
                 optimizer.register_state_dict_pre_hook(_refuse_state_dict)
                 _REFUSING.add(optimizer)
@@ -142,7 +142,7 @@ def _refuse_state_dict(optimizer: Optimizer) -> None:
         raise XshardError(reason, hint=hint)
 
 
-def _try(optimizer_class: Any, group: Any, name: str) -> None:
+def _check_step_on_blocks(optimizer_class: Any, group: Any, name: str) -> None:
     """Raise XshardError unless stepping a block gives what stepping the whole gives for its elements.
 
     Args:

@@ -76,7 +76,7 @@ def check_claims(
     processes = context.processes
     # Some processes may not have called a module, or not with this argument.
     flags = torch.tensor([float(claim is not None) for claim in claims], device=device)
-    is_on_all = context.reduced(flags, "min").tolist()
+    is_on_all = context.all_reduce(flags, "min").tolist()
     pairs = []
     for claim, is_shared in zip(claims, is_on_all, strict=True):
         if is_shared and claim is not None:

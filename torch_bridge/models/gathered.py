@@ -16,7 +16,7 @@ from torch_bridge.calls.move import PLAIN_TYPES, MoveCall
 from torch_bridge.comm_dtype import CommDtype, CommDtypeLike
 from torch_bridge.mesh import desync
 from torch_bridge.mesh.process_mesh import world_key
-from torch_bridge.models.offload import copied
+from torch_bridge.models.offload import copy_to_device
 from torch_bridge.models.parameters import ParallelContext, ShardedParameter, TensorSlot
 from torch_bridge.precision import Precision, parameter_dtypes
 from torch_bridge.redistribution import redistribute
@@ -185,7 +185,7 @@ class ParameterMoves:
         if self.context.device is None:
             return moved
         return [
-            copied(x, gathered.parameter.tensor.device)
+            copy_to_device(x, gathered.parameter.tensor.device)
             for x, gathered in zip(moved, parameters, strict=True)
         ]
 
@@ -193,7 +193,7 @@ class ParameterMoves:
         """Return blocks on the device where modules use them, differentiably."""
         if self.context.device is None:
             return blocks
-        return [copied(x, self.context.device) for x in blocks]
+        return [copy_to_device(x, self.context.device) for x in blocks]
 
     def _move_of(self, parameters: Sequence[GatheredParameter], is_gradient: bool) -> _Move:
         """Return the move that gathers some parameters, or that reduces their gradients; cached.

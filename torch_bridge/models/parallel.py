@@ -202,7 +202,7 @@ class ParallelModel:
             parameter.tensor.grad is not None for parameter in self.trained_parameters
         )
         flag = torch.tensor([float(has_gradient)], device=self.trained_parameters[0].tensor.device)
-        return bool(self.context.reduced(flag, "max"))
+        return bool(self.context.all_reduce(flag, "max"))
 
     def _check_pass(self) -> None:
         """Raise XshardError, on all processes, if the pass that ends contradicts the rules."""
@@ -222,7 +222,7 @@ class ParallelModel:
         if not hooks or not self.trained_parameters:
             return
         flags = torch.tensor([float(self._is_bypassed(module_hooks)) for module_hooks in hooks])
-        flags = self.context.reduced(flags.to(self.trained_parameters[0].tensor.device), "max")
+        flags = self.context.all_reduce(flags.to(self.trained_parameters[0].tensor.device), "max")
         for module_hooks, is_bypassed in zip(hooks, flags.tolist(), strict=True):
             if is_bypassed:
                 reason = f"{module_hooks.title} is never called, but its parameters are used: "
@@ -350,8 +350,8 @@ def grad_norm(model: nn.Module, norm_type: Positive = 2.0) -> Tensor:
     # Each block is counted on one process: the sum over all of them counts every element once.
     norms = _norms_to_count(parallel, norm_type)
     if math.isinf(norm_type):
-        return parallel.context.reduced(norms.max(), "max")
-    total = parallel.context.reduced((norms**norm_type).sum(), "sum")
+        return parallel.context.all_reduce(norms.max(), "max")
+    total = parallel.context.all_reduce((norms**norm_type).sum(), "sum")
     return total ** (1 / norm_type)
 
 

@@ -27,7 +27,7 @@ from torch_bridge.models.prefetch import Prefetch
 from torch_bridge.models.uses import (
     ModelParameters,
     check_varying_alike,
-    enclosing,
+    nearest_hooks,
     parameters_by_rules,
 )
 from torch_bridge.precision import Precision, PrecisionLike
@@ -375,7 +375,7 @@ def _module_hooks(
         arguments = inspect.signature(module.forward).parameters
         _check_arguments(name, arguments, input_rules)
         # The nearest module around this one with a rule for its input; outer modules come first.
-        parent = enclosing(module_of(name), hooks, "inputs") if name else None
+        parent = nearest_hooks(module_of(name), hooks, "inputs") if name else None
         # Axes along which activations inside differ between processes: those around the module, as
         # its rules change them.
         outer_varying = parent.varying if parent is not None else frozenset[str]()

@@ -88,10 +88,10 @@ class ParallelContext:
         x = self.in_use(x.detach())
         return redistribute(x, (src, dst), mesh, shape=shape, profile=self.profile)
 
-    def reduced(self, x: Tensor, kind: str) -> Tensor:
-        """Return the "sum", "max" or "min" of a tensor over all processes, which all call it."""
+    def all_reduce(self, x: Tensor, op: str) -> Tensor:
+        """Reduce a tensor over all processes, which all call it, by "sum", "max" or "min"."""
         axes = ",".join(self.axes.axes)
-        move = f"... | {kind}({axes}) -> ..."
+        move = f"... | {op}({axes}) -> ..."
         return redistribute(self.in_use(x), move, self.mesh, profile=self.profile)
 
     def compare(self, blocks: Iterable[tuple[str, Tensor, Sharding]]) -> None:
@@ -371,7 +371,7 @@ def _check_equal(sums: Mapping[str, Tensor], context: ParallelContext) -> None:
     own_sums = torch.stack(list(sums.values()))
     # One collective finds the largest and the smallest sum, as min(x) = -max(-x).
     signed_sums = torch.stack([own_sums, -own_sums])
-    largest, minus_smallest = context.reduced(signed_sums, "max")
+    largest, minus_smallest = context.all_reduce(signed_sums, "max")
     # A relative tolerance: processes may add equal values in another order, and round differently.
     magnitude = torch.maximum(largest.abs(), minus_smallest.abs())
     is_different = (largest + minus_smallest).abs() > SAME_SEED * magnitude

@@ -46,7 +46,7 @@ class ModelParameters(NamedTuple):
     changes: Changes
 
 
-def enclosing(
+def nearest_hooks(
     path: str, hooks: Hooks, has: Literal["inputs", "outputs", "gathers", "precision"]
 ) -> ModuleHooks | None:
     """Return the hooks of this module, or of the nearest around it, whose attribute `has` is set."""
@@ -164,7 +164,7 @@ def _varying_around(name: str, hooks: Hooks, is_buffer: bool) -> frozenset[str]:
     Raises PlanError for a parameter of a module whose activations no rule lays out.
     """
     path = module_of(name)
-    around = enclosing(path, hooks, "inputs")
+    around = nearest_hooks(path, hooks, "inputs")
     if around is not None:
         return around.varying
     if not is_buffer:
@@ -208,7 +208,7 @@ def _embedding_changes(
 ) -> Changes:
     """Return the changes by which a module looks rows up in its block, if this is an embedding's weight."""
     path = module_of(name)
-    around = enclosing(path, hooks, "outputs")
+    around = nearest_hooks(path, hooks, "outputs")
     summed_axes = around.summed_axes if around is not None else frozenset[str]()
     return shard_embedding(module, path, used, summed_axes, context.processes.device)
 
@@ -330,7 +330,7 @@ def _gather_of_use(
 
 def _precision_around(name: str, hooks: Hooks) -> Precision | None:
     """Return the precision of the nearest module around a parameter that has one."""
-    around = enclosing(module_of(name), hooks, "precision")
+    around = nearest_hooks(module_of(name), hooks, "precision")
     return None if around is None else around.precision
 
 

@@ -532,7 +532,7 @@ def compare_on_all(
         flags.append(float(flag))
     # The worst flag, so that all processes raise, and about the same arrays.
     local_flags = torch.tensor(flags, device=compared[0].block.device)
-    worst_flags = context.reduced(local_flags, "max")
+    worst_flags = context.all_reduce(local_flags, "max")
     return [int(flag) for flag in worst_flags.tolist()]
 
 

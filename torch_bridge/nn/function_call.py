@@ -62,8 +62,8 @@ class FunctionCall(NamedTuple):
         return [values[name] for name in order]
 
 
-def rows(names: str, rule: Rule) -> dict[str, Rule]:
-    """Return the rows of a table of rules for several functions: "add sub" -> {"add": rule, "sub": rule}."""
+def same_rule(names: str, rule: Rule) -> dict[str, Rule]:
+    """Return a table that has one rule for several functions: "add sub" -> {"add": rule, "sub": rule}."""
     return dict.fromkeys(names.split(), rule)
 
 

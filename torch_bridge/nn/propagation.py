@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from torch_bridge.nn.conv import pad, total_over_blocks
 from torch_bridge.nn.fft import KINDS, Kind, transformed
-from torch_bridge.nn.function_call import FunctionCall, Rule, rows, tensors_in
+from torch_bridge.nn.function_call import FunctionCall, Rule, same_rule, tensors_in
 from torch_bridge.nn.functions import FUNCTIONS
 from torch_bridge.nn.placed import (
     Placement,
@@ -327,13 +327,13 @@ def _pad(call: FunctionCall) -> Tensor:
 
 # What is done for a function of blocks. Functions with torch's tag for elementwise ones need no row.
 _RULES: dict[str, Rule | None] = {
-    **rows(
+    **same_rule(
         "__bool__ __format__ __hash__ __len__ __repr__ __set__ backward data_ptr dim element_size get_device"
         " has_names is_complex is_contiguous is_floating_point ndimension numel register_hook retain_grad"
         " size stride type",
         _run_reader,
     ),
-    **rows(
+    **same_rule(
         "alpha_dropout bfloat16 bool contiguous detach double dropout float half hardswish hardswish_ imag"
         " int log_sigmoid logsigmoid long masked_fill ones_like real requires_grad_ softsign tanhshrink to"
         " type_as where zeros_like",
@@ -341,17 +341,17 @@ _RULES: dict[str, Rule | None] = {
     ),
     "equal": None,  # it has torch's tag, but its result is one bool
     # Along dims, which must be whole: these dims stay, or they are reduced.
-    **rows(
+    **same_rule(
         "all amax amin any argmax argmin count_nonzero cumprod cumsum log_softmax logcumsumexp logsumexp"
         " median prod softmax softmin std var",
         _along_dims,
     ),
-    **rows("mean sum", _sum_or_mean),
-    **rows("max min", _extremum),
+    **same_rule("mean sum", _sum_or_mean),
+    **same_rule("max min", _extremum),
     "flip": _flip,
     "index_select": _index_select,
-    **rows("argsort glu sort", partial(_along_dims, default=-1)),
-    **rows("channel_shuffle local_response_norm", partial(_along_dims, position=None, default=1)),
+    **same_rule("argsort glu sort", partial(_along_dims, default=-1)),
+    **same_rule("channel_shuffle local_response_norm", partial(_along_dims, position=None, default=1)),
     "normalize": partial(_along_dims, position=2, default=1),
     "roll": partial(_along_dims, position=2),
     "topk": partial(_along_dims, position=2, default=-1),
@@ -360,9 +360,9 @@ _RULES: dict[str, Rule | None] = {
     **_fft_rows("n", "s", None),
     "embedding": _embedding,
     "prelu": partial(_with_parameters, whole_last_dims=0),
-    **rows("linear matmul", partial(_with_parameters, whole_last_dims=1)),
-    **rows("layer_norm rms_norm", _norm),
-    **rows("cat concat", _cat),
+    **same_rule("linear matmul", partial(_with_parameters, whole_last_dims=1)),
+    **same_rule("layer_norm rms_norm", _norm),
+    **same_rule("cat concat", _cat),
     "stack": _stack,
     "pad": _pad,
     **VIEWS,

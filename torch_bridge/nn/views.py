@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torch_bridge.nn.function_call import FunctionCall, Rule, rows, tensors_in
+from torch_bridge.nn.function_call import FunctionCall, Rule, same_rule, tensors_in
 from torch_bridge.nn.placed import Placement, needs_whole, placement_of, record
 from xshard import Layout, XshardError
 from xshard.layout.runs import as_intervals
@@ -74,7 +74,7 @@ def _squeeze(call: FunctionCall) -> Tensor:
 
 # Functions and properties that return views -> their rules.
 VIEWS: dict[str, Rule] = {
-    **rows(
+    **same_rule(
         "H T chunk mH mT moveaxis movedim narrow permute select split swapaxes swapdims t tensor_split"
         " transpose unbind unfold unsqueeze",
         view,
@@ -83,7 +83,7 @@ VIEWS: dict[str, Rule] = {
     "squeeze": _squeeze,
     "expand": partial(view, takes_lengths=True),
     "flatten": partial(view, is_merging=True),
-    **rows("reshape unflatten view", partial(view, takes_lengths=True, is_merging=True)),
+    **same_rule("reshape unflatten view", partial(view, takes_lengths=True, is_merging=True)),
 }
 
 

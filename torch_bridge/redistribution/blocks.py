@@ -34,7 +34,12 @@ from torch_bridge.mesh.process_mesh import (
     process_mesh,
 )
 from torch_bridge.redistribution.options import Options
-from torch_bridge.replicas import Comparison, checked, comparisons_between, with_comparisons
+from torch_bridge.replicas import (
+    Comparison,
+    comparisons_between,
+    redistribute_and_check,
+    with_comparisons,
+)
 from xshard import replicas
 from xshard.arguments import lengths_of
 from xshard.dtypes import name_of
@@ -88,7 +93,7 @@ def move_one(
     if async_op and executable.is_linear and not compares:
         return PendingTensor.begin(x, executable)
     if compares:
-        y = checked(x, executable, process_mesh(call.mesh), call.text, name)
+        y = redistribute_and_check(x, executable, process_mesh(call.mesh), call.text, name)
     elif (
         RUNNING and executable.is_linear and current_part() is not None and _travels(x, executable)
     ):

@@ -60,7 +60,7 @@ def open_dcp(path: str | Path) -> Checkpoint:
     folder = Path(path)
     arrays = {}
     constants = {}
-    with _malformed(folder / METADATA):
+    with _as_file_error(folder / METADATA):
         with (folder / METADATA).open("rb") as file:
             records = _Records(file).load()
         # Where bytes lie, by name and by the first rows of the box in the tensor; None for a value
@@ -113,7 +113,7 @@ class _Constants(UserDict[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         item: _Item = self.data[name]
-        with _malformed(item.file):
+        with _as_file_error(item.file):
             return item.load("cpu")
 
 
@@ -133,7 +133,7 @@ class _SavedBox:
         different saves.
         """
         shape = tuple(rows.stop - rows.start for rows in self.box)
-        with _malformed(self.item.file):
+        with _as_file_error(self.item.file):
             tensor = self.item.load("meta")  # shape, dtype and strides, without elements
             self._check(tensor, shape)
             strides_bytes = tuple(stride * tensor.itemsize for stride in tensor.stride())
@@ -279,7 +279,7 @@ def _check_cover(
 
 
 @contextmanager
-def _malformed(file: Path) -> Iterator[None]:
+def _as_file_error(file: Path) -> Iterator[None]:
     """Raise FileError for any error of a reader that trusts the bytes of a file."""
     try:
         yield

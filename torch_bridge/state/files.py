@@ -115,7 +115,7 @@ def save(
         ...     xt.testing.run_ranks(2, there_and_back, folder)
         [[[0, 0], [1, 1]], [[0, 0], [1, 1]]]
     """
-    save_blocks(_planned(tree, Path(path), rules, mesh, names, shard_bytes, shapes, keep))
+    save_blocks(_plan_together(tree, Path(path), rules, mesh, names, shard_bytes, shapes, keep))
 
 
 @api_boundary
@@ -155,10 +155,12 @@ def async_save(
     Raises:
         XshardError: As `save` does, before anything is written.
     """
-    return save_beside(_planned(tree, Path(path), rules, mesh, names, shard_bytes, shapes, keep))
+    return save_beside(
+        _plan_together(tree, Path(path), rules, mesh, names, shard_bytes, shapes, keep)
+    )
 
 
-def _planned(
+def _plan_together(
     tree: Any,
     path: Path,
     rules: RulesLike | None,
@@ -171,11 +173,11 @@ def _planned(
     """Plan a save on all processes, and compare what several of them have. Raises as `save` does."""
     ranks = processes_of(mesh)
     members = Members()
-    # `planned` runs inside the comparison of ranks, so that all raise if one fails, and leaves its
+    # `plan_and_describe` runs inside the comparison of ranks, so that all raise if one fails, and leaves its
     # plan here.
     plans: list[Saving] = []
 
-    def planned() -> dict[str, Any]:
+    def plan_and_describe() -> dict[str, Any]:
         check_numbered(path, keep)
         members.add_tree(tree)
         members.add_arrays(rules, mesh, shapes)
@@ -191,7 +193,7 @@ def _planned(
         return facts
 
     call = f"save to {path}"
-    leaves.compare_facts(ranks, call, planned)
+    leaves.compare_facts(ranks, call, plan_and_describe)
     all_or_none = partial(leaves.all_or_none, ranks, call)
     block_of = partial(_block_in_file, members.arrays)
     task = SaveTask(plans[0], path, block_of, all_or_none, Writers(ranks, rank()), keep)
@@ -322,7 +324,7 @@ def load(  # noqa: PLR0913  one option for each thing that a file does not say
     checkpoint = open_on_all(path, partial(leaves.all_or_none, ranks, call))
     loading = _Loading(checkpoint, ranks, disk_profile)
 
-    def planned() -> dict[str, Any]:
+    def plan_and_describe() -> dict[str, Any]:
         if like is None:
             loading.plan_new(rules, mesh, names, dtype)
         else:
@@ -332,7 +334,7 @@ def load(  # noqa: PLR0913  one option for each thing that a file does not say
             compare_checksums(checkpoint, ranks.index(rank()), len(ranks))
         return loading.facts()
 
-    leaves.compare_facts(ranks, call, planned)
+    leaves.compare_facts(ranks, call, plan_and_describe)
     tensors = loading.read(device)
     if not isinstance(path, Checkpoint):  # the caller's own stays open
         checkpoint.close()
