@@ -102,7 +102,9 @@ def axes_of_equal_blocks(x: jax.Array, axes: Iterable[str]) -> list[str]:
     """Return those of some axes along which several devices have equal blocks, as their type says."""
     block_type = manual_type(x)
     different = block_type.varying | block_type.unreduced
-    return [a for a in axes if a not in different and is_typed(a) and axis_size(a) > 1]
+    return [
+        axis for axis in axes if axis not in different and is_typed(axis) and axis_size(axis) > 1
+    ]
 
 
 def as_varying(x: jax.Array, axes: Iterable[str]) -> jax.Array:

@@ -383,7 +383,7 @@ def _reduce_dilated_window(
         base: The dilation of the array's rows.
         dilation: The dilation of the windows.
     """
-    padding = [(*pair, b - 1) for pair, b in zip(pads, base, strict=True)]
+    padding = [(*pair, dilation - 1) for pair, dilation in zip(pads, base, strict=True)]
     x = lax.pad(x, init, padding)
     # How many windows fit at stride 1.
     spans = np.multiply(np.subtract(window, 1), dilation)

@@ -197,7 +197,7 @@ def _of_module(module: torch.nn.Module) -> Callable[..., Any]:
     """Return a module as a function of its parameters, by name, and its arguments."""
     # A copy, as JAX may call it later, when the user's module has changed. Its parameters are not
     # copied: each call brings its own.
-    copied = copy.deepcopy(module, {id(p): p for p in module.parameters()})
+    copied = copy.deepcopy(module, {id(parameter): parameter for parameter in module.parameters()})
     # During a call a module holds the parameters of that call, so devices take turns.
     lock = threading.RLock()
 
@@ -256,8 +256,8 @@ class HostCall:
         on_devices = jax.shard_map(
             self._on_device,
             mesh=self.meshes.jax_mesh,
-            in_specs=tuple(self._spec(p.src, p.shape) for p in self.in_plans),
-            out_specs=tuple(self._spec(p.dst, p.shape) for p in self.out_plans),
+            in_specs=tuple(self._spec(plan.src, plan.shape) for plan in self.in_plans),
+            out_specs=tuple(self._spec(plan.dst, plan.shape) for plan in self.out_plans),
             check_vma=False,  # JAX does not differentiate through it
         )
         # Jitted, so that calls outside of jit compile it once.
@@ -270,10 +270,10 @@ class HostCall:
     def _on_device(self, *blocks: jax.Array) -> tuple[jax.Array, ...]:
         """Call the function on one device, inside shard_map."""
         arguments = map(_move, blocks, self.in_plans)
-        types = []
-        for p in self.out_plans:
-            types.append(jax.ShapeDtypeStruct(p.source.local_shape(0), p.dtype))
-        results = host_callback(self._on_host, tuple(types))(*arguments)
+        types = tuple(
+            jax.ShapeDtypeStruct(plan.source.local_shape(0), plan.dtype) for plan in self.out_plans
+        )
+        results = host_callback(self._on_host, types)(*arguments)
         return tuple(map(_move, results, self.out_plans))
 
     def _on_host(self, context: Any, results: Sequence[Any], *memory: Any) -> None:
@@ -358,4 +358,6 @@ def _move(x: jax.Array, plan: Plan) -> jax.Array:
 
 def _inexact(plans: Sequence[Plan]) -> tuple[int, ...]:
     """Return the indices of the arrays that have a cotangent: floats and complex numbers."""
-    return tuple(i for i, p in enumerate(plans) if jnp.issubdtype(jnp.dtype(p.dtype), jnp.inexact))
+    return tuple(
+        i for i, plan in enumerate(plans) if jnp.issubdtype(jnp.dtype(plan.dtype), jnp.inexact)
+    )

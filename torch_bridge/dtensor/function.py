@@ -412,7 +412,9 @@ def _end_like(value: End, mesh: DeviceMesh, placements: Placements, shape: Shape
     if mesh != value.mesh or not all(map(_cut_alike, placements, value.placements)):
         return _end(mesh, placements, shape)
     # The value's cuts, with the gradient's own tags.
-    uncut = tuple(p if isinstance(p, Partial) else Replicate() for p in placements)
+    uncut = tuple(
+        placement if isinstance(placement, Partial) else Replicate() for placement in placements
+    )
     tags = layout_of(uncut, dtensor_axes(mesh), shape).tags
     return End(mesh, placements, replace(value.layout, tags=tags))
 

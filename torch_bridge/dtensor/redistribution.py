@@ -236,7 +236,7 @@ def _end(
         pending_dims: The mesh dims on which a reduction that no layout can describe, such as a
             product, stays pending.
     """
-    placements = tuple(_with_positive_dim(p, len(shape)) for p in placements)
+    placements = tuple(_with_positive_dim(placement, len(shape)) for placement in placements)
     # The layout has replicas in place of reductions that stay pending: their values are not touched.
     without_pending = list(placements)
     for i in pending_dims:

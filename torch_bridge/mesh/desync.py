@@ -324,7 +324,7 @@ class _MeetingPoint:
         if store.compare_set(own_key, "", own_text) == ABSENT:
             return None
         store.set(own_key, own_text)  # wakes those who wait, in every kind of store
-        keys = [self._key(meeting, r) for r in self.ranks]
+        keys = [self._key(meeting, rank) for rank in self.ranks]
         try:
             store.wait(keys, timeout)
         except RuntimeError:  # DistStoreError, of a TCPStore
@@ -332,13 +332,13 @@ class _MeetingPoint:
                 store.compare_set(key, "", ABSENT)
         texts = dict(zip(self.ranks, store.multi_get(keys), strict=True))
         self._check_all_came(texts, str(own_report["call_text"]), timeout)
-        return {r: json.loads(text) for r, text in texts.items()}
+        return {rank: json.loads(text) for rank, text in texts.items()}
 
     def _check_all_came(
         self, reports: Mapping[int, bytes], call_text: str, timeout: timedelta
     ) -> None:
         """Raise DesyncError if ranks did not come in time."""
-        missing = [r for r, report in reports.items() if report == ABSENT]
+        missing = [rank for rank, report in reports.items() if report == ABSENT]
         if not missing:
             return
         limit = f"{timeout.total_seconds():g} s"

@@ -96,7 +96,7 @@ class ProcessMesh:
         if axes not in self._groups:
             process_group = self.process_group(axes)
             members = dist.get_process_group_ranks(process_group)
-            devices = tuple(self.ranks.index(r) for r in members)
+            devices = tuple(self.ranks.index(rank) for rank in members)
             self._groups[axes] = Group(process_group, devices)
         return self._groups[axes]
 

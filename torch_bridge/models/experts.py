@@ -259,24 +259,25 @@ def _experts_of(
         parameters: The parameters of the model.
         used_shardings: Layout and global shape of each parameter in use, by name.
     """
-    # The numbers in the mesh of the processes along `axes`.
-    devices = [context.processes.ranks.index(r) for r in context.processes.submesh(axes).ranks]
+    processes = context.processes
+    # The mesh devices of the processes along `axes`.
+    devices = [processes.ranks.index(rank) for rank in processes.submesh(axes).ranks]
     distinct = set()  # what parameters say; more than one if they disagree
     for parameter in parameters:
         for full_name, slot in zip(parameter.names, parameter.slots, strict=True):
             if module_of(full_name) != name or full_name not in used_shardings:
                 continue
             sharding = used_shardings[full_name]
-            by_process = []
+            experts_by_process = []
             for device in devices:
-                numbers = sharding.layout.positions(sharding.mesh, sharding.shape, 0, device)
-                by_process.append(tuple(numbers.tolist()))
-            distinct.add(_Experts(slot.module, sharding.shape[0], tuple(by_process)))
+                experts = sharding.layout.positions(sharding.mesh, sharding.shape, 0, device)
+                experts_by_process.append(tuple(experts.tolist()))
+            distinct.add(_Experts(slot.module, sharding.shape[0], tuple(experts_by_process)))
 
     if len(distinct) == 1:
-        (experts,) = distinct
-        if experts.is_partition():
-            return experts
+        (only,) = distinct
+        if only.is_partition():
+            return only
     over = ",".join(axes)
     pattern = f"{name}.*" if name else "*"
     hint = f"parameters: '{pattern}' as 'e/{over} ...', each expert on one process"

@@ -287,7 +287,7 @@ def _first_wrong_point(is_right: Mapping[ProbePoint, bool]) -> ProbePoint | None
 def _last_right_before(point: ProbePoint, is_right: Mapping[ProbePoint, bool]) -> str:
     """Describe the last right tensor before a wrong one."""
     points = list(is_right)
-    right_points = [p for p in points[: points.index(point)] if is_right[p]]
+    right_points = [earlier for earlier in points[: points.index(point)] if is_right[earlier]]
     return f"{right_points[-1]}, which is right" if right_points else "none"
 
 

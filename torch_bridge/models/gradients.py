@@ -371,10 +371,10 @@ class Gradients:
         # A backward pass comes to the parameters of the last modules first.
         last_first = [gradient for gradient in self._gradients[::-1] if gradient.axes]
         sizes = [gradient.parameter.nbytes for gradient in last_first]
-        keys = [
-            (g.mesh, g.axes, g.parameter.dtype, g.reduce_dtype, g.parameter.device)
-            for g in last_first
-        ]
+        keys = []
+        for gradient in last_first:
+            x = gradient.parameter
+            keys.append((gradient.mesh, gradient.axes, x.dtype, gradient.reduce_dtype, x.device))
         groups = trees.group_by_bytes(sizes, self.bucket_bytes, keys)  # indices in `last_first`
         # A bucket is sent when its last gradient is there: buckets are in the order of these.
         groups.sort(key=itemgetter(-1))

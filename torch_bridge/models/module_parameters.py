@@ -190,7 +190,7 @@ class ModuleParameters:
         if not torch.compiler.is_compiling():
             if gathered.is_recorded:
                 # Frozen parameters, too: the gradients of activations need them.
-                indices = [i for i, p in enumerate(self.parameters) if not p.is_kept]
+                indices = [i for i, gathered in enumerate(self.parameters) if not gathered.is_kept]
                 if indices:
                     gathered.regathering = self._regathering_of(indices, gathered)
             gathered.writes = [writes_to(x) for x in gathered.tensors if not x.is_inference()]
@@ -285,7 +285,7 @@ class ModuleParameters:
                     tensors[parameter.name] = parameter.gathered_tensor
         if self._shared is not None and not tensors and not torch.compiler.is_compiling():
             tensors = self._shared.take()
-        indices = [i for i, p in enumerate(self.parameters) if p.name not in tensors]
+        indices = [i for i, gathered in enumerate(self.parameters) if gathered.name not in tensors]
         missing = [self.parameters[i] for i in indices]
         gathered = self._gather(missing, [blocks[i] for i in indices])
         for parameter, x in zip(missing, gathered, strict=True):
@@ -322,7 +322,7 @@ class ModuleParameters:
 
     def _keep_for_backward(self, gathered: _Gathered, result: Any) -> None:
         """Let modules have the kept tensors again, when the backward pass comes to what they returned."""
-        indices = [i for i, p in enumerate(self.parameters) if p.is_kept]
+        indices = [i for i, gathered in enumerate(self.parameters) if gathered.is_kept]
         if indices:
             regathering = self._regathering_of(indices, gathered)
             regathering.keep([gathered.tensors[i] for i in indices])

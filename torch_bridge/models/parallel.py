@@ -374,7 +374,7 @@ def _norms_to_count(parallel: ParallelModel, norm_type: float) -> Tensor:
             continue
         # Along an axis that does not shard this gradient, an earlier process has the same block.
         sharding = parameter.sharding
-        replica_axes = [a for a in sharding.mesh.axes if a not in sharding.layout.axes]
+        replica_axes = [axis for axis in sharding.mesh.axes if axis not in sharding.layout.axes]
         if sharding.mesh.index(device, replica_axes) > 0:
             continue
         wide = torch.promote_types(gradient.dtype, torch.float32)

@@ -479,7 +479,8 @@ def _restored_afterwards(model: Module, parallel: ParallelModel) -> Iterator[Non
 @contextmanager
 def _same_random_numbers(parallel: ParallelModel) -> Iterator[Callable[[], bool]]:
     """Restore the state of random numbers afterwards; yield a function that tells if some were drawn."""
-    devices = sorted({p.tensor.get_device() for p in parallel.parameters if p.tensor.is_cuda})
+    tensors = [parameter.tensor for parameter in parallel.parameters]
+    devices = sorted({x.get_device() for x in tensors if x.is_cuda})
 
     def states() -> list[Tensor]:
         return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)]

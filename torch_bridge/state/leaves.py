@@ -82,7 +82,7 @@ def all_or_none(
         return CallFacts(not_compared={"": json.dumps(function())})
 
     reports = compare_ranks(ranks, call, result, timeout)
-    return [json.loads(reports[r]["not_compared"][""]) for r in ranks]
+    return [json.loads(reports[rank]["not_compared"][""]) for rank in ranks]
 
 
 def compare_facts(
