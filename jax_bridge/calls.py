@@ -249,40 +249,61 @@ def with_entry_type(
     source = plan.source
     src_axes = set(map(source.mesh.origin, source.layout.axes))
     block_type = manual_type(x)
-    pending_reduction = unreduced_kind(block_type)  # of unreduced axes: "sum", "max", ...
     equal_axes = axes_of_equal_blocks(x, [*src.tagged("sum"), *src.tagged("mean")])
     # The first axis along which the type does not fit is the error.
     for axis in plan.axes if axes is None else axes:
-        if (
-            pending_reduction != "sum"
-            and axis in block_type.unreduced
-            and axis not in src.tagged(pending_reduction)
-        ):
-            reason = f"the block is unreduced along {axis!r}: its {pending_reduction} is pending"
-            hint = f"write it on the left: {pending_reduction}({axis})"
         # Addends that are constants may be equal, as this device's number of rows.
-        elif axis in equal_axes and not is_constant(x):
-            reason = (
-                f"the block is equal on all {axis_size(axis)} devices of {axis!r}, "
-                "where the source holds addends"
-            )
-            hint = (
-                "leave the axis out. A gradient of a whole argument has been summed by JAX: divide it by"
-                f" {axis_size(axis)} for the mean; any other equal value is its own mean."
-                f" jax.lax.pcast(x, {axis!r}, to='varying') declares equal addends"
-            )
-        elif axis in src_axes or not is_typed(axis) or axis not in varying_axes(x):
-            continue  # the block is what the source says
-        elif axis_size(axis) == 1:
-            # "Varying" over a single device is one value: `psum` over it changes only the type.
-            x = lax.psum(x, axis)
-            continue
-        else:
-            reason = f"the block varies along {axis!r}, where the source holds one value"
-            tags = f"sum({axis}), mean({axis}), or copy({axis}) for copies"
-            hint = f"write what it is on the left: {tags}"
-        raise NotationError(reason, text=text, span=axis_span(axis, text, layout), hint=hint)
+        are_equal_addends = axis in equal_axes and not is_constant(x)
+        misfit = _unreduced_misfit(block_type, axis, src)
+        if misfit is None and are_equal_addends:
+            misfit = _equal_addends_misfit(axis)
+        elif misfit is None and axis not in src_axes and is_typed(axis) and axis in varying_axes(x):
+            if axis_size(axis) == 1:
+                # "Varying" over a single device is one value: `psum` over it changes only the type.
+                x = lax.psum(x, axis)
+            else:
+                misfit = _varying_misfit(axis)
+        if misfit is not None:
+            span = axis_span(axis, text, layout)
+            raise NotationError(misfit.reason, text=text, span=span, hint=misfit.hint)
     return as_varying(x, src_axes)
+
+
+class _Misfit(NamedTuple):
+    """How the type of a block contradicts a layout along an axis, and what to write instead."""
+
+    reason: str
+    hint: str
+
+
+def _unreduced_misfit(block_type: Any, axis: str, src: Layout) -> _Misfit | None:
+    """Return the misfit of a block whose pending reduction along an axis the layout does not name."""
+    kind = unreduced_kind(block_type)  # of unreduced axes: "sum", "max", ...
+    if kind == "sum" or axis not in block_type.unreduced or axis in src.tagged(kind):
+        return None
+    reason = f"the block is unreduced along {axis!r}: its {kind} is pending"
+    return _Misfit(reason, f"write it on the left: {kind}({axis})")
+
+
+def _equal_addends_misfit(axis: str) -> _Misfit:
+    """Return the misfit of a block that is equal on all devices where the layout has addends."""
+    n_devices = axis_size(axis)
+    reason = (
+        f"the block is equal on all {n_devices} devices of {axis!r}, where the source holds addends"
+    )
+    hint = (
+        "leave the axis out. A gradient of a whole argument has been summed by JAX: divide it by"
+        f" {n_devices} for the mean; any other equal value is its own mean."
+        f" jax.lax.pcast(x, {axis!r}, to='varying') declares equal addends"
+    )
+    return _Misfit(reason, hint)
+
+
+def _varying_misfit(axis: str) -> _Misfit:
+    """Return the misfit of a block that varies along an axis where the layout has one value."""
+    tags = f"sum({axis}), mean({axis}), or copy({axis}) for copies"
+    reason = f"the block varies along {axis!r}, where the source holds one value"
+    return _Misfit(reason, f"write what it is on the left: {tags}")
 
 
 # PRNG keys.
