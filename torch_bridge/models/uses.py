@@ -108,9 +108,8 @@ def parameters_by_rules(
             _check_heads(name, rule.used, model, hooks)
             changes += _embedding_changes(slots[name].module, name, rule.used, context, hooks)
         parameter = by_id.setdefault(id(x), ShardedParameter([], [], rule.stored))
-        if is_buffer and not parameters.keys().isdisjoint(parameter.names):
-            hint = "register it as a parameter under both names, or a copy of it as the buffer"
-            raise PlanError(f"the buffer {name} is the parameter {parameter.name}", hint=hint)
+        if is_buffer:
+            _check_no_parameter(name, parameter, parameters)
         _check_stored_alike(name, rule.stored, parameter)
         parameter.names.append(name)
         parameter.slots.append(slots[name])
@@ -164,9 +163,9 @@ def _varying_around(name: str, hooks: Hooks, is_buffer: bool) -> frozenset[str]:
     Raises PlanError for a parameter of a module whose activations no rule lays out.
     """
     path = module_of(name)
-    around = nearest_hooks(path, hooks, "inputs")
-    if around is not None:
-        return around.varying
+    outer_hooks = nearest_hooks(path, hooks, "inputs")
+    if outer_hooks is not None:
+        return outer_hooks.varying
     if not is_buffer:
         hint = 'inputs= has a rule for it, or for a module around it; "" is the model'
         reason = f"{name}: no rule says how activations lie in '{title_of(path)}'"
@@ -208,8 +207,8 @@ def _embedding_changes(
 ) -> Changes:
     """Return the changes by which a module looks rows up in its block, if this is an embedding's weight."""
     path = module_of(name)
-    around = nearest_hooks(path, hooks, "outputs")
-    summed_axes = around.summed_axes if around is not None else frozenset[str]()
+    outer_hooks = nearest_hooks(path, hooks, "outputs")
+    summed_axes = outer_hooks.summed_axes if outer_hooks is not None else frozenset[str]()
     return shard_embedding(module, path, used, summed_axes, context.processes.device)
 
 
@@ -219,8 +218,8 @@ def _check_heads(name: str, used: Sharding, model: nn.Module, hooks: Hooks) -> N
     With 2 heads of 4 rows, "o/tp i" on tp=4 leaves 2 rows to each process, and no head.
     """
     path = module_of(name)
-    is_gathered = path in hooks and hooks[path].outputs
-    if is_gathered or not name.endswith(PROJECTIONS):
+    has_output_rule = path in hooks and hooks[path].outputs
+    if has_output_rule or not name.endswith(PROJECTIONS):
         return
     attention = model.get_submodule(module_of(path))
     head_dim = getattr(attention, "head_dim", getattr(attention, "head_size", 1))
@@ -232,6 +231,15 @@ def _check_heads(name: str, used: Sharding, model: nn.Module, hooks: Hooks) -> N
                 hint=f"blocks of whole heads: '(h {head_dim})/tp i', of queries, keys and values; or fewer "
                 "blocks than processes: 'o/kv i' of keys and values, 'o/(kv,rep) i' of queries",
             )
+
+
+def _check_no_parameter(
+    name: str, buffer: ShardedParameter, parameters: Mapping[str, Tensor]
+) -> None:
+    """Raise PlanError if a buffer is a parameter under another name."""
+    if not parameters.keys().isdisjoint(buffer.names):
+        hint = "register it as a parameter under both names, or a copy of it as the buffer"
+        raise PlanError(f"the buffer {name} is the parameter {buffer.name}", hint=hint)
 
 
 def _check_stored_alike(name: str, stored: Sharding, parameter: ShardedParameter) -> None:
@@ -330,8 +338,8 @@ def _gather_of_use(
 
 def _precision_around(name: str, hooks: Hooks) -> Precision | None:
     """Return the precision of the nearest module around a parameter that has one."""
-    around = nearest_hooks(module_of(name), hooks, "precision")
-    return None if around is None else around.precision
+    outer_hooks = nearest_hooks(module_of(name), hooks, "precision")
+    return None if outer_hooks is None else outer_hooks.precision
 
 
 def check_varying_alike(
