@@ -61,7 +61,7 @@ class MoveCall(NamedTuple):
     """A redistribution of one block, without the block: the arguments of `redistribute`."""
 
     sides: Sides
-    plan_given: Plan | None
+    given_plan: Plan | None
     mesh: AnyMesh | None = None
     shape: tuple[int, ...] | None = None
     profile: ProfileLike = "auto"
@@ -83,8 +83,8 @@ class MoveCall(NamedTuple):
         """
         if shape is not None:
             shape = lengths_of(shape)
-        plan_given = expression if isinstance(expression, Plan) else None
-        return cls(sides_of(expression), plan_given, shape=shape, ad=ad, **options)
+        given_plan = expression if isinstance(expression, Plan) else None
+        return cls(sides_of(expression), given_plan, shape=shape, ad=ad, **options)
 
     def plan(self, x: jax.Array) -> Plan:
         """Plan the redistribution of a block, or check that the given plan fits it.
@@ -93,8 +93,10 @@ class MoveCall(NamedTuple):
         """
         text = self.sides.text
         with mark_errors(text):
-            given = self.plan_given
-            plan = self._new_plan(x) if given is None else self._checked(given, x)
+            given_plan = self.given_plan
+            plan = (
+                self._new_plan(x) if given_plan is None else self._given_plan_on_mesh(given_plan, x)
+            )
         check_block_shape(x.shape, plan.source, text, inferred=self.shape is None)
         return plan
 
@@ -107,11 +109,11 @@ class MoveCall(NamedTuple):
             shape = global_shape(src, mesh, x.shape, text)
         return planner.plan(self.sides, mesh, shape, x.dtype.name, profile=machine)
 
-    def _checked(self, given: Plan, x: jax.Array) -> Plan:
-        """Return a given plan on the part of the mesh that it uses; it must fit the block."""
-        mesh = planned_mesh_in_context(self.mesh, given.mesh, given.axes, self.sides.text)
+    def _given_plan_on_mesh(self, given_plan: Plan, x: jax.Array) -> Plan:
+        """Return the user's plan on the sub-mesh that it uses; raises if it does not fit the block."""
+        mesh = planned_mesh_in_context(self.mesh, given_plan.mesh, given_plan.axes, self.sides.text)
         # Its device numbers are of the whole mesh.
-        plan = replace(given, mesh=mesh, devices=())
+        plan = replace(given_plan, mesh=mesh, devices=())
         check_given("the block is", plan, x.dtype.name, self.shape)
         return plan
 
@@ -126,7 +128,7 @@ class MoveCall(NamedTuple):
         """
         text = self.sides.text
         x = as_array(x, text)
-        if are_keys(x) and self.plan_given is None:
+        if are_keys(x) and self.given_plan is None:
             return self._run_on_keys(x, mesh_axes)
         plan = self.plan(x)
         x = with_entry_type(x, plan, text, mesh_axes)
@@ -196,9 +198,9 @@ def as_array(x: Any, text: str) -> jax.Array:
     try:
         return jnp.asarray(x)  # numbers, lists, arrays of other frameworks
     except (TypeError, ValueError):
-        what = f"JAX cannot make an array of a {type(x).__name__}"
+        reason = f"JAX cannot make an array of a {type(x).__name__}"
         hint = "pass an array; a mesh is passed by its name: mesh=mesh"
-        raise DtypeError(what, text=text, hint=hint) from None
+        raise DtypeError(reason, text=text, hint=hint) from None
 
 
 def check_dtype(dtype: np.dtype, text: str) -> None:
@@ -207,9 +209,9 @@ def check_dtype(dtype: np.dtype, text: str) -> None:
         raise DtypeError(f"JAX cannot hold {dtype}", text=text, hint="pass an array of numbers")
     narrowed = jax.dtypes.canonicalize_dtype(dtype)
     if narrowed != dtype:
-        what = f"the block is {dtype.name}, which JAX would make {narrowed.name}"
+        reason = f"the block is {dtype.name}, which JAX would make {narrowed.name}"
         raise DtypeError(
-            what, text=text, hint='jax.config.update("jax_enable_x64", True), or convert it'
+            reason, text=text, hint='jax.config.update("jax_enable_x64", True), or convert it'
         )
 
 
@@ -247,36 +249,61 @@ def with_entry_type(
     source = plan.source
     src_axes = set(map(source.mesh.origin, source.layout.axes))
     block_type = manual_type(x)
-    kind = unreduced_kind(block_type)  # "sum", or how else the addends are to be combined
     equal_axes = axes_of_equal_blocks(x, [*src.tagged("sum"), *src.tagged("mean")])
     # The first axis along which the type does not fit is the error.
     for axis in plan.axes if axes is None else axes:
-        if kind != "sum" and axis in block_type.unreduced and axis not in src.tagged(kind):
-            what = f"the block is unreduced along {axis!r}: its {kind} is pending"
-            hint = f"write it on the left: {kind}({axis})"
         # Addends that are constants may be equal, as this device's number of rows.
-        elif axis in equal_axes and not is_constant(x):
-            what = (
-                f"the block is equal on all {axis_size(axis)} devices of {axis!r}, "
-                "where the source holds addends"
-            )
-            hint = (
-                "leave the axis out. A gradient of a whole argument has been summed by JAX: divide it by"
-                f" {axis_size(axis)} for the mean; any other equal value is its own mean."
-                f" jax.lax.pcast(x, {axis!r}, to='varying') declares equal addends"
-            )
-        elif axis in src_axes or not is_typed(axis) or axis not in varying_axes(x):
-            continue  # the block is what the source says
-        elif axis_size(axis) == 1:
-            # "Varying" over a single device is one value: `psum` over it changes only the type.
-            x = lax.psum(x, axis)
-            continue
-        else:
-            what = f"the block varies along {axis!r}, where the source holds one value"
-            kinds = f"sum({axis}), mean({axis}), or copy({axis}) for copies"
-            hint = f"write what it is on the left: {kinds}"
-        raise NotationError(what, text=text, span=axis_span(axis, text, layout), hint=hint)
+        are_equal_addends = axis in equal_axes and not is_constant(x)
+        misfit = _unreduced_misfit(block_type, axis, src)
+        if misfit is None and are_equal_addends:
+            misfit = _equal_addends_misfit(axis)
+        elif misfit is None and axis not in src_axes and is_typed(axis) and axis in varying_axes(x):
+            if axis_size(axis) == 1:
+                # "Varying" over a single device is one value: `psum` over it changes only the type.
+                x = lax.psum(x, axis)
+            else:
+                misfit = _varying_misfit(axis)
+        if misfit is not None:
+            span = axis_span(axis, text, layout)
+            raise NotationError(misfit.reason, text=text, span=span, hint=misfit.hint)
     return as_varying(x, src_axes)
+
+
+class _Misfit(NamedTuple):
+    """How the type of a block contradicts a layout along an axis, and what to write instead."""
+
+    reason: str
+    hint: str
+
+
+def _unreduced_misfit(block_type: Any, axis: str, src: Layout) -> _Misfit | None:
+    """Return the misfit of a block whose pending reduction along an axis the layout does not name."""
+    kind = unreduced_kind(block_type)  # of unreduced axes: "sum", "max", ...
+    if kind == "sum" or axis not in block_type.unreduced or axis in src.tagged(kind):
+        return None
+    reason = f"the block is unreduced along {axis!r}: its {kind} is pending"
+    return _Misfit(reason, f"write it on the left: {kind}({axis})")
+
+
+def _equal_addends_misfit(axis: str) -> _Misfit:
+    """Return the misfit of a block that is equal on all devices where the layout has addends."""
+    n_devices = axis_size(axis)
+    reason = (
+        f"the block is equal on all {n_devices} devices of {axis!r}, where the source holds addends"
+    )
+    hint = (
+        "leave the axis out. A gradient of a whole argument has been summed by JAX: divide it by"
+        f" {n_devices} for the mean; any other equal value is its own mean."
+        f" jax.lax.pcast(x, {axis!r}, to='varying') declares equal addends"
+    )
+    return _Misfit(reason, hint)
+
+
+def _varying_misfit(axis: str) -> _Misfit:
+    """Return the misfit of a block that varies along an axis where the layout has one value."""
+    tags = f"sum({axis}), mean({axis}), or copy({axis}) for copies"
+    reason = f"the block varies along {axis!r}, where the source holds one value"
+    return _Misfit(reason, f"write what it is on the left: {tags}")
 
 
 # PRNG keys.
@@ -288,10 +315,12 @@ def are_keys(x: jax.Array) -> bool:
 
 
 class KeyWords(NamedTuple):
-    """PRNG keys as the words that they consist of, `[..., words]`.
+    """PRNG keys as the words (integers) that they consist of, `[..., words]`.
 
-    `array` is their type if only the type of the keys is known. `sides` is the expression with a
-    dim for the words; `back` makes keys of words again.
+    Attributes:
+        array: The words; their type if only the type of the keys is known.
+        sides: The expression with a dim for the words.
+        back: Makes keys of words again.
     """
 
     array: Any

@@ -35,13 +35,18 @@ from xshard.layout.sub_axes import root_of, split_by, split_of
 from xshard.notation.parser import text_spans
 from xshard.plans.expression import check_given
 
-Given = Contraction | ContractionPlan
+ContractionOrPlan = Contraction | ContractionPlan
 
 
 class EinsumOptions(NamedTuple):
     """How a contraction is planned, and how local products are made: options of `jnp.einsum`.
 
-    sizes: lengths by name that blocks do not tell.
+    Attributes:
+        profile: The machine to plan for.
+        overlap: Whether messages travel while products are computed.
+        dtype: The dtype of the result.
+        precision: As of `jnp.einsum`.
+        sizes: Lengths by name that blocks do not tell.
     """
 
     profile: ProfileLike
@@ -85,12 +90,17 @@ def check_shapes(expected: Shapes, shapes: Shapes, text: str) -> None:
         if shape != expected_shape:
             span = text_spans(text).layouts[i]
             hint = "pass the expression alone, without sizes=, shape= or a plan"
-            what = f"an operand of shape {shape}, not {expected_shape}"
-            raise ShapeError(what, text=text, span=span, hint=hint)
+            reason = f"an operand of shape {shape}, not {expected_shape}"
+            raise ShapeError(reason, text=text, span=span, hint=hint)
 
 
 class _Mover(NamedTuple):
-    """Moves blocks by parts of a contraction's plan. text: the expression, for errors."""
+    """Moves blocks by plans of a contraction.
+
+    Attributes:
+        mesh: The sub-mesh around the call.
+        text: The expression, for errors.
+    """
 
     mesh: Mesh
     text: str
@@ -105,7 +115,7 @@ class _Mover(NamedTuple):
 
 
 def einsum_blocks(
-    given: Given,
+    contraction: ContractionOrPlan,
     blocks: Sequence[jax.Array],
     mesh: AnyMesh | None,
     shapes: Shapes | None,
@@ -118,7 +128,7 @@ def einsum_blocks(
     travel while others are contracted.
 
     Args:
-        given: The contraction, or a plan of it.
+        contraction: The contraction, or a plan of it.
         blocks: A block of each operand.
         mesh: The mesh; None for the one of the context.
         shapes: The operands' global shapes; None to infer them from the blocks.
@@ -127,7 +137,7 @@ def einsum_blocks(
     Returns:
         The block of the result.
     """
-    plan, mesh_of_plan = _planned(given, blocks, mesh, shapes, options)
+    plan, mesh_of_plan = _plan_for_blocks(contraction, blocks, mesh, shapes, options)
     mover = _Mover(mesh_of_plan, plan.text)
     operands = _named_operands(plan, blocks, mover, inferred=shapes is None)
     for part in plan.parts:
@@ -137,8 +147,10 @@ def einsum_blocks(
         if part.ring is not None:
             result = _contract_in_rounds(part, part.ring, contracted, mover, options)
         else:
-            moved = [mover.move(x, move) for x, move in zip(contracted, part.moves, strict=True)]
-            result = mover.move(_contract_locally(part, moved, options), part.result)
+            moved_operands = [
+                mover.move(x, move) for x, move in zip(contracted, part.moves, strict=True)
+            ]
+            result = mover.move(_contract_locally(part, moved_operands, options), part.result)
         operands.append(result)
     return operands[0].reshape(plan.arrays[-1].max_local_shape).astype(options.dtype)
 
@@ -169,8 +181,8 @@ def _named_operands(
     return operands
 
 
-def _planned(
-    given: Given,
+def _plan_for_blocks(
+    contraction: ContractionOrPlan,
     blocks: Sequence[jax.Array],
     mesh: AnyMesh | None,
     shapes: Shapes | None,
@@ -178,28 +190,28 @@ def _planned(
 ) -> tuple[ContractionPlan, Mesh]:
     """Plan the contraction of blocks, or check that the given plan fits them.
 
-    Returns the plan, and the part of the mesh around the call that it runs on.
+    Returns the plan, and the sub-mesh of the mesh around the call on which it runs.
 
     Args:
-        given: The contraction, or a plan of it.
+        contraction: The contraction, or a plan of it.
         blocks: A block of each operand.
         mesh: The mesh; None for the one of the context.
         shapes: The operands' global shapes; None to infer them from the blocks.
         options: How the contraction is planned.
     """
-    call = contraction_of(given)
+    call = contraction_of(contraction)
     dtype = jnp.result_type(*blocks)
-    if isinstance(given, ContractionPlan):
-        whole_mesh = root_of(given.mesh)
-        part_of_mesh = planned_mesh_in_context(mesh, whole_mesh, given.axes, call.text)
-        check_operands(given, given.shapes if shapes is None else shapes, dtype.name)
-        return given, part_of_mesh
+    if isinstance(contraction, ContractionPlan):
+        whole_mesh = root_of(contraction.mesh)
+        sub_mesh = planned_mesh_in_context(mesh, whole_mesh, contraction.axes, call.text)
+        check_operands(contraction, contraction.shapes if shapes is None else shapes, dtype.name)
+        return contraction, sub_mesh
     layouts = (*call.operands, call.result)
-    part_of_mesh, machine = mesh_and_machine(mesh, layouts, call.text, options.profile)
+    sub_mesh, machine = mesh_and_machine(mesh, layouts, call.text, options.profile)
     if shapes is None:
-        shapes = global_lengths(call, part_of_mesh, tuple(x.shape for x in blocks), options.sizes)
+        shapes = global_lengths(call, sub_mesh, tuple(x.shape for x in blocks), options.sizes)
     options = options._replace(profile=machine)
-    return options.plan(call, part_of_mesh, shapes, dtype), part_of_mesh
+    return options.plan(call, sub_mesh, shapes, dtype), sub_mesh
 
 
 def _contract_locally(
@@ -211,22 +223,22 @@ def _contract_locally(
     """
     layouts = [move.dst for move in part.moves]
     layouts.append(part.result.src)
-    # `jnp.einsum` takes numbers in place of letters: a name's is its place among all names.
+    # `jnp.einsum` takes numbers in place of letters: for a name its index among all names.
     all_names: list[str] = []
     for layout in layouts:
         all_names += layout.names
-    numbers = [tuple(map(all_names.index, layout.names)) for layout in layouts]
+    index_numbers = [tuple(map(all_names.index, layout.names)) for layout in layouts]
 
     dtype = options.dtype
-    own_dtype = jnp.result_type(*operands)
-    is_float_of_integers = own_dtype.kind in "iu" and dtype.kind not in "iu"
-    if is_float_of_integers and dtype.itemsize < own_dtype.itemsize:
+    operand_dtype = jnp.result_type(*operands)
+    is_float_of_integers = operand_dtype.kind in "iu" and dtype.kind not in "iu"
+    if is_float_of_integers and dtype.itemsize < operand_dtype.itemsize:
         # XLA adds up no whole numbers in a narrower float: int32 for bfloat16 are, in float32.
-        dtype = jnp.promote_types(dtype, f"float{8 * own_dtype.itemsize}")
+        dtype = jnp.promote_types(dtype, f"float{8 * operand_dtype.itemsize}")
     arithmetic = {"preferred_element_type": dtype, "precision": options.precision}
     if len(operands) == 1:
-        return jnp.einsum(operands[0], numbers[0], numbers[1], **arithmetic)
-    names = ProductNames((numbers[0], numbers[1]), numbers[2])
+        return jnp.einsum(operands[0], index_numbers[0], index_numbers[1], **arithmetic)
+    names = ProductNames((index_numbers[0], index_numbers[1]), index_numbers[2])
     return multiplied(operands[0], operands[1], names, **arithmetic)
 
 
@@ -307,15 +319,15 @@ def _resident_pieces(x: jax.Array, dim: int, ring: ContractionRing) -> list[jax.
 def _travelling_sums(
     products: Sequence[jax.Array], dim: int, ring: ContractionRing, mover: _Mover
 ) -> jax.Array:
-    """Pass each sum on from device to device, which adds its own product; the last one keeps it."""
+    """Pass each sum from device to device, each of which adds its product; the last one keeps it."""
     sums = []
     for piece in range(ring.pieces):
         addends = products[piece :: ring.pieces]  # one per round
-        total = addends[0]
+        travelling_sum = addends[0]
         for addend in addends[1:]:
             # The product does not wait for the message: XLA may compute it meanwhile.
-            total = mover.move(total, ring.rotation) + addend
-        sums.append(total)
+            travelling_sum = mover.move(travelling_sum, ring.rotation) + addend
+        sums.append(travelling_sum)
     return jnp.concatenate(sums, dim)
 
 

@@ -41,13 +41,15 @@ __all__ = [
 ]
 
 
-def _moved(x: jax.Array, src: Side, dst: Side, mesh: AnyMesh | None, shape: Shape) -> jax.Array:
+def _redistribute_positional(
+    x: jax.Array, src: Side, dst: Side, mesh: AnyMesh | None, shape: Shape
+) -> jax.Array:
     """Redistribute a block between two sides that name its dims by number."""
     expression = move(np.shape(x), src, dst)
     return redistribute(as_array(x, expression), expression, mesh, shape=shape)
 
 
-_operations = Operations(_moved)
+_operations = Operations(_redistribute_positional)
 all_gather = _operations.all_gather
 all_reduce = _operations.all_reduce
 all_to_all = _operations.all_to_all

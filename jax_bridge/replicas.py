@@ -18,7 +18,7 @@ from jax import lax
 
 from jax_bridge.autodiff.function import apply
 from jax_bridge.lower.row_tables import with_zero_padding
-from jax_bridge.lower.rules import reduced
+from jax_bridge.lower.rules import all_reduce
 from jax_bridge.mesh.axis_types import bound_sizes, is_typed, varying_axes
 from jax_bridge.versions import (
     ACCELERATORS,
@@ -49,15 +49,15 @@ def apply_checked(plan: Plan, x: jax.Array, text: str, ad: str) -> jax.Array:
         The block under `plan.dst`.
     """
     check, cotangent_check = checks_of(plan, Mesh(bound_sizes(root_of(plan.mesh).axes)), text)
-    x = _expect(x, entering=_watched(check), returning=None)  # checks the block on its way in
+    x = _expect(x, input_check=_with_watcher(check), cotangent_check=None)
     y = apply(plan, x, ad)
     if cotangent_check is None:
         return y
     # Checks the cotangent, which comes back here.
-    return _expect(y, entering=None, returning=_watched(cotangent_check))
+    return _expect(y, input_check=None, cotangent_check=_with_watcher(cotangent_check))
 
 
-def _watched(check: ReplicaCheck) -> ReplicaCheck:
+def _with_watcher(check: ReplicaCheck) -> ReplicaCheck:
     """Let a watcher, if a test has set one, look at the blocks; then they are not compared."""
     if replicas.WATCH is None:
         return check
@@ -67,28 +67,28 @@ def _watched(check: ReplicaCheck) -> ReplicaCheck:
 def _compare(
     x: jax.Array,
     *,
-    entering: ReplicaCheck | None,
-    returning: ReplicaCheck | None,
+    input_check: ReplicaCheck | None,
+    cotangent_check: ReplicaCheck | None,
     on_cpu: bool = True,
 ) -> jax.Array:
     """Compare a block with those of the other devices along some axes; raise if they differ.
 
     Args:
         x: The block.
-        entering: The axes along which blocks must be equal, and the text for the error; None to
+        input_check: The axes along which blocks must be equal, and the text for the error; None to
             compare nothing.
-        returning: The same for the block's cotangent; used by the transpose, in the backward pass.
+        cotangent_check: The same for the block's cotangent; used by the transpose, in the backward pass.
         on_cpu: Whether the program is for CPUs, which raise in another way.
 
     Returns:
         The block.
     """
-    if entering is None:
+    if input_check is None:
         return x
-    if entering.see is not None:  # a watcher takes the block instead
-        is_checked = _show(x, entering, entering.see)
-    elif any(_may_differ(x, entering.mesh.origin(axis)) for axis in entering.axes):
-        is_checked = _verdict(entering, _differences(x, entering), on_cpu)
+    if input_check.see is not None:  # a watcher takes the block instead
+        is_checked = _show(x, input_check, input_check.see)
+    elif any(_may_differ(x, input_check.mesh.origin(axis)) for axis in input_check.axes):
+        is_checked = _verdict(input_check, _differences(x, input_check), on_cpu)
     else:
         return x
     # Always x. The result depends on the check, so that XLA cannot leave the check out.
@@ -140,8 +140,8 @@ def _difference_along(axis: str, values: jax.Array, mesh: Mesh) -> jax.Array:
     # since the lowest integer has no negative.
     is_float = jnp.issubdtype(values.dtype, jnp.floating)
     reversed_order = jnp.negative if is_float else jnp.invert
-    largest = reduced(values, "max", mesh, (axis,))
-    smallest = reversed_order(reduced(reversed_order(values), "max", mesh, (axis,)))
+    largest = all_reduce(values, "max", mesh, (axis,))
+    smallest = reversed_order(all_reduce(reversed_order(values), "max", mesh, (axis,)))
     # Equal infinities differ by 0. A difference of whole numbers may wrap around, but not to 0.
     difference = jnp.where(largest == smallest, 0, largest - smallest)
     difference = jnp.abs(difference.astype(np.float32))
@@ -199,7 +199,7 @@ def _comparable(x: jax.Array) -> jax.Array:
     return x
 
 
-def _batched(
+def _batch_rule(
     bind: Operation,
     x: jax.Array,
     dim: int | None,
@@ -216,30 +216,30 @@ def _batched(
         x: The blocks.
         dim: The batch dim of `x`; None if `x` is the same for the whole batch.
         batch: The batch.
-        **checks: `entering` and `returning`, as of `_compare`.
+        **checks: `input_check` and `cotangent_check`, as of `_compare`.
 
     Returns:
         The blocks, and their batch dim: 0.
     """
     for check in checks.values():
         if check is not None and check.see is None and batch.name in check.axes:
-            what = f"check_replicated along {batch.name!r}, which is a batch of vmap"
+            reason = f"check_replicated along {batch.name!r}, which is a batch of vmap"
             hint = "it compares devices: use jax.shard_map or jax.pmap over the axis"
-            raise XshardError(what, text=check.text, hint=hint)
+            raise XshardError(reason, text=check.text, hint=hint)
     return bind(batch_first(x, dim, batch.size), **checks), 0
 
 
 def _compare_cotangent(
-    cotangent: jax.Array, *, entering: ReplicaCheck | None, returning: ReplicaCheck | None
+    cotangent: jax.Array, *, input_check: ReplicaCheck | None, cotangent_check: ReplicaCheck | None
 ) -> jax.Array:
-    return _expect(cotangent, entering=returning, returning=entering)
+    return _expect(cotangent, input_check=cotangent_check, cotangent_check=input_check)
 
 
-# The identity: compares the block by `entering`, and its cotangent by `returning`.
+# The identity: compares the block by `input_check`, and its cotangent by `cotangent_check`.
 _expect: Operation = linear_primitive(
     "xshard_expect",
     run=_compare,
     on_platforms=dict.fromkeys(ACCELERATORS, partial(_compare, on_cpu=False)),
     transpose=_compare_cotangent,
-    batch=_batched,
+    batch=_batch_rule,
 )

@@ -42,31 +42,31 @@ class Copies:
     def send(self, x: jax.Array) -> jax.Array:
         """Send copies of rows: [rows, ...] -> copies that arrive [devices * capacity, ...]."""
         copies = x.at[self.row_of_copy].get(mode="fill", fill_value=0)
-        return _exchanged(copies, self.axis, self.n_sent, self.n_received)
+        return _exchange_chunks(copies, self.axis, self.n_sent, self.n_received)
 
     def home(self, y: jax.Array) -> jax.Array:
         """Send the copies back and add up the copies of each row: the transpose of `send`."""
         # On the way back a device sends as many rows as it received, and receives what it sent.
-        copies = _exchanged(y, self.axis, self.n_received, self.n_sent)
+        copies = _exchange_chunks(y, self.axis, self.n_received, self.n_sent)
         result = jnp.zeros((self.n_rows, *y.shape[1:]), y.dtype)
         return result.at[self.row_of_copy].add(copies, mode="drop")
 
 
-def _exchanged(
+def _exchange_chunks(
     x: jax.Array, axis: tuple[str, ...], n_sent: jax.Array, n_received: jax.Array
 ) -> jax.Array:
-    """Send part i of a buffer to device i, all-to-all; GPUs and TPUs leave out the padding.
+    """Send chunk i of a buffer to device i, all-to-all; GPUs and TPUs leave out the padding.
 
     On 2 devices [a0, a1] of device 0 and [b0, b1] of device 1 become [a0, b0] and [a1, b1].
 
     Args:
-        x: A buffer with equal parts, one for each device: [devices * capacity, ...].
+        x: A buffer with equal chunks, one for each device: [devices * capacity, ...].
         axis: The axes along which the devices are numbered.
-        n_sent: The rows in use at the beginning of each part: [devices].
+        n_sent: The rows in use at the beginning of each chunk: [devices].
         n_received: The rows that each device sends to this one: [devices].
 
     Returns:
-        A buffer of the same shape, whose part i came from device i.
+        A buffer of the same shape, whose chunk i came from device i.
     """
     x = as_varying(x, axis)
 
@@ -76,19 +76,19 @@ def _exchanged(
     def ragged(x: jax.Array) -> jax.Array:
         """Send the rows in use only.
 
-        With 3 places a device, device 1 finds its rows for device 2 at places 6, 7, ... of its
-        buffer, and they arrive at places 3, 4, ... of device 2's.
+        With a capacity of 3, device 1 has its rows for device 2 at rows 6, 7, ... of its buffer, and
+        they arrive at rows 3, 4, ... of device 2's.
         """
         n_devices = len(n_sent)
         capacity = len(x) // n_devices
         starts = jnp.arange(n_devices) * capacity
-        places = jnp.full_like(starts, lax.axis_index(axis) * capacity)
+        output_offsets = jnp.full_like(starts, lax.axis_index(axis) * capacity)
         # JAX wants all arguments to be declared different on all devices along the same axes.
         varying = sorted(varying_axes(x))
         output = as_varying(jnp.zeros_like(x), varying)
         offsets_and_sizes = [
-            as_varying(numbers.astype(jnp.int32), varying)
-            for numbers in (starts, n_sent, places, n_received)
+            as_varying(offsets.astype(jnp.int32), varying)
+            for offsets in (starts, n_sent, output_offsets, n_received)
         ]
         return lax.ragged_all_to_all(x, output, *offsets_and_sizes, axis_name=axis)
 
@@ -229,7 +229,7 @@ def route(
     copies_per_device = n_rows if capacity is None else min(capacity, n_rows)
 
     choices = _choices_of_rows(to.reshape(n_rows, -1), groups_on_devices)
-    placed = _placed_copies(choices.device, n_devices, copies_per_device)
+    placed = _place_copies(choices.device, n_devices, copies_per_device)
     n_received = _all_to_all(as_varying(placed.n_sent, axis), axis)
     n_choices = choices.device.shape[1]
     copies = Copies(axis, n_rows, n_choices, placed.row_of_copy, placed.n_sent, n_received)
@@ -257,7 +257,12 @@ class _Choices(NamedTuple):
 
 
 def _choices_of_rows(to: jax.Array, groups: Groups) -> _Choices:
-    """Look up the device of each chosen group. to: numbers of groups, [rows, choices]."""
+    """Look up the device of each chosen group.
+
+    Args:
+        to: The indices of groups, [rows, choices].
+        groups: Which device has each group.
+    """
     nowhere = len(groups.parts)
     chosen = jnp.where((to >= 0) & (to < nowhere), to, nowhere)
     device_of_group = jnp.asarray((*groups.parts, groups.n_parts))
@@ -273,11 +278,11 @@ class _PlacedCopies(NamedTuple):
     n_dropped: jax.Array
 
 
-def _placed_copies(device: jax.Array, n_devices: int, capacity: int) -> _PlacedCopies:
-    """Give each row a place in the send buffer for each device that it goes to.
+def _place_copies(device: jax.Array, n_devices: int, capacity: int) -> _PlacedCopies:
+    """Give each row a slot in the send buffer for each device that it goes to.
 
-    The buffer has `capacity` places per device. Rows 0, 1, 2 that chose the devices
-    [[0, 1], [1, 1], [0, 2]], of 2 devices with 2 places each: the buffer gets the rows [0, 2] for
+    The buffer has `capacity` slots per device. Rows 0, 1, 2 that chose the devices
+    [[0, 1], [1, 1], [0, 2]], of 2 devices with 2 slots each: the buffer gets the rows [0, 2] for
     device 0 and [0, 1] for device 1. Number 2 is no device, and a row is sent to a device once.
 
     Args:
@@ -289,16 +294,17 @@ def _placed_copies(device: jax.Array, n_devices: int, capacity: int) -> _PlacedC
     n_rows = len(device)
     buffer_length = n_devices * capacity
     devices = jnp.arange(n_devices)
-    is_wanted = (device[:, :, None] == devices).any(1)  # [rows, devices]
-    n_before = jnp.cumsum(is_wanted, 0) - 1  # earlier rows for the same device: [rows, devices]
-    is_sent = is_wanted & (n_before < capacity)
-    # The place of each copy: [rows, devices]. JAX drops what is written at `buffer_length`, which
-    # is out of bounds.
-    place = jnp.where(is_sent, devices * capacity + n_before, buffer_length)
-    rows = jnp.broadcast_to(jnp.arange(n_rows)[:, None], place.shape)
-    row_of_copy = jnp.full((buffer_length,), n_rows).at[place].set(rows, mode="drop")
+    is_chosen = (device[:, :, None] == devices).any(1)  # [rows, devices]
+    # How many earlier rows go to the same device: [rows, devices].
+    index_at_device = jnp.cumsum(is_chosen, 0) - 1
+    is_sent = is_chosen & (index_at_device < capacity)
+    # The slot of each copy: [rows, devices]. JAX drops what is written at `buffer_length`, which is
+    # out of bounds.
+    slot = jnp.where(is_sent, devices * capacity + index_at_device, buffer_length)
+    rows = jnp.broadcast_to(jnp.arange(n_rows)[:, None], slot.shape)
+    row_of_copy = jnp.full((buffer_length,), n_rows).at[slot].set(rows, mode="drop")
     n_sent = is_sent.sum(0)
-    return _PlacedCopies(row_of_copy, n_sent, is_wanted.sum() - n_sent.sum())
+    return _PlacedCopies(row_of_copy, n_sent, is_chosen.sum() - n_sent.sum())
 
 
 def _groups_of_copies(

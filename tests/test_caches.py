@@ -134,6 +134,6 @@ def test_calls_of_the_torch_bridge_are_registered():
     assert {
         "torch_bridge.calls.move._executable",
         "torch_bridge.contractions.call._executable",
-        "torch_bridge.lower.rules._lowered",
+        "torch_bridge.lower.rules._lower_steps",
     } <= names
     assert "torch" in sys.modules

@@ -22,13 +22,13 @@ __all__ = [
 ]  # fmt: skip
 
 
-def _moved(x: Tensor, src: Side, dst: Side, mesh: MeshLike | None, shape: Shape) -> Tensor:
+def _redistribute(x: Tensor, src: Side, dst: Side, mesh: MeshLike | None, shape: Shape) -> Tensor:
     """Redistribute a tensor, as all operations of the table do; only the layouts differ."""
     return redistribute(x, move(as_tensor(x).shape, src, dst), mesh, shape=shape)
 
 
 # Names and docstrings are in `xshard.ops`, once for both bridges.
-_operations = Operations(_moved)
+_operations = Operations(_redistribute)
 all_gather = _operations.all_gather
 all_reduce = _operations.all_reduce
 all_to_all = _operations.all_to_all

@@ -1,6 +1,7 @@
 """`check_replicated=True`: checks that replicated blocks really are equal, forward and backward.
 
-It takes one collective of the block's size per axis, and every rank of the mesh raises or none.
+It takes one collective of the block's size per axis, and every rank of the mesh raises or none. A layout says
+of which blocks; `xshard.replicas.ReplicaCheck` holds that, and judges the differences that are measured here.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from xshard.replicas import ReplicaCheck, checks_of
 Check = Callable[[Tensor], object]  # raises ReplicaError for a block that differs from its replicas
 
 
-def checked(
+def redistribute_and_check(
     x: Tensor, executable: Executable, processes: ProcessMesh, text: str, name: str
 ) -> Tensor:
     """Run a redistribution, and check that blocks which should be equal on several processes are.
@@ -39,46 +40,55 @@ def checked(
         text: The user's expression, for errors.
         name: The name of the tensor, for errors.
     """
-    before, after = checks_of(executable.plan, processes.mesh, text, name)
-    entering = comparison_of(before, processes)
-    returning = comparison_of(after, processes)
-    return with_comparisons(partial(apply, executable), x, entering, returning)
+    of_block, of_cotangent = checks_of(executable.plan, processes.mesh, text, name)
+    input_check = comparison_of(of_block, processes)
+    cotangent_check = comparison_of(of_cotangent, processes)
+    return with_comparisons(partial(apply, executable), x, input_check, cotangent_check)
 
 
 def with_comparisons(
-    move: Callable[[Tensor], Tensor], block: Tensor, entering: Check | None, returning: Check | None
+    move: Callable[[Tensor], Tensor],
+    block: Tensor,
+    input_check: Check | None,
+    cotangent_check: Check | None,
 ) -> Tensor:
     """Run a move; compare replicas of its block now, and of its result's gradient later.
 
     Args:
         move: The move, differentiable.
         block: This process's block.
-        entering: Compares the block; None if there is nothing to compare.
-        returning: Compares the gradient, in the backward pass; likewise.
+        input_check: Compares the block; None if there is nothing to compare.
+        cotangent_check: Compares the gradient, in the backward pass; likewise.
     """
-    if entering is not None:
-        block = Redistribute.apply(_ComparedCopy(entering, None), block)
+    if input_check is not None:
+        block = Redistribute.apply(_ComparedCopy(input_check, None), block)
     result = move(block)
-    if returning is not None:
-        result = Redistribute.apply(_ComparedCopy(None, returning), result)
+    if cotangent_check is not None:
+        result = Redistribute.apply(_ComparedCopy(None, cotangent_check), result)
     return result
 
 
 def comparisons_between(
     plan: Plan, ranks: Sequence[int], text: str
 ) -> tuple[Comparison | None, Comparison | None]:
-    """Return comparisons before and after a plan between two meshes, for the ranks of both."""
+    """Return the comparisons for a plan between two meshes: of blocks, and of the results' cotangents.
+
+    Args:
+        plan: The plan.
+        ranks: Those of both meshes: all of them call both comparisons, and learn what is found.
+        text: The user's expression, for errors.
+    """
     callers = mesh_of_ranks(Mesh(callers=len(ranks)), ranks)
 
     def comparison(check: ReplicaCheck | None, ranks: tuple[int, ...]) -> Comparison | None:
         if check is None or not check.axes:
             return None
-        own_mesh = mesh_of_ranks(check.mesh, ranks) if dist.get_rank() in ranks else None
-        return Comparison(check, ranks, own_mesh, callers)
+        processes = mesh_of_ranks(check.mesh, ranks) if dist.get_rank() in ranks else None
+        return Comparison(check, ranks, processes, callers)
 
-    before, after = checks_of(plan, None, text)
-    entering = comparison(before, plan.src_devices)
-    return entering, comparison(after, tuple(plan.dst_devices))
+    of_block, of_cotangent = checks_of(plan, None, text)
+    input_check = comparison(of_block, plan.src_devices)
+    return input_check, comparison(of_cotangent, tuple(plan.dst_devices))
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,25 +96,25 @@ class _ComparedCopy:
     """A linear map that copies a block, and compares it and its cotangent with their replicas.
 
     Attributes:
-        entering: Compares the block; None if there is nothing to compare.
-        returning: Compares the cotangent, likewise.
+        input_check: Compares the block; None if there is nothing to compare.
+        cotangent_check: Compares the cotangent, likewise.
     """
 
-    entering: Check | None
-    returning: Check | None
+    input_check: Check | None
+    cotangent_check: Check | None
     is_linear = True
     sends_gradient = True
 
     def __call__(self, block: Tensor) -> Tensor:
-        if self.entering is not None:
-            self.entering(block)
+        if self.input_check is not None:
+            self.input_check(block)
         if block.dtype in FOUR_BITS:  # which torch cannot clone
             return block.view(torch.uint8).clone().view(block.dtype)
         return block.clone()
 
     @property
     def backward(self) -> _ComparedCopy:
-        return _ComparedCopy(self.returning, self.entering)
+        return _ComparedCopy(self.cotangent_check, self.input_check)
 
     @property
     def tangent(self) -> _ComparedCopy:
@@ -142,7 +152,7 @@ class Comparison:
 
 
 def compare_all(
-    pairs: Sequence[tuple[Comparison, Tensor]], bucket_bytes: int | None = None
+    compared_blocks: Sequence[tuple[Comparison, Tensor]], bucket_bytes: int | None = None
 ) -> None:
     """Check that blocks are equal on the processes that should share them, together.
 
@@ -151,47 +161,55 @@ def compare_all(
     callers.
 
     Args:
-        pairs: Each block with its comparison; all comparisons are made by the same processes.
+        compared_blocks: Each block with its comparison; the same processes make all comparisons.
         bucket_bytes: How many bytes of blocks are compared together; None for all.
     """
-    findings = _findings(pairs, bucket_bytes)
-    # Everybody gets the findings of all, so that all raise or none: where this process has zeros,
-    # others have theirs.
-    callers = pairs[0][0].callers
-    of_all_ranks = _largest(findings, callers, callers.mesh.axes).cpu().numpy()
-    for (comparison, _), of_block in zip(pairs, of_all_ranks, strict=True):
+    measured = _measured_differences(compared_blocks, bucket_bytes)
+    # Each rank has filled its own row, and has zeros in all others: the maximum has all rows. So all
+    # ranks judge the same differences, and all raise or none.
+    callers = compared_blocks[0][0].callers
+    of_all_ranks = _largest(measured, callers, callers.mesh.axes).cpu().numpy()
+    for (comparison, _), of_block in zip(compared_blocks, of_all_ranks, strict=True):
         check = comparison.check
-        fault = check.fault(of_block[:, : len(check.axes)], comparison.ranks)
-        if fault is not None:
-            raise fault
+        error = check.fault(of_block[:, : len(check.axes)], comparison.ranks)
+        if error is not None:
+            raise error
 
 
-def _findings(pairs: Sequence[tuple[Comparison, Tensor]], bucket_bytes: int | None) -> Tensor:
-    """Return how much this process's blocks differ from their replicas: `[blocks, ranks, axes, 2]`.
+def _measured_differences(
+    compared_blocks: Sequence[tuple[Comparison, Tensor]], bucket_bytes: int | None
+) -> Tensor:
+    """Measure how much this process's blocks differ from their replicas: `[blocks, ranks, axes, 2]`.
 
     The last dim is the largest difference along an axis, and the largest value. Only the row of
     this process among the ranks is filled; all others are 0.
     """
-    comparisons = [comparison for comparison, _ in pairs]
-    blocks = [block for _, block in pairs]
-    most_axes = max(len(comparison.check.axes) for comparison in comparisons)
-    shape = (len(pairs), len(comparisons[0].ranks), most_axes, 2)
-    findings = torch.zeros(shape, dtype=torch.float64, device=blocks[0].device)
-    # Blocks of one dtype, compared along the same axes, share a collective per axis.
+    first_comparison, first_block = compared_blocks[0]
+    max_axes = max(len(comparison.check.axes) for comparison, _ in compared_blocks)
+    shape = (len(compared_blocks), len(first_comparison.ranks), max_axes, 2)
+    measured = torch.zeros(shape, dtype=torch.float64, device=first_block.device)
+    for block_indices in _groups_compared_together(compared_blocks, bucket_bytes):
+        comparison, _ = compared_blocks[block_indices[0]]  # all of the group have its axes
+        processes = comparison.processes
+        if processes is None:  # a process without a block only learns what the others measure
+            continue
+        values = [_comparable(compared_blocks[i][1].detach()) for i in block_indices]
+        for axis_index, axis in enumerate(comparison.check.axes):
+            differences = _differences(values, processes, axis)
+            measured[block_indices, processes.device, axis_index] = differences.to(measured)
+    return measured
+
+
+def _groups_compared_together(
+    compared_blocks: Sequence[tuple[Comparison, Tensor]], bucket_bytes: int | None
+) -> list[list[int]]:
+    """Group the indices of blocks that share a collective: of one dtype, and along the same axes."""
     keys = [
         (comparison.check.axes, comparison.processes, block.dtype, block.device)
-        for comparison, block in pairs
+        for comparison, block in compared_blocks
     ]
-    for members in trees.group_by_bytes([x.nbytes for x in blocks], bucket_bytes, keys):
-        first = comparisons[members[0]]
-        processes = first.processes
-        if processes is None:  # a process without a block only hears of the others' findings
-            continue
-        values = [_comparable(blocks[i].detach()) for i in members]
-        for axis_number, axis in enumerate(first.check.axes):
-            differences = _differences(values, processes, axis)
-            findings[members, processes.device, axis_number] = differences.to(findings)
-    return findings
+    block_bytes = [block.nbytes for _, block in compared_blocks]
+    return trees.group_by_bytes(block_bytes, bucket_bytes, keys)
 
 
 def _differences(values: Sequence[Tensor], processes: ProcessMesh, axis: str) -> Tensor:
@@ -211,15 +229,15 @@ def _differences(values: Sequence[Tensor], processes: ProcessMesh, axis: str) ->
     # inf - inf would be NaN, though they are equal. Differences of integers may wrap around, but
     # not to 0.
     difference = (largest - smallest).masked_fill(largest == smallest, 0)
-    size = torch.maximum(largest.double().abs(), smallest.double().abs())
-    size = size.where(size.isfinite(), 0)
-    columns = torch.stack([difference.double().abs(), size])  # [2, elements of all values]
+    magnitude = torch.maximum(largest.double().abs(), smallest.double().abs())
+    magnitude = magnitude.where(magnitude.isfinite(), 0)
+    columns = torch.stack([difference.double().abs(), magnitude])  # [2, elements of all values]
     by_value = columns.split([x.numel() for x in values], 1)
     return torch.stack([x.amax(1) if x.numel() else x.new_zeros(2) for x in by_value])
 
 
 def _largest(values: Tensor, processes: ProcessMesh, axes: Sequence[str]) -> Tensor:
-    """Return the maximum along some axes, element by element."""
+    """Return the element-wise maximum over the processes along some axes."""
     sizes = (values.numel(),)
     reduce = Collective("all_reduce", processes.group(axes), sizes, sizes, "max")
     return reduce.run(values.reshape(-1), values.shape)
@@ -245,5 +263,5 @@ def _comparable(block: Tensor) -> Tensor:
     if not block.is_floating_point():
         return block.to(torch.int64)
     wide = block if block.dtype == torch.float64 else block.float()
-    # No maximum finds NaN: it becomes infinity, which differs from all else.
+    # A maximum may drop NaN: it becomes infinity, which differs from all else.
     return torch.where(wide.isnan(), torch.full_like(wide, torch.inf), wide)

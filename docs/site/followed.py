@@ -12,7 +12,7 @@ from pathlib import Path
 from torch_bridge.nn.domain_parallel import FOLLOWED
 from torch_bridge.nn.functions import FUNCTIONS
 from torch_bridge.nn.layers import LAYERS
-from torch_bridge.nn.propagation import _RULES, _pointwise, _read
+from torch_bridge.nn.propagation import _RULES, _pointwise, _run_reader
 from torch_bridge.nn.views import VIEWS
 
 PAGE = Path(__file__).parents[1] / "layers.md"
@@ -24,7 +24,7 @@ def listing() -> str:
     """Return the list as the page has it: a line of title, then names."""
     others = []
     for name, rule in _RULES.items():
-        if name not in {**FUNCTIONS, **VIEWS} and rule not in (None, _pointwise, _read):
+        if name not in {**FUNCTIONS, **VIEWS} and rule not in (None, _pointwise, _run_reader):
             others.append(name.replace("fft_", "fft."))
     groups = {
         "modules that become layers": [kind.__name__ for kind in LAYERS],

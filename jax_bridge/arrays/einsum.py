@@ -14,8 +14,8 @@ from jax_bridge.arrays.program import LOG
 from jax_bridge.arrays.stored import ArrayMesh, StoredArray, check_order, record_order
 from jax_bridge.calls import are_keys, as_array
 from jax_bridge.contractions import (
+    ContractionOrPlan,
     EinsumOptions,
-    Given,
     check_operands,
     check_shapes,
     einsum_blocks,
@@ -103,12 +103,12 @@ def einsum(  # noqa: PLR0913  one option more than the limit; torch_bridge has t
         raise DtypeError("PRNG keys cannot be multiplied", text=text, hint="reshard moves them")
     operand_shapes = tuple(x.shape for x in arrays)
     call = for_operands(call, operand_shapes)
-    given: Given = call
+    contraction: ContractionOrPlan = call
     if isinstance(expression, ContractionPlan):
-        given = expression
-    known_sizes, shapes = known_lengths(given, sizes, shape)
-    if shapes is None and isinstance(given, ContractionPlan):
-        shapes = given.shapes
+        contraction = expression
+    known_sizes, shapes = known_lengths(contraction, sizes, shape)
+    if shapes is None and isinstance(contraction, ContractionPlan):
+        shapes = contraction.shapes
 
     dtype = jnp.result_type(*arrays)
     product_dtype = dtype
@@ -117,14 +117,14 @@ def einsum(  # noqa: PLR0913  one option more than the limit; torch_bridge has t
     profile = with_addends(profile, addends, expression)
     options = EinsumOptions(profile, overlap, product_dtype, precision, known_sizes)
     if _are_blocks(call):
-        return einsum_blocks(given, arrays, mesh, shapes, options)
+        return einsum_blocks(contraction, arrays, mesh, shapes, options)
     if shapes is None:
         _, shapes = shapes_of(call, known_sizes, operand_shapes)
-    return _einsum_of_arrays(given, arrays, mesh, shapes, dtype, options)
+    return _einsum_of_arrays(contraction, arrays, mesh, shapes, dtype, options)
 
 
 def _einsum_of_arrays(
-    given: Given,
+    contraction: ContractionOrPlan,
     arrays: Sequence[jax.Array],
     mesh: AnyMesh | None,
     shapes: Shapes,
@@ -134,7 +134,7 @@ def _einsum_of_arrays(
     """Compute the einsum of global arrays by one jitted program, cached for the next call.
 
     Args:
-        given: The contraction, or a plan of it.
+        contraction: The contraction, or a plan of it.
         arrays: The operands.
         mesh: The mesh; None for the arrays' own.
         shapes: Their global shapes as the plan needs them, a length per name.
@@ -142,17 +142,21 @@ def _einsum_of_arrays(
         options: How the contraction is planned and computed.
     """
     # A call like an earlier one does no more than this and its caller.
-    text = contraction_of(given).text
+    text = contraction_of(contraction).text
     array_mesh = ArrayMesh.of(arrays, [text] * len(arrays), mesh)
     profile = machine_profile(options.profile, array_mesh.in_context)
-    program = _make_program(given, array_mesh, shapes, dtype, options._replace(profile=profile))
+    program = _make_program(
+        contraction, array_mesh, shapes, dtype, options._replace(profile=profile)
+    )
     expected_shapes = tuple(array.shape for array in program.plan.arrays)
     check_shapes(expected_shapes, tuple(x.shape for x in arrays), text)
     # All arrays are checked before one is brought to its source: an error leaves nothing half done.
     for x, source in zip(arrays, program.sources, strict=True):
         source.check(x)
         check_order(x, source.array, text)
-    placed = [source.bring(x) for x, source in zip(arrays, program.sources, strict=True)]
+    placed = [
+        source.with_expected_type(x) for x, source in zip(arrays, program.sources, strict=True)
+    ]
     return record_order(program.run(*placed), program.plan.arrays[-1])
 
 
@@ -181,28 +185,32 @@ class _ContractionProgram(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def _make_program(
-    given: Given, mesh: ArrayMesh, shapes: Shapes, dtype: np.dtype, options: EinsumOptions
+    contraction: ContractionOrPlan,
+    mesh: ArrayMesh,
+    shapes: Shapes,
+    dtype: np.dtype,
+    options: EinsumOptions,
 ) -> _ContractionProgram:
     """Plan an einsum of global arrays, and make the jitted function that runs it.
 
     Args:
-        given: The contraction, or a plan of it, which is checked.
+        contraction: The contraction, or a plan of it, which is checked.
         mesh: The mesh of the arrays.
         shapes: The operands' global shapes.
         dtype: The operands' common dtype.
         options: How it is planned and computed.
     """
-    call = contraction_of(given)
+    call = contraction_of(contraction)
     named_axes: list[str] = []
     for layout in call.arrays:
         named_axes += layout.axes
     free = mesh.free(named_axes, call.text)
-    if isinstance(given, ContractionPlan):
-        check_operands(given, shapes, dtype.name)
-        mesh.check_plan(given, call.text)
-        plan = given
+    if isinstance(contraction, ContractionPlan):
+        check_operands(contraction, shapes, dtype.name)
+        mesh.check_plan(contraction, call.text)
+        plan = contraction
     else:
-        plan = options.plan(given, free, shapes, dtype)
+        plan = options.plan(contraction, free, shapes, dtype)
     # The result is the last of the plan's arrays.
     *sources, target = [StoredArray.of(array, mesh, call.text) for array in plan.arrays]
     LOG.info(

@@ -68,7 +68,7 @@ def make_program(
     for i, (expression, shape, dtype, path) in enumerate(moves):
         text = sides(expression).text
         with located(path):
-            plan = _planned(expression, shape, dtype, mesh, profile)
+            plan = _plan_move(expression, shape, dtype, mesh, profile)
             check_even(plan.source, text)
             targets.append(StoredArray.of(plan.target, mesh, text, path))
             sources.append(StoredArray.of(plan.source, mesh, text, path))
@@ -98,7 +98,7 @@ def make_program(
     return Program(tuple(plans), tuple(sources), run, jitted)
 
 
-def _planned(
+def _plan_move(
     expression: Expression,
     shape: tuple[int, ...],
     dtype: np.dtype,
@@ -142,12 +142,12 @@ def _type_of_result(aval: Any, *, plan: Plan, mesh: AnyJaxMesh) -> tuple[Any, se
     return with_sharding(aval, sharding, plan.target.shape), set()
 
 
-def _transposed(cotangent: jax.Array, *, plan: Plan, mesh: AnyJaxMesh) -> jax.Array:
+def _transpose_move(cotangent: jax.Array, *, plan: Plan, mesh: AnyJaxMesh) -> jax.Array:
     """Move a cotangent back, by the dual plan."""
     return _move(cotangent, plan=plan.backward, mesh=mesh)
 
 
-def _batched(
+def _batch_move(
     bind: Operation,
     x: jax.Array,
     dim: int | None,
@@ -203,6 +203,6 @@ _move: Operation = linear_primitive(
     "xshard_reshard",
     run=_run,
     abstract_eval=_type_of_result,
-    transpose=_transposed,
-    batch=_batched,
+    transpose=_transpose_move,
+    batch=_batch_move,
 )

@@ -119,7 +119,10 @@ def reshard(
         with located(leaf.place):
             source.check(call.x, donate)
             check_order(leaf.x, source.array, source.text)
-    xs = [source.bring(call.x) for call, source in zip(calls, program.sources, strict=True)]
+    xs = [
+        source.with_expected_type(call.x)
+        for call, source in zip(calls, program.sources, strict=True)
+    ]
     if any(isinstance(x, Tracer) for x in xs):
         ys = program.traced(*xs)  # transformations see each move as it is
     else:
@@ -138,7 +141,7 @@ def reshard(
 
 
 class ArrayCall(NamedTuple):
-    """One array of a call, its expression, and for PRNG keys the function back to keys."""
+    """One array of a call, its expression, and for PRNG keys the function that makes keys of words."""
 
     x: jax.Array
     expression: Sides | Plan
@@ -149,7 +152,7 @@ def _array_call(x: Any, expression: Any) -> ArrayCall:
     """Check one array and parse its expression.
 
     PRNG keys become the integers that they consist of, [...] -> [..., words], since collectives
-    move numbers only; the call's `back` makes keys of them again.
+    move integers only; the call's `back` makes keys of them again.
     """
     parsed = sides_of(expression)
     x = as_array(x, parsed.text)
@@ -161,7 +164,7 @@ def _array_call(x: Any, expression: Any) -> ArrayCall:
     return ArrayCall(x, parsed)
 
 
-def arrive(x: jax.Array, target: StoredArray) -> jax.Array:
+def move_if_needed(x: jax.Array, target: StoredArray) -> jax.Array:
     """Make an argument of `shard_map` sharded as its layout says: move it if it is not.
 
     Args:
@@ -174,20 +177,20 @@ def arrive(x: jax.Array, target: StoredArray) -> jax.Array:
     """
     with located(target.path):
         check_order(x, target.array, target.text)
-        other = target.other_sharding(x)
-        if other is None:
-            return target.bring(x)
+        actual = target.differing_sharding(x)
+        if actual is None:
+            return target.with_expected_type(x)
         mesh = target.mesh.of_arrays
         if not is_on_mesh(x, mesh):
-            what = f"the array is not on the mesh: {other}"
-            raise MeshError(what, text=target.text, hint="place puts it there")
+            reason = f"the array is not on the mesh: {actual}"
+            raise MeshError(reason, text=target.text, hint="place puts it there")
         layout = target.array.layout
         if recorded_order(x) is None:
             # Nothing says in which order its rows are, as zigzag. They keep their order; only the
             # axes change.
             layout = storage_layout(layout)
-        moved = reshard(x, (known_layout(x, other, target.array), layout), mesh)
-        return target.bring(moved)
+        moved = reshard(x, (known_layout(x, actual, target.array), layout), mesh)
+        return target.with_expected_type(moved)
 
 
 @overload
@@ -267,7 +270,7 @@ def place(
     placed = [leaf.x for leaf in leaves]
     for i, target in targets.items():
         with located(leaves[i].place):
-            placed[i] = _placed(leaves[i].x, target, profile)
+            placed[i] = _place_array(leaves[i].x, target, profile)
     return jax.tree.unflatten(jax.tree.structure(tree), placed)
 
 
@@ -280,12 +283,12 @@ def _target(x: Any, given: Any, mesh: ArrayMesh) -> StoredArray:
     return StoredArray.of(target, mesh, text)
 
 
-def _placed(x: Any, target: StoredArray, profile: ProfileLike) -> jax.Array:
+def _place_array(x: Any, target: StoredArray, profile: ProfileLike) -> jax.Array:
     """Put one array on the mesh: move it if it is there already, else copy it from the host."""
     array = target.array
     mesh = target.mesh.of_arrays
     if isinstance(x, jax.Array) and (isinstance(x, Tracer) or are_keys(x) or is_on_mesh(x, mesh)):
-        src = known_layout(x, target.other_sharding(x), array)
+        src = known_layout(x, target.differing_sharding(x), array)
         return reshard(x, (src, array.layout), mesh, profile=profile)
     # An array from elsewhere has to have its rows in their own order: one that is recorded to be in
     # zigzag order, for instance, is refused.
@@ -305,7 +308,11 @@ def _from_host(host: NDArray, target: StoredArray) -> jax.Array:
     rows_of_dims = [stored.stored_rows(target.array, dim) for dim in range(host.ndim)]
 
     def part(index: Any) -> NDArray:
-        """Return the part that JAX asks for. index: a slice of storage positions for each dim."""
+        """Return the part that JAX asks for.
+
+        Args:
+            index: A slice of storage positions for each dim.
+        """
         block = host
         for dim, (rows, storage_rows) in enumerate(zip(rows_of_dims, index, strict=True)):
             wanted = storage_rows if rows is None else rows[storage_rows]

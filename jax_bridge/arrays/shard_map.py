@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypedDict, TypeVar, Unpack, overload
 
 import jax
 
-from jax_bridge.arrays.reshard import arrive
+from jax_bridge.arrays.reshard import move_if_needed
 from jax_bridge.arrays.stored import ArrayMesh, StoredArray, record_order, stored_sharding
 from jax_bridge.calls import JaxLayoutsLike, MoveCall, as_array
 from jax_bridge.mesh.context import AnyJaxMesh, free_axes, jax_mesh
@@ -165,7 +165,7 @@ def _signature(layouts: Any) -> Sequence[Any]:
 
 
 class _BorderArray(NamedTuple):
-    """One array at the border: the move of its blocks on the way, and the array outside."""
+    """One array at the border: the move between its block outside and its block inside, and the array."""
 
     call: MoveCall
     outside: StoredArray
@@ -178,7 +178,11 @@ class _BorderArray(NamedTuple):
 
 
 class _Border(NamedTuple):
-    """The border of a `shard_map`: global arrays outside, this device's blocks inside."""
+    """The border of a `shard_map`: global arrays outside, this device's blocks inside.
+
+    An argument under "n/cp+1:1 d" is split into even blocks by `jax.shard_map`, and then moved to
+    blocks with halos, inside, before the function sees them; a result takes the opposite way.
+    """
 
     mesh: ArrayMesh
     has_types: bool
@@ -198,7 +202,7 @@ class _Border(NamedTuple):
         """
         path = f"argument '{leaf.name}'"
         with located(path):
-            sides = self._resolved_sides(leaf.value, len(shape))
+            sides = self._resolve_sides(leaf.value, len(shape))
             array = stored_sharding(sides.src, self.axes, shape, sides.text)
             way_in = sides._replace(src=self._layout_at_border(array))
             return self._border_array(array, way_in, path)
@@ -215,7 +219,7 @@ class _Border(NamedTuple):
         path = f"result '{leaf.name}'" if leaf.name else "the result"
         with located(path):
             block_shape = leaf.x.shape
-            sides = self._resolved_sides(leaf.value, len(block_shape))
+            sides = self._resolve_sides(leaf.value, len(block_shape))
             hint = (
                 "dims are as long as arguments have them: "
                 "take another name, or say sizes={{dim}: ...}"
@@ -228,9 +232,9 @@ class _Border(NamedTuple):
             way_out = sides._replace(dst=self._layout_at_border(array))
             return self._border_array(array, way_out, path)
 
-    def _resolved_sides(self, given: Any, ndim: int) -> Sides:
+    def _resolve_sides(self, layout: Any, ndim: int) -> Sides:
         """Parse a layout, or "layout -> layout", for an array of `ndim` dims, and check its axes."""
-        src, dst, text = sides_or_one(given)
+        src, dst, text = sides_or_one(layout)
         axes = self.mesh.free((*src.axes, *dst.axes), text)
         with mark_errors(text):
             check_axes(src, axes, text)
@@ -356,7 +360,7 @@ class _MappedFunction:
     has_types: bool
     donated: tuple[int, ...]
     profile: ProfileLike
-    # The leaves of the arguments, by the arguments' structure.
+    # The leaves of the arguments without their values, by the arguments' structure.
     leaves: dict[Any, list[Leaf]] = field(default_factory=dict)
     programs: dict[Any, _Program] = field(default_factory=dict)
 
@@ -367,11 +371,10 @@ class _MappedFunction:
             args: Arguments by position.
             static: Arguments by keyword; they are no arrays, and are compiled in.
         """
-        # A call like an earlier one does no more than this, so all of it has to be fast.
-        call = self._structured(args, static)
-        leaves = call.array_leaves
-        arrays = [as_array(leaf.x, leaf.name) for leaf in leaves]
-        texts = [sides_or_one(leaf.value).text for leaf in leaves]
+        # A call like an earlier one only looks up its program, moves the arrays and runs it.
+        call = self._structure_call(args, static)
+        arrays = [as_array(leaf.x, leaf.name) for leaf in call.array_leaves]
+        texts = [sides_or_one(leaf.value).text for leaf in call.array_leaves]
         mesh = ArrayMesh.of(arrays, texts, self.mesh)
         types = tuple((x.shape, x.dtype) for x in arrays)
         key = (call.structure, call.constants, types, mesh)
@@ -379,35 +382,35 @@ class _MappedFunction:
             program = self.programs.get(key)
         except TypeError as error:
             hint = "other arguments than arrays are compiled in, and the program is cached by them"
-            what = f"an argument that is not an array lacks a hash: {error}"
-            raise XshardError(what, hint=hint) from None
+            reason = f"an argument that is not an array lacks a hash: {error}"
+            raise XshardError(reason, hint=hint) from None
 
-        border = _Border(mesh, self.has_types, self.profile)
-        if program is None:
-            pairs = zip(leaves, arrays, strict=True)
-            arguments = [border.argument(leaf, x.shape) for leaf, x in pairs]
+        if program is not None:
+            placed = _place_arguments(arrays, program.arguments)
         else:
-            arguments = program.arguments
-        placed = [arrive(x, to.outside) for x, to in zip(arrays, arguments, strict=True)]
-        if program is None:
+            border = _Border(mesh, self.has_types, self.profile)
+            leaves_and_arrays = zip(call.array_leaves, arrays, strict=True)
+            arguments = [border.argument(leaf, x.shape) for leaf, x in leaves_and_arrays]
+            placed = _place_arguments(arrays, arguments)
             of_blocks = _BlockFunction(self.f, call.without_arrays(), arguments)
             program = self._program(of_blocks, border, placed)
             self.programs[key] = program
         return program.result_of(program.run(*placed))
 
-    def _structured(self, args: tuple[Any, ...], static: Mapping[str, Any]) -> _Call:
+    def _structure_call(self, args: tuple[Any, ...], static: Mapping[str, Any]) -> _Call:
         """Name the arguments of a call, flatten them, and give each leaf its layout.
 
         f(x, {"w": w}) has the leaves "x" and "params.w" if the parameters of `f` are so called.
         """
         names = self.names[: len(args)]
-        names += map(str, range(len(names), len(args)))  # *args have numbers
+        names += map(str, range(len(names), len(args)))  # *args are named by their positions
         values, tree = jax.tree.flatten({**dict(zip(names, args, strict=True)), **static})
         structure = (tree, tuple(map(is_array, values)))
         if structure not in self.leaves:
             self.leaves[structure] = self._leaves(names, jax.tree.unflatten(tree, values))
-        pairs = zip(self.leaves[structure], values, strict=True)
-        return _Call(names, tree, structure, [leaf._replace(x=x) for leaf, x in pairs])
+        leaves_without_values = self.leaves[structure]
+        leaves = [leaf._replace(x=x) for leaf, x in zip(leaves_without_values, values, strict=True)]
+        return _Call(names, tree, structure, leaves)
 
     @cached_property
     def names(self) -> list[str]:
@@ -469,7 +472,7 @@ class _MappedFunction:
             check_vma=self.has_types,
             in_specs=tuple(argument.outside.sharding.spec for argument in of_blocks.arguments),
         )
-        outputs = _traced_outputs(of_blocks, on_devices, placed)
+        outputs = _trace_outputs(of_blocks, on_devices, placed)
         results = self._results(of_blocks, border, outputs)
 
         def run_on_blocks(*blocks: jax.Array) -> list[jax.Array]:
@@ -523,17 +526,26 @@ class _MappedFunction:
         The user counts arguments, the jitted function takes arrays: for f(tree of 2 arrays, x),
         argument 1 is array 2.
         """
-        known = of_blocks.call.names
-        if any(number >= len(known) for number in self.donated):
+        argument_names = of_blocks.call.names
+        if any(i >= len(argument_names) for i in self.donated):
             raise XshardError(
-                f"donate_argnums is {self.donated}", hint=f"f has {len(known)} arguments"
+                f"donate_argnums is {self.donated}", hint=f"f has {len(argument_names)} arguments"
             )
-        donated_names = {known[number] for number in self.donated}
+        donated_names = {argument_names[i] for i in self.donated}
         names = [leaf.name.partition(".")[0] for leaf in of_blocks.call.array_leaves]
-        return [number for number, name in enumerate(names) if name in donated_names]
+        return [i for i, name in enumerate(names) if name in donated_names]
 
 
-def _traced_outputs(
+def _place_arguments(
+    arrays: Sequence[jax.Array], arguments: Sequence[_BorderArray]
+) -> list[jax.Array]:
+    """Move global arrays to the shardings in which the jitted function takes them."""
+    return [
+        move_if_needed(x, argument.outside) for x, argument in zip(arrays, arguments, strict=True)
+    ]
+
+
+def _trace_outputs(
     of_blocks: _BlockFunction, on_devices: Callable[..., Any], placed: Sequence[jax.Array]
 ) -> _Outputs:
     """Find the types of a function's results, by tracing it inside `shard_map` without results.

@@ -1,8 +1,8 @@
 """A global array at rest: its layout, its mesh, how JAX shards it, and the order of its rows.
 
-An array of JAX is the concatenation of the blocks in device order, so that a dim in zigzag or
-another order is in storage order. A move records that order on the array; the results of JAX and
-tracers are without.
+JAX knows contiguous blocks only. An array under "s/zigzag(cp)" is for it the concatenation of the devices'
+blocks, whose rows are in storage order: 0 1 6 7 2 3 4 5 of 8 rows on 2 devices. A move records that order on
+the array; results of JAX's own functions, and tracers, have no record.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def stored_rows(array: Sharding, dim: int) -> NDArray[np.int64] | None:
 
 @lru_cache(maxsize=4096)
 def _orders(stored: Sharding) -> tuple[object, ...]:
-    """Return what tells the order of an array's rows, to compare it; () if it is their own.
+    """Return what tells the storage order of an array's rows, to compare it; () if it is 0, 1, 2, ...
 
     For each shard of a dim in another order: the dim, the shard, and the sizes of its axes.
     """
@@ -169,7 +169,7 @@ class ArrayMesh(NamedTuple):
     def of(
         cls, arrays: Sequence[jax.Array], texts: Sequence[str], mesh: object = None
     ) -> ArrayMesh:
-        """Find the mesh of a call: the one given, else that of the arrays, else of the context.
+        """Find the mesh of a call: the user's, else that of the arrays, else of the context.
 
         Raises MeshError if the context, as set by `jax.set_mesh` or `shard_map`, has other axes.
 
@@ -199,10 +199,10 @@ class ArrayMesh(NamedTuple):
         Raises:
             MeshError: One of `axes` is manual.
         """
-        free = Mesh(free_axes(self.in_context))
+        free_mesh = Mesh(free_axes(self.in_context))
         # An axis that the mesh lacks is refused later, when layouts are put on the mesh.
         for axis in axes:
-            if axis in self.in_context.shape and axis not in free.axes:
+            if axis in self.in_context.shape and axis not in free_mesh.axes:
                 reason = f"mesh axis {axis!r} is manual here"
                 span = axis_span(axis, text)
                 hint = (
@@ -210,7 +210,7 @@ class ArrayMesh(NamedTuple):
                     "redistribute its blocks along this one"
                 )
                 raise MeshError(reason, text=text, span=span, hint=hint)
-        return free
+        return free_mesh
 
     def check_plan(self, plan: Plan | ContractionPlan, text: str) -> None:
         """Raise MeshError unless a plan that the user passed is for axes that are free here."""
@@ -254,16 +254,16 @@ class StoredArray(NamedTuple):
         if donate and isinstance(x, Tracer):
             hint = "donate it to the jit that is being traced: jax.jit(f, donate_argnums=...)"
             raise XshardError("a traced array cannot be donated", text=self.text, hint=hint)
-        other = self.other_sharding(x)
-        if other is not None:
+        actual = self.differing_sharding(x)
+        if actual is not None:
             reason = f"the array is not sharded as '{self.array.layout}' says"
-            raise ShapeError(reason, text=self.text, hint=f"it has {other}")
+            raise ShapeError(reason, text=self.text, hint=f"it has {actual}")
 
-    def other_sharding(self, x: jax.Array) -> JaxSharding | None:
+    def differing_sharding(self, x: jax.Array) -> JaxSharding | None:
         """Return an array's actual sharding if JAX knows that it differs from the expected one.
 
-        None: the array has the expected sharding, or may have it: JAX does not know the sharding of
-        a tracer on Auto axes, nor of an array that is not committed to devices yet.
+        None if the array has the expected sharding, or may have it: JAX does not know the sharding
+        of a tracer on Auto axes, nor of an array that is not committed to devices yet.
 
         Raises MeshError for an array on devices if the user passed a mesh without devices.
         """
@@ -272,7 +272,7 @@ class StoredArray(NamedTuple):
             # Only along Explicit axes the sharding is part of the type.
             actual = jax.typeof(x).sharding
             mesh = actual.mesh
-            if mesh.empty or any(kind != AxisType.Explicit for kind in mesh.axis_types):
+            if mesh.empty or any(axis_type != AxisType.Explicit for axis_type in mesh.axis_types):
                 return None
             expected = NamedSharding(mesh, spec, memory_kind=actual.memory_kind)
         elif not x.committed:
@@ -285,7 +285,7 @@ class StoredArray(NamedTuple):
             expected = NamedSharding(self.mesh.of_arrays, spec)
         return None if are_same_shardings(actual, expected, x.ndim) else actual
 
-    def bring(self, x: jax.Array) -> jax.Array:
+    def with_expected_type(self, x: jax.Array) -> jax.Array:
         """Give an array the mesh and the axis types that the program expects.
 
         Most arrays have them, and are returned as they are. Others are an array that is on no
@@ -314,7 +314,7 @@ class StoredArray(NamedTuple):
 def is_on_mesh(x: jax.Array, mesh: AnyJaxMesh) -> bool:
     """Return whether an array is sharded over the mesh."""
     array_mesh = _mesh_of_array(x)
-    return array_mesh is not None and _are_one(array_mesh, mesh)
+    return array_mesh is not None and _are_same_mesh(array_mesh, mesh)
 
 
 def known_layout(x: jax.Array, sharding: JaxSharding | None, default: Sharding) -> Layout:
@@ -383,18 +383,22 @@ def _even_dim(dim: Dim, mesh: Mesh, length: int, text: str) -> Dim:
 
     Raises ShapeError if the dim is in an order such as zigzag, in which axes cannot be dropped.
     """
-    plain = replace(dim, overlap=None)
-    alone = Sharding(Layout((plain,)), mesh, (length,))
-    if alone.mesh != mesh:  # devices share units, which no array of JAX can say: it is whole there
+    without_overlap = replace(dim, overlap=None)
+    array_of_dim = Sharding(Layout((without_overlap,)), mesh, (length,))
+    # The axis of `spread` is split: devices share units. No array of JAX can be sharded so: it is
+    # replicated along that axis and those after it.
+    if array_of_dim.mesh != mesh:
         orders = [shard.order for shard in dim.shards]
-        outer = replace(plain, shards=dim.shards[: orders.index(SPREAD)])
-        return _even_dim(outer, mesh, length, text)
-    if alone.is_even:
-        return plain
-    if stored_rows(alone, 0) is not None:
-        reason = f"a jax.Array cannot have uneven blocks in the order of '{plain}', {length} long"
+        shards_before_spread = replace(without_overlap, shards=dim.shards[: orders.index(SPREAD)])
+        return _even_dim(shards_before_spread, mesh, length, text)
+    if array_of_dim.is_even:
+        return without_overlap
+    if stored_rows(array_of_dim, 0) is not None:
+        reason = f"a jax.Array cannot have uneven blocks in the order of '{without_overlap}', {length} long"
         raise ShapeError(
-            reason, text=text, hint=f"a pair in layouts= may reorder: '{dim.name} -> {plain}'"
+            reason,
+            text=text,
+            hint=f"a pair in layouts= may reorder: '{dim.name} -> {without_overlap}'",
         )
     # Devices along the axes that are dropped, from the last on, hold copies.
     axes = dim.axes
@@ -437,7 +441,7 @@ def mesh_of(arrays: Sequence[jax.Array], texts: Sequence[str]) -> AnyJaxMesh:
         mesh = _mesh_of_array(array)
         if mesh is None:
             continue
-        if common is not None and not _are_one(mesh, common):
+        if common is not None and not _are_same_mesh(mesh, common):
             reason = f"the arrays are on several meshes: {common} and {mesh}"
             raise MeshError(reason, text=text, hint="one call moves the arrays of one mesh")
         # JAX knows the mesh of a tracer without its devices: another array may tell them.
@@ -462,7 +466,7 @@ def _mesh_of_array(x: jax.Array) -> AnyJaxMesh | None:
     return None
 
 
-def _are_one(a: AnyJaxMesh, b: AnyJaxMesh) -> bool:
+def _are_same_mesh(a: AnyJaxMesh, b: AnyJaxMesh) -> bool:
     """Return whether meshes are equal; of a traced array JAX knows the mesh without its devices."""
     if a == b:
         return True

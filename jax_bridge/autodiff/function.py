@@ -83,7 +83,12 @@ def apply(plan: Plan, x: jax.Array, ad: str) -> jax.Array:
 
 
 def move(plan: Plan, x: jax.Array) -> jax.Array:
-    """Run a linear plan on this device's block. x: as for `apply`."""
+    """Run a linear plan on this device's block.
+
+    Args:
+        plan: The plan.
+        x: As for `apply`.
+    """
     return _move(x, plan=plan, devices=None)
 
 
@@ -95,10 +100,10 @@ def batch_dim(plan: Plan, batch_axes: tuple[str, ...]) -> Dim:
 
 def new_name(kind: str, names: Sequence[str]) -> str:
     """Return a name for one more dim: "batch0", or "batch1" if the dims have "batch0", and so on."""
-    number = 0
-    while f"{kind}{number}" in names:
-        number += 1
-    return f"{kind}{number}"
+    suffix = 0
+    while f"{kind}{suffix}" in names:
+        suffix += 1
+    return f"{kind}{suffix}"
 
 
 @lru_cache(maxsize=1024)
@@ -143,7 +148,10 @@ def _on_blocks(
 ) -> jax.Array:
     """Move a block; or the blocks of all devices, one after the other along the first dim of `x`.
 
-    devices: The name of the `vmap` of which the devices are the batch; None for one block.
+    Args:
+        move_block: Moves one block.
+        x: The block, or the blocks.
+        devices: The name of the `vmap` of which the devices are the batch; None for one block.
     """
     if devices is None:
         return move_block(x)
@@ -153,7 +161,14 @@ def _on_blocks(
 def _run(
     x: jax.Array, *, plan: Plan, devices: str | None, transport: Transport = PERMUTE
 ) -> jax.Array:
-    """Run a plan. devices: as for `_on_blocks`."""
+    """Run a plan.
+
+    Args:
+        x: The block, or the blocks of all devices.
+        plan: The plan.
+        devices: As for `_on_blocks`.
+        transport: How boxes travel.
+    """
     return _on_blocks(partial(run, plan, transport=transport), x, devices)
 
 
@@ -264,7 +279,10 @@ def _max_or_min_tangent(
 def _collectives(plan: Plan, tangent_map: Move, x: jax.Array) -> jax.Array:
     """Run a plan so that a jaxpr shows its collectives.
 
-    tangent_map: how its tangent goes through it.
+    Args:
+        plan: The plan.
+        tangent_map: Takes a tangent through it.
+        x: The block.
     """
     return _no_transpose(run(plan, x, PERMUTE_UNBRANCHED), plan=plan)
 
@@ -283,12 +301,14 @@ def _transpose_reverse_only(cotangent: jax.Array, *, plan: Plan, devices: str | 
     return _on_blocks(partial(_collectives, plan.backward, move), cotangent, devices)
 
 
-def _refuse(what: str, x: jax.Array, *, plan: Plan, devices: str | None = None) -> NoReturn:
+def _refuse(operation: str, x: jax.Array, *, plan: Plan, devices: str | None = None) -> NoReturn:
     """Raise XshardError in place of an operation that `custom_vjp` lacks."""
     hint = (
         'ad="linear", the default, has every mode; "custom_vjp" has reverse mode: grad, vjp, jacrev'
     )
-    raise XshardError(f"{what} of '{plan.src} -> {plan.dst}' with ad=\"custom_vjp\"", hint=hint)
+    raise XshardError(
+        f"{operation} of '{plan.src} -> {plan.dst}' with ad=\"custom_vjp\"", hint=hint
+    )
 
 
 # The tangent in reverse mode: JAX only transposes it. To run it is forward mode, which is refused.

@@ -60,13 +60,13 @@ def multiplied(x: jax.Array, y: jax.Array, names: ProductNames, **options: Any) 
 class _DimOrder(NamedTuple):
     """An order of dims in which a product is a matrix product, without transpositions."""
 
-    left: int  # the number of the operand that is the left matrix: its dims begin the result
+    left_index: int  # of the operand that is the left matrix: its dims begin the result
     left_names: Names
     result_names: Names
     n_copied: int  # elements to copy into this order and back
 
 
-def _dim_order(left: int, names: ProductNames, lengths: dict[int, int]) -> _DimOrder:
+def _dim_order(left_operand: int, names: ProductNames, lengths: dict[int, int]) -> _DimOrder:
     """Order dims so that the einsum is a batched matrix product with one operand on the left.
 
     The left operand has batch dims, its own dims (rows), summed dims; the result has batch dims,
@@ -74,12 +74,12 @@ def _dim_order(left: int, names: ProductNames, lengths: dict[int, int]) -> _DimO
     "ij,jk->ik" and then transposes the result.
 
     Args:
-        left: The number of the operand on the left: 0 or 1.
+        left_operand: The index of the operand on the left: 0 or 1.
         names: The names of all dims, as numbers.
         lengths: The length of each dim by name, to count what transposing would copy.
     """
-    left_names = names.operands[left]
-    right_names = names.operands[1 - left]
+    left_names = names.operands[left_operand]
+    right_names = names.operands[1 - left_operand]
     shared = set(left_names) & set(right_names)
     batch = [name for name in names.result if name in shared]
     rows = [name for name in names.result if name not in right_names]
@@ -94,7 +94,7 @@ def _dim_order(left: int, names: ProductNames, lengths: dict[int, int]) -> _DimO
         n_copied += prod(lengths[name] for name in left_names)
     if names.result != ordered_result:
         n_copied += prod(lengths[name] for name in names.result)
-    return _DimOrder(left, ordered_left, ordered_result, n_copied)
+    return _DimOrder(left_operand, ordered_left, ordered_result, n_copied)
 
 
 def _run(
@@ -118,16 +118,16 @@ def _run(
     orders = (_dim_order(0, names, lengths), _dim_order(1, names, lengths))
     order = min(orders, key=lambda order: order.n_copied)
 
-    left = (x, y)[order.left]
-    left_names = names.operands[order.left]
-    right = (x, y)[1 - order.left]
-    right_names = names.operands[1 - order.left]
+    left = (x, y)[order.left_index]
+    left_names = names.operands[order.left_index]
+    right = (x, y)[1 - order.left_index]
+    right_names = names.operands[1 - order.left_index]
     # A dim that only the left operand has, and that is summed, is in no order: `einsum` sums it
     # before the product, so that transposing the operand first would be of no use.
     has_all_dims = len(left_names) == len(order.left_names)
     if left_names != order.left_names and has_all_dims:
         permutation = list(map(left_names.index, order.left_names))
-        left = _in_order(lax.transpose(left, permutation))
+        left = _in_memory_order(lax.transpose(left, permutation))
         left_names = order.left_names
 
     out_sharding = None
@@ -146,7 +146,7 @@ def _run(
     if order.result_names == names.result:
         return result
     permutation = list(map(order.result_names.index, names.result))
-    return lax.transpose(_in_order(result), permutation)
+    return lax.transpose(_in_memory_order(result), permutation)
 
 
 def _transpose(
@@ -178,8 +178,8 @@ def _transpose(
     other_names = names.operands[1 - i]
     # A dim that neither the result nor the other operand has, as j above, was summed. The cotangent
     # is computed without it, and repeated along it at the end.
-    known_names = {*names.result, *other_names}
-    computed_dims = [dim for dim, name in enumerate(operand_names) if name in known_names]
+    available_names = {*names.result, *other_names}
+    computed_dims = [dim for dim, name in enumerate(operand_names) if name in available_names]
 
     out_sharding = None
     computed_cuts = None
@@ -260,7 +260,7 @@ _product: Operation = bilinear_primitive(
 )
 
 # XLA:CPU would fold the order into the product, for which it then has no fast kernel.
-_in_order: Operation = linear_primitive(
+_in_memory_order: Operation = linear_primitive(
     "xshard_in_order",
     run=lax.optimization_barrier,
     transpose=lambda cotangent: cotangent,

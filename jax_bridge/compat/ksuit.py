@@ -45,13 +45,13 @@ def all_gather_grad(
         >>> gathered(jnp.ones(1)).shape  # one scalar on one device
         (1, 1)
     """
-    return _gathered(x, axis, "sum", batch_dim, shape)
+    return _gather(x, axis, "sum", batch_dim, shape)
 
 
 @api_boundary
 def all_gather_grad_autograd(x: ArrayLike, axis: Axes | None) -> jax.Array:
     """Gather blocks along the first dim: [n, ...] -> [P n, ...]; gradients are summed."""
-    return _gathered(x, axis, "sum")
+    return _gather(x, axis, "sum")
 
 
 @api_boundary
@@ -60,13 +60,13 @@ def all_gather_grad_overwrite(x: ArrayLike, axis: Axes | None) -> jax.Array:
 
     The gradient of a block is the one on its own device.
     """
-    return _gathered(x, axis, "replicated")
+    return _gather(x, axis, "replicated")
 
 
 @api_boundary
 def all_gather_nograd(x: ArrayLike, axis: Axes | None) -> jax.Array:
     """Gather blocks along the first dim, without a gradient: [n, ...] -> [P n, ...]."""
-    return _gathered(stop_gradient(x), axis, "replicated")
+    return _gather(stop_gradient(x), axis, "replicated")
 
 
 @api_boundary
@@ -105,28 +105,28 @@ def all_reduce_sum_grad(x: ArrayLike, axis: Axes | None) -> jax.Array:
         >>> jax.pmap(lambda x: all_reduce_sum_grad(x, "dp"), "dp")(jnp.ones((1, 2))).tolist()
         [[1.0, 1.0]]
     """
-    return _reduced(x, axis, mean=False)
+    return _reduce(x, axis, mean=False)
 
 
 @api_boundary
 def all_reduce_mean_grad(x: ArrayLike, axis: Axes | None) -> jax.Array:
     """Average over devices, as a float: [...] -> [...]; the gradient is divided by P."""
-    return _reduced(x, axis, mean=True)
+    return _reduce(x, axis, mean=True)
 
 
 @api_boundary
 def all_reduce_sum_nograd(x: ArrayLike, axis: Axes | None) -> jax.Array:
     """Sum over devices, on every device, without a gradient: [...] -> [...]."""
-    return _reduced(stop_gradient(x), axis, mean=False)
+    return _reduce(stop_gradient(x), axis, mean=False)
 
 
 @api_boundary
 def all_reduce_mean_nograd(x: ArrayLike, axis: Axes | None) -> jax.Array:
     """Average over devices, on every device, without a gradient: [...] -> [...]."""
-    return _reduced(stop_gradient(x), axis, mean=True)
+    return _reduce(stop_gradient(x), axis, mean=True)
 
 
-def _gathered(
+def _gather(
     x: ArrayLike, axis: Axes | None, grad: Grad, dim: int = 0, shape: Shape = None
 ) -> jax.Array:
     """Gather blocks along a dim; a scalar is one row."""
@@ -134,7 +134,7 @@ def _gathered(
     return block if axis is None else all_gather(block, dim, axis, grad=grad, shape=shape)
 
 
-def _reduced(x: ArrayLike, axis: Axes | None, *, mean: bool) -> jax.Array:
+def _reduce(x: ArrayLike, axis: Axes | None, *, mean: bool) -> jax.Array:
     """Sum or average over devices, in a wider dtype where that is more exact."""
     block = jnp.asarray(x)
     if axis is None:

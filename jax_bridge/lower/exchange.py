@@ -1,8 +1,12 @@
 """The exchange step in JAX: devices send boxes to each other, and place what they receive.
 
-A box is a sub-array of a block. Boxes are handled as slices if all boxes of a round are slices of
-one shape, else by tables of rows, padded to the longest along every dim. Boxes that tile a block
-are concatenated.
+A box is a sub-array of a block: the elements at given rows along each dim. A message is a box with its sender
+and receiver. In a round each device sends at most one box, and receives at most one; the first rounds are
+those of boxes that stay on their device. Every device runs the code of all rounds, and looks up in tables, by
+its number, which rows of its block they concern.
+
+There are three ways to place boxes, the cheapest first: boxes that tile a block are concatenated; boxes that
+are slices of one shape are written as slices; others go through tables of rows, padded to the longest.
 """
 
 from __future__ import annotations
@@ -34,8 +38,8 @@ from jax_bridge.lower.transports import (
     Shape,
     Transport,
     box_shape,
+    make_schedule,
     rounds,
-    scheduled,
 )
 from jax_bridge.mesh.axis_types import as_varying, from_bits, long_axes, to_bits
 from xshard import Layout, Mesh, Sharding
@@ -45,11 +49,11 @@ from xshard.steps.exchange.messages import Message, rows_at
 
 COMBINE = {"sum": jnp.add, "max": jnp.maximum, "min": jnp.minimum}
 
-# How boxes tile a device's block: the first row of each box along every dim, sorted, and the number
-# of the round in which it arrives.
+# How boxes tile a device's block: (first row of the box along every dim, index of the round in which it
+# arrives), sorted by first rows.
 Tiling = tuple[tuple[Shape, int], ...]
 
-MOST_TILES = 32  # in all distinct tilings together: each tiling is compiled as a branch
+MAX_COMPILED_TILES = 32  # in all distinct tilings together: each tiling is compiled as a branch
 
 
 class _Delivery(NamedTuple):
@@ -59,12 +63,12 @@ class _Delivery(NamedTuple):
     op: str | None  # a key of COMBINE; None if no two boxes meet
     after: Sharding
     transport: Transport
-    in_order: bool  # boxes that meet are added in the order of their senders
+    sender_order: bool  # boxes that meet are added in the order of their senders
 
     @property
     def adds_in_order(self) -> bool:
-        """Whether the order of boxes matters: a max or min has none."""
-        return self.in_order and self.op == "sum"
+        """Whether boxes have to be sorted by their senders: a maximum is the same in any order."""
+        return self.sender_order and self.op == "sum"
 
 
 def exchange(
@@ -74,14 +78,14 @@ def exchange(
     after: Sharding,
     transport: Transport,
     *,
-    in_order: bool = False,
+    sender_order: bool = False,
 ) -> jax.Array:
     """Send sub-arrays of this device's block to other devices, and build the new block from theirs.
 
     This is the general step, for what no collective of JAX does: halos, zigzag order, uneven
     blocks. The messages, each a sub-array (a box) with its sender and receiver, follow from the two
     shardings. They go in rounds: in a round a device sends and receives at most one box.
-    Boxes that meet are added in the order of the rounds, after a device's own box, or `in_order`.
+    Boxes that meet are added in the order of the rounds, after a device's own box, or by `sender_order`.
 
     Args:
         step: The step.
@@ -89,7 +93,7 @@ def exchange(
         before: The sharding before it.
         after: The sharding after it.
         transport: How boxes travel.
-        in_order: Whether boxes that meet are added in the order of their senders.
+        sender_order: Whether boxes that meet are added in the order of their senders.
 
     Returns:
         The block after it, of the shape of the largest; elements that nobody sends are zero.
@@ -98,11 +102,11 @@ def exchange(
     # JAX types a received box as varying (different on each device). One that stays on its device
     # gets this type, too, since both may be results of the branches of one `switch`.
     axes = long_axes(after.mesh)
-    delivery = _Delivery(rounds(step, before), step.op(before), after, transport, in_order)
-    return _delivered(delivery, as_varying(x, axes), as_varying(out, axes))
+    delivery = _Delivery(rounds(step, before), step.op(before), after, transport, sender_order)
+    return _deliver(delivery, as_varying(x, axes), as_varying(out, axes))
 
 
-def _delivered(delivery: _Delivery, x: jax.Array, out: jax.Array) -> jax.Array:
+def _deliver(delivery: _Delivery, x: jax.Array, out: jax.Array) -> jax.Array:
     """Send boxes of this device's block `x` to others, and put those that arrive into `out`.
 
     Boxes are cut as slices where possible, else gathered by tables of row positions.
@@ -116,13 +120,13 @@ def _delivered(delivery: _Delivery, x: jax.Array, out: jax.Array) -> jax.Array:
         deliver = _by_slices
     if delivery.adds_in_order:
         # Rounded once, as XLA may leave out to round in between.
-        wide = out.astype(reduction_dtype(delivery.op, out.dtype))
+        wide_out = out.astype(reduction_dtype(delivery.op, out.dtype))
         if deliver is _by_slices and tilings(all_rounds, delivery.after) is not None:
-            # Slices are added to what is there. Zeros would turn -0.0 into 0.0.
-            wide = jnp.full_like(wide, -0.0)
+            # Slices are added to the elements of `out`. Zeros would turn -0.0 into 0.0.
+            wide_out = jnp.full_like(wide_out, -0.0)
         else:
             deliver = _by_tables
-        return deliver(delivery, x, wide).astype(out.dtype)
+        return deliver(delivery, x, wide_out).astype(out.dtype)
 
     messages = itertools.chain.from_iterable(all_rounds)
     has_negative = any(message.sign < 0 for message in messages)
@@ -138,40 +142,58 @@ def _by_slices(delivery: _Delivery, x: jax.Array, out: jax.Array) -> jax.Array:
 
     Of a block of 4 rows a device may send rows 2-3, which arrive at rows 0-1 of the receiver.
     """
-    schedule = delivery.schedule
-    all_rounds = schedule.all_rounds  # first those in which devices keep boxes, then the others
-    n_local = len(schedule.local)
+    all_rounds = delivery.schedule.all_rounds
     mesh = delivery.after.mesh
     axes = long_axes(mesh)
     starts = _box_starts(all_rounds, mesh.n_devices, axes)
-
-    def cut_out(r: int) -> jax.Array:
-        """Cut out the box that this device sends or keeps in round r."""
-        shape = box_shape(all_rounds[r])
-        return lax.dynamic_slice(x, starts[r].sent, shape, allow_negative_indices=False)
-
-    boxes_to_send = [cut_out(r) for r in range(n_local, len(all_rounds))]
-    received = delivery.transport.send(boxes_to_send, schedule.sent, mesh)
-
-    def arrived(r: int) -> jax.Array:
-        """Return the box that this device receives or keeps in round r."""
-        # Boxes to keep are cut out here, so that a branch of a `switch` cuts only its own.
-        box = cut_out(r) if r < n_local else received[r - n_local]
-        return _signed(box, all_rounds[r], mesh)
-
+    box_of_round = _send_slices(delivery, x, starts)
     # Boxes that fill the new block exactly are concatenated: one copy instead of one per box.
     if delivery.op is None and delivery.transport.branches:
         tiling_of_device = tilings(all_rounds, delivery.after)
         if tiling_of_device is not None:
-            return _tiled_by_device(tiling_of_device, arrived, axes)
-    arrivals = [_Arrival(messages, arrived(r)) for r, messages in enumerate(all_rounds)]
+            return _tile_by_device(tiling_of_device, box_of_round, axes)
+    arrivals = [_Arrival(messages, box_of_round(i)) for i, messages in enumerate(all_rounds)]
     if delivery.adds_in_order:
         arrivals = _by_sender(arrivals, mesh)
         starts = _box_starts([arrival.messages for arrival in arrivals], mesh.n_devices, axes)
     for arrival, start in zip(arrivals, starts, strict=True):
-        receives = _receivers(arrival.messages, mesh.n_devices)
-        out = _with_box(out, arrival.box, start.received, receives, delivery.op, axes)
+        is_receiver = _receivers(arrival.messages, mesh.n_devices)
+        out = _with_box(out, arrival.box, start.received, is_receiver, delivery.op, axes)
     return out
+
+
+def _send_slices(
+    delivery: _Delivery, x: jax.Array, starts: Sequence[BoxStarts]
+) -> Callable[[int], jax.Array]:
+    """Send boxes that are slices; return a function: index of a round -> the box that arrives in it.
+
+    Args:
+        delivery: The boxes.
+        x: This device's block.
+        starts: For each round, where the box that this device sends begins in `x`.
+    """
+    schedule = delivery.schedule
+    all_rounds = schedule.all_rounds
+    n_local = len(schedule.local)
+    mesh = delivery.after.mesh
+
+    def cut_out(round_index: int) -> jax.Array:
+        shape = box_shape(all_rounds[round_index])
+        start = starts[round_index].sent
+        return lax.dynamic_slice(x, start, shape, allow_negative_indices=False)
+
+    boxes_to_send = [cut_out(i) for i in range(n_local, len(all_rounds))]
+    received = delivery.transport.send(boxes_to_send, schedule.sent, mesh)
+
+    def box_of_round(round_index: int) -> jax.Array:
+        if round_index < n_local:
+            # A box that stays is cut out only here: each branch of a `switch` cuts only its own.
+            box = cut_out(round_index)
+        else:
+            box = received[round_index - n_local]
+        return _apply_signs(box, all_rounds[round_index], mesh)
+
+    return box_of_round
 
 
 class _Arrival(NamedTuple):
@@ -187,34 +209,39 @@ def _by_sender(arrivals: Sequence[_Arrival], mesh: Mesh) -> list[_Arrival]:
     On 3 devices a round may bring device 0 the box of device 1, and device 1 that of device 2. Of
     the results, the first has the box of device 0 on every device, the second that of device 1.
     """
-    n_devices = mesh.n_devices
-    senders = np.full((n_devices, len(arrivals)), n_devices)  # so many where nothing arrives
-    for r, arrival in enumerate(arrivals):
+    nobody = mesh.n_devices  # sorted last
+    senders = np.full((mesh.n_devices, len(arrivals)), nobody)
+    for round_index, arrival in enumerate(arrivals):
         for message in arrival.messages:
-            senders[message.dst, r] = message.src
-    order = np.argsort(senders, axis=1, kind="stable")  # [devices, rounds]
+            senders[message.dst, round_index] = message.src
+    # For each device the rounds in the order of senders: [devices, positions in the order].
+    round_at = np.argsort(senders, axis=1, kind="stable")
 
-    boxes = _stacked([arrival.box for arrival in arrivals])
+    boxes = _stack_boxes([arrival.box for arrival in arrivals])
     # Else XLA may fuse a box that stays on its device with the product that made it, unrounded.
     boxes = lax.optimization_barrier(boxes)
-    boxes = boxes[row_of_this_device(order, long_axes(mesh))]
-    results = []
-    for k in range(len(arrivals)):
+    sorted_boxes = boxes[row_of_this_device(round_at, long_axes(mesh))]
+    sorted_arrivals = []
+    for position in range(len(arrivals)):
         messages: list[Message] = []
-        for r, arrival in enumerate(arrivals):
-            messages += [message for message in arrival.messages if order[message.dst, k] == r]
+        for round_index, arrival in enumerate(arrivals):
+            messages += [
+                message
+                for message in arrival.messages
+                if round_at[message.dst, position] == round_index
+            ]
         if messages:
-            results.append(_Arrival(tuple(messages), boxes[k]))
-    return results
+            sorted_arrivals.append(_Arrival(tuple(messages), sorted_boxes[position]))
+    return sorted_arrivals
 
 
-def _stacked(boxes: Sequence[jax.Array]) -> jax.Array:
+def _stack_boxes(boxes: Sequence[jax.Array]) -> jax.Array:
     """Stack boxes, padded to the longest along every dim."""
-    longest = np.max([box.shape for box in boxes], axis=0)
+    max_shape = np.max([box.shape for box in boxes], axis=0)
     padded = []
     for box in boxes:
-        missing = [(0, length) for length in longest - box.shape]
-        padded.append(jnp.pad(box, missing))
+        padding = [(0, length) for length in max_shape - box.shape]
+        padded.append(jnp.pad(box, padding))
     return jnp.stack(padded)
 
 
@@ -222,30 +249,30 @@ def _with_box(
     out: jax.Array,
     box: jax.Array,
     start: list[Any],
-    receives: NDArray[np.bool_],
+    is_receiver: NDArray[np.bool_],
     op: str | None,
     axes: Sequence[str],
 ) -> jax.Array:
     """Write a box into a block, or add it, on the devices that receive one.
 
-    All devices run the same code: where nothing arrives, the elements that are there are rewritten.
+    All devices run the same code: one that receives nothing writes the present elements again.
 
     Args:
         out: The block.
         box: The box that arrived; on devices that receive none, anything.
         start: The first row of its place along every dim.
-        receives: For every device, whether it receives a box.
-        op: "sum" to add the box; None to overwrite what is there.
+        is_receiver: For every device, whether it receives a box.
+        op: "sum" to add the box; None to overwrite elements.
         axes: The axes that number the devices.
     """
     write = partial(lax.dynamic_update_slice, allow_negative_indices=False)
-    if op is None and receives.all():
+    if op is None and is_receiver.all():
         return write(out, box, start)
     present = lax.dynamic_slice(out, start, box.shape, allow_negative_indices=False)
     if op is not None:
         box = present + box
-    if not receives.all():
-        box = jnp.where(row_of_this_device(receives, axes), box, present)
+    if not is_receiver.all():
+        box = jnp.where(row_of_this_device(is_receiver, axes), box, present)
     return write(out, box, start)
 
 
@@ -257,31 +284,31 @@ def _by_tables(delivery: _Delivery, x: jax.Array, out: jax.Array) -> jax.Array:
     has elements.
     """
     schedule = delivery.schedule
-    all_rounds = schedule.all_rounds  # first those in which devices keep boxes, then the others
+    all_rounds = schedule.all_rounds
     n_local = len(schedule.local)
     mesh = delivery.after.mesh
     axes = long_axes(mesh)
     tables_of_rounds = [_round_tables(messages, delivery.after) for messages in all_rounds]
 
-    packed = []
+    packed_boxes = []
     for tables in tables_of_rounds:
         box = x
         for dim, table in enumerate(tables):
             box = pick_rows(box, dim, table.packing, axes)
-        packed.append(box)
-    received = delivery.transport.send(packed[n_local:], schedule.sent, mesh)
+        packed_boxes.append(box)
+    received = delivery.transport.send(packed_boxes[n_local:], schedule.sent, mesh)
 
-    arrivals = list(map(_Arrival, all_rounds, packed[:n_local] + received))
+    arrivals = list(map(_Arrival, all_rounds, packed_boxes[:n_local] + received))
     if delivery.adds_in_order:
         arrivals = _by_sender(arrivals, mesh)
         tables_of_rounds = [_round_tables(arrival.messages, delivery.after) for arrival in arrivals]
     is_written = jnp.zeros(out.shape, bool)
     for (messages, box), tables in zip(arrivals, tables_of_rounds, strict=True):
-        box = _signed(box, messages, mesh)
+        box = _apply_signs(box, messages, mesh)
         for dim, table in enumerate(tables):
             box = pick_rows(box, dim, table.placing, axes)
         if delivery.op is not None:
-            # The first box at a place is written, not combined with the zero that is there.
+            # The first box for an element is written, not combined with the zero in `out`.
             box = jnp.where(is_written, COMBINE[delivery.op](out, box), box)
         has_element = _elements_of_box(messages, tables, mesh)
         out = jnp.where(has_element, box, out)
@@ -304,7 +331,7 @@ def _receivers(messages: Round, n_devices: int) -> NDArray[np.bool_]:
     return np.isin(np.arange(n_devices), [message.dst for message in messages])
 
 
-def _signed(box: jax.Array, messages: Round, mesh: Mesh) -> jax.Array:
+def _apply_signs(box: jax.Array, messages: Round, mesh: Mesh) -> jax.Array:
     """Negate the box if its message says so: rows from beyond a pole may change their sign."""
     if all(message.sign > 0 for message in messages):
         return box
@@ -323,9 +350,11 @@ def _are_slices(messages: Round) -> bool:
 
 
 class BoxStarts(NamedTuple):
-    """Where the box that a device sends in a round begins, and the one that it receives: a row per dim.
+    """Where the box that a device sends in a round begins, and where the one that it receives.
 
-    Rows are counted in the device's own block, before and after the exchange.
+    Attributes:
+        sent: The first row along each dim, in the device's block before the exchange.
+        received: Likewise in its block after the exchange.
     """
 
     sent: list[Any]
@@ -350,8 +379,9 @@ def _box_starts(
     # Device 0's, as constants; those that differ on another device are overwritten below.
     starts = [BoxStarts(list(sent), list(received)) for sent, received in table[0]]
     differs = (table != table[0]).any(axis=0)  # [rounds, ends, dims]
-    for r, end, dim in np.argwhere(differs).tolist():  # end: 0 is sent, 1 is received
-        starts[r][end][dim] = row_of_this_device(table[:, r, end, dim], axes)
+    for round_index, end, dim in np.argwhere(differs).tolist():  # end: 0 is sent, 1 is received
+        starts_of_devices = table[:, round_index, end, dim]
+        starts[round_index][end][dim] = row_of_this_device(starts_of_devices, axes)
     return starts
 
 
@@ -359,14 +389,14 @@ def _table_of_starts(all_rounds: Sequence[Round], n_devices: int) -> NDArray[np.
     """Tabulate where the boxes of all devices begin: [devices, rounds, sent or received, dims]."""
     ndim = len(all_rounds[0][0].box)
     table = np.zeros((n_devices, len(all_rounds), 2, ndim), np.int32)
-    for r, messages in enumerate(all_rounds):
+    for round_index, messages in enumerate(all_rounds):
         # A device without a box cuts out another's rows, which nobody reads: the more starts are
         # equal, the more of them are constants.
-        table[:, r] = _first_rows(messages[0])
+        table[:, round_index] = _first_rows(messages[0])
         for message in messages:
             first_rows = _first_rows(message)
-            table[message.src, r, 0] = first_rows.sent
-            table[message.dst, r, 1] = first_rows.received
+            table[message.src, round_index, 0] = first_rows.sent
+            table[message.dst, round_index, 1] = first_rows.received
     return table
 
 
@@ -431,35 +461,37 @@ def tilings(schedule: Sequence[Round], after: Sharding) -> tuple[Tiling, ...] | 
     if len(shapes) > 1:
         return None
     # For each device a dict: where a box begins -> the round in which it arrives.
-    round_at: list[dict[Shape, int]] = [{} for _ in range(after.mesh.n_devices)]
-    for r, messages in enumerate(schedule):
+    round_of_start: list[dict[Shape, int]] = [{} for _ in range(after.mesh.n_devices)]
+    for round_index, messages in enumerate(schedule):
         for message in messages:
             start = tuple(_first_rows(message).received)
-            round_at[message.dst][start] = r
+            round_of_start[message.dst][start] = round_index
 
-    tiling_of_device = tuple(tuple(sorted(of_device.items())) for of_device in round_at)
-    # Boxes of one shape at different places do not overlap here. If they have as many elements as
-    # the block, there is no gap.
+    tiling_of_device = tuple(tuple(sorted(of_device.items())) for of_device in round_of_start)
+    # Boxes of one shape that begin at different rows do not overlap here. If they have as many
+    # elements as the block, there is no gap.
     box_size = math.prod(shapes.pop())
     block_size = math.prod(after.max_local_shape)
     if any(len(tiling) * box_size != block_size for tiling in tiling_of_device):
         return None
     # Devices with equal tilings share one branch of the program.
     n_compiled = sum(map(len, set(tiling_of_device)))
-    return tiling_of_device if n_compiled <= MOST_TILES else None
+    return tiling_of_device if n_compiled <= MAX_COMPILED_TILES else None
 
 
-def _tiled_by_device(
-    tiling_of_device: Sequence[Tiling], box: Callable[[int], jax.Array], axes: Sequence[str]
+def _tile_by_device(
+    tiling_of_device: Sequence[Tiling],
+    box_of_round: Callable[[int], jax.Array],
+    axes: Sequence[str],
 ) -> jax.Array:
     """Concatenate boxes as this device's tiling says: a branch for each distinct tiling."""
     distinct = list(dict.fromkeys(tiling_of_device))
     branch_of_device = [distinct.index(tiling) for tiling in tiling_of_device]
-    branches = [partial(tiled, tiling, box) for tiling in distinct]
+    branches = [partial(tiled, tiling, box_of_round) for tiling in distinct]
     return lax.switch(row_of_this_device(np.array(branch_of_device, np.int32), axes), branches)
 
 
-def tiled(tiling: Tiling, box: Callable[[int], jax.Array], dim: int = 0) -> jax.Array:
+def tiled(tiling: Tiling, box_of_round: Callable[[int], jax.Array], dim: int = 0) -> jax.Array:
     """Concatenate the boxes of a tiling into a block.
 
     Boxes with the same first row along `dim` are joined into a slab along the dims after it
@@ -467,14 +499,15 @@ def tiled(tiling: Tiling, box: Callable[[int], jax.Array], dim: int = 0) -> jax.
 
     Args:
         tiling: For each box its first row along every dim, and its round; sorted by first rows.
-        box: The number of a round -> the box that arrives in it.
+        box_of_round: Index of a round -> the box that arrives in it.
         dim: The first dim to concatenate along.
     """
     if len(tiling) == 1:
-        return box(tiling[0][1])
+        _, round_index = tiling[0]
+        return box_of_round(round_index)
     slabs = []
     for _, tiles in itertools.groupby(tiling, key=lambda tile: tile[0][dim]):
-        slabs.append(tiled(tuple(tiles), box, dim + 1))
+        slabs.append(tiled(tuple(tiles), box_of_round, dim + 1))
     return lax.concatenate(slabs, dim)
 
 
@@ -483,13 +516,17 @@ def tiled(tiling: Tiling, box: Callable[[int], jax.Array], dim: int = 0) -> jax.
 AXIS = "device"
 
 
-class SentPart(NamedTuple):
-    """The messages that take parts of a block to a new block.
+class BlockMessages(NamedTuple):
+    """The messages that take boxes of one old block to a new block.
 
-    `block` is the block's number; its elements are seen as an array of `shape`. The new block is
-    `new_shape`, whose dims are in the order of the sender's, transposed to `order`: [3, 2] transposed
-    to (1, 0) is [2, 3]. `op` says how boxes at one place combine, `in_order` whether in the order of
-    their senders.
+    Attributes:
+        block: The index of the old block.
+        shape: The shape as which its elements are seen.
+        new_shape: The shape of the new block with the dims in the sender's order.
+        order: How it is transposed then: [3, 2] transposed to (1, 0) is [2, 3].
+        messages: The messages.
+        op: How boxes that meet combine, as "sum".
+        sender_order: Whether boxes that meet are added in the order of their senders.
     """
 
     block: int
@@ -498,15 +535,21 @@ class SentPart(NamedTuple):
     order: Shape
     messages: tuple[Message, ...]
     op: str | None
-    in_order: bool
+    sender_order: bool
 
 
 class NewBlock(NamedTuple):
-    """A new block of `shape`, of parts of other blocks. It lacks the dims of length 1 that stacking adds."""
+    """A new block of boxes of old ones.
+
+    Attributes:
+        shape: Without the dims of length 1 that stacking adds.
+        dtypes: The one that travels, and the new block's.
+        sources: The messages from each old block.
+    """
 
     shape: Shape
-    dtypes: tuple[str, str]  # the one that travels, and the new block's
-    parts: tuple[SentPart, ...]
+    dtypes: tuple[str, str]
+    sources: tuple[BlockMessages, ...]
 
 
 def transfer(
@@ -515,7 +558,7 @@ def transfer(
     n_devices: int,
     transport: Transport,
 ) -> Iterator[jax.Array]:
-    """Move arrays from one mesh to another: build each new block from parts that devices send.
+    """Move arrays from one mesh to another: build each new block from boxes that devices send.
 
     One program runs on the devices of both meshes, numbered 0, 1, ...: in a `shard_map` with
     check_vma=False over one axis, `AXIS`. A device that is in one mesh only sends nothing, or
@@ -533,14 +576,14 @@ def transfer(
     for new in new_blocks:
         travel_dtype, dtype = new.dtypes
         out = jnp.zeros(new.shape, travel_dtype)
-        for part in new.parts:
+        for source in new.sources:
             # For the program every new block is whole: which rows it receives is in the messages.
-            after = Sharding(Layout.parse("..."), Mesh({AXIS: n_devices}), part.new_shape)
-            x = blocks[part.block].reshape(part.shape).astype(travel_dtype)
-            schedule = scheduled(part.messages, adds=part.op is not None)
-            delivery = _Delivery(schedule, part.op, after, transport, part.in_order)
-            # Messages keep the order of a source's dims, in which others of the block may differ.
-            transposed = out.reshape([part.new_shape[i] for i in part.order])
-            received = _delivered(delivery, x, transposed.transpose(np.argsort(part.order)))
-            out = received.transpose(part.order).reshape(new.shape)
+            after = Sharding(Layout.parse("..."), Mesh({AXIS: n_devices}), source.new_shape)
+            x = blocks[source.block].reshape(source.shape).astype(travel_dtype)
+            schedule = make_schedule(source.messages, adds=source.op is not None)
+            delivery = _Delivery(schedule, source.op, after, transport, source.sender_order)
+            # Messages have the dims in the order of their source, which may differ between sources.
+            transposed = out.reshape([source.new_shape[i] for i in source.order])
+            received = _deliver(delivery, x, transposed.transpose(np.argsort(source.order)))
+            out = received.transpose(source.order).reshape(new.shape)
         yield out.astype(dtype)

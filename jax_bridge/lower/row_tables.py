@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from jax_bridge.mesh.axis_types import over_whole_axes
 from xshard import Mesh, Sharding
 from xshard.layout.block_rows import block_fills
+from xshard.notation.parser import Dim
 
 # The position of no row: a row of zeros is put there.
 VOID = -1
@@ -107,11 +108,11 @@ def pick_rows(x: jax.Array, dim: int, positions: Table, axes: Sequence[str]) -> 
         shape[dim] = width
         return jnp.zeros(shape, x.dtype)
 
-    first = positions[:, 0]
-    are_consecutive = (positions == first[:, None] + np.arange(width)).all()
-    if are_consecutive and (first != VOID).all():
+    first_rows = positions[:, 0]
+    are_consecutive = (positions == first_rows[:, None] + np.arange(width)).all()
+    if are_consecutive and (first_rows != VOID).all():
         # XLA copies a slice faster than it gathers rows.
-        start = row_of_this_device(first.astype(np.int32), axes)
+        start = row_of_this_device(first_rows.astype(np.int32), axes)
         return lax.dynamic_slice_in_dim(x, start, width, dim)
     return _gather_chunks(x, dim, positions, axes)
 
@@ -176,9 +177,9 @@ def row_of_this_device(values: NDArray, axes: Sequence[str]) -> jax.Array:
 
 def rows_of_this_device(sharding: Sharding, dim: int | str) -> jax.Array:
     """Return the global numbers of the rows of a dim in this device's block; VOID in its padding."""
-    number = sharding.layout.dim_index(dim)
-    axes = sharding.layout.dims[number].axes
-    table = row_table(sharding, number)
+    dim_index = sharding.layout.dim_index(dim)
+    axes = sharding.layout.dims[dim_index].axes
+    table = row_table(sharding, dim_index)
     return row_of_this_device(*over_whole_axes(table, axes, sharding.mesh))
 
 
@@ -211,24 +212,39 @@ def with_boundary_constants(x: jax.Array, sharding: Sharding) -> jax.Array:
     """
     mesh = sharding.mesh
     for d, (dim, length) in enumerate(zip(sharding.layout.dims, sharding.shape, strict=True)):
-        # The tables are over the dim's own axes only: devices along other axes need equal values,
-        # and looking them up by these axes would make JAX take x for different along them.
-        n_blocks = mesh.size(*dim.axes)
-        constants = np.zeros((n_blocks, x.shape[d]))
-        is_outside = np.zeros(constants.shape, bool)
-        for block in range(n_blocks):
-            for start, stop, constant in block_fills(dim, length, mesh.sizes_of(dim.axes), block):
-                constants[block, start:stop] = constant
-                is_outside[block, start:stop] = True
-
+        constants, is_outside = _boundary_tables(dim, length, x.shape[d], mesh)
         # `where` on an empty array would return the dtype of the constant, not that of x.
         if x.size and is_outside.any():
             long_axes = [axis for axis in dim.axes if axis in mesh.long_axes]
-            constants, whole = over_whole_axes(constants, long_axes, mesh)
+            constants, jax_axes = over_whole_axes(constants, long_axes, mesh)
             is_outside, _ = over_whole_axes(is_outside, long_axes, mesh)
-            local_constants = row_of_this_device(constants, whole).astype(x.dtype)
+            local_constants = row_of_this_device(constants, jax_axes).astype(x.dtype)
             fills = along_dim(local_constants, d, x.ndim)
-            mask = along_dim(row_of_this_device(is_outside, whole), d, x.ndim)
+            mask = along_dim(row_of_this_device(is_outside, jax_axes), d, x.ndim)
             x = jnp.where(mask, fills, x)
     # The fills along one dim went over the whole extent of the others, padding included.
     return with_zero_padding(x, sharding)
+
+
+def _boundary_tables(
+    dim: Dim, length: int, n_rows: int, mesh: Mesh
+) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+    """Tabulate the constants of a dim's halo rows, and which rows lie outside the array: [blocks, rows].
+
+    The tables are over the dim's own axes only: devices along other axes need equal values, and
+    looking them up by these axes would make JAX take the block for different along them.
+
+    Args:
+        dim: The dim.
+        length: Its global length.
+        n_rows: The rows of a block along it.
+        mesh: The mesh.
+    """
+    n_blocks = mesh.size(*dim.axes)
+    constants = np.zeros((n_blocks, n_rows))
+    is_outside = np.zeros(constants.shape, bool)
+    for block in range(n_blocks):
+        for start, stop, constant in block_fills(dim, length, mesh.sizes_of(dim.axes), block):
+            constants[block, start:stop] = constant
+            is_outside[block, start:stop] = True
+    return constants, is_outside

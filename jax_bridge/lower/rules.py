@@ -1,7 +1,9 @@
 """JAX's rule for each step of a plan: collectives of `jax.lax` on one device's block.
 
-A block is padded to the largest, and varying along all axes of the plan; the end declares replicas
-once. A step works on the normal form of its layouts: all its axes have more than one device.
+In JAX's types a value is varying along an axis if devices along it may hold different values, else invariant.
+Between steps a block is padded to the largest, and varying along all axes of the plan; after the last step
+`run` declares along which axes devices hold equal blocks. A step works on the normal form of its layouts: all
+its axes have more than one device.
 """
 
 from __future__ import annotations
@@ -56,7 +58,7 @@ REDUCE_BLOCKS = {"max": jnp.max, "min": jnp.min}
 
 
 class StepContext(NamedTuple):
-    """What a step needs beside its block: shardings on both sides, links, and how boxes travel."""
+    """What a step needs beside its block: the shardings before and after it, links, how boxes travel."""
 
     before: Sharding
     after: Sharding
@@ -112,20 +114,20 @@ def run(plan: Plan, x: jax.Array, transport: Transport = PERMUTE) -> jax.Array:
         plan's axes that `plan.dst` does not name (invariant, not varying).
     """
     if any(_explicit_axes(x)):
-        return _part_by_part(partial(run, transport=transport), plan, x)
+        return _run_on_subblocks(partial(run, transport=transport), plan, x)
     block_axes = varying_axes(x)
     axes = sorted(block_axes.union(plan.axes))
     if 0 in plan.shape:  # XLA has no collectives of nothing
         y = as_varying(jnp.zeros(plan.target.max_local_shape, x.dtype), axes)
     else:
         y = _run_steps(plan, x, axes, transport)
-    # The steps say nothing of replicas: the plan's target does, and along other axes than the
-    # plan's the block is what it was.
+    # The steps say nothing of replicas: the plan's target does. Along other axes than the plan's the
+    # block stays as varying as it was.
     target = plan.target
-    different = map(target.mesh.origin, target.layout.axes)
-    stays_varying = block_axes.difference(plan.axes).union(different)
+    target_axes = map(target.mesh.origin, target.layout.axes)
+    varying_after = block_axes.difference(plan.axes).union(target_axes)
     # A permutation makes the block varying along all axes of the mesh, more than the plan's.
-    return axis_types.as_invariant(y, varying_axes(y) - stays_varying)
+    return axis_types.as_invariant(y, varying_axes(y) - varying_after)
 
 
 def _run_steps(plan: Plan, x: jax.Array, axes: Sequence[str], transport: Transport) -> jax.Array:
@@ -155,16 +157,16 @@ def _explicit_axes(x: jax.Array) -> list[tuple[str, ...]]:
     return [axis_types.axes_of_entry(entry, spec) for entry in cuts_of(spec)]
 
 
-def _part_by_part(
+def _run_on_subblocks(
     move: Callable[[Plan, jax.Array], jax.Array], plan: Plan, x: jax.Array
 ) -> jax.Array:
-    """Run a plan on each part of a block that JAX shards further over Explicit axes.
+    """Run a plan on each sub-block of a block that JAX shards further over Explicit axes.
 
     Collectives work along manual axes only, so a `shard_map` makes the Explicit axes manual. A
-    block [8, 6] with dim 1 over tp=2 is moved as parts of [8, 3].
+    block [8, 6] with dim 1 over tp=2 is moved as sub-blocks [8, 3].
 
     Args:
-        move: Runs a plan on one part.
+        move: Runs a plan on one sub-block.
         plan: The plan for the whole block.
         x: The block.
 
@@ -175,7 +177,7 @@ def _part_by_part(
     sizes = sharding.mesh.shape
     target = plan.target.layout
     explicit_axes = _explicit_axes(x)
-    part_shape = []
+    subblock_shape = []
     dims = zip(explicit_axes, plan.shape, plan.source.layout.dims, strict=True)
     for axes, length, dim in dims:
         if axes and (dim.shards or target.dim(dim.name).shards):
@@ -184,18 +186,18 @@ def _part_by_part(
             )
             hint = "make that axis manual as well, and name it in the expression"
             raise ShapeError(reason, text=f"{plan.src} -> {plan.dst}", hint=hint)
-        part_shape.append(length // math.prod(sizes[axis] for axis in axes))
+        subblock_shape.append(length // math.prod(sizes[axis] for axis in axes))
 
     spec = sharding.spec
     entries = cuts_of(spec)
     out_entries = [entries[plan.source.dim_index(name)] for name in target.names]
-    on_parts = jax.shard_map(
-        partial(move, replace(plan, shape=tuple(part_shape))),
+    on_subblocks = jax.shard_map(
+        partial(move, replace(plan, shape=tuple(subblock_shape))),
         in_specs=spec,
         out_specs=PartitionSpec(*out_entries, unreduced=spec.unreduced, reduced=spec.reduced),
         axis_names=frozenset(itertools.chain(*explicit_axes)),
     )
-    return on_parts(x)
+    return on_subblocks(x)
 
 
 # The rules: one function per step.
@@ -209,13 +211,13 @@ def _all_gather(step: steps.AllGather, x: jax.Array, context: StepContext) -> ja
     dim = context.before.dim_index(step.dim)
     block_shape = x.shape
     phases = context.phases(axes_of(step.shards))
-    # Gathered along a new first dim, parts are put in place by one copy. Gathering along another
+    # Gathered along a new first dim, blocks are put in place by one copy. Gathering along another
     # dim is slower: XLA transposes the blocks before the collective and back after it.
     for devices in reversed(context.group_arguments(phases)):
         x = lax.all_gather(x, **devices)  # the slowest link first, while blocks are small
-    parts = x.reshape(-1, *block_shape)  # [devices, *block]
-    x = _merge_dims(jnp.moveaxis(parts, 0, dim), dim)
-    return _rows_in_order(x, dim, _rows_of_parts(context.before, step.dim, step.shards, phases))
+    blocks = x.reshape(-1, *block_shape)  # [devices, *block]
+    x = _merge_dims(jnp.moveaxis(blocks, 0, dim), dim)
+    return _rows_in_order(x, dim, _rows_by_device(context.before, step.dim, step.shards, phases))
 
 
 def _slice(step: steps.Slice, x: jax.Array, context: StepContext) -> jax.Array:
@@ -239,7 +241,7 @@ def _rows_kept(
 
 
 def _embed(step: steps.Embed, x: jax.Array, context: StepContext) -> jax.Array:
-    """Put the block's rows at their places in a larger block of zeros: the transpose of `_slice`.
+    """Put the block's rows where they belong in a larger block of zeros: the transpose of `_slice`.
 
     Rows [a, b] on device 1 of 2 -> [0, 0, a, b].
     """
@@ -248,10 +250,11 @@ def _embed(step: steps.Embed, x: jax.Array, context: StepContext) -> jax.Array:
     axes = before.layout.dim(step.dim).axes
     length = context.after.max_local_shape[dim]
 
-    def places(device: int) -> NDArray[np.int64]:
+    def source_rows(device: int) -> NDArray[np.int64]:
+        # For each row of the larger block the row of the device's block, or none.
         return inverse(_rows_kept(before, step.dim, step.shards, device), length)
 
-    table = group_table(before.mesh, axes, length, places)
+    table = group_table(before.mesh, axes, length, source_rows)
     return pick_rows(x, dim, *over_whole_axes(table, axes, before.mesh))
 
 
@@ -259,14 +262,14 @@ def _all_reduce(step: steps.AllReduce, x: jax.Array, context: StepContext) -> ja
     """Reduce blocks elementwise over the devices along the step's axes; all get the result.
 
     Where links differ in speed, a sum runs in phases: reduce-scatters over the fast links, an
-    all-reduce of the small pieces over the slowest, and all-gathers back. On 2 nodes of 4 devices a
-    block of 8 numbers is scattered in pieces of 2 within nodes; these are summed between nodes.
+    all-reduce of the small shares over the slowest, and all-gathers back. On 2 nodes of 4 devices a
+    block of 8 elements is scattered in shares of 2 within nodes; these are summed between nodes.
     """
     phases = context.phases(step.axes, step.op)
     # Each phase has the arguments that tell a collective its devices, the fastest links first.
     scatter_phases = context.group_arguments(phases)
     if step.op != "sum" or scatter_phases == [{"axis_name": step.axes}]:
-        return reduced(x, step.op, context.before.mesh, step.axes)
+        return all_reduce(x, step.op, context.before.mesh, step.axes)
 
     sum_phases = []
     # The last phase is a `psum` if its devices are all of some axes. In smaller groups JAX has no
@@ -274,17 +277,17 @@ def _all_reduce(step: steps.AllReduce, x: jax.Array, context: StepContext) -> ja
     if "axis_index_groups" not in scatter_phases[-1]:
         sum_phases = [scatter_phases.pop()]
     n_devices = context.before.mesh.size(*step.axes)
-    pieces = jnp.pad(x.reshape(-1), (0, -x.size % n_devices))  # scattered in equal pieces
+    flat = jnp.pad(x.reshape(-1), (0, -x.size % n_devices))  # scattered in equal shares
     for devices in scatter_phases:
-        pieces = lax.psum_scatter(pieces, **devices, tiled=True)
+        flat = lax.psum_scatter(flat, **devices, tiled=True)
     for devices in sum_phases:
-        pieces = as_varying(lax.psum(pieces, **devices), step.axes)
+        flat = as_varying(lax.psum(flat, **devices), step.axes)
     for devices in reversed(scatter_phases):
-        pieces = lax.all_gather(pieces, **devices, tiled=True)
-    return pieces[: x.size].reshape(x.shape)
+        flat = lax.all_gather(flat, **devices, tiled=True)
+    return flat[: x.size].reshape(x.shape)
 
 
-def reduced(x: jax.Array, op: str, mesh: Mesh, axes: Sequence[str]) -> jax.Array:
+def all_reduce(x: jax.Array, op: str, mesh: Mesh, axes: Sequence[str]) -> jax.Array:
     """Reduce blocks over the devices along axes of a plan's mesh; all get the result."""
     devices = group_arguments(mesh, axes)
     if "axis_index_groups" not in devices:
@@ -294,7 +297,7 @@ def reduced(x: jax.Array, op: str, mesh: Mesh, axes: Sequence[str]) -> jax.Array
 
 
 def _reduce_scatter(step: steps.ReduceScatter, x: jax.Array, context: StepContext) -> jax.Array:
-    """Reduce blocks over the devices along the step's axes, and leave each device its part.
+    """Reduce blocks over the devices along the step's axes, and leave each device its share.
 
     A block [8, c] on each of 4 devices -> [2, c] of their sum.
     """
@@ -302,22 +305,22 @@ def _reduce_scatter(step: steps.ReduceScatter, x: jax.Array, context: StepContex
     axes = axes_of(step.shards)
     dim = before.dim_index(step.dim)
     phases = context.phases(axes, step.op)
-    rows = _rows_of_parts(before, step.dim, step.shards, phases)
+    rows = _rows_by_device(before, step.dim, step.shards, phases)
     x = pick_rows(x, dim, rows[None], ())
-    parts = _split_dim(x, dim, before.mesh.size(*axes))
-    pieces = jnp.moveaxis(parts, dim, 0)  # [devices, *block]: a piece for each device
+    split = _split_dim(x, dim, before.mesh.size(*axes))
+    shares = jnp.moveaxis(split, dim, 0)  # [devices, *block]: a share for each device
     if step.op == "sum":
         for devices in context.group_arguments(phases):
-            # The slowest link last, when pieces are small.
-            pieces = lax.psum_scatter(pieces, **devices, tiled=True)
-        return pieces.reshape(pieces.shape[1:])
+            # The slowest link last, when shares are small.
+            shares = lax.psum_scatter(shares, **devices, tiled=True)
+        return shares.reshape(shares.shape[1:])
 
-    # XLA has a reduce-scatter for sums alone. For a max or min each device sends piece i to device
+    # XLA has a reduce-scatter for sums alone. For a max or min each device sends share i to device
     # i, which reduces what arrives, [devices, *block]. A reduce-scatter would send as many bytes.
     devices = group_arguments(before.mesh, axes)
     arrived = as_bits(
         lambda bits: lax.all_to_all(bits, **devices, split_axis=0, concat_axis=0, tiled=True),
-        pieces,
+        shares,
     )
     return REDUCE_BLOCKS[step.op](arrived, axis=0)
 
@@ -331,22 +334,24 @@ def _all_to_all(step: steps.AllToAll, x: jax.Array, context: StepContext) -> jax
     src = before.dim_index(step.src_dim)
     dst = before.dim_index(step.dst_dim)
     phases = context.phases(axes_of(step.dst_shards), op="")  # one phase
-    sent_rows = _rows_of_parts(before, step.dst_dim, step.dst_shards, phases)
+    sent_rows = _rows_by_device(before, step.dst_dim, step.dst_shards, phases)
     x = pick_rows(x, dst, sent_rows[None], ())
-    # With the parts along a dim of their own one copy puts them in place; a tiled `all_to_all`
-    # makes two.
+    # With a dim that counts devices, one copy puts the rows in place; a tiled `all_to_all` of the
+    # dim itself makes two.
     x = _split_dim(x, dst, before.mesh.size(*phases.axes))  # [..., devices, rows, ...]
     devices = group_arguments(before.mesh, phases.axes)
     x = lax.all_to_all(x, split_axis=dst, concat_axis=dst, tiled=True, **devices)
-    # The dim at `dst` now counts devices: entry i is the part of `src` that came from device i.
+    # Entry i along `dst` is the rows of `src` that came from device i.
     x = _merge_dims(jnp.moveaxis(x, dst, src), src)
-    return _rows_in_order(x, src, _rows_of_parts(before, step.src_dim, step.src_shards, phases))
+    return _rows_in_order(x, src, _rows_by_device(before, step.src_dim, step.src_shards, phases))
 
 
 def _exchange(step: steps.Exchange, x: jax.Array, context: StepContext) -> jax.Array:
     """Send boxes of elements between any devices."""
-    in_order = context.fabric.profile.adds_in_order
-    return exchange(step, x, context.before, context.after, context.transport, in_order=in_order)
+    sender_order = context.fabric.profile.adds_in_order
+    return exchange(
+        step, x, context.before, context.after, context.transport, sender_order=sender_order
+    )
 
 
 def _mask(step: steps.Mask, x: jax.Array, context: StepContext) -> jax.Array:
@@ -390,19 +395,19 @@ def _transpose(step: steps.Transpose, x: jax.Array, context: StepContext) -> jax
     return jnp.transpose(x, step.order(context.before))
 
 
-def _rows_of_parts(
+def _rows_by_device(
     before: Sharding, dim: str, shards: tuple[Shard, ...], phases: Phases
 ) -> NDArray[np.int64]:
-    """Return the rows of a dim, part by part, in the order in which a collective takes the parts.
+    """Return the rows of a dim, device by device, in the order in which a collective takes devices.
 
-    Each device has a part: 8 rows in zigzag order over 2 devices -> [0, 1, 6, 7, 2, 3, 4, 5], the
-    rows of device 0, then those of device 1. A collective in phases, one per speed of links, takes
-    the devices in another order: those that fast links join come one after the other.
+    8 rows in zigzag order over 2 devices -> [0, 1, 6, 7, 2, 3, 4, 5], the rows of device 0, then
+    those of device 1. A collective in phases, one per speed of links, takes devices in another
+    order: those that fast links join come one after the other.
 
     Args:
         before: The sharding before the step.
         dim: The name of the dim.
-        shards: How the dim is cut into the parts.
+        shards: How the dim is cut over devices.
         phases: The phases of the collective; maybe just one.
     """
     mesh = before.mesh
@@ -410,9 +415,9 @@ def _rows_of_parts(
     devices: Sequence[int] = mesh.group(0, phases.axes)
     if phases.has_several_speeds:
         devices = phases.devices_reached(0)
-    rows_of_parts = [row_numbers(part) for part in even_parts(before, dim, shards)]
+    rows_by_index = [row_numbers(rows) for rows in even_parts(before, dim, shards)]
     axes = axes_of(shards)
-    return np.concatenate([rows_of_parts[mesh.index(device, axes)] for device in devices])
+    return np.concatenate([rows_by_index[mesh.index(device, axes)] for device in devices])
 
 
 def _rows_in_order(x: jax.Array, dim: int, rows: NDArray[np.int64]) -> jax.Array:

@@ -1,9 +1,9 @@
 """Messages in rounds, and how their boxes travel: by permutations, or in one buffer.
 
-Every device sends and receives at most one message in a round. Rounds colour the edges of the
-bipartite graph of senders and receivers; the minimum, the most messages at one device, is always
-reached (König 1916). `lax.ragged_all_to_all` is one collective for all rounds; XLA has it for GPUs
-and TPUs, not for CPUs.
+Every device sends at most one message in a round, and receives at most one. So rounds are a colouring of the
+edges (messages) of the bipartite graph of senders and receivers. As many rounds as one device has messages at
+most are necessary, and always enough (König 1916). `lax.ragged_all_to_all` is one collective for all rounds;
+XLA has it for GPUs and TPUs, not for CPUs.
 """
 
 from __future__ import annotations
@@ -30,18 +30,21 @@ from xshard.steps.exchange.messages import Message, messages_to
 Round = tuple[Message, ...]
 Shape = tuple[int, ...]
 
-# Received elements per element of the messages; above it rounds are split by shape.
-MOST_PADDING = 1.02
+# Elements of padded boxes per element of messages; above it rounds are split by shape.
+MAX_PADDING = 1.02
 
 # Rounds.
 
 
 class Schedule(NamedTuple):
-    """The messages of an exchange in rounds."""
+    """The messages of an exchange in rounds.
 
-    # Of devices to themselves; one shape and at most one message per device in each round.
+    Attributes:
+        local: Rounds of messages from devices to themselves, each round with boxes of one shape.
+        sent: Rounds of all other messages; of local ones, too, where that adds no round.
+    """
+
     local: tuple[Round, ...]
-    # All other messages; local ones too where that adds no round.
     sent: tuple[Round, ...]
 
     @property
@@ -62,10 +65,10 @@ def rounds(step: Exchange, before: Sharding) -> Schedule:
     messages: list[Message] = []
     for device in range(before.mesh.n_devices):
         messages += messages_to(before, after, device, step.node_devices)
-    return scheduled(messages, adds=step.op(before) is not None)
+    return make_schedule(messages, adds=step.op(before) is not None)
 
 
-def scheduled(messages: Sequence[Message], *, adds: bool) -> Schedule:
+def make_schedule(messages: Sequence[Message], *, adds: bool) -> Schedule:
     """Put messages into few rounds: in each a device sends at most one, and receives at most one.
 
     Messages 0->1, 0->2, 1->2: rounds (0->1, 1->2) and (0->2).
@@ -81,7 +84,7 @@ def scheduled(messages: Sequence[Message], *, adds: bool) -> Schedule:
     # device that receives nothing in a round writes a box all the same. There are at least as many
     # rounds as one device has messages to send or to receive: if these are too many, the joint
     # rounds are not computed.
-    if not adds and _most_at_one_vertex(_edges(messages)) <= len(sent):
+    if not adds and _max_degree(_edges(messages)) <= len(sent):
         joint = _in_rounds(messages)
         if len(joint) <= len(sent):
             return Schedule((), tuple(joint))
@@ -93,7 +96,7 @@ def scheduled(messages: Sequence[Message], *, adds: bool) -> Schedule:
 
 
 def box_shape(messages: Round) -> Shape:
-    """Return the longest message along every dim: all boxes of a round are padded to it."""
+    """Return the shape to which all boxes of a round are padded: the longest along every dim."""
     shapes = (message.shape for message in messages)
     return tuple(map(max, zip(*shapes, strict=True)))
 
@@ -107,17 +110,17 @@ def _in_rounds(messages: Sequence[Message]) -> list[Round]:
     """Put messages into the fewest rounds, or into more rounds with boxes of one shape in each.
 
     The boxes of a round are padded to the longest along every dim. If the busiest device
-    would then receive more than `MOST_PADDING` times the elements that it needs, messages of
+    would then receive more than `MAX_PADDING` times the elements that it needs, messages of
     different shapes share no round.
     """
     # Longest first, so that long messages share rounds with long ones, which saves padding.
     longest_first = sorted(messages, key=lambda message: -message.size)
-    fewest = _coloured(longest_first)
-    if _received(fewest, padded=True) <= MOST_PADDING * _received(fewest, padded=False):
+    fewest = _colour_rounds(longest_first)
+    if _max_received(fewest, padded=True) <= MAX_PADDING * _max_received(fewest, padded=False):
         return fewest
     result: list[Round] = []
     for same_shape in _by_shape(messages):
-        result += _coloured(same_shape)
+        result += _colour_rounds(same_shape)
     return result
 
 
@@ -134,7 +137,7 @@ def _by_shape(messages: Sequence[Message]) -> list[list[Message]]:
     return list(groups.values())
 
 
-def _coloured(messages: Sequence[Message]) -> list[Round]:
+def _colour_rounds(messages: Sequence[Message]) -> list[Round]:
     """Put messages into the fewest rounds: see `edge_colours`, a colour is a round."""
     by_colour = defaultdict[int, list[Message]](list)
     for message, colour in zip(messages, edge_colours(_edges(messages)), strict=True):
@@ -150,7 +153,7 @@ def _one_per_device(local: Sequence[Message]) -> list[Round]:
     return [tuple(filter(None, messages)) for messages in itertools.zip_longest(*by_device)]
 
 
-def _received(schedule: Sequence[Round], *, padded: bool) -> int:
+def _max_received(schedule: Sequence[Round], *, padded: bool) -> int:
     """Count the elements that the busiest device receives, with or without padding."""
     elements = Counter[int]()
     for messages in schedule:
@@ -165,32 +168,32 @@ def _received(schedule: Sequence[Round], *, padded: bool) -> int:
 
 
 def edge_colours(edges: Sequence[tuple[int, int]]) -> list[int]:
-    """Give each message the number of a round; no device sends or receives two in one round.
+    """Give each message the index of a round; no device sends or receives two in one round.
 
     This is an edge colouring of the bipartite graph of senders and receivers, with as few colours
-    as the largest degree. An edge for which no colour is free at both ends takes one that is free
-    at its sender; the edges in its way swap two colours.
+    as the largest degree. An edge for which no colour is free at both vertices takes one that is
+    free at its sender; the edges in its way swap two colours.
 
     Args:
         edges: The (sender, receiver) of each message.
 
     Returns:
-        The colour, the number of its round, of each edge.
+        The colour of each edge: the index of its round.
 
     Examples:
         >>> edge_colours([(0, 1), (0, 2), (1, 2)])
         [0, 1, 0]
     """
     # Senders and receivers are different vertices: 0, 1, ... and -1, -2, ...
-    ends = [(sender, -1 - receiver) for sender, receiver in edges]
-    graph = _ColouredGraph(ends, [], defaultdict(dict))
-    n_colours = _most_at_one_vertex(edges)
-    for sender, receiver in ends:
+    vertices = [(sender, -1 - receiver) for sender, receiver in edges]
+    graph = _ColouredGraph(vertices, [], defaultdict(dict))
+    n_colours = _max_degree(edges)
+    for sender, receiver in vertices:
         at_sender = graph.edge_at[sender]
         at_receiver = graph.edge_at[receiver]
         colour = _first_free({**at_sender, **at_receiver})
         if colour >= n_colours:
-            # No colour is free at both ends. Take one that is free at the sender. If the receiver
+            # No colour is free at both vertices. Take one that is free at the sender. If the receiver
             # has it, swap it with one that is free there, along all edges that this affects.
             colour = _first_free(at_sender)
             if colour in at_receiver:
@@ -206,45 +209,52 @@ class _ColouredGraph(NamedTuple):
     """A graph with some of its edges coloured.
 
     Attributes:
-        ends: Both vertices of each edge, by the edge's number.
+        vertices: Both vertices of each edge, by the edge's number.
         colours: The colour of each edge so far.
         edge_at: For each vertex a dict: colour -> the edge there that has it.
     """
 
-    ends: list[tuple[int, int]]
+    vertices: list[tuple[int, int]]
     colours: list[int]
     edge_at: defaultdict[int, dict[int, int]]
 
-    def swap(self, start: int, colour: int, other: int) -> None:
-        """Free `colour` at a vertex, at which `other` is free: swap the two along a path.
+    def swap(self, start: int, first_colour: int, second_colour: int) -> None:
+        """Free one colour at a vertex, at which another one is free: swap the two along a path.
 
-        The path begins at the vertex; its edges have `colour`, `other`, `colour`, ... It cannot
-        reach the sender of the edge that is being coloured: it would arrive there by an edge of
-        `colour`, which is free at that sender.
+        The edges of the path have the two colours in turn. It cannot reach the sender of the edge
+        that is being coloured: it would arrive there by an edge of `first_colour`, which is free at
+        that sender.
+
+        Args:
+            start: The vertex, at which the path begins.
+            first_colour: The colour to free there.
+            second_colour: The colour that is free there.
         """
         path: list[int] = []
         vertex = start
-        for wanted in itertools.cycle((colour, other)):
+        for wanted in itertools.cycle((first_colour, second_colour)):
             edge = self.edge_at[vertex].get(wanted)
             if edge is None:
                 break
             path.append(edge)
-            first, second = self.ends[edge]
-            vertex = second if vertex == first else first
+            vertex_a, vertex_b = self.vertices[edge]
+            vertex = vertex_b if vertex == vertex_a else vertex_a
 
-        # All old entries are deleted first. Neighbours on the path take each other's colour, so
-        # that deleting as we go would delete new entries.
+        # All old entries are deleted before new ones are made: neighbours on the path take each
+        # other's colour.
         for edge in path:
-            for vertex in self.ends[edge]:
+            for vertex in self.vertices[edge]:
                 del self.edge_at[vertex][self.colours[edge]]
         for edge in path:
-            self.colours[edge] = other if self.colours[edge] == colour else colour
-            for vertex in self.ends[edge]:
+            self.colours[edge] = (
+                second_colour if self.colours[edge] == first_colour else first_colour
+            )
+            for vertex in self.vertices[edge]:
                 self.edge_at[vertex][self.colours[edge]] = edge
 
 
-def _most_at_one_vertex(edges: Iterable[tuple[int, int]]) -> int:
-    """Return the largest degree: the most edges at one sender or receiver."""
+def _max_degree(edges: Iterable[tuple[int, int]]) -> int:
+    """Return the largest degree: the number of edges at the busiest sender or receiver."""
     degrees = [0]
     for vertices in zip(*edges, strict=True):
         degrees += Counter(vertices).values()
@@ -275,8 +285,11 @@ def _by_ppermute(
     boxes: Sequence[jax.Array], rounds: Sequence[Round], mesh: Mesh
 ) -> list[jax.Array]:
     """Send the boxes of each round by one `ppermute`."""
-    pairs_of_rounds = map(_edges, rounds)
-    return [ppermute(box, mesh, pairs) for box, pairs in zip(boxes, pairs_of_rounds, strict=True)]
+    edges_of_rounds = map(_edges, rounds)
+    return [
+        ppermute(box, mesh, senders_and_receivers)
+        for box, senders_and_receivers in zip(boxes, edges_of_rounds, strict=True)
+    ]
 
 
 def _by_ragged_all_to_all(
@@ -284,7 +297,7 @@ def _by_ragged_all_to_all(
 ) -> list[jax.Array]:
     """Send the boxes of all rounds by one `ragged_all_to_all`, in one flat buffer.
 
-    The collective takes one piece for each pair of devices. Rounds in which a pair of devices has
+    The collective takes one message for each pair of devices. Rounds in which a pair of devices has
     a second message go into another call. Boxes [3, 2] and [2, 2] of two rounds lie in the buffer
     one after the other, 6 elements and then 4.
 
@@ -298,41 +311,40 @@ def _by_ragged_all_to_all(
     """
     arrived = list(boxes)
     axes = long_axes(mesh)
-    for members in _once_per_pair(rounds):
-        shapes = [boxes[i].shape for i in members]
+    for round_indices in _without_repeated_pairs(rounds):
+        shapes = [boxes[i].shape for i in round_indices]
         # Tables of offsets and sizes: [devices, partners].
-        arguments = ragged_arguments([rounds[i] for i in members], shapes, mesh.n_devices)
-        buffer = jnp.concatenate([boxes[i].reshape(-1) for i in members])
+        arguments = ragged_arguments([rounds[i] for i in round_indices], shapes, mesh.n_devices)
+        buffer = jnp.concatenate([boxes[i].reshape(-1) for i in round_indices])
         # JAX gives the result the type of the output buffer: zeros are declared different on all
         # devices (varying), as the data is.
         output = as_varying(jnp.zeros_like(buffer), varying_axes(buffer))
         of_this_device = [row_of_this_device(table, axes) for table in arguments]
         buffer = lax.ragged_all_to_all(buffer, output, *of_this_device, axis_name=axes)
         stops = np.cumsum([math.prod(shape) for shape in shapes])
-        pieces = jnp.split(buffer, stops[:-1])
-        for i, shape, piece in zip(members, shapes, pieces, strict=True):
-            arrived[i] = piece.reshape(shape)
+        flat_boxes = jnp.split(buffer, stops[:-1])
+        for i, shape, flat_box in zip(round_indices, shapes, flat_boxes, strict=True):
+            arrived[i] = flat_box.reshape(shape)
     return arrived
 
 
-def _once_per_pair(rounds: Sequence[Round]) -> list[list[int]]:
-    """Group rounds so that no (sender, receiver) occurs twice in a group.
+def _without_repeated_pairs(rounds: Sequence[Round]) -> list[list[int]]:
+    """Group rounds so that no (sender, receiver) occurs twice in a group; return their indices.
 
-    Each round joins the first group that it fits. Rounds (0->1), (0->1), (0->2) -> [[0, 2], [1]],
-    the numbers of the rounds.
+    Each round joins the first group that it fits. Rounds (0->1), (0->1), (0->2) -> [[0, 2], [1]].
     """
     groups: list[list[int]] = []
-    pairs_of_groups: list[set[tuple[int, int]]] = []
+    edges_of_groups: list[set[tuple[int, int]]] = []
     for i, messages in enumerate(rounds):
-        pairs = set(_edges(messages))
+        edges = set(_edges(messages))
         group = 0
-        while group < len(groups) and pairs & pairs_of_groups[group]:
+        while group < len(groups) and edges & edges_of_groups[group]:
             group += 1
         if group == len(groups):  # it fits none
             groups.append([])
-            pairs_of_groups.append(set())
+            edges_of_groups.append(set())
         groups[group].append(i)
-        pairs_of_groups[group] |= pairs
+        edges_of_groups[group] |= edges
     return groups
 
 
@@ -371,7 +383,7 @@ def ragged_arguments(
                 last_element = last_element * box_length + length - 1
             sizes[message.src, message.dst] = last_element + 1
         box_offset += math.prod(shape)
-    # A box has one place in the buffers of all devices, so offsets are equal at both ends.
+    # A box begins at the same offset in the buffers of all devices, its sender's and its receiver's.
     return RaggedArguments(offsets, sizes, offsets, sizes.T.copy())
 
 

@@ -48,7 +48,8 @@ def axis_size(axis: Axes) -> int:
 def bound_sizes(vmap_axes: Iterable[str]) -> dict[str, int]:
     """Return the sizes of the manual axes in mesh order, then of axes that vmap has bound.
 
-    vmap_axes: names that may be axes of vmap.
+    Args:
+        vmap_axes: Names that may be axes of vmap.
     """
     sizes: dict[str, int] = {}
     for name in (*_manual_axes(), *vmap_axes):
@@ -75,8 +76,8 @@ def is_vmapped(axis: str) -> bool:
 def _manual_axes() -> list[str]:
     """List the manual axes of the context's mesh (of shard_map and pmap), in its order."""
     mesh = jax.sharding.get_abstract_mesh()
-    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    return [name for name, kind in kinds if kind == AxisType.Manual]
+    types = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return [name for name, axis_type in types if axis_type == AxisType.Manual]
 
 
 def axes_of_entry(entry: Any, spec: PartitionSpec) -> tuple[str, ...]:
@@ -101,7 +102,9 @@ def axes_of_equal_blocks(x: jax.Array, axes: Iterable[str]) -> list[str]:
     """Return those of some axes along which several devices have equal blocks, as their type says."""
     block_type = manual_type(x)
     different = block_type.varying | block_type.unreduced
-    return [a for a in axes if a not in different and is_typed(a) and axis_size(a) > 1]
+    return [
+        axis for axis in axes if axis not in different and is_typed(axis) and axis_size(axis) > 1
+    ]
 
 
 def as_varying(x: jax.Array, axes: Iterable[str]) -> jax.Array:
@@ -323,8 +326,8 @@ def over_whole_axes(
     span = whole_axes(mesh, axes)
     if span.sub_axes == tuple(axes):
         return values, span.names
-    numbers = [mesh.index(device, axes) for device in mesh.group(0, span.sub_axes)]
-    return values[numbers], span.names
+    rows = [mesh.index(device, axes) for device in mesh.group(0, span.sub_axes)]
+    return values[rows], span.names
 
 
 class AxisSpan(NamedTuple):

@@ -1,4 +1,9 @@
-"""The mesh around a call inside `shard_map`, `pmap` or `vmap(axis_name=)`, and its machine."""
+"""The mesh around a call inside `shard_map`, `pmap` or `vmap(axis_name=)`, and its machine.
+
+An axis is manual where code runs per device along it, as inside a `shard_map` over it: only along manual axes
+can a device send. Axes of a batch of `vmap` count, too. A plan is for the sub-mesh of the axes that layouts
+name.
+"""
 
 from __future__ import annotations
 
@@ -38,16 +43,16 @@ def jax_mesh(mesh: Any) -> AnyJaxMesh:
     """Return a mesh of JAX unchanged. Raises MeshError for anything else."""
     if isinstance(mesh, AnyJaxMesh):
         return mesh
-    why = "lacks devices" if isinstance(mesh, Mesh) else "is not a mesh"
+    fault = "lacks devices" if isinstance(mesh, Mesh) else "is not a mesh"
     raise MeshError(
-        f"{mesh!r} {why}", hint="pass a jax.sharding.Mesh, or nothing if JAX knows the mesh"
+        f"{mesh!r} {fault}", hint="pass a jax.sharding.Mesh, or nothing if JAX knows the mesh"
     )
 
 
 def free_axes(mesh: AnyJaxMesh) -> dict[str, int]:
     """Return the sizes of the axes that may shard arrays: the axes that are not manual."""
-    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    return {name: mesh.shape[name] for name, kind in kinds if kind != AxisType.Manual}
+    types = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return {name: mesh.shape[name] for name, axis_type in types if axis_type != AxisType.Manual}
 
 
 # Layouts on the mesh of the context.
@@ -135,7 +140,7 @@ def check_block_shape(
 
 
 class MeshAndMachine(NamedTuple):
-    """The part of a mesh that a plan is for, and the machine to plan for."""
+    """The sub-mesh that a plan is for, and the machine to plan for."""
 
     mesh: Mesh
     machine: Profile
@@ -146,7 +151,7 @@ def mesh_and_machine(
 ) -> MeshAndMachine:
     """Find the mesh around a call, reduced to the axes that layouts name, and its link speeds.
 
-    On a mesh (dp=2, tp=4) the layout "n/tp" needs the part (tp=4), a group of 4 devices.
+    On a mesh (dp=2, tp=4) the layout "n/tp" needs the sub-mesh (tp=4), a group of 4 devices.
 
     Args:
         mesh: The mesh; None for the one of the context.
@@ -157,16 +162,15 @@ def mesh_and_machine(
     context = _mesh_in_context(mesh, layouts, text)
     # On nodes of 4 devices dp=2 of the whole mesh joins two nodes, though a mesh of dp=2 alone would
     # fit into one: `for_axes` keeps the links that axes have in the whole mesh.
-    profile_of_part = load_profile(machine_profile(profile, mesh)).for_axes(
-        context.named.axes, context.whole
-    )
-    return MeshAndMachine(context.named, profile_of_part)
+    whole_machine = load_profile(machine_profile(profile, mesh))
+    machine = whole_machine.for_axes(context.named.axes, context.whole)
+    return MeshAndMachine(context.named, machine)
 
 
 def planned_mesh_in_context(
     mesh: AnyMesh | None, planned: Mesh, axes: Sequence[str], text: str
 ) -> Mesh:
-    """Return the part of a given plan's mesh on which it runs here.
+    """Return the sub-mesh of a plan's mesh on which it runs here.
 
     Args:
         mesh: The mesh that the user passed; it must have the plan's axes. None: no such check.
@@ -175,29 +179,27 @@ def planned_mesh_in_context(
         text: The expression, for errors.
     """
     if mesh is not None:
-        _part_of_mesh(xshard_mesh(mesh), axes, text)  # raises if it has other axes or sizes
-    return _part_of_mesh(planned, axes, text)
+        _named_sub_mesh(xshard_mesh(mesh), axes, text)  # raises if it has other axes or sizes
+    return _named_sub_mesh(planned, axes, text)
 
 
 class _ContextMesh(NamedTuple):
-    """The mesh around a call, and the part of it with the axes that layouts name."""
+    """The whole mesh around a call, and the sub-mesh of the axes that layouts name."""
 
     named: Mesh
     whole: Mesh
 
 
 def _mesh_in_context(mesh: AnyMesh | None, layouts: Sequence[Layout], text: str) -> _ContextMesh:
-    """Return the mesh that the user passed, or the one of the context, and the part that is named.
+    """Return the mesh that the user passed, or the one of the context, and its named sub-mesh.
 
-    On a mesh (dp=2, tp=4) the layout "n/tp" names the part (tp=4).
+    On a mesh (dp=2, tp=4) the layout "n/tp" names the sub-mesh (tp=4).
 
     Args:
         mesh: The mesh; None for the one of the context, with the axes that vmap has bound.
         layouts: The layouts.
         text: The expression, for errors.
 
-    Returns:
-        The whole mesh, and the part of it that the layouts name.
 
     Raises:
         MeshError: An axis is not manual here, or has another size.
@@ -210,19 +212,19 @@ def _mesh_in_context(mesh: AnyMesh | None, layouts: Sequence[Layout], text: str)
     if mesh is None:
         manual_sizes = bound_sizes(named_axes)
         # Manual axes may also be those that vmap has bound, which the mesh of the context lacks.
-        whole = Mesh({**jax.sharding.get_abstract_mesh().shape, **manual_sizes})
-        if named_axes and not whole.axes:
+        whole_mesh = Mesh({**jax.sharding.get_abstract_mesh().shape, **manual_sizes})
+        if named_axes and not whole_mesh.axes:
             raise _not_manual(named_axes[0], manual_sizes, text)
     else:
-        whole = xshard_mesh(mesh)
+        whole_mesh = xshard_mesh(mesh)
 
     for layout in layouts:
-        check_axes(layout, whole, text)
-    return _ContextMesh(_part_of_mesh(whole, named_axes, text), whole)
+        check_axes(layout, whole_mesh, text)
+    return _ContextMesh(_named_sub_mesh(whole_mesh, named_axes, text), whole_mesh)
 
 
-def _part_of_mesh(mesh: Mesh, named_axes: Sequence[str], text: str) -> Mesh:
-    """Return the part of a mesh with the named axes, in the order of the mesh.
+def _named_sub_mesh(mesh: Mesh, named_axes: Sequence[str], text: str) -> Mesh:
+    """Return the sub-mesh of the named axes, in the order of the mesh.
 
     Raises:
         MeshError: The mesh lacks an axis, or an axis of several devices is not manual here (no
@@ -235,21 +237,21 @@ def _part_of_mesh(mesh: Mesh, named_axes: Sequence[str], text: str) -> Mesh:
                 f"the plan is for a mesh with axis {axis!r}, {mesh!r} lacks it", text=text
             )
         size = mesh.size(axis)
-        here = manual_sizes.get(axis)
+        bound_size = manual_sizes.get(axis)
         # Along an axis of one device nothing is sent: it need not be manual.
-        if here is None and size > 1:
+        if bound_size is None and size > 1:
             raise _not_manual(axis, manual_sizes, text)
-        if here is not None and here != size:
-            reason = f"axis {axis!r} has size {size} in {mesh!r}, and {here} here"
+        if bound_size is not None and bound_size != size:
+            reason = f"axis {axis!r} has size {size} in {mesh!r}, and {bound_size} here"
             raise MeshError(reason, text=text, span=axis_span(axis, text))
 
-    part = Mesh({axis: mesh.size(axis) for axis in mesh.axes if axis in named_axes})
-    _check_vmapped_alone(part.long_axes, text)
-    return part
+    sub_mesh = Mesh({axis: mesh.size(axis) for axis in mesh.axes if axis in named_axes})
+    _check_vmapped_alone(sub_mesh.long_axes, text)
+    return sub_mesh
 
 
 def _check_vmapped_alone(axes: Sequence[str], text: str) -> None:
-    """Raise MeshError if an axis is a batch of vmap, and not the only one."""
+    """Raise MeshError if one of several axes is a batch of vmap."""
     for axis in axes:
         if len(axes) > 1 and is_vmapped(axis):
             reason = f"axis {axis!r} is a batch of vmap, and the expression names {len(axes)} axes"
@@ -259,10 +261,10 @@ def _check_vmapped_alone(axes: Sequence[str], text: str) -> None:
 
 def _not_manual(axis: str, manual_sizes: Mapping[str, int], text: str) -> MeshError:
     """Return the error for an axis that no `shard_map` around the call makes manual."""
-    where = (
+    way_out = (
         "redistribute works inside jax.shard_map or jax.pmap over the axis, reshard works outside"
     )
-    hint = f"manual are: {Mesh(manual_sizes).describe()}; {where}"
+    hint = f"manual are: {Mesh(manual_sizes).describe()}; {way_out}"
     span = axis_span(axis, text)
     return MeshError(f"mesh axis {axis!r} is not manual here", text=text, span=span, hint=hint)
 
@@ -292,13 +294,13 @@ def machine_profile(profile: ProfileLike, mesh: Any = None) -> ProfileLike:
         profile: A profile, its name, or "auto".
         mesh: The mesh whose devices count; one without devices, or None: JAX's default ones.
     """
-    asked = resolve_profile(profile)
-    if asked not in AUTOS:
-        return asked
+    requested = resolve_profile(profile)
+    if requested not in AUTOS:
+        return requested
     device = jax.devices()[0]
     if isinstance(mesh, jax.sharding.Mesh):
         device = mesh.devices.flat[0]
-    return with_order_of(asked, _machine_of_device(device))
+    return with_order_of(requested, _machine_of_device(device))
 
 
 # Cached, since each call with profile="auto" asks: all devices of JAX are looked at.
@@ -309,7 +311,7 @@ def _machine_of_device(device: jax.Device) -> Profile:
     With None as the number fast links join all devices.
     """
     devices = jax.devices(device.platform)
-    n_in_process = sum(other.process_index == device.process_index for other in devices)
+    n_in_process = sum(peer.process_index == device.process_index for peer in devices)
     if device.platform == "cpu":
         # Gloo sends whatever leaves a process, also to another process of the same host.
         is_one_process = n_in_process == len(devices)
@@ -318,10 +320,10 @@ def _machine_of_device(device: jax.Device) -> Profile:
     slice_index = getattr(device, "slice_index", None)
     if device.platform == "gpu" and slice_index is not None:
         # A slice of GPUs is their host, or a rack that NVLink joins.
-        n_in_node = sum(other.slice_index == slice_index for other in devices)
+        n_in_node = sum(peer.slice_index == slice_index for peer in devices)
     else:
         # A node is a host, with one process or several.
-        n_processes = len({other.process_index for other in devices})
+        n_processes = len({peer.process_index for peer in devices})
         processes_of_node = node_processes(n_processes)
         n_in_node = n_in_process * (1 if processes_of_node is None else processes_of_node)
     has_several_nodes = 1 < n_in_node < len(devices)

@@ -366,9 +366,11 @@ def _merge_tile(
     tile_y, tile_log_sum = call.attend(
         q[tile.queries], block[tile.keys], tile.query_rows, tile.key_rows
     )
-    earlier = (y[tile.queries], log_sum[tile.queries][..., None])
-    new_y, new_log_sum = merged(jnp, earlier, (tile_y, tile_log_sum[..., None]))
-    return y.at[tile.queries].set(new_y), log_sum.at[tile.queries].set(new_log_sum.squeeze(-1))
+    so_far = (y[tile.queries], log_sum[tile.queries][..., None])
+    merged_y, merged_log_sum = merged(jnp, so_far, (tile_y, tile_log_sum[..., None]))
+    return y.at[tile.queries].set(merged_y), log_sum.at[tile.queries].set(
+        merged_log_sum.squeeze(-1)
+    )
 
 
 class BackwardRows(NamedTuple):

@@ -83,10 +83,10 @@ def conv_general_dilated(  # noqa: PLR0913  the arguments of `lax.conv_general_d
         Array([[[[2., 3., 3., 2.]]]], dtype=float32)
     """
     shape = lhs.sharding.shape
-    numbers = lax.conv_dimension_numbers(shape, rhs.shape, dimension_numbers)
-    channel_dim = numbers.lhs_spec[1]  # specs list batch, features, then space
-    space_dims = numbers.lhs_spec[2:]
-    kernel_sizes = [rhs.shape[dim] for dim in numbers.rhs_spec[2:]]
+    dim_numbers = lax.conv_dimension_numbers(shape, rhs.shape, dimension_numbers)
+    channel_dim = dim_numbers.lhs_spec[1]  # specs list batch, features, then space
+    space_dims = dim_numbers.lhs_spec[2:]
+    kernel_sizes = [rhs.shape[dim] for dim in dim_numbers.rhs_spec[2:]]
     _check_features(lhs, channel_dim)
     base = _or_ones(lhs_dilation, len(space_dims))
     dilation = _or_ones(rhs_dilation, len(space_dims))
@@ -94,7 +94,7 @@ def conv_general_dilated(  # noqa: PLR0913  the arguments of `lax.conv_general_d
         lax.conv_general_dilated,
         lhs_dilation=base,
         rhs_dilation=dilation,
-        dimension_numbers=numbers,
+        dimension_numbers=dim_numbers,
         feature_group_count=feature_group_count,
         precision=precision,
         preferred_element_type=preferred_element_type,
@@ -114,7 +114,7 @@ def conv_general_dilated(  # noqa: PLR0913  the arguments of `lax.conv_general_d
     lengths = [shape[dim] for dim in space_dims]
     windows = windows_of(lengths, kernel_sizes, window_strides, dilation, padding)
     # Dim lhs_spec[i] of the input becomes dim out_spec[i] of the output.
-    input_dim_of = dict(zip(numbers.out_spec, numbers.lhs_spec, strict=True))
+    input_dim_of = dict(zip(dim_numbers.out_spec, dim_numbers.lhs_spec, strict=True))
     return apply_windows(
         lhs,
         dict(zip(space_dims, windows, strict=True)),
@@ -122,7 +122,7 @@ def conv_general_dilated(  # noqa: PLR0913  the arguments of `lax.conv_general_d
         WindowRules(0.0, boundary, outputs),
         base=dict(zip(space_dims, base, strict=True)),
         order=[input_dim_of[dim] for dim in range(len(shape))],
-        features={channel_dim: rhs.shape[numbers.rhs_spec[0]]},
+        features={channel_dim: rhs.shape[dim_numbers.rhs_spec[0]]},
     )
 
 
@@ -130,9 +130,9 @@ def _check_features(x: Sharded, channel_dim: int) -> None:
     """Raise ShapeError if the features, which a convolution adds up, are sharded."""
     dim = x.layout.dims[channel_dim]
     if dim.axes:
-        what = f"features {str(dim)!r} are sharded, and a convolution adds over them"
+        reason = f"features {str(dim)!r} are sharded, and a convolution adds over them"
         hint = "x.to(...) a layout with unsharded features"
-        raise ShapeError(what, text=str(x.layout), hint=hint)
+        raise ShapeError(reason, text=str(x.layout), hint=hint)
 
 
 def _or_ones(values: Ints | None, n: int) -> tuple[int, ...]:
@@ -270,13 +270,13 @@ def max_pool(
         XshardError: As `redistribute` does.
     """
     dtype = x.block.dtype
-    least = -np.inf if jnp.issubdtype(dtype, jnp.inexact) else jnp.iinfo(dtype).min
+    lowest_value = -np.inf if jnp.issubdtype(dtype, jnp.inexact) else jnp.iinfo(dtype).min
     lengths = x.sharding.shape
     windows = windows_of(lengths, window_dimensions, window_strides, window_dilation, padding)
     pads = [window.padding for window in _pool_windows(lengths, windows, ceil_mode)]
     return reduce_window(
         x,
-        least,
+        lowest_value,
         lax.max,
         window_dimensions,
         window_strides,
@@ -321,19 +321,19 @@ def avg_pool(
     windows = windows_of(lengths, window_dimensions, window_strides, None, padding)
     pool_windows = _pool_windows(lengths, windows, ceil_mode)
     pads = [window.padding for window in pool_windows]
-    total = reduce_window(x, 0.0, lax.add, window_dimensions, window_strides, pads, outputs=outputs)
+    sums = reduce_window(x, 0.0, lax.add, window_dimensions, window_strides, pads, outputs=outputs)
 
     # The number of elements of a window is the product of its rows along each dim: the sum is
     # divided by one dim's count after the other.
-    mean = total.block
+    mean = sums.block
     for dim, (length, window) in enumerate(zip(lengths, pool_windows, strict=True)):
-        output_rows = range(total.sharding.shape[dim])
+        output_rows = range(sums.sharding.shape[dim])
         padding_after = windows[dim].padding[1]  # without the rows that `ceil_mode` adds
         counts = pool_counts(
             length, window, output_rows, padding=padding_after, include_pad=count_include_pad
         )
-        mean = mean / _local_divisors(total, dim, counts)
-    return Sharded(mean, total.sharding)
+        mean = mean / _local_divisors(sums, dim, counts)
+    return Sharded(mean, sums.sharding)
 
 
 def _pool_windows(lengths: Ints, windows: Sequence[Window], ceil_mode: bool) -> list[Window]:
@@ -383,15 +383,15 @@ def _reduce_dilated_window(
         base: The dilation of the array's rows.
         dilation: The dilation of the windows.
     """
-    padding = [(*pair, b - 1) for pair, b in zip(pads, base, strict=True)]
+    padding = [(*pair, dilation - 1) for pair, dilation in zip(pads, base, strict=True)]
     x = lax.pad(x, init, padding)
     # How many windows fit at stride 1.
     spans = np.multiply(np.subtract(window, 1), dilation)
     n_positions = np.subtract(x.shape, spans)
     taps = []
     for tap in itertools.product(*map(range, window)):
-        first = np.multiply(tap, dilation)
-        last = first + n_positions
-        taps.append(lax.slice(x, first.tolist(), last.tolist(), strides))
-    whole = (len(taps), *[1] * x.ndim)
-    return lax.reduce_window(jnp.stack(taps), init, op, whole, None, "VALID")[0]
+        starts = np.multiply(tap, dilation)
+        stops = starts + n_positions
+        taps.append(lax.slice(x, starts.tolist(), stops.tolist(), strides))
+    window_of_taps = (len(taps), *[1] * x.ndim)
+    return lax.reduce_window(jnp.stack(taps), init, op, window_of_taps, None, "VALID")[0]

@@ -52,7 +52,7 @@ def layer_norm(
     """
     x = x.owned()
     dims = [dim % x.block.ndim for dim in dims]
-    return _scaled_and_shifted(x, _normalised(x, dims, epsilon), dims, scale, bias)
+    return _scale_and_shift(x, _normalise(x, dims, epsilon), dims, scale, bias)
 
 
 @api_boundary
@@ -88,14 +88,14 @@ def group_norm(
     n_features = x.sharding.shape[feature_dim]
     features = x.layout.dims[feature_dim]
     if features.axes or n_features % num_groups:
-        what = f"{n_features} features {str(features)!r} in {num_groups} groups"
+        reason = f"{n_features} features {str(features)!r} in {num_groups} groups"
         hint = "unsharded features, and a number of groups that divides them"
-        raise ShapeError(what, text=str(x.layout), hint=hint)
+        raise ShapeError(reason, text=str(x.layout), hint=hint)
     # Of the dims [samples, ..., groups, features of a group, ...] all but two are averaged over.
     grouped = _with_groups(x, feature_dim, num_groups)
     averaged = [dim for dim in range(1, grouped.block.ndim) if dim != feature_dim]
-    normal = _normalised(grouped, averaged, epsilon).reshape(x.block.shape)
-    return _scaled_and_shifted(x, normal, [feature_dim], scale, bias)
+    normal = _normalise(grouped, averaged, epsilon).reshape(x.block.shape)
+    return _scale_and_shift(x, normal, [feature_dim], scale, bias)
 
 
 def _with_groups(x: Sharded, feature_dim: int, n_groups: int) -> Sharded:
@@ -145,12 +145,12 @@ def batch_norm(
     feature_dim %= x.block.ndim
     if mean is None or variance is None:
         other_dims = [dim for dim in range(x.block.ndim) if dim != feature_dim]
-        normal = _normalised(x, other_dims, epsilon)
+        normal = _normalise(x, other_dims, epsilon)
     else:
         local_mean = _local_parameter(x, mean, [feature_dim])
         local_variance = _local_parameter(x, variance, [feature_dim])
         normal = (x.block - local_mean) * lax.rsqrt(local_variance + epsilon)
-    return _scaled_and_shifted(x, normal, [feature_dim], scale, bias)
+    return _scale_and_shift(x, normal, [feature_dim], scale, bias)
 
 
 @api_boundary
@@ -173,7 +173,7 @@ def moments(x: Sharded, dims: Sequence[int]) -> tuple[jax.Array, jax.Array]:
     return mean, _mean(x, dims, centred * centred)
 
 
-def _normalised(x: Sharded, dims: Sequence[int], epsilon: float) -> jax.Array:
+def _normalise(x: Sharded, dims: Sequence[int], epsilon: float) -> jax.Array:
     """Shift and scale the block to mean 0 and variance 1 over some dims of the global array."""
     # The mean is subtracted first, and the variance taken of the differences: E[x^2] - E[x]^2, in
     # one pass, would lose its digits where the mean is large.
@@ -205,7 +205,7 @@ def _mean(x: Sharded, dims: Sequence[int], block: jax.Array) -> jax.Array:
     return total / math.prod(x.sharding.shape[dim] for dim in dims)
 
 
-def _scaled_and_shifted(
+def _scale_and_shift(
     x: Sharded, normal: jax.Array, dims: Sequence[int], scale: Parameter, bias: Parameter
 ) -> Sharded:
     """Multiply a normalised block by `scale` and add `bias`, which are global along `dims`."""
@@ -231,8 +231,8 @@ def _local_parameter(x: Sharded, value: jax.Array, dims: Sequence[int]) -> jax.A
     """
     lengths = tuple(x.sharding.shape[dim] for dim in dims)
     if value.shape != lengths:
-        what = f"a parameter of shape {value.shape} for dims of lengths {lengths}"
-        raise ShapeError(what, text=str(x.layout))
+        reason = f"a parameter of shape {value.shape} for dims of lengths {lengths}"
+        raise ShapeError(reason, text=str(x.layout))
 
     layout = Layout(tuple(x.layout.dims[dim] for dim in dims))
     if layout.axes:

@@ -66,9 +66,9 @@ class Sharded:
         object.__setattr__(self, "sharding", sharding)
         for kind, _ in self.layout.tags:
             if kind != "copy":
-                what = f"a layer on values still to be reduced by {kind}"
+                reason = f"a layer on values still to be reduced by {kind}"
                 hint = "redistribute first: layers take values"
-                raise PlanError(what, text=str(self.layout), hint=hint)
+                raise PlanError(reason, text=str(self.layout), hint=hint)
 
     @property
     def layout(self) -> Layout:

@@ -1,7 +1,9 @@
 """Window operations over sharded dims, and interpolation.
 
-One program runs on all devices. Where devices differ, as at the ends of the array or in uneven
-blocks, numpy tables say which rows of its block a device reads and which of its outputs it keeps.
+For one dim a `Frame` of `xshard.nn.windows` says which rows each device reads and which outputs it computes,
+in runs of consecutive rows. One program runs on all devices. Where devices differ, as at the ends of the
+array or in uneven blocks, numpy tables say which rows of its block a device reads, and which of its outputs
+it keeps.
 """
 
 from __future__ import annotations
@@ -68,7 +70,7 @@ class WindowRules(NamedTuple):
 
 
 class BoundaryPair(NamedTuple):
-    """What a window reads before the first row and after the last row of the array."""
+    """The rules for rows that a window reads before the first row of the array, and after its last."""
 
     before: Boundary
     after: Boundary
@@ -133,15 +135,15 @@ def _plan_windows(
         base: The dilation of rows, by dim.
     """
     names = x.layout.names
-    ends_by_name = _boundaries_of_dims(rules, [names[dim] for dim in windows])
+    boundaries_by_name = _boundaries_of_dims(rules, [names[dim] for dim in windows])
     windowed_dims = {}
     for dim, window in windows.items():
-        ends = ends_by_name[names[dim]]
-        windowed_dims[dim] = _windowed_dim(x, dim, window, ends, rules, base[dim])
+        boundaries = boundaries_by_name[names[dim]]
+        windowed_dims[dim] = _windowed_dim(x, dim, window, boundaries, rules, base[dim])
     return windowed_dims
 
 
-def _filled(fill: float) -> BoundaryPair:
+def _constant_boundary(fill: float) -> BoundaryPair:
     """Return the boundary of constant rows at both ends."""
     rule = Boundary("constant", fill)
     return BoundaryPair(rule, rule)
@@ -157,26 +159,26 @@ def _boundaries_of_dims(rules: WindowRules, names: Sequence[str]) -> dict[str, B
         rules: The user's boundary: one text, texts by dim, or None; and `fill`.
         names: The dims that have a window.
     """
-    texts = rules.boundary
-    if texts is None:
-        texts = {}
-    elif isinstance(texts, str):
-        texts = dict.fromkeys(names, texts)
-    pairs = dict.fromkeys(names, _filled(rules.fill))
-    for name, text in texts.items():
+    rules_by_dim = rules.boundary
+    if rules_by_dim is None:
+        rules_by_dim = {}
+    elif isinstance(rules_by_dim, str):
+        rules_by_dim = dict.fromkeys(names, rules_by_dim)
+    boundaries = dict.fromkeys(names, _constant_boundary(rules.fill))
+    for name, rule in rules_by_dim.items():
         if name not in names:
-            what = f"a boundary for {name!r}"
-            raise ShapeError(what, hint=f"the windows are over: {', '.join(names)}")
-        before, after = parse_boundaries(text)
+            reason = f"a boundary for {name!r}"
+            raise ShapeError(reason, hint=f"the windows are over: {', '.join(names)}")
+        before, after = parse_boundaries(rule)
         if "none" in (before.kind, after.kind):
-            what = f"no rows beyond the ends of {name!r}, which a window reads"
-            raise PlanError(what, hint="padding=0 reads none")
-        pairs[name] = BoundaryPair(before, after)
-    return pairs
+            reason = f"no rows beyond the ends of {name!r}, which a window reads"
+            raise PlanError(reason, hint="padding=0 reads none")
+        boundaries[name] = BoundaryPair(before, after)
+    return boundaries
 
 
 def _windowed_dim(
-    x: Sharded, d: int, window: Window, ends: BoundaryPair, rules: WindowRules, dilation: int
+    x: Sharded, d: int, window: Window, boundaries: BoundaryPair, rules: WindowRules, dilation: int
 ) -> WindowedDim:
     """Decide which rows of dim `d` every device fetches, and how the window runs over its block.
 
@@ -187,33 +189,31 @@ def _windowed_dim(
         x: The sharded array.
         d: The dim.
         window: The window over it.
-        ends: The rows beyond its ends.
+        boundaries: The rules for rows beyond its ends.
         rules: How outputs are sharded, and the fill that the operation itself assumes.
         dilation: The dilation of its rows.
     """
     rows = along(x.sharding, d)
     if not any(window.padding):
         # Nothing beyond the ends is read, so any rule will do: constants need no communication.
-        ends = _filled(rules.fill)
-    is_filled = ends.before.fill == ends.after.fill == rules.fill
+        boundaries = _constant_boundary(rules.fill)
+    is_filled = boundaries.before.fill == boundaries.after.fill == rules.fill
     if not is_filled and (dilation > 1 or min(window.padding) < 0):
-        what = (
-            f"boundary {ends.before} of {rows.dim.name!r} with dilated inputs or negative padding"
-        )
-        raise PlanError(what, hint="only the fill is possible there: halo_exchange first")
+        reason = f"boundary {boundaries.before} of {rows.dim.name!r} with dilated inputs or negative padding"
+        raise PlanError(reason, hint="only the fill is possible there: halo_exchange first")
 
-    window = replace(window, before=ends.before, after=ends.after, out=rules.outputs)
+    window = replace(window, before=boundaries.before, after=boundaries.after, out=rules.outputs)
     frame = window_frame(rows, window, dilation)
     if is_filled and not rows.dim.axes:
-        # The dim is not sharded: the operation pads it itself, as it would without devices.
+        # The dim is not sharded: the operation pads it, as on a single device.
         unpadded = replace(frame, source=rows.dim)
         return WindowedDim(unpadded, None, window.s, window.padding, None)
     if max(map(len, frame.runs)) > 1:
-        return _over_several_runs(frame, window.s)
-    return _over_one_run(frame, window, dilation)
+        return _windows_over_runs(frame, window.s)
+    return _windows_over_one_run(frame, window, dilation)
 
 
-def _over_several_runs(frame: Frame, stride: int) -> WindowedDim:
+def _windows_over_runs(frame: Frame, stride: int) -> WindowedDim:
     """Arrange a block of several runs of rows so that one strided operation computes all outputs.
 
     In zigzag order a block has two runs of consecutive rows. They are laid one after the other,
@@ -224,22 +224,22 @@ def _over_several_runs(frame: Frame, stride: int) -> WindowedDim:
     rows_of_devices = []
     outputs_of_devices = []
     for runs in frame.runs:
-        rows: list[int] = []  # of the fetched block, as they are laid out
-        outputs: list[int] = []  # to keep, of those that the operation computes
-        n_rows = 0
+        arranged_rows: list[int] = []  # rows of the fetched block, in their new order
+        kept_outputs: list[int] = []  # of those that the operation computes
+        n_fetched = 0  # rows of the block in the runs so far
         for run in runs:
-            first_output = -(-len(rows) // stride)  # rounded up
-            rows += [VOID] * (first_output * stride - len(rows))
-            rows += range(n_rows, n_rows + run.rows)
-            outputs += range(first_output, first_output + run.outputs)
-            n_rows += run.rows
-        rows_of_devices.append(rows)
-        outputs_of_devices.append(outputs)
+            first_output = -(-len(arranged_rows) // stride)  # rounded up
+            arranged_rows += [VOID] * (first_output * stride - len(arranged_rows))
+            arranged_rows += range(n_fetched, n_fetched + run.rows)
+            kept_outputs += range(first_output, first_output + run.outputs)
+            n_fetched += run.rows
+        rows_of_devices.append(arranged_rows)
+        outputs_of_devices.append(kept_outputs)
     row_table = padded_table(rows_of_devices)
     return WindowedDim(frame, row_table, stride, (0, 0), padded_table(outputs_of_devices))
 
 
-def _over_one_run(frame: Frame, window: Window, dilation: int) -> WindowedDim:
+def _windows_over_one_run(frame: Frame, window: Window, dilation: int) -> WindowedDim:
     """Choose stride and padding so that a window over each block yields this device's outputs.
 
     A frame says for each device which rows it has, here one run of consecutive rows, and which
@@ -259,15 +259,15 @@ def _over_one_run(frame: Frame, window: Window, dilation: int) -> WindowedDim:
         return WindowedDim(frame, None, window.s, (0, 0), None)
     leads = {_lead(run, window, dilation) for run in all_runs}
     longest_lead = max(leads)
-    most_rows = max(run.rows for run in all_runs)
-    block_span = (most_rows - 1) * dilation + 1 if most_rows else 0
+    max_rows = max(run.rows for run in all_runs)
+    block_span = (max_rows - 1) * dilation + 1 if max_rows else 0
 
     outputs: Table | None = None
     if len(leads) == 1:
         # All blocks begin at the same place of the stride: the operation itself strides.
         stride = window.s
-        most_outputs = max(run.outputs for run in all_runs)
-        last_output = (most_outputs - 1) * stride
+        max_outputs = max(run.outputs for run in all_runs)
+        last_output = (max_outputs - 1) * stride
     else:
         # Blocks begin at different places of the stride: compute every output, and pick.
         stride = 1
@@ -278,7 +278,10 @@ def _over_one_run(frame: Frame, window: Window, dilation: int) -> WindowedDim:
 
 
 def _lead(run: OutputRun, window: Window, dilation: int) -> int:
-    """Return how many positions of padding, or of gaps between rows, lie before a run's first row."""
+    """Return how far before a run's first row its first window begins, in positions of dilated rows.
+
+    A window of 3 with padding 1 at the start of the array -> 1.
+    """
     first_tap = run.start * window.s - window.padding[0]
     return run.first * dilation - first_tap
 
@@ -286,17 +289,17 @@ def _lead(run: OutputRun, window: Window, dilation: int) -> int:
 def _outputs_at_stride_1(
     frame: Frame, window: Window, dilation: int, padding_before: int
 ) -> list[list[int]]:
-    """Return for every device which of the outputs of a window at stride 1 are its own.
+    """Return for every device which of the outputs of a window at stride 1 it keeps.
 
-    With stride 2, a device whose first output is number 3 at stride 1 has 3, 5, 7, ...
+    With stride 2, a device whose first output is output 3 at stride 1 keeps 3, 5, 7, ...
     """
     outputs_of_devices = []
     for runs in frame.runs:
-        outputs: list[int] = []
+        kept_outputs: list[int] = []
         for run in runs:
             first_output = padding_before - _lead(run, window, dilation)
-            outputs += range(first_output, first_output + run.outputs * window.s, window.s)
-        outputs_of_devices.append(outputs)
+            kept_outputs += range(first_output, first_output + run.outputs * window.s, window.s)
+        outputs_of_devices.append(kept_outputs)
     return outputs_of_devices
 
 
@@ -330,7 +333,7 @@ def resize(x: Sharded, shape: Sequence[int], method: str, *, antialias: bool = T
         length = x.sharding.shape[dim]
         if new_length != length:
             taps_by_dim[dim] = _jax_taps(length, new_length, method, antialias, dtype)
-    return _resampled(x, taps_by_dim)
+    return _resample(x, taps_by_dim)
 
 
 @api_boundary
@@ -359,7 +362,7 @@ def interpolate(
         length = x.sharding.shape[dim]
         if new_length != length:
             taps_by_dim[dim] = taps(mode, length, new_length, align_corners=align_corners)
-    return _resampled(x, taps_by_dim)
+    return _resample(x, taps_by_dim)
 
 
 @lru_cache(maxsize=256)
@@ -377,17 +380,17 @@ def _jax_taps(length: int, outputs: int, method: str, antialias: bool, dtype: np
         response = jax.image.resize(identity, (outputs, length), method, antialias=antialias)
     matrix = np.asarray(response, np.float64)  # [outputs, inputs]
     has_weight = matrix != 0
-    first = has_weight.argmax(axis=1)  # [outputs]: the first input with a weight
-    last = length - 1 - has_weight[:, ::-1].argmax(axis=1)
-    most_taps = (last - first).max() + 1
-    consecutive = first[:, None] + np.arange(most_taps)  # [outputs, taps]
+    first_input = has_weight.argmax(axis=1)  # [outputs]: the first input with a weight
+    last_input = length - 1 - has_weight[:, ::-1].argmax(axis=1)
+    max_taps = (last_input - first_input).max() + 1
+    consecutive = first_input[:, None] + np.arange(max_taps)  # [outputs, taps]
     # Outputs with fewer taps repeat their last input, with weight 0.
-    inputs = np.minimum(consecutive, last[:, None])
+    inputs = np.minimum(consecutive, last_input[:, None])
     weights = np.take_along_axis(matrix, inputs, 1)
     return Taps(inputs, np.where(consecutive == inputs, weights, 0.0))
 
 
-def _resampled(x: Sharded, taps_by_dim: Mapping[int, Taps]) -> Sharded:
+def _resample(x: Sharded, taps_by_dim: Mapping[int, Taps]) -> Sharded:
     """Interpolate a sharded array along several dims.
 
     A frame says for each device which rows its outputs read, and which outputs it computes.
@@ -440,13 +443,13 @@ def _local_taps(frame: Frame, dim_taps: Taps) -> Taps:
 
     Devices with fewer outputs than others have VOID (-1), a row of zeros, and weight 0 at the end.
     """
-    parts = [taps_of_part(dim_taps, runs) for runs in frame.runs]
-    most_outputs = max(len(part.inputs) for part in parts)
-    shape = (len(parts), most_outputs, dim_taps.inputs.shape[1])
+    taps_of_devices = [taps_of_part(dim_taps, runs) for runs in frame.runs]
+    max_outputs = max(len(device_taps.inputs) for device_taps in taps_of_devices)
+    shape = (len(taps_of_devices), max_outputs, dim_taps.inputs.shape[1])
     inputs = np.full(shape, VOID, np.int64)
     weights = np.zeros(shape, dim_taps.weights.dtype)
-    for device, part in enumerate(parts):
-        n_outputs = len(part.inputs)
-        inputs[device, :n_outputs] = part.inputs
-        weights[device, :n_outputs] = part.weights
+    for device, device_taps in enumerate(taps_of_devices):
+        n_outputs = len(device_taps.inputs)
+        inputs[device, :n_outputs] = device_taps.inputs
+        weights[device, :n_outputs] = device_taps.weights
     return Taps(inputs, weights)

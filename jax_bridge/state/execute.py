@@ -1,4 +1,8 @@
-"""A tree plan as JAX executes it: a bucket's messages are one program on the devices of both meshes."""
+"""A tree plan as JAX executes it: a bucket's messages are one program on the devices of both meshes.
+
+A plan numbers devices. The program runs on those that send or receive, its participants, and calls them 0,
+1, ... in the order of their numbers.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,7 @@ from jax.sharding import Mesh as JaxMesh
 
 from jax_bridge.arrays.reshard import reshard
 from jax_bridge.arrays.stored import record_order
-from jax_bridge.lower.exchange import AXIS, NewBlock, SentPart, transfer
+from jax_bridge.lower.exchange import AXIS, BlockMessages, NewBlock, transfer
 from jax_bridge.lower.transports import PERMUTE, RAGGED
 from jax_bridge.specs import storage_sharding
 from xshard import Layout, Mesh, Plan
@@ -28,7 +32,7 @@ from xshard.steps import Transpose
 from xshard.steps.exchange.messages import Message, rows_at
 
 Devices = Sequence[jax.Device]
-Numbered = Devices | Mapping[int, jax.Device]  # devices by their numbers in a plan
+DevicesByNumber = Devices | Mapping[int, jax.Device]  # by their numbers in a plan
 Blocks = Mapping[jax.Device, jax.Array]  # on this process's devices
 Shape = tuple[int, ...]
 
@@ -42,14 +46,14 @@ class LocalBlocks(NamedTuple):
 
 
 def execute(
-    arrays: Mapping[str, LocalBlocks], plans: Sequence[ArrayPlan], devices: Numbered
+    arrays: Mapping[str, LocalBlocks], plans: Sequence[ArrayPlan], devices: DevicesByNumber
 ) -> list[Blocks]:
     """Move several arrays from one mesh to another, together in one compiled program.
 
-    A plan has up to three phases: steps on the first mesh, the transfer between the meshes, steps
-    on the second. The transfers of all arrays are one program on the devices of both meshes.
-    A new array may be made of parts of several old ones, as a fused `qkv` of q, k and v: there is a
-    move for each part.
+    A plan has up to three phases: steps on the source mesh, the transfer between the meshes, steps
+    on the target mesh. The transfers of all arrays are one program on the devices of both meshes.
+    A new array may be made of several old ones, as a fused `qkv` of q, k and v: there is a move for
+    each of them.
 
     Args:
         arrays: This process's blocks of the source arrays, by name.
@@ -64,28 +68,29 @@ def execute(
     any_plan = runnable[0].moves[0].plan  # all are between the same devices
     senders = [devices[number] for number in any_plan.src_devices]
     receivers = [devices[number] for number in any_plan.dst_devices]
-    # The program runs on the devices of both meshes, each once. It calls them 0, 1, ... in the
-    # order of their numbers: devices 4, 5 -> 5, 6 are its devices 0, 1 -> 1, 2.
-    numbers = sorted({*any_plan.src_devices, *any_plan.dst_devices})
+    # For moves from devices 4, 5 to 5, 6 the program calls devices 4, 5, 6 its devices 0, 1, 2.
+    participants = sorted({*any_plan.src_devices, *any_plan.dst_devices})
 
-    sources: list[LocalBlocks] = []  # one per move; a `SentPart` has its index here
+    sources: list[LocalBlocks] = []  # one per move; its `BlockMessages` has the index in this list
     new_blocks = []
     for array in runnable:
-        parts = []
+        new_shape = _new_shape(array)
+        messages_of_moves = []
         for move in array.moves:
-            source = _run_before(move, arrays[move.name], senders)
-            parts.append(_sent_part(move, len(sources), source.shape, _new_shape(array), numbers))
+            source = _run_source_stages(move, arrays[move.name], senders)
+            messages = _messages_of_move(move, len(sources), source.shape, new_shape, participants)
+            messages_of_moves.append(messages)
             sources.append(source)
         dtypes = (array.moves[0].plan.dtype, array.dtype)
-        new_blocks.append(NewBlock(_new_shape(array), dtypes, tuple(parts)))
-    participants = [devices[number] for number in numbers]
-    arrived = _exchange(sources, tuple(new_blocks), participants, senders)
+        new_blocks.append(NewBlock(new_shape, dtypes, tuple(messages_of_moves)))
+    participating_devices = [devices[number] for number in participants]
+    arrived = _exchange(sources, tuple(new_blocks), participating_devices, senders)
 
     results = []
     for blocks, array in zip(arrived, runnable, strict=True):
-        # All parts of an array come to the same layout, so that the first plan tells how it goes on.
+        # All moves of an array lead to one layout: the stages after the transfer are those of any.
         move = array.moves[0]
-        results.append(_run_stages(blocks, move.plan, _stages_of(move).after, receivers))
+        results.append(_run_stages(blocks, move.plan, _stages_of(move).on_target, receivers))
     return results
 
 
@@ -149,21 +154,21 @@ def as_array_plan(plan: Plan) -> ArrayPlan:
 
 
 class _Stages(NamedTuple):
-    """The stages of a plan that run on the first mesh and on the second, around its transfer."""
+    """The stages of a plan before its transfer, on the source mesh, and after it, on the target mesh."""
 
-    before: tuple[Stage, ...]
-    after: tuple[Stage, ...]
+    on_source: tuple[Stage, ...]
+    on_target: tuple[Stage, ...]
 
 
 def _stages_of(move: PartMove) -> _Stages:
     """Split the stages of a move into those before and those after its transfer."""
     stages = move.plan.stages
-    i = move.plan.steps.index(move.transfer)
-    after = stages[i + 1 :]
-    if all(isinstance(stage.step, Transpose) for stage in after):
+    transfer_index = move.plan.steps.index(move.transfer)
+    on_target = stages[transfer_index + 1 :]
+    if all(isinstance(stage.step, Transpose) for stage in on_target):
         # The program of the transfer transposes its result itself.
-        after = ()
-    return _Stages(stages[:i], after)
+        on_target = ()
+    return _Stages(stages[:transfer_index], on_target)
 
 
 def _runnable(array: ArrayPlan) -> ArrayPlan:
@@ -182,11 +187,11 @@ def _can_run_steps(move: PartMove, new_dtype: str) -> bool:
     qkv), of uneven blocks, or with a change of dtype has no such array between its steps.
     """
     stages = _stages_of(move)
-    if not stages.before and not stages.after:
-        return True  # there are no other steps
-    is_whole = move.src.part.is_whole and move.dst.part.is_whole
+    if not stages.on_source and not stages.on_target:
+        return True  # the transfer is the only step
+    moves_whole_arrays = move.src.part.is_whole and move.dst.part.is_whole
     is_even = move.transfer.source.is_even and move.transfer.target.is_even
-    return is_whole and is_even and move.plan.dtype == new_dtype
+    return moves_whole_arrays and is_even and move.plan.dtype == new_dtype
 
 
 def _transfer_alone(plan: Plan) -> Plan:
@@ -212,15 +217,15 @@ def _run_stages(blocks: Blocks, plan: Plan, stages: tuple[Stage, ...], devices: 
     """
     if not stages or not any(map(is_here, devices)):
         return blocks
-    part = plan.sub_plan(stages)
+    sub_plan = plan.sub_plan(stages)
     # A plan may split axes into sub-axes; JAX knows them as axes of a mesh.
-    mesh = Mesh(dict(zip(part.mesh.axes, part.mesh.sizes, strict=True)))
-    return run_on_mesh(blocks, replace(part, mesh=mesh), devices)
+    mesh = Mesh(dict(zip(sub_plan.mesh.axes, sub_plan.mesh.sizes, strict=True)))
+    return run_on_mesh(blocks, replace(sub_plan, mesh=mesh), devices)
 
 
-def _run_before(move: PartMove, array: LocalBlocks, senders: Devices) -> LocalBlocks:
+def _run_source_stages(move: PartMove, array: LocalBlocks, senders: Devices) -> LocalBlocks:
     """Run the stages of a move before its transfer, and return the blocks that it sends."""
-    stages = _stages_of(move).before
+    stages = _stages_of(move).on_source
     # Without such stages the transfer itself takes its part out of whole blocks.
     sent = move.transfer.source if stages else move.src.whole
     blocks = _run_stages(array.blocks, move.plan, stages, senders)
@@ -232,50 +237,50 @@ def _run_before(move: PartMove, array: LocalBlocks, senders: Devices) -> LocalBl
 
 def _new_shape(array: ArrayPlan) -> Shape:
     """Return the shape of a block of an array as the transfer leaves it, before other steps."""
-    move = array.moves[0]  # all moves bring their parts to one layout
-    if _stages_of(move).after:
+    move = array.moves[0]  # all moves of an array lead to one layout
+    if _stages_of(move).on_target:
         return move.transfer.target.local_shape(0)
     return array.sharding.local_shape(0)
 
 
-def _sent_part(
-    move: PartMove, block: int, shape: Shape, new_shape: Shape, numbers: Sequence[int]
-) -> SentPart:
-    """Describe how the program of the transfer brings a part of a block to a new block.
+def _messages_of_move(
+    move: PartMove, block: int, shape: Shape, new_shape: Shape, participants: Sequence[int]
+) -> BlockMessages:
+    """Describe how the program of the transfer brings boxes of an old block to a new block.
 
     Boxes arrive with their dims in the order of the source; then the block is transposed to the
     order of the destination, unless later steps of the plan do that. For "a b -> b a" and a new
     block [2, 3] boxes are put together as [3, 2], and the dims are transposed to (1, 0).
 
     Args:
-        move: The move of the part.
-        block: The number of the block.
+        move: The move.
+        block: The index of the old block.
         shape: Its shape.
         new_shape: The shape of the new block.
-        numbers: As in `_messages`.
+        participants: The numbers in the plan of the program's devices.
     """
     source_names = move.plan.src.names
-    # The steps after the transfer transpose: until then dims stay in the order of the source.
-    block_names = source_names if _stages_of(move).after else move.plan.dst.names
+    # Steps after the transfer transpose: until then dims stay in the order of the source.
+    block_names = source_names if _stages_of(move).on_target else move.plan.dst.names
     lengths = _with_added_dims(move.dst, new_shape)
     length_of = dict(zip(block_names, lengths, strict=True))
-    return SentPart(
+    return BlockMessages(
         block=block,
         shape=_with_added_dims(move.src, shape),
         new_shape=tuple(length_of[name] for name in source_names),
         order=tuple(map(source_names.index, block_names)),
-        messages=tuple(_messages(move, numbers)),
+        messages=tuple(_messages(move, participants)),
         op=move.transfer.op,
-        in_order=move.plan.profile.adds_in_order,
+        sender_order=move.plan.profile.adds_in_order,
     )
 
 
-def _with_added_dims(sharded: PartSharding, block: Shape) -> Shape:
-    """Return a block's shape with the new dims of the part: where arrays are stacked, one more of 1."""
-    return tuple(1 if dim == NEW else block[dim] for dim, _ in sharded.part.dims)
+def _with_added_dims(sharded: PartSharding, block_shape: Shape) -> Shape:
+    """Return a block's shape with a dim of length 1 where arrays are stacked: [3, 2] -> [1, 3, 2]."""
+    return tuple(1 if dim == NEW else block_shape[dim] for dim, _ in sharded.part.dims)
 
 
-def _messages(move: PartMove, numbers: Sequence[int]) -> Iterator[Message]:
+def _messages(move: PartMove, participants: Sequence[int]) -> Iterator[Message]:
     """Iterate over the messages of a move, with rows counted in the blocks of whole arrays.
 
     Where only a part of an array moves, as rows 4-7 of a block, the plan counts its rows from 0;
@@ -283,12 +288,12 @@ def _messages(move: PartMove, numbers: Sequence[int]) -> Iterator[Message]:
 
     Args:
         move: The move.
-        numbers: The number in the plan of each device of the program. Yielded messages name devices
-            by their place in this list: with [4, 5, 6], 0 for device 4.
+        participants: The numbers in the plan of the program's devices. Yielded messages name a
+            device by its index in this list: with [4, 5, 6], 0 for device 4.
     """
     transfer_step = move.transfer
-    # The dims of a box along which it is a part of the array. A box has its dims in the order of the
-    # source, on its way to the destination, too.
+    # For each dim of the part that is cut from the array, its dim of a box. A box has its dims in the
+    # order of the source, on its way to the destination, too.
     src = move.plan.src
     src_dims = _dims_of_part(move.src, src, src)
     dst_dims = _dims_of_part(move.dst, move.plan.dst, src)
@@ -299,15 +304,15 @@ def _messages(move: PartMove, numbers: Sequence[int]) -> Iterator[Message]:
         messages = _messages_in_place(transfer_step)
     for message in messages:
         box = list(message.box)
-        for part_dim, i in src_dims.items():
-            box[i] = _rows_of_block(box[i], move.src, part_dim, message.src, end=0)
-        for part_dim, i in dst_dims.items():
-            box[i] = _rows_of_block(box[i], move.dst, part_dim, message.dst, end=1)
-        sender = numbers.index(transfer_step.src_devices[message.src])
-        receiver = numbers.index(transfer_step.dst_devices[message.dst])
-        sent = Message(sender, receiver, tuple(box))
-        if sent.size:
-            yield sent
+        for part_dim, d in src_dims.items():
+            box[d] = _rows_of_block(box[d], move.src, part_dim, message.src, end=0)
+        for part_dim, d in dst_dims.items():
+            box[d] = _rows_of_block(box[d], move.dst, part_dim, message.dst, end=1)
+        sender = participants.index(transfer_step.src_devices[message.src])
+        receiver = participants.index(transfer_step.dst_devices[message.dst])
+        message_of_program = Message(sender, receiver, tuple(box))
+        if message_of_program.size:
+            yield message_of_program
 
 
 def _messages_in_place(step: Transfer) -> Iterator[Message]:
@@ -318,12 +323,12 @@ def _messages_in_place(step: Transfer) -> Iterator[Message]:
 
 
 def _dims_of_part(sharded: PartSharding, layout: Layout, box: Layout) -> dict[int, int]:
-    """Find the dims of a box along which an array is moved in part, by their numbers in the part.
+    """Map each dim along which only some rows of an array move to its dim of a box.
 
-    With `layout` "a b" and `box` "b a" dim 0 of the part is dim 1 of the box.
+    With `layout` "a b" and `box` "b a" dim 0 of the part is dim 1 of the box: {0: 1}.
     """
-    cut = [i for i, rows in enumerate(sharded.rows) if rows is not None]
-    return {i: box.names.index(layout.names[i]) for i in cut}
+    cut_dims = [d for d, rows in enumerate(sharded.rows) if rows is not None]
+    return {d: box.names.index(layout.names[d]) for d in cut_dims}
 
 
 def _rows_of_block(
@@ -342,9 +347,11 @@ def _rows_of_block(
         end: 0 to renumber the rows at the sender, 1 at the receiver.
     """
     rows = [rows_at(segments, 0), rows_at(segments, 1)]  # at the sender, at the receiver
-    rows[end] = row_numbers(sharded.rows_on(device, part_dim))[rows[end]]
+    block_rows = row_numbers(sharded.rows_on(device, part_dim))  # by row of the part
+    rows[end] = block_rows[rows[end]]
     # Segments of one row each, merged where rows follow each other at both ends.
-    return merge_segments(np.stack([*rows, np.ones_like(rows[0])], axis=1))
+    lengths = np.ones_like(rows[0])
+    return merge_segments(np.stack([*rows, lengths], axis=1))
 
 
 # ---- program
@@ -362,7 +369,7 @@ def _exchange(
         sources: The blocks that are sent.
         new_blocks: What is built of them.
         devices: All devices of both meshes.
-        senders: All devices of the first mesh.
+        senders: All devices of the source mesh.
 
     Returns:
         For each new block the arrays by device of this process; empty in a process without any.
@@ -418,14 +425,15 @@ def _program(
 
 
 def _side_by_side(block: Shape, devices: Devices) -> tuple[Shape, NamedSharding]:
-    """Return the array that has a block of this shape on every device, one after the other."""
+    """Return the shape and sharding of the array with such a block on every device: [2, 3] on 4 -> [8, 3]."""
     shape = (len(devices) * block[0], *block[1:]) if block else ()
     return shape, NamedSharding(JaxMesh(np.array(devices), (AXIS,)), _spec(block))
 
 
 def _spec(block: Shape) -> PartitionSpec:
+    """Return the spec of an array that has a block of this shape on every device."""
     if not block:
-        # Scalars differ by device, which JAX does not know.
+        # A scalar per device, which may differ: JAX has no spec that says so, and takes it for one.
         return PartitionSpec()
     return PartitionSpec(AXIS)
 

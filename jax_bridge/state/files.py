@@ -246,8 +246,8 @@ def load(  # noqa: PLR0913  one option for each decision of the user
     def plan_reads() -> dict[str, Load]:
         """Plan how each array is read, by name, and look up numbers and texts."""
         if like is not None:
-            own = {leaf.name: leaf.x for leaf in leaves if isinstance(leaf.x, _Constant)}
-            constants.update(stored_constants(checkpoint, own, names, strict))
+            tree_constants = {leaf.name: leaf.x for leaf in leaves if isinstance(leaf.x, _Constant)}
+            constants.update(stored_constants(checkpoint, tree_constants, names, strict))
         planned = plan_load(
             checkpoint,
             rules,
@@ -260,47 +260,47 @@ def load(  # noqa: PLR0913  one option for each decision of the user
         )
         if verify:
             compare_checksums(checkpoint, jax.process_index(), jax.process_count())
-        return {name: _held_by_jax(name, load, mesh) for name, load in planned.items()}
+        return {name: _for_jax_array(name, load, mesh) for name, load in planned.items()}
 
-    loads = _done_by_all(plan_reads)
+    loads = _result_if_all_succeed(plan_reads)
     # Threads: disks, and copies in numpy, release the interpreter.
     with ThreadPoolExecutor() as threads:
         begin = partial(_begin_read, checkpoint, mesh, threads)
-        arrays = _done_by_all(lambda: _read_ahead(begin, loads))
+        arrays = _result_if_all_succeed(lambda: _read_ahead(begin, loads))
     for name, load in loads.items():
         if load.is_shared:  # its devices have read different rows
             move = (load.source.layout, load.target.layout)
             arrays[name] = reshard(arrays[name], move, mesh, donate=True, profile=profile)
     if like is None:
         return {**checkpoint.readable_constants(arrays), **arrays}
-    found = {**arrays, **constants}
-    new_leaves = [found.get(leaf.name, leaf.x) for leaf in leaves]
+    loaded = {**arrays, **constants}
+    new_leaves = [loaded.get(leaf.name, leaf.x) for leaf in leaves]
     return jax.tree.unflatten(jax.tree.structure(like), new_leaves)
 
 
 # ---- work that succeeds in all processes or in none
 
 
-def all_or_none(work: Callable[[], Any]) -> list[Any]:
-    """Do the work in every process; if it fails in one, raise in all.
+def all_or_none(function: Callable[[], Any]) -> list[Any]:
+    """Call a function in every process; if it fails in one, raise in all.
 
     Args:
-        work: Returns something that JSON can hold.
+        function: Returns something that JSON can hold.
 
     Returns:
         The results of all processes, in their order.
 
     Raises:
-        Exception: In a process whose work failed, its own error.
-        FileError: In the others.
+        Exception: In a process where the function failed, its own error.
+        FileError: In all others.
     """
     value = None
     error = None
     try:
-        value = work()
+        value = function()
     except Exception as raised:  # of any kind: the others wait for this process in the gather below
         error = raised
-    outcomes = _gathered([value, None if error is None else str(error)])
+    outcomes = _gather_json([value, None if error is None else str(error)])
     if error is not None:
         raise error
     for process, (_, reason) in enumerate(outcomes):
@@ -309,28 +309,28 @@ def all_or_none(work: Callable[[], Any]) -> list[Any]:
     return [value for value, _ in outcomes]
 
 
-def _done_by_all(work: Callable[[], T]) -> T:
-    """Do the work in every process, and return this one's result if all have succeeded."""
+def _result_if_all_succeed(function: Callable[[], T]) -> T:
+    """Call a function in every process, and return this one's result if all have succeeded."""
     results: list[T] = []
 
-    def work_here() -> None:
-        results.append(work())
+    def keep_result() -> None:
+        results.append(function())
 
-    all_or_none(work_here)
+    all_or_none(keep_result)
     return results[0]
 
 
-def _gathered(value: Any) -> list[Any]:
+def _gather_json(value: Any) -> list[Any]:
     """Gather a value of JSON from every process: process 0's, process 1's, ..."""
     if jax.process_count() == 1:
         return [value]
-    text = np.frombuffer(json.dumps(value).encode(), np.uint8)
+    encoded = np.frombuffer(json.dumps(value).encode(), np.uint8)
     # Texts differ in length, and the collective needs equal ones: lengths first, then padded texts.
-    lengths = multihost_utils.process_allgather(np.array(len(text)))
-    n_padding = int(lengths.max()) - len(text)
-    padded_texts = multihost_utils.process_allgather(np.pad(text, (0, n_padding)))
-    texts = [padded[:length] for padded, length in zip(padded_texts, lengths, strict=True)]
-    return [json.loads(text.tobytes()) for text in texts]
+    lengths = multihost_utils.process_allgather(np.array(len(encoded)))
+    n_padding = int(lengths.max()) - len(encoded)
+    all_padded = multihost_utils.process_allgather(np.pad(encoded, (0, n_padding)))
+    all_encoded = [padded[:length] for padded, length in zip(all_padded, lengths, strict=True)]
+    return [json.loads(encoded.tobytes()) for encoded in all_encoded]
 
 
 # ---- save
@@ -432,14 +432,14 @@ def _check_can_save(x: Any) -> None:
 def _source(x: Any) -> Source:
     """Describe an array for the planner: its layout on its mesh, and the process of each device.
 
-    An array without a mesh is each process's own: one of them writes it.
+    An array without a mesh is taken to be equal on all processes: one of them writes it.
     """
     dtype = name_of(x.dtype)
     sharding = getattr(x, "sharding", None)
     if not isinstance(sharding, NamedSharding):
         n_processes = jax.process_count()
-        own = Sharding(Layout.parse("..."), Mesh(process=n_processes), x.shape)
-        return Source(own, dtype, range(n_processes))
+        replicated = Sharding(Layout.parse("..."), Mesh(process=n_processes), x.shape)
+        return Source(replicated, dtype, range(n_processes))
     recorded = recorded_order(x)
     if recorded is None:
         layout = specs.from_partition_spec(sharding.spec, x.ndim)
@@ -452,14 +452,15 @@ def _source(x: Any) -> Source:
 # ---- load
 
 
-def _held_by_jax(name: str, load: Load, mesh: jax.sharding.Mesh) -> Load:
+def _for_jax_array(name: str, load: Load, mesh: jax.sharding.Mesh) -> Load:
     """Return the load of an array with a target that a `jax.Array` can have.
 
     A `jax.Array` has no overlaps and no uneven blocks: a target under `h/sp:halo(1,1,zero)` is
     replaced by one under `h/sp`, and the array is read under that layout.
 
     A load reads blocks under the sharding `source` and brings them to `target`. Where these differ,
-    devices read a part each and send it to the others. That stays if JAX can hold both.
+    devices with equal blocks read some of the rows each, and send them to each other. That stays if
+    JAX can hold both.
 
     Args:
         name: The array's name, for errors.
@@ -470,12 +471,12 @@ def _held_by_jax(name: str, load: Load, mesh: jax.sharding.Mesh) -> Load:
     with located(name):
         text = str(target.layout)
         calls.check_dtype(numpy_dtype(load.array.dtype), text)
-        held = stored_sharding(target.layout, target.mesh, target.shape, text)
-        specs.storage_sharding(held.layout, mesh)  # raises before anything is read
-    if held == target and load.source.is_even:
+        jax_target = stored_sharding(target.layout, target.mesh, target.shape, text)
+        specs.storage_sharding(jax_target.layout, mesh)  # raises before anything is read
+    if jax_target == target and load.source.is_even:
         return load
     # One sharding for both: nothing is sent after the blocks are read.
-    return load._replace(source=held, target=held)
+    return load._replace(source=jax_target, target=jax_target)
 
 
 def _read_ahead(begin: Callable[[Load], Wait], loads: Mapping[str, Load]) -> dict[str, jax.Array]:
@@ -560,6 +561,6 @@ def _aligned_memory(n_blocks: int, block_bytes: int) -> list[NDArray[np.uint8]]:
     # One memory for all: the system has large pages for it, but not for a single block.
     stride = -(-block_bytes // _ALIGNED) * _ALIGNED
     memory = np.empty(n_blocks * stride + _ALIGNED, np.uint8)
-    first = -memory.ctypes.data % _ALIGNED
-    offsets = [first + i * stride for i in range(n_blocks)]
+    first_offset = -memory.ctypes.data % _ALIGNED
+    offsets = [first_offset + i * stride for i in range(n_blocks)]
     return [memory[offset : offset + block_bytes] for offset in offsets]

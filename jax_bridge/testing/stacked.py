@@ -154,10 +154,10 @@ def stacked(blocks: Blocks, sharding: Sharding, mesh: JaxMesh, fill: float = 0) 
     by_device = padded(blocks, sharding, fill)  # [devices, *block]
     by_axis = by_device.reshape(*sharding.mesh.sizes, *by_device.shape[1:])
     # Along an axis that the layout does not name all blocks are equal: the first one is enough.
-    kept = [slice(None if axis in sharding.layout.axes else 1) for axis in sharding.mesh.axes]
-    different = by_axis[tuple(kept)]
+    slices = [slice(None if axis in sharding.layout.axes else 1) for axis in sharding.mesh.axes]
+    distinct_blocks = by_axis[tuple(slices)]
     on_mesh = NamedSharding(mesh, spec(sharding))
-    return jax.make_array_from_callback(different.shape, on_mesh, different.__getitem__)
+    return jax.make_array_from_callback(distinct_blocks.shape, on_mesh, distinct_blocks.__getitem__)
 
 
 def unstacked(
@@ -173,13 +173,13 @@ def unstacked(
     """
     blocks: list[Any] = [None] * len(devices)
     for shard in array.addressable_shards:
-        place = devices.index(shard.device)  # in the mesh
+        device = devices.index(shard.device)  # in the mesh
         block = np.asarray(shard.data).reshape(shape)
         # Of another shape it is a mistake of the user's function: it is returned with what may be
         # padding, for the caller to complain of.
         if shape == sharding.max_local_shape:
-            block = _without_padding(block, sharding, place)
-        blocks[place] = block
+            block = _without_padding(block, sharding, device)
+        blocks[device] = block
     return blocks
 
 
@@ -196,7 +196,7 @@ def padded(blocks: Blocks, sharding: Sharding, fill: float = 0) -> NDArray:
 
 def unpadded(blocks: Iterable[NDArray], sharding: Sharding) -> list[Block]:
     """Return the blocks of all devices without their padding."""
-    return [_without_padding(block, sharding, number) for number, block in enumerate(blocks)]
+    return [_without_padding(block, sharding, device) for device, block in enumerate(blocks)]
 
 
 def _without_padding(block: NDArray, sharding: Sharding, device: int) -> Block:
@@ -268,28 +268,30 @@ def collectives(text: str, n_devices: int) -> Iterator[HloCollective]:
         ValueError: A collective is asynchronous, or names its devices in an unknown way.
     """
     for line in text.splitlines():
-        match = _COLLECTIVE.search(line)
-        if match is None:
+        instruction = _COLLECTIVE.search(line)
+        if instruction is None:
             continue
-        if match["half"]:
+        if instruction["half"]:
             # An asynchronous collective (`all-gather-start`), which GPUs have: its result also
             # holds the operand, so that its size is not what is received.
             raise ValueError(f"cannot count half a collective: {line.strip()}")
-        result = _size(match["result"])
-        pairs = _PAIRS.search(line)
-        groups = _GROUPS.search(line)
+        result = _size(instruction["result"])
+        pairs_match = _PAIRS.search(line)
+        groups_match = _GROUPS.search(line)
         received = [0] * n_devices
-        if pairs:
-            for src, dst in re.findall(r"(\d+),(\d+)", pairs["pairs"]):
+        if pairs_match:
+            for src, dst in re.findall(r"(\d+),(\d+)", pairs_match["pairs"]):
                 if src != dst:
                     received[int(dst)] += result.elements * result.itemsize
-        elif groups:
-            elements = _received_elements(match["op"], result.elements, _group_size(groups))
+        elif groups_match:
+            elements = _received_elements(
+                instruction["op"], result.elements, _group_size(groups_match)
+            )
             received = [elements * result.itemsize] * n_devices
         else:
             raise ValueError(f"cannot read this collective: {line.strip()}")
         if any(received):
-            yield HloCollective(match["op"], tuple(received))
+            yield HloCollective(instruction["op"], tuple(received))
 
 
 def _received_elements(op: str, result: int, n: int) -> int:

@@ -76,8 +76,8 @@ def call_packed(packed: bytes, _timeout_s: float) -> Any:
         function, arguments = pickle.loads(packed)
         return function(*arguments)
     except Exception as error:  # any error of a user's function
-        where = traceback.format_exc().strip()
-        raise FunctionError(f"{type(error).__name__} in JAX", hint=where) from None
+        trace = traceback.format_exc().strip()
+        raise FunctionError(f"{type(error).__name__} in JAX", hint=trace) from None
 
 
 def answers(questions: Sequence[Question], _timeout_s: float) -> list[Answer]:
@@ -109,13 +109,13 @@ def _answer(question: Question) -> Answer:
     except StructureError:  # our own verdict on what the function returned
         raise
     except Exception as error:  # any error of a user's function
-        where = ""
+        on_mesh = ""
         if question.mesh.axes:
-            where = f" on {question.mesh}, where all devices run one program"
+            on_mesh = f" on {question.mesh}, where all devices run one program"
         is_ours = isinstance(error, XshardError)
-        text = str(error) if is_ours else traceback.format_exc().strip()
-        reason = f"the JAX function failed{where}: {type(error).__name__}"
-        raise FunctionError(reason, hint=text) from None
+        details = str(error) if is_ours else traceback.format_exc().strip()
+        reason = f"the JAX function failed{on_mesh}: {type(error).__name__}"
+        raise FunctionError(reason, hint=details) from None
 
 
 # ---- plans
@@ -139,9 +139,9 @@ def _answer_plan(question: Question) -> Answer:
     sources = question.shardings
     target = arrays_of(plan)[-1]
     operands = list(zip(question.inputs, sources, strict=True))
-    forward = _measured(question, partial(apply, plan), operands, target)
+    forward = _measure(question, partial(apply, plan), operands, target)
     with_cotangent = [(question.cotangents, target), *operands]
-    backward = _measured(question, partial(_pull_back, plan), with_cotangent, sources)
+    backward = _measure(question, partial(_pull_back, plan), with_cotangent, sources)
 
     backward_bytes = None
     if is_linear(plan) and len(sources) == 1:
@@ -174,7 +174,7 @@ class _Measured(NamedTuple):
     seconds: float
 
 
-def _measured(
+def _measure(
     question: Question,
     function: Callable[..., Any],
     inputs: Sequence[tuple[Devices, Sharding]],
@@ -210,7 +210,7 @@ def _answer_reference(question: Question) -> Answer:
     program = _UserProgram(question)
 
     def run(*inputs: jax.Array) -> tuple[_Results, Cotangents]:
-        return program.differentiate(inputs, _drawn_cotangents)
+        return program.differentiate(inputs, _draw_cotangents)
 
     inputs = [jnp.asarray(blocks[0]) for blocks in question.inputs]
     compiled = jax.jit(_on_one_device(question, run))
@@ -223,7 +223,7 @@ def _answer_reference(question: Question) -> Answer:
     return replace(answer, cotangents=blocks, derivatives=slopes)
 
 
-def _drawn_cotangents(outputs: Arrays) -> Cotangents:
+def _draw_cotangents(outputs: Arrays) -> Cotangents:
     """Draw a random cotangent for each output but those of whole numbers."""
     cotangents = {}
     for i, y in enumerate(outputs):
@@ -271,17 +271,17 @@ def _slopes(
 
     def weighted_sum(*inputs: jax.Array) -> jax.Array:
         outputs = program.outputs(*inputs)
-        total = jnp.zeros(())
+        weighted = jnp.zeros(())
         for i, cotangent in cotangents.items():
-            total = total + jnp.vdot(cotangent, outputs[i]).real
-        return total
+            weighted = weighted + jnp.vdot(cotangent, outputs[i]).real
+        return weighted
 
     values = [block for (block,) in question.inputs]
     with jax.enable_x64(True):
-        run = jax.jit(_on_one_device(question, weighted_sum))
+        run_compiled = jax.jit(_on_one_device(question, weighted_sum))
 
         def loss(blocks: Sequence[Any]) -> float:
-            return float(run(*map(jnp.asarray, blocks)))
+            return float(run_compiled(*map(jnp.asarray, blocks)))
 
         return derivatives(loss, values, gradients)
 
@@ -317,8 +317,8 @@ def _differentiate_on_devices(program: _UserProgram, results: Sequence[Result]) 
 
     def one_device(*blocks: jax.Array) -> _Results:
         cotangents = dict(zip(differentiated, blocks[n_inputs:], strict=True))
-        parts, _ = program.differentiate(blocks[:n_inputs], lambda _outputs: cotangents)
-        return parts
+        device_results, _ = program.differentiate(blocks[:n_inputs], lambda _outputs: cotangents)
+        return device_results
 
     updated = () if question.update is None else question.update.arrays
     shardings = _Results(
@@ -345,7 +345,7 @@ class _UserProgram:
     def __init__(self, question: Question) -> None:
         assert isinstance(question.function, bytes)
         self.question = question
-        self.function: Callable[..., Any] = _unpacked(question.function)
+        self.function: Callable[..., Any] = _unpickle(question.function)
         # How the function returns its outputs, set by `outputs`: their names, and a tree with the
         # number of an output in place of each.
         self.names: tuple[str, ...] = ()
@@ -367,7 +367,7 @@ class _UserProgram:
         for name, y in named.items():
             array = jnp.asarray(y)
             if results is not None:
-                array = _typed(array, results[name].sharding, name)
+                array = _check_type(array, results[name].sharding, name)
             outputs.append(array)
         return outputs
 
@@ -400,9 +400,9 @@ class _UserProgram:
         (gradients,) = pull([_jax_cotangent(y, cotangents.get(i)) for i, y in enumerate(outputs)])
         # For complex numbers torch takes the conjugates of JAX's gradients, and of its cotangents.
         gradients = jax.tree.map(jnp.conj, gradients)
-        return _Results(outputs, gradients, self._updated(inputs, gradients)), cotangents
+        return _Results(outputs, gradients, self._update_parameters(inputs, gradients)), cotangents
 
-    def _updated(
+    def _update_parameters(
         self, inputs: Sequence[jax.Array], gradients: dict[int, jax.Array]
     ) -> dict[int, jax.Array]:
         """Return the parameters after a step of the user's optimiser; {} if there is none.
@@ -421,7 +421,7 @@ class _UserProgram:
         # ({"w": 0, "b": 1},).
         parameters = tuple(question.arguments[position] for position in question.update.positions)
         values = mapped(inputs.__getitem__, parameters)
-        update = _unpacked(question.update.function)
+        update = _unpickle(question.update.function)
         new_values = update(values, mapped(gradients.__getitem__, parameters))
 
         returned = leaves(new_values, "parameters")
@@ -431,7 +431,8 @@ class _UserProgram:
             hint = f"(values, gradients) -> values, of {', '.join(numbers)}"
             raise StructureError(reason, hint=hint)
         return {
-            i: _typed(returned[name], question.shardings[i], name) for name, i in numbers.items()
+            i: _check_type(returned[name], question.shardings[i], name)
+            for name, i in numbers.items()
         }
 
     def answer(self, blocks: _Results) -> Answer:
@@ -440,7 +441,7 @@ class _UserProgram:
         return Answer(outputs, blocks.gradients, blocks.updated, tree=self.tree)
 
 
-def _unpacked(function: bytes) -> Callable[..., Any]:
+def _unpickle(function: bytes) -> Callable[..., Any]:
     """Unpickle a function of the user, which was packed without arguments."""
     return pickle.loads(function)[0]
 
@@ -460,7 +461,7 @@ def _jax_cotangent(y: jax.Array, cotangent: Any) -> Any:
     return np.zeros(y.shape, jax.dtypes.float0)  # JAX's type for outputs of whole numbers
 
 
-def _typed(y: jax.Array, sharding: Sharding, name: str) -> jax.Array:
+def _check_type(y: jax.Array, sharding: Sharding, name: str) -> jax.Array:
     """Check that an output differs between devices along its layout's axes only.
 
     JAX's type of a value says along which mesh axes it may differ (`check_vma`).
@@ -576,8 +577,8 @@ def _loop(plan: AnyPlan, n_calls: jax.Array, *operands: jax.Array) -> jax.Array:
         y = apply(plan, *blocks)
         # One element of the result is written into every operand, so that the next call has to wait
         # for this one.
-        first = y[(0,) * y.ndim]
-        next_blocks = tuple(x.at[(0,) * x.ndim].set(first) for x in blocks)
+        first_element = y[(0,) * y.ndim]
+        next_blocks = tuple(x.at[(0,) * x.ndim].set(first_element) for x in blocks)
         # The whole result is carried along: otherwise XLA might compute that one element only.
         return next_blocks, y
 

@@ -116,7 +116,7 @@ def mesh_pair(jax_mesh: JaxMesh, torch_mesh: TorchMesh | None = None) -> MeshPai
         hint = "pass a jax.sharding.Mesh of devices"
         raise MeshError(f"{type(jax_mesh).__name__} {jax_mesh} is not a mesh of devices", hint=hint)
     check_processes()  # not cached: torch's process group may start later
-    return _matched(jax_mesh, torch_mesh)
+    return _match_devices(jax_mesh, torch_mesh)
 
 
 def check_one_block(meshes: MeshPair, what: str) -> None:
@@ -138,7 +138,7 @@ def check_processes() -> None:
 
 
 @functools.lru_cache(maxsize=256)
-def _matched(jax_mesh: JaxMesh, torch_mesh: TorchMesh | None) -> MeshPair:
+def _match_devices(jax_mesh: JaxMesh, torch_mesh: TorchMesh | None) -> MeshPair:
     """Find the device of JAX for each device of torch's mesh: `mesh_pair`, cached.
 
     Raises MeshError in a process without devices in either mesh.

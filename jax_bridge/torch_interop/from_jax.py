@@ -32,8 +32,9 @@ from xshard.errors import MeshError, api_boundary
 Arrays = Sequence[jax.Array]
 Group = list[Tensor]  # the tensors of one array, one for each device of this process
 
-# Autograd sees all tensors flat, group after group. A list with an entry for each leaf of the arguments
-# says which leaves are groups: it has None for them, and the leaf itself for anything else.
+# For each leaf of the arguments None if it is a group of tensors, else the leaf itself. Autograd sees only
+# tensors, in one list: this tells where they belong. f(x, 3, y) on 2 devices -> [None, 3, None], with the
+# tensors [x0, x1, y0, y1].
 NonTensors = Sequence[Any]
 OPTIONS = Options()
 
@@ -92,7 +93,7 @@ class _Argument(NamedTuple):
 
     layout: Layout
     tensors: Group
-    other: Any  # None for tensors
+    non_tensor: Any  # None for tensors
 
     @classmethod
     def of(cls, x: Any, layout: Layout) -> _Argument:
@@ -106,7 +107,7 @@ class _Argument(NamedTuple):
 
     def to_jax(self, mesh: JaxMesh) -> Any:
         """Return the array of the tensors; anything else as it is."""
-        return _to_jax(self.tensors, self.layout, mesh) if self.tensors else self.other
+        return _to_jax(self.tensors, self.layout, mesh) if self.tensors else self.non_tensor
 
     @property
     def gets_gradient(self) -> bool:
@@ -125,6 +126,7 @@ class _JaxFunction:
 
     @api_boundary
     def __call__(self, *args: Any) -> Any:
+        """Run the JAX function on tensors: hand them to JAX, run its program, and hand the results back."""
         meshes = mesh_pair(self.mesh)
         has_several_devices = len(meshes.local_positions) > 1
         # In a process with one device a list of tensors is a tree, elsewhere a leaf.
@@ -137,10 +139,11 @@ class _JaxFunction:
         wrt = tuple(i for i, argument in enumerate(arguments) if argument.gets_gradient)
         program = self._program(meshes, tree, layouts, arrays, wrt)
 
-        non_tensors = [argument.other for argument in arguments]
+        # Autograd gets the tensors as well as their arrays: it follows tensors alone.
+        non_tensors = [argument.non_tensor for argument in arguments]
         tensors = chain.from_iterable(argument.tensors for argument in arguments)
-        outputs = _Apply.apply(program, arrays, non_tensors, *tensors)
-        results = program.as_user_gives(program.divided(outputs))
+        output_tensors = _Apply.apply(program, arrays, non_tensors, *tensors)
+        results = program.unwrap_groups(program.group_by_array(output_tensors))
         if device_mesh is not None:
             results = program.as_dtensors(results, device_mesh)
         return jax.tree.unflatten(program.out_tree, results)
@@ -194,9 +197,9 @@ class _JaxFunction:
         return program
 
 
-def _layouts_of(what: str, layouts: Any, tree: Any) -> tuple[Layout, ...]:
+def _layouts_of(keyword: str, layouts: Any, tree: Any) -> tuple[Layout, ...]:
     """Return the layout of every leaf of a pytree structure: see `layouts_of`."""
-    return tuple(map(Layout.parse, layouts_of(what, layouts, tree)))
+    return tuple(map(Layout.parse, layouts_of(keyword, layouts, tree)))
 
 
 def _to_jax(group: Group, layout: Layout, mesh: JaxMesh) -> jax.Array:
@@ -217,33 +220,30 @@ class _Apply(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         """Run the JAX function, and save its pullback (cotangents -> gradients) for the backward pass.
 
-        Autograd sees tensors alone, in one list. The tensors of one array, one for each device of
-        this process, are a group.
-
         Args:
             ctx: Autograd's context; what the backward pass needs is saved on it.
             program: The program.
-            arrays: The arguments of the function, a leaf each.
-            non_tensors: For each leaf None if it is a group of tensors, else the leaf itself.
-            tensors: The tensors of all groups, whose numbers `arrays` has, too: autograd has to see
-                what the results depend on.
+            arrays: The leaves of the function's arguments, as it takes them.
+            non_tensors: Which leaves are no tensors: see `NonTensors`.
+            tensors: The tensors of all other leaves, group after group. `arrays` has their values,
+                too: autograd has to see what the results depend on.
 
         Returns:
             The tensors of all results, group after group.
         """
         # Specs without a mesh need one in context, and autograd's threads have none.
         with jax.set_mesh(program.meshes.jax_mesh):
-            outputs, pull = program.compiled_forward(*arrays)
+            outputs, pullback = program.compiled_forward(*arrays)
         # If the function returns an argument unchanged, the result has the memory of the caller's
         # tensor, and a write to one would change the other: it is copied.
-        addresses = {x.data_ptr() for x in tensors}
+        argument_addresses = {x.data_ptr() for x in tensors}
         groups = []
         for output, layout in zip(outputs, program.out_layouts, strict=True):
             group = program.to_torch(output, layout)
-            groups.append([x.clone() if x.data_ptr() in addresses else x for x in group])
+            groups.append([x.clone() if x.data_ptr() in argument_addresses else x for x in group])
         ctx.program = program
         ctx.non_tensors = non_tensors
-        ctx.pull = pull
+        ctx.pull = pullback
         ctx.n_tensors = len(tensors)
         # The backward pass may run in another thread, and needs the settings of this one.
         config: Any = jax.config
@@ -252,13 +252,13 @@ class _Apply(torch.autograd.Function):
         if program.wrt:
             # The pullback reads memory that these tensors share. Torch raises in the backward pass
             # if a saved tensor was written to meanwhile.
-            shared = chain.from_iterable(groups[i] for i in program.shared_outputs(outputs, pull))
-            ctx.save_for_backward(*tensors, *shared)
-        whole_numbers = []  # tensors of integers and booleans
+            shared_groups = [groups[i] for i in program.shared_outputs(outputs, pullback)]
+            ctx.save_for_backward(*tensors, *chain.from_iterable(shared_groups))
+        integer_tensors = []  # tensors of integers and booleans
         for i, group in enumerate(groups):
             if i not in program.inexact_outputs:
-                whole_numbers += group
-        ctx.mark_non_differentiable(*whole_numbers)  # torch keeps those of one call only
+                integer_tensors += group
+        ctx.mark_non_differentiable(*integer_tensors)  # torch keeps those of one call only
         return tuple(chain.from_iterable(groups))
 
     @staticmethod
@@ -274,7 +274,7 @@ class _Apply(torch.autograd.Function):
         program = ctx.program
         # Reading them makes torch check that none was written to.
         tensors = ctx.saved_tensors[: ctx.n_tensors]
-        groups = program.divided(cotangents)
+        groups = program.group_by_array(cotangents)
         inexact_groups = [groups[i] for i in program.inexact_outputs]
         # Autograd runs the backward pass of a GPU in another thread, which has other settings.
         with jax.enable_x64(ctx.x64), jax.default_matmul_precision(ctx.precision):
@@ -345,14 +345,14 @@ class VjpProgram:
         """How many devices this process has, and so the length of a group."""
         return len(self.meshes.local_positions)
 
-    def divided(self, tensors: Sequence[Tensor]) -> list[Group]:
-        """Divide tensors of several arrays by array: on 2 devices [a0, a1, b0, b1] -> [a0, a1], ..."""
+    def group_by_array(self, tensors: Sequence[Tensor]) -> list[Group]:
+        """Group the tensors of several arrays by array: on 2 devices [a0, a1, b0, b1] -> [a0, a1], ..."""
         n_devices = self.n_local_devices
         starts = range(0, len(tensors), n_devices)
         return [list(tensors[start : start + n_devices]) for start in starts]
 
-    def as_user_gives(self, groups: list[Group]) -> list[Any]:
-        """Return groups as users have them: the tensor itself in a process with one device."""
+    def unwrap_groups(self, groups: list[Group]) -> list[Any]:
+        """Return groups as users give and get them: in a process with one device, the tensor itself."""
         if self.n_local_devices > 1:
             return groups
         return [group[0] for group in groups]
@@ -400,18 +400,17 @@ class VjpProgram:
         array, or a list of them in a process with several devices (a group).
 
         Args:
-            non_tensors: For each leaf of the arguments None if it is a group of tensors, else the
-                leaf itself.
-            tensors: The tensors of all these groups, one after the other.
+            non_tensors: Which leaves of the arguments are no tensors: see `NonTensors`.
+            tensors: The tensors of all other leaves, group after group.
             cotangents: A group for each result that has a cotangent.
 
         Returns:
             A group for each argument that gets a gradient.
         """
-        next_group = iter(self.as_user_gives(self.divided(tensors)))
+        next_group = iter(self.unwrap_groups(self.group_by_array(tensors)))
         leaves = [next(next_group) if x is None else x for x in non_tensors]
-        gradients = self._pullback(leaves, self.as_user_gives(cotangents))
-        return self.divided(jax.tree.leaves(gradients))
+        gradients = self._pullback(leaves, self.unwrap_groups(cotangents))
+        return self.group_by_array(jax.tree.leaves(gradients))
 
     @cached_property
     def _pullback(self) -> _JaxFunction:
@@ -438,8 +437,10 @@ class VjpProgram:
 
     def _shardings(self, layouts: Sequence[Layout], avals: Sequence[Any]) -> tuple[Any, ...]:
         """Return JAX's shardings of arrays of these types."""
-        pairs = zip(layouts, avals, strict=True)
-        return tuple(array_sharding(layout, self.meshes, aval.shape) for layout, aval in pairs)
+        layouts_and_avals = zip(layouts, avals, strict=True)
+        return tuple(
+            array_sharding(layout, self.meshes, aval.shape) for layout, aval in layouts_and_avals
+        )
 
     def _vjp(self, *leaves: jax.Array) -> tuple[tuple[jax.Array, ...], Any]:
         """Run the function, and return its outputs and its pullback (cotangents -> gradients).
@@ -450,9 +451,9 @@ class VjpProgram:
         if not self.wrt:
             return self._outputs(*leaves), None
 
-        def of_wrt(*varied: jax.Array) -> tuple[jax.Array, ...]:
+        def of_wrt(*differentiated: jax.Array) -> tuple[jax.Array, ...]:
             arguments = list(leaves)
-            for i, x in zip(self.wrt, varied, strict=True):
+            for i, x in zip(self.wrt, differentiated, strict=True):
                 arguments[i] = x
             return self._outputs(*arguments)
 
@@ -471,8 +472,10 @@ class VjpProgram:
             pull: JAX's pullback.
             cotangents: One for each output of floats or complex numbers.
         """
-        given = dict(zip(self.inexact_outputs, map(_conjugate, cotangents), strict=True))
-        return tuple(map(_conjugate, pull(with_float0(given, self.out_avals))))
+        cotangent_of_output = dict(
+            zip(self.inexact_outputs, map(_conjugate, cotangents), strict=True)
+        )
+        return tuple(map(_conjugate, pull(with_float0(cotangent_of_output, self.out_avals))))
 
 
 def _conjugate(x: jax.Array) -> jax.Array:
@@ -481,7 +484,7 @@ def _conjugate(x: jax.Array) -> jax.Array:
 
 
 def _memory(x: Any) -> set[tuple[Any, int]]:
-    """Return where the local blocks of an array are: pairs of a device and an address."""
+    """Return the memory of an array's local blocks, as (device, address of the first byte)."""
     if not isinstance(x, jax.Array) or not x.size:
         return set()
     shards = x.addressable_shards

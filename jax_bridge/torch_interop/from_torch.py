@@ -197,7 +197,7 @@ def _of_module(module: torch.nn.Module) -> Callable[..., Any]:
     """Return a module as a function of its parameters, by name, and its arguments."""
     # A copy, as JAX may call it later, when the user's module has changed. Its parameters are not
     # copied: each call brings its own.
-    copied = copy.deepcopy(module, {id(p): p for p in module.parameters()})
+    copied = copy.deepcopy(module, {id(parameter): parameter for parameter in module.parameters()})
     # During a call a module holds the parameters of that call, so devices take turns.
     lock = threading.RLock()
 
@@ -248,7 +248,7 @@ class HostCall:
         cotangents = [self.out_plans[i].backward for i in _inexact(self.out_plans)]
         gradients = [self.in_plans[i].backward for i in _inexact(self.in_plans)]
         in_plans = (*self.in_plans, *cotangents)
-        return HostCall(self._pulled, self.meshes, in_plans, tuple(gradients))
+        return HostCall(self._pull_back, self.meshes, in_plans, tuple(gradients))
 
     @cached_property
     def _run(self) -> Callable[..., tuple[jax.Array, ...]]:
@@ -256,8 +256,8 @@ class HostCall:
         on_devices = jax.shard_map(
             self._on_device,
             mesh=self.meshes.jax_mesh,
-            in_specs=tuple(self._spec(p.src, p.shape) for p in self.in_plans),
-            out_specs=tuple(self._spec(p.dst, p.shape) for p in self.out_plans),
+            in_specs=tuple(self._spec(plan.src, plan.shape) for plan in self.in_plans),
+            out_specs=tuple(self._spec(plan.dst, plan.shape) for plan in self.out_plans),
             check_vma=False,  # JAX does not differentiate through it
         )
         # Jitted, so that calls outside of jit compile it once.
@@ -269,12 +269,12 @@ class HostCall:
 
     def _on_device(self, *blocks: jax.Array) -> tuple[jax.Array, ...]:
         """Call the function on one device, inside shard_map."""
-        arguments = map(_moved, blocks, self.in_plans)
-        types = []
-        for p in self.out_plans:
-            types.append(jax.ShapeDtypeStruct(p.source.local_shape(0), p.dtype))
-        results = host_callback(self._on_host, tuple(types))(*arguments)
-        return tuple(map(_moved, results, self.out_plans))
+        arguments = map(_move, blocks, self.in_plans)
+        types = tuple(
+            jax.ShapeDtypeStruct(plan.source.local_shape(0), plan.dtype) for plan in self.out_plans
+        )
+        results = host_callback(self._on_host, types)(*arguments)
+        return tuple(map(_move, results, self.out_plans))
 
     def _on_host(self, context: Any, results: Sequence[Any], *memory: Any) -> None:
         """Run the torch function on one device's memory; XLA calls this while its program runs.
@@ -305,7 +305,7 @@ class HostCall:
         by_number = dict(zip(_inexact(self.in_plans), gradients, strict=True))
         return buffers.with_float0(by_number, arrays)
 
-    def _pulled(self, *tensors: Tensor) -> Sequence[Tensor]:
+    def _pull_back(self, *tensors: Tensor) -> Sequence[Tensor]:
         """Run the torch function again under autograd, and return the gradients of its arguments.
 
         Args:
@@ -352,10 +352,12 @@ def _check_like_fake(output: Tensor, plan_out: Plan) -> None:
         raise ShapeError(f"the torch function returns {both}", hint=hint)
 
 
-def _moved(x: jax.Array, plan: Plan) -> jax.Array:
+def _move(x: jax.Array, plan: Plan) -> jax.Array:
     return redistribute(x, plan) if plan.steps else x
 
 
 def _inexact(plans: Sequence[Plan]) -> tuple[int, ...]:
     """Return the indices of the arrays that have a cotangent: floats and complex numbers."""
-    return tuple(i for i, p in enumerate(plans) if jnp.issubdtype(jnp.dtype(p.dtype), jnp.inexact))
+    return tuple(
+        i for i, plan in enumerate(plans) if jnp.issubdtype(jnp.dtype(plan.dtype), jnp.inexact)
+    )

@@ -237,19 +237,19 @@ def _hand_over(
     tree: Any,
     layout: Given,
     prepare: Prepare,
-    what: str,
+    progress_title: str,
     progress: Progress,
     is_leaf: Callable[[Any], bool] = never,
 ) -> Any:
-    """Convert one array, or all leaves of a tree, after all of them have been checked.
+    """Check all leaves of a tree, or one array, and then convert them.
 
-    An error in any leaf so comes before the first one is converted.
+    So an error in any leaf comes before the first one is converted.
 
     Args:
         tree: The array; with rules a tree.
         layout: Its layout, or rules.
         prepare: Checks an array with its layout, and returns the function that hands it over.
-        what: What the bar of progress says.
+        progress_title: What the bar of progress says.
         progress: As of `to_jax`.
         is_leaf: True for inner nodes that count as leaves, as a list with a block per device.
 
@@ -266,7 +266,7 @@ def _hand_over(
             prepared.append(prepare(leaf.x, leaf.value))
             leaf_bytes.append(sum(block.nbytes for block in jax.tree.leaves(leaf.x)))
     results = []
-    with reporting(progress, sum(leaf_bytes), is_seen=True, what=what) as report:
+    with reporting(progress, sum(leaf_bytes), is_seen=True, what=progress_title) as report:
         for hand_over, n_bytes in zip(prepared, leaf_bytes, strict=True):
             results.append(hand_over())
             report(n_bytes)
@@ -300,19 +300,19 @@ def prepare_to_jax(
         torch_mesh = x.device_mesh
     meshes = mesh_pair(mesh, torch_mesh)
     blocks = _local_blocks(x, layout, meshes)
-    known = KnownArray(_common_dtype(blocks), shape, tuple(blocks[0].shape))
+    known_array = KnownArray(_common_dtype(blocks), shape, tuple(blocks[0].shape))
     if not meshes.local_positions:
         # A process without devices has passed a tensor on `meta` only to tell shape and dtype.
         blocks = []
     _check_devices(blocks, meshes)
-    route = options.route(layout, meshes, known, to_jax=True)
+    route = options.route(layout, meshes, known_array, to_jax=True)
     _check_shapes(blocks, route, meshes)
-    # A side is set if blocks have to move first: that makes copies, which copy=False forbids.
-    if route.side is not None:
+    # A mover is set if blocks have to move first: that makes copies, which copy=False forbids.
+    if route.mover is not None:
         options.check_moved(route)
     elif options.copy is False:
         _check_need_no_copy(blocks, meshes)
-    return partial(_make_array, blocks, route, meshes, known.dtype, options.copy)
+    return partial(_make_array, blocks, route, meshes, known_array.dtype, options.copy)
 
 
 def _local_blocks(x: Any, layout: Layout | Expression, meshes: MeshPair) -> list[Tensor]:
@@ -367,18 +367,17 @@ def _check_devices(blocks: Sequence[Tensor], meshes: MeshPair) -> None:
 
 
 def _check_shapes(blocks: Sequence[Tensor], route: Route, meshes: MeshPair) -> None:
-    """Raise ShapeError for a block that is not its device's part of the global shape."""
+    """Raise ShapeError for a block that has not the shape of its device's block."""
+    sharding = route.torch_sharding
     for i, block in zip(meshes.local_positions, blocks, strict=True):
-        expected = route.blocks.local_shape(i)
+        expected = sharding.local_shape(i)
         actual = tuple(block.shape)
         if actual != expected:
             device = meshes.torch_devices[i]
             reason = f"torch's tensor for {device} has shape {actual}, not {expected}"
-            part = (
-                f"the part of device {i} of {meshes.torch_axes!r} of a {route.blocks.shape} array"
-            )
-            hint = f"under '{route.blocks.layout}' that is {part}"
-            hint += "; if blocks differ in size, pass shape= (the global shape)"
+            hint = f"under '{sharding.layout}' that is the part of device {i} of {meshes.torch_axes!r} "
+            hint += f"of a {sharding.shape} array; "
+            hint += "if blocks differ in size, pass shape= (the global shape)"
             raise ShapeError(reason, text=route.text, hint=hint)
 
 
@@ -397,7 +396,7 @@ def _make_array(
     """Make the global array of JAX from checked blocks.
 
     If the layout or the devices change, blocks are moved by torch before JAX gets them, or by JAX
-    after it (`route.side`); with None they stay where they are.
+    after it (`route.mover`); with None they stay where they are.
 
     Args:
         blocks: This process's blocks.
@@ -406,18 +405,20 @@ def _make_array(
         dtype: The dtype's name.
         copy: As of `to_jax`.
     """
-    if route.side is not None:
+    if route.mover is not None:
         copy = None  # blocks that have moved are in new memory already
     devices = meshes.local_devices
-    if route.side == TORCH:
+    if route.mover == TORCH:
         blocks = by_torch(blocks, route.plan)
         devices = meshes.local_jax_devices
-    pairs = zip(devices, blocks, strict=True)
-    on_devices: Blocks = {device: buffers.array_over(x, device, copy) for device, x in pairs}
-    if route.side == JAX:
-        on_devices = by_jax(on_devices, route.plan, meshes.by_number)
-    array = assembled(on_devices, route.blocks.shape, dtype, route.in_jax)
-    return record_order(array, route.stored)
+    devices_and_blocks = zip(devices, blocks, strict=True)
+    block_of_device: Blocks = {
+        device: buffers.array_over(x, device, copy) for device, x in devices_and_blocks
+    }
+    if route.mover == JAX:
+        block_of_device = by_jax(block_of_device, route.plan, meshes.by_number)
+    array = assembled(block_of_device, route.torch_sharding.shape, dtype, route.named_sharding)
+    return record_order(array, route.jax_sharding)
 
 
 # ---- to torch
@@ -452,16 +453,16 @@ def prepare_to_torch(
         raise MeshError("a DTensor is on a DeviceMesh", hint=hint)
     buffers.torch_dtype(array.dtype)  # raises for a dtype that torch lacks
     _ = meshes.kind  # raises for devices that torch lacks
-    known = KnownArray(array.dtype.name, array.shape)
-    route = options.route(layout, meshes, known, to_jax=False)
-    if not are_same_shardings(array.sharding, route.in_jax, array.ndim):
+    known_array = KnownArray(array.dtype.name, array.shape)
+    route = options.route(layout, meshes, known_array, to_jax=False)
+    if not are_same_shardings(array.sharding, route.named_sharding, array.ndim):
         reason = f"the array is not sharded as '{route.src}' says"
         raise ShapeError(reason, text=route.text, hint=f"it has {array.sharding}")
-    check_order(array, route.stored, route.text)
+    check_order(array, route.jax_sharding, route.text)
     if device_mesh is not None:
         # Raises for a layout that a DTensor cannot have.
-        to_placements(route.blocks.layout, device_mesh, array.shape)
-    if route.side is not None:
+        to_placements(route.torch_sharding.layout, device_mesh, array.shape)
+    if route.mover is not None:
         options.check_moved(route)
     return partial(_make_tensors, array, route, meshes, options, device_mesh)
 
@@ -509,28 +510,28 @@ def _make_tensors(
     """Make torch's tensors from the blocks of a checked array.
 
     If the layout or the devices change, blocks are moved by torch after it gets them, or by JAX
-    before (`route.side`); with None they stay where they are.
+    before (`route.mover`); with None they stay where they are.
 
     Returns:
         A tensor, a list of several, or None if this process has none; a DTensor on `device_mesh`.
     """
     copy = options.copy
     writable = options.writable
-    if route.side is not None:
+    if route.mover is not None:
         # Blocks that have moved are in new memory, which may be written to.
         copy = None
         writable = True
     blocks = blocks_of(array)
     devices = meshes.local_devices
-    if route.side == JAX:
+    if route.mover == JAX:
         blocks = by_jax(blocks, route.plan, meshes.by_number)
-    elif route.side == TORCH:
+    elif route.mover == TORCH:
         devices = meshes.local_jax_devices
     tensors = [buffers.tensor_over(blocks[device], copy, writable) for device in devices]
-    if route.side == TORCH:
+    if route.mover == TORCH:
         tensors = by_torch(tensors, route.plan)
     if not tensors:
         return None
     if device_mesh is not None:
-        return dtensor_of_block(tensors[0], route.blocks.layout, device_mesh, array.shape)
+        return dtensor_of_block(tensors[0], route.torch_sharding.layout, device_mesh, array.shape)
     return tensors[0] if len(tensors) == 1 else tensors

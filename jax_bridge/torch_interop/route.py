@@ -33,7 +33,7 @@ from jax_bridge.torch_interop.devices import MeshPair
 from jax_bridge.trees import leaves_with_given_values
 from torch_bridge.mesh.machine import machine_profile as torch_machine
 from torch_bridge.redistribution import redistribute
-from xshard import Layout, Plan, ProfileLike, Sharding, XshardError, plan
+from xshard import Layout, Mesh, Plan, ProfileLike, Sharding, XshardError, plan
 from xshard.errors import PlanError, ShapeError, located
 from xshard.layout.layout import check_axes
 from xshard.layout.lengths import global_shape
@@ -54,20 +54,20 @@ class Route:
     Attributes:
         src: The layout at the start: of torch's blocks, or of JAX's array on the way to torch.
         text: The user's own text.
-        blocks: The sharding of torch's blocks.
-        in_jax: The sharding of JAX's array.
-        stored: The same as a layout, which also has the order of rows, as zigzag.
+        torch_sharding: Layout, mesh and global shape of torch's blocks.
+        named_sharding: JAX's own description of the sharding of its array.
+        jax_sharding: The same as a layout, which also has the order of rows, as zigzag.
         plan: The plan from one to the other.
-        side: The framework that runs the plan; None if nothing moves.
+        mover: The framework that runs the plan, "torch" or "jax"; None if nothing moves.
     """
 
     src: Layout
     text: str
-    blocks: Sharding
-    in_jax: NamedSharding
-    stored: Sharding
+    torch_sharding: Sharding
+    named_sharding: NamedSharding
+    jax_sharding: Sharding
     plan: Plan
-    side: str | None
+    mover: str | None
 
 
 class KnownArray(NamedTuple):
@@ -121,7 +121,7 @@ class Options:
         if self.copy is False:
             reason = "blocks that move cannot be handed over without a copy"
             raise XshardError(reason, text=route.text, hint="copy=None allows it")
-        LOG.info("%s moves the blocks first: %s", route.side, route.text)
+        LOG.info("%s moves the blocks first: %s", route.mover, route.text)
 
 
 @functools.lru_cache(maxsize=65536)
@@ -132,25 +132,25 @@ def array_sharding(layout: Layout, meshes: MeshPair, shape: Shape) -> NamedShard
         check_axes(layout, meshes.jax_axes, text)
         sharding = Sharding(layout, meshes.jax_axes, shape)
         if not sharding.is_even:
-            whole = " ".join(sharding.layout.names)
+            unsharded = " ".join(sharding.layout.names)
             rule = "a jax.Array needs equal blocks"
             reason = f"{rule}: {shape} does not divide on JAX's {meshes.jax_axes!r}"
-            hint = f"hand it over under a layout that divides, as in '{layout} -> {whole}'"
+            hint = f"hand it over under a layout that divides, as in '{layout} -> {unsharded}'"
             raise ShapeError(reason, hint=hint)
         return storage_sharding(sharding.layout, meshes.jax_mesh)
 
 
-def layouts_of(what: str, layouts: Any, tree: Any) -> list[Any]:
+def layouts_of(keyword: str, layouts: Any, tree: Any) -> list[Any]:
     """Return the layout or expression of every leaf of a pytree structure, in order.
 
     "n/dp" for a structure of two leaves -> ["n/dp", "n/dp"]
 
     Args:
-        what: The argument that errors name.
+        keyword: The argument that errors name.
         layouts: One for all, or a pytree prefix.
         tree: The structure.
     """
-    with located(what):
+    with located(keyword):
         placeholders = jax.tree.unflatten(tree, range(tree.num_leaves))
         return [leaf.value for leaf in leaves_with_given_values(layouts, placeholders)]
 
@@ -163,6 +163,13 @@ def named_like(
     function.__qualname__ = function.__name__
     function.__doc__ = fn.__doc__
     return function
+
+
+class _End(NamedTuple):
+    """The source or the target of a move: a mesh, and its devices in order."""
+
+    mesh: Mesh
+    devices: Sequence[jax.Device]
 
 
 @functools.lru_cache(maxsize=65536)
@@ -194,40 +201,40 @@ def _route(
     src, dst, text = sides_or_one(layout)  # errors quote the text, as the user wrote it
     torch_layout = src if to_jax else dst
     jax_layout = dst if to_jax else src
-    ends = [(meshes.torch_axes, meshes.torch_devices), (meshes.jax_axes, meshes.jax_devices)]
-    if not to_jax:
-        ends.reverse()
-    (src_mesh, src_devices), (dst_mesh, dst_devices) = ends
+    torch_end = _End(meshes.torch_axes, meshes.torch_devices)
+    jax_end = _End(meshes.jax_axes, meshes.jax_devices)
+    source = torch_end if to_jax else jax_end
+    target = jax_end if to_jax else torch_end
 
     with mark_errors(text):
         # All that can be wrong with the user's arguments is noticed here, before anything is sent.
-        check_axes(src, src_mesh, text)
-        check_axes(dst, dst_mesh, text)
+        check_axes(src, source.mesh, text)
+        check_axes(dst, target.mesh, text)
         shape = array.shape
         if shape is None:
-            shape = global_shape(src, src_mesh, array.local_shape, text)
-        blocks = Sharding(torch_layout, meshes.torch_axes, shape)
-        stored = Sharding(jax_layout, meshes.jax_axes, shape)
+            shape = global_shape(src, source.mesh, array.local_shape, text)
+        torch_sharding = Sharding(torch_layout, meshes.torch_axes, shape)
+        jax_sharding = Sharding(jax_layout, meshes.jax_axes, shape)
         # JAX's own kind of sharding, which does not say in which order rows are stored.
-        jax_sharding = array_sharding(jax_layout, meshes, shape)
+        named_sharding = array_sharding(jax_layout, meshes, shape)
 
         plan_move = functools.partial(
             plan,
             (src, dst),
             shape=shape,
             dtype=array.dtype,
-            src_mesh=src_mesh,
-            dst_mesh=dst_mesh,
-            src_devices=meshes.numbers(src_devices),
-            dst_devices=meshes.numbers(dst_devices),
+            src_mesh=source.mesh,
+            dst_mesh=target.mesh,
+            src_devices=meshes.numbers(source.devices),
+            dst_devices=meshes.numbers(target.devices),
         )
         # Each side plans for its own machine: NCCL and XLA differ in speed.
         plans = {TORCH: plan_move(profile=profiles[0]), JAX: plan_move(profile=profiles[1])}
-        side = None  # nobody: all blocks stay
+        mover = None  # no side: all blocks stay where they are
         if not _moves_nothing(plans[TORCH]):
-            side = _cheapest_side(plans, meshes, via, torch_refuses)
-    chosen_plan = plans[TORCH if side is None else side]
-    return Route(src, text, blocks, jax_sharding, stored, chosen_plan, side)
+            mover = _cheapest_side(plans, meshes, via, torch_refuses)
+    chosen_plan = plans[TORCH if mover is None else mover]
+    return Route(src, text, torch_sharding, named_sharding, jax_sharding, chosen_plan, mover)
 
 
 def _moves_nothing(plan: Plan) -> bool:
@@ -253,11 +260,11 @@ def _cheapest_side(
         torch_refuses: Why torch cannot run a plan now; None if it can.
 
     Raises:
-        PlanError: No side that is wanted can.
+        PlanError: No candidate can.
     """
     refusals = {TORCH: torch_refuses, JAX: _why_jax_cannot_run(plans[JAX], meshes)}
-    wanted = SIDES if via is None else (via,)
-    costs = {side: plans[side].cost for side in wanted if refusals[side] is None}
+    candidates = SIDES if via is None else (via,)
+    costs = {side: plans[side].cost for side in candidates if refusals[side] is None}
     if costs:
         # The first of equal ones, torch: it does not compile.
         return min(costs, key=costs.__getitem__)

@@ -70,21 +70,21 @@ class Half:
     def batched(self, n: int) -> Half:
         return self._of_derivative(n, self.begins, (n, *self.batch))
 
-    def _of_derivative(self, kind: str | int, begins: bool, batch: tuple[int, ...]) -> Half:
-        """Return a half of a derivative: the one that begins it leaves it for the one that ends it.
+    def _of_derivative(self, derivative: str | int, begins: bool, batch: tuple[int, ...]) -> Half:
+        """Return a half of a derivative's plan; `derivative` is its key in `InFlight.derivatives`.
 
-        kind: a key of `InFlight.derivatives`.
+        The half that begins the plan is asked for first, and adds it there; the other one takes it out.
         """
         derivatives = self.in_flight.derivatives
         if not begins:
-            return Half(derivatives.pop(kind), begins, batch)
+            return Half(derivatives.pop(derivative), begins, batch)
         executable = self.in_flight.executable
-        if isinstance(kind, int):
-            derived = executable.batched(kind)
+        if isinstance(derivative, int):
+            derived_executable = executable.batched(derivative)
         else:
-            derived = getattr(executable, kind)
-        derivatives[kind] = InFlight(derived)
-        return Half(derivatives[kind], begins, batch)
+            derived_executable = getattr(executable, derivative)
+        derivatives[derivative] = InFlight(derived_executable)
+        return Half(derivatives[derivative], begins, batch)
 
 
 def begin(executable: Any, *blocks: Tensor) -> Callable[[], Any]:
@@ -161,11 +161,11 @@ class PendingTensor(Waiting):
         cls, blocks: Sequence[Tensor], executable: BucketedExecutable
     ) -> list[PendingTensor]:
         """Start the redistribution of several blocks; the first `wait` of a result ends all."""
-        # It has the results of all as its result: the error of a first `wait` is that of the others.
-        together = cls(begin(executable, *blocks), (), blocks[0])
+        # Its result is the list of all results: if its first `wait` raises, all tensors raise that error.
+        joint = cls(begin(executable, *blocks), (), blocks[0])
         pending = []
         for i, block in enumerate(blocks):
-            finish = partial(together._wait_for, i)
+            finish = partial(joint._wait_for, i)
             pending.append(cls(finish, executable.executables[i].shape, block))
         return pending
 
@@ -205,8 +205,8 @@ class PendingTensor(Waiting):
     def __torch_function__(
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        args = tree_map(_waited, tuple(args))
-        kwargs = tree_map(_waited, {} if kwargs is None else kwargs)
+        args = tree_map(_wait_if_pending, tuple(args))
+        kwargs = tree_map(_wait_if_pending, {} if kwargs is None else kwargs)
         return func(*args, **kwargs)
 
 
@@ -221,7 +221,7 @@ def compare_gradients_of(compared: Compared | None, result: Any, *blocks: Tensor
     return result
 
 
-def _waited(value: Any) -> Any:
+def _wait_if_pending(value: Any) -> Any:
     """Replace a tensor in flight by its result."""
     return value.wait() if isinstance(value, PendingTensor) else value
 
@@ -230,7 +230,7 @@ def _operator(name: str) -> Callable[..., Any]:
     """Make the method that waits for the result, and calls the tensor's method of this name."""
 
     def apply(self: PendingTensor, *operands: Any) -> Any:
-        arrived = [_waited(operand) for operand in operands]
+        arrived = [_wait_if_pending(operand) for operand in operands]
         return getattr(self.wait(), name)(*arrived)
 
     return apply

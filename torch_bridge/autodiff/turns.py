@@ -1,8 +1,9 @@
-"""Coroutines of one thread that compute in turn: while the move of one is under way, the next one goes on.
+"""Coroutines of one thread that compute in turn: while messages of one travel, the next one goes on.
 
-torch keeps for a thread what a coroutine would have to own: whether it records, autocast, modes, hooks of
-saved tensors. So one lets others go on only where all this is as at the start, but for hooks of ours, which
-it takes off meanwhile. Everywhere else it waits, which is right and slower. It knows nothing of modules.
+torch keeps state for a thread that each coroutine would need for itself: whether gradients are recorded,
+autocast, modes, hooks of saved tensors. So a coroutine lets others go on only where this state is as at the
+start, but for hooks of saved tensors that xshard has added, which it takes off until it goes on. Everywhere
+else it waits, which is correct and slower. It knows nothing of modules.
 """
 
 from __future__ import annotations
@@ -33,19 +34,19 @@ class PartEnded(Exception):  # noqa: N818  no error: it ends a coroutine after t
     """Another part of the batch has failed, and this one ends: its hooks and contexts undo what they did."""
 
 
-class Part:
+class BatchPart:
     """The part of a batch that one coroutine computes.
 
     Attributes:
         turns: Those of the batch.
-        values: What this part has for itself, by the `OfPart` that asks for it.
-        saving_hooks: Hooks of saved tensors that ours have added, the innermost last.
+        values: This part's value of each `PerPart`.
+        saving_hooks: Hooks of saved tensors that xshard has added, the innermost last.
         is_in_function: Whether it is in the forward pass of a Function that lets others go on.
     """
 
     def __init__(self, turns: Turns, call: Callable[[], Any]) -> None:
         self.turns = turns
-        self.values: dict[OfPart[Any], Any] = {}
+        self.values: dict[PerPart[Any], Any] = {}
         self.saving_hooks: list[SavingHooks] = []
         self.is_in_function = False
         self._call = call
@@ -79,8 +80,8 @@ class Part:
             if top_saving_hooks() == turns.saving_hooks:
                 self.coroutine.parent.switch()
         finally:
-            for pair in hooks:
-                push_saving_hooks(*pair)
+            for pack_and_unpack in hooks:
+                push_saving_hooks(*pack_and_unpack)
 
     def is_as_at_start(self) -> bool:
         """Return whether torch keeps for the thread what it kept at the start, but for hooks."""
@@ -97,7 +98,7 @@ class Part:
                 self.coroutine.throw(PartEnded)
 
 
-_PART: ContextVar[Part | None] = ContextVar("_PART", default=None)
+_PART: ContextVar[BatchPart | None] = ContextVar("_PART", default=None)
 # By what computes its batch in parts. Hot code looks whether it is empty, before it asks for a part.
 RUNNING: dict[object, Turns] = {}
 
@@ -118,12 +119,16 @@ class Turns:
         self.saving_hooks = top_saving_hooks()
         self.lag = lag
         self.at_end: list[Callable[[], None]] = []
-        self.parts = [Part(self, call) for call in calls]
+        self.parts = [BatchPart(self, call) for call in calls]
 
     def run(self, owner: object) -> list[Any]:
         """Compute all parts; return their results in order. The first error ends the others.
 
-        owner: of the batch. Raises XshardError if it computes another one, in another thread.
+        Args:
+            owner: The object whose batch it is.
+
+        Raises:
+            XshardError: The owner computes another batch, in another thread.
         """
         if RUNNING.setdefault(owner, self) is not self:
             hint = "one batch after the other, or a copy of the model"
@@ -131,8 +136,8 @@ class Turns:
         try:
             turn = 0
             while not all(part.coroutine.dead for part in self.parts):
-                for number, part in enumerate(self.parts):
-                    if turn >= number * self.lag and not part.coroutine.dead:
+                for part_index, part in enumerate(self.parts):
+                    if turn >= part_index * self.lag and not part.coroutine.dead:
                         part.coroutine.switch()
                 turn += 1
             return [part.result for part in self.parts]
@@ -142,8 +147,8 @@ class Turns:
                 part.end()
             raise
         finally:
-            for act in self.at_end:
-                act()
+            for call_at_end in self.at_end:
+                call_at_end()
             del RUNNING[owner]
             # Nothing is left for the garbage collector: results would keep their memory until then.
             for part in self.parts:
@@ -158,7 +163,7 @@ class Turns:
                 yield coroutine.gr_frame
 
 
-class OfPart(Generic[T]):
+class PerPart(Generic[T]):
     """A value that each part of a batch has for itself, and code outside of parts, too.
 
     Attributes:
@@ -171,7 +176,7 @@ class OfPart(Generic[T]):
 
     @property
     def value(self) -> T:
-        """That of the running part; outside of parts the one of all other code."""
+        """The value of the running part; in code outside of parts `outside`."""
         part = current_part()
         if part is None:
             return self.outside
@@ -186,7 +191,7 @@ class OfPart(Generic[T]):
             part.values[self] = new
 
 
-def current_part() -> Part | None:
+def current_part() -> BatchPart | None:
     """Return the part of a batch that this code computes; None outside of parts, and to a compiler."""
     if torch.compiler.is_compiling():
         return None

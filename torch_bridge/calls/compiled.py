@@ -73,19 +73,19 @@ def traced_call(
         async_op: Whether the caller wants a `PendingTensor`.
     """
     if torch.compiler.is_dynamo_compiling():
-        # `_recorded` turns these constants back into what they were.
+        # `_record_call` turns these constants back into what they were.
         constants = {name: value for name, value in options.items() if value is not None}
         if "comm_dtype" in constants:
             dtypes = comm_dtype_of(constants["comm_dtype"], blocks[0].dtype)
             constants["comm_dtype"] = tuple(str(dtype) for dtype in dtypes)
         constant_mesh = (mesh.axes, mesh.sizes) if isinstance(mesh, Mesh) else mesh
-        y = _recorded(list(blocks), verb, expression, constant_mesh, constants)
+        y = _record_call(list(blocks), verb, expression, constant_mesh, constants)
         _raise_refusal()
     elif _are_plain(blocks):
         y = TRACED[verb](list(blocks), expression, mesh, **options)
     else:
-        what = f"torch.export records {verb} of plain tensors on one mesh"
-        raise PlanError(what, hint="export local tensors")
+        reason = f"torch.export records {verb} of plain tensors on one mesh"
+        raise PlanError(reason, hint="export local tensors")
     if async_op:  # a graph has no calls in flight: the result is there
         return PendingTensor(y, y.shape, y)
     return y
@@ -96,7 +96,7 @@ refusals: list[XshardError] = []
 
 
 @nonstrict_trace
-def _recorded(
+def _record_call(
     blocks: list[Tensor], verb: str, expression: str, mesh: Any, options: dict[str, Any]
 ) -> Tensor:
     """Run a public function under torch.compile, which records the tensor operations that it calls.
@@ -122,7 +122,7 @@ def _recorded(
 
 @torch.compiler.assume_constant_result
 def _raise_refusal() -> None:
-    """Raise the error that `_recorded` kept; Dynamo calls this while it traces, and keeps None."""
+    """Raise the error that `_record_call` kept; Dynamo calls this while it traces, and keeps None."""
     if refusals:
         raise refusals.pop()
 
@@ -130,7 +130,11 @@ def _raise_refusal() -> None:
 class _TracedPlan(NamedTuple):
     """The plan of a recorded call, the processes that run it, and the plans of its derivatives.
 
-    variable_dims: the dims of the block whose lengths vary in the graph.
+    Attributes:
+        plan: The plan.
+        processes: Its processes.
+        derivatives: The traced plans of its derivatives.
+        variable_dims: The dims of the block whose lengths vary in the graph.
     """
 
     plan: Plan

@@ -134,29 +134,42 @@ class MoveCall(NamedTuple):
         # The plan is for the dtype that travels, as bfloat16; `casting` converts blocks and
         # results.
         dtype = name_of(comm_dtype_of(self.comm_dtype, block_dtype).forward)
-        ends = sides(self.expression)
-        for layout in (ends.src, ends.dst):
-            check_axes(layout, processes.mesh, ends.text)
+        expression_sides = sides(self.expression)
+        for layout in (expression_sides.src, expression_sides.dst):
+            check_axes(layout, processes.mesh, expression_sides.text)
 
         if isinstance(self.expression, Plan):
             plan = self.expression
             check_given("the block is", plan, dtype, self.shape, processes.mesh)
         else:
             profile = machine_profile(self.profile, device)
-            profile, processes = part_of_mesh((ends.src, ends.dst), processes, profile)
+            profile, processes = part_of_mesh(
+                (expression_sides.src, expression_sides.dst), processes, profile
+            )
             shape = self.shape
             if shape is None:
-                shape = global_shape(ends.src, processes.mesh, local_shape, ends.text)
-            plan = plan_redistribution(ends, processes.mesh, shape, dtype, profile=profile)
+                shape = global_shape(
+                    expression_sides.src, processes.mesh, local_shape, expression_sides.text
+                )
+            plan = plan_redistribution(
+                expression_sides, processes.mesh, shape, dtype, profile=profile
+            )
 
         # This check is last, because it may raise on this process alone.
         is_inferred = self.shape is None
-        what = "the block of"
-        check_local(what, local_shape, plan.source, processes, ends.text, inferred=is_inferred)
+        title = "the block of"
+        check_local(
+            title, local_shape, plan.source, processes, expression_sides.text, inferred=is_inferred
+        )
         return plan, processes
 
     def facts(self, block: Block, **sent: object) -> CallFacts:
-        """Return what ranks compare before this call with a block. sent: facts that the call lacks."""
+        """Return what ranks compare before this call with a block.
+
+        Args:
+            block: Shape, dtype and device of this process's block.
+            **sent: Facts that do not follow from the call.
+        """
         plan, processes = self.plan(block)
         local_shape, dtype, device = block
         comm_dtype = comm_dtype_of(self.comm_dtype, dtype)
@@ -173,7 +186,7 @@ class MoveCall(NamedTuple):
 
 
 def check_local(
-    what: str,
+    title: str,
     block: Sequence[int],
     array: Sharding,
     processes: ProcessMesh,
@@ -185,7 +198,7 @@ def check_local(
     An array [8, 5] under "n/dp i" on dp=4 -> each process needs a block [2, 5].
 
     Args:
-        what: The block in the error, as "the block of"; the rank is added.
+        title: The block in the error, as "the block of"; the rank is added.
         block: The shape of the block.
         array: The global shape and the layout.
         processes: The mesh, and the number of this process in it.
@@ -193,12 +206,12 @@ def check_local(
         **options: As for `check_block`.
     """
     device = processes.device
-    # The hint says which part of the array this process should have.
     mesh = root_of(array.mesh)
-    part = f"under '{array.written}' that is the part of device {device} of {mesh!r} of a {array.shape} array"
-    what = f"{what} rank {processes.ranks[device]}"
+    hint = f"under '{array.written}' that is the part of device {device} of {mesh!r}"
+    hint += f" of a {array.shape} array"
+    title = f"{title} rank {processes.ranks[device]}"
     expected = array.local_shape(device)
-    check_block(what, tuple(block), expected, array.layout.names, text, part, **options)
+    check_block(title, tuple(block), expected, array.layout.names, text, hint, **options)
 
 
 @layout_cache(maxsize=4096)
@@ -302,8 +315,8 @@ class TransferCall(NamedTuple):
         last_rank = max(*plan.src_devices, *plan.dst_devices)
         n_processes = dist.get_world_size()
         if last_rank >= n_processes:
-            what = f"the meshes have a rank {last_rank}, the world has {n_processes} processes"
-            raise MeshError(what, hint="device numbers of a plan are global ranks")
+            reason = f"the meshes have a rank {last_rank}, the world has {n_processes} processes"
+            raise MeshError(reason, hint="device numbers of a plan are global ranks")
         return plan
 
     def _given_plan(self, plan: Plan) -> Plan:

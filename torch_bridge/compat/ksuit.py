@@ -99,13 +99,13 @@ def all_gather_grad(
         >>> xt.testing.run_ranks(2, turn)[0]
         [0, 1, 1]
     """
-    return _gathered(x, batch_dim, "sum", shape, sizes)
+    return _gather(x, batch_dim, "sum", shape, sizes)
 
 
 @api_boundary
 def all_gather_grad_autograd(x: Values) -> Tensor:
     """Gather blocks along the first dim: [n, ...] -> [P n, ...]; gradients are summed."""
-    return _gathered(x, 0, "sum")
+    return _gather(x, 0, "sum")
 
 
 @api_boundary
@@ -114,14 +114,14 @@ def all_gather_grad_overwrite(x: Values) -> Tensor:
 
     The gradient of a block is its own rank's cotangent.
     """
-    return _gathered(x, 0, "replicated")
+    return _gather(x, 0, "replicated")
 
 
 @api_boundary
 @torch.no_grad()
 def all_gather_nograd(x: Values) -> Tensor:
     """Gather blocks along the first dim, without a gradient: [n, ...] -> [P n, ...]."""
-    return _gathered(x, 0, "replicated").detach()
+    return _gather(x, 0, "replicated").detach()
 
 
 @api_boundary
@@ -163,7 +163,7 @@ def all_reduce_sum_grad(x: Values) -> Tensor:
 
     A bool becomes whether any is true.
     """
-    return _reduced(x, mean=False)
+    return _reduce(x, mean=False)
 
 
 @api_boundary
@@ -172,28 +172,28 @@ def all_reduce_mean_grad(x: Values) -> Tensor:
 
     The gradient is divided by P.
     """
-    return _reduced(x, mean=True)
+    return _reduce(x, mean=True)
 
 
 @api_boundary
 @torch.no_grad()
 def all_reduce_sum_nograd(x: Values) -> Tensor:
     """Sum over ranks, on every rank, without a gradient: [...] -> [...]."""
-    return _reduced(x, mean=False).detach()
+    return _reduce(x, mean=False).detach()
 
 
 @api_boundary
 @torch.no_grad()
 def all_reduce_mean_nograd(x: Values) -> Tensor:
     """Average over ranks, on every rank, without a gradient: [...] -> [...]."""
-    return _reduced(x, mean=True).detach()
+    return _reduce(x, mean=True).detach()
 
 
 def _world() -> MeshLike:
     return group_mesh(None, AXIS)
 
 
-def _gathered(x: Values, dim: int, grad: Grad, shape: Shape = None, sizes: Sizes = None) -> Tensor:
+def _gather(x: Values, dim: int, grad: Grad, shape: Shape = None, sizes: Sizes = None) -> Tensor:
     """Gather the blocks of all ranks along a dim; blocks may differ in size: [1, 3], [2, 3] -> [3, 3].
 
     Without a process group x is returned, as a tensor.
@@ -235,7 +235,7 @@ def _exchange_sizes(sent: Tensor, dim: int, mesh: MeshLike) -> Sizes:
     return sizes
 
 
-def _reduced(x: Values, *, mean: bool) -> Tensor:
+def _reduce(x: Values, *, mean: bool) -> Tensor:
     """Return the sum or the mean over ranks, in the dtype of the values if it can hold it."""
     block = torch.as_tensor(x)
     if not dist.is_initialized():

@@ -100,9 +100,11 @@ class EinsumCall(NamedTuple):
     def plan(self, blocks: Sequence[calls.Block]) -> tuple[ContractionPlan, ProcessMesh]:
         """Plan a distributed einsum for blocks of these shapes, dtype and device.
 
-        blocks: one per operand, described without data. Returns the plan, which says what is sent
-        and multiplied, and the processes that run it. Raises ShapeError unless each block is this
-        process's part of its array.
+        Returns the plan, which says what is sent and multiplied, and the processes that run it.
+        Raises ShapeError unless each block is this process's part of its array.
+
+        Args:
+            blocks: One per operand, described without data.
         """
         # First what all processes have in common: if this raises, it raises on all of them, and no
         # process is left waiting.
@@ -116,18 +118,18 @@ class EinsumCall(NamedTuple):
         dtype_name = name_of(comm_dtype_of(self.comm_dtype, dtype).forward)
         if isinstance(self.expression, ContractionPlan):
             plan = self.expression
-            what = "the operands are"
+            subject = "the operands are"
             hint = "pass the expression, or a plan made for them"
             mesh = processes.mesh
-            check_given(what, plan, dtype_name, self.shapes, mesh, text=plan.text, hint=hint)
+            check_given(subject, plan, dtype_name, self.shapes, mesh, text=plan.text, hint=hint)
         else:
-            plan, processes = self._planned(contraction, processes, blocks, dtype_name)
+            plan, processes = self._plan(contraction, processes, blocks, dtype_name)
         _check_product(plan, dtype, tensor_device)
         # Last, as blocks may be wrong on some processes only.
         self._check_blocks(plan, processes, contraction, blocks)
         return plan, processes
 
-    def _planned(
+    def _plan(
         self,
         contraction: Contraction,
         processes: ProcessMesh,
@@ -184,8 +186,12 @@ class EinsumCall(NamedTuple):
     def facts(self, blocks: Sequence[Tensor], keeps: bool, async_op: bool) -> CallFacts:
         """Describe a call by texts and numbers, which ranks compare before anything is sent.
 
-        keeps: whether moved operands are kept for the backward pass. Ranks of a plan have equal
-        facts; the shapes of their blocks may differ.
+        Ranks of a plan have equal facts; the shapes of their blocks may differ.
+
+        Args:
+            blocks: Shape, dtype and device of each block.
+            keeps: Whether moved operands are kept for the backward pass.
+            async_op: Whether the result may be in flight.
         """
         plan, processes = self.plan(_block_types(blocks))
         mesh_text = calls.mesh_with_ranks(checked_mesh(self.mesh, HINT))
@@ -233,7 +239,7 @@ def _executable(
     return Lowering(processes, dtype, device, travels, differentiated).contraction(plan)
 
 
-def _traced(blocks: list[Tensor], expression: Any, mesh: Any, save: str, **options: Any) -> Tensor:
+def _trace(blocks: list[Tensor], expression: Any, mesh: Any, save: str, **options: Any) -> Tensor:
     """Run `einsum` while a compiler records; all lengths are compiled for."""
     calls.check_no_transform()
     block_types = tuple((tuple(map(int, x.shape)), x.dtype, x.device) for x in blocks)
@@ -247,37 +253,42 @@ def _traced(blocks: list[Tensor], expression: Any, mesh: Any, save: str, **optio
     return lowering.contraction(executable.plan)(blocks, save == "used", False)
 
 
-calls.TRACED["einsum"] = _traced
+calls.TRACED["einsum"] = _trace
 
 
-def _for_operands(given: Contraction, blocks: Sequence[calls.Block]) -> Contraction:
+def _for_operands(contraction: Contraction, blocks: Sequence[calls.Block]) -> Contraction:
     """Check that the operands match an einsum expression, and resolve its "..." for their dims.
 
-    given: the parsed expression. blocks: shape, dtype and device of each operand. Raises
-    XshardError unless there is one operand per layout, DtypeError and MeshError unless all have one
-    dtype and one device.
+    Args:
+        contraction: The parsed expression.
+        blocks: Shape, dtype and device of each operand.
+
+    Raises:
+        XshardError: There is not one operand per layout.
+        DtypeError: Operands have unlike dtypes.
+        MeshError: Operands are on unlike devices.
     """
-    check_number(given, blocks)
+    check_operand_count(contraction, blocks)
     _, dtype, device = blocks[0]
     check_device(device)
-    spans = text_spans(given.text).layouts  # of the operands, then of the result
+    spans = text_spans(contraction.text).layouts  # of the operands, then of the result
     for block, span in zip(blocks, spans, strict=False):
         _, other_dtype, other_device = block
         hint = "x.to(...): they are multiplied as they are"
         if dtype != other_dtype:
-            message = f"one operand is {dtype}, another {other_dtype}"
-            raise DtypeError(message, text=given.text, span=span, hint=hint)
+            reason = f"one operand is {dtype}, another {other_dtype}"
+            raise DtypeError(reason, text=contraction.text, span=span, hint=hint)
         if device != other_device:
-            message = f"one operand is {device}, another {other_device}"
-            raise MeshError(message, text=given.text, span=span, hint=hint)
-    return for_operands(given, tuple(tuple(shape) for shape, *_ in blocks))
+            reason = f"one operand is {device}, another {other_device}"
+            raise MeshError(reason, text=contraction.text, span=span, hint=hint)
+    return for_operands(contraction, tuple(tuple(shape) for shape, *_ in blocks))
 
 
-def check_number(given: Contraction, tensors: Sequence[object]) -> None:
+def check_operand_count(contraction: Contraction, tensors: Sequence[object]) -> None:
     """Raise NotationError unless there is one tensor per operand."""
-    if len(tensors) != len(given.operands):
-        message = f"{len(tensors)} tensors for {len(given.operands)} operands"
-        raise NotationError(message, text=given.text, hint=HINT)
+    if len(tensors) != len(contraction.operands):
+        reason = f"{len(tensors)} tensors for {len(contraction.operands)} operands"
+        raise NotationError(reason, text=contraction.text, hint=HINT)
 
 
 def _check_product(plan: ContractionPlan, dtype: torch.dtype, device: torch.device) -> None:
@@ -295,6 +306,6 @@ def _check_product(plan: ContractionPlan, dtype: torch.dtype, device: torch.devi
             local(*blocks)
         except RuntimeError as error:
             reason = str(error).partition("\n")[0]
-            message = f"torch cannot multiply {dtype}: {reason}"
+            finding = f"torch cannot multiply {dtype}: {reason}"
             hint = "cast the operands first: x.to(...)"
-            raise DtypeError(message, text=plan.text, hint=hint) from None
+            raise DtypeError(finding, text=plan.text, hint=hint) from None

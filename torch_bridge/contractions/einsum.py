@@ -15,7 +15,7 @@ from torch_bridge.autodiff.blocks import as_tensor, check_not_swapped, is_dtenso
 from torch_bridge.autodiff.pending import PendingTensor, compare_gradients_of
 from torch_bridge.calls.move import with_maps_between_graphs
 from torch_bridge.comm_dtype import CommDtypeLike
-from torch_bridge.contractions.call import HINT, EinsumCall, check_number
+from torch_bridge.contractions.call import HINT, EinsumCall, check_operand_count
 from torch_bridge.lower.executable import check_dense
 from torch_bridge.mesh import desync
 from torch_bridge.mesh.process_mesh import MeshLike, mesh_of
@@ -157,13 +157,18 @@ def einsum(  # noqa: PLR0913  a verb with the options of plans and of calls
         _check_choices(save, overlap)
         is_usual = shape is None and memory_limit is None and expression.__hash__ is not None
         if not is_usual or type(async_op) is not bool or type(sizes) not in (dict, NoneType):
-            given = {"expression": expression, "shape": shape, "sizes": sizes, "async_op": async_op}
-            check_arguments(einsum, memory_limit=memory_limit, **given)
+            unusual = {
+                "expression": expression,
+                "shape": shape,
+                "sizes": sizes,
+                "async_op": async_op,
+            }
+            check_arguments(einsum, memory_limit=memory_limit, **unusual)
         check_not_swapped()
         call = EinsumCall.of(expression, mesh, **options)
         blocks = list(operands)
         if not all(isinstance(x, Tensor) for x in blocks):
-            check_number(call.contraction, blocks)
+            check_operand_count(call.contraction, blocks)
             blocks = [as_tensor(x, f"tensor {i + 1}", HINT) for i, x in enumerate(blocks)]
         keeps = save == "used"
         if not any(map(is_dtensor, blocks)):
@@ -233,8 +238,10 @@ def _autocast(x: Any) -> Any:
         return x
     if x.dtype == torch.float64 or x.is_meta:  # autocast leaves them as they are
         return x
-    kind = x.device.type
-    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
+    device_type = x.device.type
+    if not torch.is_autocast_enabled(device_type):
+        return x
+    return x.to(torch.get_autocast_dtype(device_type))
 
 
 def _of_dtensors(call: EinsumCall, operands: list[Any], keeps: bool) -> Tensor:
@@ -252,7 +259,7 @@ def _of_dtensors(call: EinsumCall, operands: list[Any], keeps: bool) -> Tensor:
     )
 
     text = call.contraction.text
-    check_number(call.contraction, operands)
+    check_operand_count(call.contraction, operands)
     mesh = _one_mesh(operands, text)
     global_shapes = tuple(checked_global_shape(x, call.mesh, None) for x in operands)
     contraction = for_operands(call.contraction, global_shapes)  # "..." stands for their dims
@@ -263,8 +270,8 @@ def _of_dtensors(call: EinsumCall, operands: list[Any], keeps: bool) -> Tensor:
     # Without sizes= or shape= these are the DTensors' own shapes, and equal.
     needed_shapes = tuple(array.shape for array in arrays)
     if needed_shapes != global_shapes:
-        message = f"the DTensors have shapes {global_shapes}, not {needed_shapes}"
-        raise ShapeError(message, text=text, hint="leave sizes= and shape= out")
+        reason = f"the DTensors have shapes {global_shapes}, not {needed_shapes}"
+        raise ShapeError(reason, text=text, hint="leave sizes= and shape= out")
     to_placements(result.layout, mesh, result.shape)  # raises if no DTensor is placed so
 
     spans = text_spans(text).layouts  # the result's is at the end
@@ -281,6 +288,6 @@ def _one_mesh(operands: Sequence[Any], text: str) -> DeviceMesh:
     meshes = [x.device_mesh for x in operands if is_dtensor(x)]
     # A plain tensor beside them could be a block or a whole array.
     if len(meshes) < len(operands) or any(mesh != meshes[0] for mesh in meshes):
-        message = "not all operands are DTensors of one mesh"
-        raise MeshError(message, text=text, hint="all or none are")
+        reason = "not all operands are DTensors of one mesh"
+        raise MeshError(reason, text=text, hint="all or none are")
     return meshes[0]

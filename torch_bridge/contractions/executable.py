@@ -65,11 +65,11 @@ class PartExecutable:
     stages: Stages  # as `plain`, or in rounds
     receives: bool
 
-    def __call__(self, blocks: Sequence[Tensor], keeps: bool, async_op: bool) -> Any:
-        """Contract; keeps: keep operands as they were contracted, else gradients move them again."""
-        if keeps or not self.receives or not _are_kept_for_gradients(blocks):
+    def __call__(self, blocks: Sequence[Tensor], keep_moved: bool, async_op: bool) -> Any:
+        """Contract the blocks; gradients move operands again unless `keep_moved`."""
+        if keep_moved or not self.receives or not _are_kept_for_gradients(blocks):
             return self.stages(blocks, async_op)
-        # As in ZeRO-3: the given blocks are kept, which are smaller, and moved once more.
+        # As in ZeRO-3: the blocks as they came are kept, which are smaller, and are moved once more.
         return MoveAgain.apply(self, *blocks)
 
 
@@ -114,13 +114,13 @@ class MoveAgain(torch.autograd.Function):
         # so that each move has all its participants.
         moved: list[Tensor | None] = []
         for i, operand in enumerate(operands):
-            do_others_need_it = sum(needs_gradient) > needs_gradient[i]
-            moved.append(_move(stages.moves[i], operand).conj() if do_others_need_it else None)
+            is_used = sum(needs_gradient) > needs_gradient[i]
+            moved.append(_move(stages.moves[i], operand).conj() if is_used else None)
         gradients: list[Tensor | None] = [None] * len(operands)
         for i in range(len(operands)):
             if needs_gradient[i]:
-                others = (*moved[:i], *moved[i + 1 :])
-                local_gradient = stages.contract.gradient(i)(local_cotangent, *others)  # type: ignore[attr-defined]  # of `plain`
+                other_operands = (*moved[:i], *moved[i + 1 :])
+                local_gradient = stages.contract.gradient(i)(local_cotangent, *other_operands)  # type: ignore[attr-defined]  # of `plain`
                 gradients[i] = _move(_adjoint(stages.moves[i]), local_gradient)
         return None, *gradients
 
@@ -143,12 +143,16 @@ class ContractionExecutable:
     shape: torch.Size
 
     # Hot: called for every cached einsum.
-    def __call__(self, blocks: Sequence[Tensor], keeps: bool, async_op: bool) -> Any:
+    def __call__(self, blocks: Sequence[Tensor], keep_moved: bool, async_op: bool) -> Any:
         """Run a distributed einsum of several operands as a sequence of smaller products.
 
-        blocks: this process's block of each operand. a, b, c: the first part may multiply b and c,
-        which leaves a and bc; the next one these. keeps: whether moved operands are kept for the
-        backward pass. With async_op the last product may return a tensor still in flight.
+        For a, b, c the first part may multiply b and c; then a and bc remain, for the next part.
+
+        Args:
+            blocks: This process's block of each operand.
+            keep_moved: Whether the backward pass keeps operands as they were moved; else it moves
+                them again.
+            async_op: Whether the last product may return a tensor still in flight.
         """
         remaining: list[Any] = list(blocks)
         for i, view in self.views.items():
@@ -159,7 +163,7 @@ class ContractionExecutable:
             remaining = [
                 block for i, block in enumerate(remaining) if i not in part.operand_indices
             ]
-            remaining.append(part(operands, keeps, async_op and part.stages.is_last))
+            remaining.append(part(operands, keep_moved, async_op and part.stages.is_last))
         [y] = remaining
         is_pending = isinstance(y, PendingTensor)
         if y.shape != self.shape:
@@ -200,8 +204,8 @@ class Lowering:
         block_shape = named.local_shape(device)
 
         def positions(name: str) -> Tensor:
-            numbers = named.layout.positions(named.mesh, named.shape, name, device)
-            return torch.from_numpy(numbers).to(self.tensor_device)
+            row_numbers = named.layout.positions(named.mesh, named.shape, name, device)
+            return torch.from_numpy(row_numbers).to(self.tensor_device)
 
         def view(block: Tensor) -> Tensor:
             return named_block(block, array.layout, named, block_shape, positions)
@@ -212,13 +216,17 @@ class Lowering:
         """Bind one product of a plan to process groups, as a function of blocks.
 
         It moves the operands, multiplies, and moves the result. If the plan has a ring, one operand
-        or the result travels in pieces while the products are computed. is_last: the product gives
-        the final result. text: the expression, for errors.
+        or the result travels in pieces while the products are computed.
+
+        Args:
+            part: The product.
+            text: The expression, for errors.
+            is_last: Whether it gives the final result.
         """
-        moves = tuple(self._lowered(move, text, may_return_input=True) for move in part.moves)
+        moves = tuple(self._lower_move(move, text, may_return_input=True) for move in part.moves)
         receives = any(move.plan.bytes_received for move in moves if move is not None)
         local = LocalContraction.of(part, self.processes.device)
-        plain = Stages(moves, local, self._lowered(part.result, text), is_last)
+        plain = Stages(moves, local, self._lower_move(part.result, text), is_last)
         stages = plain
         # The ring adds while pieces travel. With a communication dtype other than the blocks',
         # sums would be added in that dtype: then operands are moved as a whole instead.
@@ -234,15 +242,17 @@ class Lowering:
         Other steps of the same move remain, for the operand or the result that travels.
         """
         operand = ring.operand  # its number; None: the result travels
-        remaining = self._lowered(ring.remaining_move, text, may_return_input=operand is not None)
-        rounds = Rounds.of(local, ring, self._lowered(ring.rotation, text))
+        remaining = self._lower_move(
+            ring.remaining_move, text, may_return_input=operand is not None
+        )
+        rounds = Rounds.of(local, ring, self._lower_move(ring.rotation, text))
         if operand is None:
             return replace(plain, contract=rounds, result=remaining)
         moves = list(plain.moves)
         moves[operand] = remaining
         return replace(plain, contract=rounds, moves=tuple(moves))
 
-    def _lowered(self, plan: Plan, text: str, *, may_return_input: bool = False) -> Move:
+    def _lower_move(self, plan: Plan, text: str, *, may_return_input: bool = False) -> Move:
         """Return the move of a plan for these blocks; None if it has no steps."""
         if not plan.steps:
             return None

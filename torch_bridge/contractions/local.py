@@ -1,7 +1,8 @@
-"""The contraction of one device's blocks by `torch.einsum`, whole or in rounds.
+"""The contraction of one device's blocks by `torch.einsum`, at once or in rounds.
 
-In rounds, one part is contracted while the next, a redistribution in flight, travels; so autograd runs the
-rounds backwards.
+In rounds, one piece of an operand is contracted while the next travels round a ring of devices, or pieces of
+the result travel and each device adds its product. Messages are redistributions in flight, which autograd
+knows: it runs the rounds backwards.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ class LocalContraction:
 
         "ij, jk -> ik" has "ik, jk -> ij" for operand 0.
         """
-        others = (*self.operands[:i], *self.operands[i + 1 :])
-        return LocalContraction((self.result, *others), self.operands[i], self.lengths)
+        other_operands = (*self.operands[:i], *self.operands[i + 1 :])
+        return LocalContraction((self.result, *other_operands), self.operands[i], self.lengths)
 
     # Hot: called for every cached einsum.
     def __call__(self, *blocks: Tensor) -> Tensor:
@@ -105,7 +106,7 @@ class Rounds:
         local: The contraction of one piece.
         ring: What travels, along which axis, in how many pieces.
         rotation: Passes a piece on to the next device.
-        order: The numbers of the pieces in the order of the products: 1, 2, 0 on device 1 of 3.
+        order: The index of the piece of each product, in time: 1, 2, 0 on device 1 of 3.
     """
 
     local: LocalContraction
@@ -115,26 +116,29 @@ class Rounds:
 
     @classmethod
     def of(
-        cls, whole: LocalContraction, ring: ContractionRing, rotation: Executable | None
+        cls,
+        gathered_contraction: LocalContraction,
+        ring: ContractionRing,
+        rotation: Executable | None,
     ) -> Rounds:
-        """Return `whole`, the contraction of the gathered operands, in the rounds of a ring."""
+        """Return the contraction of gathered operands in the rounds of a ring."""
         assert rotation is not None, "a ring has two devices or more"
         # Each product has an equal part of the dim that travels.
-        lengths = dict(whole.lengths)
+        lengths = dict(gathered_contraction.lengths)
         lengths[ring.dim] //= ring.products
         position = ring.rotation.mesh.index(rotation.processes.device, (ring.axis,))
         order = tuple(ring.order(position))
-        local = replace(whole, lengths=tuple(lengths.items()))
+        local = replace(gathered_contraction, lengths=tuple(lengths.items()))
         return cls(local, ring, rotation, order)
 
     def __call__(self, *blocks: Tensor) -> Tensor:
-        pieces = [self._pieces(i, block) for i, block in enumerate(blocks)]
+        pieces = [self._pieces_by_product(i, block) for i, block in enumerate(blocks)]
         if self.ring.operand is None:
-            return self._scattered(pieces)
-        return self._gathered(pieces, self.ring.operand)
+            return self._with_travelling_sums(pieces)
+        return self._with_travelling_operand(pieces, self.ring.operand)
 
-    def _pieces(self, i: int, block: Tensor) -> Sequence[Tensor]:
-        """Return the block of operand `i` for each product; of the one that travels, its own pieces."""
+    def _pieces_by_product(self, i: int, block: Tensor) -> Sequence[Tensor]:
+        """Return the block of operand `i` for each product; if it travels, this device's pieces."""
         names = self.local.operands[i]
         if self.ring.dim not in names:
             return [block] * len(self.order)
@@ -144,45 +148,56 @@ class Rounds:
         pieces = block.chunk(len(self.order), dim)
         return [pieces[j] for j in self.order]
 
-    def _scattered(self, pieces: Sequence[Sequence[Tensor]]) -> Tensor:
-        """Return this process's sums: sums of pieces travel, and each device adds its product."""
+    def _with_travelling_sums(self, pieces: Sequence[Sequence[Tensor]]) -> Tensor:
+        """Compute products while sums travel: each device adds its product; return this process's sums."""
         in_flight = deque[PendingTensor]()
         sums: list[Tensor] = []
-        for k, blocks in enumerate(zip(*pieces, strict=True)):
+        for round_index, blocks in enumerate(zip(*pieces, strict=True)):
             product = self.local(*blocks)
-            if k >= self.ring.pieces:  # the sums of the first pieces begin here
+            if round_index >= self.ring.pieces:  # the sums of the first pieces begin here
                 product = in_flight.popleft().wait() + product
-            if k + self.ring.pieces < len(self.order):
+            if round_index + self.ring.pieces < len(self.order):
                 in_flight.append(PendingTensor.begin(product, self.rotation))
             else:
                 sums.append(product)
-        return self._concatenated(sums)
+        return self._concatenate(sums)
 
-    def _gathered(self, pieces: Sequence[Sequence[Tensor]], travelling: int) -> Tensor:
+    def _with_travelling_operand(
+        self, pieces: Sequence[Sequence[Tensor]], travelling_operand: int
+    ) -> Tensor:
         """Multiply with the pieces of one operand as they come round a ring.
 
-        pieces: for each operand its list of pieces. travelling: the number of the operand that is
-        sent around; in each round this device multiplies the piece it has, and sends it on
-        meanwhile. Returns the sum of the products if the ring cuts a dim that is summed, else their
-        concatenation along it.
+        In each round this device multiplies the piece that it has, and sends it on meanwhile.
+
+        Args:
+            pieces: For each operand its block in each product; for the one that travels, the pieces
+                that begin on this device.
+            travelling_operand: The index of the operand that travels.
+
+        Returns:
+            The sum of the products if the ring cuts a dim that is summed, else their concatenation
+            along it.
         """
-        in_flight = deque[Tensor | PendingTensor](pieces[travelling])
+        in_flight = deque[Tensor | PendingTensor](pieces[travelling_operand])
         products: dict[int, Tensor] = {}  # by the number of the piece
-        for k, number in enumerate(self.order):
+        for round_index, piece_index in enumerate(self.order):
             piece = in_flight.popleft()
             block = piece.wait() if isinstance(piece, PendingTensor) else piece
             # Sent on before the product, so that it travels meanwhile. Pieces of the last round
             # have been on all devices, and are not sent any more.
-            if k + self.ring.pieces < len(self.order):
+            if round_index + self.ring.pieces < len(self.order):
                 in_flight.append(PendingTensor.begin(block, self.rotation))
-            operands = [block if i == travelling else pieces[i][k] for i in range(len(pieces))]
-            products[number] = self.local(*operands)
+            operands = [
+                block if i == travelling_operand else pieces[i][round_index]
+                for i in range(len(pieces))
+            ]
+            products[piece_index] = self.local(*operands)
         if self.ring.dim not in self.local.result:
-            first, *others = products.values()
-            return sum(others, start=first)
-        return self._concatenated([products[number] for number in range(len(products))])
+            first_product, *other_products = products.values()
+            return sum(other_products, start=first_product)
+        return self._concatenate([products[piece_index] for piece_index in range(len(products))])
 
-    def _concatenated(self, pieces: Sequence[Tensor]) -> Tensor:
+    def _concatenate(self, pieces: Sequence[Tensor]) -> Tensor:
         if len(pieces) == 1:
             return pieces[0]
         return torch.cat(tuple(pieces), self.local.result.index(self.ring.dim))

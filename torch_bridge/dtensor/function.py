@@ -66,10 +66,16 @@ class End:
 class DTensorMove:
     """The move of a DTensor.
 
-    op_dtype: the dtype that travels. backward_dtype: the dtype in which the gradient travels; None:
-    the input's. gradient: the placements of the input's gradient; None: by default rules.
-    gradient_is_of_blocks: the input was made by `DTensor.from_local`, so that its gradient is that of
-    the local blocks, and not of the array.
+    Attributes:
+        src: The source.
+        dst: The target.
+        op_dtype: The dtype that travels.
+        out_dtype: The dtype of the result.
+        profile: The machine to plan for.
+        backward_dtype: The dtype in which the gradient travels; None: the input's.
+        gradient: The placements of the input's gradient; None: by default rules.
+        gradient_is_of_blocks: Whether `DTensor.from_local` made the input, so that its gradient is that of
+            the local blocks, and not of the array.
     """
 
     src: End
@@ -181,7 +187,12 @@ def dtensor_of_block(
 ) -> DTensor:
     """Return the DTensor of global `shape` that has a local block under `layout`.
 
-    profile: the machine for which the moves of its gradient are planned, and the order of their sums.
+    Args:
+        local: This process's block.
+        layout: The layout.
+        mesh: The mesh of the DTensor.
+        shape: The global shape.
+        profile: The machine for which the moves of its gradient are planned, and the order of their sums.
     """
     if layout.tagged("copy"):  # gradients of copies are partial; a DTensor assumes `Replicate`
         return _OfCopies.apply(local, layout, mesh, tuple(shape), resolve_profile(profile))
@@ -201,9 +212,15 @@ def move_of(
 ) -> DTensorMove:
     """Describe a redistribution of a DTensor, without running it.
 
-    src, dst: mesh, placements and layout of the input and of the result. op_dtype: the dtype of
-    the values that are sent. out_dtype: of the result. backward_dtype: of the gradient while it is
-    sent; None: its own. gradient: placements of the input's gradient; None: they follow from `src`.
+    Args:
+        x: The DTensor.
+        src: Mesh, placements and layout of the input.
+        dst: Those of the result.
+        profile: The machine to plan for.
+        op_dtype: The dtype of the values that are sent.
+        out_dtype: The dtype of the result.
+        backward_dtype: The dtype of the gradient while it is sent; None: its own.
+        gradient: Placements of the input's gradient; None: they follow from `src`.
     """
     # If local blocks were made into x, as by `DTensor.from_local`, its gradient is that of blocks.
     gradient_is_of_blocks = x.grad_fn is not None and x.grad_fn.name() in _MAKERS
@@ -248,8 +265,8 @@ def check(move: DTensorMove, shape: Shape, local_shape: Shape) -> None:
     processes = dtensor_mesh(move.src.mesh)
     expected = Sharding(move.src.layout, processes.mesh, shape).local_shape(processes.device)
     if local_shape != expected:
-        part = f"that is its part of a {shape} array under '{move.src.layout}'"
-        hint = f"{part}; blocks of other sizes need src_layout=, as 'n/sizes(a,2,3) d'"
+        expected_block = f"that is its part of a {shape} array under '{move.src.layout}'"
+        hint = f"{expected_block}; blocks of other sizes need src_layout=, as 'n/sizes(a,2,3) d'"
         reason = f"the block of rank {dist.get_rank()} has shape {local_shape}, not {expected}"
         raise ShapeError(reason, hint=hint)
 
@@ -272,8 +289,13 @@ def _executables(
     On one mesh each of the one or two steps is a plan of collectives. A move to another mesh ends
     with messages from rank to rank. Outside of both meshes there is nothing to run: ().
 
-    shape: global. local_shape: of this process's block. world: identifies the process groups to
-    which executables are bound; a key of the cache only.
+    Args:
+        move: The move.
+        shape: The global shape.
+        local_shape: The shape of this process's block.
+        device: The device of blocks.
+        world: Identifies the process groups to which executables are bound; a key of the cache
+            only.
     """
     if not (is_in_mesh(move.src.mesh) or is_in_mesh(move.dst.mesh)):
         return ()
@@ -335,7 +357,10 @@ def _gradient_end(move: DTensorMove, arriving: End, shape: Shape) -> End:
     replicas in place of partial sums: an input (Shard(0), Partial()) has a gradient
     (Shard(0), Replicate()).
 
-    arriving: mesh and placements of the gradient of the move's result.
+    Args:
+        move: The move.
+        arriving: Mesh and placements of the gradient of the move's result.
+        shape: The global shape.
     """
     src = move.src
     if move.gradient is not None:
@@ -344,8 +369,10 @@ def _gradient_end(move: DTensorMove, arriving: End, shape: Shape) -> End:
     if arriving.mesh != src.mesh:
         # Partial sums on another mesh are summed on the way: on this mesh they are replicas.
         arriving_placements = (Replicate(),) * len(src.placements)
-    pairs = zip(src.placements, arriving_placements, strict=True)
-    placements = tuple(_gradient_placement(p, g, move.gradient_is_of_blocks) for p, g in pairs)
+    source_and_arriving = zip(src.placements, arriving_placements, strict=True)
+    placements = tuple(
+        _gradient_placement(p, g, move.gradient_is_of_blocks) for p, g in source_and_arriving
+    )
     return _end_like(src, src.mesh, placements, shape)
 
 
@@ -357,7 +384,10 @@ def _gradient_placement(
     Shard(0) for an input Shard(0); Replicate() for an input Partial(). But if the gradient arrives
     as Partial(), too, it stays so: its sum may not be needed.
 
-    placement: the input's. gradient: that of the gradient as it arrives.
+    Args:
+        placement: The placement of the input.
+        gradient: The placement of the gradient as it arrives.
+        gradient_is_of_blocks: Whether it is the gradient of blocks, and not of the array.
     """
     if not isinstance(placement, Partial):
         return placement
@@ -370,22 +400,30 @@ def _gradient_placement(
 def _end_like(value: End, mesh: DeviceMesh, placements: Placements, shape: Shape) -> End:
     """Describe mesh, placements and layout of a gradient, whose blocks may be as uneven as its value's.
 
-    Placements lack the sizes of blocks. A gradient that is placed like its value has blocks of the
-    same sizes; any other is cut as torch cuts. value: mesh, placements and layout of the value.
+    Placements lack the sizes of blocks. A gradient that is placed like its value has blocks of the same
+    sizes; any other is cut as torch cuts.
+
+    Args:
+        value: Mesh, placements and layout of the value.
+        mesh: The mesh of the end.
+        placements: The placements.
+        shape: The global shape.
     """
     if mesh != value.mesh or not all(map(_cut_alike, placements, value.placements)):
         return _end(mesh, placements, shape)
     # The value's cuts, with the gradient's own tags.
-    uncut = tuple(p if isinstance(p, Partial) else Replicate() for p in placements)
+    uncut = tuple(
+        placement if isinstance(placement, Partial) else Replicate() for placement in placements
+    )
     tags = layout_of(uncut, dtensor_axes(mesh), shape).tags
     return End(mesh, placements, replace(value.layout, tags=tags))
 
 
-def _cut_alike(placement: Placement, other: Placement) -> bool:
+def _cut_alike(placement_a: Placement, placement_b: Placement) -> bool:
     """Return whether two placements cut the same dim, or none, in the same way."""
     uncut_kinds = Partial | Replicate
-    are_uncut = isinstance(placement, uncut_kinds) and isinstance(other, uncut_kinds)
-    return are_uncut or placement == other
+    are_uncut = isinstance(placement_a, uncut_kinds) and isinstance(placement_b, uncut_kinds)
+    return are_uncut or placement_a == placement_b
 
 
 def _winner_shares(block: Tensor, move: DTensorMove, shape: Shape) -> Tensor:

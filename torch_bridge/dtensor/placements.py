@@ -83,9 +83,9 @@ def to_placements(
     for d in range(len(layout.dims)):
         for axis, factor in _split_factors(layout, d, axes, shape).items():
             placements[axis] = StridedShard(d, split_factor=factor) if factor > 1 else Shard(d)
-    for kind, tagged_axes in layout.tags:
-        if kind != "copy":
-            placements |= dict.fromkeys(tagged_axes, Partial(_REDUCTIONS[kind]))
+    for tag, tagged_axes in layout.tags:
+        if tag != "copy":
+            placements |= dict.fromkeys(tagged_axes, Partial(_REDUCTIONS[tag]))
     return tuple(placements[axis] for axis in axes.axes)
 
 
@@ -168,8 +168,11 @@ def check_placed(x: DTensor, layout: Layout, text: str, span: Span | None = None
     "n/dp d" on a mesh (dp=2, tp=4) asks for (Shard(0), Replicate()), or for other placements that
     give each device the same rows.
 
-    layout: a side of the user's expression. text: the expression, which the error shows. span: start
-    and end of the part that the error marks; None: all before the arrow.
+    Args:
+        x: The DTensor.
+        layout: A side of the user's expression.
+        text: The expression, which the error shows.
+        span: Start and end of the part that the error marks; None: all before the arrow.
     """
     mesh = mesh_of(x.device_mesh)
     shape = tuple(x.shape)
@@ -228,16 +231,20 @@ def checked_global_shape(
     A DTensor has both: the user may leave them out (None). Raises MeshError or ShapeError if they
     are not the DTensor's.
 
-    name: of the argument for the mesh, for the error's hint.
+    Args:
+        x: The DTensor.
+        mesh: The mesh that the user passed.
+        shape: The shape that the user passed.
+        name: The name of the argument for the mesh, for the error's hint.
     """
     if mesh not in (None, x.device_mesh):
         reason = f"the DTensor is on {x.device_mesh!r}, not on {mesh!r}"
         raise MeshError(reason, hint=f"leave {name} out")
     actual = tuple(x.shape)
     if shape is not None:
-        asked = lengths_of(shape)
-        if asked != actual:
-            reason = f"the DTensor has shape {actual}, not {asked}"
+        passed_shape = lengths_of(shape)
+        if passed_shape != actual:
+            reason = f"the DTensor has shape {actual}, not {passed_shape}"
             raise ShapeError(reason, hint="leave shape out")
     return actual
 
@@ -251,8 +258,13 @@ def _split_factors(
     share of every piece; the factor 1 is an ordinary `Shard`. "n/tp/dp" with tp=4 ->
     {"tp": 1, "dp": 4}.
 
-    shape: the global shape; None: unknown. Raises PlanError for cuts that no DTensor has, such as
-    zigzag.
+    Raises PlanError for cuts that no DTensor has, such as zigzag.
+
+    Args:
+        layout: The layout.
+        d: The index of the dim.
+        mesh: The mesh.
+        shape: The global shape; None: unknown.
     """
     dim = layout.dims[d]
     # The same cut in its simplest form: balanced parts of 8 rows on 4 devices are 2 rows each, so
@@ -275,7 +287,10 @@ def _split_factors(
 def _hint_of_unplaceable(dim: Dim, normal: Dim, *, has_shape: bool) -> str:
     """Return what a DTensor can hold instead of a dim.
 
-    normal: the dim in the form for its length.
+    Args:
+        dim: The dim as the user wrote it.
+        normal: The dim in the form for its length.
+        has_shape: Whether its length is known.
     """
     orders = {cut.order for cut in normal.shards}
     hint = "its placements cut into contiguous parts, or deal out rows in turn"
@@ -305,9 +320,13 @@ def cuts_of(factors: Factors, mesh: Mesh, length: int | None) -> tuple[Cut, ...]
     - Dealt out in turn: {"tp": 2} with tp=4 and 16 rows -> "n/cyclic(tp,2)", 2 rows to each device,
       then again. If pieces differ in length, the layout lists the rows of each device.
 
-    factors: the split factor of each axis that cuts the dim, 1 for a `Shard`, in mesh order.
-    length: of the dim; None: unknown. Returns None if a nesting is all that could be known, and
-    there is none; or if both ways exist and differ for this length, as torch itself uses both.
+    Returns None if a nesting is all that could be known, and there is none; or if both ways exist
+    and differ for this length, as torch itself uses both.
+
+    Args:
+        factors: The split factor of each axis that cuts the dim, 1 for a `Shard`, in mesh order.
+        mesh: The mesh.
+        length: The length of the dim; None: unknown.
     """
     nested_cuts = _nested_cuts(factors, mesh)
     # A plain `Shard` has the factor 1.
@@ -340,8 +359,8 @@ def _nested_cuts(factors: Factors, mesh: Mesh) -> tuple[Cut, ...] | None:
     for axis, factor in reversed(list(factors.items())):
         # How many pieces the first 0, 1, 2, ... axes of the order make: their positions.
         n_pieces = [1]
-        for earlier in cutting_order:
-            n_pieces.append(n_pieces[-1] * mesh.size(earlier))
+        for earlier_axis in cutting_order:
+            n_pieces.append(n_pieces[-1] * mesh.size(earlier_axis))
         if factor not in n_pieces:
             return None
         cutting_order.insert(n_pieces.index(factor), axis)
@@ -376,8 +395,11 @@ def factors_of(dim: Dim, mesh: Mesh, length: int | None) -> dict[str, int] | Non
     share of every piece; the factor 1 is an ordinary `Shard`. "n/tp/dp" with tp=4 ->
     {"tp": 1, "dp": 4}. Returns None if no placements give each device these rows.
 
-    dim: of a layout in its simplest form. length: of the dim; None: unknown, and only a nesting (one
-    axis after the other cuts into contiguous blocks) has factors.
+    Args:
+        dim: The dim, of a layout in its simplest form.
+        mesh: The mesh.
+        length: The length of the dim. None: unknown; then only a nesting, whose axes cut one after
+            the other into contiguous blocks, has factors.
     """
     is_nesting = _is_nesting(dim)
     if dim.overlap is not None or (length is None and not is_nesting):
@@ -403,8 +425,12 @@ def _wanted_factors(dim: Dim, mesh: Mesh, length: int | None) -> dict[str, int]:
     On a mesh (dp=2, tp=4), "n/tp/dp" means: tp cuts into 4 pieces, then dp halves each of them. But
     torch applies placements in mesh order, dp first. So dp gets the factor 4: its `_StridedShard`
     makes 4 pieces, and takes half of each; tp then takes one of the four: {"tp": 1, "dp": 4}.
+    Whether torch then gives each device the same rows is not checked.
 
-    length: of the dim, or None. Whether torch then gives each device the same rows is not checked.
+    Args:
+        dim: The dim.
+        mesh: The mesh.
+        length: The length of the dim, or None.
     """
     factors: dict[str, int] = {}
     n_rows = length  # of the largest block, after the cuts so far
@@ -414,7 +440,9 @@ def _wanted_factors(dim: Dim, mesh: Mesh, length: int | None) -> dict[str, int]:
         for axis in cut.axes:
             position = mesh.position(axis)
             # Those that cut before this axis, and to which torch comes only after it.
-            later_in_mesh = [other for other in factors if mesh.position(other) > position]
+            later_in_mesh = [
+                earlier_cut for earlier_cut in factors if mesh.position(earlier_cut) > position
+            ]
             factors[axis] = n_pieces * mesh.size(*later_in_mesh)
         if n_rows is not None:
             n_rows = -(-n_rows // mesh.size(*cut.axes))
@@ -429,7 +457,12 @@ def _sharding_of_dim(cuts: tuple[Cut, ...], mesh: Mesh, length: int) -> Sharding
 def _n_pieces(cut: Cut, mesh: Mesh, length: int | None) -> int:
     """Count the pieces of a dim of which each device gets a share: "cyclic(tp,2)" of 16 rows -> 2.
 
-    1 for a cut into contiguous blocks. length: of what is cut; None: unknown.
+    1 for a cut into contiguous blocks.
+
+    Args:
+        cut: The cut.
+        mesh: The mesh.
+        length: The length of what is cut; None: unknown.
     """
     if length is not None and cut.order == "cyclic":
         piece_rows = 1
@@ -443,12 +476,12 @@ def _n_pieces(cut: Cut, mesh: Mesh, length: int | None) -> int:
 
 def _interval_ends(runs: Runs) -> tuple[int, ...]:
     """Return the start and the end of each run, in one list: rows 0-2 and 6-7 -> (0, 3, 6, 8)."""
-    ends: list[int] = []
+    starts_and_stops: list[int] = []
     for run in runs:
-        ends += [run.start, run.start + run.length]
-    if not ends:  # a device without rows
+        starts_and_stops += [run.start, run.start + run.length]
+    if not starts_and_stops:  # a device without rows
         return (0, 0)
-    return tuple(ends)
+    return tuple(starts_and_stops)
 
 
 def _rows_of_device(length: int, factors: Factors, mesh: Mesh, device: int) -> Runs:
@@ -477,5 +510,5 @@ def _shares(length: int, n_devices: int, n_pieces: int, coordinate: int) -> Iter
         stop = min(start + piece_rows, length)
         # Rounded up, as `torch.chunk` does.
         share_rows = -(-(stop - start) // n_devices)
-        first = start + coordinate * share_rows
-        yield from interval(min(first, stop), min(first + share_rows, stop))
+        share_start = start + coordinate * share_rows
+        yield from interval(min(share_start, stop), min(share_start + share_rows, stop))

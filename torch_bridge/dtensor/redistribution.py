@@ -115,11 +115,11 @@ def redistribute(  # noqa: PLR0913  the arguments of `DTensor.redistribute`, and
         hint = "redistribute(x, layouts, mesh) moves tensors"
         raise XshardError(f"{short_repr(dtensor)} is not a DTensor", hint=hint)
     mesh = dtensor.device_mesh if device_mesh is None else device_mesh
-    kept = frozenset[int]()  # mesh dims on which a reduction without a layout stays pending
+    pending_dims = frozenset[int]()  # mesh dims whose reduction has no layout, and stays pending
     if any(map(_has_no_layout, dtensor.placements)):
         if mesh == dtensor.device_mesh:
-            kept = _kept_reductions(dtensor.placements, placements)
-        dtensor = _without_reductions(dtensor, kept)
+            pending_dims = _dims_left_pending(dtensor.placements, placements)
+        dtensor = _without_reductions(dtensor, pending_dims)
 
     def prepared() -> DTensorMove:
         """Check the arguments of `redistribute`, and return the move that they mean.
@@ -128,8 +128,8 @@ def redistribute(  # noqa: PLR0913  the arguments of `DTensor.redistribute`, and
         error on one rank is raised on all, and for the move itself.
         """
         shape = tuple(dtensor.shape)
-        src = _end(dtensor.device_mesh, dtensor.placements, shape, src_layout, kept)
-        dst = _end(mesh, tuple(placements), shape, dst_layout, kept)
+        src = _end(dtensor.device_mesh, dtensor.placements, shape, src_layout, pending_dims)
+        dst = _end(mesh, tuple(placements), shape, dst_layout, pending_dims)
         gradient = None
         if grad_placements is not None:
             gradient = _end(dtensor.device_mesh, tuple(grad_placements), shape).placements
@@ -161,43 +161,43 @@ def _has_no_layout(placement: Placement) -> bool:
     return placement.is_partial() and tag_of(placement) is None
 
 
-def _without_reductions(dtensor: DTensor, kept: frozenset[int]) -> DTensor:
-    """Let torch do the reductions of a DTensor that no layout has, all but the kept ones.
+def _without_reductions(dtensor: DTensor, pending_dims: frozenset[int]) -> DTensor:
+    """Let torch do the reductions of a DTensor that no layout has, but for those of some mesh dims.
 
-    (Partial("product"), Shard(0)) -> (Replicate(), Shard(0)). kept: numbers of mesh dims.
+    (Partial("product"), Shard(0)) -> (Replicate(), Shard(0)); with `pending_dims` {0} as it is.
     """
     reduced = []
     for i, placement in enumerate(dtensor.placements):
-        is_reduced = _has_no_layout(placement) and i not in kept
+        is_reduced = _has_no_layout(placement) and i not in pending_dims
         reduced.append(Replicate() if is_reduced else placement)
     if reduced == list(dtensor.placements):
         return dtensor
     return dtensor.redistribute(placements=reduced)
 
 
-def _kept_reductions(src: Sequence[Placement], dst: Sequence[Placement]) -> frozenset[int]:
-    """Find the mesh dims whose pending reduction no layout can describe, and which keep it.
+def _dims_left_pending(src: Sequence[Placement], dst: Sequence[Placement]) -> frozenset[int]:
+    """Find the mesh dims with a pending reduction that no layout can describe, and that stays pending.
 
     Layouts have sums, means, maxima and minima, but no products. A product that source and target
     both have stays pending, and need not be described: (Partial("product"), Shard(0)) ->
-    (Partial("product"), Replicate()) gives {0}, the number of the mesh dim.
+    (Partial("product"), Replicate()) gives {0}, the index of the mesh dim.
 
-    Raises PlanError if another reduction is pending beside a kept one.
+    Raises PlanError if another reduction is pending beside such a one.
     """
     # A subclass of `Partial` stays only if no placement changes, as it may depend on all of them: a
     # `_MaskPartial` knows the rows of its block.
     is_unchanged = tuple(src) == tuple(dst)
-    kept = {}
+    pending_dims = {}
     for i, (placement, target) in enumerate(zip(src, dst, strict=False)):
         may_stay = is_unchanged or type(placement) is Partial
         if may_stay and placement == target and _has_no_layout(placement):
-            kept[i] = placement
+            pending_dims[i] = placement
     # A sum of products is no product of sums: two kinds of reductions would depend on their order.
     all_reductions = {placement for placement in (*src, *dst) if isinstance(placement, Partial)}
-    if kept and len(all_reductions.union(kept.values())) > 1:
+    if pending_dims and len(all_reductions.union(pending_dims.values())) > 1:
         hint = "the result depends on their order: reduce one of them first"
         raise PlanError(f"{src} -> {dst} keeps one reduction and has another", hint=hint)
-    return frozenset(kept)
+    return frozenset(pending_dims)
 
 
 def _check_gradient_of_winners(move: DTensorMove) -> None:
@@ -220,54 +220,59 @@ def _end(
     placements: tuple[Placement, ...],
     shape: tuple[int, ...],
     layout: Layout | str | None = None,
-    kept: frozenset[int] = frozenset(),
+    pending_dims: frozenset[int] = frozenset(),
 ) -> End:
     """Describe one end of a DTensor's move, source or target: mesh, placements and layout.
 
     [Shard(-1)] on a mesh (dp=2), of 2 dims -> (Shard(1),) and the layout "d0 d1/dp". Raises
     PlanError if the placements have no layout, or if the user's layout contradicts them.
 
-    layout: the user's, as placements do not tell which rows each device has of uneven parts; None:
-    it is inferred from the placements. kept: numbers of mesh dims on which a reduction that no
-    layout can describe, such as a product, stays pending.
+    Args:
+        mesh: The mesh.
+        placements: The placements.
+        shape: The global shape.
+        layout: The user's layout, as placements do not tell which rows each device has of uneven
+            blocks; None: it is inferred from the placements.
+        pending_dims: The mesh dims on which a reduction that no layout can describe, such as a
+            product, stays pending.
     """
-    placements = tuple(_counted_from_0(p, len(shape)) for p in placements)
-    # The layout has replicas in place of kept reductions: their values are not touched.
-    without_kept = list(placements)
-    for i in kept:
-        without_kept[i] = Replicate()
+    placements = tuple(_with_positive_dim(placement, len(shape)) for placement in placements)
+    # The layout has replicas in place of reductions that stay pending: their values are not touched.
+    without_pending = list(placements)
+    for i in pending_dims:
+        without_pending[i] = Replicate()
     axes = dtensor_axes(mesh)
     # Inferred also if a layout is given: this raises for placements without one.
-    inferred = moves.layout_of(tuple(without_kept), axes, shape)
+    inferred = moves.layout_of(tuple(without_pending), axes, shape)
     if layout is None:
         return End(mesh, placements, inferred)
-    given = positional(Layout.parse(layout), len(shape))
+    user_layout = positional(Layout.parse(layout), len(shape))
     # What each axis does, the dim that it cuts or "sum", must be the same in both.
-    given_by_axis = _uses_of_axes(given)
-    inferred_by_axis = _uses_of_axes(inferred)
-    for axis, placement in zip(axes.axes, without_kept, strict=True):
-        if given_by_axis.get(axis) != inferred_by_axis.get(axis):
+    user_uses = _uses_of_axes(user_layout)
+    inferred_uses = _uses_of_axes(inferred)
+    for axis, placement in zip(axes.axes, without_pending, strict=True):
+        if user_uses.get(axis) != inferred_uses.get(axis):
             hint = "a layout gives sizes and orders for the cuts that the placements name"
             reason = f"'{layout}' contradicts the placement {placement} of axis '{axis}'"
             raise PlanError(reason, hint=hint)
-    return End(mesh, placements, given)
+    return End(mesh, placements, user_layout)
 
 
 def _uses_of_axes(layout: Layout) -> dict[str, int | str]:
-    """Return the number of the dim that each axis cuts, or its tag; none for axes of replicas.
+    """Return the index of the dim that each axis cuts, or its tag; none for axes of replicas.
 
     "d0/dp d1 | sum(tp)" -> {"dp": 0, "tp": "sum"}. Copies are placed like replicas.
     """
     uses: dict[str, int | str] = {}
     for d, dim in enumerate(layout.dims):
         uses.update(dict.fromkeys(dim.axes, d))
-    for kind, tagged_axes in layout.tags:
-        if kind != "copy":
-            uses.update(dict.fromkeys(tagged_axes, kind))
+    for tag, tagged_axes in layout.tags:
+        if tag != "copy":
+            uses.update(dict.fromkeys(tagged_axes, tag))
     return uses
 
 
-def _counted_from_0(placement: Placement, ndim: int) -> Placement:
+def _with_positive_dim(placement: Placement, ndim: int) -> Placement:
     """Return the placement with its dim counted from the front: Shard(-1), of 3 dims -> Shard(2).
 
     Raises ShapeError for a dim that does not exist.
@@ -289,8 +294,13 @@ def _compare_moves(
     """Check that all ranks of both meshes are about to make the same move of a DTensor.
 
     Ranks send each other texts that describe the call, and raise DesyncError where they differ.
-    prepared: checks the arguments and returns the move; an error in it on one rank is raised on all.
     Returns what the backward pass compares later; None where there is nothing to compare.
+
+    Args:
+        x: The DTensor.
+        mesh: The mesh of the result.
+        prepared: Checks the arguments and returns the move; an error in it on one rank is raised on
+            all.
     """
     ranks = tuple(sorted({*calling_ranks(x.device_mesh), *calling_ranks(mesh)}))
     mesh_text = mesh.mesh_dim_names or mesh.shape
@@ -335,11 +345,14 @@ def _facts_of(move: DTensorMove, x: DTensor, device_type: str) -> dict[str, str]
 
 
 def redistribute_by_layouts(x: DTensor, call: MoveCall, compares: bool, name: str) -> Tensor:
-    """Redistribute a DTensor by an expression of layouts, such as "n/dp d -> n d/dp".
+    """Redistribute a DTensor by an expression of layouts, such as "n/dp d -> n d/dp", differentiably.
 
-    Differentiable. call: the expression and its options. compares: check, for debugging, that
-    replicas hold equal values, now and, by a hook of the result, for the gradient in the backward
-    pass. name: the tensor's, for errors.
+    Args:
+        x: The DTensor.
+        call: The expression and its options.
+        compares: Whether to check, for debugging, that replicas hold equal values: now and, by a
+            hook of the result, those of the gradient in the backward pass.
+        name: The tensor's, for errors.
     """
     if compares:
         _compare_replicas(x, call.text, name, cotangents=False)
@@ -347,7 +360,7 @@ def redistribute_by_layouts(x: DTensor, call: MoveCall, compares: bool, name: st
     if compares and y.requires_grad:
         compare = partial(_compare_replicas, text=call.text, name=name, cotangents=True)
         y.register_hook(compare)
-    return _permuted(y, call)
+    return _permute_result(y, call)
 
 
 def move_by_layouts(x: DTensor, call: MoveCall) -> DTensorMove:
@@ -356,13 +369,13 @@ def move_by_layouts(x: DTensor, call: MoveCall) -> DTensorMove:
     "n/dp d -> n d/dp" on a mesh (dp=2) -> (Shard(0),) to (Shard(1),), and placements of the
     gradient. Raises NotationError unless the DTensor is placed as the left side says.
     """
-    left, right, text = sides(call.expression)
-    check_placed(x, left, text)
+    src, dst, text = sides(call.expression)
+    check_placed(x, src, text)
     mesh = x.device_mesh
-    src_layout = positional(left, x.ndim)
-    # Placements know dims by number only. The move keeps the left side's order of dims; if the
-    # right side has another one, `_permuted` brings the result to it.
-    dst_layout = positional(right.in_order(left.names), x.ndim)
+    src_layout = positional(src, x.ndim)
+    # Placements know dims by index only. The move keeps the left side's order of dims; if the
+    # right side has another one, `_permute_result` brings the result to it.
+    dst_layout = positional(dst.in_order(src.names), x.ndim)
     dtypes = comm_dtype_of(call.comm_dtype, x.dtype)
     return moves.move_of(
         x,
@@ -376,15 +389,15 @@ def move_by_layouts(x: DTensor, call: MoveCall) -> DTensorMove:
     )
 
 
-class LocalPart(NamedTuple):
-    """A DTensor's block, its executable, and the function from the executable's result."""
+class LocalMove(NamedTuple):
+    """A DTensor's block, the executable that moves it, and a function: the new block -> the DTensor."""
 
     block: Tensor
     executable: Executable
     finish: Callable[[Tensor], Tensor]
 
 
-def local_part(x: DTensor, call: MoveCall) -> LocalPart | None:
+def local_move(x: DTensor, call: MoveCall) -> LocalMove | None:
     """Prepare a DTensor's move so that a caller can run it together with those of other tensors.
 
     Returns this process's block, the executable that moves the block, and a function that makes a
@@ -405,20 +418,20 @@ def local_part(x: DTensor, call: MoveCall) -> LocalPart | None:
         return None
 
     def finish(y: Tensor) -> Tensor:
-        return _permuted(move.dst.dtensor(y, x.shape), call)
+        return _permute_result(move.dst.dtensor(y, x.shape), call)
 
     travels = CommDtype(move.op_dtype, move.op_dtype, result=x.dtype)
-    return LocalPart(block, executable.casting(x.dtype, travels), finish)
+    return LocalMove(block, executable.casting(x.dtype, travels), finish)
 
 
-def _permuted(y: DTensor, call: MoveCall) -> Tensor:
+def _permute_result(y: DTensor, call: MoveCall) -> Tensor:
     """Return a DTensor with its dims in the order of the right side."""
-    left, right, _ = sides(call.expression)
-    names = left.resolved(y.ndim).names
-    order = right.resolved(y.ndim).names
-    if names == order:
+    src, dst, _ = sides(call.expression)
+    src_names = src.resolved(y.ndim).names
+    dst_names = dst.resolved(y.ndim).names
+    if src_names == dst_names:
         return y
-    return y.permute([names.index(name) for name in order])
+    return y.permute([src_names.index(name) for name in dst_names])
 
 
 def _compare_replicas(x: DTensor, text: str, name: str, *, cotangents: bool) -> None:

@@ -68,7 +68,14 @@ class Heartbeat:
 
     @contextmanager
     def beating(self, session: int, silent_s: float) -> Iterator[None]:
-        """Count in a thread. silent_s: a rank without a new count for so long has stopped."""
+        """Write an ascending count to the store, in a thread, while the context is open.
+
+        The other ranks read it: a rank whose count stands still has stopped.
+
+        Args:
+            session: The number of this program's run.
+            silent_s: How long a count may stand still.
+        """
         is_over = threading.Event()
         self._error = ""
         self._watched = {}
@@ -96,7 +103,7 @@ class Heartbeat:
         if self._error:
             raise LostVersionError(self._error)
 
-    def guarded(self, call: Callable[[], T]) -> T:
+    def run_watched(self, call: Callable[[], T]) -> T:
         """Call what waits for the other program, and return its result, or raise as `check`."""
         # In a thread, since a call that waits for a rank that has ended cannot be interrupted.
         future = failures.in_thread(call)
@@ -122,8 +129,8 @@ class Heartbeat:
         """Look at the counts of the watched ranks, and leave a notice of one that has stopped."""
         for key, rank in self._watched.items():
             value = self._store_call("add", key, 0)
-            last = counts.get(key, _Count())
-            n_same = last.n_same + 1 if value == last.value else 0
+            earlier = counts.get(key, _Count())
+            n_same = earlier.n_same + 1 if value == earlier.value else 0
             counts[key] = _Count(value, n_same)
             if n_same >= self._max_looks:
                 self._store_call("set", self._notice, rank)
@@ -195,18 +202,22 @@ class Endpoint:
             reason = f"the store of both programs does not answer: {error}"
             raise LostVersionError(reason) from error
 
-    def broadcast(self, work: Callable[[], Any], wait_s: float = 0.0) -> Any:
-        """Return the result of `work` on the first rank, on all ranks of this program.
+    def broadcast(self, function: Callable[[], Any], wait_s: float = 0.0) -> Any:
+        """Return the result of `function` on the first rank, on all ranks of this program.
 
-        If it fails, all raise. wait_s: how long `work` itself may wait.
+        If it fails, all raise.
+
+        Args:
+            function: A function whose result JSON can hold.
+            wait_s: How long `function` itself may wait.
         """
 
         def on_first_rank() -> Any:
-            return work() if dist.get_rank() == 0 else None
+            return function() if dist.get_rank() == 0 else None
 
         return self._all_or_none(on_first_rank, wait_s)[0]
 
-    def all_or_disconnect(self, work: Callable[[], T]) -> T:
+    def all_or_disconnect(self, function: Callable[[], T]) -> T:
         """Run a function on all ranks of this program, and return this rank's own result.
 
         If it fails on one rank, all raise. They also leave the process group that they share with
@@ -216,7 +227,7 @@ class Endpoint:
         results: list[T] = []
 
         def keep_result() -> None:
-            results.append(work())
+            results.append(function())
 
         try:
             self._all_or_none(keep_result)
@@ -226,10 +237,10 @@ class Endpoint:
             raise
         return results[0]
 
-    def _all_or_none(self, work: Callable[[], Any], wait_s: float = 0.0) -> list[Any]:
+    def _all_or_none(self, function: Callable[[], Any], wait_s: float = 0.0) -> list[Any]:
         # The first rank may wait for the other program first.
         timeout = timedelta(seconds=2 * self.timeout_s + wait_s)
-        return all_or_none(range(dist.get_world_size()), self.key(), work, timeout=timeout)
+        return all_or_none(range(dist.get_world_size()), self.key(), function, timeout=timeout)
 
     def plan(self, facts: Mapping[str, str]) -> TreePlan:
         """Plan how a tree of tensors is sent from the trainer's mesh to the server's.
@@ -237,7 +248,8 @@ class Endpoint:
         Trainer and server compute this plan each on their own. One process group joins them, in which
         the trainer's ranks come first: 4 trainers and 2 servers are ranks 0 to 3 and 4 to 5.
 
-        facts: the trainer's description of the tree, as texts by key.
+        Args:
+            facts: The trainer's description of the tree, as texts by key.
         """
         n_src = self.src_mesh.n_devices
         n_all = n_src + self.dst_mesh.n_devices
@@ -271,21 +283,22 @@ class Endpoint:
 
     def recv_or_raise(self, *parts: object) -> str:
         """Return the text as `recv` does. Raises LostVersionError if it does not come in time."""
-        text = self.recv(*parts)
-        if text is None:
+        message = self.recv(*parts)
+        if message is None:
             reason = f"the other program has written nothing for {self.timeout_s:g} s"
             raise LostVersionError(reason)
-        return text
+        return message
 
     def connect(self, sessions: str) -> dist.ProcessGroup:
         """Return the process group that joins this run of the trainer with this run of the server.
 
-        sessions: the numbers of both runs, as in "7-9". When these change, the group of earlier
-        runs is destroyed, and a new one made.
+        Args:
+            sessions: The numbers of both runs, as in "7-9". When these change, the group of earlier
+                runs is destroyed, and a new one made.
         """
         if self._group is None or sessions != self._sessions:
             self.disconnect()
-            self._group = self.heart.guarded(partial(self._new_group, sessions))
+            self._group = self.heart.run_watched(partial(self._new_group, sessions))
             self._sessions = sessions
         return self._group
 
@@ -323,9 +336,14 @@ class Endpoint:
     ) -> dict[str, Tensor]:
         """Send and receive the tensors of a plan between trainer and server.
 
-        blocks: this rank's, by name; empty on the server. sessions: the numbers of both programs'
-        runs, for their common process group. report: is told the progress in bytes, or None.
         Returns the blocks that arrive on this rank, by name; empty on the trainer.
+
+        Args:
+            plan: The plan.
+            blocks: This rank's blocks, by name; empty on the server.
+            sessions: The numbers of both programs' runs, for their common process group.
+            device: The device on which blocks travel.
+            report: Learns the progress in bytes, or None.
         """
         group = self.connect(sessions)
         # `guarded` runs this in another thread, which would have the default stream of CUDA: it gets
@@ -337,7 +355,7 @@ class Endpoint:
                 received = execute(plan, blocks, device, group, progress=report)
             return {} if received is None else received
 
-        return self.heart.guarded(run)
+        return self.heart.run_watched(run)
 
     def lost_version(self, reason: str, error: Exception) -> LostVersionError:
         """Return the error of a version that did not arrive because of another error."""

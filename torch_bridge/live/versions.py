@@ -258,8 +258,10 @@ class Subscriber(Endpoint):
         and "done" when all ranks of the server have all tensors. Raises LostVersionError if they do
         not get them, DesyncError if the trainer plans another transfer.
 
-        offer: the trainer's message: "version", a number; "session", of the trainer's run; "plan",
-        as text; "facts", the description of the tree.
+        Args:
+            offer: The trainer's message: "version", a number; "session", of the trainer's run;
+                "plan", as text; "facts", the description of the tree.
+            progress: Learns the bytes that have arrived.
         """
         version = offer["version"]
         self._tell("taken", version, str(self.session))
@@ -324,16 +326,16 @@ class Subscriber(Endpoint):
             time.sleep(PAUSE_S)
 
 
-def _differing(text: str, other_text: str) -> DesyncError:
+def _differing(own_plan: str, other_plan: str) -> DesyncError:
     """Make the error about two plans that differ, with the first line in which they do.
 
     Lines keep their line breaks, as texts may differ in these alone.
     """
-    own_lines = text.splitlines(keepends=True)
-    other_lines = other_text.splitlines(keepends=True)
+    own_lines = own_plan.splitlines(keepends=True)
+    other_lines = other_plan.splitlines(keepends=True)
     hint = ""
-    for line, other in itertools.zip_longest(own_lines, other_lines, fillvalue=""):
-        if line != other:
-            hint = f"here:  {line!r}\n  there: {other!r}"
+    for line, other_line in itertools.zip_longest(own_lines, other_lines, fillvalue=""):
+        if line != other_line:
+            hint = f"here:  {line!r}\n  there: {other_line!r}"
             break
     return DesyncError("the two programs plan different transfers", hint=hint)

@@ -83,10 +83,10 @@ class Peer(NamedTuple):
 
 
 class _UnderWay:
-    """A collective under way, which a call waits for. Its messages, which are being sent, live as long.
+    """A collective under way: call it to wait for the result. It keeps the messages alive until then.
 
     If it is dropped, as after an error between its beginning and its end, it waits then: backends would
-    write to memory that others have, and messages of the next collective could be taken for its own.
+    write to memory that has another owner by now, and could take messages of the next collective for its.
     """
 
     def __init__(self, collective: Collective, out: Tensor, messages: Tensor, work: Any) -> None:
@@ -215,8 +215,8 @@ class Collective:
         """Return whether a collective of two ranks is large, and on gloo, which sends before it receives."""
         if messages.device.type != "cpu" or not self.group.serves(messages.device, "gloo"):
             return False
-        other = self._peers[1]
-        elements = other.sent.stop - other.sent.start + other.arriving.stop - other.arriving.start
+        peer = self._peers[1]
+        elements = peer.sent.stop - peer.sent.start + peer.arriving.stop - peer.arriving.start
         return elements * messages.itemsize >= _LARGE_BYTES
 
     def _send_directly(self, out: Tensor, messages: Tensor) -> Works:
@@ -227,21 +227,21 @@ class Collective:
             messages: A flat tensor of what is sent, rank by rank; for an all-gather, to each all of it.
         """
         process_group = self.group.process_group
-        me, *others = self._peers  # this rank comes first
+        this_rank, *other_ranks = self._peers  # this rank comes first
         works = []
         is_recorded = dispatch_mode_count() > 0 or is_profiling()
         with torch.profiler.record_function(MESSAGES) if is_recorded else _UNRECORDED:
             # Receives first: a gloo sender waits until the receiver says that it is ready, and
             # behind this rank's own sends that notice would come late.
-            for peer in others:
+            for peer in other_ranks:
                 if peer.arriving.stop > peer.arriving.start:
                     works.append(process_group.recv([out[peer.arriving]], peer.rank, TAG))
-            for peer in others:
+            for peer in other_ranks:
                 if peer.sent.stop > peer.sent.start:
                     works.append(process_group.send([messages[peer.sent]], peer.rank, TAG))
-        # Its own message does not travel: copied while the others do.
-        if me.arriving.stop > me.arriving.start:
-            out[me.arriving] = messages[me.sent]
+        # This rank's message to itself does not travel: it is copied while the others do.
+        if this_rank.arriving.stop > this_rank.arriving.start:
+            out[this_rank.arriving] = messages[this_rank.sent]
         return Works(works)
 
     @cached_property
@@ -259,20 +259,20 @@ class Collective:
         else:
             sent = consecutive_slices(self.sent)
         peers = list(map(Peer, range(len(arriving)), sent, arriving))
-        me = self.group.process_group.rank()
-        return peers[me:] + peers[:me]
+        rank = self.group.process_group.rank()
+        return peers[rank:] + peers[:rank]
 
     @cached_property
     def _options(self) -> dict[bool, Any]:
         """The backend's options of a call that returns at once (True), and of one that waits."""
         # Made once: all calls of a collective have equal options, except for `asyncOp`.
-        both = {}
+        options_by_async = {}
         for async_op in (False, True):
-            both[async_op] = _OPTIONS[self.kind]()
-            both[async_op].asyncOp = async_op
+            options_by_async[async_op] = _OPTIONS[self.kind]()
+            options_by_async[async_op].asyncOp = async_op
             if self.op is not None:
-                both[async_op].reduceOp = _REDUCE_OPS[self.op]
-        return both
+                options_by_async[async_op].reduceOp = _REDUCE_OPS[self.op]
+        return options_by_async
 
     def _functional(self, messages: Tensor) -> Tensor:
         """Return the result of the operator that compilers record; `wait_tensor` waits for it."""

@@ -26,32 +26,34 @@ from xshard.steps.exchange.messages import Message, boundary_fills, messages_fro
 from xshard.steps.exchange.traffic import moving_axes
 
 
-class Part(NamedTuple):
-    """One message: the rank at its other end, and its rows of this process's block."""
+class PeerMessage(NamedTuple):
+    """One message as this process sees it: the rank at its other end, and rows of this process's block."""
 
     peer: int
     rows: Subarray
 
 
 class Assembly(NamedTuple):
-    """How a process makes its new block of the rows that it keeps and of the messages of others.
+    """How a process makes its new block: of messages from other ranks, and of rows of its old block.
+
+    Rows that stay on this rank count as a message from it to itself, which does not travel.
 
     Attributes:
-        kept: For each message of `whole` its rows in the old block, if they are this process's own;
-            None for a message of others.
-        whole: The new block: all messages, in the order in which they add, and fills.
+        kept: For each message of `new_block`, the rows to read from the old block if they stay on
+            this rank; None for a message from another rank.
+        new_block: All messages, in the order in which they add, and fills.
     """
 
     kept: tuple[Subarray | None, ...]
-    whole: Packing
+    new_block: Packing
 
     @classmethod
     def of(
         cls,
         shape: tuple[int, ...],
-        outgoing: Iterable[Part],
-        incoming: Sequence[Part],
-        me: int,
+        outgoing: Iterable[PeerMessage],
+        incoming: Sequence[PeerMessage],
+        rank: int,
         op: str | None,
         fills: tuple[Fill, ...] = (),
         *,
@@ -59,18 +61,18 @@ class Assembly(NamedTuple):
     ) -> Assembly:
         """Make a block of `shape` of all messages, in the order of `incoming`.
 
-        Those of this process to itself, whose rank is `me`, are in one order in both lists.
+        Those of this process to itself, whose rank is `rank`, are in one order in both lists.
         """
-        own_rows = iter([part.rows for part in outgoing if part.peer == me])
-        kept = tuple(next(own_rows) if part.peer == me else None for part in incoming)
-        rows = tuple(part.rows for part in incoming)
+        rows_that_stay = iter([message.rows for message in outgoing if message.peer == rank])
+        kept = tuple(next(rows_that_stay) if message.peer == rank else None for message in incoming)
+        rows = tuple(message.rows for message in incoming)
         return cls(kept, Packing(shape, rows, None, op, fills, rounds_once))
 
-    def place(self, block: Tensor, messages: Iterable[Tensor]) -> Tensor:
-        """Return the new block, of the old one and the messages of others, each in its shape."""
-        arrived = iter(messages)
-        parts = [next(arrived) if rows is None else rows.read(block) for rows in self.kept]
-        return self.whole.place(block, parts)
+    def place(self, block: Tensor, arrived: Iterable[Tensor]) -> Tensor:
+        """Return the new block, of the old one and of what arrived from other ranks."""
+        remaining = iter(arrived)
+        tensors = [next(remaining) if rows is None else rows.read(block) for rows in self.kept]
+        return self.new_block.place(block, tensors)
 
 
 def exchange(step: steps.Exchange, context: StepContext) -> Move:
@@ -81,31 +83,37 @@ def exchange(step: steps.Exchange, context: StepContext) -> Move:
     the mesh axes along which senders and receivers differ, or without any if no device of the mesh
     receives anything.
     """
-    op = step.op(context.before)  # the reduction that combines messages for one row, as "sum"
+    reduction = step.op(context.before)  # how messages for one row combine, as "sum"
     axes = _communicating_axes(step, context)
     group = context.group(axes)
-    me = group.devices.index(context.device)
+    rank = group.devices.index(context.device)
     before = context.before
     after = context.after
     sent_messages = messages_from(before, after, context.device, step.node_devices)
     received_messages = messages_to(before, after, context.device, step.node_devices)
-    outgoing = _parts(sent_messages, 0, context, group)
-    incoming = _parts(received_messages, 1, context, group)
+    outgoing = _messages_by_peer(sent_messages, 0, context, group)
+    incoming = _messages_by_peer(received_messages, 1, context, group)
 
     # Rows of this process's own block do not travel: they are read from it at the end.
-    ordered = _in_order_of_addition(incoming, axes, context, me)
-    in_order = context.adds_in_order
+    in_addition_order = _in_order_of_addition(incoming, axes, context, rank)
+    adds_in_order = context.adds_in_order
     assembly = Assembly.of(
-        context.shapes.after, outgoing, ordered, me, op, _fills(context), rounds_once=in_order
+        context.shapes.after,
+        outgoing,
+        in_addition_order,
+        rank,
+        reduction,
+        _fills(context),
+        rounds_once=adds_in_order,
     )
     traffic = steps.Exchange(after.layout).traffic(before)
     if not traffic.received:  # by any device of the mesh, so that all or none call the collective
-        return partial(assembly.place, messages=())
-    sent = _packing_of_others(context.shapes.before, outgoing, group, me, op)
-    received = _packing_of_others(context.shapes.after, incoming, group, me, op)
-    received = replace(received, rounds_once=in_order)
+        return partial(assembly.place, arrived=())
+    sent = _packing_for_peers(context.shapes.before, outgoing, group, rank, reduction)
+    received = _packing_for_peers(context.shapes.after, incoming, group, rank, reduction)
+    received = replace(received, rounds_once=adds_in_order)
     collective = Collective("all_to_all", group, sent.sizes_by_rank, received.sizes_by_rank)
-    if any(assembly.kept) or assembly.whole.fills:
+    if any(assembly.kept) or assembly.new_block.fills:
         return _ExchangeOfRows(collective, sent, received, assembly)
     # Only messages of others: they may be the block as it lies in memory, without a copy.
     return PackedCollective(collective, sent, received)
@@ -119,13 +127,15 @@ def _communicating_axes(step: steps.Exchange, context: StepContext) -> Sequence[
     return context.after.mesh.axes
 
 
-def _parts(messages: Iterable[Message], end: int, context: StepContext, group: Group) -> list[Part]:
-    """Return the messages that this process sends (end 0) or receives (1), by the other end's rank.
+def _messages_by_peer(
+    messages: Iterable[Message], end: int, context: StepContext, group: Group
+) -> list[PeerMessage]:
+    """Return the messages that this process sends (end 0) or receives (end 1), in the order of peers.
 
-    Those to itself are among them.
+    Rows that stay are among them, as a message to itself.
     """
     shape = context.shapes[end]
-    parts: list[Part] = []
+    by_peer: list[PeerMessage] = []
     for message in messages:
         rows = context.subarray(shape, box_rows(message.box, end))
         peer = message.dst
@@ -133,14 +143,14 @@ def _parts(messages: Iterable[Message], end: int, context: StepContext, group: G
             # The receiver multiplies by the sign: some dtypes that travel cannot be negated.
             rows = replace(rows, sign=message.sign)
             peer = message.src
-        parts.append(Part(group.devices.index(peer), rows))
-    return sorted(parts, key=attrgetter("peer"))
+        by_peer.append(PeerMessage(group.devices.index(peer), rows))
+    return sorted(by_peer, key=attrgetter("peer"))
 
 
 def _in_order_of_addition(
-    incoming: list[Part], axes: Sequence[str], context: StepContext, me: int
-) -> list[Part]:
-    """Return messages in the order of the ranks where that matters, else own rows first.
+    incoming: list[PeerMessage], axes: Sequence[str], context: StepContext, rank: int
+) -> list[PeerMessage]:
+    """Return messages in the order of the ranks where that matters, else this rank's rows first.
 
     Replicas and copies have to add in one order, and all blocks if a plan asks for it.
     """
@@ -148,8 +158,8 @@ def _in_order_of_addition(
     are_results_unique = set(axes) <= set(layout.axes) - set(layout.tagged("copy"))
     if context.adds_in_order or not are_results_unique:
         return incoming
-    # Own rows first: what others add to a fold is small beside them.
-    return sorted(incoming, key=lambda part: part.peer != me)
+    # This rank's rows first: what other ranks add to a fold is small beside them.
+    return sorted(incoming, key=lambda message: message.peer != rank)
 
 
 def _fills(context: StepContext) -> tuple[Fill, ...]:
@@ -160,15 +170,15 @@ def _fills(context: StepContext) -> tuple[Fill, ...]:
     )
 
 
-def _packing_of_others(
-    shape: tuple[int, ...], parts: Iterable[Part], group: Group, me: int, op: str | None
+def _packing_for_peers(
+    shape: tuple[int, ...], messages: Iterable[PeerMessage], group: Group, rank: int, op: str | None
 ) -> Packing:
-    """Return the messages to or from other ranks; own rows do not travel."""
-    others = [part for part in parts if part.peer != me]
+    """Return the packing of messages to or from other ranks, without rows that stay on this one."""
+    remote = [message for message in messages if message.peer != rank]
     counts = [0] * len(group.devices)
-    for part in others:
-        counts[part.peer] += 1
-    return Packing(shape, tuple(part.rows for part in others), tuple(counts), op)
+    for message in remote:
+        counts[message.peer] += 1
+    return Packing(shape, tuple(message.rows for message in remote), tuple(counts), op)
 
 
 @dataclass(frozen=True, eq=False)
@@ -180,5 +190,5 @@ class _ExchangeOfRows(PackedCollective):
     def unpack(self, block: Tensor, arrived: Tensor) -> Tensor:
         return self.assembly.place(block, self.received.split(arrived))
 
-    def place(self, block: Tensor, parts: Sequence[Tensor]) -> Tensor:
-        return self.assembly.place(block, self.received.split_each(parts))
+    def place(self, block: Tensor, buffers: Sequence[Tensor]) -> Tensor:
+        return self.assembly.place(block, self.received.split_each(buffers))

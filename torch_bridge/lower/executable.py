@@ -1,4 +1,8 @@
-"""A plan as one process executes it, and several in lock step, with shared collectives."""
+"""A plan as one process executes it, and several in lock step, with shared collectives.
+
+A move is a step of the plan, or one phase of it, as a function of the block: a collective with its packing,
+or a local function that sends nothing.
+"""
 
 from __future__ import annotations
 
@@ -200,15 +204,15 @@ class Executable:
             return partial(self, block)
         if self.is_new:
             compare_new([self], block.device)
-        last = self.collectives[-1]
-        position = self.moves.index(last)
+        last_collective = self.collectives[-1]
+        position = self.moves.index(last_collective)
         out = self.enter(block)
         for move in self.moves[:position]:
-            out = self.guarded(move, move, out)
-        arrive = self.guarded(last, last.begin, out)
+            out = self.with_step_in_errors(move, move, out)
+        wait = self.with_step_in_errors(last_collective, last_collective.begin, out)
 
         def end() -> Tensor:
-            result = self.guarded(last, arrive)
+            result = self.with_step_in_errors(last_collective, wait)
             return self.leave(self.run_local(len(self.collectives), result))
 
         return end
@@ -216,23 +220,23 @@ class Executable:
     @cached_property
     def _local_moves(self) -> list[list[LocalMove]]:
         """The moves before the first collective, between each two, and after the last."""
-        runs: list[list[LocalMove]] = [[]]
+        groups: list[list[LocalMove]] = [[]]
         for move in self.moves:
             if isinstance(move, PackedCollective):
-                runs.append([])
+                groups.append([])
             else:
-                runs[-1].append(move)
-        return runs
+                groups[-1].append(move)
+        return groups
 
-    def run_local(self, number: int, block: Tensor) -> Tensor:
-        """Make the moves that follow the first `number` collectives, up to the next one."""
-        for move in self._local_moves[number]:
-            block = self.guarded(move, move, block)
+    def run_local(self, n_collectives_done: int, block: Tensor) -> Tensor:
+        """Make the local moves after the first `n_collectives_done` collectives, up to the next one."""
+        for move in self._local_moves[n_collectives_done]:
+            block = self.with_step_in_errors(move, move, block)
         return block
 
-    def guarded(self, move: Move, act: Callable[..., Any], *args: Any) -> Any:
+    def with_step_in_errors(self, move: Move, function: Callable[..., Any], *args: Any) -> Any:
         """Run `act(*args)`, a part of a move; an error in it names the step."""
-        return with_place_in_errors(partial(self._place, move), act, *args)
+        return with_place_in_errors(partial(self._place, move), function, *args)
 
     def _place(self, move: Move) -> str:
         step = place_of(self.plan, self.steps[self.moves.index(move)])
@@ -255,8 +259,8 @@ class Executable:
         """
         if not self.is_linear and self.dtype != travels.backward:
             text = self.plan.src
-            message = f"the gradient of '{text}' goes to the values that are equal to the result"
-            raise DtypeError(message, hint=f"it travels in the same dtype: comm_dtype={self.dtype}")
+            reason = f"the gradient of '{text}' goes to the values that are equal to the result"
+            raise DtypeError(reason, hint=f"it travels in the same dtype: comm_dtype={self.dtype}")
         if all(dtype == self.dtype for dtype in (block_dtype, *travels)):
             return self
         return replace(self, casts=Casts(block_dtype, travels))
@@ -325,14 +329,16 @@ class BucketedExecutable:
 
     def __call__(self, *blocks: Tensor) -> tuple[Tensor, ...]:
         """Run the executables in buckets: the collectives of one bucket are shared."""
-        return self._in_order([_run_in_lock_step(*bucket) for bucket in self._bucketed(blocks)])
+        return self._in_order(
+            [_run_in_lock_step(*bucket) for bucket in self._buckets_with_blocks(blocks)]
+        )
 
     def begin(self, *blocks: Tensor) -> Callable[[], tuple[Tensor, ...]]:
         """Begin the buckets in order, as `Executable.begin` does; return a function that ends all."""
-        ends = [_begin_in_lock_step(*bucket) for bucket in self._bucketed(blocks)]
-        return lambda: self._in_order([end() for end in ends])
+        finish_each = [_begin_in_lock_step(*bucket) for bucket in self._buckets_with_blocks(blocks)]
+        return lambda: self._in_order([finish() for finish in finish_each])
 
-    def _bucketed(
+    def _buckets_with_blocks(
         self, blocks: Sequence[Tensor]
     ) -> Iterator[tuple[list[Executable], list[Tensor]]]:
         """Yield the executables of each bucket, and their blocks."""
@@ -366,7 +372,7 @@ class BucketedExecutable:
 
     @cached_property
     def _buckets(self) -> list[list[int]]:
-        """Numbers of the executables in each bucket, by collectives, dtype and largest block."""
+        """Indices of the executables in each bucket: equal in collectives and dtype, limited in bytes."""
         block_bytes = [
             executable.plan.source.max_local_size * executable.plan.itemsize
             for executable in self.executables
@@ -411,13 +417,17 @@ def _begin_in_lock_step(
         return lambda: [end_one()]
     n_collectives = len(executables[0].collectives)
     outs = _run_up_to(n_collectives - 1, executables, blocks)
-    last = [executable.collectives[-1] for executable in executables]
-    guarded = executables[0].guarded
-    arrive = guarded(last[0], begin_together, last, outs, executables[0].carrier)
+    last_collectives = [executable.collectives[-1] for executable in executables]
+    with_step_in_errors = executables[0].with_step_in_errors
+    wait = with_step_in_errors(
+        last_collectives[0], begin_together, last_collectives, outs, executables[0].carrier
+    )
 
     def end() -> list[Tensor]:
         results = []
-        for executable, out in zip(executables, guarded(last[0], arrive), strict=True):
+        for executable, out in zip(
+            executables, with_step_in_errors(last_collectives[0], wait), strict=True
+        ):
             results.append(executable.leave(executable.run_local(n_collectives, out)))
         return results
 
@@ -435,12 +445,14 @@ def _run_up_to(
         executable.before_collective(block)
         for executable, block in zip(executables, blocks, strict=True)
     ]
-    for k in range(n_collectives):
-        collectives = [executable.collectives[k] for executable in executables]
+    for collective_index in range(n_collectives):
+        collectives = [executable.collectives[collective_index] for executable in executables]
         dtype = executables[0].carrier
-        outs = executables[0].guarded(collectives[0], run_together, collectives, outs, dtype)
+        outs = executables[0].with_step_in_errors(
+            collectives[0], run_together, collectives, outs, dtype
+        )
         outs = [
-            executable.run_local(k + 1, out)
+            executable.run_local(collective_index + 1, out)
             for executable, out in zip(executables, outs, strict=True)
         ]
     return outs

@@ -43,10 +43,10 @@ class PackedCollective:
 
     @cached_property
     def only_receiver(self) -> int | None:
-        """The number of the one message, if that is the block as it lies in memory; else None."""
-        lengths = self.collective.sent
-        numbers = [number for number, length in enumerate(lengths) if length]
-        return numbers[0] if len(numbers) == 1 and self.sent.is_flat else None
+        """The index of the rank that gets the block as it lies in memory, if no other gets any; else None."""
+        sizes_by_rank = self.collective.sent
+        receivers = [rank for rank, size in enumerate(sizes_by_rank) if size]
+        return receivers[0] if len(receivers) == 1 and self.sent.is_flat else None
 
     # Hot: called for every cached collective.
     def __call__(self, block: Tensor) -> Tensor:
@@ -61,9 +61,9 @@ class PackedCollective:
         """Return the block after the move, of one tensor of the shape `arriving`."""
         return self.received.unpack(arrived)
 
-    def place(self, block: Tensor, parts: Sequence[Tensor]) -> Tensor:
+    def place(self, block: Tensor, buffers: Sequence[Tensor]) -> Tensor:
         """Return the block after the move, of one flat tensor per rank."""
-        return self.received.place(block, self.received.split_each(parts))
+        return self.received.place(block, self.received.split_each(buffers))
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,15 +83,15 @@ class _LocalReduction(PackedCollective):
             return arrived.sum(0, dtype=arrived.dtype)
         return arrived.amax(0) if self.op == "max" else arrived.amin(0)
 
-    def place(self, block: Tensor, parts: Sequence[Tensor]) -> Tensor:
-        messages = [part.view(self.received.shape) for part in parts]
+    def place(self, block: Tensor, buffers: Sequence[Tensor]) -> Tensor:
+        messages = [buffer.view(self.received.shape) for buffer in buffers]
         if len(messages) == 2:  # without the copy that `stack` makes
             return COMBINE[self.op](*messages)
         return self.unpack(block, torch.stack(messages))
 
 
 def reduce_scattered(
-    group: Group, sent: Packing, part: Packing, op: str, tensor_device: torch.device
+    group: Group, sent: Packing, received: Packing, op: str, tensor_device: torch.device
 ) -> PackedCollective:
     """Make a reduce-scatter: each rank gets the reduction of all ranks' messages for it.
 
@@ -99,70 +99,70 @@ def reduce_scattered(
 
     Args:
         group: The ranks that take part.
-        sent: How a block is cut into one message per rank, all of the size of `part`.
-        part: How the result is made of the one reduced message.
+        sent: How a block is cut into one message per rank, all of the size of `received`.
+        received: How the result is made of the one reduced message.
         op: The reduction, as "sum" or "max".
         tensor_device: The device of blocks, which decides on the backend.
     """
     if not group.serves(tensor_device, "gloo", "threaded"):
-        collective = Collective("reduce_scatter", group, sent.sizes_by_rank, part.sizes, op)
-        return PackedCollective(collective, sent, part)
+        collective = Collective("reduce_scatter", group, sent.sizes_by_rank, received.sizes, op)
+        return PackedCollective(collective, sent, received)
     # Send each rank its messages, then reduce locally. That is 1.7 to 2.8 times as fast as gloo's
     # reduce_scatter (4 and 8 ranks, 16 MiB). Ranks that are threads have a reduce_scatter for sums
     # only.
-    received_sizes = part.sizes * len(group.devices)
+    received_sizes = received.sizes * len(group.devices)
     collective = Collective("all_to_all", group, sent.sizes_by_rank, received_sizes, is_even=True)
-    return _LocalReduction(collective, sent, part, op)
+    return _LocalReduction(collective, sent, received, op)
 
 
 def run_together(
-    packed: Sequence[PackedCollective], blocks: Sequence[Tensor], dtype: torch.dtype
+    moves: Sequence[PackedCollective], blocks: Sequence[Tensor], dtype: torch.dtype
 ) -> list[Tensor]:
-    """Run several collectives of one kind as one, and return the resulting block of each.
+    """Run several moves by one collective, and return the resulting block of each.
 
     All messages for one rank lie side by side: moves a and b on 2 ranks send
     [a for rank 0, b for rank 0, a for rank 1, b for rank 1].
 
     Args:
-        packed: The moves, with collectives of one kind on one group.
+        moves: The moves, each by a collective of the same kind on the same group.
         blocks: This process's block for each move.
         dtype: That in which they travel and arrive: blocks of another one are cast.
     """
-    joint = _joint_collective(packed)
-    messages, blocks = _joint_messages(packed, blocks, dtype)
-    return _placed(packed, blocks, joint.run(messages, (sum(joint.received),)))
+    joint = _joint_collective(moves)
+    messages, blocks = _joint_messages(moves, blocks, dtype)
+    return _unpack_each(moves, blocks, joint.run(messages, (sum(joint.received),)))
 
 
 def begin_together(
-    packed: Sequence[PackedCollective], blocks: Sequence[Tensor], dtype: torch.dtype
+    moves: Sequence[PackedCollective], blocks: Sequence[Tensor], dtype: torch.dtype
 ) -> Callable[[], list[Tensor]]:
     """Begin what `run_together` runs; return the function that ends it."""
-    joint = _joint_collective(packed)
-    messages, blocks = _joint_messages(packed, blocks, dtype)
+    joint = _joint_collective(moves)
+    messages, blocks = _joint_messages(moves, blocks, dtype)
     arrive = joint.begin(messages, (sum(joint.received),))
-    return lambda: _placed(packed, blocks, arrive())
+    return lambda: _unpack_each(moves, blocks, arrive())
 
 
-def _joint_collective(packed: Sequence[PackedCollective]) -> Collective:
+def _joint_collective(moves: Sequence[PackedCollective]) -> Collective:
     """Return one collective for several of one kind: ranks are equal, sizes add up."""
     return replace(
-        packed[0].collective,
-        sent=_sums_by_rank([move.collective.sent for move in packed]),
-        received=_sums_by_rank([move.collective.received for move in packed]),
-        is_even=all(move.collective.is_even for move in packed),
+        moves[0].collective,
+        sent=_sums_by_rank([move.collective.sent for move in moves]),
+        received=_sums_by_rank([move.collective.received for move in moves]),
+        is_even=all(move.collective.is_even for move in moves),
     )
 
 
-def _placed(
-    packed: Sequence[PackedCollective], blocks: Sequence[Tensor], arrived: Tensor
+def _unpack_each(
+    moves: Sequence[PackedCollective], blocks: Sequence[Tensor], arrived: Tensor
 ) -> list[Tensor]:
-    """Return the block of each move, of what has arrived for all of them."""
+    """Split what arrived for all moves, and return the resulting block of each."""
     # `unpack` needs all messages of a move in one flat tensor; here those of other moves lie in
-    # between, so that `place` gets them one by one.
-    parts_by_move = _messages_by_move(arrived, [move.collective.received for move in packed])
+    # between, so that `place` gets one tensor per rank.
+    buffers_by_move = _split_by_move(arrived, [move.collective.received for move in moves])
     return [
-        move.place(block, parts)
-        for move, block, parts in zip(packed, blocks, parts_by_move, strict=True)
+        move.place(block, buffers)
+        for move, block, buffers in zip(moves, blocks, buffers_by_move, strict=True)
     ]
 
 
@@ -171,46 +171,51 @@ def _sums_by_rank(sizes: MessageSizes) -> list[int]:
 
 
 def _joint_messages(
-    packed: Sequence[PackedCollective], blocks: Sequence[Tensor], dtype: torch.dtype
+    moves: Sequence[PackedCollective], blocks: Sequence[Tensor], dtype: torch.dtype
 ) -> tuple[Tensor, Sequence[Tensor]]:
     """Write the messages of several moves into one tensor, rank by rank; return it, and the cast blocks."""
     is_cast = any(block.dtype != dtype for block in blocks)
-    receivers = {move.only_receiver for move in packed}
+    receivers = {move.only_receiver for move in moves}
     if len(receivers) == 1 and None not in receivers:
         # Each move sends its whole block to one rank, or one message to all: one copy of all blocks.
-        messages, copies = _one_after_the_other(blocks, dtype)
+        messages, copies = _copy_into_one_buffer(blocks, dtype)
         return messages, copies if is_cast else blocks
     if is_cast:
-        _, blocks = _one_after_the_other(blocks, dtype)
-    sent = [move.collective.sent for move in packed]
+        _, blocks = _copy_into_one_buffer(blocks, dtype)
+    sent = [move.collective.sent for move in moves]
     messages = blocks[0].new_empty(sum(map(sum, sent)))
-    parts_by_move = _messages_by_move(messages, sent)
-    for move, block, parts in zip(packed, blocks, parts_by_move, strict=True):
-        move.sent.write(block, move.sent.split_each(parts))
+    buffers_by_move = _split_by_move(messages, sent)
+    for move, block, buffers in zip(moves, blocks, buffers_by_move, strict=True):
+        move.sent.write(block, move.sent.split_each(buffers))
     return messages, blocks
 
 
-def _one_after_the_other(
+def _copy_into_one_buffer(
     blocks: Sequence[Tensor], dtype: torch.dtype
 ) -> tuple[Tensor, list[Tensor]]:
-    """Copy blocks into one flat tensor of a dtype; return it, and its parts in the shapes of the blocks."""
+    """Copy blocks into one flat tensor of a dtype; return it, and views of it in the shapes of the blocks."""
     lengths = [block.numel() for block in blocks]
-    flat = blocks[0].new_empty(sum(lengths), dtype=dtype)
-    parts = flat.split_with_sizes(lengths)
-    copies = [part.view(block.shape) for part, block in zip(parts, blocks, strict=True)]
+    buffer = blocks[0].new_empty(sum(lengths), dtype=dtype)
+    flat_copies = buffer.split_with_sizes(lengths)
+    copies = [
+        flat_copy.view(block.shape) for flat_copy, block in zip(flat_copies, blocks, strict=True)
+    ]
     copy_all(copies, list(blocks))
-    return flat, copies
+    return buffer, copies
 
 
-def _messages_by_move(joint: Tensor, sizes: MessageSizes) -> list[Sequence[Tensor]]:
-    """Split one tensor with the messages of several moves, rank by rank -> the messages of each move."""
+def _split_by_move(joint: Tensor, sizes: MessageSizes) -> list[Sequence[Tensor]]:
+    """Split a joint buffer -> for each move one flat tensor per rank.
+
+    Moves a and b on 2 ranks: [a0, b0, a1, b1] -> [a0, a1], [b0, b1].
+    """
     move_count = len(sizes)
     # Rank by rank, and for each rank move by move: the order of an all-to-all.
     rank_major_sizes: list[int] = []
     for sizes_of_moves in zip(*sizes, strict=True):
         rank_major_sizes.extend(sizes_of_moves)
-    parts = joint.split_with_sizes(rank_major_sizes)
-    return [parts[i::move_count] for i in range(move_count)]
+    messages = joint.split_with_sizes(rank_major_sizes)
+    return [messages[i::move_count] for i in range(move_count)]
 
 
 @functools.cache
@@ -244,7 +249,7 @@ def compare_new(executables: Sequence[Any], device: torch.device) -> None:
             return  # the comparison reads a number back, which a capture forbids
         first, *_ = new.values()
         plans = [executable.plan for executable in new.values()]
-        first.guarded(moves[0], _compare, plans, groups, device)
+        first.with_step_in_errors(moves[0], _compare, plans, groups, device)
     # Noted last: a plan that differed has raised above, and is compared again by the next call.
     compared.update(new)
     for executable in executables:
@@ -257,29 +262,33 @@ def _compare(plans: Sequence[Any], groups: Sequence[Group], device: torch.device
     Ranks compare one number, a hash of the layouts, shapes, dtypes and steps. Only if it differs do
     they exchange the texts, for an error that says what differs.
     """
-    text = ", ".join(f"{plan.src} -> {plan.dst}" for plan in plans)
+    moves_text = ", ".join(f"{plan.src} -> {plan.dst}" for plan in plans)
     all_steps = itertools.chain.from_iterable(plan.steps for plan in plans)
     facts = {
         "shape": ", ".join(str(plan.shape) for plan in plans),
         "dtype": ", ".join(str(plan.dtype) for plan in plans),
         "plan": "; ".join(map(str, all_steps)),
     }
-    digest = hashlib.sha1(f"{text} {facts}".encode(), usedforsecurity=False).digest()
-    number = int.from_bytes(digest[:7], "little")  # 56 bits: its negative fits int64 too
-    if _is_equal_on_all_ranks(number, groups, device):
+    digest = hashlib.sha1(f"{moves_text} {facts}".encode(), usedforsecurity=False).digest()
+    fingerprint = int.from_bytes(digest[:7], "little")  # 56 bits: its negative fits int64 too
+    if _is_equal_on_all_ranks(fingerprint, groups, device):
         return
     for group in groups:
         # Raises with what differs, if it can tell.
-        compare_ranks(group.ranks, text, functools.partial(CallFacts, facts, peers=group.ranks))
-    raise DesyncError(f"other ranks run another plan than '{text}'", hint="all make the same calls")
+        compare_ranks(
+            group.ranks, moves_text, functools.partial(CallFacts, facts, peers=group.ranks)
+        )
+    raise DesyncError(
+        f"other ranks run another plan than '{moves_text}'", hint="all make the same calls"
+    )
 
 
-def _is_equal_on_all_ranks(number: int, groups: Sequence[Group], device: torch.device) -> bool:
-    """Return whether all ranks of the groups give the same number: its max is then minus its negative's."""
+def _is_equal_on_all_ranks(value: int, groups: Sequence[Group], device: torch.device) -> bool:
+    """Return whether all ranks of the groups have the same value: its maximum is then its minimum."""
     # Fake tensors and other modes would take this for a part of the model.
     with without_modes(), torch.no_grad():
-        values = torch.tensor([number, -number], device=device)
+        maxima = torch.tensor([value, -value], device=device)
         for group in groups:
-            values = Collective("all_reduce", group, (2,), (2,), "max").run(values, (2,))
-        largest, largest_negative = values.tolist()
+            maxima = Collective("all_reduce", group, (2,), (2,), "max").run(maxima, (2,))
+        largest, largest_negative = maxima.tolist()
     return bool(largest == -largest_negative)

@@ -1,4 +1,8 @@
-"""A block as a row of messages: packing them, and assembling a block from them, with at most one copy."""
+"""A block as a row of messages: packing them, and assembling a block from them, with at most one copy.
+
+A message is a `Subarray`: any rows of the block, in one rectangle of it or in several, its boxes. A fill is a
+box of constant values that no rank sends, such as the rows of a halo beyond the end of the array.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +48,7 @@ _SCATTERED = Interval(-1, -1)  # rows that are not one interval
 
 
 class Concatenation(NamedTuple):
-    """The dim and the order in which pieces, concatenated, are the block."""
+    """The dim and the order in which boxes, concatenated, are the block."""
 
     dim: int
     order: list[int]
@@ -104,30 +108,30 @@ class Packing:
         if self.is_flat:
             return block.contiguous().view(-1)
         # Three ways that launch one kernel, the quickest first. They need a contiguous block: of
-        # parts in another memory format (channels last) `cat` and `stack` make a tensor in that
+        # messages in another memory format (channels last) `cat` and `stack` make a tensor in that
         # format, which cannot be viewed as flat.
         if block.is_contiguous():
             if self._can_stack and self._plain_dim is not None:
-                # Equal parts, in order: one call in C is quicker than a slice for each message.
+                # Equal messages, in order: one call in C is quicker than a slice for each of them.
                 chunks = block.chunk(len(self.messages), self._plain_dim)
                 return torch.cat(chunks).view(-1)
             if self._can_stack:
                 return torch.stack([message.read(block) for message in self.messages]).view(-1)
             if self._buffer_dim is not None:
-                pieces = [take(block, index) for index in self._boxes]
-                return torch.cat(pieces, self._buffer_dim).view(-1)
+                boxes = [take(block, index) for index in self._boxes]
+                return torch.cat(boxes, self._buffer_dim).view(-1)
         if is_symbolic(self.shape):
-            # A compiler does not record writes to parts of a tensor.
+            # A compiler does not record writes to views of a tensor.
             return torch.cat([message.read(block).reshape(-1) for message in self.messages])
-        # One copy of each piece into its place.
+        # Else one copy of each message into the buffer.
         out = block.new_empty(sum(self.sizes))
         self.write(block, self.split(out))
         return out
 
-    def write(self, block: Tensor, parts: Sequence[Tensor]) -> None:
+    def write(self, block: Tensor, tensors: Sequence[Tensor]) -> None:
         """Copy the messages of the block into tensors of their shapes."""
-        for message, part in zip(self.messages, parts, strict=True):
-            message.write(block, part)
+        for message, tensor in zip(self.messages, tensors, strict=True):
+            message.write(block, tensor)
 
     @cached_property
     def arriving(self) -> tuple[int, ...]:
@@ -143,88 +147,91 @@ class Packing:
         if self._is_uniform:
             # One view and one `unbind` cost the host less than a view of each message.
             return received.view(len(self.messages), *self.messages[0].shape).unbind()
-        parts = received.view(-1).split_with_sizes(self.sizes)
-        return self._in_their_shapes(parts)
+        flat_messages = received.view(-1).split_with_sizes(self.sizes)
+        return self._in_their_shapes(flat_messages)
 
-    def split_each(self, parts: Sequence[Tensor]) -> Sequence[Tensor]:
+    def split_each(self, buffers: Sequence[Tensor]) -> Sequence[Tensor]:
         """Split one flat tensor per rank with the messages of that rank -> each message in its shape."""
         if self.counts is None:
-            return self._in_their_shapes(parts)
+            return self._in_their_shapes(buffers)
         sizes = iter(self.sizes)
-        messages: list[Tensor] = []
-        for part, count in zip(parts, self.counts, strict=True):
+        flat_messages: list[Tensor] = []
+        for buffer, count in zip(buffers, self.counts, strict=True):
             sizes_of_rank = list(itertools.islice(sizes, count))
-            if count == 1:  # most often: the part is the message
-                messages.append(part)
+            if count == 1:  # most often: the buffer is the message
+                flat_messages.append(buffer)
             elif count:
-                messages.extend(part.split_with_sizes(sizes_of_rank))
-        return self._in_their_shapes(messages)
+                flat_messages.extend(buffer.split_with_sizes(sizes_of_rank))
+        return self._in_their_shapes(flat_messages)
 
-    def _in_their_shapes(self, parts: Sequence[Tensor]) -> list[Tensor]:
+    def _in_their_shapes(self, flat_messages: Sequence[Tensor]) -> list[Tensor]:
         return [
-            part.view(message.shape) for part, message in zip(parts, self.messages, strict=True)
+            flat.view(message.shape)
+            for flat, message in zip(flat_messages, self.messages, strict=True)
         ]
 
-    def place(self, like: Tensor, parts: Sequence[Tensor]) -> Tensor:
+    def place(self, like: Tensor, tensors: Sequence[Tensor]) -> Tensor:
         """Write messages to their rows of a new contiguous block; rows without a message get zeros.
 
         The way back from `pack`: left half [4, 3] and right half [4, 3] -> [4, 6].
 
         Args:
-            like: A tensor with the device and dtype of the block. Parts that are cut from it have
-                its memory format, which `cat` keeps: concatenation is for contiguous tensors alone.
-            parts: The messages, in order, each in its shape.
+            like: A tensor with the device and dtype of the block. Messages that are views of it
+                have its memory format, which `cat` keeps: only contiguous ones are concatenated.
+            tensors: The messages, in order, each in its shape.
         """
         can_concatenate = like.is_contiguous() and self._concatenation is not None
         if can_concatenate and self._plain_dim is not None:
-            return torch.cat(list(parts), self._plain_dim)
+            return torch.cat(list(tensors), self._plain_dim)
         if self._has_negative:
             # On a sphere, rows from beyond a pole may change sign, as components of vectors do.
-            parts = [
-                -part if message.sign < 0 else part
-                for part, message in zip(parts, self.messages, strict=True)
+            tensors = [
+                -tensor if message.sign < 0 else tensor
+                for tensor, message in zip(tensors, self.messages, strict=True)
             ]
         if can_concatenate:
-            return self._concatenated(parts)
+            return self._concatenate(tensors)
         if self.rounds_once and like.dtype in _SHORT_FLOATS:
             # A compiler would not round in between either.
-            wide_parts = [part.float() for part in parts]
-            wide = self._place_one_by_one(like.new_empty(0, dtype=torch.float32), wide_parts)
-            return wide.to(like.dtype)
-        return self._place_one_by_one(like, parts)
+            wide_tensors = [tensor.float() for tensor in tensors]
+            wide_block = self._place_one_by_one(
+                like.new_empty(0, dtype=torch.float32), wide_tensors
+            )
+            return wide_block.to(like.dtype)
+        return self._place_one_by_one(like, tensors)
 
-    def _concatenated(self, parts: Sequence[Tensor]) -> Tensor:
-        """Make the block of messages and fills (boundary values) by one `cat`.
+    def _concatenate(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Make the block of messages and fills by one `cat`.
 
-        That writes the block once; zeros and then pieces would write it twice.
+        That writes the block once; zeros and then their boxes would write it twice.
         """
         assert self._concatenation is not None
-        values = [*parts, *(fill.values for fill in self.fills)]
-        pieces: list[Tensor] = []
-        for rows, part in zip(self._subarrays, values, strict=True):
-            pieces.extend(rows.views_of_boxes(part))
+        tensors_and_fills = [*tensors, *(fill.values for fill in self.fills)]
+        box_values: list[Tensor] = []
+        for rows, values in zip(self._subarrays, tensors_and_fills, strict=True):
+            box_values.extend(rows.views_of_boxes(values))
         dim, order = self._concatenation
-        return torch.cat([pieces[i] for i in order], dim)
+        return torch.cat([box_values[i] for i in order], dim)
 
-    def _place_one_by_one(self, like: Tensor, parts: Sequence[Tensor]) -> Tensor:
-        """Write boundary values and messages into a new block; combine those that share rows.
+    def _place_one_by_one(self, like: Tensor, tensors: Sequence[Tensor]) -> Tensor:
+        """Write fills and messages into a new block; combine messages that share rows.
 
-        Two messages for row 0 under "sum": the second is added to the first. Boundary values
-        (fills) come first, because messages may overwrite their rows.
+        Two messages for row 0 under "sum": the second is added to the first. Fills come first,
+        because messages may overwrite their rows.
         """
-        if self._is_fold and all(map(Tensor.is_contiguous, parts)):
-            return reduce(COMBINE[str(self.op)], parts)
+        if self._is_fold and all(map(Tensor.is_contiguous, tensors)):
+            return reduce(COMBINE[str(self.op)], tensors)
         out = like.new_empty(self.shape) if self._is_covered else like.new_zeros(self.shape)
         write = scattered if is_symbolic(self.shape) else write_rows
         for fill in self.fills:
             for box in fill.rows.boxes:  # one, or none
                 out = write(out, box.block, fill.values, None)
-        for i, (message, part) in enumerate(zip(self.messages, parts, strict=True)):
+        for i, (message, tensor) in enumerate(zip(self.messages, tensors, strict=True)):
             # Rows to which an earlier message has written are combined with it. Others hold zeros,
             # fills or uninitialised memory: they are overwritten.
             combine = COMBINE[str(self.op)] if self._shares_rows[i] else None
-            for box, piece in zip(message.boxes, message.views_of_boxes(part), strict=True):
-                out = write(out, box.block, piece, combine)
+            for box, box_values in zip(message.boxes, message.views_of_boxes(tensor), strict=True):
+                out = write(out, box.block, box_values, combine)
         return out
 
     @cached_property
@@ -246,7 +253,7 @@ class Packing:
 
     @cached_property
     def _boxes(self) -> list[Index]:
-        """The positions in the block of all pieces of all messages, then of all fills."""
+        """The positions in the block of all boxes: those of each message in order, then of each fill."""
         boxes: list[Index] = []
         for rows in self._subarrays:
             boxes.extend(box.block for box in rows.boxes)
@@ -284,30 +291,26 @@ class Packing:
 
     @cached_property
     def _concatenation(self) -> Concatenation | None:
-        """How one `torch.cat` makes the block of its pieces; None if it cannot.
+        """How one `torch.cat` makes the block of its boxes; None if it cannot.
 
-        It cannot if pieces overlap, leave gaps or are cut along several dims. Pieces are numbered:
-        first the boxes (rectangles) of all messages, then the fills (boundary values). A
-        block [6, 4] of a box with rows 2:6 and a fill of rows 0:2 -> `cat` along dim 0 in order
+        It cannot if boxes overlap, leave gaps or are cut along several dims. A block [6, 4] of a
+        message with rows 2:6 (box 0) and a fill of rows 0:2 (box 1) -> `cat` along dim 0 in order
         [1, 0].
         """
         if not self._boxes or not self.shape:
             return None
-        intervals = [_intervals(index, self.shape) for index in self._boxes]  # [pieces][dims]
-        # Along all dims but one, each piece has to be as long as the block.
-        cut_dims: list[int] = []
-        for d, length in enumerate(self.shape):
-            if any(of_piece[d] != (0, length) for of_piece in intervals):
-                cut_dims.append(d)
+        intervals = [_intervals(index, self.shape) for index in self._boxes]  # [boxes][dims]
+        # Along all dims but one, each box has to be as long as the block.
+        cut_dims = _cut_dims(intervals, self.shape)
         if len(cut_dims) > 1:
             return None
         dim = cut_dims[0] if cut_dims else 0
-        rows = [of_piece[dim] for of_piece in intervals]
-        # By start, then by stop: an empty piece comes before the one that begins at its row.
+        rows = [of_box[dim] for of_box in intervals]
+        # By start, then by stop: an empty box comes before the one that begins at its row.
         order = sorted(range(len(rows)), key=rows.__getitem__)
         starts = [rows[i].start for i in order]
         stops = [rows[i].stop for i in order]
-        # No gap and no overlap: each piece begins where the one before it ends.
+        # No gap and no overlap: each box begins where the one before it ends.
         if [*starts, self.shape[dim]] != [0, *stops]:
             return None
         return Concatenation(dim, order)
@@ -317,8 +320,8 @@ class Packing:
         """Whether each message shares rows with an earlier one, and each fill with any other rows."""
         shares: list[bool] = []
         for i, subarray in enumerate(self._subarrays):
-            earlier = self._subarrays[:i]
-            shares.append(any(_have_common_rows(subarray.rows, other.rows) for other in earlier))
+            earlier_rows = [earlier.rows for earlier in self._subarrays[:i]]
+            shares.append(any(_have_common_rows(subarray.rows, rows) for rows in earlier_rows))
         return shares
 
     @cached_property
@@ -352,14 +355,17 @@ def _is_always_equal(a: int, b: int) -> bool:
     return statically_known_true(a == b)
 
 
-def _have_common_rows(a: Sequence[Runs | None], b: Sequence[Runs | None]) -> bool:
-    """Return whether two parts of a block, given by their rows along each dim, meet."""
-    if a == b:
+def _have_common_rows(rows_a: Sequence[Runs | None], rows_b: Sequence[Runs | None]) -> bool:
+    """Return whether two subarrays of a block, given by their rows along each dim, share elements."""
+    if rows_a == rows_b:
         return True
-    # None stands for all rows of a dim, which meet any others.
-    return all(
-        x is None or y is None or bool(common_segments(x, y)) for x, y in zip(a, b, strict=True)
-    )
+    for runs_a, runs_b in zip(rows_a, rows_b, strict=True):
+        # None stands for all rows of a dim, which meet any others.
+        if runs_a is None or runs_b is None:
+            continue
+        if not common_segments(runs_a, runs_b):
+            return False
+    return True
 
 
 def _intervals(index: Index, shape: tuple[int, ...]) -> list[Interval]:
@@ -373,21 +379,29 @@ def _intervals(index: Index, shape: tuple[int, ...]) -> list[Interval]:
     return intervals
 
 
-def _start_in_memory(message: Subarray, shape: tuple[int, ...]) -> int | None:
-    """Return the element at which a message begins in a contiguous block; None if in pieces.
+def _cut_dims(intervals: Sequence[Sequence[Interval]], shape: tuple[int, ...]) -> list[int]:
+    """Return the dims along which some box, given by its interval along each dim, has not all rows."""
+    cut_dims: list[int] = []
+    for d, length in enumerate(shape):
+        if any(of_box[d] != (0, length) for of_box in intervals):
+            cut_dims.append(d)
+    return cut_dims
 
-    In a 6 x 5 block rows 2:4 begin at element 10. Columns 2:4 lie in six pieces, so that the result
-    is None.
+
+def _start_in_memory(message: Subarray, shape: tuple[int, ...]) -> int | None:
+    """Return the element at which a message begins in a contiguous block; None if it lies scattered.
+
+    In a 6 x 5 block rows 2:4 begin at element 10. Columns 2:4 lie in six runs of memory -> None.
     """
     if len(message.boxes) != 1:
         return None
     start = 0
-    # Behind the first dim of several rows, memory is contiguous only if each further dim is whole.
-    must_be_whole = False
+    # After the first dim with several rows, memory is contiguous only with all rows of each later dim.
+    must_span_dim = False
     intervals = _intervals(message.boxes[0].block, shape)
-    for rows, length, whole_length in zip(intervals, message.shape, shape, strict=True):
-        if rows == _SCATTERED or (must_be_whole and length != whole_length):
+    for rows, length, dim_length in zip(intervals, message.shape, shape, strict=True):
+        if rows == _SCATTERED or (must_span_dim and length != dim_length):
             return None
-        must_be_whole = must_be_whole or length > 1
-        start = start * whole_length + rows.start
+        must_span_dim = must_span_dim or length > 1
+        start = start * dim_length + rows.start
     return start

@@ -1,4 +1,7 @@
-"""Gathers and reductions over links of several speeds: one collective per speed, as `Phases` says."""
+"""Gathers and reductions over links of several speeds: one collective per speed, as `Phases` says.
+
+Between phases a process holds a stack of blocks, a tensor `[blocks, *block]`.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,7 @@ def all_gather(
     """
     groups = _groups(phases, context)
     groups.reverse()  # the slowest first
-    fastest = groups[-1]
+    fastest_group = groups[-1]
     block_shape = context.shapes.before
     moves: list[Move] = []
     block_count = 1  # gathered so far, by each process
@@ -52,7 +55,7 @@ def all_gather(
             sent = context.whole_block(0)
         # Until the last phase, blocks are stacked in the order in which they arrive. The last one
         # brings all of them, and writes each to its rows of the result.
-        if group is fastest:
+        if group is fastest_group:
             received = _parts_by_rank(phases, context, 1, dim, shards)
         else:
             received = _stacked_blocks(context, rank_count, block_count, block_shape)
@@ -114,23 +117,25 @@ def all_reduce(phases: Phases, context: StepContext, op: str) -> list[Move]:
     # Rounded up: the last piece is filled up with zeros.
     piece_size = -(-math.prod(context.shapes.before) // piece_count)
     reductions: list[Move] = []  # reduce-scatters, the fastest first
-    gathers: list[Move] = []  # each undoes the reduce-scatter at its place
-    remaining = piece_count  # pieces that a device still has
+    gathers: list[Move] = []  # each undoes the reduce-scatter with its index
+    n_held = piece_count  # pieces that a device still holds
     for group in fast_groups:
         rank_count = len(group.devices)
-        remaining //= rank_count
+        n_held //= rank_count
         # Devices that meet over the slow link must hold the same piece. Ranks of a group may be in
-        # any order: a device gets the piece at its place among the sorted devices.
-        in_order = sorted(group.devices)
-        places = [in_order.index(device) for device in group.devices]
-        pieces = _stacked_blocks(context, rank_count, remaining, (piece_size,), places)
-        part = _stacked_blocks(context, 1, remaining, (piece_size,))
-        reductions.append(reduce_scattered(group, pieces, part, op, context.tensor_device))
-        gather = Collective("all_gather", group, part.sizes, pieces.sizes)
-        gathers.append(PackedCollective(gather, part, pieces))
-    piece = _stacked_blocks(context, 1, 1, (piece_size,))
-    over_slow_link = Collective("all_reduce", slow_group, piece.sizes, piece.sizes, op)
-    reduce_piece = PackedCollective(over_slow_link, piece, piece)
+        # any order: a device gets the pieces by its index among the sorted devices.
+        sorted_devices = sorted(group.devices)
+        positions = [sorted_devices.index(device) for device in group.devices]
+        unscattered = _stacked_blocks(context, rank_count, n_held, (piece_size,), positions)
+        scattered = _stacked_blocks(context, 1, n_held, (piece_size,))
+        reductions.append(
+            reduce_scattered(group, unscattered, scattered, op, context.tensor_device)
+        )
+        gather = Collective("all_gather", group, scattered.sizes, unscattered.sizes)
+        gathers.append(PackedCollective(gather, scattered, unscattered))
+    one_piece = _stacked_blocks(context, 1, 1, (piece_size,))
+    over_slow_link = Collective("all_reduce", slow_group, one_piece.sizes, one_piece.sizes, op)
+    reduce_piece = PackedCollective(over_slow_link, one_piece, one_piece)
     flatten, unflatten = _flattening(context, piece_count, piece_size)
     return [flatten, *reductions, reduce_piece, *reversed(gathers), unflatten]
 
@@ -172,26 +177,26 @@ def _stacked_blocks(
     message_count: int,
     block_count: int,
     block_shape: tuple[int, ...],
-    places: Sequence[int] = (),
+    positions: Sequence[int] = (),
 ) -> Packing:
     """Describe a stack of blocks, cut along its new leading dim into equal messages.
 
     2 messages of 3 blocks [4, 5] -> a tensor [6, 4, 5], whose messages are rows 0:3 and 3:6; with
-    places [1, 0], rows 3:6 and 0:3.
+    positions [1, 0], rows 3:6 and 0:3.
 
     Args:
         context: The step, for the device of lists of rows.
         message_count: The number of messages.
         block_count: The number of blocks in each.
         block_shape: The shape of a block.
-        places: The place of each message in the stack, counted in messages; empty for 0, 1, 2, ...
+        positions: Where each message lies in the stack, in messages; empty for 0, 1, 2, ...
     """
     shape = (message_count * block_count, *block_shape)
-    if not places:
-        places = range(message_count)
+    if not positions:
+        positions = range(message_count)
     messages = [
-        subarray(shape, {0: (Run(place * block_count, block_count),)}, context.tensor_device)
-        for place in places
+        subarray(shape, {0: (Run(position * block_count, block_count),)}, context.tensor_device)
+        for position in positions
     ]
     return Packing(shape, tuple(messages))
 
@@ -199,7 +204,7 @@ def _stacked_blocks(
 def _parts_by_rank(
     phases: Phases, context: StepContext, end: int, dim: str, shards: tuple[Shard, ...]
 ) -> Packing:
-    """Cut a block along a dim into what each rank of the fastest phase is sent, or sends.
+    """Cut a block along a dim into the messages to, or from, each rank of the fastest phase.
 
     A rank also stands for the devices that it meets in the phases over slower links: in 2 nodes of
     4 processes (devices 0-3 and 4-7), rank 1 of a node has the parts of devices 1 and 5.
@@ -213,7 +218,7 @@ def _parts_by_rank(
     """
     # `devices_reached` goes through the ranks of the phase, and for each through what it reaches.
     devices = phases.devices_reached(context.device)
-    whole = context.parts_of_devices(end, dim, shards, devices)
+    packing = context.parts_of_devices(end, dim, shards, devices)
     rank_count = len(phases.members(context.device, 0))
-    messages_per_rank = len(whole.messages) // rank_count
-    return replace(whole, counts=(messages_per_rank,) * rank_count)
+    messages_per_rank = len(packing.messages) // rank_count
+    return replace(packing, counts=(messages_per_rank,) * rank_count)

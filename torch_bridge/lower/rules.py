@@ -39,42 +39,48 @@ def lower(
 ) -> Executable:
     """Return the executable of a plan; all processes of the mesh call it.
 
-    lengths: symbols of a compiler for the lengths of dims that no step cuts; None if it records nothing.
-    Raises DtypeError for a reduction of a dtype without arithmetic.
+    Args:
+        plan: The plan.
+        processes: The processes of its mesh.
+        device: The device of blocks.
+        lengths: Symbols of a compiler for the lengths of dims that no step cuts; None if none records.
+
+    Raises:
+        DtypeError: A reduction of a dtype without arithmetic.
     """
     if lengths is None and not is_faking():
-        return _lowered_once(plan, processes, device)
+        return _lower_once(plan, processes, device)
     # Tensors made here are part of a trace: nothing of it is kept.
-    return _lowered(plan, processes, device, {} if lengths is None else lengths)
+    return _lower_steps(plan, processes, device, {} if lengths is None else lengths)
 
 
-def _lowered(
+def _lower_steps(
     plan: Plan, processes: ProcessMesh, device: torch.device, lengths: Lengths | None = None
 ) -> Executable:
     """Lower all steps of a plan, in order, as all ranks do."""
     moves: list[Move] = []
     step_of_move: list[int] = []
-    for number in range(len(plan.steps)):
-        context = _context(plan, number, processes, device, lengths)
-        step_moves = _moves_of_step(plan, number, context)
+    for step_index in range(len(plan.steps)):
+        context = _context(plan, step_index, processes, device, lengths)
+        step_moves = _moves_of_step(plan, step_index, context)
         moves.extend(step_moves)
-        step_of_move.extend([number] * len(step_moves))
+        step_of_move.extend([step_index] * len(step_moves))
     # For the plans of derivatives: on the same processes, under the same compiler.
     lower_like = functools.partial(lower, processes=processes, device=device, lengths=lengths)
     return Executable(plan, processes, tuple(moves), tuple(step_of_move), lower_like)
 
 
-_lowered_once = layout_cache(maxsize=4096)(_lowered)
+_lower_once = layout_cache(maxsize=4096)(_lower_steps)
 
 
-def _moves_of_step(plan: Plan, number: int, context: StepContext) -> list[Move]:
-    """Turn step `number` of a plan into functions that run it on this process's block.
+def _moves_of_step(plan: Plan, step_index: int, context: StepContext) -> list[Move]:
+    """Turn step `step_index` of a plan into functions that run it on this process's block.
 
     Most steps give one function, from the block before the step to the one after it. A collective
     over slow and fast links gives several, one per kind of link, to be called in order. Raises
     DtypeError for arithmetic that the dtype lacks, PlanError for a step without a rule.
     """
-    step = plan.steps[number]
+    step = plan.steps[step_index]
     if getattr(torch, plan.dtype) in CARRIERS and _computes(step, context.before):
         raise no_arithmetic(f"'{step}'", plan.dtype)
     rule = RULES.get(type(step))
@@ -88,15 +94,15 @@ def _moves_of_step(plan: Plan, number: int, context: StepContext) -> list[Move]:
 
 def _context(
     plan: Plan,
-    number: int,
+    step_index: int,
     processes: ProcessMesh,
     tensor_device: torch.device,
     lengths: Lengths | None,
 ) -> StepContext:
-    """Collect all that the rule of step `number` needs to know. lengths: as in `lower`."""
-    _, before, after = plan.stages[number]
-    earlier = plan.steps[:number]
-    later = plan.steps[number + 1 :]
+    """Collect all that the rule of step `step_index` needs to know; `lengths` as in `lower`."""
+    _, before, after = plan.stages[step_index]
+    earlier = plan.steps[:step_index]
+    later = plan.steps[step_index + 1 :]
     return StepContext(
         before=before,
         after=after,
@@ -105,10 +111,10 @@ def _context(
         dtype=plan.dtype,
         lengths=lengths,
         is_last=all(isinstance(step, _VIEWS) for step in later),
-        # These steps return the block that they were given.
-        is_given=all(isinstance(step, steps.Retag | steps.Mask) for step in earlier),
+        # These steps return their input itself.
+        may_be_callers_tensor=all(isinstance(step, steps.Retag | steps.Mask) for step in earlier),
         fabric=plan.profile.fabric(before.mesh),
-        place=functools.partial(place_of, plan, number),
+        place=functools.partial(place_of, plan, step_index),
     )
 
 
@@ -144,9 +150,9 @@ def _all_gather(step: steps.AllGather, context: StepContext) -> Moves:
 
 
 def _slice(step: steps.Slice, context: StepContext) -> Move:
-    part = context.subarray(context.shapes.before, context.rows_of_own_part(*step.cuts))
+    subarray = context.subarray(context.shapes.before, context.rows_of_own_part(*step.cuts))
     # The result must be a new tensor; an input of another step may be a view.
-    return part.copy_of if context.is_last else part.read
+    return subarray.copy_of if context.is_last else subarray.read
 
 
 def _all_reduce(step: steps.AllReduce, context: StepContext) -> Moves:
@@ -170,8 +176,8 @@ def _reduce_scatter(step: steps.ReduceScatter, context: StepContext) -> Moves:
         return phased.reduce_scatter(phases, context, step.dim, step.shards, step.op)
     group = context.group(axes)
     sent = context.parts_of_devices(0, step.dim, step.shards, group.devices)
-    part = context.whole_block(1)
-    return reduce_scattered(group, sent, part, step.op, context.tensor_device)
+    received = context.whole_block(1)
+    return reduce_scattered(group, sent, received, step.op, context.tensor_device)
 
 
 def _all_to_all(step: steps.AllToAll, context: StepContext) -> Move:
@@ -203,14 +209,14 @@ def _permute(step: steps.Permute, context: StepContext) -> Move:
     # But what it sends from rank to rank must be in the host's memory.
     on_host = context.tensor_device.type == "cpu"
     is_direct = on_host and group.serves(context.tensor_device, "gloo") and not group.graph_name
-    kind = "permute" if is_direct else "all_to_all"
+    collective_name = "permute" if is_direct else "all_to_all"
 
     # A process that keeps its block sends it to itself: others exchange theirs, so that it calls the
     # collective too.
     receiver = senders.index(context.device)
     sent = _whole_block_with(receiver, 0, context, group)
     received = _whole_block_with(senders[context.device], 1, context, group)
-    collective = Collective(kind, group, sent.sizes_by_rank, received.sizes_by_rank)
+    collective = Collective(collective_name, group, sent.sizes_by_rank, received.sizes_by_rank)
     return PackedCollective(collective, sent, received)
 
 
@@ -223,12 +229,12 @@ def _whole_block_with(peer: int, end: int, context: StepContext, group: Group) -
 def _embed(step: steps.Embed, context: StepContext) -> Move:
     """Put the block into zeros of the whole dim: an addend of a sum."""
     rows = context.rows_of_own_part((step.dim, step.shards))
-    part = context.subarray(context.shapes.after, rows)
-    whole = Packing(context.shapes.after, (part,))
+    subarray = context.subarray(context.shapes.after, rows)
+    larger_block = Packing(context.shapes.after, (subarray,))
 
     def embed(block: Tensor) -> Tensor:
         """Put the block among zeros."""
-        return whole.place(block, [block])
+        return larger_block.place(block, [block])
 
     return embed
 
@@ -254,14 +260,15 @@ def _zeros(block: Tensor) -> Tensor:
 def _transpose(step: steps.Transpose, context: StepContext) -> Move:
     """Permute the dims of the block: [a, b, c] -> [c, a, b]. Nothing is sent.
 
-    The caller may write to the result. So it shares no memory with the block that was given
-    (`is_given`: no earlier step has made a new one), and is no view for autograd.
+    The caller may write to the result. So it shares no memory with the caller's block (which is the
+    input if no earlier step has made a new tensor), and is no view for autograd.
     """
     order = step.order(context.before)
 
     def transpose(block: Tensor) -> Tensor:
-        source = block.clone(memory_format=torch.contiguous_format) if context.is_given else block
-        view = source.permute(order)
+        if context.may_be_callers_tensor:
+            block = block.clone(memory_format=torch.contiguous_format)
+        view = block.permute(order)
         if context.lengths is not None:  # compilers cannot record `set_`
             return view
         return without_base(view)

@@ -39,7 +39,7 @@ class StepContext(NamedTuple):
         dtype: The name of the dtype of values, as in the plan.
         lengths: Symbols of a compiler for lengths of dims that no step cuts; None if nothing is traced.
         is_last: Whether no later step makes a new tensor: the output is then the result.
-        is_given: Whether the input may be the tensor that the caller passed.
+        may_be_callers_tensor: Whether the input may be the tensor that the caller passed.
         fabric: The links of the mesh; None makes each collective one phase.
         place: Returns the name of the step and its plan, for errors.
     """
@@ -51,7 +51,7 @@ class StepContext(NamedTuple):
     dtype: str
     lengths: Lengths | None
     is_last: bool
-    is_given: bool
+    may_be_callers_tensor: bool
     fabric: Fabric | None
     place: Callable[[], str]
 
@@ -80,20 +80,20 @@ class StepContext(NamedTuple):
         """Return the processes along some axes of the mesh."""
         if self._needs_no_group:
             return Group(None, self.processes.mesh.group(self.device, axes))
-        return self._traced(self.processes.group(axes))
+        return self._as_traced(self.processes.group(axes))
 
     def group_of_devices(self, devices: Sequence[int]) -> Group:
         """Return the processes of some devices along axes of the mesh, this one among them."""
         if self._needs_no_group:
             return Group(None, tuple(devices))
-        return self._traced(self.processes.group_of_devices(tuple(devices)))
+        return self._as_traced(self.processes.group_of_devices(tuple(devices)))
 
     @property
     def _needs_no_group(self) -> bool:
         """Whether only shapes are asked for: nothing is sent."""
         return self.tensor_device.type == "meta" and self.lengths is None
 
-    def _traced(self, group: Group) -> Group:
+    def _as_traced(self, group: Group) -> Group:
         """Return the group as a compiler needs it, if one records."""
         return group if self.lengths is None else group.traced(self.place(), self.tensor_device)
 
@@ -152,8 +152,8 @@ class StepContext(NamedTuple):
         """
         shape = self.shapes[end]
         d = self.before.dim_index(dim)
-        parts = even_parts(self.before, dim, shards)
+        part_rows = even_parts(self.before, dim, shards)
         axes = axes_of(shards)
-        numbers = [self.before.mesh.index(device, axes) for device in devices]
-        messages = [self.subarray(shape, {d: parts[number]}) for number in numbers]
+        part_indices = [self.before.mesh.index(device, axes) for device in devices]
+        messages = [self.subarray(shape, {d: part_rows[i]}) for i in part_indices]
         return Packing(shape, tuple(messages))

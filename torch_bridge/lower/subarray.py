@@ -1,4 +1,8 @@
-"""A dense part of a block, and the positions of its elements in the block: a view, or copied pieces."""
+"""A subarray: given rows of a block along each dim, as one dense array; a view of the block, or a copy.
+
+It consists of boxes: rectangles of the block that torch can read, or write, by one operation. Rows 0:2 and
+4:6 are two boxes, rows 0, 2, 4 one with a step; many scattered rows are one box with a list of rows.
+"""
 
 from __future__ import annotations
 
@@ -26,14 +30,14 @@ Combine = Callable[..., Tensor]  # adds, or takes the larger or the smaller, of 
 
 
 class Box(NamedTuple):
-    """The position of one piece of a subarray: in the subarray, and in the block."""
+    """The position of a box: in the subarray, and in the block."""
 
     subarray_index: Index
     block: Index
 
 
 class Concatenation(NamedTuple):
-    """Pieces of these lengths along a dim, one after the other."""
+    """Boxes of these lengths along a dim, one after the other."""
 
     dim: int
     lengths: list[int]
@@ -88,8 +92,8 @@ class Subarray:
 
     def write(self, block: Tensor, out: Tensor) -> None:
         """Copy the subarray of a block into a tensor of its shape."""
-        for box, part in zip(self.boxes, self.views_of_boxes(out), strict=True):
-            part.copy_(take(block, box.block))
+        for box, view in zip(self.boxes, self.views_of_boxes(out), strict=True):
+            view.copy_(take(block, box.block))
 
     def views_of_boxes(self, values: Tensor) -> Sequence[Tensor]:
         """Split a tensor of the subarray's shape -> a view for every box."""
@@ -113,10 +117,7 @@ class Fill(NamedTuple):
 
 
 class Span(NamedTuple):
-    """A piece of the rows along one dim: where it lies in the subarray, and in the block.
-
-    None: all rows, of the subarray or of the block.
-    """
+    """The rows of a box along one dim: in the subarray, and in the block. None: all rows."""
 
     subarray_rows: slice | None
     block: slice | Tensor | None
@@ -125,7 +126,7 @@ class Span(NamedTuple):
 def subarray(
     block_shape: Sequence[int], rows: Mapping[int, Runs], device: torch.device
 ) -> Subarray:
-    """Describe some rows of a block as one dense array, and as the pieces that make it.
+    """Describe some rows of a block as one dense array, and as the boxes that it consists of.
 
     Rows 0:2 and 4:6 along dim 0 of a block [6, 5] -> an array [4, 5] of two boxes: its rows 0:2 are
     rows 0:2 of the block, its rows 2:4 are rows 4:6. No data is touched.
@@ -145,7 +146,7 @@ def subarray(
         else:
             runs_by_dim.append(runs)
             shape.append(count_rows(runs))
-    # 2 pieces along one dim and 3 along another make 6 boxes.
+    # 2 spans along one dim and 3 along another make 6 boxes.
     spans_by_dim = [_spans(runs, device) for runs in runs_by_dim]
     boxes: list[Box] = []
     for spans in itertools.product(*spans_by_dim):  # one per dim
@@ -167,10 +168,10 @@ def _index(rows: Iterable[slice | Tensor | None]) -> Index:
 
 
 def _spans(runs: Runs | None, device: torch.device) -> list[Span]:
-    """Return the rows of a block along one dim as few pieces: slices, or one tensor of row numbers.
+    """Return the rows of a block along one dim as few spans: slices, or one tensor of row numbers.
 
     Rows 0:2, 2:5 -> the slice 0:5. Rows 0, 4, 8 -> the slice 0:9:4. Rows 0:2, 4:7 -> two slices,
-    which lie at 0:2 and 2:5 of the subarray. More than `MAX_SLICES` pieces -> one tensor that lists
+    which lie at 0:2 and 2:5 of the subarray. More than `MAX_SLICES` slices -> one tensor that lists
     all rows. None stands for all rows of the dim.
     """
     if runs is None:
@@ -178,7 +179,7 @@ def _spans(runs: Runs | None, device: torch.device) -> list[Span]:
     intervals = as_intervals(runs)  # [runs, (start, stop)]
     if len(intervals) == 0:
         return []
-    # Intervals that touch are one piece, which begins behind a gap and ends before one.
+    # Intervals that touch are joined: the result begins behind a gap, and ends before one.
     is_gap = intervals[1:, 0] != intervals[:-1, 1]
     starts = intervals[np.append(True, is_gap), 0]
     stops = intervals[np.append(is_gap, True), 1]
@@ -193,21 +194,21 @@ def _spans(runs: Runs | None, device: torch.device) -> list[Span]:
 
 
 def _as_slice(starts: Numbers, stops: Numbers) -> slice | None:
-    """Return pieces of rows as one slice, which torch reads without a copy; None if they are none.
+    """Return intervals of rows as one slice, which torch reads without a copy; None if they are none.
 
-    One piece 2:5 -> 2:5. Single rows at equal distances, 0, 4, 8 -> 0:9:4.
+    One interval 2:5 -> 2:5. Single rows at equal distances, 0, 4, 8 -> 0:9:4.
     """
     if len(starts) == 1:
         return slice(int(starts[0]), int(stops[0]))
-    distances = np.diff(starts)
+    steps = np.diff(starts)
     has_single_rows = (stops - starts == 1).all()
-    if has_single_rows and distances[0] > 0 and (distances == distances[0]).all():
-        return slice(int(starts[0]), int(stops[-1]), int(distances[0]))
+    if has_single_rows and steps[0] > 0 and (steps == steps[0]).all():
+        return slice(int(starts[0]), int(stops[-1]), int(steps[0]))
     return None
 
 
 def consecutive_slices(sizes: Sequence[int]) -> list[slice]:
-    """Return the positions of pieces that lie one after the other: sizes (2, 3) -> 0:2, 2:5."""
+    """Return the positions of intervals that lie one after the other: sizes (2, 3) -> 0:2, 2:5."""
     return [slice(start, stop) for start, stop in pairwise(accumulate(sizes, initial=0))]
 
 
@@ -230,8 +231,8 @@ def write_rows(out: Tensor, index: Index, value: Tensor, combine: Combine | None
     Args:
         out: The block, which is changed.
         index: The rows along some dims.
-        value: What is written there.
-        combine: Adds it to what is there, or takes the larger or smaller; None to overwrite.
+        value: The new values.
+        combine: Adds them to the present ones, or takes the larger or smaller; None to overwrite.
     """
     # Slices give a view, which can be written to; lists of rows would give a copy.
     slices = tuple((d, rows) for d, rows in index if isinstance(rows, slice))
@@ -268,10 +269,10 @@ def scattered(out: Tensor, index: Index, value: Tensor, combine: Combine | None)
         if combine is None:
             return value
         return combine(out, value)
-    # From outside to inside: take the rows, change them along the other dims, and put them back.
+    # One dim after the other: take the rows along it, change them along the other dims, put them back.
     d, rows = index[0]
-    inner = scattered(take(out, index[:1]), index[1:], value, combine)
+    changed_rows = scattered(take(out, index[:1]), index[1:], value, combine)
     if isinstance(rows, Tensor):
-        return out.index_copy(d, rows, inner)
+        return out.index_copy(d, rows, changed_rows)
     step = 1 if rows.step is None else rows.step
-    return torch.slice_scatter(out, inner, d, rows.start, rows.stop, step)
+    return torch.slice_scatter(out, changed_rows, d, rows.start, rows.stop, step)

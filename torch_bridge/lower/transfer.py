@@ -1,5 +1,9 @@
 """A plan between two meshes as one process executes it: steps on its own mesh, and messages.
 
+A transfer moves an array from a source mesh to a target mesh. It has three phases: steps among the source's
+processes, messages from the source's processes to the target's (none if rows stay on their ranks), and
+steps among the target's. A process may be in one of the meshes, in both, or in none.
+
 An empty tensor stands for the block of a process that has none, so that autograd reaches every process.
 """
 
@@ -15,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torch_bridge.lower.collectives import CARRIERS
-from torch_bridge.lower.exchange import Assembly, Part
+from torch_bridge.lower.exchange import Assembly, PeerMessage
 from torch_bridge.lower.executable import Executable, computed_once, dense
 from torch_bridge.lower.rules import lower, no_arithmetic
 from torch_bridge.lower.subarray import box_rows, subarray
@@ -39,10 +43,11 @@ class TransferExecutable:
     tensor_device: torch.device
     group: dist.ProcessGroup
     on_source: Executable | None  # the steps on the source's mesh
-    sent: tuple[Part, ...]  # to other ranks: rows of its block on the source's mesh
-    received: tuple[Part, ...]  # from other ranks: rows of its block on the destination's mesh
-    assembly: Assembly | None  # makes that block of rows of both; None if this process has none
-    on_target: Executable | None  # the steps on the destination's mesh
+    sent: tuple[PeerMessage, ...]  # to other ranks: rows of its block on the source's mesh
+    received: tuple[PeerMessage, ...]  # from other ranks: rows of its block on the target's mesh
+    # Makes the block on the target's mesh, of received rows and of rows that stay on this rank.
+    assembly: Assembly | None  # None if this process is not in the target's mesh
+    on_target: Executable | None  # the steps on the target's mesh
     sends: bool  # whether any process sends; else rows stay on their ranks
     sends_gradient = True  # as far as ranks know of each other: all of them compare
 
@@ -56,7 +61,7 @@ class TransferExecutable:
 
     @property
     def shape(self) -> torch.Size:
-        """The shape of this process's block on the destination's mesh; empty where it has none."""
+        """The shape of this process's block on the target's mesh; empty where it has none."""
         rank = rank_in(self.group)
         if rank not in self.plan.dst_devices:
             return torch.Size((0,))
@@ -94,35 +99,35 @@ def lower_transfer(
     """Prepare a plan from one mesh to another for this process; all processes of `group` call this.
 
     The transfer is the step that sends from mesh to mesh. The steps before it run on the source's
-    mesh, those after it on the destination's; a process that is in one mesh only has no steps on
-    the other. Raises DtypeError for a reduction without arithmetic, MeshError for ranks that are
+    mesh, those after it on the target's; a process that is in one mesh only has no steps on the
+    other. Raises DtypeError for a reduction without arithmetic, MeshError for ranks that are
     threads.
     """
     transfer = plan.transfer  # the step from mesh to mesh; None if the blocks stay where they are
     if transfer and transfer.op and getattr(torch, plan.dtype) in CARRIERS:
         raise no_arithmetic(transfer.op, plan.dtype)
-    number = plan.steps.index(transfer) if transfer else len(plan.steps)
-    before = plan.stages[:number]
-    after = plan.stages[number + 1 :]
-    on_source = _lower_on_mesh(plan, before, plan.src_devices, tensor_device, group)
-    on_target = _lower_on_mesh(plan, after, plan.dst_devices, tensor_device, group)
+    transfer_index = plan.steps.index(transfer) if transfer else len(plan.steps)
+    source_stages = plan.stages[:transfer_index]
+    target_stages = plan.stages[transfer_index + 1 :]
+    on_source = _lower_on_mesh(plan, source_stages, plan.src_devices, tensor_device, group)
+    on_target = _lower_on_mesh(plan, target_stages, plan.dst_devices, tensor_device, group)
     rank = rank_in(group)
-    outgoing: list[Part] = []
-    incoming: list[Part] = []
+    outgoing: list[PeerMessage] = []
+    incoming: list[PeerMessage] = []
     assembly = None
     sends = transfer is not None and not transfer.is_in_place
     if transfer and sends:
         _prepare_to_send(plan, tensor_device, group)
-        outgoing, incoming = _parts(plan, tensor_device, rank)
+        outgoing, incoming = _messages_by_peer(plan, tensor_device, rank)
         if rank in plan.dst_devices:
             shape = transfer.target.local_shape(plan.dst_devices.index(rank))
-            in_order = plan.profile.adds_in_order
+            adds_in_order = plan.profile.adds_in_order
             assembly = Assembly.of(
-                shape, outgoing, incoming, rank, transfer.op, rounds_once=in_order
+                shape, outgoing, incoming, rank, transfer.op, rounds_once=adds_in_order
             )
     # Rows that stay on this rank do not travel: the assembly reads them from the block.
-    sent = tuple(part for part in outgoing if part.peer != rank)
-    received = tuple(part for part in incoming if part.peer != rank)
+    sent = tuple(message for message in outgoing if message.peer != rank)
+    received = tuple(message for message in incoming if message.peer != rank)
     return TransferExecutable(
         plan, tensor_device, group, on_source, sent, received, assembly, on_target, sends
     )
@@ -135,24 +140,24 @@ def _lower_on_mesh(
     tensor_device: torch.device,
     group: dist.ProcessGroup,
 ) -> Executable | None:
-    """Return some steps on the mesh of `ranks`, as this process executes them; None if it has none."""
+    """Lower the stages of a plan that run on the mesh of `ranks`; None if this process runs none."""
     if not stages or rank_in(group) not in ranks:
         return None
-    part = plan.sub_plan(stages)
-    return lower(part, _processes(part.mesh, ranks, group), tensor_device)
+    steps_on_mesh = plan.sub_plan(stages)
+    return lower(steps_on_mesh, _processes(steps_on_mesh.mesh, ranks, group), tensor_device)
 
 
 def _prepare_to_send(plan: Plan, tensor_device: torch.device, group: dist.ProcessGroup) -> None:
     """Connect all processes of the group. Raises MeshError if they are threads."""
     if "threaded" in dist.get_backend_config(group):
-        message = "ranks that are threads cannot send messages to each other, "
-        message += "which a move between meshes needs"
-        raise MeshError(message, hint="run them as processes: torch_bridge.run_ranks, or torchrun")
+        reason = "ranks that are threads cannot send messages to each other, "
+        reason += "which a move between meshes needs"
+        raise MeshError(reason, hint="run them as processes: torch_bridge.run_ranks, or torchrun")
     if tensor_device.type != "meta":
-        place = functools.partial(_place, plan)
+        title = functools.partial(_title, plan)
         ranks = ranks_of_plans([plan])
         with_place_in_errors(
-            place, call_backend, "an exchange", ranks, _connect, tensor_device, group
+            title, call_backend, "an exchange", ranks, _connect, tensor_device, group
         )
 
 
@@ -164,164 +169,194 @@ def ranks_of_plans(plans: Sequence[Plan]) -> list[int]:
     return sorted(ranks)
 
 
-def _parts(plan: Plan, tensor_device: torch.device, rank: int) -> tuple[list[Part], list[Part]]:
-    """List the messages of one rank in a transfer: what it sends, and what it receives.
+def _messages_by_peer(
+    plan: Plan, tensor_device: torch.device, rank: int
+) -> tuple[list[PeerMessage], list[PeerMessage]]:
+    """List the messages that one rank sends in a transfer, and those that it receives.
 
-    Each is the other rank and the rows: of this rank's block on the source's mesh, or of its block
-    on the destination's. A rank in both meshes may keep rows: then it is its own peer, in both
-    lists.
+    Rows of a sent message are rows of this rank's block on the source's mesh, those of a received
+    one of its block on the target's. A rank in both meshes may keep rows: then it is its own peer,
+    in both lists.
     """
     transfer = plan.transfer
     assert transfer is not None
     # Messages name devices of the two meshes; the group knows ranks.
-    sent: list[Part] = []
-    received: list[Part] = []
+    sent: list[PeerMessage] = []
+    received: list[PeerMessage] = []
     for message in transfer.messages:
         sender = plan.src_devices[message.src]
         receiver = plan.dst_devices[message.dst]
         if sender == rank:
             shape = transfer.source.local_shape(message.src)
             rows = box_rows(message.box, 0)
-            sent.append(Part(receiver, subarray(shape, rows, tensor_device)))
+            sent.append(PeerMessage(receiver, subarray(shape, rows, tensor_device)))
         if receiver == rank:
             shape = transfer.target.local_shape(message.dst)
             rows = box_rows(message.box, 1)
-            received.append(Part(sender, subarray(shape, rows, tensor_device)))
+            received.append(PeerMessage(sender, subarray(shape, rows, tensor_device)))
     return sent, received
 
 
 def run_transfers_together(
-    crossings: Sequence[TransferExecutable], blocks: Sequence[Tensor]
+    transfers: Sequence[TransferExecutable], blocks: Sequence[Tensor]
 ) -> list[Tensor]:
-    """Run several moves between meshes at once: `begin_transfers_together` and its end."""
-    return begin_transfers_together(crossings, blocks)()
+    """Run several transfers at once, with one message for each pair of processes."""
+    return begin_transfers_together(transfers, blocks)()
 
 
 def begin_transfers_together(
-    crossings: Sequence[TransferExecutable], blocks: Sequence[Tensor]
+    transfers: Sequence[TransferExecutable], blocks: Sequence[Tensor]
 ) -> Callable[[], list[Tensor]]:
-    """Begin several moves between meshes, with one message for each pair of processes.
+    """Begin several transfers, with one message for each pair of processes.
 
     Args:
-        crossings: The moves, all of one group of processes.
+        transfers: The transfers, all of one group of processes.
         blocks: This process's block of each, on its source's mesh; empty where it has none.
 
     Returns:
-        A function that waits, and returns its block of each on the destination's mesh, new tensors.
+        A function that waits, and returns its block of each on the target's mesh, new tensors.
     """
-    outs: list[Tensor] = []
-    for crossing, block in zip(crossings, blocks, strict=True):
-        out = _run_steps(crossing.on_source, dense(block))
+    sent_blocks: list[Tensor] = []
+    for transfer, block in zip(transfers, blocks, strict=True):
+        sent_block = _run_steps(transfer.on_source, dense(block))
         # Some dtypes cannot be sent: their bits travel as another dtype of the same size. The steps
         # on each mesh see the values.
-        outs.append(_seen_as(CARRIERS.get(block.dtype, block.dtype), out))
-    plans = [crossing.plan for crossing in crossings if crossing.sends]
-    place = functools.partial(_place, crossings[0].plan)
-    arrive = with_place_in_errors(place, _begin_exchange, crossings, outs, ranks_of_plans(plans))
+        sent_blocks.append(_view_as(CARRIERS.get(block.dtype, block.dtype), sent_block))
+    plans = [transfer.plan for transfer in transfers if transfer.sends]
+    title = functools.partial(_title, transfers[0].plan)
+    arrive = with_place_in_errors(
+        title, _begin_exchange, transfers, sent_blocks, ranks_of_plans(plans)
+    )
     dtypes = [block.dtype for block in blocks]
 
     def finish() -> list[Tensor]:
-        arrived = with_place_in_errors(place, arrive)
+        arrived = with_place_in_errors(title, arrive)
         return [
-            _run_steps(crossing.on_target, _seen_as(dtype, out))
-            for crossing, dtype, out in zip(crossings, dtypes, arrived, strict=True)
+            _run_steps(transfer.on_target, _view_as(dtype, sent_block))
+            for transfer, dtype, sent_block in zip(transfers, dtypes, arrived, strict=True)
         ]
 
     return finish
 
 
 def _run_steps(steps: Executable | None, block: Tensor) -> Tensor:
-    """Run the steps on one mesh; there are none for a process outside of it."""
+    """Run the steps on one mesh; a process outside of it has none, and keeps its block."""
     return block if steps is None else steps(block)
 
 
 def _begin_exchange(
-    crossings: Sequence[TransferExecutable], blocks: Sequence[Tensor], ranks: Sequence[int]
+    transfers: Sequence[TransferExecutable], blocks: Sequence[Tensor], ranks: Sequence[int]
 ) -> Callable[[], list[Tensor]]:
-    """Begin to send the messages of several moves; the function returned waits for all blocks.
+    """Begin to send the messages of several transfers; the function returned waits for all blocks.
 
-    All rows for one rank, of all moves, travel in one message of bytes.
+    All rows for one rank, of all transfers, travel in one message of bytes.
 
     Args:
-        crossings: The moves between meshes. Some may send nothing.
+        transfers: Some may send nothing.
         blocks: This process's block of each, after the steps on the source's mesh.
         ranks: The processes that send or receive, for errors.
     """
-    outgoing: dict[int, list[Tensor]] = {}  # to each rank, in the order of the crossings
-    expected: dict[int, list[Tensor]] = {}  # from each rank, likewise: tensors without data
-    for crossing, block in zip(crossings, blocks, strict=True):
-        for part in crossing.sent:
-            outgoing.setdefault(part.peer, []).append(part.rows.read(block))
-        for part in crossing.received:
-            like = block.new_empty(part.rows.shape, device="meta")
-            expected.setdefault(part.peer, []).append(like)
-    incoming = {
-        rank: _Message.like(tensors, blocks[0].device) for rank, tensors in expected.items()
-    }
-    works: list[dist.Work] = []
-    peers: list[Sequence[int]] = []  # those that each work waits for
+    rows_to_rank = _read_rows_to_send(transfers, blocks)
+    message_from_rank = _allocate_messages(transfers, blocks)
     operations: list[dist.P2POp] = []
     # Only shapes are asked for on meta.
-    if (outgoing or incoming) and not blocks[0].is_meta:
-        operations = _operations(outgoing, incoming, crossings[0].group)
-        works = call_backend("an exchange", ranks, dist.batch_isend_irecv, operations)
-        peers = [[operation.peer] for operation in operations]
-        if len(works) < len(operations):  # NCCL has one work for all
-            peers = [ranks] * len(works)
-    # While messages travel: of a move that does nothing, the result must be no view of the block.
-    outs = [
-        block if crossing.makes_new_tensor else block.clone(memory_format=torch.contiguous_format)
-        for crossing, block in zip(crossings, blocks, strict=True)
+    if (rows_to_rank or message_from_rank) and not blocks[0].is_meta:
+        operations = _operations(rows_to_rank, message_from_rank, transfers[0].group)
+    works = _start(operations, ranks)
+    # While messages travel: the result of a transfer that does nothing must be no view of the block.
+    source_blocks = [
+        block if transfer.makes_new_tensor else block.clone(memory_format=torch.contiguous_format)
+        for transfer, block in zip(transfers, blocks, strict=True)
     ]
 
     def arrive() -> list[Tensor]:
-        for work, others in zip(works, peers, strict=True):
-            call_backend("an exchange", others, work.wait)
-        operations.clear()  # which kept what is sent until now
-        arrived = {rank: iter(message.tensors) for rank, message in incoming.items()}
+        for work, awaited_ranks in works:
+            call_backend("an exchange", awaited_ranks, work.wait)
+        operations.clear()  # it kept the buffers that are sent alive until now
+        tensors_from_rank = {
+            rank: iter(message.tensors) for rank, message in message_from_rank.items()
+        }
         return [
-            _assembled(crossing, out, arrived)
-            for crossing, out in zip(crossings, outs, strict=True)
+            _assemble(transfer, block, tensors_from_rank)
+            for transfer, block in zip(transfers, source_blocks, strict=True)
         ]
 
     return arrive
 
 
+def _read_rows_to_send(
+    transfers: Sequence[TransferExecutable], blocks: Sequence[Tensor]
+) -> dict[int, list[Tensor]]:
+    """Return the rows to send to each rank, in the order of the transfers."""
+    rows_to_rank: dict[int, list[Tensor]] = {}
+    for transfer, block in zip(transfers, blocks, strict=True):
+        for message in transfer.sent:
+            rows_to_rank.setdefault(message.peer, []).append(message.rows.read(block))
+    return rows_to_rank
+
+
+def _allocate_messages(
+    transfers: Sequence[TransferExecutable], blocks: Sequence[Tensor]
+) -> dict[int, _Message]:
+    """Allocate the message that arrives from each rank, with its rows in the order of the transfers."""
+    rows_from_rank: dict[int, list[Tensor]] = {}  # tensors without data
+    for transfer, block in zip(transfers, blocks, strict=True):
+        for message in transfer.received:
+            rows = block.new_empty(message.rows.shape, device="meta")
+            rows_from_rank.setdefault(message.peer, []).append(rows)
+    device = blocks[0].device
+    return {rank: _Message.like(rows, device) for rank, rows in rows_from_rank.items()}
+
+
 def _operations(
-    outgoing: Mapping[int, Sequence[Tensor]],
-    incoming: Mapping[int, _Message],
+    rows_to_rank: Mapping[int, Sequence[Tensor]],
+    message_from_rank: Mapping[int, _Message],
     group: dist.ProcessGroup,
 ) -> list[dist.P2POp]:
-    """List the receives and sends of this process, by the rank at the other end."""
+    """List the receives and sends of this process, one for each peer."""
     # Receives first: a gloo sender waits until the receiver says that it is ready, and that notice
     # would come behind all that this rank sends.
     operations = [
-        dist.P2POp(dist.irecv, message.buffer, rank, group) for rank, message in incoming.items()
+        dist.P2POp(dist.irecv, message.buffer, rank, group)
+        for rank, message in message_from_rank.items()
     ]
-    for rank, tensors in outgoing.items():
-        operations.append(dist.P2POp(dist.isend, _bytes_of(tensors), rank, group))
+    for rank, rows in rows_to_rank.items():
+        operations.append(dist.P2POp(dist.isend, _bytes_of(rows), rank, group))
     return operations
 
 
-def _assembled(
-    crossing: TransferExecutable, block: Tensor, arrived: Mapping[int, Iterator[Tensor]]
+def _start(
+    operations: Sequence[dist.P2POp], ranks: Sequence[int]
+) -> list[tuple[dist.Work, Sequence[int]]]:
+    """Start receives and sends; return their handles, each with the ranks that it waits for."""
+    if not operations:
+        return []
+    works = call_backend("an exchange", ranks, dist.batch_isend_irecv, operations)
+    if len(works) < len(operations):  # NCCL returns one handle for all
+        return [(work, ranks) for work in works]
+    peers = [[operation.peer] for operation in operations]
+    return list(zip(works, peers, strict=True))
+
+
+def _assemble(
+    transfer: TransferExecutable, block: Tensor, tensors_from_rank: Mapping[int, Iterator[Tensor]]
 ) -> Tensor:
-    """Put together this rank's block on the new mesh, of what arrived and what it keeps.
+    """Put together this rank's block on the target's mesh, of rows that arrived and rows that it keeps.
 
     Args:
-        crossing: The move between meshes.
+        transfer: The transfer.
         block: This process's block on the source's mesh, of which it keeps rows.
-        arrived: What has arrived from each rank, from this crossing on.
+        tensors_from_rank: Yields what arrived from each rank; those of earlier transfers are taken.
     """
-    if not crossing.sends:
+    if not transfer.sends:
         return block
-    if crossing.assembly is None:
+    if transfer.assembly is None:
         # An empty tensor for a process without a block: see the top of the file.
         return block.new_empty(0)
     # In the order of the messages: those that share rows are added in it, and sums of floats depend
     # on the order.
-    messages = [next(arrived[part.peer]) for part in crossing.received]
-    return crossing.assembly.place(block, messages)
+    tensors = [next(tensors_from_rank[message.peer]) for message in transfer.received]
+    return transfer.assembly.place(block, tensors)
 
 
 class _Message(NamedTuple):
@@ -341,17 +376,17 @@ class _Message(NamedTuple):
 
         A float32 [2, 3] and an int64 [4] have 24 and 32 bytes, at 0:24 and 32:64 of the buffer.
         """
-        places: list[slice] = []
+        slices: list[slice] = []
         end = 0
         for tensor in tensors:
             # A view of a dtype begins at a multiple of its size: the next multiple after the end.
             start = -(-end // _ALIGNMENT) * _ALIGNMENT
             end = start + tensor.nbytes
-            places.append(slice(start, end))
+            slices.append(slice(start, end))
         buffer = torch.empty(end, dtype=torch.uint8, device=device)
         views = [
-            buffer[place].view(tensor.dtype).view(tensor.shape)
-            for place, tensor in zip(places, tensors, strict=True)
+            buffer[interval].view(tensor.dtype).view(tensor.shape)
+            for interval, tensor in zip(slices, tensors, strict=True)
         ]
         return cls(buffer, views)
 
@@ -368,7 +403,7 @@ def _bytes_of(tensors: Sequence[Tensor]) -> Tensor:
     return message.buffer
 
 
-def _place(plan: Plan) -> str:
+def _title(plan: Plan) -> str:
     return f"the messages between the meshes of '{plan.src} -> {plan.dst}'"
 
 
@@ -383,13 +418,15 @@ def _processes(mesh: Mesh, ranks: tuple[int, ...], world: dist.ProcessGroup) -> 
 @functools.cache
 def _connect(tensor_device: torch.device, group: dist.ProcessGroup) -> None:
     """Call the whole group once, which NCCL wants; later some processes may have nothing to send."""
-    meet = functools.partial(dist.all_reduce, torch.zeros(1, device=tensor_device), group=group)
+    reduce_on_all = functools.partial(
+        dist.all_reduce, torch.zeros(1, device=tensor_device), group=group
+    )
     ranks = dist.get_process_group_ranks(group)
     _, store = backend_and_store(group)
     name = f"xshard/meeting on {tensor_device}"
-    naming_who_has_not_come(name, ranks, rank_in(group), store, timeout_of(group), meet)
+    naming_who_has_not_come(name, ranks, rank_in(group), store, timeout_of(group), reduce_on_all)
 
 
-def _seen_as(dtype: torch.dtype, tensor: Tensor) -> Tensor:
+def _view_as(dtype: torch.dtype, tensor: Tensor) -> Tensor:
     """Return the same bits as another dtype of the same size."""
     return tensor if tensor.dtype == dtype else tensor.view(dtype)

@@ -1,7 +1,8 @@
 """`debug=True`: ranks compare what they are about to do, before any of them does it.
 
-They meet in the store of the world, under their ranks and a number. So they find each other even if
-they are about to call different collectives, where a collective would hang.
+They meet in the store of the world: each writes a report of its call, and reads those of all others. Meetings
+of the same ranks are numbered, and keys in the store have the ranks and the number. So ranks find each other
+even if they are about to call different collectives, where a collective would hang.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from xshard.layout.runs import run_columns
 ALWAYS = is_on("XSHARD_DEBUG")
 # Whether each new plan is compared when it is first used.
 NEW = os.environ.get("XSHARD_DEBUG") != "0"
-LISTED = 8  # most facts that an error lists
+MAX_LISTED = 8  # facts in an error
 ABSENT = b"absent"  # in the place of a report that did not come in time
 
 
@@ -122,69 +123,77 @@ class CallFacts:
     not_compared: dict[str, str] = field(default_factory=dict)
 
 
-# What a rank says about its call: `CallFacts` and "asked", or "failure" and "asked".
+# What a rank says about its call: "call_text", and the fields of `CallFacts` or "failure".
 Report = dict[str, Any]
 
 
 def compare_ranks(
     ranks: Sequence[int],
-    asked: str,
+    call_text: str,
     prepare: Callable[[], CallFacts],
     timeout: timedelta | None = None,
 ) -> dict[int, Report]:
     """Check that all ranks are about to make the same collective call.
 
-    Ranks exchange descriptions of the call through the store, before anything else is sent: ranks
-    that made different calls would wait for each other for ever.
+    Ranks exchange reports of the call through the store, before anything else is sent: ranks that
+    made different calls would wait for each other for ever.
 
-    asked: the call in the user's words. prepare: checks the arguments and describes the call; it
-    sends nothing. timeout: how long to wait for the others; None: as long as a collective does.
+    Args:
+        ranks: The ranks.
+        call_text: The call in the user's words.
+        prepare: Checks the arguments and describes the call; it sends nothing.
+        timeout: How long to wait for the other ranks; None: as long as a collective does.
 
-    Returns the description of each rank. All ranks raise DesyncError if descriptions differ, or if
-    `prepare` raised on some. If it raised on all, each raises its own error.
+    Returns:
+        The report of each rank.
+
+    Raises:
+        DesyncError: On all ranks, if reports differ, or if `prepare` raised on some. If it raised on
+            all, each raises its own error.
     """
     world = dist.group.WORLD
     if world is None:
         hint = "destroy_process_group() comes last: after the wait() of a save, too"
-        raise MeshError(f"{asked}: the process group has been destroyed", hint=hint)
+        raise MeshError(f"{call_text}: the process group has been destroyed", hint=hint)
     error: Exception | None = None
     try:
-        own_report = {"asked": asked, **asdict(prepare())}
+        report = {"call_text": call_text, **asdict(prepare())}
     except Exception as raised:
-        # The others wait for this rank: they are told, and raise too.
+        # Other ranks wait for this one: they learn of its error, and raise too.
         error = raised
-        own_report = {"asked": asked, "failure": f"{type(raised).__name__}: {raised}"}
+        report = {"call_text": call_text, "failure": f"{type(raised).__name__}: {raised}"}
     if timeout is None:
         timeout = timeout_of(world)
-    reports = _channel(tuple(sorted(ranks)), world).exchange(own_report, timeout)
-    have_failed = ["failure" in report for report in reports.values()]
-    if error is not None and all(have_failed):
+    reports = _meeting_point(tuple(sorted(ranks)), world).exchange(report, timeout)
+    has_failed = ["failure" in report for report in reports.values()]
+    if error is not None and all(has_failed):
         raise error
-    if any(have_failed):
-        raise _failed(reports) from error
+    if any(has_failed):
+        raise _failure_error(reports) from error
     differing = _differing(reports)
     if differing:
-        raise _desync(reports, differing[:LISTED])
+        raise _desync_error(reports, differing[:MAX_LISTED])
     return reports
 
 
 class Compared(NamedTuple):
     """A call that ranks have compared.
 
-    number: how often they have met, equal on all. ranks: they send to each other, and compare its
-    gradients, too.
+    Attributes:
+        call_text: The call in the user's words.
+        call_number: The number of the ranks' meetings so far, which is equal on all.
+        ranks: Those that send to each other: they compare its gradients, too.
     """
 
     call_text: str
-    number: int
+    call_number: int
     ranks: tuple[int, ...]
 
     def compare_gradients_of(self, result: Tensor, *blocks: Tensor) -> Tensor:
         """Make the backward pass of a call compare, too, that all ranks make it alike.
 
-        Adds a hook to each of our autograd nodes between the result and the blocks that were given:
-        ranks compare the gradient's description before that node sends anything. Returns the
-        result.
+        Adds a hook to each of our autograd nodes between the result and the blocks of the call: ranks
+        compare reports of the gradient before that node sends anything. Returns the result.
         """
         hook_count = 0
         for node in graph_nodes([result], blocks):
@@ -197,14 +206,16 @@ class Compared(NamedTuple):
                 node.register_prehook(hook)
         return result
 
-    def _compare_gradient(self, executable: Any, part: int, _: object) -> None:
-        """Raise DesyncError on all ranks unless all are about to send the gradient of this part.
+    def _compare_gradient(self, executable: Any, node_number: int, _: object) -> None:
+        """Raise DesyncError on all ranks unless all are about to send the gradient of this node.
 
-        part: the number of the node in the call's graph. executable: what the node runs.
+        Args:
+            executable: What the node runs.
+            node_number: The number of the node in the call's graph.
         """
         if len(self.ranks) == 1 or (executable is not None and not executable.sends_gradient):
             return
-        facts = {"gradient": f"of call {self.number}", "part": str(part)}
+        facts = {"gradient": f"of call {self.call_number}", "part": str(node_number)}
         compare_ranks(self.ranks, self.call_text, lambda: CallFacts(facts, peers=self.ranks))
 
 
@@ -221,14 +232,24 @@ def graph_nodes(outputs: Iterable[Tensor], inputs: Iterable[Tensor]) -> Iterator
 
 
 def compare_call(
-    mesh: object, text: str, prepare: Callable[[], CallFacts], ranks: Sequence[int] | None = None
+    mesh: object,
+    call_text: str,
+    prepare: Callable[[], CallFacts],
+    ranks: Sequence[int] | None = None,
 ) -> Compared | None:
     """Check that all ranks of a mesh are about to make the same collective call.
 
-    mesh: whose ranks compare; `ranks`, if given, do instead. text: the call in the user's words.
-    prepare: checks and describes the call. Returns what the backward pass needs to compare, too;
-    None without a process group and on other ranks, where the call itself raises. Raises as
-    `compare_ranks` does.
+    Raises as `compare_ranks` does.
+
+    Args:
+        mesh: The mesh.
+        call_text: The call in the user's words.
+        prepare: Checks and describes the call.
+        ranks: The ranks that compare; None for those of the mesh.
+
+    Returns:
+        What the backward pass needs to compare, too; None without a process group, and on ranks
+        outside of the mesh, where the call itself raises.
     """
     if not dist.is_initialized():
         return None
@@ -237,17 +258,17 @@ def compare_call(
     rank = dist.get_rank()
     if rank not in ranks:
         return None
-    report = compare_ranks(ranks, text, prepare)[rank]
+    report = compare_ranks(ranks, call_text, prepare)[rank]
     # They have just met: the number of their meetings, equal on all, is that of the call.
-    number = _channel(tuple(sorted(ranks)), dist.group.WORLD).meetings
-    return Compared(text, number, tuple(report["peers"]))
+    call_number = _meeting_point(tuple(sorted(ranks)), dist.group.WORLD).meetings
+    return Compared(call_text, call_number, tuple(report["peers"]))
 
 
 @dataclass
-class _Channel:
-    """A place in the store where some ranks meet, and the number of their meetings so far.
+class _MeetingPoint:
+    """Keys in the store at which some ranks meet, and the number of their meetings so far.
 
-    At a meeting each rank writes its report under a key of its own and waits for all others.
+    At a meeting each rank writes its report under its key, and waits for those of all other ranks.
     """
 
     ranks: tuple[int, ...]
@@ -255,27 +276,26 @@ class _Channel:
     meetings: int = 0
 
     def exchange(self, own_report: Mapping[str, object], timeout: timedelta) -> dict[int, Report]:
-        """Exchange one report with each of the other ranks, through the store.
+        """Exchange reports, as JSON can hold them, with all other ranks; return the reports by rank.
 
-        Meetings are numbered. If others have waited in vain in a meeting that this rank is late
-        for, it goes on to the next one. own_report: as JSON can hold it. Returns the
-        reports by rank. Raises DesyncError for ranks that do not come within `timeout`, and for a
-        store that does not answer.
+        If other ranks have waited in vain in a meeting to which this rank is late, it goes on to the
+        next one. Raises DesyncError for ranks that do not come within `timeout`, and for a store
+        that does not answer.
         """
         store = default_store()
         rank = dist.get_rank()
         reports: dict[int, Report] | None = None
-        # None: others have waited for this rank in vain, in the meeting of this number.
+        # None: other ranks have waited for this one in vain, in the meeting of this number.
         while reports is None:
-            number = self.meetings
-            self.meetings = number + 1  # also if this one fails: the next call is another meeting
+            meeting = self.meetings
+            self.meetings = meeting + 1  # also if this one fails: the next call is another meeting
             try:
-                reports = call_within(timeout, self._meet, store, rank, number, own_report, timeout)
-            except RuntimeError as error:  # DistStoreError, DistNetworkError
-                others = _ranks_text(self.ranks)
-                reason = (
-                    f"rank {rank} cannot compare '{own_report['asked']}' with {others}: no store"
+                reports = call_within(
+                    timeout, self._meet, store, rank, meeting, own_report, timeout
                 )
+            except RuntimeError as error:  # DistStoreError, DistNetworkError
+                ranks_text = _ranks_text(self.ranks)
+                reason = f"rank {rank} cannot compare '{own_report['call_text']}' with {ranks_text}: no store"
                 hint = f"the process or node that has it has ended, or cannot be reached: {error}"
                 raise DesyncError(reason, hint=hint) from error
         return reports
@@ -284,54 +304,55 @@ class _Channel:
         self,
         store: Any,
         rank: int,
-        number: int,
+        meeting: int,
         own_report: Mapping[str, object],
         timeout: timedelta,
     ) -> dict[int, Report] | None:
         """Write this rank's report to the store, and wait for those of all other ranks.
 
-        number: of this meeting, which is part of the keys. Returns the reports by rank; None if
-        another rank waited in vain, and has marked this one as absent. Raises DesyncError if some
-        ranks do not come within `timeout`.
+        Returns the reports by rank; None if another rank waited in vain, and has marked this one as
+        absent. Raises DesyncError if some ranks do not come within `timeout`.
         """
-        if number > 1:
+        if meeting > 1:
             # Coming to the last meeting shows that a rank has read the one before: its report there
             # can be deleted.
-            store.delete_key(self._key(number - 2, rank))
-        own_key = self._key(number, rank)
+            store.delete_key(self._key(meeting - 2, rank))
+        own_key = self._key(meeting, rank)
         own_text = json.dumps(own_report)
         # Writes the report unless another rank has written ABSENT under this key. The store decides
         # which of the two came first, so that all ranks see the same.
         if store.compare_set(own_key, "", own_text) == ABSENT:
             return None
         store.set(own_key, own_text)  # wakes those who wait, in every kind of store
-        keys = [self._key(number, r) for r in self.ranks]
+        keys = [self._key(meeting, rank) for rank in self.ranks]
         try:
             store.wait(keys, timeout)
         except RuntimeError:  # DistStoreError, of a TCPStore
-            for key in keys:  # whoever comes later goes on to the next meeting
+            for key in keys:  # a rank that comes later goes on to the next meeting
                 store.compare_set(key, "", ABSENT)
         texts = dict(zip(self.ranks, store.multi_get(keys), strict=True))
-        self._check_all_came(texts, str(own_report["asked"]), timeout)
-        return {r: json.loads(text) for r, text in texts.items()}
+        self._check_all_came(texts, str(own_report["call_text"]), timeout)
+        return {rank: json.loads(text) for rank, text in texts.items()}
 
-    def _check_all_came(self, reports: Mapping[int, bytes], asked: str, timeout: timedelta) -> None:
+    def _check_all_came(
+        self, reports: Mapping[int, bytes], call_text: str, timeout: timedelta
+    ) -> None:
         """Raise DesyncError if ranks did not come in time."""
-        missing = [r for r, report in reports.items() if report == ABSENT]
+        missing = [rank for rank, report in reports.items() if report == ABSENT]
         if not missing:
             return
         limit = f"{timeout.total_seconds():g} s"
         ranks = _ranks_text(self.ranks)
         hint = f"{ranks} of the mesh all call it, in the same order, with equal debug="
-        reason = f"{_ranks_text(missing)} did not come to '{asked}' within {limit}"
+        reason = f"{_ranks_text(missing)} did not come to '{call_text}' within {limit}"
         raise DesyncError(reason, hint=hint)
 
-    def _key(self, number: int, rank: int) -> str:
-        return f"xshard/debug/{ranks_digest(self.ranks)}/{number}/{rank}"
+    def _key(self, meeting: int, rank: int) -> str:
+        return f"xshard/debug/{ranks_digest(self.ranks)}/{meeting}/{rank}"
 
 
 # Cached by the world too: its store ends with it, and threads may each have their own.
-_channel = functools.cache(_Channel)
+_meeting_point = functools.cache(_MeetingPoint)
 
 
 def _differing(reports: Mapping[int, Report]) -> list[str]:
@@ -359,14 +380,14 @@ def _differing_names(facts_of_ranks: Sequence[Mapping[str, str]]) -> Iterator[st
             yield name
 
 
-def _desync(reports: Mapping[int, Report], differing: Sequence[str]) -> DesyncError:
+def _desync_error(reports: Mapping[int, Report], differing: Sequence[str]) -> DesyncError:
     """Return the error of ranks that disagree, with the facts of each in which they differ."""
 
     def describe(report: Report) -> str:
         shown = report["not_compared"]
         facts = {**shown, **report["equal_on_peers"], **report["equal_on_all"]}
         listed = [f"{name} {facts.get(name)}" for name in (*shown, *differing)]
-        return ", ".join([f"'{report['asked']}'", *listed])
+        return ", ".join([f"'{report['call_text']}'", *listed])
 
     hint = _lines(reports, describe) + "\n  all ranks of a mesh call it with equal arguments"
     if "shape" in differing:
@@ -376,12 +397,12 @@ def _desync(reports: Mapping[int, Report], differing: Sequence[str]) -> DesyncEr
     return DesyncError(f"the ranks disagree about a redistribution: {names}", hint=hint)
 
 
-def _failed(reports: Mapping[int, Report]) -> DesyncError:
+def _failure_error(reports: Mapping[int, Report]) -> DesyncError:
     """Return the error of ranks that cannot make a call that others can, with their own errors."""
 
     def describe(report: Report) -> str:
         failure = report.get("failure", "").splitlines()
-        return "\n    ".join([f"'{report['asked']}'", *failure])
+        return "\n    ".join([f"'{report['call_text']}'", *failure])
 
     failed_ranks = [rank for rank, report in reports.items() if "failure" in report]
     reason = f"{_ranks_text(failed_ranks)} cannot do what the others can"
@@ -390,10 +411,13 @@ def _failed(reports: Mapping[int, Report]) -> DesyncError:
 
 def _lines(reports: Mapping[int, Report], describe: Callable[[Report], str]) -> str:
     """Return one line per description, with the ranks that have it."""
-    ranks_by_text: dict[str, list[int]] = {}
+    ranks_by_description: dict[str, list[int]] = {}
     for rank, report in reports.items():
-        ranks_by_text.setdefault(describe(report), []).append(rank)
-    lines = [f"{_ranks_text(ranks)}: {text}" for text, ranks in ranks_by_text.items()]
+        ranks_by_description.setdefault(describe(report), []).append(rank)
+    lines = [
+        f"{_ranks_text(ranks)}: {description}"
+        for description, ranks in ranks_by_description.items()
+    ]
     return "\n  ".join(lines)
 
 
@@ -404,11 +428,11 @@ def _ranks_text(ranks: Iterable[int]) -> str:
     """
     starts, lengths = run_columns(np.array(sorted(ranks)))  # of runs of consecutive ranks
     texts: list[str] = []
-    for first, length in zip(starts.tolist(), lengths.tolist(), strict=True):
-        last = first + length - 1
+    for first_rank, length in zip(starts.tolist(), lengths.tolist(), strict=True):
+        last_rank = first_rank + length - 1
         if length > 2:
-            texts.append(f"{first} to {last}")
+            texts.append(f"{first_rank} to {last_rank}")
         else:
-            texts += map(str, range(first, last + 1))
+            texts += map(str, range(first_rank, last_rank + 1))
     noun = "rank" if lengths.sum() == 1 else "ranks"
     return f"{noun} {', '.join(texts)}"

@@ -21,34 +21,38 @@ _GRACE = timedelta(seconds=2)
 
 
 def name_place(error: Exception, place: str) -> None:
-    """Name the part of a plan in its error.
+    """Say in an error in which step of which plan it arose: `place`, as "step 1 of 2, ...".
 
     A CollectiveError is raised again, with the place; any other error gets a note.
     """
     if isinstance(error, CollectiveError):
-        raise CollectiveError(_failed(place), hint=error.hint) from error.__cause__
+        raise CollectiveError(_failure_text(place), hint=error.hint) from error.__cause__
     error.add_note(f"in {place}")
 
 
-def with_place_in_errors(place: Callable[[], str], act: Callable[..., Any], *args: Any) -> Any:
-    """Call a part of a plan; its errors name the `place`, as in `name_place`."""
+def with_place_in_errors(place: Callable[[], str], function: Callable[..., Any], *args: Any) -> Any:
+    """Call a function for a step of a plan; its errors name the `place`, as in `name_place`."""
     # On the way of every step: `place` is a function, since its text costs time and errors are
     # rare.
     try:
-        return act(*args)
+        return function(*args)
     except Exception as error:
         name_place(error, place())
         raise
 
 
 def raise_lost_peer(
-    error: RuntimeError, what: str, ranks: Sequence[int], timeout: timedelta | None = None
+    error: RuntimeError, operation: str, ranks: Sequence[int], timeout: timedelta | None = None
 ) -> None:
     """Raise CollectiveError in place of a backend's error that means that another rank is lost.
 
-    error: of gloo or NCCL. what: the operation, for the message. ranks: those that took part. timeout:
-    how long it waited; None: as long as a collective does.
     Returns if the error means something else, such as a lack of memory; the caller re-raises it.
+
+    Args:
+        error: Of gloo or NCCL.
+        operation: What failed, for the message.
+        ranks: Those that took part.
+        timeout: How long it waited; None: as long as a collective does.
     """
     # gloo has no class for a lost peer, NCCL has; a lack of memory is a subclass of RuntimeError.
     if type(error) is not RuntimeError and not isinstance(error, dist.DistError):
@@ -69,20 +73,22 @@ def raise_lost_peer(
     lines.append(
         "with XSHARD_DEBUG=1 in the environment the ranks compare their calls, and say what differs"
     )
-    raise CollectiveError(_failed(what), hint="\n  ".join(lines)) from error
+    raise CollectiveError(_failure_text(operation), hint="\n  ".join(lines)) from error
 
 
-def call_backend(what: str, ranks: Sequence[int], function: Callable[..., Any], *args: Any) -> Any:
+def call_backend(
+    operation: str, ranks: Sequence[int], function: Callable[..., Any], *args: Any
+) -> Any:
     """Call a function that only communicates. Raises CollectiveError as `raise_lost_peer` does."""
     try:
         return function(*args)
     except RuntimeError as error:
-        raise_lost_peer(error, what, ranks)
+        raise_lost_peer(error, operation, ranks)
         raise
 
 
-def _failed(what: str) -> str:
-    return f"{what} failed on rank {dist.get_rank()}"
+def _failure_text(operation: str) -> str:
+    return f"{operation} failed on rank {dist.get_rank()}"
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:

@@ -22,7 +22,9 @@ from xshard.cost.machine import AUTOS, machine_of, node_processes, resolve_profi
 def machine_profile(profile: ProfileLike, device: torch.device | None = None) -> ProfileLike:
     """Return the profile, or for "auto" the profile of the devices.
 
-    device: where the blocks are, if this process has any.
+    Args:
+        profile: A profile, its name, or "auto".
+        device: Where the blocks are, if this process has any.
     """
     asked = resolve_profile(profile)
     if asked not in AUTOS:
@@ -40,12 +42,15 @@ def _agreed_profile(device_type: str, world: dist.ProcessGroup | None) -> Profil
     """Agree on the machine profile (speeds of links and chips) that all processes plan for.
 
     The process that asks first writes what it detects to the store, and all others read it:
-    processes that planned for different machines would send different messages, and hang.
-    device_type: "cuda", "cpu", ... world: None if there is no process group; then the profile is
-    this process's own. Raises CollectiveError if the store fails.
+    processes that planned for different machines would send different messages, and hang. Raises
+    CollectiveError if the store fails.
+
+    Args:
+        device_type: "cuda", "cpu", ...
+        world: None if there is no process group; then the profile is this process's own.
     """
     n_processes = 1 if world is None else world.size()
-    machine_text = json.dumps(_detected(device_type, n_processes))
+    machine_text = json.dumps(_detect(device_type, n_processes))
     try:
         # `compare_set` writes only if the key is not set yet, and returns its value.
         compare_set = default_store().compare_set
@@ -60,7 +65,7 @@ def _agreed_profile(device_type: str, world: dist.ProcessGroup | None) -> Profil
     return machine_of(kind, node_devices)
 
 
-def _detected(device_type: str, n_processes: int) -> tuple[str, int | None]:
+def _detect(device_type: str, n_processes: int) -> tuple[str, int | None]:
     """Return the kind of device, and the processes of a node.
 
     The processes are the common divisor of those of all nodes, and None for one node.

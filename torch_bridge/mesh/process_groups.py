@@ -32,8 +32,11 @@ def process_group_of(
 ) -> dist.ProcessGroup:
     """Return the process group of these ranks, ascending; its members alone call this.
 
-    The first call waits for them. world: the group that counts the ranks, which may have two
-    programs. Raises CollectiveError if a member does not come.
+    The first call waits for them. Raises CollectiveError if a member does not come.
+
+    Args:
+        ranks: The ranks.
+        world: The group that counts the ranks, which may have two programs.
     """
     if world is None:
         world = dist.group.WORLD

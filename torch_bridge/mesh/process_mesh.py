@@ -34,8 +34,10 @@ errors.is_recording = torch.compiler.is_compiling
 class Group:
     """Processes that communicate.
 
-    process_group: None for `meta` tensors, of which nothing is sent. devices: the mesh device of
-    each rank of the group. graph_name: the name by which a compiled graph finds the group.
+    Attributes:
+        process_group: None for `meta` tensors, of which nothing is sent.
+        devices: The mesh device of each rank of the group.
+        graph_name: The name by which a compiled graph finds the group.
     """
 
     process_group: Any
@@ -69,8 +71,11 @@ class Group:
 class ProcessMesh:
     """A mesh of processes, seen by one of them.
 
-    ranks: the global rank of each device. device: this process's. process_group: axes in mesh order
-    -> the group along them that this process is in.
+    Attributes:
+        mesh: The axes and their sizes.
+        ranks: The global rank of each device.
+        device: The device that is this process.
+        process_group: Axes in mesh order -> the group along them that this process is in.
     """
 
     mesh: Mesh
@@ -91,7 +96,7 @@ class ProcessMesh:
         if axes not in self._groups:
             process_group = self.process_group(axes)
             members = dist.get_process_group_ranks(process_group)
-            devices = tuple(self.ranks.index(r) for r in members)
+            devices = tuple(self.ranks.index(rank) for rank in members)
             self._groups[axes] = Group(process_group, devices)
         return self._groups[axes]
 
@@ -117,8 +122,10 @@ class ProcessMesh:
         """Return the same processes on a mesh with some axes split into sub-axes.
 
         An axis of 4 devices becomes two of 2: plans use it for collectives over a part of an axis.
-        split: the sizes of sub-axes by axis; empty: this mesh itself is returned. Results are
-        cached, as process groups are costly to make.
+        The result is cached, as process groups are costly to make.
+
+        Args:
+            split: The sizes of sub-axes by axis; empty: this mesh itself is returned.
         """
         if not split:
             return self
@@ -260,7 +267,13 @@ def mesh_of(mesh: MeshLike) -> Mesh:
 # Cached by the world too: its groups end with it, and threads may each have their own.
 @functools.lru_cache(maxsize=256)
 def _process_mesh(mesh: MeshLike, world: WorldKey, axes: Mesh) -> ProcessMesh:
-    """Return the processes of a mesh. axes: its axes and sizes, as `DeviceMesh` may lack names."""
+    """Return the processes of a mesh.
+
+    Args:
+        mesh: The mesh.
+        world: The key of the world, for the cache.
+        axes: Its axes and sizes, as `DeviceMesh` may lack names.
+    """
     _, is_alone = world
     if is_alone:
         return mesh_of_ranks(Mesh(dict.fromkeys(axes.axes, 1)), [dist.get_rank()])
@@ -278,9 +291,14 @@ def mesh_of_ranks(
 ) -> ProcessMesh:
     """Bind a mesh to processes: its device i is rank `ranks[i]`.
 
-    device_mesh: torch's, whose process groups are used where it has one. world: the process group
-    in which ranks are counted; None: the default one. Process groups are made when first used.
     Raises MeshError on a process whose rank is not among `ranks`.
+
+    Args:
+        mesh: The mesh.
+        ranks: The rank of each device.
+        device_mesh: torch's mesh, whose process groups are used where it has one.
+        world: The process group in which ranks are counted; None: the default one. Process groups
+            are made when first used.
     """
     ranks = tuple(ranks)
     rank = rank_in(world) if world else dist.get_rank()
@@ -303,8 +321,12 @@ def mesh_of_ranks(
 def group_mesh(group: Any, axis: str) -> Mesh | ProcessMesh:
     """Make a mesh with a single axis from a `ProcessGroup`.
 
-    A group of ranks 4 and 5 with axis "cp" -> a mesh cp=2. group: None: all processes. Raises
-    MeshError for a value that is not a group, and on processes outside of it.
+    A group of ranks 4 and 5 with axis "cp" -> a mesh cp=2. Raises MeshError for a value that is not
+    a group, and on processes outside of it.
+
+    Args:
+        group: The group; None: all processes.
+        axis: The name of the axis.
     """
     check_world()  # which torch.compile can record
     # On all other ranks `dist.new_group` returns this value.

@@ -55,7 +55,7 @@ def _blocks_among(tensors: Iterable[Tensor]) -> list[tuple[str, Any]]:
     """
     blocks = {}
     for model in living_models():
-        for parameter in model.trained:
+        for parameter in model.trained_parameters:
             sharding = parameter.sharding
             if sharding.mesh.size(*sharding.layout.axes) > 1:
                 x = parameter.tensor
@@ -73,25 +73,27 @@ def _norm_unless_blocks(tensors: Any, *args: Any, **options: Any) -> Tensor:
     """Return the norm of gradients as torch does. Raises XshardError for blocks."""
     gradients = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     for name, _ in _blocks_among(gradients):
-        what = f"torch's clip_grad_norm_ and get_total_norm would take the block of {name} for the whole"
-        raise XshardError(what, hint="xt.clip_grad_norm_(model, max_norm), or xt.grad_norm(model)")
+        reason = f"torch's clip_grad_norm_ and get_total_norm would take the block of {name} for the whole"
+        raise XshardError(
+            reason, hint="xt.clip_grad_norm_(model, max_norm), or xt.grad_norm(model)"
+        )
     return norm_of(gradients, *args, **options)
 
 
 def _unscale_on_all_processes(
-    scaler: Any, optimizer: Optimizer, inverse_scale: Tensor, found: Tensor, allow_fp16: bool
+    scaler: Any, optimizer: Optimizer, inverse_scale: Tensor, found_inf: Tensor, allow_fp16: bool
 ) -> Any:
     """Unscale gradients as a `GradScaler` does, and return overflows, the same on all processes."""
-    found_by_device = unscale_gradients(scaler, optimizer, inverse_scale, found, allow_fp16)
+    found_inf_by_device = unscale_gradients(scaler, optimizer, inverse_scale, found_inf, allow_fp16)
     # In the order of the optimizer's parameters, which is the same on all processes.
     contexts = dict.fromkeys(context for _, context in _blocks_among(parameters_of(optimizer)))
     if not contexts:
-        return found_by_device
+        return found_inf_by_device
     # A process without gradients takes part, too: it adds nothing to `found`, which is 0.
-    found = sum(found_by_device.values(), found)
+    found_inf = sum(found_inf_by_device.values(), found_inf)
     for context in contexts:
-        found = context.reduced(found, "max")
-    return {found.device: found}
+        found_inf = context.all_reduce(found_inf, "max")
+    return {found_inf.device: found_inf}
 
 
 def check_parametrizations(used: Mapping[str, Sharding]) -> None:
@@ -100,7 +102,8 @@ def check_parametrizations(used: Mapping[str, Sharding]) -> None:
     `spectral_norm` and `orthogonal` need all of it. `weight_norm` needs the rows of its directions
     (original1) whose lengths (original0) it has: both are "o/tp i".
 
-    used: how modules use each parameter, by name.
+    Args:
+        used: How modules use each parameter, by name.
     """
     cut_dims = {}
     for name, sharding in used.items():
@@ -109,8 +112,8 @@ def check_parametrizations(used: Mapping[str, Sharding]) -> None:
             cut_dims[name] = [i for i, dim in dims if sharding.mesh.size(*dim.axes) > 1]
     for name, cut in cut_dims.items():
         if cut and cut_dims.get(f"{name[:-1]}0") != cut:
-            what = f"a parametrization would take the block of {name} for the whole"
-            raise XshardError(what, hint="gather it for its use, as in 'o/tp i -> o i'")
+            reason = f"a parametrization would take the block of {name} for the whole"
+            raise XshardError(reason, hint="gather it for its use, as in 'o/tp i -> o i'")
 
 
 def _check_optimizer(optimizer: Optimizer, *hook_arguments: Any) -> None:
@@ -123,7 +126,7 @@ def _check_optimizer(optimizer: Optimizer, *hook_arguments: Any) -> None:
         return
     for group in optimizer.param_groups:
         for name, _ in _blocks_among(group["params"])[:1]:
-            _try(type(optimizer), group, name)
+            _check_step_on_blocks(type(optimizer), group, name)
             if optimizer not in _REFUSING:
                 optimizer.register_state_dict_pre_hook(_refuse_state_dict)
                 _REFUSING.add(optimizer)
@@ -133,48 +136,50 @@ def _check_optimizer(optimizer: Optimizer, *hook_arguments: Any) -> None:
 def _refuse_state_dict(optimizer: Optimizer) -> None:
     """Raise XshardError for `state_dict()` of an optimizer of blocks, which it would give out as whole."""
     for name, _ in _blocks_among(parameters_of(optimizer)):
-        what = f"state_dict() of an optimizer of blocks has blocks, as of {name}"
+        reason = f"state_dict() of an optimizer of blocks has blocks, as of {name}"
         hint = "xt.optimizer_state_dict(model, optimizer) has DTensors; "
         hint += 'xt.save({"model": model, "optimizer": optimizer}, folder) saves both'
-        raise XshardError(what, hint=hint)
+        raise XshardError(reason, hint=hint)
 
 
-def _try(kind: Any, group: Any, name: str) -> None:
+def _check_step_on_blocks(optimizer_class: Any, group: Any, name: str) -> None:
     """Raise XshardError unless stepping a block gives what stepping the whole gives for its elements.
 
     Args:
-        kind: The class of the optimizer.
+        optimizer_class: The class of the optimizer.
         group: A group of its parameters, for options and the device.
         name: The name of a block among them.
     """
     # SparseAdam is as Adam, and needs sparse gradients, where those of the trial are dense.
-    if kind is SparseAdam or getattr(kind, "handles_blocks", False):
+    if optimizer_class is SparseAdam or getattr(optimizer_class, "handles_blocks", False):
         return
     # A parameter and 12 gradients, [48, 48] each. `tan` gives many magnitudes, so that limits on norms
     # show; 12 steps and long dims, as some optimizers begin with plain steps or treat short dims otherwise.
     values = torch.arange(13 * 48 * 48.0, device=group["params"][0].device).tan().view(13, 48, 48)
-    reason = "its step on a block is not that on the whole"
+    finding = "its step on a block is not that on the whole"
     try:
-        expected = _after_steps(kind, group, values)[8:32, 8:32]
-        result = _after_steps(kind, group, values[:, 8:32, 8:32])
+        expected = _after_steps(optimizer_class, group, values)[8:32, 8:32]
+        result = _after_steps(optimizer_class, group, values[:, 8:32, 8:32])
         if torch.allclose(result, expected, atol=1e-4, equal_nan=True):
             return
     except Exception as error:  # of any kind: it is the optimizer's own code
-        reason = f"in a trial it raises {error!r}"
-    what = f"{kind.__name__} would take the block of {name} for the whole: {reason}"
+        finding = f"in a trial it raises {error!r}"
+    reason = f"{optimizer_class.__name__} would take the block of {name} for the whole: {finding}"
     hint = "AdamW, or another that updates each element by itself; or store it whole; or "
-    hint += f"{kind.__name__}.handles_blocks = True, if it sends what it needs"
-    raise XshardError(what, hint=hint)
+    hint += f"{optimizer_class.__name__}.handles_blocks = True, if it sends what it needs"
+    raise XshardError(reason, hint=hint)
 
 
-def _after_steps(kind: Any, group: Any, values: Tensor) -> Tensor:
+def _after_steps(optimizer_class: Any, group: Any, values: Tensor) -> Tensor:
     """Return `values[0]` after steps of a new optimizer, with the gradients `values[1:]`."""
     x, *gradients = values.clone()
     # A schedule may begin with 0, where all optimizers agree.
     options = {**group, "lr": 0.5, "params": [x]}
-    _, *others = inspect.signature(kind).parameters.values()
-    required = [other.name for other in others if other.default is other.empty]
-    optimizer = kind([options], **{name: options[name] for name in required if name in group})
+    _, *parameters = inspect.signature(optimizer_class).parameters.values()
+    required = [parameter.name for parameter in parameters if parameter.default is parameter.empty]
+    optimizer = optimizer_class(
+        [options], **{name: options[name] for name in required if name in group}
+    )
     for gradient in gradients:
         x.grad = gradient
         # A closure that returns 0.0. Steps that follow the loss are right, as it is not cut.

@@ -53,8 +53,8 @@ def claim_of(rule: ActivationRule, x: Tensor, context: ParallelContext, title: s
         replicated, context.axes, name_of(x.dtype), rule.text, cotangents=False, name=title
     )
     # A prime as step goes through all columns, whatever the length of a row.
-    places = torch.arange(SAMPLED, device=x.device) * 2_654_435_761 % x.numel()
-    return Claim(check, x.detach().reshape(-1)[places])
+    indices = torch.arange(SAMPLED, device=x.device) * 2_654_435_761 % x.numel()
+    return Claim(check, x.detach().reshape(-1)[indices])
 
 
 def _has_values(x: Tensor) -> bool:
@@ -76,7 +76,7 @@ def check_claims(
     processes = context.processes
     # Some processes may not have called a module, or not with this argument.
     flags = torch.tensor([float(claim is not None) for claim in claims], device=device)
-    is_on_all = context.reduced(flags, "min").tolist()
+    is_on_all = context.all_reduce(flags, "min").tolist()
     pairs = []
     for claim, is_shared in zip(claims, is_on_all, strict=True):
         if is_shared and claim is not None:

@@ -72,9 +72,9 @@ def _change_class(module: nn.Embedding | nn.EmbeddingBag, used: Sharding, proces
     """Turn an embedding into a `ShardedEmbedding`; other arguments are as for `shard_embedding`."""
     if not isinstance(module, ShardedEmbedding):
         # A `forward` of yours stays in front, and its `super().forward` comes to ours.
-        kind = type(module)
-        bases = (ShardedEmbedding,) if kind is nn.Embedding else (kind, ShardedEmbedding)
-        module.__class__ = type(kind.__name__, bases, {})
+        old_class = type(module)
+        bases = (ShardedEmbedding,) if old_class is nn.Embedding else (old_class, ShardedEmbedding)
+        module.__class__ = type(old_class.__name__, bases, {})
 
     row_of_id = torch.as_tensor(rows_of_classes(used, 0, process))
     module.rows = row_of_id[:, None]  # type: ignore[assignment]  # of ShardedEmbedding
@@ -101,17 +101,17 @@ def _check_embedding(
     is a `forward` that never calls torch's lookup, which is what gets replaced.
     """
     text = str(used.layout)
-    kind = type(module)
+    module_class = type(module)
     options = ("max_norm", "scale_grad_by_freq", "sparse")
     reasons = [option for option in options if getattr(module, option)]
     # A `forward` of another class is fine if its code calls `super()`: then it gets to torch's
     # lookup.
-    is_torchs = kind.forward is nn.Embedding.forward
-    if not is_torchs and "super" not in kind.forward.__code__.co_names:
+    is_torchs = module_class.forward is nn.Embedding.forward
+    if not is_torchs and "super" not in module_class.forward.__code__.co_names:
         reasons = ["a lookup of its own"]
     if reasons:
-        what = f"the rows of an {kind.__name__} with {reasons[0]} are sharded"
-        raise PlanError(what, text=text, hint="shard its columns, as in 'v c/tp'")
+        reason = f"the rows of an {module_class.__name__} with {reasons[0]} are sharded"
+        raise PlanError(reason, text=text, hint="shard its columns, as in 'v c/tp'")
 
     axes = used.layout.dims[0].axes
     if not set(axes) <= set(summed_axes):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from torch_bridge.autodiff.turns import OfPart
+from torch_bridge.autodiff.turns import PerPart
 from torch_bridge.models.names import module_of
 from torch_bridge.models.parameters import ParallelContext, ShardedParameter
 from torch_bridge.routing import RouteCall, Routed
@@ -56,16 +56,16 @@ class RoutedExperts:
     call: RouteCall
     last: tuple[int, int] | None = None
     # One for each pass that has begun, of each part of a batch.
-    _under_way: OfPart[Sequence[_UnderWay]] = field(
-        default_factory=partial(OfPart[Sequence[_UnderWay]], ())
+    _under_way: PerPart[Sequence[_UnderWay]] = field(
+        default_factory=partial(PerPart[Sequence[_UnderWay]], ())
     )
 
-    def enter(self, key: Any, values: Values) -> None:
+    def dispatch(self, key: Any, values: Values) -> None:
         """Send the rows of a call to the processes of their experts; replace the arguments in place.
 
-        This process's rows [t, c], each with the numbers of k experts [t, k] and their weights
+        This process's rows [t, c], each with the indices of k experts [t, k] and their weights
         [t, k], become the n rows for which its own experts were chosen, by any process: [n, c], with
-        one expert [n, 1] and one weight [n, 1] each. `leave` sends the results back.
+        one expert [n, 1] and one weight [n, 1] each. `combine` sends the results back.
 
         Args:
             key: The position or the name of the rows among the arguments.
@@ -97,7 +97,7 @@ class RoutedExperts:
         """Forget passes that have begun, and end no more."""
         self._under_way.value = ()
 
-    def leave(self, result: Any) -> Any:
+    def combine(self, result: Any) -> Any:
         """Send the results of experts back, and add up those of each row: [n, c] -> [t, c].
 
         t are the rows of this process, n the rows that came to its experts. Called after `forward`,
@@ -126,7 +126,9 @@ class RoutedExperts:
 def _received_bytes(under_way: _UnderWay, result_bytes: int) -> tuple[int, int]:
     """Return the bytes that a pass receives from other processes, forward and backward.
 
-    result_bytes: of the result of one row.
+    Args:
+        under_way: The rows that came.
+        result_bytes: The bytes of the result of one row.
     """
     routed, copy_bytes = under_way
     n_received, n_sent = routed.beyond  # copies of rows
@@ -158,8 +160,8 @@ def _choices_key(key: Any, values: Values) -> Any:
             tables.append(other_key)
     if len(tables) != 1:
         hint = f"rows have shape {tuple(rows.shape)}, and choices beside them [rows, k], of whole numbers"
-        what = f"experts need one argument with choices for each row, not {len(tables)}: {tables}"
-        raise ShapeError(what, hint=hint)
+        reason = f"experts need one argument with choices for each row, not {len(tables)}: {tables}"
+        raise ShapeError(reason, hint=hint)
     return tables[0]
 
 
@@ -257,24 +259,25 @@ def _experts_of(
         parameters: The parameters of the model.
         used_shardings: Layout and global shape of each parameter in use, by name.
     """
-    # The numbers in the mesh of the processes along `axes`.
-    devices = [context.processes.ranks.index(r) for r in context.processes.submesh(axes).ranks]
+    processes = context.processes
+    # The mesh devices of the processes along `axes`.
+    devices = [processes.ranks.index(rank) for rank in processes.submesh(axes).ranks]
     distinct = set()  # what parameters say; more than one if they disagree
     for parameter in parameters:
-        for full_name, place in zip(parameter.names, parameter.places, strict=True):
+        for full_name, slot in zip(parameter.names, parameter.slots, strict=True):
             if module_of(full_name) != name or full_name not in used_shardings:
                 continue
             sharding = used_shardings[full_name]
-            by_process = []
+            experts_by_process = []
             for device in devices:
-                numbers = sharding.layout.positions(sharding.mesh, sharding.shape, 0, device)
-                by_process.append(tuple(numbers.tolist()))
-            distinct.add(_Experts(place.module, sharding.shape[0], tuple(by_process)))
+                experts = sharding.layout.positions(sharding.mesh, sharding.shape, 0, device)
+                experts_by_process.append(tuple(experts.tolist()))
+            distinct.add(_Experts(slot.module, sharding.shape[0], tuple(experts_by_process)))
 
     if len(distinct) == 1:
-        (experts,) = distinct
-        if experts.is_partition():
-            return experts
+        (only,) = distinct
+        if only.is_partition():
+            return only
     over = ",".join(axes)
     pattern = f"{name}.*" if name else "*"
     hint = f"parameters: '{pattern}' as 'e/{over} ...', each expert on one process"

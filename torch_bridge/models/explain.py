@@ -38,7 +38,13 @@ class _Received(NamedTuple):
 
 
 class _MoveRow(NamedTuple):
-    """A move in the second table. received: None for a module that has not been called yet."""
+    """A move in the second table.
+
+    Attributes:
+        module: The module, with the direction of the move.
+        text: The rule.
+        received: None for a module that has not been called yet.
+    """
 
     module: str
     text: str
@@ -109,8 +115,8 @@ def _table_of_parameters(parallel: ParallelModel) -> str:
         itemsize = parameter.tensor.element_size()
         stored_bytes += itemsize * parameter.sharding.max_local_size
         whole_bytes += itemsize * math.prod(parameter.sharding.shape)
-    total = f"{format_bytes(stored_bytes)} of {format_bytes(whole_bytes)}"
-    lines.append(("a process", "", "", "", "", "", total))
+    stored_of_whole = f"{format_bytes(stored_bytes)} of {format_bytes(whole_bytes)}"
+    lines.append(("a process", "", "", "", "", "", stored_of_whole))
     return align_columns(lines)
 
 
@@ -159,9 +165,9 @@ def _table_of_moves(parallel: ParallelModel, machine: _Machine) -> str:
 
 def _sum_of_received(rows: Sequence[_MoveRow]) -> tuple[str, str]:
     """Write the bytes of moves together, forward and backward. Modules without a call count as nothing."""
-    known = [row.received for row in rows if row.received is not None]
-    forward_bytes = sum(received.forward for received in known)
-    backward_bytes = sum(received.backward for received in known)
+    received_of_rows = [row.received for row in rows if row.received is not None]
+    forward_bytes = sum(received.forward for received in received_of_rows)
+    backward_bytes = sum(received.backward for received in received_of_rows)
     return format_bytes(forward_bytes), format_bytes(backward_bytes)
 
 
@@ -191,13 +197,15 @@ def _activation_moves(hooks: ModuleHooks, machine: _Machine) -> list[_MoveRow]:
     A module that sends rows to experts has a row more, with what this process sent and received.
     """
     rows = []
-    for side, tensor_rules in (("input", hooks.inputs), ("output", hooks.outputs)):
+    for direction, tensor_rules in (("input", hooks.inputs), ("output", hooks.outputs)):
         for tensor_rule in tensor_rules:
             rule = tensor_rule.rule
             if rule.moves:
-                last = tensor_rule.last  # the tensor of the last call
-                received = None if last is None else _received_bytes(rule, machine, last)
-                rows.append(_MoveRow(f"{hooks.title}, {side}", rule.text, received))
+                last_tensor = tensor_rule.last  # the tensor of the last call
+                received = (
+                    None if last_tensor is None else _received_bytes(rule, machine, last_tensor)
+                )
+                rows.append(_MoveRow(f"{hooks.title}, {direction}", rule.text, received))
 
     if hooks.experts is not None:
         texts = [routed.rule.text for routed in hooks.inputs if routed.rule.routed_axes]
@@ -215,7 +223,7 @@ def _gradient_sums(parallel: ParallelModel, machine: _Machine) -> list[_MoveRow]
     its gradient already.
     """
     rows = []
-    for parameter in parallel.trained:
+    for parameter in parallel.trained_parameters:
         if not parameter.axes_in_buckets:
             continue
         # In a run, one message has many gradients; the number of bytes is the same. Here each is an
@@ -238,7 +246,10 @@ def _received_bytes(rule: ActivationRule, machine: _Machine, tensor: TensorFacts
 
     The move is planned, and not run. Backward is 0 for a tensor without a gradient.
 
-    rule: the layouts before and after. tensor: global shape, dtype, and whether it has a gradient.
+    Args:
+        rule: The layouts before and after.
+        machine: The mesh of the model, and its profile.
+        tensor: Global shape, dtype, and whether it has a gradient.
     """
     axes = machine.axes
     # A run plans on the sub-mesh of the axes that the rule names; so does this.

@@ -1,4 +1,8 @@
-"""The first module of a parallel model with a wrong output, by the tensors that go in and out of modules."""
+"""The first module of a parallel model with a wrong output, by the tensors that go in and out of modules.
+
+Both models, the parallel one and its copy on one device, record the tensors at the same probe points: inputs
+and outputs of modules with rules, and the gradients of these outputs. Tensors at one point are compared.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +26,8 @@ from torch_bridge.models.parameters import ParallelContext, unsharded
 from torch_bridge.models.verify import (
     EQUAL,
     SHAPES_DIFFER,
-    Pair,
-    Wanted,
+    ComparedArray,
+    Expected,
     compare_on_all,
     largest_value,
 )
@@ -36,35 +40,41 @@ from xshard.testing.diagnosis.causes import Cause
 from xshard.testing.diagnosis.evidence import Case
 from xshard.testing.mismatch import Mismatch, Subject, located, mismatch_text
 
-GRADIENT = "gradient of the output"  # a side
+GRADIENT = "gradient of the output"  # the role of a tensor
 
 
-class Place(NamedTuple):
-    """Where a tensor goes into a module, or comes out of it, or a gradient comes back.
+class ProbePoint(NamedTuple):
+    """A point at which tensors are recorded: one input or output of one call of a module.
 
-    side: "input", "output" or `GRADIENT`. rule: the number of its rule on that side. call: how many
-    came before it there.
+    Attributes:
+        module: The name of the module.
+        role: "input", "output" or `GRADIENT`.
+        rule: The index of the rule for it, among those of inputs or of outputs.
+        call: How many calls of the module came before.
     """
 
     module: str
-    side: str
+    role: str
     rule: int
     call: int
 
     def __str__(self) -> str:
-        return f"the {self.side} of {title_of(self.module)}"
+        return f"the {self.role} of {title_of(self.module)}"
 
-    def is_around(self, other: Place) -> bool:
-        """Return whether another tensor comes before this output: inside its module, or as its input."""
-        if other.module == self.module:
-            return other.side != self.side
-        return is_inside(other.module, self.module)
+    def is_around(self, point: ProbePoint) -> bool:
+        """Return whether this output is computed from the tensor at a point, inside of its module."""
+        if point.module == self.module:
+            return point.role != self.role
+        return is_inside(point.module, self.module)
 
 
-class _SeenTensor(NamedTuple):
+class _RecordedTensor(NamedTuple):
     """An input of a module before its rule, or an output after it.
 
-    layout: its layout along the axes that the rule names, `named_axes`; others are as around the module.
+    Attributes:
+        value: This process's block.
+        layout: Its layout along the axes that the rule names.
+        named_axes: These axes. Along others it is laid out as activations around the module.
     """
 
     value: Tensor
@@ -72,99 +82,108 @@ class _SeenTensor(NamedTuple):
     named_axes: Collection[str]
 
 
-Seen = dict[Place, _SeenTensor]  # of one forward pass, in its order
+Recording = dict[ProbePoint, _RecordedTensor]  # in the order of the pass
 
 
 class WrongTensor(NamedTuple):
-    """The first wrong tensor: where it is in a sentence, a text about it, and what may explain others."""
+    """The first wrong tensor.
 
-    place: str
+    Attributes:
+        location: Its input or output of a module, for a sentence: "the output of 'up'".
+        text: Lines about it and its module.
+        cause: What may explain other wrong arrays.
+    """
+
+    location: str
     text: str
     cause: Cause | None = None
 
 
 @dataclass(eq=False)
-class _Watcher:
-    """Hooks of one module that note what goes in and out.
+class _Recorder:
+    """Hooks of one module that record its inputs and outputs.
 
-    The watchers of all modules fill `seen` and `calls`: how many calls there were of a place, by the
-    place of its first call.
+    Attributes:
+        hooks: The hooks of rules for the module.
+        recording: Filled by the recorders of all modules.
+        calls: How many calls there were so far, by the point of the first call; likewise.
     """
 
     hooks: ModuleHooks
-    seen: Seen
-    calls: Counter[Place]
+    recording: Recording
+    calls: Counter[ProbePoint]
 
     def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         values: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
-        for number, rule in enumerate(self.hooks.inputs):
+        for rule_index, rule in enumerate(self.hooks.inputs):
             x = values.get(self.hooks.argument(rule.key, values))
-            self._note("input", number, x, rule.rule.src, rule.rule.axes)
+            self._record("input", rule_index, x, rule.rule.src, rule.rule.axes)
 
     def after_forward(self, module: nn.Module, args: Any, result: Any) -> None:
         rules = self.hooks.outputs
         results = self.hooks.results(result)  # one for each rule, or the first tensor
         if not rules:
-            self._note("output", 0, results[0], self._default_layout(), ())
-        for number, rule in enumerate(rules):
-            self._note("output", number, results[number], rule.rule.dst, rule.rule.axes)
+            self._record("output", 0, results[0], self._default_layout(), ())
+        for rule_index, rule in enumerate(rules):
+            self._record("output", rule_index, results[rule_index], rule.rule.dst, rule.rule.axes)
 
     def _default_layout(self) -> Layout:
         """Return the layout of an output without a rule: as the first input, with as many dims."""
         if self.hooks.inputs:
-            first: TensorRule = self.hooks.inputs[0]
-            return unsharded(first.rule.dst)
+            first_input: TensorRule = self.hooks.inputs[0]
+            return unsharded(first_input.rule.dst)
         return Layout("...")
 
-    def _note(self, side: str, number: int, x: Any, layout: Layout, axes: Sequence[str]) -> None:
-        """Note a tensor with its layout, if it is one. number: of its rule. axes: that the rule names."""
+    def _record(
+        self, role: str, rule_index: int, x: Any, layout: Layout, axes: Sequence[str]
+    ) -> None:
+        """Record a value with its layout, if it is a tensor; `axes` are those that its rule names."""
         if isinstance(x, Tensor):
-            first_call = Place(self.hooks.name, side, number, call=0)
-            place = first_call._replace(call=self.calls[first_call])
+            first_call = ProbePoint(self.hooks.name, role, rule_index, call=0)
+            point = first_call._replace(call=self.calls[first_call])
             self.calls[first_call] += 1
             # A clone, because the module may write to its input afterwards.
-            self.seen[place] = _SeenTensor(x.detach().clone(), layout, axes)
-            if side == "output" and x.requires_grad:
-                x.register_hook(partial(self._note_gradient, place))
+            self.recording[point] = _RecordedTensor(x.detach().clone(), layout, axes)
+            if role == "output" and x.requires_grad:
+                x.register_hook(partial(self._record_gradient, point))
 
-    def _note_gradient(self, output: Place, gradient: Tensor) -> None:
-        """Note the gradient of an output, under the layout of that; a hook of the output."""
-        seen = self.seen[output]._replace(value=gradient.detach().clone())
-        self.seen[output._replace(side=GRADIENT)] = seen
+    def _record_gradient(self, output: ProbePoint, gradient: Tensor) -> None:
+        """Record the gradient of an output under the layout of the output; a hook of the tensor."""
+        recorded = self.recording[output]._replace(value=gradient.detach().clone())
+        self.recording[output._replace(role=GRADIENT)] = recorded
 
 
 @contextmanager
-def watching(
-    model: nn.Module, hooks: Mapping[str, ModuleHooks], runs: list[Seen]
+def recording_modules(
+    model: nn.Module, hooks: Mapping[str, ModuleHooks], recordings: list[Recording]
 ) -> Iterator[None]:
     """Record, inside the `with`, the inputs and outputs of all modules that have layout rules.
 
     Args:
         model: A parallel model, or its copy on one device.
         hooks: The parallel model's hooks, by the name of the module.
-        runs: The record is appended here: a dict {place: tensor}, filled in the order of the
-            forward pass.
+        recordings: The recording of this model is appended to them.
     """
-    seen: Seen = {}
-    calls: Counter[Place] = Counter()
-    runs.append(seen)
+    recording: Recording = {}
+    calls: Counter[ProbePoint] = Counter()
+    recordings.append(recording)
     root = uncompiled(model)
     with ExitStack() as handles:
         for name, rules in hooks.items():
             module = root.get_submodule(name)
-            watcher = _Watcher(rules, seen, calls)
+            recorder = _Recorder(rules, recording, calls)
             # The first hook on the way in and the last on the way out: it sees tensors as they are
             # outside of the module.
-            before = module.register_forward_pre_hook(
-                watcher.before_forward, prepend=True, with_kwargs=True
+            pre_hook = module.register_forward_pre_hook(
+                recorder.before_forward, prepend=True, with_kwargs=True
             )
-            handles.enter_context(before)
-            handles.enter_context(module.register_forward_hook(watcher.after_forward))
+            handles.enter_context(pre_hook)
+            handles.enter_context(module.register_forward_hook(recorder.after_forward))
         yield
 
 
 def first_wrong(
-    one_device_run: Seen, parallel_run: Seen, parallel: ParallelModel, tol: float
+    one_device: Recording, parallel_recording: Recording, parallel: ParallelModel, tol: float
 ) -> WrongTensor | None:
     """Find the first input or output of a module that differs from one device's.
 
@@ -172,115 +191,119 @@ def first_wrong(
     processes call it, and get the same answer.
 
     Args:
-        one_device_run: What modules of the copy on one device got and returned, in order.
-        parallel_run: The same of the parallel model: blocks of this process.
+        one_device: The recording of the copy on one device.
+        parallel_recording: That of the parallel model: blocks of this process.
         parallel: The state of the parallel model.
         tol: The tolerance: see `verify`.
     """
     context = parallel.context
-    pairs = _pairs(one_device_run, parallel_run, parallel)
-    forward = {place: pair for place, pair in pairs.items() if place.side != GRADIENT}
-    is_right = _compared_pairs(forward, tol, context)
-    place = _first_wrong_place(is_right)
-    if place is None:
+    compared = _match_recordings(one_device, parallel_recording, parallel)
+    activations = {point: array for point, array in compared.items() if point.role != GRADIENT}
+    is_right = _right_points(activations, tol, context)
+    point = _first_wrong_point(is_right)
+    if point is None:
         return None
-    wanted, block = pairs[place]
-    name = f"{wanted.name}, after {_last_right_before(place, is_right)}"
-    mismatch = mismatch_of(wanted._replace(name=name), block, wanted.largest, tol, context)
+    expected, block = compared[point]
+    name = f"{expected.name}, after {_last_right_before(point, is_right)}"
+    mismatch = mismatch_of(expected._replace(name=name), block, expected.largest, tol, context)
     title = mismatch_text(mismatch).replace("\n", "\n  ")
-    return WrongTensor(str(place), described(title, parallel, place.module))
+    return WrongTensor(str(point), described(title, parallel, point.module))
 
 
 def cause_in_loss(
-    one_device_run: Seen, parallel_run: Seen, parallel: ParallelModel, tol: float
+    one_device: Recording, parallel_recording: Recording, parallel: ParallelModel, tol: float
 ) -> Cause | None:
     """Find what a loss does wrong, by the first gradient that it sends back; None if that tells nothing.
 
     A mean over each process's own rows has gradients that are too large where rows are few. All
     processes call it, when all outputs are right.
     """
-    pairs = _pairs(one_device_run, parallel_run, parallel)
-    gradients = [place for place in pairs if place.side == GRADIENT]
-    for place in gradients[:1]:  # it comes back first
-        is_right = _compared_pairs({place: pairs[place]}, tol, parallel.context)
-        if is_right.get(place, True):
-            return None
-        wanted, block = pairs[place]
-        cause = mismatch_of(wanted, block, wanted.largest, tol, parallel.context).cause
-        if cause is not None:
-            return cause._replace(text=f"{place} is {cause.text}")
-    return None
+    compared = _match_recordings(one_device, parallel_recording, parallel)
+    gradient_points = [point for point in compared if point.role == GRADIENT]
+    if not gradient_points:
+        return None
+    point = gradient_points[0]  # the loss sends it back first
+    is_right = _right_points({point: compared[point]}, tol, parallel.context)
+    if is_right.get(point, True):
+        return None
+    expected, block = compared[point]
+    cause = mismatch_of(expected, block, expected.largest, tol, parallel.context).cause
+    return None if cause is None else cause._replace(text=f"{point} is {cause.text}")
 
 
-def _pairs(one_device_run: Seen, parallel_run: Seen, parallel: ParallelModel) -> dict[Place, Pair]:
-    """Pair the tensors of both runs, by their place, in the order of the forward pass.
+def _match_recordings(
+    one_device: Recording, parallel_recording: Recording, parallel: ParallelModel
+) -> dict[ProbePoint, ComparedArray]:
+    """Match the tensors of both recordings by their points, in the order of the forward pass.
 
-    Processes may call different modules. Left out are places that some process has not come to, and
-    tensors that cannot be compared; the rest comes in the same order on all.
+    Processes may call different modules. Left out are points that some process has not reached, and
+    tensors that cannot be compared; all others come in the same order on all processes.
     """
-    seen_by_process = _from_all_processes(set(parallel_run), parallel.context)
-    places_on_all = set(one_device_run).intersection(*seen_by_process)
-    pairs = {}
-    for place, tensor in parallel_run.items():
-        if place in places_on_all:
-            pair = _pair(place, tensor, one_device_run[place].value, parallel)
-            if pair is not None:
-                pairs[place] = pair
-    return pairs
+    points_of_processes = _from_all_processes(set(parallel_recording), parallel.context)
+    common_points = set(one_device).intersection(*points_of_processes)
+    compared = {}
+    for point, tensor in parallel_recording.items():
+        if point in common_points:
+            array = _bring_to_one_form(point, tensor, one_device[point].value, parallel)
+            if array is not None:
+                compared[point] = array
+    return compared
 
 
-def _compared_pairs(
-    pairs: Mapping[Place, Pair], tol: float, context: ParallelContext
-) -> dict[Place, bool]:
-    """Tell for each place whether its tensor is right on all processes, in one collective.
+def _right_points(
+    compared: Mapping[ProbePoint, ComparedArray], tol: float, context: ParallelContext
+) -> dict[ProbePoint, bool]:
+    """Tell for each point whether its tensor is right on all processes, in one collective.
 
     A tensor whose shape differs has another layout than was assumed for it. That proves nothing, and
-    the place is left out of the result.
+    its point is left out of the result.
     """
-    if not pairs:
+    if not compared:
         return {}
-    flags = compare_on_all(list(pairs.values()), tol, context)
+    flags = compare_on_all(list(compared.values()), tol, context)
     is_right = {}
-    for place, flag in zip(pairs, flags, strict=True):
+    for point, flag in zip(compared, flags, strict=True):
         if flag != SHAPES_DIFFER:
-            is_right[place] = flag == EQUAL
+            is_right[point] = flag == EQUAL
     return is_right
 
 
-def _first_wrong_place(is_right: Mapping[Place, bool]) -> Place | None:
+def _first_wrong_point(is_right: Mapping[ProbePoint, bool]) -> ProbePoint | None:
     """Return the first wrong tensor that does not lie inside a module whose output is right.
 
     A module may be called several times: its next output ends the call that the tensor is in.
     """
-    first = None
-    next_outputs: dict[str, Place] = {}  # by module
-    for place in reversed(list(is_right)):
-        if place.side == "output":
-            next_outputs[place.module] = place
-        around = [output for output in next_outputs.values() if output.is_around(place)]
-        if not is_right[place] and not any(is_right[output] for output in around):
-            first = place
-    return first
+    first_wrong_point = None
+    next_outputs: dict[str, ProbePoint] = {}  # by module
+    for point in reversed(list(is_right)):
+        if point.role == "output":
+            next_outputs[point.module] = point
+        outputs_around = [output for output in next_outputs.values() if output.is_around(point)]
+        if not is_right[point] and not any(is_right[output] for output in outputs_around):
+            first_wrong_point = point
+    return first_wrong_point
 
 
-def _last_right_before(place: Place, is_right: Mapping[Place, bool]) -> str:
+def _last_right_before(point: ProbePoint, is_right: Mapping[ProbePoint, bool]) -> str:
     """Describe the last right tensor before a wrong one."""
-    places = list(is_right)
-    earlier = [p for p in places[: places.index(place)] if is_right[p]]
-    return f"{earlier[-1]}, which is right" if earlier else "none"
+    points = list(is_right)
+    right_points = [earlier for earlier in points[: points.index(point)] if is_right[earlier]]
+    return f"{right_points[-1]}, which is right" if right_points else "none"
 
 
-def _pair(place: Place, tensor: _SeenTensor, whole: Tensor, parallel: ParallelModel) -> Pair | None:
-    """Bring a tensor of both runs to one form, to compare them: the block of this process.
+def _bring_to_one_form(
+    point: ProbePoint, tensor: _RecordedTensor, whole: Tensor, parallel: ParallelModel
+) -> ComparedArray | None:
+    """Bring the tensors of both models at a point to one form: the block of this process.
 
     The tensor of one device is cut: a whole [8, 4] under "b/dp c" on dp=2 -> rows 0-3 or 4-7, beside
-    this process's block [4, 4]. The tensor of the parallel run is summed if it is an addend, as
+    this process's block [4, 4]. The tensor of the parallel model is summed if it is an addend, as
     under "b c | sum(tp)": one device has only the sum. Returns None if the layout does not fit the
     tensor: then the two cannot be compared.
 
     Args:
-        place: Where the tensor goes into a module, or comes out of it.
-        tensor: This process's block, and its layout.
+        point: The point.
+        tensor: The tensor of the parallel model.
         whole: The tensor of one device.
         parallel: The state of the parallel model.
     """
@@ -290,41 +313,50 @@ def _pair(place: Place, tensor: _SeenTensor, whole: Tensor, parallel: ParallelMo
         return None  # an output without a rule: its layout was a guess
     # Along axes that the rule does not name, a tensor is sharded as activations are around it: an
     # input as in the module outside, an output as in this module.
-    hooks = parallel.hooks[place.module]
-    outer_layout = _layout_inside(hooks.parent if place.side == "input" else hooks)
+    hooks = parallel.hooks[point.module]
+    outer_layout = _layout_inside(hooks.parent if point.role == "input" else hooks)
     layout = with_outer_axes(tensor.layout.resolved(x.ndim), tensor.named_axes, outer_layout)
-    if place.side == GRADIENT and layout.tags:
+    if point.role == GRADIENT and layout.tags:
         return None  # gradients of addends and of copies are no parts of that of one device
     without_tags = Layout(layout.dims)
     try:
         block = context.redistribute(whole, unsharded(layout), without_tags, whole.shape)
     except XshardError:  # the layout does not fit: another guess that was wrong, and no mistake
         return None
-    name = f"{place} as '{layout_text(layout)}'"
+    name = f"{point} as '{layout_text(layout)}'"
     sharding = Sharding(layout, context.axes, tuple(whole.shape))
-    wanted = Wanted("output", name, sharding, block, largest_value(whole))
-    return Pair(wanted, _reduced(x, layout, context))
+    expected = Expected("output", name, sharding, block, largest_value(whole))
+    return ComparedArray(expected, _reduce_tags(x, layout, context))
 
 
 def mismatch_of(
-    wanted: Wanted, block: Tensor, largest: float, tol: float, context: ParallelContext
+    expected: Expected, block: Tensor, largest: float, tol: float, context: ParallelContext
 ) -> Mismatch:
-    """Report an array that is wrong on some process. largest: the largest value of its kind."""
+    """Report an array that is wrong on some process.
+
+    Args:
+        expected: The array as one device computes it.
+        block: This process's block as the parallel model computes it.
+        largest: The largest value of all arrays of its kind.
+        tol: The tolerance.
+        context: The mesh and options.
+    """
     # The kit looks at numpy arrays of all processes together, and finds what kind of mistake it is.
-    blocks = [array_of(x.cpu().contiguous()) for x in (block, wanted.block)]
-    found, expected = zip(*_from_all_processes(blocks, context), strict=True)
-    case = Case(found, expected, wanted.sharding, tol, largest)
-    subject = Subject(wanted.kind, wanted.name, "torch", context.axes, "one device")
+    local_blocks = [array_of(x.cpu().contiguous()) for x in (block, expected.block)]
+    blocks_of_processes = _from_all_processes(local_blocks, context)
+    blocks, expected_blocks = zip(*blocks_of_processes, strict=True)
+    case = Case(blocks, expected_blocks, expected.sharding, tol, largest)
+    subject = Subject(expected.kind, expected.name, "torch", context.axes, "one device")
     return located(subject, case.settled())
 
 
-def _from_all_processes(own: Any, context: ParallelContext) -> list[Any]:
+def _from_all_processes(local_object: Any, context: ParallelContext) -> list[Any]:
     """Return the objects of all processes, in the order of devices."""
-    answers: list[Any] = [None] * context.axes.n_devices
+    gathered: list[Any] = [None] * context.axes.n_devices
     group = context.processes.group(context.axes.axes).process_group
-    dist.all_gather_object(answers, (context.processes.device, own), group)
+    dist.all_gather_object(gathered, (context.processes.device, local_object), group)
     # The group is in the order of ranks, which a mesh may permute.
-    return [answer for _, answer in sorted(answers, key=itemgetter(0))]
+    return [x for _, x in sorted(gathered, key=itemgetter(0))]
 
 
 def _layout_inside(hooks: ModuleHooks | None) -> Layout:
@@ -337,8 +369,8 @@ def _layout_inside(hooks: ModuleHooks | None) -> Layout:
     return layout
 
 
-def _reduced(x: Tensor, layout: Layout, context: ParallelContext) -> Tensor:
-    """Add up the addends that a layout names, and so on for its other reductions."""
+def _reduce_tags(x: Tensor, layout: Layout, context: ParallelContext) -> Tensor:
+    """Reduce a block as the tags of its layout say: "b c | sum(tp)" -> "b c"."""
     tags = tuple(tag for tag in layout.tags if tag[0] != "copy")
     if not tags:
         return x

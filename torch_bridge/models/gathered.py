@@ -16,8 +16,8 @@ from torch_bridge.calls.move import PLAIN_TYPES, MoveCall
 from torch_bridge.comm_dtype import CommDtype, CommDtypeLike
 from torch_bridge.mesh import desync
 from torch_bridge.mesh.process_mesh import world_key
-from torch_bridge.models.offload import copied
-from torch_bridge.models.parameters import ParallelContext, Place, ShardedParameter
+from torch_bridge.models.offload import copy_to_device
+from torch_bridge.models.parameters import ParallelContext, ShardedParameter, TensorSlot
 from torch_bridge.precision import Precision, parameter_dtypes
 from torch_bridge.redistribution import redistribute
 from torch_bridge.redistribution.tree import SharedMove, share_collectives
@@ -32,13 +32,13 @@ from xshard.replicas import are_replicas_checked
 class GatheredParameter:
     """A parameter that modules use under another layout than the one in which it is stored.
 
-    Modules have the block, except while gathered tensors are in its place: in a forward pass, and while a
-    backward pass computes a part of it again, as a checkpoint does. Passes may overlap: modules have the
-    tensor that was put there last.
+    Slots hold the block, except while they hold gathered tensors: in a forward pass, and while a backward
+    pass computes some of it again, as a checkpoint does. Passes may overlap: slots hold the tensor that was
+    put there last.
 
     Attributes:
         name: Its name in the model.
-        places: Where modules use it so; several for a tied parameter, which is gathered once.
+        slots: The modules and attributes that use it so; several for a tied parameter, gathered once.
         parameter: The parameter in storage.
         to_use: The move of its block, as "o/dp i -> o i | copy(dp)".
         to_storage: The move of its gradient, as "o i | sum(dp) -> o/dp i".
@@ -49,48 +49,49 @@ class GatheredParameter:
     """
 
     name: str
-    places: list[Place]
+    slots: list[TensorSlot]
     parameter: ShardedParameter
     to_use: str
     to_storage: str
     is_kept: bool
     is_shared: bool
     precision: Precision | None = None
-    _in_place: list[Tensor] = field(default_factory=list)  # gathered, in the place of the block
+    # Put into slots, the current one last.
+    _gathered_tensors: list[Tensor] = field(default_factory=list)
 
     def dtypes(self, comm_dtype: CommDtypeLike = None) -> CommDtype:
         """Return how it travels into use; comm_dtype: how it travels without a precision."""
         return parameter_dtypes(self.precision, comm_dtype, self.parameter.tensor.dtype)
 
     @property
-    def in_place(self) -> Tensor | None:
-        """The gathered tensor that modules have now; None while they have the block."""
-        return self._in_place[-1] if self._in_place else None
+    def gathered_tensor(self) -> Tensor | None:
+        """The gathered tensor that slots hold now; None while they hold the block."""
+        return self._gathered_tensors[-1] if self._gathered_tensors else None
 
     def put(self, x: Tensor) -> None:
-        """Let modules use a gathered tensor, until `take_back`."""
-        if not self._in_place:
+        """Put a gathered tensor into the slots, until `take_back`."""
+        if not self._gathered_tensors:
             self.parameter.set_aside()
-        self._in_place.append(x)
-        self._let_modules_have(x)
+        self._gathered_tensors.append(x)
+        self._set_slots(x)
 
     def take_back(self, x: Tensor) -> None:
-        """Take a gathered tensor from modules; nothing changes if they have it no more."""
-        if not self._in_place:
+        """Take a gathered tensor out of the slots; nothing changes if it has been taken out already."""
+        if not self._gathered_tensors:
             return
-        for i, other in enumerate(self._in_place):
-            if other is x:
-                del self._in_place[i]
+        for i, gathered_tensor in enumerate(self._gathered_tensors):
+            if gathered_tensor is x:
+                del self._gathered_tensors[i]
                 break
-        if self._in_place:
-            self._let_modules_have(self._in_place[-1])
+        if self._gathered_tensors:
+            self._set_slots(self._gathered_tensors[-1])
         else:
-            self._let_modules_have(self.parameter.tensor)
+            self._set_slots(self.parameter.tensor)
             self.parameter.bring_back()
 
-    def _let_modules_have(self, x: Tensor) -> None:
-        for place in self.places:
-            place.set_tensor(x)
+    def _set_slots(self, x: Tensor) -> None:
+        for slot in self.slots:
+            slot.set_tensor(x)
 
 
 class GatherUnderWay:
@@ -109,7 +110,7 @@ class GatherUnderWay:
         self._parameters = parameters
         self._end = end
         # As long as there is a lazy copy, a write to a block moves the block.
-        self._held = (blocks, copies)
+        self._kept_alive = (blocks, copies)
         self._state = _state_of(blocks)
 
     def wait(
@@ -184,7 +185,7 @@ class ParameterMoves:
         if self.context.device is None:
             return moved
         return [
-            copied(x, gathered.parameter.tensor.device)
+            copy_to_device(x, gathered.parameter.tensor.device)
             for x, gathered in zip(moved, parameters, strict=True)
         ]
 
@@ -192,7 +193,7 @@ class ParameterMoves:
         """Return blocks on the device where modules use them, differentiably."""
         if self.context.device is None:
             return blocks
-        return [copied(x, self.context.device) for x in blocks]
+        return [copy_to_device(x, self.context.device) for x in blocks]
 
     def _move_of(self, parameters: Sequence[GatheredParameter], is_gradient: bool) -> _Move:
         """Return the move that gathers some parameters, or that reduces their gradients; cached.
@@ -208,9 +209,9 @@ class ParameterMoves:
         return self._moves[key]
 
 
-# What a plan depends on in a tensor, and what decides whether autograd records its move. It is read in C,
-# as a forward pass asks every parameter.
-_kind_of = attrgetter(
+# The attributes of a tensor on which its plan depends, and whether autograd records its move. They are read
+# in C, as a forward pass asks every parameter.
+_plan_facts_of = attrgetter(
     "shape", "dtype", "device", "requires_grad", "__class__", "layout", "is_nested"
 )
 
@@ -256,8 +257,8 @@ class _Move:
         prepared = None if has_functorch_transforms() else self._prepared_for(tensors)
         if prepared is None:
             return None
-        ends = [begin(shared.executable, *shared.own_blocks(tensors)) for shared in prepared]
-        return lambda: _in_order(prepared, [end() for end in ends])
+        finish_each = [begin(shared.executable, *shared.own_blocks(tensors)) for shared in prepared]
+        return lambda: _in_order(prepared, [finish() for finish in finish_each])
 
     def _prepared_for(self, tensors: Sequence[Tensor]) -> list[SharedMove] | None:
         """Return the prepared moves of tensors of a kind; None if only `redistribute` can move them."""
@@ -266,11 +267,11 @@ class _Move:
             return None
         check_not_swapped()
         profile = resolve_profile(self._context.profile)
-        kinds = tuple(map(_kind_of, tensors))
+        plan_facts = tuple(map(_plan_facts_of, tensors))
         # All that the prepared moves depend on and that may change from pass to pass: the machine's
         # profile, the process groups (new ones with a new world), whether autograd records, and the
         # tensors' shapes and dtypes.
-        key = (profile, world_key(), torch.is_grad_enabled(), kinds)
+        key = (profile, world_key(), torch.is_grad_enabled(), plan_facts)
         prepared = self._prepared.get(key)
         if prepared is None:
             if any(type(x) not in PLAIN_TYPES for x in tensors):
@@ -293,7 +294,7 @@ class _Move:
                     self._context.mesh,
                     self._shapes[i],
                     self._context.profile,
-                    self._travels(i),
+                    self._comm_dtypes(i),
                 )
                 # Only linear moves can share collectives. All are: rules of parameters shard, copy
                 # and sum, and never take a max or min.
@@ -304,8 +305,8 @@ class _Move:
                 executables[i] = executable
         return share_collectives(executables, dict(enumerate(tensors)), bucket_bytes=None)
 
-    def _travels(self, i: int) -> Any:
-        """Return the dtypes in which a tensor travels and arrives, by its number."""
+    def _comm_dtypes(self, i: int) -> Any:
+        """Return the dtypes in which tensor `i` travels and arrives."""
         parameter = self._parameters[i]
         travels = parameter.dtypes(self._context.comm_dtype)
         if self._is_gradient:
@@ -320,7 +321,7 @@ class _Move:
             self._context.mesh,
             shape=self._shapes[i],
             profile=self._context.profile,
-            comm_dtype=self._travels(i),
+            comm_dtype=self._comm_dtypes(i),
         )
 
 

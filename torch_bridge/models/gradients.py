@@ -64,7 +64,7 @@ class Gradient:
     _writes: int = 0  # and the writes to it then
     # In a pass:
     _is_open: bool = False
-    _before: Tensor | None = None  # what `.grad` was
+    _grad_before: Tensor | None = None  # what `.grad` was
     _unsent: Tensor | None = None  # the share of earlier passes, until a message takes it
     _sum: Tensor | None = None  # the sum of all passes that have been summed
 
@@ -79,10 +79,10 @@ class Gradient:
         """Make room in `.grad` for what a pass adds. Nothing changes if the gradient is open."""
         if self._is_open:
             return
-        self._sum = self._before = self.parameter.grad
+        self._sum = self._grad_before = self.parameter.grad
         if self.has_share():
             self._check_unchanged()
-            self._unsent = self._before
+            self._unsent = self._grad_before
             self._sum = self.earlier_sum
         self.parameter.grad = None
         self._is_open = True
@@ -96,12 +96,12 @@ class Gradient:
             if not torch.any(share):  # `zero_grad()` drops all passes
                 self.earlier_sum = None
                 return
-            what = f"the gradient of {self.name} was changed between passes inside no_sync, "
-            what += "but is the sum of earlier passes and a share"
+            reason = f"the gradient of {self.name} was changed between passes inside no_sync, "
+            reason += "but is the sum of earlier passes and a share"
             hint = (
                 "change gradients after a pass outside of no_sync, or before the first one inside"
             )
-            raise XshardError(what, hint=hint)
+            raise XshardError(reason, hint=hint)
 
     def take_share(self) -> Tensor | None:
         """Return what no message has taken yet, of this pass and earlier ones; None without a share."""
@@ -113,10 +113,10 @@ class Gradient:
             self._unsent = None
         return share
 
-    def add_sum(self, total: Tensor) -> None:
+    def add_sum(self, new_sum: Tensor) -> None:
         """Add the sum of all processes' shares, as a message brings it, to that of earlier passes."""
-        total = total.view(self.parameter.shape)
-        self._sum = total if self._sum is None else self._sum + total
+        new_sum = new_sum.view(self.parameter.shape)
+        self._sum = new_sum if self._sum is None else self._sum + new_sum
 
     def close_summed(self) -> None:
         """End a pass whose shares have been summed: open -> SUMMED."""
@@ -155,12 +155,12 @@ class Gradient:
     def undo(self) -> None:
         """End a pass that has failed: `.grad` is what it was before the pass."""
         if self._is_open:
-            self.parameter.grad = self._before
+            self.parameter.grad = self._grad_before
             self._forget_pass()
 
     def _forget_pass(self) -> None:
         self._is_open = False
-        self._before = self._unsent = self._sum = None
+        self._grad_before = self._unsent = self._sum = None
 
 
 def _take_message(bucket: Sequence[Gradient]) -> tuple[Tensor, list[bool]]:
@@ -204,18 +204,18 @@ def _begin_sums(bucket: Sequence[Gradient], context: ParallelContext) -> Callabl
         """Wait for the sums, and put them into `.grad`."""
         lengths = [gradient.parameter.numel() for gradient in bucket]
         # The sums of the flags: how many processes have used each parameter.
-        *sums, users = pending.wait().to(stored_on).split([*lengths, len(bucket)])
-        for gradient, total, n_users, is_used in zip(bucket, sums, users, has_share, strict=True):
-            # A parameter that no process has used keeps its gradient. `n_users > 0` makes the host
-            # wait for the device, so that it comes second.
-            if is_used or n_users > 0:
-                gradient.add_sum(total)
+        *sums, n_users = pending.wait().to(stored_on).split([*lengths, len(bucket)])
+        for i, gradient in enumerate(bucket):
+            # A parameter that no process has used keeps its gradient. `n_users[i] > 0` makes the
+            # host wait for the device, so that it comes second.
+            if has_share[i] or n_users[i] > 0:
+                gradient.add_sum(sums[i])
 
     return finish
 
 
 # What `Gradients` reads of a parameter to see that it is another one than before.
-_kind_of = attrgetter("requires_grad", "dtype", "device")
+_facts_of = attrgetter("requires_grad", "dtype", "device")
 
 
 @dataclass(eq=False)
@@ -271,7 +271,7 @@ class Gradients:
         return {name: getattr(self, name) for name in copied}
 
     @property
-    def unsummed(self) -> bool:
+    def has_unsummed(self) -> bool:
         """Whether `.grad` of some parameter is this process's share."""
         return any(gradient.has_share() for gradient in self._gradients)
 
@@ -285,7 +285,7 @@ class Gradients:
         if is_in_backward_pass():
             return  # a checkpoint computes the model again
         parameters = [parameter.tensor for parameter in self.sharded]
-        followed = [(id(x), *_kind_of(x)) for x in parameters]
+        followed = [(id(x), *_facts_of(x)) for x in parameters]
         if followed != self._followed:
             self._follow(parameters)
             self._followed = followed
@@ -326,7 +326,7 @@ class Gradients:
         for handle in self._handles:
             handle.remove()
         self._handles = ()
-        known = {id(gradient.parameter): gradient for gradient in self._gradients}
+        gradient_by_id = {id(gradient.parameter): gradient for gradient in self._gradients}
         gradients = []
         for x, parameter in zip(parameters, self.sharded, strict=True):
             axes = parameter.axes_in_buckets
@@ -334,7 +334,7 @@ class Gradients:
                 axes = ()
             if not axes and not x.is_leaf:
                 continue  # of `torch.func.functional_call`; the gradient goes on to what it is made of
-            gradient = known.get(id(x))
+            gradient = gradient_by_id.get(id(x))
             if x.requires_grad:
                 if gradient is None:
                     travels = parameter_dtypes(
@@ -353,9 +353,9 @@ class Gradients:
         """Register the hooks of one gradient. Raises XshardError if its parameter was computed."""
         x = gradient.parameter
         if gradient.axes and not x.is_leaf:
-            what = f"{gradient.name} was computed, as for torch.func.functional_call: "
-            what += "its gradient would be each process's share"
-            raise XshardError(what, hint="pass a leaf, as x.detach().requires_grad_()")
+            reason = f"{gradient.name} was computed, as for torch.func.functional_call: "
+            reason += "its gradient would be each process's share"
+            raise XshardError(reason, hint="pass a leaf, as x.detach().requires_grad_()")
         handles = [x.register_hook(partial(self._before_share, gradient))]
         if gradient.axes:
             after_share = partial(self._after_share, gradient)
@@ -371,11 +371,11 @@ class Gradients:
         # A backward pass comes to the parameters of the last modules first.
         last_first = [gradient for gradient in self._gradients[::-1] if gradient.axes]
         sizes = [gradient.parameter.nbytes for gradient in last_first]
-        kinds = [
-            (g.mesh, g.axes, g.parameter.dtype, g.reduce_dtype, g.parameter.device)
-            for g in last_first
-        ]
-        groups = trees.group_by_bytes(sizes, self.bucket_bytes, kinds)  # numbers in `last_first`
+        keys = []
+        for gradient in last_first:
+            x = gradient.parameter
+            keys.append((gradient.mesh, gradient.axes, x.dtype, gradient.reduce_dtype, x.device))
+        groups = trees.group_by_bytes(sizes, self.bucket_bytes, keys)  # indices in `last_first`
         # A bucket is sent when its last gradient is there: buckets are in the order of these.
         groups.sort(key=itemgetter(-1))
         buckets = []
@@ -437,8 +437,10 @@ class Gradients:
         # All should be in `.grad` by now.
         if backward_pass.computed:
             self._undo(backward_pass)
-            what = "torch.autograd.grad would give each process its share of a parameter's gradient"
-            raise XshardError(what, hint="call backward(), after which .grad is the whole one")
+            reason = (
+                "torch.autograd.grad would give each process its share of a parameter's gradient"
+            )
+            raise XshardError(reason, hint="call backward(), after which .grad is the whole one")
         if self.syncs:
             self._sum_remaining(backward_pass.finish_sums)
         for gradient in self._gradients:
@@ -457,8 +459,10 @@ class Gradients:
 
         Afterwards every gradient knows its sum over processes.
 
-        finish_sums: for each bucket sent so far, in order, the function that waits for its sums; it
-        grows here. A bucket is sent even if this process has no gradient in it: others may have.
+        Args:
+            finish_sums: For each bucket sent so far, in order, the function that waits for its
+                sums; it grows here. A bucket is sent even if this process has no gradient in it:
+                others may have.
         """
         while True:
             # One function per bucket sent: its length says which bucket is next.

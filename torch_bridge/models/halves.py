@@ -1,6 +1,7 @@
-"""`halves`: a module computes its batch in parts, each while what another one sends is under way.
+"""`halves`: a module computes its batch in parts, one while messages of another one travel.
 
-It splits arguments and joins results. When a part lets others go on is said in `autodiff.turns`.
+A part is a slice of the batch (a microbatch) with the coroutine that computes it. This file splits arguments
+and joins results; `autodiff.turns` says when a part lets others go on.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -40,7 +41,7 @@ BatchDims = Mapping[Argument, int | None]  # None: the argument has no such dim
 Values = Mapping[Argument, Any]  # the arguments of a call, as they were passed
 
 BATCH_NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
-# What is the same for each part of a batch.
+# Types of values without rows of the batch: each part gets them as they are.
 _PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.device)
 
 
@@ -95,7 +96,7 @@ def halves(
         [True, True]
     """
     parallel = parallel_of(model)
-    prepared: list[InParts] = []
+    prepared: list[BatchInParts] = []
 
     def facts() -> CallFacts:
         load_greenlet()
@@ -104,54 +105,60 @@ def halves(
 
     ranks = parallel.context.processes.ranks
     compare_ranks(ranks, "halves", facts)  # calls `facts` once
-    (in_parts,) = prepared
-    for middle in in_parts.middles:
-        if _pause not in forward_hooks_of(middle)[0].values():
-            middle.register_forward_pre_hook(_pause)
+    (batch_in_parts,) = prepared
+    for pause_module in batch_in_parts.pause_modules:
+        if _pause not in forward_hooks_of(pause_module)[0].values():
+            pause_module.register_forward_pre_hook(_pause)
     for name, hooks in parallel.hooks.items():
-        if hooks in in_parts.around or is_inside(name, module):
-            hooks.dim_in_parts = in_parts.batch_name if parts > 1 else None
-    vars(in_parts.module).pop("forward", None)
+        if hooks in batch_in_parts.around or is_inside(name, module):
+            hooks.batch_dim_in_parts = batch_in_parts.batch_name if parts > 1 else None
+    vars(batch_in_parts.module).pop("forward", None)
     if parts > 1:
-        vars(in_parts.module)["forward"] = in_parts
-    elif in_parts.whole != in_parts.module.forward:  # one of the object itself
-        vars(in_parts.module)["forward"] = in_parts.whole
+        vars(batch_in_parts.module)["forward"] = batch_in_parts
+    elif batch_in_parts.whole_forward != batch_in_parts.module.forward:  # the user has replaced it
+        vars(batch_in_parts.module)["forward"] = batch_in_parts.whole_forward
     return model
 
 
 def _prepare(
     model: nn.Module, parallel: ParallelModel, parts: int, name: str, dims: BatchDims | None
-) -> InParts:
+) -> BatchInParts:
     """Check the arguments of `halves`; nothing changes."""
     modules = modules_by_name(model)
     if name not in modules:
         hint = f"{did_you_mean(name, modules)}names are as in named_modules()"
         raise XshardError(f"the model has no module {name!r}", hint=hint)
     module = modules[name]
-    whole = module.forward
-    if isinstance(whole, InParts):
-        whole = whole.whole
-    around = [hooks for path, hooks in parallel.hooks.items() if is_part(name, path)]
-    middles = _middles(modules, parallel, name)
-    own = parallel.hooks.get(name)
-    in_parts = InParts(
-        name, module, whole, parts, own, around, middles, {} if dims is None else dims
+    whole_forward = module.forward
+    if isinstance(whole_forward, BatchInParts):
+        whole_forward = whole_forward.whole_forward
+    hooks_of_module = parallel.hooks.get(name)
+    batch_in_parts = BatchInParts(
+        name=name,
+        module=module,
+        whole_forward=whole_forward,
+        n_parts=parts,
+        hooks=hooks_of_module,
+        around=[hooks for path, hooks in parallel.hooks.items() if is_part(name, path)],
+        pause_modules=_pause_modules(modules, parallel, name),
+        dims={} if dims is None else dims,
     )
-    if not dims and (own is None or in_parts.batch_name is None):
-        what = f"no rule says which dim of the input of {title_of(name)} is the batch"
-        raise XshardError(what, hint="dims={'x': 0} says it of the argument x")
-    return in_parts
+    if not dims and (hooks_of_module is None or batch_in_parts.batch_name is None):
+        reason = f"no rule says which dim of the input of {title_of(name)} is the batch"
+        raise XshardError(reason, hint="dims={'x': 0} says it of the argument x")
+    return batch_in_parts
 
 
-def _middles(
+def _pause_modules(
     modules: Mapping[str, nn.Module], parallel: ParallelModel, path: str
 ) -> list[nn.Module]:
-    """Return a child in the middle of each module inside whose input and whose output move.
+    """Return the modules before which a part pauses, besides where it waits for messages.
 
-    A part pauses there, too, so that another one can await the sum after such a module, and start the gather
-    before the next one. Else only one of these two would hide behind this module.
+    Each is a child in the middle of a module whose input and whose output both move, as by a gather and a
+    reduction. At the pause another part awaits the reduction after such a module, and starts the gather
+    before the next one. Without it only one of these two moves would hide behind this module.
     """
-    middles = []
+    pause_modules = []
     for name, hooks in parallel.hooks.items():
         has_both = all(
             any(rule.rule.moves for rule in rules) for rules in (hooks.inputs, hooks.outputs)
@@ -159,58 +166,65 @@ def _middles(
         if has_both and is_inside(name, path):
             middle = _middle_of(modules[name])
             if middle is not None:
-                middles.append(middle)
-    return middles
+                pause_modules.append(middle)
+    return pause_modules
 
 
 def _middle_of(module: nn.Module) -> nn.Module | None:
-    """Return the child before which half of a module has run, by its parameters: of up, down it is down."""
-    total = sum(x.numel() for x in module.parameters())
+    """Return the child before which half of a module's parameters are used: of (up, down) it is down."""
+    n_parameters = sum(x.numel() for x in module.parameters())
     middle = None
-    smallest_difference = total
-    before = 0
+    smallest_imbalance = n_parameters
+    n_before = 0
     for child in module.children():
-        difference = abs(total - 2 * before)
-        if difference < smallest_difference:
-            smallest_difference = difference
+        imbalance = abs(n_parameters - 2 * n_before)
+        if imbalance < smallest_imbalance:
+            smallest_imbalance = imbalance
             middle = child
-        before += sum(x.numel() for x in child.parameters())
+        n_before += sum(x.numel() for x in child.parameters())
     return middle
 
 
 def _pause(module: nn.Module, args: Any) -> None:
-    """Let another part go on; a hook before the forward pass of a module."""
+    """Let another part go on: a pre-forward hook."""
     let_others_compute()
 
 
+class _PartCall(NamedTuple):
+    """The arguments with which one part calls the module."""
+
+    args: list[Any]
+    kwargs: dict[str, Any]
+
+
 @dataclass(eq=False, repr=False)
-class InParts:
+class BatchInParts:
     """The `forward` of a module that computes its batch in parts.
 
     Attributes:
         name: The module's; "" is the model.
         module: The module.
-        whole: Its `forward` of the whole batch.
+        whole_forward: Its `forward` of the whole batch.
         n_parts: How many parts.
         hooks: The module's, if it has rules.
         around: The hooks of the modules around it, the outermost first, and its own.
-        middles: The modules before which parts pause, too.
+        pause_modules: Modules before which parts pause: see `_pause_modules`.
         dims: The dims of the batch in arguments without a rule.
     """
 
     name: str
     module: nn.Module
-    whole: Callable[..., Any]
+    whole_forward: Callable[..., Any]
     n_parts: int
     hooks: ModuleHooks | None
     around: Sequence[ModuleHooks]
-    middles: Sequence[nn.Module]
+    pause_modules: Sequence[nn.Module]
     dims: BatchDims
 
     @property
     def __signature__(self) -> inspect.Signature:
         """The arguments, by which trainers choose the columns of a data set."""
-        return inspect.signature(self.whole)
+        return inspect.signature(self.whole_forward)
 
     @property
     def batch_name(self) -> str | None:
@@ -222,41 +236,56 @@ class InParts:
         return None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        is_seen_whole = torch.compiler.is_compiling() or has_functorch_transforms()
-        if is_seen_whole or current_part() is not None:
-            return self.whole(*args, **kwargs)
+        """Run the module: split the arguments, compute the parts in turn, and join their results."""
+        must_see_whole_batch = torch.compiler.is_compiling() or has_functorch_transforms()
+        if must_see_whole_batch or current_part() is not None:
+            return self.whole_forward(*args, **kwargs)
         self._check_statistics()
+        sizes, calls_of_parts = self._split_call(args, kwargs)
+        # A part has the same lengths of dims as the batch, but for the batch's dim.
+        known_dims = [hooks.known_in_part for hooks in self.around]
+
+        def compute(call: _PartCall) -> Any:
+            for hooks, known_dims_of_module in zip(self.around, known_dims, strict=True):
+                hooks.begin_part(known_dims_of_module)
+            return self.whole_forward(*call.args, **call.kwargs)
+
+        # With pauses in the middle of modules, each part is half a module behind the one before.
+        turns = Turns(
+            [partial(compute, call) for call in calls_of_parts], lag=int(bool(self.pause_modules))
+        )
+        results = turns.run(self)
+        with located(f"result of {title_of(self.name)}"):
+            return _join_results(results, sizes)
+
+    def _split_call(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[list[int], list[_PartCall]]:
+        """Split the arguments of a call; return the rows of each part, and its arguments."""
         values: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
         with located(f"input of {title_of(self.name)}"):
             dims = self._dims_of(values)
             sizes = self._sizes(_rows_of(values, dims))
             _check_others(values, dims, sum(sizes))
+        # For each argument a list: the value for each part.
         split = {key: _split(value, dims.get(key), sizes) for key, value in values.items()}
-        # Parts know what is known of the batch, but for its length.
-        known_dims = [hooks.known_in_part for hooks in self.around]
-
-        def compute(number: int) -> Any:
-            for hooks, known in zip(self.around, known_dims, strict=True):
-                hooks.begin_part(known)
-            part_args = [split[i][number] for i in range(len(args))]
-            return self.whole(*part_args, **{name: split[name][number] for name in kwargs})
-
-        calls = [partial(compute, number) for number in range(self.n_parts)]
-        # With pauses in the middle, each part is half a module behind the one before.
-        results = Turns(calls, lag=int(bool(self.middles))).run(self)
-        with located(f"result of {title_of(self.name)}"):
-            return _joined(results, sizes)
+        calls_of_parts = []
+        for i in range(self.n_parts):
+            part_args = [split[position][i] for position in range(len(args))]
+            part_kwargs = {name: split[name][i] for name in kwargs}
+            calls_of_parts.append(_PartCall(part_args, part_kwargs))
+        return sizes, calls_of_parts
 
     def _check_statistics(self) -> None:
         """Raise XshardError for a norm by statistics of the batch, which would be those of a part."""
         for name, norm in self.module.named_modules(prefix=self.name):
             if isinstance(norm, BATCH_NORMS) and (norm.training or norm.running_mean is None):
-                what = f"{name} would normalise each part of the batch by its own statistics"
-                raise XshardError(what, hint="halves(model, module=...) of a module without it")
+                reason = f"{name} would normalise each part of the batch by its own statistics"
+                raise XshardError(reason, hint="halves(model, module=...) of a module without it")
 
     def _dims_of(self, values: Values) -> dict[Argument, int | None]:
-        """Return the dim of the batch in each argument of which a rule, or `dims`, speaks."""
-        arguments = list(inspect.signature(self.whole).parameters) if self.dims else []
+        """Return the dim of the batch in each argument that has a rule or an entry in `dims`."""
+        arguments = list(inspect.signature(self.whole_forward).parameters) if self.dims else []
         dims = {passed_as(key, values, arguments): dim for key, dim in self.dims.items()}
         if self.hooks is None:
             return dims
@@ -272,19 +301,19 @@ class InParts:
         if rows < self.n_parts:
             hint = "halves(model, 1) computes the whole batch at once"
             raise ShapeError(f"a batch of {rows} in {self.n_parts} parts", hint=hint)
-        return [len(part) for part in torch.arange(rows).tensor_split(self.n_parts)]
+        return [len(rows_of_part) for rows_of_part in torch.arange(rows).tensor_split(self.n_parts)]
 
 
 def _rows_of(values: Values, dims: BatchDims) -> int:
-    """Return the rows of the batch. Raises ShapeError unless all arguments with it agree."""
+    """Count the rows of the batch. Raises ShapeError unless all arguments with a batch agree."""
     rows_by_title: dict[str, int] = {}
     for key, dim in dims.items():
         for x in tree_leaves(values.get(key)):
             if dim is None or not isinstance(x, Tensor):
                 continue
             if not -x.ndim <= dim < x.ndim:
-                what = f"{_title(key)} of shape {tuple(x.shape)} has no dim {dim} for the batch"
-                raise ShapeError(what, hint="dims= gives the dim of the batch by argument")
+                reason = f"{_title(key)} of shape {tuple(x.shape)} has no dim {dim} for the batch"
+                raise ShapeError(reason, hint="dims= gives the dim of the batch by argument")
             rows_by_title[_title(key)] = x.shape[dim]
     if not rows_by_title:
         raise ShapeError("no argument has rows of the batch", hint="dims={'x': 0} says which has")
@@ -300,18 +329,18 @@ def _check_others(values: Values, dims: BatchDims, rows: int) -> None:
         if key in dims:
             continue
         for x in tree_leaves(value):
-            what = f"{_title(key)} is a {type(x).__name__}, which may have rows of the batch"
+            reason = f"{_title(key)} is a {type(x).__name__}, which may have rows of the batch"
             may_have_rows = not isinstance(x, _PLAIN)
             if isinstance(x, Tensor):
                 shape = tuple(x.shape)
-                what = f"{_title(key)} of shape {shape} has no rule, with a batch of {rows}"
+                reason = f"{_title(key)} of shape {shape} has no rule, with a batch of {rows}"
                 may_have_rows = rows in shape
             if not may_have_rows:
                 continue
             hint = (
                 f"dims={{{key!r}: 0}} splits it, {{{key!r}: None}} gives it to each part as it is"
             )
-            raise XshardError(what, hint=hint)
+            raise XshardError(reason, hint=hint)
 
 
 def _title(key: Argument) -> str:
@@ -319,7 +348,7 @@ def _title(key: Argument) -> str:
 
 
 def _split(value: Any, dim: int | None, sizes: Sequence[int]) -> list[Any]:
-    """Return what each part gets of an argument: [b, ...] -> rows of it, in every tensor of a tree."""
+    """Split an argument -> what each part gets: rows of every tensor in a tree, [5, 3] -> [3, 3], [2, 3]."""
     if dim is None:
         return [value] * len(sizes)
     split = []
@@ -331,7 +360,7 @@ def _split(value: Any, dim: int | None, sizes: Sequence[int]) -> list[Any]:
     return split
 
 
-def _joined(results: Sequence[Any], sizes: Sequence[int]) -> Any:
+def _join_results(results: Sequence[Any], sizes: Sequence[int]) -> Any:
     """Join the results of all parts, each a tensor or a tree of them with the same branches."""
     structure = tree_structure(results[0])
     if any(tree_structure(result) != structure for result in results):
@@ -345,18 +374,18 @@ def _joined(results: Sequence[Any], sizes: Sequence[int]) -> Any:
 
 
 def _join(leaves: Sequence[Any], sizes: Sequence[int]) -> Any:
-    """Join one tensor of the results of all parts, [b/parts, ...] -> [b, ...], or return what all have."""
-    first = leaves[0]
-    if not isinstance(first, Tensor):
-        if isinstance(first, _PLAIN) and all(leaf == first for leaf in leaves):
-            return first
-        what = f"each part returns a {type(first).__name__} of its own"
-    elif not first.ndim:
-        what = "each part returns a number of its own, as a loss"
+    """Join one leaf of the results of all parts: [3, ...], [2, ...] -> [5, ...]; a constant stays itself."""
+    first_leaf = leaves[0]
+    if not isinstance(first_leaf, Tensor):
+        if isinstance(first_leaf, _PLAIN) and all(leaf == first_leaf for leaf in leaves):
+            return first_leaf
+        reason = f"each part returns a {type(first_leaf).__name__} of its own"
+    elif not first_leaf.ndim:
+        reason = "each part returns a number of its own, as a loss"
     elif [len(x) for x in leaves] != list(sizes):
         shapes = ", ".join(str(tuple(x.shape)) for x in leaves)
-        what = f"parts of {', '.join(map(str, sizes))} rows return shapes {shapes}"
+        reason = f"parts of {', '.join(map(str, sizes))} rows return shapes {shapes}"
     else:
         return torch.cat(list(leaves))
     hint = "results have rows of the batch first; compute others around halves(model, module=...)"
-    raise ShapeError(what, hint=hint)
+    raise ShapeError(reason, hint=hint)

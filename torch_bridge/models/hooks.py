@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from torch_bridge.autodiff.turns import OfPart
+from torch_bridge.autodiff.turns import PerPart
 from torch_bridge.models.claims import Claim, claim_of
 from torch_bridge.models.module_parameters import ModuleParameters
 from torch_bridge.models.names import title_of
@@ -91,7 +91,7 @@ class TensorRule:
         if torch.compiler.is_compiling():
             # No cache here: looking it up would make the graph valid for this shape alone. The
             # global shape is not given but inferred, by which all blocks count as equally long.
-            return Moved(self._redistributed(x, None, context), ())
+            return Moved(self._redistribute(x, None, context), ())
 
         # Hot: only passes of the first step take samples.
         if self.takes_claims and torch.is_grad_enabled():
@@ -99,11 +99,11 @@ class TensorRule:
         key = (x.shape, outer_known_dims)
         arrival = self._arrivals.get(key)
         if arrival is not None:  # most passes: the rule has been checked for such a block
-            return Moved(self._redistributed(x, arrival.shape, context), arrival.known_dims)
+            return Moved(self._redistribute(x, arrival.shape, context), arrival.known_dims)
 
         device = context.processes.device
         shape = arriving_shape(self.rule, context.axes, device, tuple(x.shape), outer_known_dims)
-        y = self._redistributed(x, shape, context)
+        y = self._redistribute(x, shape, context)
         inner_known_dims = known_inside(self.rule, shape, y.shape, outer_known_dims, title)
         # Only now that all has succeeded: a block that fails a check is checked again in the next
         # call.
@@ -111,7 +111,7 @@ class TensorRule:
         self.last = TensorFacts(shape, x.dtype, x.requires_grad)
         return Moved(y, inner_known_dims)
 
-    def _redistributed(
+    def _redistribute(
         self, x: Tensor, shape: tuple[int, ...] | None, context: ParallelContext
     ) -> Tensor:
         if not self.rule.moves:
@@ -137,7 +137,7 @@ class ModuleHooks:
         parameter_dims: Sharded dims of its own parameters, which its output may have, too.
         experts: The routing of rows, if a rule sends them to experts.
         was_called: Whether the module has ever been called.
-        dim_in_parts: The name of the batch's dim, if `halves` computes it in parts.
+        batch_dim_in_parts: The name of the batch's dim, if `halves` computes it in parts.
     """
 
     name: str
@@ -153,13 +153,13 @@ class ModuleHooks:
     parameter_dims: KnownDims = ()
     experts: RoutedExperts | None = None
     was_called: bool = False
-    dim_in_parts: str | None = None
-    _known_dims: OfPart[KnownDims] = field(default_factory=partial(OfPart[KnownDims], ()))
+    batch_dim_in_parts: str | None = None
+    _known_dims: PerPart[KnownDims] = field(default_factory=partial(PerPart[KnownDims], ()))
 
     @property
     def known_dims(self) -> KnownDims:
         """The dims known inside, in the running forward pass, or where a checkpoint computes a part of it."""
-        if self.dim_in_parts is None:
+        if self.batch_dim_in_parts is None:
             return self._known_dims.value
         # A checkpoint may compute any part again, and what is compiled computes all of them.
         if torch.compiler.is_compiling() or is_in_backward_pass():
@@ -175,7 +175,7 @@ class ModuleHooks:
     def known_in_part(self) -> KnownDims:
         """What any part of the batch knows: the dims that are not in parts."""
         known_dims = self._known_dims.value
-        return tuple(dim for dim in known_dims if dim.name != self.dim_in_parts)
+        return tuple(dim for dim in known_dims if dim.name != self.batch_dim_in_parts)
 
     def begin_part(self, known_dims: KnownDims) -> None:
         """Let the part of a batch that begins know of this module, which is around it."""
@@ -216,7 +216,7 @@ class ModuleHooks:
             values[key], known_dims = self._move(rule, values[key], known_dims, "input")
             if rule.rule.routed_axes:
                 assert self.experts is not None
-                self.experts.enter(key, values)
+                self.experts.dispatch(key, values)
         self.known_dims = known_dims
         # Parameters are gathered last: after an error above, there is nothing to undo.
         self.parameters.begin_pass()
@@ -232,18 +232,18 @@ class ModuleHooks:
         if self.precision is not None:
             result = self.precision.after_forward(module, args, result)
         if self.experts is not None:
-            result = self.experts.leave(result)
+            result = self.experts.combine(result)
         if result is None:
             return None
         for rule in self.outputs:
             result = self._move_output(rule, result)
         return result
 
-    def _move(self, rule: TensorRule, x: Tensor, known_dims: KnownDims, side: str) -> Moved:
-        """Move one tensor; an error names it. side: "input" or "output"."""
-        title = f"{side} of {self.title}"
+    def _move(self, rule: TensorRule, x: Tensor, known_dims: KnownDims, direction: str) -> Moved:
+        """Move one tensor by its rule; `direction` is "input" or "output", and errors have it."""
+        title = f"{direction} of {self.title}"
         try:
-            if side == "output" and not torch.compiler.is_compiling():
+            if direction == "output" and not torch.compiler.is_compiling():
                 known_dims = self._with_parameter_dims(rule, x, known_dims)
             return rule.move(x, self.context, known_dims, title)
         except XshardError as error:
@@ -269,46 +269,46 @@ class ModuleHooks:
             values: All arguments of a call, by position or name as they were passed.
         """
         if key is None:
-            first = _first_tensor(values)
-            if first is None:
-                what = f"input of {self.title}: none of the arguments is a tensor"
+            first_key = _first_tensor(values)
+            if first_key is None:
+                reason = f"input of {self.title}: none of the arguments is a tensor"
                 hint = 'rules for several, or for some that may be absent, go by name: {"labels": "b s"}'
-                raise ShapeError(what, hint=hint)
-            return first  # type: ignore[no-any-return]  # a key of `values`
+                raise ShapeError(reason, hint=hint)
+            return first_key  # type: ignore[no-any-return]  # a key of `values`
         key = passed_as(key, values, self.arguments)
         return key if isinstance(values.get(key), Tensor) else None
 
     def results(self, result: Any) -> list[Any]:
-        """Return the parts of a result that rules are for; without rules the first tensor."""
-        parts: dict[Any, Any] = {}
+        """Return the items of a result that rules are for; without rules the first tensor."""
+        items: dict[Any, Any] = {}
         if isinstance(result, Tensor | Mapping | tuple | list):
-            parts = _parts_of(result)
+            items = _items_of(result)
         keys = [rule.key for rule in self.outputs] if self.outputs else [None]
-        return [parts.get(_part_key(key, parts)) for key in keys]
+        return [items.get(_item_key(key, items)) for key in keys]
 
     def _move_output(self, rule: TensorRule, result: Any) -> Any:
         """Redistribute one tensor in the result of a module, and return the result with it.
 
         The result may be a tensor, a tuple, a list, a NamedTuple or a dict; it keeps its type. The
-        rule's key says which part is meant: a position, a name, or None for the first tensor. A
-        result without this part, or with no tensor there, is returned as it is.
+        rule's key says which item is meant: a position, a name, or None for the first tensor. A
+        result in which that is no tensor, or is missing, is returned as it is.
         """
-        parts = _parts_of(result)
-        key = _part_key(rule.key, parts)
-        if not isinstance(parts.get(key), Tensor):
+        items = _items_of(result)
+        key = _item_key(rule.key, items)
+        if not isinstance(items.get(key), Tensor):
             return result
-        moved = self._move(rule, parts[key], self.known_dims, "output")
+        moved = self._move(rule, items[key], self.known_dims, "output")
         if isinstance(result, Tensor):
             return moved.block
         if isinstance(result, Mapping):
             # Changed in place: transformers' are dicts with attributes.
             result[key] = moved.block  # type: ignore[index]  # it is mutable
             return result
-        parts[key] = moved.block
-        make = type(result)
+        items[key] = moved.block
+        result_class = type(result)
         if hasattr(result, "_fields"):  # a NamedTuple takes its fields one by one
-            return make(*parts.values())
-        return make(parts.values())
+            return result_class(*items.values())
+        return result_class(items.values())
 
 
 def passed_as(key: str | int, values: Mapping[Any, Any], arguments: Sequence[str]) -> str | int:
@@ -328,8 +328,11 @@ def passed_as(key: str | int, values: Mapping[Any, Any], arguments: Sequence[str
     return key
 
 
-def _parts_of(result: Any) -> dict[Any, Any]:
-    """Return the parts of a module's result by position or name; a tensor by itself has the key None."""
+def _items_of(result: Any) -> dict[Any, Any]:
+    """Return the items of a module's result by position or name; a tensor by itself has the key None.
+
+    (x, y) -> {0: x, 1: y}; {"logits": x} -> {"logits": x}; x -> {None: x}.
+    """
     if isinstance(result, Tensor):
         return {None: result}
     if isinstance(result, Mapping):
@@ -337,11 +340,11 @@ def _parts_of(result: Any) -> dict[Any, Any]:
     return dict(enumerate(result))
 
 
-def _part_key(key: Key, parts: Mapping[Any, Any]) -> Any:
-    """Return the key of the part that a rule is for; a rule without one is for the first tensor."""
-    if key is not None and None not in parts:
+def _item_key(key: Key, items: Mapping[Any, Any]) -> Any:
+    """Return the key of the item that a rule is for; a rule without a key is for the first tensor."""
+    if key is not None and None not in items:
         return key
-    return _first_tensor(parts)
+    return _first_tensor(items)
 
 
 def _first_tensor(values: Mapping[Any, Any]) -> Any:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torch_bridge.autodiff.turns import OfPart, Part, current_part, without_pauses
+from torch_bridge.autodiff.turns import BatchPart, PerPart, current_part, without_pauses
 from torch_bridge.models.calls import call_of_hook, is_running
 from torch_bridge.models.gathered import GatheredParameter, GatherUnderWay, ParameterMoves
 from torch_bridge.models.gradients import Gradients
@@ -24,10 +24,10 @@ from xshard import Sharding, XshardError
 
 
 class _Gathered:
-    """What one gather has brought to the modules: the tensors, and who uses them.
+    """What one gather has brought to the modules: the tensors, and which passes use them.
 
-    One pass does. If a batch is computed in parts, one of each part does: the first one gathers, and modules
-    have the tensors until all parts have left.
+    That is one pass; if a batch is computed in parts (`halves`), the pass of each part: the first one
+    gathers, and modules have the tensors until all parts are done.
 
     Attributes:
         blocks: The blocks in storage from which they were gathered.
@@ -36,7 +36,7 @@ class _Gathered:
         writes: The writes to the tensors before the pass.
         regathering: Gathers them again in the backward pass, if autograd does not keep them.
         turns: The parts of the batch; None for a pass of the whole batch.
-        left: The parts that have used them, and do not use them again now.
+        parts_done: The parts whose last pass has ended.
     """
 
     def __init__(self, blocks: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
@@ -47,15 +47,15 @@ class _Gathered:
         self.regathering: Regathering | None = None
         part = current_part()
         self.turns = None if part is None else part.turns
-        self.left: set[Part] = set()
+        self.parts_done: set[BatchPart] = set()
 
     @property
-    def is_left(self) -> bool:
-        """Whether all parts of the batch have used them."""
-        return self.turns is None or self.left.issuperset(self.turns.parts)
+    def is_done(self) -> bool:
+        """Whether the passes of all parts of the batch have ended."""
+        return self.turns is None or self.parts_done.issuperset(self.turns.parts)
 
-    def serves(self, part: Part | None) -> bool:
-        """Return whether a pass that begins can use them, too."""
+    def serves(self, part: BatchPart | None) -> bool:
+        """Return whether a pass that begins can use these tensors, too: one of the same batch."""
         is_same_batch = part is not None and part.turns is self.turns
         return is_same_batch and (self.is_recorded or not torch.is_grad_enabled())
 
@@ -104,9 +104,9 @@ class ModuleParameters:
 
     def _forget_passes(self) -> None:
         # The calls of the module that run, the outermost first, and what that one uses.
-        self._calls = OfPart[Sequence[FrameType | None]](())
-        self._pass = OfPart[_Pass | None](None)
-        self._for_parts: list[_Gathered] = []  # what parts of a batch use that have not all left
+        self._calls = PerPart[Sequence[FrameType | None]](())
+        self._pass = PerPart[_Pass | None](None)
+        self._gathered_for_parts: list[_Gathered] = []  # of batches whose parts are not all done
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy or a pickle has: no pass, as frames cannot be copied."""
@@ -126,7 +126,7 @@ class ModuleParameters:
         """Gather one more parameter; if it is tied to one that is gathered alike, both are gathered once."""
         for parameter in self.parameters:
             if parameter.to_use == new.to_use and parameter.parameter is new.parameter:
-                parameter.places += new.places
+                parameter.slots += new.slots
                 return
         self.parameters.append(new)
 
@@ -141,7 +141,8 @@ class ModuleParameters:
     def share_between_passes(self, gradients: Gradients) -> None:
         """Let passes inside `no_sync` share the parameters that are marked so.
 
-        gradients: knows whether passes are inside `no_sync`.
+        Args:
+            gradients: Knows whether passes are inside `no_sync`.
         """
         shared = [parameter for parameter in self.parameters if parameter.is_shared]
         if shared:
@@ -161,7 +162,7 @@ class ModuleParameters:
         if gathered is None:
             gathered = self._gather_and_put()
         if part is not None:
-            gathered.left.discard(part)  # it may come again before others have come
+            gathered.parts_done.discard(part)  # it may come again before others have come
         saving = None
         if gathered.regathering is not None and torch.is_grad_enabled():
             saving = Saving(gathered.regathering)
@@ -169,9 +170,9 @@ class ModuleParameters:
             saving.begin()
         self._pass.value = _Pass(gathered, saving)
 
-    def _gathered_for(self, part: Part | None) -> _Gathered | None:
+    def _gathered_for(self, part: BatchPart | None) -> _Gathered | None:
         """Return what another part of the batch has gathered, if this one can use it."""
-        for gathered in self._for_parts:
+        for gathered in self._gathered_for_parts:
             if gathered.serves(part):
                 return gathered
         return None
@@ -180,20 +181,21 @@ class ModuleParameters:
         """Gather the parameters, and let modules have them: STORED -> GATHERED."""
         # All are gathered before any is replaced: an error leaves the modules as they were.
         blocks = [gathered.parameter.tensor for gathered in self.parameters]
-        # What another part of a batch has, and this one cannot use, autograd has not recorded.
-        may_have_in_place = current_part() is None or is_in_backward_pass()
+        # Slots may hold tensors of another part of the batch that this one cannot use: autograd has not
+        # recorded their gather.
+        may_hold_gathered = current_part() is None or is_in_backward_pass()
         with without_pauses():
-            tensors = self._gather_for_pass(blocks, may_have_in_place)
+            tensors = self._gather_for_pass(blocks, may_hold_gathered)
         gathered = _Gathered(blocks, tensors)
         if not torch.compiler.is_compiling():
             if gathered.is_recorded:
                 # Frozen parameters, too: the gradients of activations need them.
-                numbers = [i for i, p in enumerate(self.parameters) if not p.is_kept]
-                if numbers:
-                    gathered.regathering = self._regathering_of(numbers, gathered)
+                indices = [i for i, gathered in enumerate(self.parameters) if not gathered.is_kept]
+                if indices:
+                    gathered.regathering = self._regathering_of(indices, gathered)
             gathered.writes = [writes_to(x) for x in gathered.tensors if not x.is_inference()]
         if gathered.turns is not None:
-            self._for_parts.append(gathered)
+            self._gathered_for_parts.append(gathered)
             gathered.turns.at_end.append(self._end_parts)
         for parameter, x in zip(self.parameters, gathered.tensors, strict=True):
             parameter.put(x)
@@ -205,7 +207,8 @@ class ModuleParameters:
         Raises XshardError if the pass has written to a gathered tensor: the write would be lost, as
         the block stays as it was.
 
-        result: what the forward pass returned; None if it raised.
+        Args:
+            result: What the forward pass returned; None if it raised.
         """
         calls = self._calls.value
         if not calls:
@@ -220,7 +223,7 @@ class ModuleParameters:
         ending = self._pass.value
         if self._calls.value or ending is None:
             return
-        self._leave(ending)
+        self._end(ending)
         if result is not None and not torch.compiler.is_compiling():
             self._check_not_written(ending.gathered)
             if torch.is_grad_enabled():
@@ -239,52 +242,52 @@ class ModuleParameters:
         self._calls.value = running
         unfinished = self._pass.value
         if is_unfinished and not running and unfinished is not None:
-            self._leave(unfinished)
+            self._end(unfinished)
         return is_unfinished
 
-    def _leave(self, ending: _Pass) -> None:
+    def _end(self, ending: _Pass) -> None:
         """End a pass: let autograd save tensors as usual; after the last part modules have their blocks."""
         self._pass.value = None
         if ending.saving is not None:
             ending.saving.end()
         part = current_part()
         if part is not None:
-            ending.gathered.left.add(part)
-        if ending.gathered.is_left:
+            ending.gathered.parts_done.add(part)
+        if ending.gathered.is_done:
             self._take_back(ending.gathered)
 
     def _end_parts(self) -> None:
         """Give modules their blocks at the end of a batch; called also if a part failed or never came."""
-        while self._for_parts:
-            self._take_back(self._for_parts[-1])
+        while self._gathered_for_parts:
+            self._take_back(self._gathered_for_parts[-1])
 
     def _take_back(self, gathered: _Gathered) -> None:
         """Give modules their blocks: GATHERED -> STORED."""
         for parameter, x in zip(self.parameters, gathered.tensors, strict=True):
             parameter.take_back(x)
         if gathered.turns is not None:
-            self._for_parts.remove(gathered)
+            self._gathered_for_parts.remove(gathered)
         regathering = gathered.regathering
         if regathering is not None and regathering.is_needed:
             turn = self._turn._replace(begin=regathering.begin_gather)
             regathering.take_begun = self._prefetch.gathers_again(turn)
 
-    def _gather_for_pass(self, blocks: Sequence[Tensor], may_have_in_place: bool) -> list[Tensor]:
+    def _gather_for_pass(self, blocks: Sequence[Tensor], may_hold_gathered: bool) -> list[Tensor]:
         """Return the tensor of every parameter: one that modules have, a shared one, or gathered now.
 
         Modules have gathered tensors already if a backward pass is in this module, and computes it
         again. All that are gathered now are gathered together.
         """
         tensors: dict[str, Tensor] = {}
-        if may_have_in_place:
+        if may_hold_gathered:
             for parameter in self.parameters:
-                if parameter.in_place is not None:
-                    tensors[parameter.name] = parameter.in_place
+                if parameter.gathered_tensor is not None:
+                    tensors[parameter.name] = parameter.gathered_tensor
         if self._shared is not None and not tensors and not torch.compiler.is_compiling():
             tensors = self._shared.take()
-        numbers = [i for i, p in enumerate(self.parameters) if p.name not in tensors]
-        missing = [self.parameters[i] for i in numbers]
-        gathered = self._gather(missing, [blocks[i] for i in numbers])
+        indices = [i for i, gathered in enumerate(self.parameters) if gathered.name not in tensors]
+        missing = [self.parameters[i] for i in indices]
+        gathered = self._gather(missing, [blocks[i] for i in indices])
         for parameter, x in zip(missing, gathered, strict=True):
             tensors[parameter.name] = x
         return [tensors[parameter.name] for parameter in self.parameters]
@@ -319,20 +322,20 @@ class ModuleParameters:
 
     def _keep_for_backward(self, gathered: _Gathered, result: Any) -> None:
         """Let modules have the kept tensors again, when the backward pass comes to what they returned."""
-        numbers = [i for i, p in enumerate(self.parameters) if p.is_kept]
-        if numbers:
-            kept = self._regathering_of(numbers, gathered)
-            kept.keep([gathered.tensors[i] for i in numbers])
+        indices = [i for i, gathered in enumerate(self.parameters) if gathered.is_kept]
+        if indices:
+            regathering = self._regathering_of(indices, gathered)
+            regathering.keep([gathered.tensors[i] for i in indices])
             for x in tensors_with_gradient(result):
-                x.register_hook(kept.open)
+                x.register_hook(regathering.open)
 
-    def _regathering_of(self, numbers: Sequence[int], gathered: _Gathered) -> Regathering:
-        """Prepare the backward pass for some of the parameters, by their numbers."""
-        parameters = [self.parameters[i] for i in numbers]
+    def _regathering_of(self, indices: Sequence[int], gathered: _Gathered) -> Regathering:
+        """Prepare the backward pass for some of the parameters, by their indices."""
+        parameters = [self.parameters[i] for i in indices]
         return Regathering(
             parameters,
-            [gathered.blocks[i] for i in numbers],
-            [gathered.tensors[i] for i in numbers],
+            [gathered.blocks[i] for i in indices],
+            [gathered.tensors[i] for i in indices],
             self._moves,
         )
 
@@ -342,10 +345,10 @@ class ModuleParameters:
             x = gathered.tensors[i]
             if writes_to(x) != writes and x.data_ptr() != gathered.blocks[i].data_ptr():
                 name = self.parameters[i].name
-                what = f"{name} was written to in a forward pass, in which it is gathered: "
-                what += "the write is lost"
+                reason = f"{name} was written to in a forward pass, in which it is gathered: "
+                reason += "the write is lost"
                 hint = f"write to the block between passes, or store {name} as it is used"
-                raise XshardError(what, hint=hint)
+                raise XshardError(reason, hint=hint)
 
 
 def tensors_with_gradient(result: Any) -> list[Tensor]:

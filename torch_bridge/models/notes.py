@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 import traceback
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -41,11 +41,11 @@ def described(title: str, parallel: ParallelModel, path: str) -> str:
 
 
 def _rule_lines(hooks: ModuleHooks) -> list[str]:
-    """Write a line for each rule of a module, and one for each side that has none."""
+    """Write a line for each rule of a module, and one if its inputs, or its outputs, have none."""
     lines = []
-    for side, rules in (("input", hooks.inputs), ("output", hooks.outputs)):
+    for direction, rules in (("input", hooks.inputs), ("output", hooks.outputs)):
         texts = [rule.rule.text for rule in rules] if rules else ["no rule"]
-        lines += [f"{side} of {hooks.title}: {text}" for text in texts]
+        lines += [f"{direction} of {hooks.title}: {text}" for text in texts]
     return lines
 
 
@@ -72,7 +72,7 @@ def leaves_call_of_hook(error: BaseException) -> bool:
 
 
 def has_note(error: BaseException) -> bool:
-    """Return whether an inner module has described the error already."""
+    """Return whether the hook of an inner module has added a note to the error already."""
     return any(note.startswith(NOTE) for note in getattr(error, "__notes__", ()))
 
 
@@ -84,7 +84,7 @@ def note_on(error: BaseException, parallel: ParallelModel) -> str:
     that are the whole length of a sharded dim. `n_heads = 12`, where a process has 3 heads, is the
     most common mistake: a module that reshapes by it does not fit its block.
     """
-    # Never empty, as a hook of one of these modules calls this. The last one is the outermost.
+    # Never empty, as a hook of one of these modules calls this.
     modules = _modules_inner_first(error, parallel)
     paths = [parallel.names[module] for module in modules]
     innermost = paths[0] if paths[0] else "(the model)"
@@ -95,16 +95,27 @@ def note_on(error: BaseException, parallel: ParallelModel) -> str:
         lines += _rule_lines(parallel.hooks[with_rules[0]])
     with_parameters = [path for path in paths if parallel.used_inside(path)]
     lines += _parameter_lines(parallel, with_parameters[0] if with_parameters else "")
+    return "\n  ".join([*lines, *_whole_length_lines(modules, parallel)])
 
-    sharded_lengths = _sharded_lengths(parallel, paths[-1])
-    for path, module in zip(paths, modules, strict=True):
-        # What counts= has made local may be as long as another dim by chance.
-        local = {count.attribute for count in parallel.counts if count.module is module}
-        attributes = ", ".join(_attributes_of_length(module, local, sharded_lengths)[:LISTED])
+
+def _whole_length_lines(modules: Sequence[nn.Module], parallel: ParallelModel) -> list[str]:
+    """Write a line for each module with attributes that are whole lengths of sharded dims.
+
+    Args:
+        modules: The modules, the outermost last.
+        parallel: The state of the parallel model.
+    """
+    sharded_lengths = _sharded_lengths(parallel, parallel.names[modules[-1]])
+    lines = []
+    for module in modules:
+        # An attribute that counts= has made local may equal the length of another dim by chance.
+        made_local = {count.attribute for count in parallel.counts if count.module is module}
+        attributes = _attributes_of_length(module, made_local, sharded_lengths)[:LISTED]
         if attributes:
+            title = title_of(parallel.names[module])
             hint = "whole lengths of sharded dims: counts= makes them local"
-            lines.append(f"{title_of(path)} has {attributes}, {hint}")
-    return "\n  ".join(lines)
+            lines.append(f"{title} has {', '.join(attributes)}, {hint}")
+    return lines
 
 
 def _modules_inner_first(error: BaseException, parallel: ParallelModel) -> list[nn.Module]:
@@ -118,7 +129,7 @@ def _modules_inner_first(error: BaseException, parallel: ParallelModel) -> list[
 
 
 def _sharded_lengths(parallel: ParallelModel, path: str) -> set[int]:
-    """Return the whole lengths of all sharded dims of parameters inside a module."""
+    """Return the global lengths of all sharded dims of parameters inside a module."""
     lengths = set()
     for sharding in parallel.used_inside(path).values():
         for length, dim in zip(sharding.shape, sharding.layout.dims, strict=True):
@@ -128,18 +139,22 @@ def _sharded_lengths(parallel: ParallelModel, path: str) -> set[int]:
 
 
 def _attributes_of_length(
-    module: nn.Module, left_out: Collection[str], lengths: Collection[int]
+    module: nn.Module, excluded: Collection[str], lengths: Collection[int]
 ) -> list[str]:
-    """Write the attributes of a module, and products of two, that are equal to one of the lengths."""
+    """Write the attributes of a module, and products of two, that equal one of the lengths.
+
+    n_heads 12 and head_dim 64, lengths {12, 768} -> ["n_heads=12", "n_heads=12 * head_dim=64"].
+    """
     if isinstance(module, nn.Linear | nn.Embedding):  # which do not read theirs
         return []
-    counts = {}
+    integers = {}
     for name, value in vars(module).items():
-        if type(value) is int and value > 1 and name not in left_out:
-            counts[name] = value
-    counted = [f"{name}={n}" for name, n in counts.items() if n in lengths]
+        if type(value) is int and value > 1 and name not in excluded:
+            integers[name] = value
+    texts = {name: f"{name}={value}" for name, value in integers.items()}
+    listed = [texts[name] for name, value in integers.items() if value in lengths]
     # A view may have the product of two lengths, as heads * head_dim.
-    for first, second in itertools.combinations(counts, 2):
-        if counts[first] * counts[second] in lengths:
-            counted.append(f"{first}={counts[first]} * {second}={counts[second]}")
-    return counted
+    for factor, other_factor in itertools.combinations(integers, 2):
+        if integers[factor] * integers[other_factor] in lengths:
+            listed.append(f"{texts[factor]} * {texts[other_factor]}")
+    return listed

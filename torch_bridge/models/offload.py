@@ -35,7 +35,7 @@ class DeviceCopy:
         return self
 
 
-def copied(x: Tensor, device: torch.device) -> Tensor:
+def copy_to_device(x: Tensor, device: torch.device) -> Tensor:
     """Return a copy of a tensor on a device, in new memory also on the same one, differentiably."""
     if torch.compiler.is_compiling():
         return x.to(device, copy=True)

@@ -41,9 +41,9 @@ def check_attention(
     for dim in root.known_dims:
         is_cut = dim.name in sequences and root.context.axes.size(*dim.axes) > 1
         if is_cut and rows == dim.local_length:
-            message = f"{name} attends to {rows} of {dim.length} rows: {dim.source}"
+            reason = f"{name} attends to {rows} of {dim.length} rows: {dim.source}"
             hint = "set an attention of xt.nn.register_attention, or gather the rows in a rule for its input"
-            raise XshardError(message, hint=hint)
+            raise XshardError(reason, hint=hint)
 
 
 def _is_own(module: nn.Module) -> bool:

@@ -89,7 +89,8 @@ class ParallelModel:
     ) -> dict[Any, tuple[Layout, tuple[int, ...] | None]]:
         """Return layouts and global shapes of the sharded inputs of the model, by position or name.
 
-        values: the arguments of a call, in the same way.
+        Args:
+            values: The arguments of a call, in the same way.
         """
         if self.find_arrivals is not None:
             return self.find_arrivals(values)
@@ -148,24 +149,24 @@ class ParallelModel:
     def refuse_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         """Raise XshardError unless `keep_vars` asks for the tensors; a hook before `state_dict()`."""
         if not keep_vars:
-            what = f"state_dict() of a parallel model has blocks, as of {self.sharded[0].name}"
+            reason = f"state_dict() of a parallel model has blocks, as of {self.sharded_parameters[0].name}"
             hint = "xt.state_dict(model) has DTensors, .full_tensor() is whole; keep_vars=True has blocks"
-            raise XshardError(what, hint=hint)
+            raise XshardError(reason, hint=hint)
 
     @property
-    def unsummed(self) -> bool:
+    def has_unsummed_gradients(self) -> bool:
         """Whether gradients are each process's share, after passes inside `no_sync` alone."""
-        if self.gradients.unsummed:
+        if self.gradients.has_unsummed:
             return True
         return any(hooks.parameters.has_unsummed_gradients for hooks in self.hooks.values())
 
     @property
-    def sharded(self) -> list[ShardedParameter]:
+    def sharded_parameters(self) -> list[ShardedParameter]:
         """Parameters and buffers with less than the whole on a process."""
         return [parameter for parameter in self.parameters if parameter.sharding.layout.axes]
 
     @property
-    def trained(self) -> list[ShardedParameter]:
+    def trained_parameters(self) -> list[ShardedParameter]:
         """Parameters that get a gradient."""
         return [parameter for parameter in self.parameters if parameter.tensor.requires_grad]
 
@@ -190,16 +191,18 @@ class ParallelModel:
         A pipeline learns shapes by a pass over memory without values, which asks for gradients of
         inputs alone: then the next pass is the first.
         """
-        if self.trained and not self._has_gradients():
+        if self.trained_parameters and not self._has_gradients():
             self.gradients.after_first = self._check_pass
         else:
             self._check_pass()
 
     def _has_gradients(self) -> bool:
         """Return whether a parameter has a gradient, on any process."""
-        has_gradient = any(parameter.tensor.grad is not None for parameter in self.trained)
-        flag = torch.tensor([float(has_gradient)], device=self.trained[0].tensor.device)
-        return bool(self.context.reduced(flag, "max"))
+        has_gradient = any(
+            parameter.tensor.grad is not None for parameter in self.trained_parameters
+        )
+        flag = torch.tensor([float(has_gradient)], device=self.trained_parameters[0].tensor.device)
+        return bool(self.context.all_reduce(flag, "max"))
 
     def _check_pass(self) -> None:
         """Raise XshardError, on all processes, if the pass that ends contradicts the rules."""
@@ -216,34 +219,34 @@ class ParallelModel:
         `out_proj`, and never call it.
         """
         hooks = list(self.hooks.values())
-        if not hooks or not self.trained:
+        if not hooks or not self.trained_parameters:
             return
         flags = torch.tensor([float(self._is_bypassed(module_hooks)) for module_hooks in hooks])
-        flags = self.context.reduced(flags.to(self.trained[0].tensor.device), "max")
+        flags = self.context.all_reduce(flags.to(self.trained_parameters[0].tensor.device), "max")
         for module_hooks, is_bypassed in zip(hooks, flags.tolist(), strict=True):
             if is_bypassed:
-                what = f"{module_hooks.title} is never called, but its parameters are used: "
-                what += "its rules do not run"
+                reason = f"{module_hooks.title} is never called, but its parameters are used: "
+                reason += "its rules do not run"
                 hint = "write rules for a module around it, which is called"
-                raise XshardError(what, hint=hint)
+                raise XshardError(reason, hint=hint)
 
     def _check_claims(self) -> None:
         """Raise ReplicaError, on all processes, if what rules call replicated has come different."""
         rules: list[TensorRule] = []
         for hooks in self.hooks.values():
             rules += [*hooks.inputs, *hooks.outputs]
-        if rules and self.trained:
+        if rules and self.trained_parameters:
             claims = [rule.claim for rule in rules]
             for rule in rules:
                 rule.takes_claims = False
                 rule.claim = None
-            check_claims(claims, self.context, self.trained[0].tensor.device)
+            check_claims(claims, self.context, self.trained_parameters[0].tensor.device)
 
     def _is_bypassed(self, hooks: ModuleHooks) -> bool:
         """Return whether parameters of a module have a gradient, though its rules did not run."""
         if hooks.was_called:
             return False
-        for parameter in self.trained:
+        for parameter in self.trained_parameters:
             # A tied parameter may have been used elsewhere.
             is_own = all(is_inside(name, hooks.name) for name in parameter.names)
             if is_own and parameter.tensor.grad is not None:
@@ -340,15 +343,15 @@ def grad_norm(model: nn.Module, norm_type: Positive = 2.0) -> Tensor:
         XshardError: Gradients are not yet summed, after passes inside `no_sync` alone.
     """
     parallel = parallel_of(model)
-    if parallel.unsummed:
+    if parallel.has_unsummed_gradients:
         raise XshardError(
             "gradients are each process's share", hint="a pass outside of no_sync sums them"
         )
     # Each block is counted on one process: the sum over all of them counts every element once.
     norms = _norms_to_count(parallel, norm_type)
     if math.isinf(norm_type):
-        return parallel.context.reduced(norms.max(), "max")
-    total = parallel.context.reduced((norms**norm_type).sum(), "sum")
+        return parallel.context.all_reduce(norms.max(), "max")
+    total = parallel.context.all_reduce((norms**norm_type).sum(), "sum")
     return total ** (1 / norm_type)
 
 
@@ -371,7 +374,7 @@ def _norms_to_count(parallel: ParallelModel, norm_type: float) -> Tensor:
             continue
         # Along an axis that does not shard this gradient, an earlier process has the same block.
         sharding = parameter.sharding
-        replica_axes = [a for a in sharding.mesh.axes if a not in sharding.layout.axes]
+        replica_axes = [axis for axis in sharding.mesh.axes if axis not in sharding.layout.axes]
         if sharding.mesh.index(device, replica_axes) > 0:
             continue
         wide = torch.promote_types(gradient.dtype, torch.float32)

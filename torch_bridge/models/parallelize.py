@@ -27,7 +27,7 @@ from torch_bridge.models.prefetch import Prefetch
 from torch_bridge.models.uses import (
     ModelParameters,
     check_varying_alike,
-    enclosing,
+    nearest_hooks,
     parameters_by_rules,
 )
 from torch_bridge.precision import Precision, PrecisionLike
@@ -239,9 +239,11 @@ def parallelize(  # noqa: PLR0913  public: rules of several kinds, and how they 
 def _check_dtypes(precision: PrecisionLike, comm_dtype: CommDtypeLike) -> None:
     """Raise XshardError if two options say how parameters travel."""
     if precision is not None and comm_dtype is not None:
-        what = f"comm_dtype={comm_dtype} and precision= both say in which dtypes parameters travel"
+        reason = (
+            f"comm_dtype={comm_dtype} and precision= both say in which dtypes parameters travel"
+        )
         hint = "leave comm_dtype= out: they travel in param_dtype, and gradients in reduce_dtype"
-        raise XshardError(what, hint=hint)
+        raise XshardError(reason, hint=hint)
 
 
 def _prepare(
@@ -266,8 +268,8 @@ def _prepare(
 def _facts_of(rules: _ModelRules, prepared: _PreparedModel) -> dict[str, str]:
     """Return the facts about rules and model in which processes have to agree."""
     facts = {}
-    for kind in ("parameters", "inputs", "outputs", "counts"):
-        facts[kind] = str(dict(Rules(getattr(rules, kind))))
+    for keyword in ("parameters", "inputs", "outputs", "counts"):
+        facts[keyword] = str(dict(Rules(getattr(rules, keyword))))
     # Two models may have the same rules.
     shapes = [parameter.sharding.shape for parameter in prepared.parameters.sharded]
     n_elements = sum(math.prod(shape) for shape in shapes)
@@ -298,8 +300,8 @@ def _attach(model: nn.Module, parallel: ParallelModel) -> None:
     model.register_forward_hook(parallel.end, always_call=True)
 
     modules_with_blocks = []
-    for parameter in parallel.sharded:
-        modules_with_blocks += [place.module for place in parameter.places]
+    for parameter in parallel.sharded_parameters:
+        modules_with_blocks += [slot.module for slot in parameter.slots]
     for module in dict.fromkeys(modules_with_blocks):  # each once
         module.register_state_dict_pre_hook(parallel.refuse_state_dict)
     # It comes first: a copy of the model asks it before tensors are copied, which may be gathered ones
@@ -364,7 +366,7 @@ def _module_hooks(
     hooked_names = {*input_texts, *output_texts, *gathering_names, *precisions}
 
     hooks: dict[str, ModuleHooks] = {}
-    hooks_of_module: dict[nn.Module, ModuleHooks] = {}
+    hooks_of_object: dict[nn.Module, ModuleHooks] = {}  # a module with several names has one
     for name, module in modules.items():
         if name not in hooked_names:
             continue
@@ -372,41 +374,39 @@ def _module_hooks(
         input_rules = _tensor_rules(input_texts.get(name), name, context, routes=True)
         arguments = inspect.signature(module.forward).parameters
         _check_arguments(name, arguments, input_rules)
-        output_rules = _tensor_rules(output_texts.get(name), name, context, routes=False)
         # The nearest module around this one with a rule for its input; outer modules come first.
-        parent = enclosing(module_of(name), hooks, "inputs") if name else None
+        parent = nearest_hooks(module_of(name), hooks, "inputs") if name else None
         # Axes along which activations inside differ between processes: those around the module, as
         # its rules change them.
         outer_varying = parent.varying if parent is not None else frozenset[str]()
         varying = models.varying_axes(outer_varying, [rule.rule for rule in input_rules])
-        module_hooks = ModuleHooks(
+        hooks_by_this_name = ModuleHooks(
             name,
             list(arguments),
             context,
             parent,
             input_rules,
-            output_rules,
+            _tensor_rules(output_texts.get(name), name, context, routes=False),
             varying,
             gathers=name in gathering_names,
             parameters=ModuleParameters(name, context, prefetch),
             precision=precisions.get(name),
         )
-        first = hooks_of_module.setdefault(module, module_hooks)
+        hooks[name] = hooks_of_object.setdefault(module, hooks_by_this_name)
         if input_rules:
-            check_varying_alike(first.title, first.varying, name, varying)
-        hooks[name] = first
+            check_varying_alike(hooks[name].title, hooks[name].varying, name, varying)
     return hooks
 
 
 def _check_arguments(
-    name: str, known: Mapping[str, inspect.Parameter], rules: Sequence[TensorRule]
+    name: str, parameters: Mapping[str, inspect.Parameter], rules: Sequence[TensorRule]
 ) -> None:
     """Raise XshardError for a rule that names an argument which a module's forward does not take."""
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return
     for rule in rules:
-        if isinstance(rule.key, str) and rule.key not in known:
-            hint = f"{did_you_mean(rule.key, known)}forward({', '.join(known)})"
+        if isinstance(rule.key, str) and rule.key not in parameters:
+            hint = f"{did_you_mean(rule.key, parameters)}forward({', '.join(parameters)})"
             raise XshardError(f"inputs: module {name!r} takes no argument {rule.key!r}", hint=hint)
 
 
@@ -473,8 +473,8 @@ def _counts(modules: Mapping[str, nn.Module], processes: ProcessMesh, rules: Rul
             # Plain parts of the array have other borders: 4 heads are 2 2 0, and its 16 rows 6 6 4.
             if not heads.is_even and all(shard.order == "block" for shard in dim.shards):
                 hint = f"say what each process counts of {count.whole}, as in 'h/sizes(tp,2,1,1)'"
-                what = f"{count.whole} is not divisible by {processes.mesh.size(*dim.axes)}"
-                raise ShapeError(what, text=text, hint=hint)
+                reason = f"{count.whole} is not divisible by {processes.mesh.size(*dim.axes)}"
+                raise ShapeError(reason, text=text, hint=hint)
         [local] = heads.local_shape(processes.device)
         counts.append(count._replace(local=local))
     return list(dict.fromkeys(counts))  # a module may have several names

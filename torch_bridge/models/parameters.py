@@ -48,9 +48,9 @@ class ParallelContext:
 
     def __getstate__(self) -> dict[str, Any]:
         if not isinstance(self.mesh, Mesh):
-            what = "a model on process groups cannot be pickled"
+            reason = "a model on process groups cannot be pickled"
             raise XshardError(
-                what, hint="parallelize it on an xshard.Mesh, or xt.save(model, folder)"
+                reason, hint="parallelize it on an xshard.Mesh, or xt.save(model, folder)"
             )
         return vars(self)
 
@@ -88,10 +88,10 @@ class ParallelContext:
         x = self.in_use(x.detach())
         return redistribute(x, (src, dst), mesh, shape=shape, profile=self.profile)
 
-    def reduced(self, x: Tensor, kind: str) -> Tensor:
-        """Return the "sum", "max" or "min" of a tensor over all processes, which all call it."""
+    def all_reduce(self, x: Tensor, op: str) -> Tensor:
+        """Reduce a tensor over all processes, which all call it, by "sum", "max" or "min"."""
         axes = ",".join(self.axes.axes)
-        move = f"... | {kind}({axes}) -> ..."
+        move = f"... | {op}({axes}) -> ..."
         return redistribute(self.in_use(x), move, self.mesh, profile=self.profile)
 
     def compare(self, blocks: Iterable[tuple[str, Tensor, Sharding]]) -> None:
@@ -104,7 +104,7 @@ class ParallelContext:
             blocks: For each a name for errors, the block, and its layout with the global shape.
         """
         processes = self.processes
-        pairs = []
+        compared = []
         for name, block, sharding in blocks:
             check = ReplicaCheck(
                 sharding,
@@ -118,13 +118,13 @@ class ParallelContext:
                 # Every process has a block, and every one calls it: the mesh stands for both.
                 own_processes = processes.on(sharding.mesh)
                 comparison = Comparison(check, processes.ranks, own_processes, callers=processes)
-                pairs.append((comparison, self.in_use(block.detach())))
-        if pairs:
-            compare_all(pairs, COMPARED)
+                compared.append((comparison, self.in_use(block.detach())))
+        if compared:
+            compare_all(compared, COMPARED)
 
 
-class Place(NamedTuple):
-    """Where a tensor is: a module, and the name of the parameter or buffer."""
+class TensorSlot(NamedTuple):
+    """A parameter or buffer of a module by its attribute: what the slot holds may be replaced."""
 
     module: nn.Module
     attribute: str
@@ -150,19 +150,19 @@ class ShardedParameter:
 
     Attributes:
         names: Its names in the model; the first one is used in errors.
-        places: Where it is, a place for each name.
+        slots: The module and attribute that hold it, for each name.
         sharding: How it is stored, with its global shape.
         axes_summed_later: Axes over which its gradient is summed after the backward pass of all its uses.
         precision: That of its first use, which says the dtype of this sum.
     """
 
     names: list[str]
-    places: list[Place]
+    slots: list[TensorSlot]
     sharding: Sharding
     axes_summed_later: frozenset[str] = frozenset()
     precision: Precision | None = None
-    _block: Tensor | None = None  # while modules have gathered tensors in its place
-    _n_gathered: int = 0  # how many `GatheredParameter`s have put one there
+    _block: Tensor | None = None  # set while slots hold gathered tensors
+    _n_gathered: int = 0  # how many `GatheredParameter`s have put one into a slot
 
     @property
     def name(self) -> str:
@@ -170,16 +170,16 @@ class ShardedParameter:
 
     @property
     def tensor(self) -> Any:
-        """This process's block, also while modules have a gathered tensor in its place."""
-        return self.places[0].get() if self._block is None else self._block
+        """This process's block, also while slots hold gathered tensors."""
+        return self.slots[0].get() if self._block is None else self._block
 
     def set_aside(self) -> None:
-        """Keep the block, while a gathered tensor is in its place."""
+        """Keep the block, while slots hold a gathered tensor."""
         self._block = self.tensor
         self._n_gathered += 1
 
     def bring_back(self) -> None:
-        """Let modules have the block, when all gathered tensors have gone."""
+        """Count one gathered tensor less; slots hold the block again when there is none."""
         self._n_gathered -= 1
         if not self._n_gathered:
             self._block = None
@@ -224,11 +224,11 @@ class ShardedParameter:
                 self._replace(old, nn.Parameter(block, old.requires_grad))
             new = old
             new.data = block
-        for place in self.places:
-            place.set_tensor(new)
+        for slot in self.slots:
+            slot.set_tensor(new)
 
     def _replace(self, old: Tensor, new: Tensor) -> None:
-        """Let the object that others have be another tensor."""
+        """Replace a tensor by another one in the same Python object, to which optimisers may refer."""
         try:
             torch.utils.swap_tensors(old, new)
         except RuntimeError as error:
@@ -259,19 +259,19 @@ def shard_all(
             initialises one module; without it, their blocks stay on the meta device.
         device: The device of tensors that were on the meta device.
     """
-    initialised: dict[Place, Tensor] = {}
+    initialised: dict[TensorSlot, Tensor] = {}
     blocks = {}  # of tensors that were on the meta device
     sums = {}
     for parameter in parameters:
         x = parameter.tensor
         if x.is_meta:
-            place = parameter.places[0]
+            slot = parameter.slots[0]
             if isinstance(init, Mapping):
                 x = _value_in(init, parameter).to(device=device, dtype=x.dtype)
             elif init is not None:
-                if place not in initialised:
-                    initialised |= _initialised(place.module, init, device)
-                x = initialised.pop(place)
+                if slot not in initialised:
+                    initialised |= _initialise(slot.module, init, device)
+                x = initialised.pop(slot)
             blocks[parameter] = parameter.block_of(x, context)
         if not x.is_meta:
             # Processes compare sums, to find out whether they began with equal values.
@@ -311,9 +311,9 @@ def _check_no_graph(x: nn.Parameter, name: str) -> None:
         raise XshardError(f"{name} is part of a graph that waits for its backward pass", hint=hint)
 
 
-def _initialised(
+def _initialise(
     module: nn.Module, init: Callable[[nn.Module], Any], device: Any
-) -> dict[Place, Tensor]:
+) -> dict[TensorSlot, Tensor]:
     """Let the user's `init` give values to those tensors of a module that are on the meta device.
 
     `init` writes to all tensors of the module: while it runs, new ones stand in for them. Returns
@@ -324,22 +324,22 @@ def _initialised(
         init: A function of a module that writes to its tensors.
         device: The device of tensors that were on the meta device.
     """
-    earlier = {}  # tensors by place
+    earlier = {}  # the module's tensors by slot
     for name, x in {**parameters_of(module), **buffers_of(module)}.items():
         if x is None:
             continue
-        place = Place(module, name)
-        earlier[place] = x
+        slot = TensorSlot(module, name)
+        earlier[slot] = x
         new = torch.empty_like(x, device=device if x.is_meta else x.device)
         if isinstance(x, nn.Parameter):
             new = nn.Parameter(new, x.requires_grad)
-        place.set_tensor(new)
+        slot.set_tensor(new)
     try:
         init(module)
-        return {place: place.get() for place, x in earlier.items() if x.is_meta}
+        return {slot: slot.get() for slot, x in earlier.items() if x.is_meta}
     finally:
-        for place, x in earlier.items():
-            place.set_tensor(x)
+        for slot, x in earlier.items():
+            slot.set_tensor(x)
 
 
 def _value_in(init: Mapping[str, Tensor], parameter: ShardedParameter) -> Tensor:
@@ -351,8 +351,10 @@ def _value_in(init: Mapping[str, Tensor], parameter: ShardedParameter) -> Tensor
         raise XshardError(f"{parameter.name} is on the meta device, and init= lacks it", hint=hint)
     value = init[names[0]]
     if tuple(value.shape) != parameter.sharding.shape:
-        what = f"{names[0]} has shape {tuple(value.shape)} in init=, not {parameter.sharding.shape}"
-        raise XshardError(what)
+        reason = (
+            f"{names[0]} has shape {tuple(value.shape)} in init=, not {parameter.sharding.shape}"
+        )
+        raise XshardError(reason)
     return value
 
 
@@ -369,7 +371,7 @@ def _check_equal(sums: Mapping[str, Tensor], context: ParallelContext) -> None:
     own_sums = torch.stack(list(sums.values()))
     # One collective finds the largest and the smallest sum, as min(x) = -max(-x).
     signed_sums = torch.stack([own_sums, -own_sums])
-    largest, minus_smallest = context.reduced(signed_sums, "max")
+    largest, minus_smallest = context.all_reduce(signed_sums, "max")
     # A relative tolerance: processes may add equal values in another order, and round differently.
     magnitude = torch.maximum(largest.abs(), minus_smallest.abs())
     is_different = (largest + minus_smallest).abs() > SAME_SEED * magnitude

@@ -45,7 +45,7 @@ class _Span(NamedTuple):
 _Call = tuple[int, nn.Module]  # the thread of a forward pass, and the module
 
 
-class _Found(NamedTuple):
+class _VisitedNode(NamedTuple):
     """A node of a loss, and the axes over which means were taken between it and the loss."""
 
     node: Any
@@ -118,12 +118,12 @@ class Penalties:
         return any(_is_in(spans, number) for spans in self._spans.values())
 
 
-def _is_in(spans: list[_Span], number: int) -> bool:
+def _is_in(spans: list[_Span], node_number: int) -> bool:
     """Return whether a node with this number was made by a pass of a thread, or may have been."""
-    i = bisect_right(spans, number, key=lambda span: span.first) - 1
+    i = bisect_right(spans, node_number, key=lambda span: span.first) - 1
     if i < 0:  # older than all that is remembered
         return len(spans) == REMEMBERED
-    return number < spans[i].end
+    return node_number < spans[i].end
 
 
 class _Search:
@@ -134,23 +134,25 @@ class _Search:
     ) -> None:
         self._is_inside = is_inside
         self._parameters = parameters  # by the ids of their tensors
-        self._is_alone: dict[Any, bool] = {}  # by node: whether it depends on parameters alone
+        self._has_only_parameters: dict[
+            Any, bool
+        ] = {}  # by node: whether it depends on parameters alone
 
     def penalised(self, root: Any) -> Iterator[tuple[ShardedParameter, frozenset[str]]]:
         """Yield the parameters in the penalties of a loss, with the axes over which means are taken."""
-        waiting = [_Found(root, frozenset())]
+        to_visit = [_VisitedNode(root, frozenset())]
         seen = set()
-        while waiting:
-            found = waiting.pop()
-            if found in seen or self._is_inside(found.node):
+        while to_visit:
+            visited = to_visit.pop()
+            if visited in seen or self._is_inside(visited.node):
                 continue
-            seen.add(found)
-            parameter = self._parameter_of(found.node)
+            seen.add(visited)
+            parameter = self._parameter_of(visited.node)
             if parameter is not None:
-                yield parameter, found.mean_axes
-            elif self._is_searched(found.node):
-                mean_axes = found.mean_axes | _mean_axes(found.node)
-                waiting += [_Found(node, mean_axes) for node in _inputs_of(found.node)]
+                yield parameter, visited.mean_axes
+            elif self._is_searched(visited.node):
+                mean_axes = visited.mean_axes | _mean_axes(visited.node)
+                to_visit += [_VisitedNode(node, mean_axes) for node in _inputs_of(visited.node)]
 
     def _is_searched(self, node: Any) -> bool:
         """Return whether penalties below a node would be addends of the loss."""
@@ -161,20 +163,24 @@ class _Search:
 
     def _depends_on_parameters_alone(self, root: Any) -> bool:
         """Return whether nothing but parameters of the model is below a node, outside of modules."""
-        waiting = [root]
-        while waiting:
-            node = waiting.pop()
+        to_visit = [root]
+        while to_visit:
+            node = to_visit.pop()
             inputs = _inputs_of(node)
-            missing = [below for below in inputs if below not in self._is_alone]
+            undecided = [
+                input_node for input_node in inputs if input_node not in self._has_only_parameters
+            ]
             if self._is_inside(node):
-                self._is_alone[node] = False
+                self._has_only_parameters[node] = False
             elif not inputs:
-                self._is_alone[node] = self._parameter_of(node) is not None
-            elif missing:
-                waiting += [node, *missing]
+                self._has_only_parameters[node] = self._parameter_of(node) is not None
+            elif undecided:
+                to_visit += [node, *undecided]
             else:
-                self._is_alone[node] = all(self._is_alone[below] for below in inputs)
-        return self._is_alone[root]
+                self._has_only_parameters[node] = all(
+                    self._has_only_parameters[input_node] for input_node in inputs
+                )
+        return self._has_only_parameters[root]
 
     def _parameter_of(self, node: Any) -> ShardedParameter | None:
         """Return the parameter whose gradient a node is for, or None."""
@@ -183,7 +189,7 @@ class _Search:
 
 def _inputs_of(node: Any) -> list[Any]:
     """Return the nodes to which a node sends gradients."""
-    return [below for below, _ in node.next_functions if below is not None]
+    return [input_node for input_node, _ in node.next_functions if input_node is not None]
 
 
 def _mean_axes(node: Any) -> frozenset[str]:
@@ -204,14 +210,14 @@ def _check_count(parameter: ShardedParameter, mean_axes: frozenset[str]) -> None
     layout = parameter.sharding.layout
     repeated = [axis for axis in parameter.axes_summed_later - mean_axes if mesh.size(axis) > 1]
     divided = [axis for axis in mean_axes.intersection(layout.axes) if mesh.size(axis) > 1]
-    what = f"a penalty on {parameter.name} is added to the loss outside of the model: "
+    reason = f"a penalty on {parameter.name} is added to the loss outside of the model: "
     if repeated:
         over = ",".join(sorted(repeated))
-        what += (
+        reason += (
             f"its gradient would count {mesh.size(*repeated)} times, as it is summed over '{over}'"
         )
-        raise PlanError(what, text=layout_text(layout), hint=HINT)
+        raise PlanError(reason, text=layout_text(layout), hint=HINT)
     if divided:
         over = ",".join(sorted(divided))
-        what += f"its gradient would count 1/{mesh.size(*divided)}, by the mean over '{over}'"
-        raise PlanError(what, text=layout_text(layout), hint=HINT)
+        reason += f"its gradient would count 1/{mesh.size(*divided)}, by the mean over '{over}'"
+        raise PlanError(reason, text=layout_text(layout), hint=HINT)

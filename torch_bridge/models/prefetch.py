@@ -40,7 +40,7 @@ class Turn(NamedTuple):
     begin: Callable[[], GatherUnderWay | None]
 
 
-def _labelled(turns: Sequence[Turn]) -> Iterator[tuple[str, Turn]]:
+def _label(turns: Sequence[Turn]) -> Iterator[tuple[str, Turn]]:
     """Yield turns with names that tell them apart: the second one of "up" is "up (2)"."""
     times = Counter[str]()
     for turn in turns:
@@ -170,14 +170,14 @@ class Prefetch:
     def schedule(self) -> Schedule:
         """Return the schedule of a step: passes as the last ones."""
         forward = []
-        for name, turn in _labelled(self.forward):
+        for name, turn in _label(self.forward):
             parameters = Start(f"{name} parameters", turn.n_bytes)
             forward.append(ScheduledTurn(name, parameters=parameters))
         # Modules that keep their parameters come last, as the model, which has the first turn forward.
         gathered_again = {turn.name for turn in self.backward}
-        kept = [turn for turn in reversed(self.forward) if turn.name not in gathered_again]
+        kept_turns = [turn for turn in reversed(self.forward) if turn.name not in gathered_again]
         backward = []
-        for name, turn in _labelled([*self.backward, *kept]):
+        for name, turn in _label([*self.backward, *kept_turns]):
             gradients = Start(f"{name} gradients", turn.n_bytes)
             scheduled = ScheduledTurn(f"{name}, backward", gradients=gradients)
             if turn.name in gathered_again:
@@ -218,7 +218,7 @@ class BackwardOrder:
         self._turns.append(turn)
         return partial(self._take, len(self._turns) - 1)
 
-    def _take(self, number: int) -> GatherUnderWay | None:
+    def _take(self, position: int) -> GatherUnderWay | None:
         if not is_in_backward_pass():
             return None  # somebody looks at what a graph has saved
         if self._queue is None:
@@ -226,7 +226,7 @@ class BackwardOrder:
             self._prefetch.backward = [turn._replace(begin=no_gather) for turn in turns]
             self._queue = _Queue(turns, self._prefetch.prefetch)
             call_after_backward(self._drop, if_failed=self._drop)
-        i = len(self._queue.turns) - 1 - number
+        i = len(self._queue.turns) - 1 - position
         return self._queue.take(i) if i >= 0 else None
 
     def _drop(self) -> None:

@@ -33,10 +33,15 @@ from xshard import XshardError
 class _SavedView(NamedTuple):
     """What autograd saves instead of a gathered parameter: which one, and the view of it that was used.
 
-    dtype: another one than the parameter's if a cast was used, as under autocast.
+    Attributes:
+        parameter_index: The index of the parameter.
+        dtype: Another one than the parameter's if a cast was used, as under autocast.
+        shape: The shape of the view.
+        stride: Its strides.
+        offset: Its offset in the storage.
     """
 
-    number: int
+    parameter_index: int
     dtype: torch.dtype
     shape: torch.Size
     stride: tuple[int, ...]
@@ -44,7 +49,7 @@ class _SavedView(NamedTuple):
 
 
 class _SavedByOthers(NamedTuple):
-    """What the hooks around ours, as those of a checkpoint, save instead of a tensor."""
+    """What hooks outside of ours, as those of a checkpoint, save instead of a tensor."""
 
     packed: Any
 
@@ -112,7 +117,7 @@ class Regathering:
         if all(x.grad_fn is not None for x in tensors):
             for i, x in enumerate(tensors):
                 # Weakly: a tensor would refer to what keeps it, and never be freed.
-                x.register_hook(partial(_note_gradient, weakref.ref(self), i))
+                x.register_hook(partial(_note_gradient_of, weakref.ref(self), i))
 
     def note_gradient(self, i: int) -> None:
         """Let go of the kept tensors when the last of them has its gradient; GATHERED -> WAITING."""
@@ -136,7 +141,7 @@ class Regathering:
         self._with_gradient.clear()
         self._pass_id = backward_pass_id()
         if not self._gathered:
-            self._gathered = self._gathered_again()
+            self._gathered = self._gather_again()
         if not is_in_backward_pass():
             return  # somebody looks at what a graph has saved
         for parameter, x in zip(self._parameters, self._gathered, strict=True):
@@ -146,7 +151,7 @@ class Regathering:
         call_after_backward(taking_back, if_failed=taking_back)
         self._taking_back = taking_back
 
-    def _gathered_again(self) -> list[Tensor]:
+    def _gather_again(self) -> list[Tensor]:
         # After an optimiser's step, say, other values than in the forward pass would come back.
         if self._writes != [writes_to(x) for x in self._blocks]:
             raise XshardError(
@@ -181,8 +186,8 @@ class Regathering:
 
     def view(self, saved: _SavedView) -> Tensor:
         """Return the view that a reference stands for, of what has been gathered again."""
-        whole = self._gathered[saved.number].to(saved.dtype)
-        return whole.as_strided(saved.shape, saved.stride, saved.offset)
+        gathered = self._gathered[saved.parameter_index].to(saved.dtype)
+        return gathered.as_strided(saved.shape, saved.stride, saved.offset)
 
 
 class Saving:
@@ -234,11 +239,11 @@ class Saving:
         return saved
 
 
-def _note_gradient(regathering: weakref.ref[Regathering], i: int, _: Tensor) -> None:
+def _note_gradient_of(reference: weakref.ref[Regathering], i: int, _: Tensor) -> None:
     """Tell a pass whose tensors are kept that one of them has its gradient; a hook of that tensor."""
-    kept = regathering()
-    if kept is not None:
-        kept.note_gradient(i)
+    regathering = reference()
+    if regathering is not None:
+        regathering.note_gradient(i)
 
 
 def _take_back(parameters: Sequence[GatheredParameter], tensors: list[Tensor]) -> None:

@@ -58,9 +58,8 @@ class SharedParameters:
         self._blocks: list[Tensor] = []  # from which the leaves were gathered
         self._block_states: list[tuple[int, ...]] = []  # of these, at that time
         self._marks: dict[int, _GradientMark] = {}  # by the number of the leaf
-        self._is_incomplete = (
-            False  # a backward pass has failed, and leaves lack a part of the gradients
-        )
+        # Whether a backward pass has failed, and leaves lack a part of the gradients.
+        self._is_incomplete = False
 
     def __reduce__(self) -> tuple[type, tuple[Any, ...]]:
         """Copy without what is held: the copy's parameters have gradients of their own."""
@@ -119,8 +118,8 @@ class SharedParameters:
         for i, leaf in enumerate(earlier_leaves):
             is_trained = blocks[i].requires_grad
             if leaf.grad is not None and not is_trained and not self._is_gradient_dropped(i):
-                what = f"{self.parameters[i].name} was frozen between passes inside no_sync"
-                raise XshardError(what, hint="a pass outside of no_sync sums its gradient first")
+                reason = f"{self.parameters[i].name} was frozen between passes inside no_sync"
+                raise XshardError(reason, hint="a pass outside of no_sync sums its gradient first")
         with torch.no_grad():
             self._leaves = self._moves.gather(self.parameters, blocks)
         self._blocks = blocks
@@ -175,10 +174,10 @@ class SharedParameters:
             return
         for i, block in enumerate(self._blocks):
             if block.requires_grad and not self._is_gradient_dropped(i):
-                what = (
+                reason = (
                     "a backward pass failed after others inside no_sync: their gradients are lost"
                 )
-                raise XshardError(what, hint="zero_grad(), and begin the step anew")
+                raise XshardError(reason, hint="zero_grad(), and begin the step anew")
         self._leaves = []
         self._is_incomplete = False
 
@@ -195,10 +194,10 @@ class SharedParameters:
         if gradient is mark.gradient and writes_to(gradient) == mark.writes:
             return False
         if torch.any(gradient) or torch.any(torch.signbit(gradient)):
-            what = f"the gradient of {self.parameters[i].name} was changed between passes inside no_sync, "
-            what += "which keep it apart: keep= lets them share the gathered parameter"
+            reason = f"the gradient of {self.parameters[i].name} was changed between passes inside no_sync, "
+            reason += "which keep it apart: keep= lets them share the gathered parameter"
             hint = "change gradients after a pass outside of no_sync"
-            raise XshardError(what, hint=hint)
+            raise XshardError(reason, hint=hint)
         return True
 
     def sum_gradients(
@@ -218,20 +217,20 @@ class SharedParameters:
         """
         self._leaves = []
         self._gradients.begin_pass().undo.append(self._note_incomplete)
-        totals = {}  # of all passes on this process, by the number of the leaf
+        sums_of_passes = {}  # of all passes on this process, by the number of the leaf
         for i, leaf in enumerate(leaves):
             if not leaf.requires_grad:
                 continue
-            totals[i] = last_gradients[i]
+            sums_of_passes[i] = last_gradients[i]
             if leaf.grad is not None and not self._is_gradient_dropped(i):
-                totals[i] = leaf.grad + last_gradients[i]
+                sums_of_passes[i] = leaf.grad + last_gradients[i]
             leaf.grad = None
         self._marks.clear()
 
-        trained = [self.parameters[i] for i in totals]
-        sums = self._moves.reduce_gradients(trained, list(totals.values()))
-        sum_by_number = dict(zip(totals, sums, strict=True))
-        return [sum_by_number.get(i) for i in range(len(leaves))]
+        trained = [self.parameters[i] for i in sums_of_passes]
+        sums = self._moves.reduce_gradients(trained, list(sums_of_passes.values()))
+        sum_of_leaf = dict(zip(sums_of_passes, sums, strict=True))
+        return [sum_of_leaf.get(i) for i in range(len(leaves))]
 
 
 def _state_of(x: Tensor) -> tuple[int, ...]:
@@ -251,8 +250,8 @@ class _LastPass(torch.autograd.Function):
         ctx.leaves = shared._leaves
         # New tensors of the same memory: a leaf is no result of a function.
         tensors = tuple(leaf.detach() for leaf in ctx.leaves)
-        pairs = zip(tensors, blocks, strict=True)
-        ctx.mark_non_differentiable(*[x for x, block in pairs if not block.requires_grad])
+        frozen = [x for x, block in zip(tensors, blocks, strict=True) if not block.requires_grad]
+        ctx.mark_non_differentiable(*frozen)
         return tensors
 
     @staticmethod

@@ -53,7 +53,7 @@ def state_dict(model: nn.Module) -> dict[str, Any]:
         state[name] = x.detach() if isinstance(x, Tensor) else x
     # `state_dict()` of the model has blocks for these: they are replaced by DTensors of global
     # shape.
-    for parameter in parallel.sharded:
+    for parameter in parallel.sharded_parameters:
         x = stored_block(parameter.tensor.detach(), parameter.sharding, parallel.context)
         for name in parameter.names:
             if name in state:  # some buffers are not saved
@@ -84,11 +84,12 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Any], strict: bool = T
     by_name = parallel.by_name
     names = in_both(state, [[name] for name in own_state], strict, ("model", "state dict"))
     # None stands for a name in the model or the state dict alone, which `strict=False` allows.
-    both = [name for name in names if name is not None]
-    for name in both:  # all are checked before any is copied: an error leaves the model as it was
+    shared_names = [name for name in names if name is not None]
+    # All are checked before any is copied: an error leaves the model as it was.
+    for name in shared_names:
         with located(name):
             _check_value(state[name], own_state[name], by_name.get(name))
-    for name in both:
+    for name in shared_names:
         parameter = by_name.get(name)
         if not isinstance(own_state[name], Tensor):  # what `get_extra_state` of a module returned
             model.get_submodule(module_of(name)).set_extra_state(state[name])
@@ -106,14 +107,14 @@ def _tensors_by_name(model: nn.Module) -> dict[str, Any]:
     return {name.replace(COMPILED, ""): x for name, x in state.items()}
 
 
-def _check_value(value: Any, own: Any, parameter: ShardedParameter | None) -> None:
+def _check_value(value: Any, own_value: Any, parameter: ShardedParameter | None) -> None:
     """Raise XshardError unless a value may be copied into this tensor, or the block of this parameter."""
-    if not isinstance(own, Tensor):
+    if not isinstance(own_value, Tensor):
         return
     if not isinstance(value, Tensor):
-        what = f"a value is {short_repr(value)}, not a tensor"
-        raise XshardError(what, hint="a whole one, or a DTensor")
-    whole_shape = tuple(own.shape if parameter is None else parameter.sharding.shape)
+        reason = f"a value is {short_repr(value)}, not a tensor"
+        raise XshardError(reason, hint="a whole one, or a DTensor")
+    whole_shape = tuple(own_value.shape if parameter is None else parameter.sharding.shape)
     if value.shape != whole_shape:
         raise ShapeError(f"a value of shape {tuple(value.shape)}, not {whole_shape}")
 
@@ -173,6 +174,6 @@ def block_of_value(value: Tensor, sharding: Sharding, context: ParallelContext) 
 
 
 @lru_cache(maxsize=64)
-def _device_mesh(mesh: Mesh, kind: str) -> DeviceMesh:
+def _device_mesh(mesh: Mesh, device_type: str) -> DeviceMesh:
     """Make the torch mesh of an `xshard.Mesh` once: each one makes process groups."""
-    return init_device_mesh(kind, mesh.sizes, mesh_dim_names=mesh.axes)
+    return init_device_mesh(device_type, mesh.sizes, mesh_dim_names=mesh.axes)

@@ -42,18 +42,18 @@ def check_structure(model: nn.Module, parallel: ParallelModel) -> None:
 
     Wrappers around a part, as for checkpointing, change nothing: the part keeps its hooks.
     """
-    known: set[int] = set()
+    known_ids: set[int] = set()
     for parameter in parallel.parameters:
-        known.update(id(place.tensors.get(place.attribute)) for place in parameter.places)
+        known_ids.update(id(slot.tensors.get(slot.attribute)) for slot in parameter.slots)
     changes = []
     for name, x in model.named_parameters():
-        if id(x) not in known:
+        if id(x) not in known_ids:
             changes.append(f"{name} came into it")
     modules = set(model.modules())
     for module, name in parallel.names.items():
         if name in parallel.hooks and module not in modules:
             changes.append(f"{title_of(name)} has left it")
     if changes:
-        what = f"the model has changed since parallelize: {', '.join(changes[:LISTED])}"
+        reason = f"the model has changed since parallelize: {', '.join(changes[:LISTED])}"
         hint = "build the whole model first; wrappers of a part may come later"
-        raise XshardError(what, hint=hint)
+        raise XshardError(reason, hint=hint)

@@ -13,7 +13,7 @@ from torch_bridge.models.embedding import shard_embedding
 from torch_bridge.models.gathered import GatheredParameter
 from torch_bridge.models.hooks import ModuleHooks
 from torch_bridge.models.names import is_inside, module_of, title_of
-from torch_bridge.models.parameters import ParallelContext, Place, ShardedParameter
+from torch_bridge.models.parameters import ParallelContext, ShardedParameter, TensorSlot
 from torch_bridge.precision import Precision, parameter_dtypes
 from xshard import Layout, Mesh, Rules, Sharding, models
 from xshard.errors import PlanError, ShapeError, located
@@ -25,14 +25,19 @@ PROJECTIONS = ("q_proj.weight", "k_proj.weight", "v_proj.weight", "query_key_val
 
 Hooks = Mapping[str, ModuleHooks]  # by the name of the module, outer ones first
 Uses = Mapping[str, ParameterUse]  # by the name of the parameter
-Changes = list[Callable[[], object]]  # what is left to do to modules
+Changes = list[
+    Callable[[], object]
+]  # functions that change modules, to call when nothing can fail any more
 
 
 class ModelParameters(NamedTuple):
     """Every parameter and buffer, tied ones once, and the use of each parameter by name.
 
-    used_shardings: the layouts in use, with dims in the order of the tensor, and global shapes.
-    changes: what is left to do to the model's modules.
+    Attributes:
+        sharded: The parameters and buffers.
+        uses: The use of each parameter, by each of its names.
+        used_shardings: The layouts in use, with dims in the order of the tensor, and global shapes.
+        changes: Functions that change the model's modules: nothing has changed yet.
     """
 
     sharded: list[ShardedParameter]
@@ -41,10 +46,10 @@ class ModelParameters(NamedTuple):
     changes: Changes
 
 
-def enclosing(
+def nearest_hooks(
     path: str, hooks: Hooks, has: Literal["inputs", "outputs", "gathers", "precision"]
 ) -> ModuleHooks | None:
-    """Return the hooks of this module, or of the nearest around it, that have this."""
+    """Return the hooks of this module, or of the nearest around it, whose attribute `has` is set."""
     for candidate in _hooks_around(path, hooks):
         if getattr(candidate, has):
             return candidate
@@ -88,10 +93,10 @@ def parameters_by_rules(
     keep_rules = _keep_rules(keep)
     keep_rules.match(list(parameters), partial=True, what="parameter")
     tensors = {**parameters, **buffers}
-    places = {name: _place_of(name, model) for name in tensors}
-    texts = _rule_texts(places, buffers, rules)
+    slots = {name: _slot_of(name, model) for name in tensors}
+    rule_texts = _rule_texts(slots, buffers, rules)
 
-    by_identity: dict[int, ShardedParameter] = {}  # a tied parameter is one object
+    by_id: dict[int, ShardedParameter] = {}  # a tied parameter is one object
     uses: dict[str, ParameterUse] = {}
     used_shardings = {}
     changes: Changes = []
@@ -99,16 +104,15 @@ def parameters_by_rules(
         is_buffer = name in buffers
         varying = _varying_around(name, hooks, is_buffer)
         with located(name):
-            rule = _read_rule(x, texts.get(name, "..."), is_buffer, context.axes, varying)
+            rule = _read_rule(x, rule_texts.get(name, "..."), is_buffer, context.axes, varying)
             _check_heads(name, rule.used, model, hooks)
-            changes += _embedding_changes(places[name].module, name, rule.used, context, hooks)
-        parameter = by_identity.setdefault(id(x), ShardedParameter([], [], rule.stored))
-        if is_buffer and not parameters.keys().isdisjoint(parameter.names):
-            hint = "register it as a parameter under both names, or a copy of it as the buffer"
-            raise PlanError(f"the buffer {name} is the parameter {parameter.name}", hint=hint)
+            changes += _embedding_changes(slots[name].module, name, rule.used, context, hooks)
+        parameter = by_id.setdefault(id(x), ShardedParameter([], [], rule.stored))
+        if is_buffer:
+            _check_no_parameter(name, parameter, parameters)
         _check_stored_alike(name, rule.stored, parameter)
         parameter.names.append(name)
-        parameter.places.append(places[name])
+        parameter.slots.append(slots[name])
         if not is_buffer:
             uses[name] = rule.use
             used_shardings[name] = rule.used
@@ -120,7 +124,7 @@ def parameters_by_rules(
             hooks[path].parameter_dims += dims
 
     # These need all uses: those of a tied parameter, and of the other parameters of a module.
-    sharded = list(by_identity.values())
+    sharded = list(by_id.values())
     _check_biases(uses, used_shardings, hooks)
     for parameter in sharded:
         if parameter.name in uses:
@@ -129,11 +133,11 @@ def parameters_by_rules(
 
 
 def _rule_texts(
-    places: Mapping[str, Place], buffers: Mapping[str, Tensor], rules: Rules
+    slots: Mapping[str, TensorSlot], buffers: Mapping[str, Tensor], rules: Rules
 ) -> dict[str, str]:
     """Return the rule of each parameter, and of the buffers that have one, by every name."""
-    # A tied parameter may have a rule for each place; a buffer has one.
-    objects: dict[str, Hashable] = {**places, **buffers}
+    # A tied parameter may have a rule for each slot; a buffer has one.
+    objects: dict[str, Hashable] = {**slots, **buffers}
     # A parameter without a rule is an error; a buffer without one is replicated.
     with_rule = {x for name, x in buffers.items() if rules.pattern_for(name) is not None}
     for name, x in buffers.items():
@@ -142,9 +146,9 @@ def _rule_texts(
     return match_objects(rules, objects, "parameter", partial=False)
 
 
-def _place_of(name: str, model: nn.Module) -> Place:
-    """Return where the parameter or buffer of a name is."""
-    return Place(model.get_submodule(module_of(name)), name.rpartition(".")[2])
+def _slot_of(name: str, model: nn.Module) -> TensorSlot:
+    """Return the slot of a parameter or buffer: "up.weight" -> the module `up`, "weight"."""
+    return TensorSlot(model.get_submodule(module_of(name)), name.rpartition(".")[2])
 
 
 def _keep_rules(keep: bool | Pattern) -> Rules:
@@ -154,18 +158,18 @@ def _keep_rules(keep: bool | Pattern) -> Rules:
 
 
 def _varying_around(name: str, hooks: Hooks, is_buffer: bool) -> frozenset[str]:
-    """Return the axes along which activations differ in the module of a parameter or a buffer.
+    """Return the axes along which activations differ between processes, in the module of a tensor.
 
     Raises PlanError for a parameter of a module whose activations no rule lays out.
     """
     path = module_of(name)
-    around = enclosing(path, hooks, "inputs")
-    if around is not None:
-        return around.varying
+    outer_hooks = nearest_hooks(path, hooks, "inputs")
+    if outer_hooks is not None:
+        return outer_hooks.varying
     if not is_buffer:
         hint = 'inputs= has a rule for it, or for a module around it; "" is the model'
-        what = f"{name}: no rule says how activations lie in '{title_of(path)}'"
-        raise PlanError(what, hint=hint)
+        reason = f"{name}: no rule says how activations lie in '{title_of(path)}'"
+        raise PlanError(reason, hint=hint)
     return frozenset()
 
 
@@ -180,7 +184,15 @@ class _ReadRule(NamedTuple):
 def _read_rule(
     x: Tensor, text: str, is_buffer: bool, axes: Mesh, varying: frozenset[str]
 ) -> _ReadRule:
-    """Read the rule of a tensor. varying: axes along which activations around it differ."""
+    """Parse the rule of a tensor: "o/dp i -> o i" is stored as "o/dp i", and used as "o i".
+
+    Args:
+        x: The whole tensor.
+        text: Its rule.
+        is_buffer: Whether it is a buffer.
+        axes: The mesh.
+        varying: Axes along which activations in its module differ.
+    """
     use = use_of(text, x.ndim, axes, varying)
     if is_buffer:  # never gathered: it is stored as it is used
         use = use._replace(stored=use.used)
@@ -193,10 +205,10 @@ def _read_rule(
 def _embedding_changes(
     module: nn.Module, name: str, used: Sharding, context: ParallelContext, hooks: Hooks
 ) -> Changes:
-    """Return what lets the module look rows up in its block, if this is an embedding's sharded weight."""
+    """Return the changes by which a module looks rows up in its block, if this is an embedding's weight."""
     path = module_of(name)
-    around = enclosing(path, hooks, "outputs")
-    summed_axes = around.summed_axes if around is not None else frozenset[str]()
+    outer_hooks = nearest_hooks(path, hooks, "outputs")
+    summed_axes = outer_hooks.summed_axes if outer_hooks is not None else frozenset[str]()
     return shard_embedding(module, path, used, summed_axes, context.processes.device)
 
 
@@ -206,8 +218,8 @@ def _check_heads(name: str, used: Sharding, model: nn.Module, hooks: Hooks) -> N
     With 2 heads of 4 rows, "o/tp i" on tp=4 leaves 2 rows to each process, and no head.
     """
     path = module_of(name)
-    is_gathered = path in hooks and hooks[path].outputs
-    if is_gathered or not name.endswith(PROJECTIONS):
+    has_output_rule = path in hooks and hooks[path].outputs
+    if has_output_rule or not name.endswith(PROJECTIONS):
         return
     attention = model.get_submodule(module_of(path))
     head_dim = getattr(attention, "head_dim", getattr(attention, "head_size", 1))
@@ -221,14 +233,25 @@ def _check_heads(name: str, used: Sharding, model: nn.Module, hooks: Hooks) -> N
             )
 
 
+def _check_no_parameter(
+    name: str, buffer: ShardedParameter, parameters: Mapping[str, Tensor]
+) -> None:
+    """Raise PlanError if a buffer is a parameter under another name."""
+    if not parameters.keys().isdisjoint(buffer.names):
+        hint = "register it as a parameter under both names, or a copy of it as the buffer"
+        raise PlanError(f"the buffer {name} is the parameter {buffer.name}", hint=hint)
+
+
 def _check_stored_alike(name: str, stored: Sharding, parameter: ShardedParameter) -> None:
     """Raise PlanError if a tied parameter is stored in two ways; names of dims may differ."""
-    first = parameter.sharding.layout  # of the first name
-    if [dim.shards for dim in first.dims] != [dim.shards for dim in stored.layout.dims]:
-        this_way = layout_text(stored.written)
-        what = f"{name} is {parameter.name}, stored as '{this_way}', not '{layout_text(first)}'"
+    layout = stored.layout
+    first_layout = parameter.sharding.layout  # by the rule for its first name
+    if [dim.shards for dim in first_layout.dims] != [dim.shards for dim in layout.dims]:
+        stored_as = layout_text(stored.written)
+        reason = f"{name} is {parameter.name}, stored as '{stored_as}', "
+        reason += f"not '{layout_text(first_layout)}'"
         hint = "tied parameters are stored in one way; uses may differ, as in 'v c -> v/tp c'"
-        raise PlanError(what, hint=hint)
+        raise PlanError(reason, hint=hint)
 
 
 def _plan_uses(
@@ -245,42 +268,42 @@ def _plan_uses(
     the way back. Axes over which that does not sum become `axes_summed_later`, for an all-reduce
     after the backward pass.
 
-    Changes the parameter, and the hooks of gathering modules. Returns what registers a hook on each
-    module whose input's gradient could be incomplete, which checks this.
+    Changes the parameter, and the hooks of gathering modules. Returns the changes of modules: a hook
+    that checks their input, where its gradient could be incomplete.
 
     Args:
-        parameter: The parameter; if it is tied, with several names and places.
+        parameter: The parameter; if it is tied, with several names and slots.
         uses: The layouts in storage and in use, by each of its names.
         hooks: The hooks of modules, by name.
         keep_rules: Patterns of the parameters that the user wants kept gathered.
         context: The mesh and options.
     """
-    # A tied parameter has one gradient: only what no use sums is left for later.
+    # A tied parameter has one gradient: later come only axes over which no use sums.
     names = parameter.names
     parameter.axes_summed_later = models.axes_summed_after_all_uses([uses[name] for name in names])
     precisions = {name: _precision_around(name, hooks) for name in names}
     parameter.precision = precisions[parameter.name]
     is_named = any(keep_rules.pattern_for(name) is not None for name in names)
-    names_of_place: dict[Place, list[str]] = {}  # several if its module has several
-    for name, place in zip(names, parameter.places, strict=True):
-        names_of_place.setdefault(place, []).append(name)
+    names_of_slot: dict[TensorSlot, list[str]] = {}  # several if its module has several
+    for name, slot in zip(names, parameter.slots, strict=True):
+        names_of_slot.setdefault(slot, []).append(name)
     changes: Changes = []
-    for place, aliases in names_of_place.items():
+    for slot, aliases in names_of_slot.items():
         name = aliases[0]
         use = uses[name]
-        for other in aliases:
-            check_varying_alike(name, use.varying_axes, other, uses[other].varying_axes)
+        for alias in aliases:
+            check_varying_alike(name, use.varying_axes, alias, uses[alias].varying_axes)
         if use.unsummed_axes:
-            check = partial(check_apart, name, use)
-            changes.append(partial(place.module.register_forward_pre_hook, check, with_kwargs=True))
-        ends = _ends_of_use(parameter, use, precisions[name], context)
-        if ends is None:
+            check = partial(check_input_gradient, name, use)
+            changes.append(partial(slot.module.register_forward_pre_hook, check, with_kwargs=True))
+        gather = _gather_of_use(parameter, use, precisions[name], context)
+        if gather is None:
             continue
-        stored, used = ends
+        stored, used = gather
         gatherer = _gatherer(aliases, hooks)
         gathered = GatheredParameter(
             name,
-            [place],
+            [slot],
             parameter,
             to_use=f"{stored} -> {used}",
             to_storage=f"{used.dual} -> {stored.dual}",
@@ -296,13 +319,13 @@ def _plan_uses(
     return changes
 
 
-def _ends_of_use(
+def _gather_of_use(
     parameter: ShardedParameter,
     use: ParameterUse,
     precision: Precision | None,
     context: ParallelContext,
 ) -> tuple[Layout, Layout] | None:
-    """Return the layouts of a parameter in storage and in use; None if it is used as it is stored."""
+    """Return the layouts between which a parameter is gathered; None if it is used as it is stored."""
     move = use.move(parameter.axes_summed_later)
     if move is not None:
         return move
@@ -315,26 +338,27 @@ def _ends_of_use(
 
 def _precision_around(name: str, hooks: Hooks) -> Precision | None:
     """Return the precision of the nearest module around a parameter that has one."""
-    around = enclosing(module_of(name), hooks, "precision")
-    return None if around is None else around.precision
+    outer_hooks = nearest_hooks(module_of(name), hooks, "precision")
+    return None if outer_hooks is None else outer_hooks.precision
 
 
 def check_varying_alike(
-    name: str, varying: frozenset[str], other: str, other_varying: frozenset[str]
+    name: str, varying: frozenset[str], alias: str, varying_of_alias: frozenset[str]
 ) -> None:
     """Raise PlanError if activations differ along other axes under another name of one object."""
-    differing = varying ^ other_varying
+    differing = varying ^ varying_of_alias
     if differing:
-        what = f"{name} is {other}, and activations differ along '{min(differing)}' in one alone"
+        reason = f"{name} is {alias}, and activations differ along '{min(differing)}' in one alone"
         hint = "a rule for the input of the module, or one around both names, that names this axis"
-        raise PlanError(what, hint=hint)
+        raise PlanError(reason, hint=hint)
 
 
 def _gatherer(names: Sequence[str], hooks: Hooks) -> ModuleHooks:
-    """Return the hooks of the nearest module around all names of one place that gathers parameters."""
-    around = [_hooks_around(module_of(name), hooks) for name in names]
-    for candidate in around[0]:
-        if candidate.gathers and all(candidate in others for others in around):
+    """Return the hooks of the nearest module around all names of one slot that gathers parameters."""
+    hooks_around_names = [_hooks_around(module_of(name), hooks) for name in names]
+    for candidate in hooks_around_names[0]:
+        is_around_all = all(candidate in hooks_around for hooks_around in hooks_around_names)
+        if candidate.gathers and is_around_all:
             return candidate
     hint = 'gathers="", or a rule for the input of a module around them'
     raise PlanError(f"no module around {' and '.join(names)} gathers it", hint=hint)
@@ -355,8 +379,8 @@ def _check_biases(uses: Uses, shardings: Mapping[str, Sharding], hooks: Hooks) -
         uses_and_shapes = [(uses[name], shardings[name].shape) for name in names]
         for name, (use, shape) in zip(names, uses_and_shapes, strict=True):
             addend_axes = output_axes | models.axes_of_larger_parameters(shape, uses_and_shapes)
-            # Fine are axes that shard this parameter, too, and those with a rule "copy(tp)": there the
-            # user says that each process is meant to use all of it.
+            # Allowed are axes that shard this parameter, too, and those with a rule "copy(tp)": there
+            # the user says that each process is meant to use all of it.
             repeated_axes = addend_axes.difference(use.used.axes, use.whole_axes)
             if repeated_axes:
                 _refuse_added(name, use, repeated_axes)
@@ -377,27 +401,34 @@ def _refuse_added(name: str, use: ParameterUse, axes: set[str]) -> None:
     """Raise PlanError for a parameter that is whole where its module is sharded, and say what to write."""
     over = ",".join(sorted(axes))
     used = layout_text(use.used)
-    what = f"{name} is whole along '{over}', which shards its module: each process would add it"
+    reason = f"{name} is whole along '{over}', which shards its module: each process would add it"
     hint = f"shard it too; or, where the output is a sum, write '{used} -> {used} | sum({over})'"
     hint += f", which adds it once; or '{used} -> {used} | copy({over})' if it is meant"
-    raise PlanError(what, text=used, hint=hint)
+    raise PlanError(reason, text=used, hint=hint)
 
 
-def check_apart(name: str, use: ParameterUse, module: nn.Module, args: Any, kwargs: Any) -> None:
-    """Raise PlanError if a module's input would get an incomplete gradient; a hook before `forward`.
+def check_input_gradient(
+    name: str, use: ParameterUse, module: nn.Module, args: Any, kwargs: Any
+) -> None:
+    """Raise PlanError if a module's input would get an incomplete gradient; a pre-forward hook.
 
     With a weight "o/tp i", each process has some rows of it. The input's gradient that a process
     computes from these rows is one addend of a sum over tp, and no rule asks for this sum. An input
     without a gradient, as in a first layer, is fine.
 
-    name, use: of the weight: its name and layouts. The hook is registered with both.
+    Args:
+        name: The name of the weight; the hook is registered with it.
+        use: Its layouts; likewise.
+        module: The module.
+        args: Its arguments by position.
+        kwargs: Its arguments by keyword.
     """
     if not any(isinstance(x, Tensor) and x.requires_grad for x in (*args, *kwargs.values())):
         return
     axes = ",".join(sorted(use.unsummed_axes))
-    what = f"{name} is sharded over '{axes}', and its module's input is equal along it"
+    reason = f"{name} is sharded over '{axes}', and its module's input is equal along it"
     hint = (
         f"their gradient would lack other processes' parts: write copy({axes}) on the right side "
     )
     hint += "of the rule for the input of this module, or of one around it"
-    raise PlanError(what, text=layout_text(use.used), hint=hint)
+    raise PlanError(reason, text=layout_text(use.used), hint=hint)

@@ -1,4 +1,9 @@
-"""`verify`: the loss and every gradient of a parallel model, compared with a copy on one device."""
+"""`verify`: the loss and every gradient of a parallel model, compared with a copy on one device.
+
+Each process runs the copy on the whole batch, and cuts its block out of each whole gradient: these are the
+expected arrays. Where one differs, both models run again, and `first_wrong` records the inputs and outputs
+of modules.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +24,8 @@ from torch_bridge.models.names import is_inside
 from torch_bridge.models.notes import described
 from torch_bridge.models.own_attention import check_attention
 from torch_bridge.models.parallel import ATTRIBUTE, ParallelModel, parallel_of
-from torch_bridge.models.parameters import ParallelContext, Place, ShardedParameter, unsharded
-from torch_bridge.models.uses import check_apart
+from torch_bridge.models.parameters import ParallelContext, ShardedParameter, TensorSlot, unsharded
+from torch_bridge.models.uses import check_input_gradient
 from torch_bridge.versions.modules import buffers_of, forward_hooks_of, uncompiled
 from torch_bridge.versions.pytree import tree_leaves
 from xshard import Layout, Sharding, XshardError, dtypes, tolerances
@@ -32,27 +37,39 @@ if TYPE_CHECKING:
 
 Call = dict[Any, Any]  # arguments by position or name
 Loss = Callable[[Any], Tensor] | None
-Watch = Callable[[Module], AbstractContextManager[Any]]  # around a forward pass
+Watcher = Callable[
+    [Module], AbstractContextManager[Any]
+]  # a context to run a model in, which may record
 
 
-class Wanted(NamedTuple):
-    """What one device computes: this process's block of an array, and the largest value of the whole."""
+class Expected(NamedTuple):
+    """An array as one device computes it.
 
-    kind: str  # "output" or "gradient"
+    Attributes:
+        kind: "output" or "gradient".
+        name: For errors.
+        sharding: How the parallel model has it.
+        block: This process's block, cut out of the whole array.
+        largest: The largest absolute value of the whole array.
+    """
+
+    kind: str
     name: str
     sharding: Sharding
     block: Tensor
     largest: float
 
 
-class Pair(NamedTuple):
-    """An array of both runs: what one device computes, and this process's block of the parallel run."""
+class ComparedArray(NamedTuple):
+    """An array as one device computes it, and this process's block as the parallel model computes it."""
 
-    wanted: Wanted
+    expected: Expected
     block: Tensor
 
 
-Run = Callable[[Watch], list[Pair]]  # the loss, and then the gradients in the order of parameters
+# Runs the copy on one device, then the parallel model, each in the context of a watcher. Returns the loss,
+# and then the gradients in the order of parameters.
+RunBoth = Callable[[Watcher], list[ComparedArray]]
 
 
 @api_boundary
@@ -113,23 +130,23 @@ def verify(
         '3 of 3 comparisons differ'
     """
     parallel = parallel_of(model)
-    if parallel.unsummed or not parallel.gradients.syncs:
+    if parallel.has_unsummed_gradients or not parallel.gradients.syncs:
         raise XshardError("gradients are each process's share", hint="call it outside of no_sync")
     call = _call_of(batch)
-    whole_call = _gathered_call(call, parallel)
+    whole_call = _gather_call(call, parallel)
     source = _source_of(model, parallel, original)
 
-    def run(watch: Watch) -> list[Pair]:
-        wanted = _on_one_device(source, parallel, whole_call, loss, watch)
+    def run_both(watcher: Watcher) -> list[ComparedArray]:
+        expected = _on_one_device(source, parallel, whole_call, loss, watcher)
         # After the copy, whose memory is free then; both begin with the same random numbers.
-        with _unchanged(model, parallel), _same_random_numbers(parallel):
-            with watch(model):
+        with _restored_afterwards(model, parallel), _same_random_numbers(parallel):
+            with watcher(model):
                 value = _run(model, call, loss, parallel).detach()
-            gradients = [_gradient(parameter.tensor) for parameter in parallel.trained]
+            gradients = [_gradient(parameter.tensor) for parameter in parallel.trained_parameters]
         blocks = [value, *gradients]
-        return [Pair(right, block) for right, block in zip(wanted, blocks, strict=True)]
+        return [ComparedArray(*arrays) for arrays in zip(expected, blocks, strict=True)]
 
-    _compare(run(nullcontext), parallel, tol, run)
+    _compare(run_both(nullcontext), parallel, tol, run_both)
     parallel.is_verified = True
 
 
@@ -151,7 +168,7 @@ def _source_of(model: Module, parallel: ParallelModel, original: Module | None) 
     return uncompiled(model)
 
 
-def _gathered_call(call: Call, parallel: ParallelModel) -> Call:
+def _gather_call(call: Call, parallel: ParallelModel) -> Call:
     """Return the whole arguments of a call, for the model on one device.
 
     Arguments that arrive sharded by a rule are gathered: [b/2, i] on each process of dp=2 -> [b, i].
@@ -209,10 +226,11 @@ def _run(model: Module, call: Call, loss: Loss, parallel: ParallelModel | None =
                 error.add_note(described(title, parallel, last_path))
             raise
     if not isinstance(value, Tensor) or value.ndim:
-        what = f"a {type(value).__name__}"
+        description = f"a {type(value).__name__}"
         if isinstance(value, Tensor):
-            what = f"shape {tuple(value.shape)}"
-        raise ShapeError(f"the loss is a scalar tensor, not {what}", hint="loss=lambda result: ...")
+            description = f"shape {tuple(value.shape)}"
+        reason = f"the loss is a scalar tensor, not {description}"
+        raise ShapeError(reason, hint="loss=lambda result: ...")
     value.backward()
     return value
 
@@ -223,9 +241,9 @@ def _default_loss(result: Any) -> Any:
 
 
 def _on_one_device(
-    source: Module, parallel: ParallelModel, call: Call, loss: Loss, watch: Watch
-) -> list[Wanted]:
-    """Run a copy of the model with whole tensors on this process alone, to know what is right.
+    source: Module, parallel: ParallelModel, call: Call, loss: Loss, watcher: Watcher
+) -> list[Expected]:
+    """Run a copy of the model with whole tensors on this process alone, for the expected arrays.
 
     Returns the loss, and this process's block of each gradient, cut out of the whole ones. `source`
     stays as it is, and the copy is dropped.
@@ -235,20 +253,19 @@ def _on_one_device(
         parallel: The state of the parallel model.
         call: The whole arguments.
         loss: A function of the result; None takes the loss that is in it.
-        watch: Makes a context in which the passes run, from the copy: it may record what modules
-            do.
+        watcher: Makes the context in which the copy runs.
 
     Raises:
         XshardError: The model draws random numbers.
     """
     context = parallel.context
-    model, whole_tensors = _copied(source, parallel)
+    model, whole_tensors = _copy_whole(source, parallel)
     _use_precision(model, whole_tensors, parallel)
     # Inside, a loss function that redistributes does so on a mesh of one process: it sends nothing.
     with (
         on_this_process_alone(),
         _eager(),
-        watch(model),
+        watcher(model),
         _whole_in_place(parallel, whole_tensors),
         _same_random_numbers(parallel) as has_drawn,
     ):
@@ -259,20 +276,22 @@ def _on_one_device(
             error.add_note(note)
             raise
         if has_drawn():
-            what = "the model draws random numbers, which are others for blocks than for the whole"
-            raise XshardError(what, hint="model.eval(), or a dropout of 0")
+            reason = (
+                "the model draws random numbers, which are others for blocks than for the whole"
+            )
+            raise XshardError(reason, hint="model.eval(), or a dropout of 0")
 
     # The loss comes first in the list, so that an error about several arrays begins with it.
     scalar = Sharding(Layout("()"), context.axes, ())
-    wanted_loss = Wanted("output", "loss", scalar, value, value.abs().item())
-    return [wanted_loss, *_cut_gradients(whole_tensors, parallel)]
+    expected_loss = Expected("output", "loss", scalar, value, value.abs().item())
+    return [expected_loss, *_cut_gradients(whole_tensors, parallel)]
 
 
 @contextmanager
 def _whole_in_place(parallel: ParallelModel, whole_tensors: Mapping[str, Tensor]) -> Iterator[None]:
-    """Let the parallel model have whole tensors, those of the copy: `loss` may read its parameters.
+    """Let the parallel model have the whole tensors of the copy: `loss` may read its parameters.
 
-    Raises XshardError if `loss` has read blocks, which it must have from elsewhere.
+    Raises XshardError if `loss` has read a block, as one that it took before `verify`.
     """
     blocks = {parameter: parameter.tensor for parameter in parallel.parameters}
     gradients = {parameter: block.grad for parameter, block in blocks.items()}
@@ -284,8 +303,8 @@ def _whole_in_place(parallel: ParallelModel, whole_tensors: Mapping[str, Tensor]
     parallel.gradients.after_first = None
     for parameter, block in blocks.items():
         block.grad = None
-        for place in parameter.places:
-            place.set_tensor(whole_tensors[parameter.name])
+        for slot in parameter.slots:
+            slot.set_tensor(whole_tensors[parameter.name])
     try:
         yield
     finally:
@@ -295,32 +314,35 @@ def _whole_in_place(parallel: ParallelModel, whole_tensors: Mapping[str, Tensor]
             if block.grad is not None:
                 has_read_block = parameter.name
             block.grad = gradients[parameter]
-            for place in parameter.places:
-                place.set_tensor(block)
+            for slot in parameter.slots:
+                slot.set_tensor(block)
     if has_read_block is not None:
-        what = f"loss= has kept the block of {has_read_block}, which one device does not have"
-        raise XshardError(what, hint="read model.parameters() inside of loss=")
+        reason = f"loss= has kept the block of {has_read_block}, which one device does not have"
+        raise XshardError(reason, hint="read model.parameters() inside of loss=")
 
 
 def _use_precision(model: Module, tensors: dict[str, Tensor], parallel: ParallelModel) -> None:
-    """Let modules of the copy use their parameters, take and return floats in the dtypes of `precision=`.
+    """Let modules of the copy use parameters, take and return floats in the dtypes of `precision=`.
 
-    tensors: the whole tensors, by name: gradients come to them.
+    Args:
+        model: The copy.
+        tensors: Its whole tensors by name, which get the gradients: modules use casts of them.
+        parallel: The state of the parallel model.
     """
     for hooks in parallel.hooks.values():
         for gathered in hooks.parameters.parameters:
             with torch.enable_grad():
                 used = tensors[gathered.parameter.name].to(gathered.dtypes().result)
-            for place in gathered.places:
-                module = model.get_submodule(parallel.names[place.module])
-                Place(module, place.attribute).set_tensor(used)
+            for slot in gathered.slots:
+                module = model.get_submodule(parallel.names[slot.module])
+                TensorSlot(module, slot.attribute).set_tensor(used)
         if hooks.precision is not None:
             module = model.get_submodule(hooks.name)
             module.register_forward_pre_hook(hooks.precision.before_forward, with_kwargs=True)
             module.register_forward_hook(hooks.precision.after_forward)
 
 
-def _cut_gradients(tensors: dict[str, Tensor], parallel: ParallelModel) -> list[Wanted]:
+def _cut_gradients(tensors: dict[str, Tensor], parallel: ParallelModel) -> list[Expected]:
     """Cut this process's block out of each whole gradient, in the order of parameters.
 
     Under "o/tp i" on tp=2: a gradient [10, 6] -> its rows 0-4 or 5-9.
@@ -330,15 +352,15 @@ def _cut_gradients(tensors: dict[str, Tensor], parallel: ParallelModel) -> list[
             each whole gradient is freed as soon as it is cut.
         parallel: The state of the parallel model.
     """
-    wanted = []
-    for parameter in parallel.trained:
+    expected = []
+    for parameter in parallel.trained_parameters:
         whole = tensors.pop(parameter.name)
         gradient = _gradient(whole)
         block = parameter.block_of(gradient, parallel.context)
         largest = largest_value(gradient)
-        wanted.append(Wanted("gradient", parameter.name, parameter.sharding, block, largest))
+        expected.append(Expected("gradient", parameter.name, parameter.sharding, block, largest))
         whole.grad = None  # the copy of the model still has the parameter
-    return wanted
+    return expected
 
 
 def _eager() -> AbstractContextManager[Any]:
@@ -357,7 +379,7 @@ def largest_value(x: Tensor) -> float:
     return x.abs().max().item() if x.numel() else 0.0
 
 
-def _copied(source: Module, parallel: ParallelModel) -> tuple[Module, dict[str, Tensor]]:
+def _copy_whole(source: Module, parallel: ParallelModel) -> tuple[Module, dict[str, Tensor]]:
     """Copy a parallel model as it would be on one device; return it with its tensors by name.
 
     The copy has whole tensors, whole counts (such as a number of heads), and none of our hooks.
@@ -385,7 +407,7 @@ def _copied(source: Module, parallel: ParallelModel) -> tuple[Module, dict[str, 
     for module in source.modules():
         for x in tree_leaves(vars(module)):
             if isinstance(x, Tensor) and x.grad_fn is not None:
-                # What a forward pass has kept, as a loss of its own; `deepcopy` takes no such tensor.
+                # An attribute that a forward pass has set, as an auxiliary loss: `deepcopy` refuses it.
                 memo[id(x)] = x.detach()
     model = copy.deepcopy(source, memo)  # notes in `memo` what became of each module
     model.__dict__.pop(ATTRIBUTE, None)
@@ -419,24 +441,26 @@ def _remove_hooks(model: Module, parallel: ParallelModel) -> None:
         for hooks in forward_hooks_of(module):
             for key, hook in list(hooks.items()):
                 is_method = id(getattr(hook, "__self__", None)) in states
-                is_check = getattr(hook, "func", None) in (check_apart, check_attention)
+                is_check = getattr(hook, "func", None) in (check_input_gradient, check_attention)
                 if is_method or is_check:
                     del hooks[key]
 
 
 @contextmanager
-def _unchanged(model: Module, parallel: ParallelModel) -> Iterator[None]:
+def _restored_afterwards(model: Module, parallel: ParallelModel) -> Iterator[None]:
     """Let a `with` block train the model; put back gradients and buffers as they were.
 
     Inside, all gradients begin as None, and the check of the model's first backward pass (of
     `parallelize`) is off: a pass inside does not count as the first.
     """
-    gradients = {parameter.tensor: parameter.tensor.grad for parameter in parallel.trained}
+    gradients = {
+        parameter.tensor: parameter.tensor.grad for parameter in parallel.trained_parameters
+    }
     buffers = []
     for module in model.modules():
         for name, x in buffers_of(module).items():
             if x is not None:
-                buffers.append((Place(module, name), x, x.clone()))
+                buffers.append((TensorSlot(module, name), x, x.clone()))
     check_of_first = parallel.gradients.after_first  # None once it is done
     parallel.gradients.after_first = None
     for x in gradients:
@@ -447,30 +471,31 @@ def _unchanged(model: Module, parallel: ParallelModel) -> Iterator[None]:
         parallel.gradients.after_first = check_of_first
         for x, gradient in gradients.items():
             x.grad = gradient
-        for place, x, values in buffers:
+        for slot, x, values in buffers:
             # The module may have replaced the buffer, or have written to it.
-            place.set_tensor(x.copy_(values))
+            slot.set_tensor(x.copy_(values))
 
 
 @contextmanager
 def _same_random_numbers(parallel: ParallelModel) -> Iterator[Callable[[], bool]]:
-    """Let random numbers go on afterwards as before; yield a function that tells if some were drawn."""
-    devices = sorted({p.tensor.get_device() for p in parallel.parameters if p.tensor.is_cuda})
+    """Restore the state of random numbers afterwards; yield a function that tells if some were drawn."""
+    tensors = [parameter.tensor for parameter in parallel.parameters]
+    devices = sorted({x.get_device() for x in tensors if x.is_cuda})
 
     def states() -> list[Tensor]:
         return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)]
 
     # The call of the model draws on devices that have parameters; others are left alone.
     with torch.random.fork_rng(devices):
-        before = states()
-        yield lambda: not all(map(torch.equal, before, states()))
+        states_before = states()
+        yield lambda: not all(map(torch.equal, states_before, states()))
 
 
-def _largest_by_kind(pairs: Sequence[Pair]) -> dict[str, float]:
+def _largest_by_kind(compared: Sequence[ComparedArray]) -> dict[str, float]:
     """Return the largest value of all outputs, and that of all gradients."""
     largest: dict[str, float] = {}
-    for wanted, _ in pairs:
-        largest[wanted.kind] = max(wanted.largest, largest.get(wanted.kind, 0.0))
+    for expected, _ in compared:
+        largest[expected.kind] = max(expected.largest, largest.get(expected.kind, 0.0))
     return largest
 
 
@@ -479,67 +504,73 @@ VALUES_DIFFER = 1
 SHAPES_DIFFER = 2
 
 
-def compare_on_all(pairs: Sequence[Pair], tol: float, context: ParallelContext) -> list[int]:
-    """Compare blocks of arrays with the right blocks, on all processes.
+def compare_on_all(
+    compared: Sequence[ComparedArray], tol: float, context: ParallelContext
+) -> list[int]:
+    """Compare blocks of arrays with the expected blocks, on all processes.
 
     Returns one flag per array: EQUAL, VALUES_DIFFER or SHAPES_DIFFER, the worst on any process. All
     processes call it, with blocks of the same arrays.
 
     Args:
-        pairs: The right block of each array, and the block of the parallel run.
+        compared: The arrays.
         tol: The tolerance, relative to the largest value of an array.
         context: The mesh and options.
     """
-    largest_by_kind = _largest_by_kind(pairs)
+    largest_by_kind = _largest_by_kind(compared)
     flags = []
-    for wanted, block in pairs:
+    for expected, block in compared:
         # An array near zero is a sum in which large terms cancel, with the rounding errors of
         # these. So a difference is allowed of `tol` times the array's own largest value, or times
         # 1/100 of the largest value of all arrays of its kind (gradients, or outputs), whichever is
         # more.
-        largest = max(wanted.largest, largest_by_kind[wanted.kind] / 100)
+        largest = max(expected.largest, largest_by_kind[expected.kind] / 100)
         flag = EQUAL
-        if block.shape != wanted.block.shape:
+        if block.shape != expected.block.shape:
             flag = SHAPES_DIFFER
-        elif not torch.allclose(block.double(), wanted.block.double(), tol, tol * largest):
+        elif not torch.allclose(block.double(), expected.block.double(), tol, tol * largest):
             flag = VALUES_DIFFER
         flags.append(float(flag))
     # The worst flag, so that all processes raise, and about the same arrays.
-    own_flags = torch.tensor(flags, device=pairs[0].block.device)
-    worst_flags = context.reduced(own_flags, "max")
+    local_flags = torch.tensor(flags, device=compared[0].block.device)
+    worst_flags = context.all_reduce(local_flags, "max")
     return [int(flag) for flag in worst_flags.tolist()]
 
 
 @torch.no_grad()
-def _compare(pairs: list[Pair], parallel: ParallelModel, tol: float | None, run: Run) -> None:
+def _compare(
+    compared: list[ComparedArray], parallel: ParallelModel, tol: float | None, run_both: RunBoth
+) -> None:
     """Raise EquivalenceError on all processes if a block differs on any of them from one device's.
 
     The error names each wrong array, and the first wrong module, which is found by running both
     models again.
 
     Args:
-        pairs: The loss and the gradients of both runs.
+        compared: The loss and the gradients.
         parallel: The state of the parallel model.
         tol: The tolerance; None goes by the lowest precision among the dtypes.
-        run: Makes both runs again, to find the first module that is wrong.
+        run_both: Runs both models again, to find the first module that is wrong.
     """
     if tol is None:
-        in_use = [block.dtype for _, block in pairs]
+        in_use = [block.dtype for _, block in compared]
         for hooks in parallel.hooks.values():
             for gathered in hooks.parameters.parameters:
                 in_use += gathered.dtypes()
         tol = tolerances.rounding(map(dtypes.name_of, in_use))
-    flags = compare_on_all(pairs, tol, parallel.context)
-    wrong_numbers = [i for i, flag in enumerate(flags) if flag != EQUAL]
-    if not wrong_numbers:
+    flags = compare_on_all(compared, tol, parallel.context)
+    wrong_indices = [i for i, flag in enumerate(flags) if flag != EQUAL]
+    if not wrong_indices:
         return
-    first_wrong = _first_wrong(pairs, wrong_numbers, parallel, tol, run) if parallel.hooks else None
-    raise _difference(pairs, wrong_numbers, first_wrong, tol, parallel.context)
+    first_wrong = (
+        _first_wrong(compared, wrong_indices, parallel, tol, run_both) if parallel.hooks else None
+    )
+    raise _difference(compared, wrong_indices, first_wrong, tol, parallel.context)
 
 
 def _difference(
-    pairs: Sequence[Pair],
-    wrong_numbers: Sequence[int],
+    compared: Sequence[ComparedArray],
+    wrong_indices: Sequence[int],
     first_wrong: WrongTensor | None,
     tol: float,
     context: ParallelContext,
@@ -547,8 +578,8 @@ def _difference(
     """Make the EquivalenceError that reports all wrong arrays. All processes call it.
 
     Args:
-        pairs: The loss and the gradients of both runs.
-        wrong_numbers: The numbers of the wrong ones among them.
+        compared: The loss and the gradients.
+        wrong_indices: The indices of those that differ.
         first_wrong: The first wrong input or output of a module, or None. An array whose own values tell
             no cause is explained by it.
         tol: The tolerance.
@@ -559,27 +590,27 @@ def _difference(
     from xshard.testing.diagnosis.causes import Cause
     from xshard.testing.mismatch import EquivalenceError
 
-    largest_by_kind = _largest_by_kind(pairs)
+    largest_by_kind = _largest_by_kind(compared)
     mismatches = []
-    for wanted, block in [pairs[i] for i in wrong_numbers]:
-        mismatch = mismatch_of(wanted, block, largest_by_kind[wanted.kind], tol, context)
+    for expected, block in [compared[i] for i in wrong_indices]:
+        mismatch = mismatch_of(expected, block, largest_by_kind[expected.kind], tol, context)
         if first_wrong is not None and mismatch.cause is None:
             cause = first_wrong.cause
             if cause is None:
-                cause = Cause("module", f"wrong already: {first_wrong.place}")
+                cause = Cause("module", f"wrong already: {first_wrong.location}")
             mismatch = replace(mismatch, cause=cause)
         mismatches.append(mismatch)
     if first_wrong is not None:  # the long text about the module goes with the first array only
         mismatches[0] = replace(mismatches[0], first=first_wrong.text)
-    return EquivalenceError(mismatches, len(pairs))
+    return EquivalenceError(mismatches, len(compared))
 
 
 def _first_wrong(
-    pairs: Sequence[Pair],
-    wrong_numbers: Sequence[int],
+    compared: Sequence[ComparedArray],
+    wrong_indices: Sequence[int],
     parallel: ParallelModel,
     tol: float,
-    run: Run,
+    run_both: RunBoth,
 ) -> WrongTensor:
     """Run both models again, to find where the parallel one goes wrong first.
 
@@ -587,36 +618,35 @@ def _first_wrong(
     loss, or else the wrong gradient that the backward pass computes first.
 
     Args:
-        pairs: The loss and then the gradients, in the order of parameters.
-        wrong_numbers: The numbers of the wrong ones among `pairs`, ascending; 0 is the loss.
+        compared: The loss and then the gradients, in the order of parameters.
+        wrong_indices: The indices of those that differ, ascending; 0 is the loss.
         parallel: The state of the parallel model.
         tol: The tolerance.
-        run: Runs both models, each inside the context that it is given, which watches modules.
+        run_both: Runs both models.
     """
     from torch_bridge.models.first_wrong import (
         WrongTensor,
         cause_in_loss,
         first_wrong,
-        watching,
+        recording_modules,
     )
 
-    # Each run appends what its modules got and returned: first the copy on one device, then the
-    # parallel model.
-    runs: list[Any] = []
+    # Each model appends its recording: first the copy on one device, then the parallel one.
+    recordings: list[Any] = []
     with _eager(), torch.enable_grad():
-        run(partial(watching, hooks=parallel.hooks, runs=runs))
-    one_device_run, parallel_run = runs
-    wrong_tensor = first_wrong(one_device_run, parallel_run, parallel, tol)
+        run_both(partial(recording_modules, hooks=parallel.hooks, recordings=recordings))
+    one_device, parallel_recording = recordings
+    wrong_tensor = first_wrong(one_device, parallel_recording, parallel, tol)
     if wrong_tensor is not None:
         return wrong_tensor
 
     # A backward pass begins with the last modules, so that the last wrong gradient came first.
-    name = pairs[wrong_numbers[-1]].wanted.name
+    name = compared[wrong_indices[-1]].expected.name
     title = f"gradient of {name}"
-    if wrong_numbers[0] == 0:  # the loss: it is made before any gradient
-        name = title = pairs[0].wanted.name
-    place = f"the {title}, while outputs of modules with rules are right"
+    if wrong_indices[0] == 0:  # the loss: it is made before any gradient
+        name = title = compared[0].expected.name
+    location = f"the {title}, while outputs of modules with rules are right"
     paths_around = [path for path in parallel.hooks if is_inside(name, path)]  # outer ones first
-    text = described(place, parallel, paths_around[-1]) if paths_around else place
-    cause = cause_in_loss(one_device_run, parallel_run, parallel, tol)
-    return WrongTensor(place, text, cause)
+    text = described(location, parallel, paths_around[-1]) if paths_around else location
+    cause = cause_in_loss(one_device, parallel_recording, parallel, tol)
+    return WrongTensor(location, text, cause)

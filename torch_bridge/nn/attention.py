@@ -86,9 +86,9 @@ class TileMask(NamedTuple):
         bias = self.as_bias(q.dtype)
         if bias is None:
             return None
-        keys = bias.shape[-1]
-        wider = F.pad(bias, (0, -keys % 8))
-        aligned = wider[..., :keys]
+        n_keys = bias.shape[-1]
+        padded = F.pad(bias, (0, -n_keys % 8))
+        aligned = padded[..., :n_keys]
         return aligned.expand(*q.shape[:2], -1, -1)
 
 
@@ -154,13 +154,13 @@ class ProcessAttention(AttentionCall):
     def _check_transformed(self, is_plain: bool) -> None:
         """Raise XshardError for what has first derivatives in reverse mode only."""
         if self.method in FIRST_DERIVATIVES:
-            message = f"a {self.method}"
+            refused = f"a {self.method}"
         elif not is_plain:
-            message = "softcap, dropout, sinks, return_lse, blind rows"
+            refused = "softcap, dropout, sinks, return_lse, blind rows"
         else:
             return
         hint = 'how="gather" or "ulysses", without these options'
-        raise XshardError(f"{message} under torch.func", hint=hint)
+        raise XshardError(f"{refused} under torch.func", hint=hint)
 
     def compute(self, q: Tensor, kv: Tensor, is_plain: bool) -> tuple[Tensor, Tensor]:
         """Return the result and the log-sum-exps of queries, by the keys of all rounds."""
@@ -169,7 +169,7 @@ class ProcessAttention(AttentionCall):
             missing_rows = self.attn.block_rows - kv.shape[2]
             kv = F.pad(kv, (0, 0, 0, missing_rows))
         elif is_plain and self.attn.method != REDUCE:
-            return self._fused(q, kv), q[..., 0]  # log-sum-exps are not returned
+            return self._attend_fused(q, kv), q[..., 0]  # log-sum-exps are not returned
         with with_pauses_in_function():  # while the blocks of a ring travel
             return BlockAttention.apply(self, q, kv)  # type: ignore[no-any-return]  # torch has no type for it
 
@@ -187,15 +187,18 @@ class ProcessAttention(AttentionCall):
 
     # Attention by torch's own function, which autograd and torch.func know.
 
-    def _fused(self, q: Tensor, kv: Tensor) -> Tensor:
+    def _attend_fused(self, q: Tensor, kv: Tensor) -> Tensor:
         """Attend with torch's fused kernel, once all keys and values have arrived on this device.
 
-        q: [batch, heads, rows, width]. kv: keys and values in one tensor. Returns the outputs of
-        these queries. The scores are computed in tiles: runs of queries with the run of keys that
-        they may see.
+        Returns the outputs of these queries. The scores are computed in tiles: runs of queries with
+        the run of keys that they may see.
+
+        Args:
+            q: Queries, [batch, heads, rows, width].
+            kv: Keys and values in one tensor.
         """
         k, v = self.read(kv)
-        parts = []
+        tile_outputs = []
         for tile in self.tiles():
             rows = q[:, :, tile.q]
             keys = k[:, :, tile.k]
@@ -210,11 +213,11 @@ class ProcessAttention(AttentionCall):
                 bias = _causal_bias(rows.shape[2], keys.shape[2])
                 is_causal = False
             attend = partial(F.scaled_dot_product_attention, is_causal=is_causal, scale=self.scale)
-            parts.append(attend(rows, keys, values, bias))
-        if not parts:
+            tile_outputs.append(attend(rows, keys, values, bias))
+        if not tile_outputs:
             # Empty, but differentiable: this device must take part in the backward collective.
             return q @ k.mT @ v
-        return torch.cat(parts, 2)
+        return torch.cat(tile_outputs, 2)
 
     # Attention by tiles, for `BlockAttention`.
 
@@ -231,12 +234,12 @@ class ProcessAttention(AttentionCall):
             kv = kv.index_select(1, self._heads_read)
         return self.attn.split(kv)
 
-    def add_gradient(self, total: Tensor, gradient: Tensor) -> None:
+    def add_gradient(self, block_gradient: Tensor, gradient: Tensor) -> None:
         """Add the gradient of `read`'s result to the gradient of the block."""
         if self._heads_read is None:
-            total += gradient
+            block_gradient += gradient
         else:
-            total.index_add_(1, self._heads_read, gradient.to(total.dtype))
+            block_gradient.index_add_(1, self._heads_read, gradient.to(block_gradient.dtype))
 
     def tiles(self, round_index: int = 0) -> Sequence[Tile]:
         """Return the tiles of a round; none without batches or heads, by which kernels divide."""
@@ -248,9 +251,11 @@ class ProcessAttention(AttentionCall):
     def mask(self, tile: Tile, round_index: int = 0, *, any_length: bool = False) -> TileMask:
         """Build the mask of a tile, which is a run of queries with a run of keys.
 
-        round_index: how many times blocks of keys have been passed around the ring before.
-        any_length: a causal mask is allowed with unequal numbers of queries and keys; kernels that
-        are called with `is_causal` take equal numbers only.
+        Args:
+            tile: The tile.
+            round_index: How many times blocks of keys have been passed around the ring before.
+            any_length: Whether a causal mask is allowed with unequal numbers of queries and keys; kernels
+                that are called with `is_causal` take equal numbers only.
         """
         device = self.processes.device
         rows: Any = self.attn.query_rows(device)[tile.q]
@@ -271,11 +276,13 @@ class ProcessAttention(AttentionCall):
     @cached_property
     def kernel(self) -> str:
         """The kind of device with a fused kernel for these scores, or empty."""
-        kind = self.tensor_device.type
-        has_kernel = kind == "cpu" or (kind == "cuda" and self.dtype in _GPU_KERNEL_DTYPES)
+        device_type = self.tensor_device.type
+        has_kernel = device_type == "cpu" or (
+            device_type == "cuda" and self.dtype in _GPU_KERNEL_DTYPES
+        )
         if self.softcap is not None or self.dropout or not has_kernel:
             return ""
-        return kind
+        return device_type
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: TileMask) -> TileResult:
         """Return the result of a tile; a row that sees nothing has 0, and a log-sum-exp of -inf."""
@@ -289,7 +296,7 @@ class ProcessAttention(AttentionCall):
         if mask.visible is not None:
             sees_nothing = ~mask.visible.any(-1)
             log_sum = log_sum.masked_fill(sees_nothing, float("-inf"))
-        return TileResult(_narrowed(y, v), log_sum)
+        return TileResult(_narrow_like(y, v), log_sum)
 
     def _plain_attention(self, q: Tensor, k: Tensor, v: Tensor, mask: TileMask) -> TileResult:
         """Compute a tile with softcap or dropout, which fused kernels lack."""
@@ -317,7 +324,7 @@ class ProcessAttention(AttentionCall):
         else:
             gradients = self._plain_gradients(queries, k, v, mask)
         # Queries, keys and values may have been padded to one width: drop these columns.
-        return TileGradients(*map(_narrowed, gradients, (queries.q, k, v)))
+        return TileGradients(*map(_narrow_like, gradients, (queries.q, k, v)))
 
     def _plain_gradients(
         self, queries: Queries, k: Tensor, v: Tensor, mask: TileMask
@@ -329,7 +336,7 @@ class ProcessAttention(AttentionCall):
         multiplied by `slope`, the derivative of the scores by the products of queries and keys.
         """
         q, dy, y, log_sum = queries
-        v, dy, y = _padded_to_one_width(v, dy, y)  # see `_with_log_sum_column`
+        v, dy, y = _pad_to_one_width(v, dy, y)  # see `_with_log_sum_column`
         scores, slope = self.scores(q, k, mask.rows, mask.keys)
         # `log_sum` is over the keys of all tiles, so these weights are those of the whole softmax.
         weights = (scores - log_sum[..., None]).exp()
@@ -351,7 +358,7 @@ class ProcessAttention(AttentionCall):
         return pending.wait  # type: ignore[union-attr]  # it is pending: async_op
 
 
-def _narrowed(x: Tensor, like: Tensor) -> Tensor:
+def _narrow_like(x: Tensor, like: Tensor) -> Tensor:
     """Return as many columns as another tensor has."""
     return x[..., : like.shape[-1]]
 
@@ -368,7 +375,7 @@ def _cpu_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: TileMask, scale: float | None
 ) -> TileResult:
     """Attend to one tile with the kernel for CPUs."""
-    q, k, v = _padded_to_one_width(q, k, v)
+    q, k, v = _pad_to_one_width(q, k, v)
     y, log_sum = kernels.cpu_attention(
         q, k, v, is_causal=mask.is_causal, attn_mask=mask.as_bias(q.dtype), scale=scale
     )
@@ -380,7 +387,7 @@ def _cpu_gradients(
 ) -> TileGradients:
     """Return the gradients of one tile from the kernel for CPUs."""
     q, cotangent, y, log_sum = queries
-    q, k, v, cotangent, y = _padded_to_one_width(q, k, v, cotangent, y)
+    q, k, v, cotangent, y = _pad_to_one_width(q, k, v, cotangent, y)
     dropout = 0.0
     bias = mask.as_bias(q.dtype)
     dq, dk, dv = kernels.cpu_attention_gradients(
@@ -393,7 +400,7 @@ def _gpu_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: TileMask, scale: float | None
 ) -> TileResult:
     """Attend to one tile with the memory-efficient kernel for GPUs."""
-    q, k, v = _padded_to_one_width(q, k, v, multiple=8)
+    q, k, v = _pad_to_one_width(q, k, v, multiple=8)
     with_log_sum = True
     dropout = 0.0
     y, log_sum, *_ = kernels.gpu_attention(
@@ -408,11 +415,17 @@ def _gpu_gradients(
 ) -> TileGradients:
     """Compute the gradients of one tile by torch's memory-efficient attention kernel for GPUs.
 
-    queries: with outputs, their gradient, and log-sum-exps over all keys. Widths are padded to
-    one multiple of 8, so the gradients may have more columns than the inputs.
+    Widths are padded to one multiple of 8, so the gradients may have more columns than the inputs.
+
+    Args:
+        queries: With outputs, their gradient, and log-sum-exps over all keys.
+        k: Keys.
+        v: Values.
+        mask: The mask of the tile.
+        scale: The factor of scores.
     """
     q, cotangent, y, log_sum = queries
-    q, k, v, cotangent, y = _padded_to_one_width(q, k, v, cotangent, y, multiple=8)
+    q, k, v, cotangent, y = _pad_to_one_width(q, k, v, cotangent, y, multiple=8)
     # The kernel takes the strides of its own result for granted.
     y = y.transpose(1, 2).contiguous().transpose(1, 2)
     # It reads log-sum-exps padded to a multiple of 32 rows, and a state of dropout, which it
@@ -429,14 +442,14 @@ def _gpu_gradients(
     return TileGradients(dq, dk, dv)
 
 
-def _padded_to_one_width(*blocks: Tensor, multiple: int = 1) -> tuple[Tensor, ...]:
+def _pad_to_one_width(*blocks: Tensor, multiple: int = 1) -> tuple[Tensor, ...]:
     """Return blocks padded with zeros to one width, which fused kernels need; zeros change nothing."""
     width = max(x.shape[-1] for x in blocks)
     width += -width % multiple
     padded = []
     for x in blocks:
-        missing = width - x.shape[-1]
-        padded.append(F.pad(x, (0, missing)) if missing else x)
+        n_zeros = width - x.shape[-1]
+        padded.append(F.pad(x, (0, n_zeros)) if n_zeros else x)
     return tuple(padded)
 
 
@@ -454,17 +467,17 @@ class BlockAttention(torch.autograd.Function):
         [batch, heads, rows], -inf for rows that see no key.
         """
         dtype = call.score_dtype
-        rows = q.shape[:3]
-        y = q.new_zeros((*rows, call.attn.value_width), dtype=dtype)
-        log_sum = q.new_full(rows, float("-inf"), dtype=dtype)
+        rows_shape = q.shape[:3]
+        y = q.new_zeros((*rows_shape, call.attn.value_width), dtype=dtype)
+        log_sum = q.new_full(rows_shape, float("-inf"), dtype=dtype)
         # Each process passes on every block, also one that its queries do not see: the next
         # process in the ring waits for it.
         for round_index, block in call.attn.blocks_by_round(kv, call.send):
             for tile in call.tiles(round_index):
                 k, v = call.read(block[:, :, tile.k])
                 mask = call.mask(tile, round_index)
-                part = call.attend(q[:, :, tile.q], k, v, mask)
-                _merge_tile(y[:, :, tile.q], log_sum[:, :, tile.q], part)
+                tile_result = call.attend(q[:, :, tile.q], k, v, mask)
+                _merge_tile(y[:, :, tile.q], log_sum[:, :, tile.q], tile_result)
         # Partial results were merged in float32 or wider; the log-sum-exps stay in that dtype.
         y = y.to(q.dtype)
         ctx.call = call
@@ -504,12 +517,14 @@ class BlockAttention(torch.autograd.Function):
         return None, q_gradient.to(q.dtype), kv_gradient.to(kv.dtype)
 
 
-def _merge_tile(y: Tensor, log_sum: Tensor, part: TileResult) -> None:
+def _merge_tile(y: Tensor, log_sum: Tensor, tile_result: TileResult) -> None:
     """Merge the result by some keys, in place, with the one by other keys: weights add up to 1 again."""
-    earlier = (y, log_sum[..., None])
-    whole_y, whole_log_sum = merged(torch, earlier, (part.y, part.log_sum[..., None]))
-    y.copy_(whole_y)
-    log_sum.copy_(whole_log_sum.squeeze(-1))
+    so_far = (y, log_sum[..., None])
+    merged_y, merged_log_sum = merged(
+        torch, so_far, (tile_result.y, tile_result.log_sum[..., None])
+    )
+    y.copy_(merged_y)
+    log_sum.copy_(merged_log_sum.squeeze(-1))
 
 
 def _with_log_sum_column(queries: Queries, log_sum_cotangent: Tensor) -> Queries:
@@ -530,8 +545,14 @@ def _add_gradients_of_block(
 ) -> Tensor:
     """Compute the gradient of one block of keys and values, and add to that of the queries.
 
-    q_gradient: changed in place. Returns this device's part of the block's gradient, in the
-    block's shape. round_index: how many times blocks have been passed on before.
+    Returns this device's part of the block's gradient, in the block's shape.
+
+    Args:
+        call: The call.
+        queries: The queries of this process.
+        block: The block of keys and values.
+        round_index: How many times blocks have been passed on before.
+        q_gradient: The gradient of the queries, changed in place.
     """
     kv_gradient = torch.zeros_like(block, dtype=queries.log_sum.dtype)
     for tile in call.tiles(round_index):
@@ -555,9 +576,15 @@ def _attention(
 ) -> Any:
     """Check the arguments of the public functions, and attend over a sharded sequence.
 
-    qkv: this process's blocks of queries, keys and values. implementation: an argument of
-    JAX's attention, refused unless None. options: the fields of `AttentionCall`, in order.
     Returns the block of outputs; with `return_lse`, a pair of it and the log-sum-exps.
+
+    Args:
+        qkv: This process's blocks of queries, keys and values.
+        layout: The layout of all three.
+        mesh: The mesh.
+        profile: The machine to plan for.
+        implementation: An argument of JAX's attention, refused unless None.
+        *options: The fields of `AttentionCall`, in order.
     """
     if implementation is not None:
         hint = "it is JAX's: torch.nn.attention.sdpa_kernel() chooses torch's"

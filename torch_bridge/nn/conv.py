@@ -18,15 +18,15 @@ from torch import Tensor
 
 from torch_bridge.nn.placed import Outputs, Placement, check_whole
 from torch_bridge.nn.window import (
-    Geometry,
     Ints,
-    Like,
     Runs,
+    TensorOptions,
+    WindowPlan,
     apply_windows,
-    geometry_of,
     no_outputs,
     per_dim,
     window_frames,
+    window_plan,
 )
 from torch_bridge.ops import all_reduce
 from xshard.errors import ShapeError
@@ -43,7 +43,7 @@ from xshard.notation.overlap import Boundary, Window
 from xshard.notation.parser import Dim
 
 PoolWindows = tuple[Window, ...]
-Pairs = tuple[tuple[int, int], ...]  # padding before and after, per spatial dim
+PaddingPairs = tuple[tuple[int, int], ...]  # rows of padding before and after, per spatial dim
 
 # torch's padding modes, as boundaries.
 BOUNDARIES = {"zeros": "zero", "circular": "periodic", "reflect": "reflect", "replicate": "edge"}
@@ -55,7 +55,7 @@ class Convolution:
 
     kernel: Ints
     stride: Ints
-    padding: Pairs
+    padding: PaddingPairs
     dilation: Ints
     groups: int = 1
     padding_mode: str = "zeros"
@@ -86,12 +86,18 @@ def conv(
 ) -> Outputs:
     """Convolve an array whose spatial dims may be sharded, exchanging the rows at the borders.
 
-    x: this process's block, `(..., c, *spatial)`; placement: the layout and global shape of its
-    array. A kernel of 3 over "h/sp" needs one row of each neighbour. Returns the block of the
-    outputs and their placement. Raises NotationError and ShapeError before anything is sent.
+    A kernel of 3 over "h/sp" needs one row of each neighbour. Returns the block of the outputs and
+    their placement. Raises NotationError and ShapeError before anything is sent.
+
+    Args:
+        x: This process's block, `(..., c, *spatial)`.
+        placement: The placement of `x`: layout, mesh and global shape.
+        weight: The kernel.
+        bias: The bias, if any.
+        form: Strides, paddings and so on.
     """
     convolve = getattr(F, f"conv{len(form.kernel)}d")
-    geometry = _conv_geometry(placement, form, weight.shape)
+    plan = _conv_plan(placement, form, weight.shape)
     local_padding = _local_padding(placement, form.padding)
     pad_mode = "constant" if form.padding_mode == "zeros" else form.padding_mode
 
@@ -102,11 +108,11 @@ def conv(
             rows = F.pad(rows, local_padding, mode=pad_mode)
         return convolve(rows, weight, bias, form.stride, 0, form.dilation, form.groups)
 
-    return apply_windows(x, placement, geometry, convolve_rows, weight, bias)
+    return apply_windows(x, placement, plan, convolve_rows, weight, bias)
 
 
 @lru_cache(maxsize=4096)
-def _conv_geometry(placement: Placement, form: Convolution, weight_shape: torch.Size) -> Geometry:
+def _conv_plan(placement: Placement, form: Convolution, weight_shape: torch.Size) -> WindowPlan:
     """Return which rows this process reads, and where its outputs are. Raises ShapeError."""
     channel_dim = placement.ndim - len(form.kernel) - 1
     check_channels(placement, channel_dim, weight_shape[1] * form.groups)
@@ -114,50 +120,58 @@ def _conv_geometry(placement: Placement, form: Convolution, weight_shape: torch.
     # Beyond the ends of the array, the exchange brings what torch's padding would.
     boundary = Boundary(BOUNDARIES[form.padding_mode])
     options = zip(form.kernel, form.stride, form.dilation, form.padding, strict=True)
-    windows = [Window(*numbers, form.outputs, boundary, boundary) for numbers in options]
-    return geometry_of(placement, window_frames(placement, windows), weight_shape[0])
+    windows = [
+        Window(*options_of_dim, form.outputs, boundary, boundary) for options_of_dim in options
+    ]
+    return window_plan(placement, window_frames(placement, windows), weight_shape[0])
 
 
-def _check_padding(placement: Placement, pads: Pairs, mode: str) -> None:
+def _check_padding(placement: Placement, pads: PaddingPairs, mode: str) -> None:
     """Raise ShapeError where torch would, on processes with nothing to pad too."""
-    # A circular padding has at most all rows; a reflected one does not repeat the first row.
-    repeated_rows = {"circular": 0, "reflect": 1}.get(mode)
-    if repeated_rows is None:
+    # A circular padding has at most all rows; a reflected one leaves out the row at the end.
+    n_rows_left_out = {"circular": 0, "reflect": 1}.get(mode)
+    if n_rows_left_out is None:
         return
     for length, pair in zip(placement.shape[-len(pads) :], pads, strict=True):
-        longest_padding = length - repeated_rows
-        if not 0 <= min(pair) <= max(pair) <= longest_padding:
-            message = f"{mode} padding {pair} of {length} rows"
-            raise placement.shape_error(message, f"from 0 to {longest_padding}")
+        max_padding = length - n_rows_left_out
+        if not 0 <= min(pair) <= max(pair) <= max_padding:
+            reason = f"{mode} padding {pair} of {length} rows"
+            raise placement.shape_error(reason, f"from 0 to {max_padding}")
 
 
-def pad(x: Tensor, placement: Placement, pads: Pairs, mode: str, value: float) -> Outputs:
+def pad(x: Tensor, placement: Placement, pads: PaddingPairs, mode: str, value: float) -> Outputs:
     """Pad an array as `F.pad` does, where the padded dims may be sharded.
 
-    x: this process's block. pads: rows before and after, per dim, for the last dims of the array:
-    8 rows on 2 devices padded by (1, 1) are 10 rows, of which each device gets its part.
-    Returns that part, and its placement (layout and global shape).
+    8 rows on 2 devices padded by (1, 1) are 10 rows, of which each device gets 5. Returns this
+    process's block of the result, and its placement.
+
+    Args:
+        x: This process's block.
+        placement: The placement of `x`: layout, mesh and global shape.
+        pads: Rows before and after, per dim, for the last dims of the array.
+        mode: torch's `mode`.
+        value: The constant, for the mode "constant".
     """
     _check_padding(placement, pads, mode)
     boundary = Boundary(mode, value) if mode == "constant" else Boundary(BOUNDARIES[mode])
     # A convolution with a kernel of one row and this padding has just these outputs: its exchange
     # of rows is used.
     windows = [Window(1, 1, 1, pair, "", boundary, boundary) for pair in pads]
-    geometry = geometry_of(placement, window_frames(placement, windows))
+    plan = window_plan(placement, window_frames(placement, windows))
     local_padding = _local_padding(placement, pads)
 
     def pad_rows(rows: Tensor, _runs: Runs) -> Tensor:
         # Modes other than "constant" refuse a value.
         return F.pad(rows, local_padding, mode, value if value else None)
 
-    return apply_windows(x, placement, geometry, pad_rows)
+    return apply_windows(x, placement, plan, pad_rows)
 
 
-def _local_padding(placement: Placement, pads: Pairs) -> list[int]:
+def _local_padding(placement: Placement, pads: PaddingPairs) -> list[int]:
     """Return the padding of dims that are not sharded, as `F.pad` takes it: the last dim first."""
-    first = placement.ndim - len(pads)
+    first_dim = placement.ndim - len(pads)
     local_padding: list[int] = []
-    for d, pair in reversed(list(enumerate(pads, first))):
+    for d, pair in reversed(list(enumerate(pads, first_dim))):
         # Sharded dims get their padding with the rows of neighbours.
         local_padding.extend((0, 0) if placement.is_sharded(d) else pair)
     return local_padding
@@ -177,19 +191,24 @@ def conv_transpose(
 ) -> Outputs:
     """Apply a `ConvTranspose` layer to an array whose spatial dims may be sharded.
 
-    x: this process's block, `(..., c, *spatial)`; placement: the layout and global shape of its
-    array. output_size: torch's argument, spatial lengths of the global result; None: as the
-    layer's output padding gives. Returns the block of the outputs and their placement.
+    Returns the block of the outputs and their placement.
+
+    Args:
+        layer: The module of torch, for its options and parameters.
+        x: This process's block, `(..., c, *spatial)`.
+        placement: The placement of `x`: layout, mesh and global shape.
+        output_size: torch's argument, spatial lengths of the global result; None: as the layer's
+            output padding gives.
     """
     windows = _transposed_windows(layer, placement, output_size)
-    geometry = _transposed_geometry(placement, windows, layer.weight.shape, layer.groups)
+    plan = _transposed_plan(placement, windows, layer.weight.shape, layer.groups)
     spread = getattr(F, f"conv_transpose{len(windows)}d")
 
     def spread_rows(rows: Tensor, runs: Runs, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Run torch's transposed convolution on the rows, and keep this device's outputs only."""
         if 0 in rows.shape:  # no input reaches these outputs
             zero = no_outputs([0], rows, weight).sum()
-            y = zero.expand(geometry.result.local_shape)
+            y = zero.expand(plan.result.local_shape)
         else:
             y = spread(rows, weight, None, layer.stride, 0, 0, layer.groups, layer.dilation)
             # Rows of neighbours also reach outputs of theirs. `_crop` gives negative padding, which
@@ -200,7 +219,7 @@ def conv_transpose(
         spatial_ones = (1,) * len(windows)
         return y + bias.view(-1, *spatial_ones)
 
-    return apply_windows(x, placement, geometry, spread_rows, layer.weight, layer.bias)
+    return apply_windows(x, placement, plan, spread_rows, layer.weight, layer.bias)
 
 
 def _transposed_windows(
@@ -208,8 +227,12 @@ def _transposed_windows(
 ) -> tuple[TransposedWindow, ...]:
     """Return kernel, stride, padding and so on of a transposed convolution, one record per dim.
 
-    output_size: torch's argument: the spatial lengths of the global result, or None. It replaces
-    the layer's output padding, as a stride of 2 makes 8 or 9 outputs from equally many inputs.
+    Args:
+        layer: The module of torch, for its options and parameters.
+        placement: The placement of the input.
+        output_size: torch's argument: the spatial lengths of the global result, or None. It
+            replaces the layer's output padding, as a stride of 2 makes 8 or 9 outputs from equally
+            many inputs.
     """
     options = (layer.kernel_size, layer.stride, layer.dilation, layer.padding)
     if output_size is None:
@@ -226,54 +249,58 @@ def _transposed_windows(
 def _crop(runs: Runs, windows: Sequence[TransposedWindow], lengths: Sequence[int]) -> list[int]:
     """Return the (negative) padding that leaves this process's outputs, as `F.pad` takes it.
 
-    lengths: of the outputs of the rows that the process has, which begin at row `run.first * stride` of the
-    array before its padding is cut off.
+    Args:
+        runs: The rows that the process has, and the outputs to leave, along each dim.
+        windows: The windows.
+        lengths: How many outputs torch has computed from these rows, along each dim.
     """
     crop: list[int] = []
     for run, window, length in zip(runs, windows, lengths, strict=True):
+        # Padding of a transposed convolution cuts off that many of its first outputs.
         first_output = run.first * window.stride - window.padding
-        before = run.start - first_output
-        after = length - before - run.outputs
-        crop[:0] = (-before, -after)  # `F.pad` takes the last dim first
+        cut_before = run.start - first_output
+        cut_after = length - cut_before - run.outputs
+        crop[:0] = (-cut_before, -cut_after)  # `F.pad` takes the last dim first
     return crop
 
 
 @lru_cache(maxsize=4096)
-def _transposed_geometry(
+def _transposed_plan(
     placement: Placement,
     windows: tuple[TransposedWindow, ...],
     weight_shape: torch.Size,
     groups: int,
-) -> Geometry:
+) -> WindowPlan:
     """Return which rows reach this process's outputs. Raises ShapeError."""
-    first = placement.ndim - len(windows)
-    check_channels(placement, first - 1, weight_shape[0])
+    first_dim = placement.ndim - len(windows)
+    check_channels(placement, first_dim - 1, weight_shape[0])
     frames = {}
-    for d, window in enumerate(windows, first):
+    for d, window in enumerate(windows, first_dim):
         frames[d] = _transposed_frame(placement, d, window)
-    return geometry_of(placement, frames, weight_shape[1] * groups)
+    return window_plan(placement, frames, weight_shape[1] * groups)
 
 
 def _transposed_frame(placement: Placement, d: int, window: TransposedWindow) -> Frame:
     """Find which inputs each device needs along one dim of a transposed convolution.
 
-    A frame has these rows for all devices, the outputs that each computes, and the global length
-    of the result. d: the dim of the array. Raises ShapeError for an output padding that torch
-    refuses too, and if there would be no output.
+    A frame has these rows for all devices, the outputs that each computes, and the global length of
+    the result. Raises ShapeError for an output padding that torch refuses too, and if there would
+    be no output.
+
+    Args:
+        placement: The placement of the input.
+        d: The dim of the array.
+        window: The window over it.
     """
-    extra = window.output_padding
-    if not 0 <= extra < max(window.stride, window.dilation):
-        message = (
-            f"output_padding {extra} with stride {window.stride} and dilation {window.dilation}"
-        )
-        raise ShapeError(message, hint="output_padding must be smaller than stride or dilation")
+    output_padding = window.output_padding
+    if not 0 <= output_padding < max(window.stride, window.dilation):
+        reason = f"output_padding {output_padding} with stride {window.stride} and dilation {window.dilation}"
+        raise ShapeError(reason, hint="output_padding must be smaller than stride or dilation")
     rows = along(placement.sharding, d)
     frame = transposed_frame(rows, window)
     if frame.length < 1:
-        message = (
-            f"no output: {rows.length} rows of dim {rows.dim.name!r}, padding {window.padding}"
-        )
-        raise placement.shape_error(message)
+        reason = f"no output: {rows.length} rows of dim {rows.dim.name!r}, padding {window.padding}"
+        raise placement.shape_error(reason)
     return frame
 
 
@@ -281,27 +308,32 @@ def padding_pairs(
     padding: Literal["same", "valid"] | Sequence[int],
     kernel: Sequence[int],
     dilation: Sequence[int],
-) -> Pairs:
+) -> PaddingPairs:
     """Return a convolution's padding as rows before and after, per spatial dim.
 
-    padding: torch's argument. (1, 2) -> ((1, 1), (2, 2)); "valid" -> no padding; "same" -> as many
-    rows as keep the length at stride 1: kernel 4 -> (1, 2), the odd row after the end as in torch.
+    Args:
+        padding: torch's argument. (1, 2) -> ((1, 1), (2, 2)); "valid" -> no padding; "same" -> as
+            many rows as keep the length at stride 1: kernel 4 -> (1, 2), the odd row after the end
+            as in torch.
+        kernel: The size of the kernel, per spatial dim.
+        dilation: Its dilation, per spatial dim.
     """
     if padding == "valid":
         return ((0, 0),) * len(kernel)
     if padding == "same":
         pairs = []
-        for k, d in zip(kernel, dilation, strict=True):
-            before = d * (k - 1) // 2
-            pairs.append((before, d * (k - 1) - before))
+        for kernel_size, row_distance in zip(kernel, dilation, strict=True):
+            total_padding = row_distance * (kernel_size - 1)
+            padding_before = total_padding // 2
+            pairs.append((padding_before, total_padding - padding_before))
         return tuple(pairs)
-    return tuple((p, p) for p in padding)
+    return tuple((rows, rows) for rows in padding)
 
 
 class Pooling(NamedTuple):
     """A pool as one process computes it."""
 
-    geometry: Geometry
+    plan: WindowPlan
     windows: PoolWindows  # with the padding that `ceil_mode` adds
     local_padding: Ints  # that torch adds, per spatial dim
 
@@ -309,8 +341,12 @@ class Pooling(NamedTuple):
 def max_pool(layer: Any, x: Tensor, placement: Placement) -> Outputs:
     """Apply a `MaxPool` layer to an array whose spatial dims may be sharded.
 
-    x: this process's block, `(..., *spatial)`; placement: the layout and global shape of its array.
     Windows over a border use rows of neighbours. Returns the block of maxima and their placement.
+
+    Args:
+        layer: The module of torch, for its options and parameters.
+        x: This process's block, `(..., *spatial)`.
+        placement: The placement of `x`: layout, mesh and global shape.
     """
     # Padding with -inf: it never is the maximum.
     windows = _pool_windows(layer, Boundary("constant", float("-inf")))
@@ -327,15 +363,19 @@ def max_pool(layer: Any, x: Tensor, placement: Placement) -> Outputs:
             ceil_mode=layer.ceil_mode,
         )
 
-    return apply_windows(x, placement, pooling.geometry, pool_rows)
+    return apply_windows(x, placement, pooling.plan, pool_rows)
 
 
 def avg_pool(layer: Any, x: Tensor, placement: Placement) -> Outputs:
     """Apply an `AvgPool` layer to an array whose spatial dims may be sharded.
 
-    x: this process's block, `(..., *spatial)`; placement: the layout and global shape of its array.
     Windows are summed on the block. The divisor is counted in the global array, as windows at its
     ends may have fewer elements. Returns the block of averages and their placement.
+
+    Args:
+        layer: The module of torch, for its options and parameters.
+        x: This process's block, `(..., *spatial)`.
+        placement: The placement of `x`: layout, mesh and global shape.
     """
     windows = _pool_windows(layer, Boundary())
     pooling = _pooling(placement, windows, layer.ceil_mode)
@@ -345,11 +385,13 @@ def avg_pool(layer: Any, x: Tensor, placement: Placement) -> Outputs:
         divisor = getattr(layer, "divisor_override", None)  # 1-D pools have none
         if not divisor:
             lengths = placement.shape[-len(windows) :]
-            like = Like(sums.dtype, sums.device)
-            divisor = _counts(lengths, pooling.windows, tuple(runs), layer.count_include_pad, like)
+            tensor_options = TensorOptions(sums.dtype, sums.device)
+            divisor = _counts(
+                lengths, pooling.windows, tuple(runs), layer.count_include_pad, tensor_options
+            )
         return sums / divisor
 
-    return apply_windows(x, placement, pooling.geometry, pool_rows)
+    return apply_windows(x, placement, pooling.plan, pool_rows)
 
 
 def _window_sums(rows: Tensor, pooling: Pooling, *, is_ceil: bool) -> Tensor:
@@ -376,8 +418,10 @@ def _pool_windows(layer: Any, boundary: Boundary) -> PoolWindows:
     options_by_dim = [per_dim(option, rank_of(layer)) for option in options]
     windows = []
     for kernel, stride, dilation, padding in zip(*options_by_dim, strict=True):
-        pair = (padding, padding)
-        windows.append(Window(kernel, stride, dilation, pair, layer.outputs, boundary, boundary))
+        padding_pair = (padding, padding)
+        windows.append(
+            Window(kernel, stride, dilation, padding_pair, layer.outputs, boundary, boundary)
+        )
     return tuple(windows)
 
 
@@ -385,22 +429,26 @@ def _pool_windows(layer: Any, boundary: Boundary) -> PoolWindows:
 def _pooling(placement: Placement, windows: PoolWindows, is_ceil: bool) -> Pooling:
     """Work out what this process needs for a pooling layer: rows of neighbours, and padding.
 
-    windows: kernel, stride and padding, one per spatial dim. is_ceil: torch's `ceil_mode`. In the
-    result, padding is 0 on sharded dims, where the exchanged rows include it. Raises ShapeError for
-    padding of more than half the kernel, as torch does.
+    In the result, padding is 0 on sharded dims, where the exchanged rows include it. Raises
+    ShapeError for padding of more than half the kernel, as torch does.
+
+    Args:
+        placement: The placement of the input.
+        windows: Kernel, stride and padding, one per spatial dim.
+        is_ceil: torch's `ceil_mode`.
     """
     wider_windows = []
     local_padding = []
     for d, window in enumerate(windows, placement.ndim - len(windows)):
         padding = window.padding[0]
         if not 0 <= padding <= window.span // 2:
-            message = f"padding {padding} of a pool with kernel {window.k}"
-            raise ShapeError(message, hint="at most half the kernel")
+            reason = f"padding {padding} of a pool with kernel {window.k}"
+            raise ShapeError(reason, hint="at most half the kernel")
         # `ceil_mode` may add a last window, which begins in the array and reads beyond it.
         wider_windows.append(pool_window(placement.shape[d], window, ceil=is_ceil))
         local_padding.append(0 if placement.is_sharded(d) else padding)
-    geometry = geometry_of(placement, window_frames(placement, wider_windows))
-    return Pooling(geometry, tuple(wider_windows), tuple(local_padding))
+    plan = window_plan(placement, window_frames(placement, wider_windows))
+    return Pooling(plan, tuple(wider_windows), tuple(local_padding))
 
 
 @lru_cache(maxsize=1024)
@@ -410,13 +458,19 @@ def _counts(
     windows: PoolWindows,
     runs: tuple[OutputRun, ...],
     include_pad: bool,
-    like: Like,
+    tensor_options: TensorOptions,
 ) -> int | Tensor:
     """Count the elements in each window of an average pool, which are the divisors of its sums.
 
-    lengths: of the global array, per spatial dim. runs: which outputs this block has, per dim.
     Returns a tensor `[outputs of each dim]`, or the kernel's size if all windows are full.
-    8 rows, kernel 3, stride 1, padding 1, without `include_pad`: 2, 3, 3, 3, 3, 3, 3, 2.
+    8 rows, kernel 3, stride 1, padding 1, without `include_pad` -> 2, 3, 3, 3, 3, 3, 3, 2.
+
+    Args:
+        lengths: The lengths of the global array, per spatial dim.
+        windows: The windows, per spatial dim.
+        runs: Which outputs this block has, per dim.
+        include_pad: Whether padding counts.
+        tensor_options: The dtype and the device of the result.
     """
     counts = np.ones((), np.int64)  # the product of the counts along each dim
     for length, window, run in zip(lengths, windows, runs, strict=True):
@@ -428,26 +482,31 @@ def _counts(
     kernel_size = math.prod(window.k for window in windows)
     if (counts == kernel_size).all():
         return kernel_size
-    return torch.from_numpy(counts).to(like.device, like.dtype)
+    return torch.from_numpy(counts).to(tensor_options.device, tensor_options.dtype)
 
 
 def global_avg_pool(layer: Any, x: Tensor, placement: Placement) -> Outputs:
     """Average an array over its spatial dims, which may be sharded: "b c h/sp w" -> "b c h w".
 
-    x: this process's block, `(..., *spatial)`; placement: the layout and global shape of its array.
     Blocks are summed, the sums are added over the devices, and divided by the global size. Returns
     `(..., 1, 1)`, equal on all devices along the spatial dims' axes, and its placement.
+
+    Args:
+        layer: The module of torch, for its options and parameters.
+        x: This process's block, `(..., *spatial)`.
+        placement: The placement of `x`: layout, mesh and global shape.
     """
-    first = placement.ndim - rank_of(layer)
-    spatial_dims = tuple(range(first, placement.ndim))
-    total, result = total_over_blocks(x.sum(spatial_dims, keepdim=True), placement, spatial_dims)
-    return total / math.prod(placement.shape[first:]), result
+    first_dim = placement.ndim - rank_of(layer)
+    spatial_dims = tuple(range(first_dim, placement.ndim))
+    block_sums = x.sum(spatial_dims, keepdim=True)
+    sums, result = total_over_blocks(block_sums, placement, spatial_dims)
+    return sums / math.prod(placement.shape[first_dim:]), result
 
 
 def total_over_blocks(sums: Tensor, placement: Placement, dims: Sequence[int]) -> Outputs:
-    """Add up what blocks sum to along dims of which some are sharded: the result is whole along them.
+    """Add up the sums of blocks over the processes along the axes that shard some dims.
 
-    "b c h/sp w" over h and w is "b c", or "b c 1 1" if the sums of a block have all dims. Returns the
+    Sums over h and w of blocks of "b c h/sp w" -> "b c", or "b c 1 1" if dims were kept. Returns the
     total, equal on all devices of sp, and its placement.
     """
     # The mesh axes that shard the dims hold different rows: an all-reduce adds their sums.

@@ -38,9 +38,15 @@ def _cross_entropy(
 ) -> Tensor:
     """Compute the cross entropy of logits whose classes may be sharded (a parallel vocabulary).
 
-    logits, labels: this process's blocks; labels are global class numbers. layout: of the logits.
-    arguments: the fields of `LossOptions`, in order. Returns the loss per token of this process for
-    reduction "none", else one number for the tokens of all processes.
+    Returns the loss per token of this process for reduction "none", else one number for the tokens
+    of all processes.
+
+    Args:
+        logits: This process's block of logits.
+        labels: This process's block of labels, which are global class numbers.
+        layout: The layout of the logits.
+        mesh: The mesh.
+        *arguments: The fields of `LossOptions`, in order.
     """
     options = LossOptions(*arguments)
     logits = as_tensor(logits, "logits")
@@ -60,9 +66,9 @@ def _cross_entropy(
     try:
         row_of_label = F.embedding(classes, rows[:, None]).squeeze(-1)
     except IndexError as error:  # on a GPU, it is an assertion there
-        message = f"labels from {classes.min()} to {classes.max()}, {loss.n_classes} classes"
+        reason = f"labels from {classes.min()} to {classes.max()}, {loss.n_classes} classes"
         raise ShapeError(
-            message, text=str(layout), hint="ignore_index=: labels that do not count"
+            reason, text=str(layout), hint="ignore_index=: labels that do not count"
         ) from error
     # Sums of many exponentials: in float32 or wider.
     dtype = torch.promote_types(logits.dtype, torch.float32)
@@ -74,12 +80,12 @@ def _cross_entropy(
         logits,
         exponents=logits,  # blocks have no padding
         local_top=logits.detach().logsumexp(-1),
-        label_logits=_chosen(logits, row_of_label),
+        label_logits=_logits_of_labels(logits, row_of_label),
     )
     return loss.reduced(losses, ~is_ignored)
 
 
-def _chosen(logits: Tensor, row_of_label: Tensor) -> Tensor:
+def _logits_of_labels(logits: Tensor, row_of_label: Tensor) -> Tensor:
     """Return each token's logit of its label; 0 if another process has it."""
     local_count = logits.shape[-1]
     if not local_count:

@@ -163,8 +163,11 @@ class _Conversion:
 
         In this order: a converter that the user gave for its class; for a class such as `Conv2d`,
         our layer with the same parameters; else its own code, which runs on blocks while a torch
-        function mode keeps track of their layouts, over converted children. path: the module's
-        name in the model, "" for the model itself.
+        function mode keeps track of their layouts, over converted children.
+
+        Args:
+            module: The module.
+            path: Its name in the model, "" for the model itself.
         """
         # The user's own converters come first, also for classes that we have a layer for.
         for kind, converter in self.converters.items():
@@ -190,28 +193,32 @@ def _check_followed(module: nn.Module, path: str) -> None:
 
     Refused: modules converted before, subclasses that inherit `forward` from a class we replace,
     classes of `torch.nn` without an exact form on blocks, and lazy modules. Any other code is run,
-    and each torch function that it calls must have a rule for blocks. path: "" for the model.
+    and each torch function that it calls must have a rule for blocks.
+
+    Args:
+        module: The module.
+        path: Its name in the model; "" for the model itself.
     """
-    kind = type(module)
-    if kind in FOLLOWED:
+    module_class = type(module)
+    if module_class in FOLLOWED:
         return
-    torch_class = torch_class_with_layer(kind)
+    torch_class = torch_class_with_layer(module_class)
     if isinstance(module, Layer):
-        message = "is domain-parallel already"
+        fault = "is domain-parallel already"
         hint = "pass the ordinary model"
-    elif torch_class is not None and kind.forward is torch_class.forward:
-        message = f"is a subclass of {torch_class.__name__}"
+    elif torch_class is not None and module_class.forward is torch_class.forward:
+        fault = f"is a subclass of {torch_class.__name__}"
         hint = "its effect on blocks is not known: converters="
-    elif kind.__module__.startswith("torch.nn."):
-        message = "lacks an exact form on blocks"
+    elif module_class.__module__.startswith("torch.nn."):
+        fault = "lacks an exact form on blocks"
         hint = "converters=, or redistribute what it needs whole"
     elif any(nn.parameter.is_lazy(x) for x in module.parameters(recurse=False)):
-        message = "is lazy"
+        fault = "is lazy"
         hint = "run the ordinary model once first"
     else:
         return  # the user's own code, which is followed as it runs
     name = path if path else "the model"
-    raise XshardError(f"{name} ({kind.__name__}) {message}", hint=hint)
+    raise XshardError(f"{name} ({module_class.__name__}) {fault}", hint=hint)
 
 
 class _RunningModule(NamedTuple):
@@ -245,7 +252,7 @@ class _Entrance:
         arrivals = {}
         for key, x in values.items():
             if isinstance(x, Tensor) and self._has_layout(x):
-                placement = self._placed(x, is_model=True)
+                placement = self._placement_of_input(x, is_model=True)
                 arrivals[key] = (placement.layout, placement.shape)
         return arrivals
 
@@ -257,9 +264,15 @@ class _Entrance:
         A record is a note on a tensor: the layout and global shape of the array whose block it is.
         From here on a torch function mode derives the record of each result.
 
-        is_model: the module is the whole model, which the user calls with plain blocks; a part of
-        it is called with recorded ones. Returns the inputs with records. None: leave the inputs as
-        they are, as an outer module has prepared them, or a checkpoint computes them again.
+        Returns the inputs with records. None: leave the inputs as they are, as an outer module has
+        prepared them, or a checkpoint computes them again.
+
+        Args:
+            module: The module.
+            args: Its arguments by position.
+            kwargs: Its arguments by keyword.
+            is_model: Whether it is the whole model, which the user calls with plain blocks; a part
+                of it is called with recorded ones.
         """
         self._end_unfinished()
         self.running.append(_RunningModule(call_of_hook(), ExitStack()))
@@ -277,11 +290,11 @@ class _Entrance:
         if not blocks:
             raise XshardError(f"no input has the dims of '{self.layout}'")
         # Replicated inputs, and parameters, are on the processes of the first block.
-        first = self._placed(blocks[0], is_model=is_model)
-        with_record = partial(self._with_record, first=first, is_model=is_model)
+        first_placement = self._placement_of_input(blocks[0], is_model=is_model)
+        with_record = partial(self._with_record, first_placement=first_placement, is_model=is_model)
         args = tuple(map(with_record, args))
         kwargs = {name: with_record(x) for name, x in kwargs.items()}
-        self._copy_parameters(module, first)
+        self._copy_parameters(module, first_placement)
         if not is_followed:
             mode = Propagation(self.paths, self.outputs)
             self.running[-1].ending.callback(remove_function_mode, mode)
@@ -296,11 +309,11 @@ class _Entrance:
                 return
             self._leave()
 
-    def _with_record(self, x: Any, first: Placement, *, is_model: bool) -> Any:
+    def _with_record(self, x: Any, first_placement: Placement, *, is_model: bool) -> Any:
         """Return an input with a note of its layout and global shape (a record).
 
         A tensor that has the dims of the model's layout is a block under it; any other tensor is
-        replicated, on the devices of `first`, the placement of the first block among the inputs.
+        replicated, on the devices of `first_placement`, the placement of the first block among the inputs.
         The note is on an alias, so that the caller's own tensor has none. Values that are not
         tensors are returned as they are.
         """
@@ -309,11 +322,11 @@ class _Entrance:
         placement = recorded_placement(x)
         if placement is None:
             if self._has_layout(x):
-                placement = self._placed(x, is_model=is_model)
+                placement = self._placement_of_input(x, is_model=is_model)
             else:
                 # Where it is used beside blocks, the gradients of all devices are summed. If the user
                 # asked for shares of gradients, the backward pass of this copy makes one of the sum.
-                placement = first.replicated_like(x)
+                placement = first_placement.replicated_like(x)
                 [x] = placement.parameter_copies([x])
         return record(x.view_as(x), placement)
 
@@ -332,14 +345,14 @@ class _Entrance:
             return x.ndim >= rank - 1
         return x.ndim == rank
 
-    def _placed(self, x: Tensor, *, is_model: bool) -> Placement:
+    def _placement_of_input(self, x: Tensor, *, is_model: bool) -> Placement:
         """Return the placement of an input under the layout of the call."""
         layout = self.layout.resolved(x.ndim)
         shape = self.shape
         if shape is not None and not is_model:
             # A part of the model has other channels: only the lengths of sharded dims are known.
-            pairs = zip(layout.dims, shape, strict=True)
-            shape = tuple(length if dim.axes else None for dim, length in pairs)
+            dims_and_lengths = zip(layout.dims, shape, strict=True)
+            shape = tuple(length if dim.axes else None for dim, length in dims_and_lengths)
         return replace(placed_as(x, layout, self.mesh, shape), gradient_share_axes=self.shares)
 
     def _leave(self, *_: Any) -> None:

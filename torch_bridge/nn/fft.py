@@ -72,8 +72,8 @@ def fft(
         mesh: A `DeviceMesh` with named dims, or an `xshard.Mesh` over the world.
         dims: Names of the dims to transform, as in "h w"; real kinds halve the last.
         kind: "fft", "ifft", "rfft", "irfft", "hfft" or "ihfft".
-        lengths: Torch's `s`: a length for each of `dims`, in which the array is cut or padded. Global.
-        norm: Torch's `norm`.
+        lengths: torch's `s`: a length for each of `dims`, in which the array is cut or padded. Global.
+        norm: torch's `norm`.
         shape: The global shape, if blocks differ in size.
 
     Returns:
@@ -99,8 +99,8 @@ def fft(
     names = dims.split()
     if not names:
         raise XshardError("no dims to transform", hint='their names, as in "h w"')
-    numbers = list(map(placement.layout.dim_index, names))
-    y, result = transformed(x, placement, KINDS[kind], numbers, lengths, norm)
+    dim_indices = list(map(placement.layout.dim_index, names))
+    y, result = transformed(x, placement, KINDS[kind], dim_indices, lengths, norm)
     return record(y, result)
 
 
@@ -115,8 +115,18 @@ def transformed(
     """Transform some dims of an array by FFT: sharded dims in one group, the others in another.
 
     Around the group of sharded dims, one all-to-all makes them whole, and one shards them as
-    before; so all of them share two moves. x: this process's block. dims: numbers, the last one
-    is halved by real kinds such as "rfft". Returns the block of the result and its placement.
+    before; so all of them share two moves.
+
+    Args:
+        x: This process's block.
+        placement: Its placement.
+        kind: The transform.
+        dims: The indices of the dims; the last one is halved by real kinds such as "rfft".
+        lengths: As for `fft`.
+        norm: As for `fft`.
+
+    Returns:
+        The block of the result, and its placement.
     """
     transforms = _dim_transforms(kind, dims, lengths)
     # A real input ("rfft") is transformed along the last dim first, and a real output ("irfft")
@@ -124,13 +134,13 @@ def transformed(
     if kind.has_real_input:
         transforms.reverse()
     sharded = [step for step in transforms if placement.is_sharded(step.dim)]
-    whole = [step for step in transforms if not placement.is_sharded(step.dim)]
+    unsharded = [step for step in transforms if not placement.is_sharded(step.dim)]
     is_last_sharded = placement.is_sharded(dims[-1])
     begins_with_sharded = kind.has_real_input if is_last_sharded else kind.has_real_output
     if begins_with_sharded:
         x, placement = _transform_sharded_dims(x, placement, sharded, norm)
-        return _transform_whole_dims(x, placement, whole, norm)
-    x, placement = _transform_whole_dims(x, placement, whole, norm)
+        return _transform_whole_dims(x, placement, unsharded, norm)
+    x, placement = _transform_whole_dims(x, placement, unsharded, norm)
     return _transform_sharded_dims(x, placement, sharded, norm)
 
 
@@ -153,9 +163,14 @@ def _transform_sharded_dims(
 ) -> Outputs:
     """Gather some dims by an all-to-all, transform them by FFT, and shard them as before.
 
-    "h/sp w", transforming h -> "h w/balanced(sp)" in between. x: this process's block. Returns the
-    block of the result and its placement: its layout and global shape. Without transforms nothing
-    is sent.
+    "h/sp w", transforming h -> "h w/balanced(sp)" in between. Returns the block of the result and
+    its placement: its layout and global shape. Without transforms nothing is sent.
+
+    Args:
+        x: This process's block.
+        placement: The placement of `x`: layout, mesh and global shape.
+        transforms: The transforms of sharded dims, in order.
+        norm: torch's `norm`.
     """
     if not transforms:
         return x, placement
@@ -198,21 +213,21 @@ def _transform_dim(x: Tensor, step: DimTransform, norm: str | None) -> Tensor:
     return no_outputs(shape, row)
 
 
-def _layout_with_whole(placement: Placement, whole: Sequence[int]) -> Layout:
+def _layout_with_whole(placement: Placement, whole_dims: Sequence[int]) -> Layout:
     """Return a layout in which some dims are whole, and the longest other dim is sharded instead.
 
-    whole: numbers of dims. "h/sp w" with h whole -> "h w/balanced(sp)"; balanced: the sizes of
-    parts differ by at most 1. Without another dim, each device gets the whole array.
+    "h/sp w" with h whole -> "h w/balanced(sp)"; balanced: the sizes of blocks differ by at most 1.
+    Without another dim, each device gets the whole array.
     """
     dims = list(placement.dims)
-    for d in whole:
+    for d in whole_dims:
         dims[d] = Dim(dims[d].name)
-    others = [d for d in range(len(dims)) if d not in whole]
-    if others:
+    candidates = [d for d in range(len(dims)) if d not in whole_dims]
+    if candidates:
         # A longer dim is cut into more even parts. The length is that of a device's block, as the
         # dim may be sharded already; then it is cut further.
-        longest_blocks = [max(sizes) for sizes in placement.sharding.local_sizes]
-        longest = max(others, key=longest_blocks.__getitem__)
-        shard = Shard(placement.axes_of(whole), "balanced")
-        dims[longest] = replace(dims[longest], shards=(*dims[longest].shards, shard))
+        block_lengths = [max(sizes) for sizes in placement.sharding.local_sizes]
+        longest_dim = max(candidates, key=block_lengths.__getitem__)
+        shard = Shard(placement.axes_of(whole_dims), "balanced")
+        dims[longest_dim] = replace(dims[longest_dim], shards=(*dims[longest_dim].shards, shard))
     return Layout(tuple(dims))

@@ -15,7 +15,11 @@ Rule = Callable[..., Any]  # applies a function to blocks: takes a `FunctionCall
 class FunctionCall(NamedTuple):
     """A call `func(*args, **kwargs)` that has not run yet.
 
-    outputs: how the outputs of convolutions and pools are sharded, as for `domain_parallel`.
+    Attributes:
+        func: The torch function.
+        args: Its arguments by position.
+        kwargs: Its arguments by keyword.
+        outputs: How the outputs of convolutions and pools are sharded, as for `domain_parallel`.
     """
 
     func: Callable[..., Any]
@@ -58,8 +62,8 @@ class FunctionCall(NamedTuple):
         return [values[name] for name in order]
 
 
-def rows(names: str, rule: Rule) -> dict[str, Rule]:
-    """Return the rows of a table of rules for several functions: "add sub" -> {"add": rule, "sub": rule}."""
+def same_rule(names: str, rule: Rule) -> dict[str, Rule]:
+    """Return a table that has one rule for several functions: "add sub" -> {"add": rule, "sub": rule}."""
     return dict.fromkeys(names.split(), rule)
 
 

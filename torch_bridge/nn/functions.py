@@ -31,15 +31,18 @@ def _check_whole_parameters(call: FunctionCall, *parameters: Tensor | None) -> N
     for x in parameters:
         placement = recorded_placement(x)
         if placement is not None and placement.axes:
-            message = f"{call.name}() with a weight that is sharded as '{placement.layout}'"
+            reason = f"{call.name}() with a weight that is sharded as '{placement.layout}'"
             hint = "redistribute the weight first: each process needs all of it"
-            raise XshardError(message, hint=hint)
+            raise XshardError(reason, hint=hint)
 
 
 def _convolve(call: FunctionCall, compute: Callable[..., Outputs], defaults: Options) -> Tensor:
     """Convolve as a layer does, whose parameters and options are arguments here.
 
-    compute: what the layer computes. defaults: of the arguments after the bias, in their order.
+    Args:
+        call: The call.
+        compute: The function of the layer.
+        defaults: The defaults of the arguments after the bias, in their order.
     """
     layer = _layer_in(call, "input", "weight", bias=None, **defaults)
     layer.kernel_size = tuple(layer.weight.shape[2:])
@@ -61,10 +64,13 @@ def _layer_in(call: FunctionCall, *names: str, **defaults: Any) -> SimpleNamespa
     return layer
 
 
-def _as_layer(call: FunctionCall, kind: type[nn.Module], names: str) -> Tensor:
+def _as_layer(call: FunctionCall, module_class: type[nn.Module], names: str) -> Tensor:
     """Compute what the layer of a module computes.
 
-    names: of the arguments after the input, which are those of the module.
+    Args:
+        call: The call.
+        module_class: The class of the layer.
+        names: The names of the arguments after the input, which are those of the module.
     """
     x, *values = call.args
     options = dict(zip(names.split(), values, strict=False)) | call.kwargs
@@ -74,7 +80,7 @@ def _as_layer(call: FunctionCall, kind: type[nn.Module], names: str) -> Tensor:
     if options.get("size") is not None:
         options["size"] = _global_size(x, options["size"])
     layer = layer_of(
-        kind(**options), placement.layout, placement.processes, call.name, call.outputs
+        module_class(**options), placement.layout, placement.processes, call.name, call.outputs
     )
     return layer(x)  # type: ignore[no-any-return]  # a tensor
 
@@ -96,13 +102,13 @@ def _global_size(x: Tensor, size: Any) -> list[int]:
     sharded = [i for i in range(len(lengths)) if placement.is_sharded(2 + i)]
     if sharded and not isinstance(size, torch.Size):
         i = sharded[0]
-        message = f"interpolate() to {lengths[i]} rows of dim '{placement.dims[2 + i]}': "
-        message += "of the block, or of the array?"
+        reason = f"interpolate() to {lengths[i]} rows of dim '{placement.dims[2 + i]}': "
+        reason += "of the block, or of the array?"
         hint = (
             "size=y.shape[2:] for the rows of another block; scale_factor=; or nn.Upsample(size), "
         )
         hint += "whose size is that of the array"
-        raise ShapeError(message, hint=hint)
+        raise ShapeError(reason, hint=hint)
     for i in sharded:
         axes = placement.axes_of([2 + i])
         length = torch.tensor(lengths[i], device=x.device)
@@ -139,8 +145,8 @@ def _pools(prefix: str, classes: str, names: str) -> dict[str, Rule]:
     """Return the rows of a table for pools of 1 to 3 dims, which are modules without parameters."""
     rules: dict[str, Rule] = {}
     for rank in (1, 2, 3):
-        kind = getattr(nn, f"{classes}{rank}d")
-        rules[f"{prefix}{rank}d"] = partial(_as_layer, kind=kind, names=names)
+        module_class = getattr(nn, f"{classes}{rank}d")
+        rules[f"{prefix}{rank}d"] = partial(_as_layer, module_class=module_class, names=names)
     return rules
 
 
@@ -159,7 +165,7 @@ FUNCTIONS: dict[str, Rule] = {
     **_pools("adaptive_avg_pool", "AdaptiveAvgPool", "output_size"),
     "interpolate": partial(
         _as_layer,
-        kind=nn.Upsample,
+        module_class=nn.Upsample,
         names="size scale_factor mode align_corners recompute_scale_factor",
     ),
     "group_norm": _group_norm,

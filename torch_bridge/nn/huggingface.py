@@ -19,8 +19,8 @@ from xshard.contractions.attention import merged
 from xshard.errors import ShapeError, api_boundary
 from xshard.nn.attention import AUTO, Method
 
-# Parts of masks, by the functions of `transformers.masking_utils` that make them. Masks of packed sequences
-# stem from position ids with gaps, which sharded sequences have too: `_documents` reads these.
+# Functions of `transformers.masking_utils` whose masks are understood here. Masks of packed sequences stem
+# from position ids with gaps, which sharded sequences have too: `_documents` reads these.
 _MASKS = (
     "causal_mask_function",
     "bidirectional_mask_function",
@@ -107,34 +107,32 @@ class _Implementation:
     ) -> tuple[Tensor, None]:
         """Attend over a sharded sequence, called by a model of `transformers` as its attention.
 
-        query, key, value: this process's blocks, `[batch, heads, rows, width]`. attention_mask: as
-        `mask` returns it. options: what else transformers passes, such as `scaling`
-        and `sliding_window`. Returns the outputs, `[batch, rows, heads, width]`, and None for the
-        weights, which are not computed as a whole.
+        Returns the outputs, `[batch, rows, heads, width]`, and None for the weights, which are not
+        computed as a whole.
+
+        Args:
+            module: The module.
+            query: This process's block of queries, `[batch, heads, rows, width]`.
+            key: Its block of keys.
+            value: Its block of values.
+            attention_mask: As `mask` returns it.
+            **options: Other arguments of transformers, such as `scaling` and `sliding_window`.
         """
-        chunk = None
         if isinstance(attention_mask, _Chunks):
-            attention_mask, chunk = attention_mask
-        self._check_call(query, key, attention_mask, options)
-        order = self._order()  # from transformers' order of dims to the layout's
+            padding, chunk_length = attention_mask
+        else:
+            padding = attention_mask
+            chunk_length = None
+        self._check_call(query, key, padding, options)
+        order = self._dims_in_layout_order()
         q, k, v = [x.permute(order) for x in (query, key, value)]
-        self._check_padding(chunk, attention_mask, q)
+        self._check_padding(chunk_length, padding, q)
         if getattr(module, "attn_temperature_tuning", False) and not module.use_rope:
-            q = _tuned_by_rows(module, query, self._rows_of(q)).permute(order)
+            q = _tune_by_rows(module, query, self._rows_of(q)).permute(order)
         is_causal = options.get("is_causal")
         if is_causal is None:
             is_causal = getattr(module, "is_causal", True)
-        documents = options.get("documents")
-        if attention_mask is not None:
-            numbers = 0 if documents is None else documents
-            # Padding has a number of its own: only padding sees it.
-            documents = torch.where(attention_mask.bool(), numbers, -1)
-        elif documents is None and self.layout.axes:
-            position_ids = options.get("position_ids")
-            if position_ids is not None and position_ids.ndim == 2:
-                documents = self._documents_of(position_ids, q, len(query))
-            if not is_causal:  # on one device, positions tell documents to causal masks alone
-                documents = None
+        documents = self._documents_of_call(query, q, padding, is_causal, options)
         if documents is not None and order.index(0) > order.index(2):
             documents = documents.mT  # batch after rows, as in the layout
         sinks = options.get("s_aux")
@@ -147,7 +145,7 @@ class _Implementation:
             how=self.how,
             documents=documents,
             window=options.get("sliding_window"),
-            chunk=chunk,
+            chunk=chunk_length,
             scale=options.get("scaling"),
             causal=is_causal,
             softcap=options.get("softcap"),
@@ -162,8 +160,38 @@ class _Implementation:
         y, _ = merged(torch, (y, lse), (0, sinks[:, None]))
         return y.to(query.dtype), None
 
-    def _order(self) -> list[int]:
-        """Return which of transformers' dims (batch, heads, rows, width) each dim of the layout is."""
+    def _documents_of_call(
+        self,
+        query: Tensor,
+        q: Tensor,
+        padding: Tensor | None,
+        is_causal: bool,
+        options: dict[str, Any],
+    ) -> Tensor | None:
+        """Return a number per row, `[batch, rows]`: rows see each other if theirs are equal. None: all do.
+
+        Numbers are those of `documents=`, or follow from position ids that restart. Padding has -1,
+        so that only padding sees it.
+        """
+        documents: Tensor | None = options.get("documents")
+        if padding is not None:
+            numbers = 0 if documents is None else documents
+            return torch.where(padding.bool(), numbers, -1)
+        if documents is not None or not self.layout.axes:
+            return documents
+        position_ids = options.get("position_ids")
+        if position_ids is None or position_ids.ndim != 2:
+            return None
+        # Also without a causal mask: wrong ids are an error. But on one device, transformers lets
+        # positions tell documents to causal masks alone, and so does this.
+        documents = self._documents_of(position_ids, q, len(query))
+        return documents if is_causal else None
+
+    def _dims_in_layout_order(self) -> list[int]:
+        """Return which of transformers' dims (batch, heads, rows, width) each dim of the layout is.
+
+        "b s/cp h k" -> [0, 2, 1, 3], by which a query of transformers is permuted.
+        """
         dims = {"h": 1, "s": 2, self.layout.names[-1]: 3}
         return [dims.get(name, 0) for name in self.layout.names]
 
@@ -181,16 +209,16 @@ class _Implementation:
                 hint = "attention over sharded sequences lacks it"
                 raise XshardError(f"{self.name!r} with {option}", hint=hint)
         if attention_mask is not None and attention_mask.ndim != 2:
-            message = f"{self.name!r} with an attention_mask of {attention_mask.ndim} dims"
+            reason = f"{self.name!r} with an attention_mask of {attention_mask.ndim} dims"
             hint = "a mask of tokens, [batch, rows]; documents= of packed tokens"
-            raise XshardError(message, hint=hint)
+            raise XshardError(reason, hint=hint)
         dropout = options.get("dropout")
         if dropout:
             hint = "attention_dropout=0.0 in the model's configuration"
             raise XshardError(f"dropout={dropout}", hint=hint)
         if query.shape[2] != key.shape[2]:
-            message = f"{query.shape[2]} rows of queries, {key.shape[2]} of keys"
-            raise ShapeError(message, hint="use_cache=False: keys of earlier calls are not here")
+            reason = f"{query.shape[2]} rows of queries, {key.shape[2]} of keys"
+            raise ShapeError(reason, hint="use_cache=False: keys of earlier calls are not here")
 
     def _rows_of(self, q: Tensor) -> Tensor:
         """Return the rows of the sequence that this process's block of queries has."""
@@ -210,12 +238,12 @@ class _Implementation:
             raise XshardError(f"{self.name!r} with chunks and padding before the tokens", hint=hint)
 
     @between_graphs
-    def _documents_of(self, position_ids: Tensor, q: Tensor, n_batches: int) -> Tensor | None:
+    def _documents_of(self, position_ids: Tensor, q: Tensor, batch_size: int) -> Tensor | None:
         """Return the documents that positions tell, `[batch, rows]`; None if there is one only."""
         # All layers of a forward pass ask; the first compares the positions of all processes.
         if position_ids is not self.position_ids:
             shape = placed_as(q, self.layout, self.mesh, self.shape).shape
-            ids = position_ids.expand(n_batches, -1)
+            ids = position_ids.expand(batch_size, -1)
             self.documents = _documents(ids, self.layout, self.mesh, shape)
             self.position_ids = position_ids
         return self.documents
@@ -224,40 +252,44 @@ class _Implementation:
         self, *_: Any, mask_function: Any, attention_mask: Any = None, **options: Any
     ) -> Tensor | _Chunks | None:
         """Return the padding and chunks: `attend` knows causal masks and windows by its options."""
-        parts = list(_mask_parts(mask_function))
-        for part in parts:
-            if part not in _MASKS:
-                message = f"{self.name!r} with a mask of {part}"
-                raise XshardError(message, hint=f"it has: {', '.join(_MASKS)}")
+        function_names = list(_functions_of_mask(mask_function))
+        for name in function_names:
+            if name not in _MASKS:
+                reason = f"{self.name!r} with a mask of {name}"
+                raise XshardError(reason, hint=f"it has: {', '.join(_MASKS)}")
         self.position_ids = None  # a forward pass begins
-        if "chunked_overlay" in parts:
+        if "chunked_overlay" in function_names:
             return _Chunks(attention_mask, options["local_size"])
         return attention_mask
 
 
-def _tuned_by_rows(module: Any, query: Tensor, rows: Tensor) -> Tensor:
+def _tune_by_rows(module: Any, query: Tensor, rows: Tensor) -> Tensor:
     """Scale queries of Llama 4, `[batch, heads, rows, width]`, by their rows in the whole sequence.
 
-    Its layers without rotary embeddings have scaled them by their places in the block.
+    Its layers without rotary embeddings have scaled them as if the block's first row were row 0:
+    that factor is divided out.
     """
-    places = torch.stack((rows, torch.arange(len(rows), device=rows.device)))
-    steps = torch.floor((places.float() + 1) / module.floor_scale)
+    rows_in_block = torch.arange(len(rows), device=rows.device)
+    steps = torch.floor((torch.stack((rows, rows_in_block)).float() + 1) / module.floor_scale)
     factors = torch.log1p(steps) * module.attn_scale + 1
-    wanted, given = factors.to(torch.promote_types(query.dtype, torch.float32))
-    return (query * (wanted / given)[:, None]).to(query.dtype)
+    wanted_factor, applied_factor = factors.to(torch.promote_types(query.dtype, torch.float32))
+    return (query * (wanted_factor / applied_factor)[:, None]).to(query.dtype)
 
 
-def _mask_parts(mask: Callable[..., Any]) -> Iterator[str]:
-    """Generate the names of the functions that made a mask, and the masks that it is made of."""
+def _functions_of_mask(mask: Callable[..., Any]) -> Iterator[str]:
+    """Yield the names of the functions of `transformers` that made a mask, and the masks inside of it.
+
+    A causal mask with a window -> "and_masks", "sliding_window_overlay", "causal_mask_function".
+    """
     yield mask.__qualname__.partition(".")[0]
-    # A mask is a closure over its parts, or over a tuple of them.
+    # A mask is a closure over the masks that it combines, or over a tuple of them.
     cells = () if mask.__closure__ is None else mask.__closure__
     for cell in cells:
         contents = cell.cell_contents
-        parts = contents if isinstance(contents, tuple) else (contents,)
-        for part in parts:
-            if callable(part):
-                yield from _mask_parts(part)
+        functions = contents if isinstance(contents, tuple) else (contents,)
+        for function in functions:
+            if callable(function):
+                yield from _functions_of_mask(function)
 
 
 def _documents(ids: Tensor, layout: Layout, mesh: MeshLike, shape: Sequence[int]) -> Tensor | None:
@@ -269,19 +301,21 @@ def _documents(ids: Tensor, layout: Layout, mesh: MeshLike, shape: Sequence[int]
     # A wrong process must not raise alone, while others wait in attention: all compare, and all raise.
     maximum = f"| max({','.join(layout.axes)})"
     rows = positions(layout, mesh, shape=shape, dim="s", device=ids.device)
-    is_other = (ids != rows).any().long()
-    if not redistribute(is_other, f"() {maximum} -> ()", mesh):
+    are_other_than_rows = (ids != rows).any().long()
+    if not redistribute(are_other_than_rows, f"() {maximum} -> ()", mesh):
         return None
     d = layout.dim_index("s")
-    whole = redistribute(ids, f"one {layout.dims[d]} -> one s", mesh, shape=(len(ids), shape[d]))
-    has_gap = ((whole.diff() != 1) & (whole[:, 1:] != 0)).any()
-    # Documents that start with every block look like positions that were never passed.
-    is_passed = (ids != torch.arange(len(rows), device=ids.device)).any()
-    facts = redistribute(torch.stack((has_gap, is_passed)).long(), f"f {maximum} -> f", mesh)
-    if facts.tolist() == [False, True]:
+    all_ids = redistribute(ids, f"one {layout.dims[d]} -> one s", mesh, shape=(len(ids), shape[d]))
+    has_gap = ((all_ids.diff() != 1) & (all_ids[:, 1:] != 0)).any()
+    # Without position ids, transformers counts from 0 on each process: that looks like documents that
+    # start with every block.
+    are_other_than_default = (ids != torch.arange(len(rows), device=ids.device)).any()
+    local_answers = torch.stack((has_gap, are_other_than_default)).long()
+    answers = redistribute(local_answers, f"f {maximum} -> f", mesh)  # of any process
+    if answers.tolist() == [False, True]:
         return rows - ids
-    message = "elsewhere"
-    if is_other:
-        message = f"{ids[0, :8].tolist()}... of rows {rows[:8].tolist()}"
+    found = "elsewhere"  # wrong on another process
+    if are_other_than_rows:
+        found = f"{ids[0, :8].tolist()}... of rows {rows[:8].tolist()}"
     hint = f"position_ids=xt.positions('{layout}', mesh, shape=shape, dim='s')[None]; or documents="
-    raise ShapeError(f"position_ids {message}", text=str(layout), hint=hint)
+    raise ShapeError(f"position_ids {found}", text=str(layout), hint=hint)

@@ -62,12 +62,12 @@ class Layer:
         """Compute the outputs of a block, with their record; errors name the layer."""
         try:
             if self.in_model and recorded_placement(input) is None:
-                message = f"nothing is known of an input of shape {tuple(input.shape)}"
+                reason = f"nothing is known of an input of shape {tuple(input.shape)}"
                 hint = (
                     "it comes from a function that cannot be followed, or not from the model's inputs; "
                     "activations are checkpointed by xt.nn.checkpoint"
                 )
-                raise ShapeError(message, hint=hint)
+                raise ShapeError(reason, hint=hint)
             placement = placed_as(input, self.layout, self.mesh)
             with without_torch_function():
                 y, result = self.compute(input, placement, *arguments, **named)
@@ -247,9 +247,9 @@ class UpsamplingBilinear2d(_UpsampleLayer, nn.UpsamplingBilinear2d):
     """Torch's layer on blocks `(b, c, h, w)`."""
 
 
-def torch_class_with_layer(kind: type[nn.Module]) -> type[nn.Module] | None:
+def torch_class_with_layer(module_class: type[nn.Module]) -> type[nn.Module] | None:
     """Return the nearest class of `LAYERS` that a class is or inherits from."""
-    for ancestor in kind.__mro__:
+    for ancestor in module_class.__mro__:
         if ancestor in LAYERS:
             return ancestor
     return None
@@ -264,14 +264,19 @@ def layer_of(
 ) -> Any:
     """Make a layer for blocks of a sharded array, with the parameters of an ordinary module.
 
-    The parameters are shared, not copied. module: of a class in `LAYERS`, such as `nn.Conv2d`, or
-    of a subclass. layout: of the inputs. path: the module's name in the model that contains it;
-    None for a layer used alone. Raises XshardError for an option that has no exact form on blocks,
-    with the only value that is possible.
+    The parameters are shared, not copied. Raises XshardError for an option that has no exact form
+    on blocks, with the only value that is possible.
+
+    Args:
+        module: A module of a class in `LAYERS`, such as `nn.Conv2d`, or of a subclass.
+        layout: The layout of the inputs.
+        mesh: The mesh.
+        path: The module's name in the model that contains it; None for a layer used alone.
+        outputs: How the outputs of convolutions and pools are sharded.
     """
-    kind = torch_class_with_layer(type(module))
-    assert kind is not None, f"{type(module)} has no layer"
-    layer = share_state(module, LAYERS[kind])
+    layer_class = torch_class_with_layer(type(module))
+    assert layer_class is not None, f"{type(module)} has no layer"
+    layer = share_state(module, LAYERS[layer_class])
     layer.layout = Layout.parse(layout)
     layer.mesh = mesh
     layer.path = path if path else type(module).__name__
@@ -287,9 +292,9 @@ def layer_of(
     return layer
 
 
-def share_state(module: nn.Module, kind: type[Any]) -> Any:
+def share_state(module: nn.Module, new_class: type[Any]) -> Any:
     """Return a module of another class that shares parameters and buffers; its hooks are copies."""
-    new = object.__new__(kind)  # `__init__` would make parameters
+    new = object.__new__(new_class)  # `__init__` would make parameters
     new.__dict__.update(module.__dict__)
     copy_forward_hooks(new, module)
     return new

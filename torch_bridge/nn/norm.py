@@ -41,19 +41,27 @@ def _standardise(
 ) -> Standardised:
     """Compute (x - mean) / sqrt(variance + eps), with mean and variance over all devices.
 
-    x: this process's block. dims: the dims of `x` to reduce. array_dims: the same dims in the
-    global array, whose mesh axes the sums are added over; they differ from `dims` where `x` was
-    reshaped into groups. count: global elements per mean. is_centred: False takes the mean to be 0,
-    as RMSNorm does. Returns the block, mean and variance.
+    Args:
+        x: This process's block.
+        placement: Its placement.
+        dims: The dims of `x` to reduce.
+        array_dims: The same dims in the global array, whose mesh axes the sums are added over; they
+            differ from `dims` where `x` was reshaped into groups.
+        count: Global elements per mean.
+        eps: Added to the variance.
+        is_centred: False takes the mean to be 0, as RMSNorm does.
+
+    Returns:
+        The block, mean and variance.
     """
     axes = placement.axes_of(array_dims)
 
     def global_mean(addends: Tensor) -> Tensor:
-        total = addends.sum(tuple(dims), keepdim=True)
+        sums = addends.sum(tuple(dims), keepdim=True)
         if axes:
-            # Each process uses its own copy of the total: the backward pass sums their gradients.
-            total = all_reduce(total, axes, placement.processes, grad="sum")
-        return total / count
+            # Each process uses its own copy of the sums: the backward pass adds their gradients.
+            sums = all_reduce(sums, axes, placement.processes, grad="sum")
+        return sums / count
 
     # In a dtype that is wide enough for sums over many elements, as in torch's own norms.
     is_half = x.dtype in (torch.float16, torch.bfloat16)
@@ -84,9 +92,15 @@ def instance_norm(layer: Any, x: Tensor, placement: Placement) -> Outputs:
 def _normalise_groups(layer: Any, x: Tensor, placement: Placement, group_count: int) -> Outputs:
     """Apply group norm to an array `(b, c, *spatial)` whose spatial dims may be sharded.
 
-    x: this process's block. 6 channels in group_count 2 groups: mean and variance are over 3
-    channels and all spatial positions of all devices. `InstanceNorm` is as many groups as channels.
-    Returns the block and its placement. Raises ShapeError if the groups do not divide the channels.
+    6 channels in 2 groups: mean and variance are over 3 channels and all spatial positions of all
+    devices. `InstanceNorm` is as many groups as channels. Returns the block and its placement.
+    Raises ShapeError if the groups do not divide the channels.
+
+    Args:
+        layer: The module of torch, for its options and parameters.
+        x: This process's block.
+        placement: The placement of `x`: layout, mesh and global shape.
+        group_count: How many groups the channels have.
     """
     channels = placement.shape[1]
     check_channels(placement, 1, channels if layer.weight is None else len(layer.weight))
@@ -107,44 +121,49 @@ def _normalise_groups(layer: Any, x: Tensor, placement: Placement, group_count: 
 def layer_norm(layer: Any, x: Tensor, placement: Placement) -> Outputs:
     """Apply a `LayerNorm` or `RMSNorm` to an array whose last dims may be sharded.
 
-    x: this process's block. Mean and variance are over the global last dims, by an all-reduce where
-    these are sharded. Weight and bias are replicated; each device uses the part for its block.
-    Returns the block and its placement. Raises ShapeError if the last dims are others.
+    Mean and variance are over the global last dims, by an all-reduce where these are sharded. Weight
+    and bias are replicated; each device uses the part for its block. Returns the block and its
+    placement. Raises ShapeError if the last dims are others.
+
+    Args:
+        layer: The module of torch, for its options and parameters.
+        x: This process's block.
+        placement: The placement of `x`: layout, mesh and global shape.
     """
     normalized_shape = tuple(layer.normalized_shape)
-    first = placement.ndim - len(normalized_shape)
-    if placement.shape[first:] != normalized_shape:
+    first_dim = placement.ndim - len(normalized_shape)
+    if placement.shape[first_dim:] != normalized_shape:
         raise placement.shape_error(f"last dims of {placement.shape}, not {normalized_shape}")
     # First the copies whose gradients are summed over devices, then their cut to this block's part:
     # so the backward pass fills the part's gradient up with zeros, and sums whole gradients.
     is_centred = isinstance(layer, nn.LayerNorm)  # RMSNorm has no mean, and no bias
     parameters = [layer.weight, layer.bias if is_centred else None]
     copies = placement.parameter_copies(parameters)
-    weight, bias = [_sharded_like_last_dims(x, placement, first) for x in copies]
+    weight, bias = [_shard_like_last_dims(x, placement, first_dim) for x in copies]
     eps = layer.eps
     if eps is None:  # as in torch, by the dtype in which it computes
         eps = torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps
-    dims = range(first, placement.ndim)
+    dims = range(first_dim, placement.ndim)
     count = math.prod(normalized_shape)
     standardised = _standardise(x, placement, dims, dims, count, eps, is_centred=is_centred)
     return _scale_and_shift(standardised.block, weight, bias, dims_after=0), placement
 
 
-def _sharded_like_last_dims(
-    parameter: Tensor | None, placement: Placement, first: int
+def _shard_like_last_dims(
+    parameter: Tensor | None, placement: Placement, first_dim: int
 ) -> Tensor | None:
     """Cut a replicated weight or bias to the part for this process's block.
 
-    The parameter has the dims of the array from `first` on, such as `[c]` of "b s c/tp": with tp=2
+    The parameter has the dims of the array from `first_dim` on, such as `[c]` of "b s c/tp": with tp=2
     and c=8 the result has 4 rows. None stays None; without sharded dims it is returned whole.
     """
-    axes = placement.axes_of(range(first, placement.ndim))
+    axes = placement.axes_of(range(first_dim, placement.ndim))
     if parameter is None or not axes:
         return parameter
     # "copy" declares that each process uses its own copy, whose gradients are summed.
-    layout = Layout(placement.dims[first:])
+    layout = Layout(placement.dims[first_dim:])
     expression = f"{layout.unsharded}{tag('copy', axes)} -> {layout}"
-    shape = placement.shape[first:]
+    shape = placement.shape[first_dim:]
     return redistribute(parameter, expression, placement.processes, shape=shape)
 
 
@@ -153,8 +172,12 @@ def batch_norm(layer: Any, x: Tensor, placement: Placement) -> Outputs:
 
     In training, mean and variance are over the global array, by all-reduces, and all devices update
     their running statistics equally. In eval mode, a layer with running statistics uses those.
-    x: this process's block. Returns the block and its placement. Raises ShapeError for a single
-    value per channel.
+    Returns the block and its placement. Raises ShapeError for a single value per channel.
+
+    Args:
+        layer: The module of torch, for its options and parameters.
+        x: This process's block.
+        placement: The placement of `x`: layout, mesh and global shape.
     """
     check_input_dim(layer, x)
     check_channels(placement, 1, layer.num_features)
@@ -167,8 +190,8 @@ def batch_norm(layer: Any, x: Tensor, placement: Placement) -> Outputs:
     # torch refuses one value per channel, whose variance is 0; here the global array counts.
     count = math.prod(placement.shape[d] for d in dims)
     if count <= 1:
-        message = f"one value per channel of a {placement.shape} array"
-        raise ShapeError(message, hint="normalise over more, or call eval()")
+        reason = f"one value per channel of a {placement.shape} array"
+        raise ShapeError(reason, hint="normalise over more, or call eval()")
     standardised = _standardise(x, placement, dims, dims, count, layer.eps)
     if has_statistics:
         _update_statistics(layer, standardised, count)

@@ -231,7 +231,11 @@ def placement_of(x: Tensor) -> Placement:
 def placed_as(x: Tensor, layout: Layout | str, mesh: MeshLike, shape: Lengths = None) -> Placement:
     """Return the placement of a block: the recorded one, else under `layout`.
 
-    shape: global lengths; None for the block's length times the number of parts.
+    Args:
+        x: This process's block.
+        layout: The layout of the array.
+        mesh: The mesh.
+        shape: Global lengths; None for the block's length times the number of parts.
     """
     # A record prevails: layers change layouts and lengths, which the caller of the model does not know.
     placement = recorded_placement(x)
@@ -250,9 +254,15 @@ def _placed_as(
 ) -> Placement:
     """Check that a block fits a layout, and return the placement: layout, mesh and global shape.
 
-    local_shape: this process's block. shape: the global shape, None for lengths that are inferred:
-    (4, 3) under "h/sp w" on sp=2 -> (8, 3). Raises NotationError for partial sums and overlapping
-    blocks, ShapeError for a block that is not this process's part.
+    Raises NotationError for partial sums and overlapping blocks, ShapeError for a block that is not
+    this process's part.
+
+    Args:
+        layout: The layout of the array.
+        processes: The processes of the mesh.
+        local_shape: The shape of this process's block.
+        shape: The global shape, None for lengths that are inferred: (4, 3) under "h/sp w" on sp=2
+            -> (8, 3).
     """
     text = str(layout)
     check_axes(layout, processes.mesh)

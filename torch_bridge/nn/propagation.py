@@ -1,7 +1,9 @@
 """Records follow blocks through a model's own code, between its layers, and through checkpoints.
 
-A torch function has a rule if its result for a block is a block of its result for the array; its arguments
-are moved, and gradients of replicated ones summed. Others are refused: results could have the right shape.
+A record is the placement of a block (the layout and global shape of its array), kept beside the tensor. A
+torch function has a rule if its result for a block is a block of its result for the array; its arguments are
+moved to fit, and gradients of replicated ones summed. Other functions are refused: a wrong result could have
+the right shape.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from torch_bridge.nn.conv import pad, total_over_blocks
 from torch_bridge.nn.fft import KINDS, Kind, transformed
-from torch_bridge.nn.function_call import FunctionCall, Rule, rows, tensors_in
+from torch_bridge.nn.function_call import FunctionCall, Rule, same_rule, tensors_in
 from torch_bridge.nn.functions import FUNCTIONS
 from torch_bridge.nn.placed import (
     Placement,
@@ -44,7 +46,7 @@ _DIMS_KEYWORDS = ("dim", "dims", "axis")
 _RANDOM = ("dropout", "alpha_dropout")
 
 
-def _read(call: FunctionCall) -> Any:
+def _run_reader(call: FunctionCall) -> Any:
     """Run a function that reads properties of a tensor, and returns no tensor of its elements."""
     return call.run()
 
@@ -57,17 +59,17 @@ def _pointwise(call: FunctionCall) -> Any:
     XshardError for an in-place function whose first argument would have to be moved.
     """
     result = _broadcast(recorded_placements(call.tensors()))
-    args = tuple(_fitted(x, result) for x in call.args)
+    args = tuple(_as_in_result(x, result) for x in call.args)
     is_in_place = call.name.endswith("_") and not call.name.endswith("__")
     if is_in_place and args[0] is not call.args[0]:
-        message = f"{call.name}() on a tensor that is not sharded like its result"
-        raise XshardError(message, hint="not in place")
-    kwargs = {key: _fitted(x, result) for key, x in call.kwargs.items()}
+        reason = f"{call.name}() on a tensor that is not sharded like its result"
+        raise XshardError(reason, hint="not in place")
+    kwargs = {key: _as_in_result(x, result) for key, x in call.kwargs.items()}
     y = call.func(*args, **kwargs)
-    for part in tensors_in((y,)):  # frexp returns two
+    for result_tensor in tensors_in((y,)):  # frexp returns two
         # Tensors without a known layout may have broadcast dims that are not sharded: these lengths
         # are those of the block.
-        record(part, result.like_block(part))
+        record(result_tensor, result.like_block(result_tensor))
     return y
 
 
@@ -78,20 +80,20 @@ def _with_parameters(call: FunctionCall, whole_last_dims: int) -> Tensor:
     them may be sharded. Returns the result with a note of its layout and global shape. Raises
     XshardError if another argument is a sharded block, too.
     """
-    x, *others = call.args
+    x, *parameters = call.args
     placement = recorded_placement(x)
     # A product of two blocks could need rows that other processes have, so that all other arguments
     # must be parameters.
-    tensors = tensors_in((*others, *call.kwargs.values()))
+    tensors = tensors_in((*parameters, *call.kwargs.values()))
     if placement is None or not all(map(_may_be_parameter, tensors)):
         raise _not_of_blocks(call.name)
-    first = placement.ndim - whole_last_dims
-    check_whole(placement, range(first, placement.ndim), f"{call.name}()")
-    y: Tensor = call.map_tensors(partial(_used_beside, placement)).run()
+    first_whole_dim = placement.ndim - whole_last_dims
+    check_whole(placement, range(first_whole_dim, placement.ndim), f"{call.name}()")
+    y: Tensor = call.map_tensors(partial(_with_summed_gradient, placement)).run()
     # An embedding adds a dim; the product with a vector has one less.
     added_dim = next(new_dims(placement.layout))
     dims = (*placement.dims, added_dim)[: y.ndim]
-    lengths = (*placement.shape[:first], *y.shape[first:])
+    lengths = (*placement.shape[:first_whole_dim], *y.shape[first_whole_dim:])
     return record(y, placement.with_dims(dims, lengths))
 
 
@@ -115,8 +117,8 @@ def _embedding(call: FunctionCall) -> Tensor:
     """
     for option in ("max_norm", "scale_grad_by_freq", "sparse"):
         if call.kwargs.get(option):
-            message = "embedding() with max_norm, scale_grad_by_freq or sparse"
-            raise XshardError(message, hint="without them")
+            reason = "embedding() with max_norm, scale_grad_by_freq or sparse"
+            raise XshardError(reason, hint="without them")
     return _with_parameters(call, 0)
 
 
@@ -132,19 +134,19 @@ def _cat(call: FunctionCall) -> Tensor:
     for placement in placements:
         check_whole(placement, (placement.layout.dim_index(dim),), "cat()")
     if len(placements) < len(tensors):
-        message = "cat() of a block and a tensor without a placement"
-        raise XshardError(message, hint="slice it first")
+        reason = "cat() of a block and a tensor without a placement"
+        raise XshardError(reason, hint="slice it first")
     d = placements[0].layout.dim_index(dim)
     # The layout of the result is found as for elementwise functions. Lengths along the concatenated
     # dim may differ, and are left out of it: each counts as 1.
     one_row = _broadcast([placement.with_length(d, 1) for placement in placements])
     # All are moved to this layout, so that along the other dims each device has the same rows.
-    parts = []
+    blocks = []
     length = 0
     for x, placement in zip(tensors, placements, strict=True):
-        parts.append(_fitted(x, one_row.with_length(d, placement.shape[d])))
+        blocks.append(_as_in_result(x, one_row.with_length(d, placement.shape[d])))
         length += placement.shape[d]
-    return record(call.func(parts, d), one_row.with_length(d, length))
+    return record(call.func(blocks, d), one_row.with_length(d, length))
 
 
 def _stack(call: FunctionCall) -> Tensor:
@@ -164,35 +166,38 @@ def _along_dims(call: FunctionCall, position: int | None = 1, default: int | Non
     "b h/sp c" summed over c is "b h/sp"; softmax over c keeps "b h/sp c". Results get a note of
     their layout and global shape. Raises NotationError if one of the dims is sharded.
 
-    position: of the dims among the arguments; None: the function takes none. default: the dim of a
-    call that names none; None: all dims.
+    Args:
+        call: The call.
+        position: Of the dims among its arguments; None: the function takes none.
+        default: The dim of a call that names none; None: all dims.
     """
     placement = placement_of(call.args[0])
     dims = _named_dims(call, position)
     if not dims:
         dims = list(range(placement.ndim)) if default is None else [default]
     # No other process has rows of a dim that is not sharded, so that the local result is right.
-    numbers = set(map(placement.layout.dim_index, dims))
-    check_whole(placement, sorted(numbers), f"{call.name}()")
+    dim_indices = set(map(placement.layout.dim_index, dims))
+    check_whole(placement, sorted(dim_indices), f"{call.name}()")
     y = call.run()
-    for part in tensors_in((y,)):  # max returns two
-        record(part, _placement_along(placement, part, numbers))
+    for result_tensor in tensors_in((y,)):  # max returns two
+        record(result_tensor, _placement_along(placement, result_tensor, dim_indices))
     return y
 
 
-def _total(call: FunctionCall) -> Any:
+def _sum_or_mean(call: FunctionCall) -> Any:
     """Apply `sum` or `mean`, along dims that are sharded, too."""
     placement = placement_of(call.args[0])
-    named = _named_dims(call, 1)
-    dims = range(placement.ndim)
-    numbers = sorted({placement.layout.dim_index(d) for d in (named if named else dims)})
-    if not placement.axes_of(numbers):
+    dims: Sequence[int] = _named_dims(call, 1)
+    if not dims:
+        dims = range(placement.ndim)
+    dim_indices = sorted({placement.layout.dim_index(d) for d in dims})
+    if not placement.axes_of(dim_indices):
         return _along_dims(call)
-    sums = call._replace(func=torch.sum).run()
-    total, result = total_over_blocks(sums, placement, numbers)
+    block_sums = call._replace(func=torch.sum).run()
+    y, result = total_over_blocks(block_sums, placement, dim_indices)
     if call.name == "mean":
-        total = total / math.prod(placement.shape[d] for d in numbers)
-    return record(total, result)
+        y = y / math.prod(placement.shape[d] for d in dim_indices)
+    return record(y, result)
 
 
 def _named_dims(call: FunctionCall, position: int | None) -> list[int]:
@@ -210,15 +215,15 @@ def _placement_along(placement: Placement, y: Tensor, dims: set[int]) -> Placeme
     """Return the placement of a result, which has `dims`, with any lengths, or has lost them."""
     if y.ndim == placement.ndim:
         return placement.like_block(y)
-    kept = [d for d in range(placement.ndim) if d not in dims]
-    kept_dims = [placement.dims[d] for d in kept]
-    return placement.with_dims(kept_dims, [placement.shape[d] for d in kept])
+    remaining = [d for d in range(placement.ndim) if d not in dims]
+    remaining_dims = [placement.dims[d] for d in remaining]
+    return placement.with_dims(remaining_dims, [placement.shape[d] for d in remaining])
 
 
 def _extremum(call: FunctionCall) -> Any:
     """Apply `max` or `min`: along dims, or, of two tensors, element by element."""
-    _, other = call.arguments("input", other=None)
-    if isinstance(other, Tensor):
+    _, second_tensor = call.arguments("input", other=None)
+    if isinstance(second_tensor, Tensor):
         return _pointwise(call)
     return _along_dims(call)
 
@@ -235,7 +240,7 @@ def _index_select(call: FunctionCall) -> Any:
     """Select rows of a dim that is whole, by numbers that all processes have."""
     x, dim, index = call.arguments("input", "dim", "index")
     placement = recorded_placement(index)
-    # The numbers of rows that others select are needed too: the result has them all.
+    # The indices in other processes' blocks are needed, too: the result has the rows of all.
     if placement is not None and placement.axes:
         index = placement.redistribute(index, placement.layout.unsharded)
     return _along_dims(FunctionCall(call.func, (x, dim, index), {}))
@@ -244,8 +249,11 @@ def _index_select(call: FunctionCall) -> Any:
 def _fft(call: FunctionCall, kind: Kind, lengths_name: str, default_dims: Any) -> Tensor:
     """Apply a function of `torch.fft` to a block of a sharded array, as our `fft` does.
 
-    lengths_name: torch's name of the argument with one or several lengths, "n" or "s".
-    default_dims: one or several; None: the last ones, as many as there are lengths, or all.
+    Args:
+        call: The call.
+        kind: The transform.
+        lengths_name: torch's name of the argument with one or several lengths, "n" or "s".
+        default_dims: One or several; None: the last ones, as many as there are lengths, or all.
     """
     defaults = {lengths_name: None, "dim": default_dims, "norm": None}
     x, lengths, dims, norm = call.arguments("input", **defaults)
@@ -256,10 +264,10 @@ def _fft(call: FunctionCall, kind: Kind, lengths_name: str, default_dims: Any) -
         dims = [dims]
     elif not dims:
         dims = range(-len(lengths if lengths else placement.shape), 0)
-    numbers = list(map(placement.layout.dim_index, dims))
+    dim_indices = list(map(placement.layout.dim_index, dims))
     if lengths:
-        lengths = _global_fft_lengths(call.name, placement, numbers, lengths)
-    return record(*transformed(x, placement, kind, numbers, lengths, norm))
+        lengths = _global_fft_lengths(call.name, placement, dim_indices, lengths)
+    return record(*transformed(x, placement, kind, dim_indices, lengths, norm))
 
 
 def _fft_rows(suffix: str, lengths_name: str, default_dims: Any) -> dict[str, Rule]:
@@ -273,17 +281,23 @@ def _global_fft_lengths(
 ) -> list[int]:
     """Turn the lengths that a model passes to an FFT into lengths of the global array.
 
-    The model's code reads lengths from its blocks: `fft(x, n=x.shape[0])` of a block of 4 rows of
-    8 means all rows. -1 stands for all rows, in arguments and result. name: the torch function, for
-    errors. Raises XshardError if the transform would cut or pad a sharded dim.
+    The model's code reads lengths from its blocks: `fft(x, n=x.shape[0])` of a block of 4 rows of 8
+    means all rows. -1 stands for all rows, in arguments and result. Raises XshardError if the
+    transform would cut or pad a sharded dim.
+
+    Args:
+        name: The torch function, for errors.
+        placement: The placement of the block.
+        dims: The indices of the transformed dims.
+        lengths: A length for each.
     """
     global_lengths = []
     for d, length in zip(dims, lengths, strict=True):
         if placement.is_sharded(d) and length != -1:
             if not placement.sharding.is_even or length != placement.local_shape[d]:
                 function = name.removeprefix("fft_")
-                message = f"{function}() of {length} rows of dim '{placement.dims[d]}'"
-                raise XshardError(message, hint="sharded dims keep the length that they have")
+                reason = f"{function}() of {length} rows of dim '{placement.dims[d]}'"
+                raise XshardError(reason, hint="sharded dims keep the length that they have")
             length = -1
         global_lengths.append(length)
     return global_lengths
@@ -299,27 +313,27 @@ def _pad(call: FunctionCall) -> Tensor:
     x, pads, mode, value = call.arguments("input", "pad", mode="constant", value=None)
     placement = placement_of(x)
     # torch lists the pairs from the last dim to the first: here they are in the order of dims.
-    pairs = tuple(zip(pads[::2], pads[1::2], strict=True))[::-1]
-    first = x.ndim - len(pairs)
+    pads_by_dim = tuple(zip(pads[::2], pads[1::2], strict=True))[::-1]
+    first_dim = x.ndim - len(pads_by_dim)
     shape = list(placement.shape)
-    for d, pair in enumerate(pairs, first):
-        if any(pair) and placement.is_sharded(d):
+    for d, pads_of_dim in enumerate(pads_by_dim, first_dim):
+        if any(pads_of_dim) and placement.is_sharded(d):
             # Only the first and last devices have the ends of the array, so that rows move.
-            y, result = pad(x, placement, pairs, mode, 0.0 if value is None else value)
+            y, result = pad(x, placement, pads_by_dim, mode, 0.0 if value is None else value)
             return record(y, result)
-        shape[d] += sum(pair)
+        shape[d] += sum(pads_of_dim)
     return record(call.run(), placement.with_shape(shape))
 
 
 # What is done for a function of blocks. Functions with torch's tag for elementwise ones need no row.
 _RULES: dict[str, Rule | None] = {
-    **rows(
+    **same_rule(
         "__bool__ __format__ __hash__ __len__ __repr__ __set__ backward data_ptr dim element_size get_device"
         " has_names is_complex is_contiguous is_floating_point ndimension numel register_hook retain_grad"
         " size stride type",
-        _read,
+        _run_reader,
     ),
-    **rows(
+    **same_rule(
         "alpha_dropout bfloat16 bool contiguous detach double dropout float half hardswish hardswish_ imag"
         " int log_sigmoid logsigmoid long masked_fill ones_like real requires_grad_ softsign tanhshrink to"
         " type_as where zeros_like",
@@ -327,17 +341,17 @@ _RULES: dict[str, Rule | None] = {
     ),
     "equal": None,  # it has torch's tag, but its result is one bool
     # Along dims, which must be whole: these dims stay, or they are reduced.
-    **rows(
+    **same_rule(
         "all amax amin any argmax argmin count_nonzero cumprod cumsum log_softmax logcumsumexp logsumexp"
         " median prod softmax softmin std var",
         _along_dims,
     ),
-    **rows("mean sum", _total),
-    **rows("max min", _extremum),
+    **same_rule("mean sum", _sum_or_mean),
+    **same_rule("max min", _extremum),
     "flip": _flip,
     "index_select": _index_select,
-    **rows("argsort glu sort", partial(_along_dims, default=-1)),
-    **rows("channel_shuffle local_response_norm", partial(_along_dims, position=None, default=1)),
+    **same_rule("argsort glu sort", partial(_along_dims, default=-1)),
+    **same_rule("channel_shuffle local_response_norm", partial(_along_dims, position=None, default=1)),
     "normalize": partial(_along_dims, position=2, default=1),
     "roll": partial(_along_dims, position=2),
     "topk": partial(_along_dims, position=2, default=-1),
@@ -346,9 +360,9 @@ _RULES: dict[str, Rule | None] = {
     **_fft_rows("n", "s", None),
     "embedding": _embedding,
     "prelu": partial(_with_parameters, whole_last_dims=0),
-    **rows("linear matmul", partial(_with_parameters, whole_last_dims=1)),
-    **rows("layer_norm rms_norm", _norm),
-    **rows("cat concat", _cat),
+    **same_rule("linear matmul", partial(_with_parameters, whole_last_dims=1)),
+    **same_rule("layer_norm rms_norm", _norm),
+    **same_rule("cat concat", _cat),
     "stack": _stack,
     "pad": _pad,
     **VIEWS,
@@ -382,7 +396,7 @@ def _of_replicated(call: FunctionCall, placement: Placement) -> Any:
     if call.name in _RANDOM:
         _check_not_random(call)
     if placement.gradient_share_axes:
-        call = call.map_tensors(partial(_used_beside, placement))
+        call = call.map_tensors(partial(_with_summed_gradient, placement))
     result = call.run()
     for y in tensors_in((result,)):
         record(y, placement.replicated_like(y))
@@ -393,13 +407,13 @@ def _check_not_random(call: FunctionCall) -> None:
     """Raise XshardError for dropout of a replicated tensor in training."""
     _, p, training = call.arguments("input", p=0.5, training=True)
     if training and p > 0:
-        message = (
+        reason = (
             f"{call.name}() of a whole tensor in training: devices would draw different numbers"
         )
-        raise XshardError(message, hint="use it on blocks, or after the model")
+        raise XshardError(reason, hint="use it on blocks, or after the model")
 
 
-def _used_beside(placement: Placement, x: Tensor) -> Tensor:
+def _with_summed_gradient(placement: Placement, x: Tensor) -> Tensor:
     """Return a tensor for use with a block: its gradient is summed over axes that shard only the block."""
     placement_of_x = recorded_placement(x)
     if placement_of_x is None:  # a parameter, or a constant
@@ -422,9 +436,9 @@ def _broadcast(placements: Sequence[Placement]) -> Placement:
     dims = list(base.dims)
     shape = list(base.shape)
     for placement in placements:
-        first = base.ndim - placement.ndim  # the last dims are aligned
-        for d, dim in enumerate(placement.dims, first):
-            length = placement.shape[d - first]
+        first_dim = base.ndim - placement.ndim  # the last dims are aligned
+        for d, dim in enumerate(placement.dims, first_dim):
+            length = placement.shape[d - first_dim]
             repeats_one_row = shape[d] == 1 and length != 1
             is_first_sharded = length == shape[d] and dim.axes and not dims[d].axes
             if repeats_one_row or is_first_sharded:
@@ -435,16 +449,16 @@ def _broadcast(placements: Sequence[Placement]) -> Placement:
     return base.with_dims(dims, shape)
 
 
-def _fitted(x: Any, result: Placement) -> Any:
-    """Move the tensors of an argument of an elementwise function to the layout of the result."""
+def _as_in_result(x: Any, result: Placement) -> Any:
+    """Move the tensors of an argument of an elementwise function to the layout of its result."""
     if isinstance(x, Tensor):
-        return _fitted_tensor(x, result)
+        return _tensor_as_in_result(x, result)
     if isinstance(x, list | tuple):
-        return type(x)(_fitted(item, result) for item in x)
+        return type(x)(_as_in_result(item, result) for item in x)
     return x
 
 
-def _fitted_tensor(x: Tensor, result: Placement) -> Tensor:
+def _tensor_as_in_result(x: Tensor, result: Placement) -> Tensor:
     """Move a tensor to the layout of the result that it is broadcast to.
 
     For a result "b h/sp w", "h w" becomes "h/sp w"; dims that broadcast, of length 1, become whole.
@@ -453,35 +467,35 @@ def _fitted_tensor(x: Tensor, result: Placement) -> Tensor:
     """
     if x.ndim > result.ndim:
         raise result.shape_error(f"{x.ndim} dims meet {result.ndim}", "as many dims")
-    first = result.ndim - x.ndim
-    target_dims = result.dims[first:]
+    first_dim = result.ndim - x.ndim
+    target_dims = result.dims[first_dim:]
     placement = recorded_placement(x)
     if placement is None:
         _check_broadcasts(x, target_dims, result)
-        return _used_beside(result, x)
+        return _with_summed_gradient(result, x)
     dims = list(placement.layout.unsharded.dims)
     for d, target in enumerate(target_dims):
-        if placement.shape[d] == result.shape[first + d]:
+        if placement.shape[d] == result.shape[first_dim + d]:
             dims[d] = replace(target, name=dims[d].name)
     fitted = placement.with_dims(dims, placement.shape)
     # Two notations may give each device the same rows: then nothing is moved.
     if not placement.sharding.means_the_same_as(fitted.sharding):
         x = record(placement.redistribute(x, fitted.layout), fitted)
-    return _used_beside(result, x)
+    return _with_summed_gradient(result, x)
 
 
 def _check_broadcasts(x: Tensor, dims: Sequence[Dim], result: Placement) -> None:
     """Raise ShapeError if a tensor without a record has several rows where the result is sharded."""
     for length, dim in zip(x.shape, dims, strict=True):
         if length > 1 and dim.axes:
-            message = f"{length} rows without a recorded sharding meet dim '{dim}'"
-            raise result.shape_error(message, "slice it first, or make it an input of the model")
+            reason = f"{length} rows without a recorded sharding meet dim '{dim}'"
+            raise result.shape_error(reason, "slice it first, or make it an input of the model")
 
 
 def _not_of_blocks(name: str) -> XshardError:
-    message = f"{name}() of a block is not a block of {name}() of the array"
+    reason = f"{name}() of a block is not a block of {name}() of the array"
     hint = "use a module, which becomes a layer, or redistribute what it needs whole"
-    return XshardError(message, hint=hint)
+    return XshardError(reason, hint=hint)
 
 
 class Propagation(TorchFunctionMode):
@@ -529,7 +543,7 @@ def _only_reads(call: FunctionCall) -> bool:
     """Return whether a function, or a property, returns no tensor of the block's elements."""
     if getattr(call.func, "__name__", "") == "__get__":
         return call.name not in _RULES
-    return _RULES.get(call.name) is _read
+    return _RULES.get(call.name) is _run_reader
 
 
 def _of_blocks(call: FunctionCall) -> Any:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torch_bridge.nn.function_call import FunctionCall, Rule, rows, tensors_in
+from torch_bridge.nn.function_call import FunctionCall, Rule, same_rule, tensors_in
 from torch_bridge.nn.placed import Placement, needs_whole, placement_of, record
 from xshard import Layout, XshardError
 from xshard.layout.runs import as_intervals
@@ -26,8 +26,11 @@ def view(call: FunctionCall, *, takes_lengths: bool = False, is_merging: bool = 
     the layout and global shape of each result. Raises NotationError if the view would need rows of
     other devices.
 
-    takes_lengths: as in `x.view(2, -1)`. In the code of a model they are lengths of the block, not
-    of the array. is_merging: the view may merge neighbouring dims, or split them, as `flatten`.
+    Args:
+        call: The call.
+        takes_lengths: Whether lengths are arguments, as in `x.view(2, -1)`. In the code of a model
+            they are lengths of the block, not of the array.
+        is_merging: Whether the view may merge neighbouring dims, or split them, as `flatten`.
     """
     x, *options = call.args
     placement = placement_of(x)
@@ -37,9 +40,9 @@ def view(call: FunctionCall, *, takes_lengths: bool = False, is_merging: bool = 
     operation = "a slice" if call.name == "__getitem__" else f"{call.name}()"
     may_split = takes_lengths and is_merging
     y = call.run()
-    for part, target in zip(tensors_in((y,)), tensors_in((targets,)), strict=True):
+    for viewed, target in zip(tensors_in((y,)), tensors_in((targets,)), strict=True):
         trial = _Trial(placement, source, target)
-        record(part, trial.placement_of_view(operation, may_split=may_split))
+        record(viewed, trial.placement_of_view(operation, may_split=may_split))
     return y
 
 
@@ -50,8 +53,8 @@ def _slice(call: FunctionCall) -> Any:
     for item in index if isinstance(index, tuple) else (index,):
         is_plain = isinstance(item, slice | int | EllipsisType | None)
         if isinstance(item, bool) or not is_plain:  # to Python, True is a number
-            message = "a block indexed by more than slices and numbers"
-            raise XshardError(message, hint="as in x[:, :4]")
+            reason = "a block indexed by more than slices and numbers"
+            raise XshardError(reason, hint="as in x[:, :4]")
     return view(call)
 
 
@@ -71,7 +74,7 @@ def _squeeze(call: FunctionCall) -> Tensor:
 
 # Functions and properties that return views -> their rules.
 VIEWS: dict[str, Rule] = {
-    **rows(
+    **same_rule(
         "H T chunk mH mT moveaxis movedim narrow permute select split swapaxes swapdims t tensor_split"
         " transpose unbind unfold unsqueeze",
         view,
@@ -80,7 +83,7 @@ VIEWS: dict[str, Rule] = {
     "squeeze": _squeeze,
     "expand": partial(view, takes_lengths=True),
     "flatten": partial(view, is_merging=True),
-    **rows("reshape unflatten view", partial(view, takes_lengths=True, is_merging=True)),
+    **same_rule("reshape unflatten view", partial(view, takes_lengths=True, is_merging=True)),
 }
 
 
@@ -103,15 +106,21 @@ def _without_data(
 
 
 class _ViewedDim(NamedTuple):
-    """A dim of the array as a view has it: its number there, and its length in the array."""
+    """A dim of the array as a view has it.
 
-    number: int
+    Attributes:
+        view_dim: Its index in the view.
+        dim: Its name and shards.
+        length: Its length in the view of the whole array.
+    """
+
+    view_dim: int
     dim: Dim
     length: int
 
 
 class _Trial(NamedTuple):
-    """A view of a tensor without data, `source` -> `target`; placement: of the block that is viewed."""
+    """A view of a tensor without data, `source` -> `target`, and the placement of the viewed block."""
 
     placement: Placement
     source: Tensor
@@ -120,26 +129,30 @@ class _Trial(NamedTuple):
     def placement_of_view(self, operation: str, *, may_split: bool = False) -> Placement:
         """Derive the layout and global shape of the same view of the block.
 
-        operation: for errors, as "view()". may_split: a dim may have been split by lengths of the
-        block. Raises NotationError if the view needs all rows of a sharded dim.
+        Args:
+            operation: For errors, as "view()".
+            may_split: Whether a dim may have been split by lengths of the block.
+
+        Raises:
+            NotationError: The view needs all rows of a sharded dim.
         """
         placement = self.placement
-        # Dims of the view are new and whole until a dim of the array is found in their place.
+        # Dims of the view are new and unsharded until a dim of the array is found to be one of them.
         dims = list(itertools.islice(new_dims(placement.layout), self.target.ndim))
         lengths = list(self.target.shape)
-        places_of_sharded = set()
-        # Whole dims come first, so that a sharded dim wins where both are found in the same place.
+        sharded_view_dims = set()
+        # Unsharded dims come first, so that a sharded one wins where both are found to be one dim.
         for d in sorted(range(placement.ndim), key=placement.is_sharded):
             viewed = self._find(d)
             if placement.is_sharded(d):
-                if viewed is None or viewed.number in places_of_sharded:
+                if viewed is None or viewed.view_dim in sharded_view_dims:
                     raise needs_whole(placement, d, operation)
                 if may_split:
-                    self._check_ones_beside(viewed.number, d, operation)
-                places_of_sharded.add(viewed.number)
+                    self._check_ones_beside(viewed.view_dim, d, operation)
+                sharded_view_dims.add(viewed.view_dim)
             if viewed is not None:
-                dims[viewed.number] = viewed.dim
-                lengths[viewed.number] = viewed.length
+                dims[viewed.view_dim] = viewed.dim
+                lengths[viewed.view_dim] = viewed.length
         return placement.with_dims(dims, lengths)
 
     def _find(self, d: int) -> _ViewedDim | None:
@@ -153,16 +166,16 @@ class _Trial(NamedTuple):
         stride = self.source.stride(d)
         # A whole dim may have another length in the view, as by a slice.
         length = self.source.shape[d] if is_sharded else None
-        like_it = _dims_with(self.source, stride, length)
-        like_it_in_view = _dims_with(self.target, stride, length)
+        same_stride = _dims_with(self.source, stride, length)
+        same_stride_in_view = _dims_with(self.target, stride, length)
         # Dims of length 1 may share a stride with a neighbour. If the view has as many dims with
         # this stride as the array, they are taken to be in the same order.
-        if len(like_it) == len(like_it_in_view):
-            number = like_it_in_view[like_it.index(d)]
-            global_length = self.target.shape[number]
+        if len(same_stride) == len(same_stride_in_view):
+            view_dim = same_stride_in_view[same_stride.index(d)]
+            global_length = self.target.shape[view_dim]
             if is_sharded:
                 global_length = self.placement.shape[d]
-            return _ViewedDim(number, self.placement.dims[d], global_length)
+            return _ViewedDim(view_dim, self.placement.dims[d], global_length)
         return self._find_merged(d) if is_sharded else None
 
     def _find_merged(self, d: int) -> _ViewedDim | None:
@@ -174,26 +187,26 @@ class _Trial(NamedTuple):
         if not self.source.is_contiguous():
             return None
         stride = self.source.stride(d)
-        for number, length in enumerate(self.target.shape):
-            rows_per_row, remainder = divmod(stride, self.target.stride(number))
+        for view_dim, length in enumerate(self.target.shape):
+            rows_per_row, remainder = divmod(stride, self.target.stride(view_dim))
             has_all_rows = length == rows_per_row * self.source.shape[d]
             if rows_per_row > 1 and remainder == 0 and has_all_rows:
                 dim = dim_of_groups(self.placement, d, rows_per_row)
-                return _ViewedDim(number, dim, rows_per_row * self.placement.shape[d])
+                return _ViewedDim(view_dim, dim, rows_per_row * self.placement.shape[d])
         return None
 
-    def _check_ones_beside(self, number: int, d: int, operation: str) -> None:
+    def _check_ones_beside(self, view_dim: int, d: int, operation: str) -> None:
         """Raise XshardError if the view has more dims of length 1 beside a sharded dim than the array.
 
         `view(6, -1)` of a block with 6 of 12 rows gives [6, 1]. If 6 is a fixed number of groups,
         one device would have [6, 2]: which one is meant cannot be told.
         """
-        before, after = _ones_beside(self.source.shape, d)
-        before_in_view, after_in_view = _ones_beside(self.target.shape, number)
-        if before_in_view > before or after_in_view > after:
+        n_before, n_after = _ones_beside(self.source.shape, d)
+        n_before_in_view, n_after_in_view = _ones_beside(self.target.shape, view_dim)
+        if n_before_in_view > n_before or n_after_in_view > n_after:
             dim = self.placement.dims[d]
-            message = f"{operation} puts a dim of length 1 beside '{dim}'"
-            raise XshardError(message, hint="unsqueeze() does")
+            reason = f"{operation} puts a dim of length 1 beside '{dim}'"
+            raise XshardError(reason, hint="unsqueeze() does")
 
 
 def _dims_with(x: Tensor, stride: int, length: int | None) -> list[int]:
@@ -213,18 +226,18 @@ def dim_of_groups(placement: Placement, d: int, rows_per_row: int) -> Dim:
         return dim
     intervals = []
     for runs in placement.sharding.owned_by_position(d):
-        ends = rows_per_row * as_intervals(runs)
+        starts_and_stops = rows_per_row * as_intervals(runs)
         no_rows = (0, 0)  # text lists one interval or more
-        intervals.append(tuple(ends.ravel().tolist()) or no_rows)
+        intervals.append(tuple(starts_and_stops.ravel().tolist()) or no_rows)
     return Dim(dim.name, (Shard(dim.axes, INTERVALS, tuple(intervals)),))
 
 
 def _ones_beside(shape: Sequence[int], d: int) -> tuple[int, int]:
     """Count the dims of length 1 right before dim `d` and right after it: [1, 1, 8, 1, 3], 2 -> (2, 1)."""
-    first = d
-    while first > 0 and shape[first - 1] == 1:
-        first -= 1
+    start = d
+    while start > 0 and shape[start - 1] == 1:
+        start -= 1
     end = d + 1
     while end < len(shape) and shape[end] == 1:
         end += 1
-    return d - first, end - d - 1
+    return d - start, end - d - 1

@@ -1,4 +1,9 @@
-"""Ops over windows of the last dims of a block, and interpolation: rows are fetched, outputs placed."""
+"""Ops over windows of the last dims of an array, as one process computes them; and interpolation.
+
+A process fetches the rows that its outputs read, its own and its neighbours', and then runs torch's kernel
+on its block alone. For one dim a `Frame` of `xshard.nn.windows` says for all devices which rows they read and
+which outputs they compute, in runs of consecutive rows; a `WindowPlan` has all dims, for this process.
+"""
 
 from __future__ import annotations
 
@@ -30,23 +35,29 @@ from xshard.notation.overlap import Window
 Ints = tuple[int, ...]
 Factors = tuple[float | None, ...]
 Runs = Sequence[OutputRun]  # one run along each dim
-WindowOp = Callable[..., Tensor]  # rows of a block, their runs, copies of parameters -> outputs
+WindowOp = Callable[..., Tensor]  # rows, their run along each dim, copies of parameters -> outputs
 
 
-class Like(NamedTuple):
-    """Where, and in which dtype, constants are needed."""
+class TensorOptions(NamedTuple):
+    """The dtype and the device of constants."""
 
     dtype: torch.dtype
     device: torch.device
 
 
 @dataclass(frozen=True)
-class Geometry:
-    """An op over windows of the last dims, as one process computes it."""
+class WindowPlan:
+    """An op over windows of the last dims, as one process computes it.
 
-    source: Layout  # holds the rows that the process reads
-    result: Placement  # of the outputs
-    runs: tuple[tuple[OutputRun, ...], ...]  # the process's own, along each dim
+    Attributes:
+        source: The layout in which a process has the rows that it reads, as "b c h/sp:halo(1,1) w".
+        result: The placement of the outputs.
+        runs: Along each dim, the runs of rows that this process reads, and their outputs.
+    """
+
+    source: Layout
+    result: Placement
+    runs: tuple[tuple[OutputRun, ...], ...]
 
 
 def per_dim(value: Any, rank: int) -> tuple[Any, ...]:
@@ -56,15 +67,17 @@ def per_dim(value: Any, rank: int) -> tuple[Any, ...]:
     return (value,) * rank
 
 
-def geometry_of(
+def window_plan(
     placement: Placement, frames: Mapping[int, Frame], channels: int | None = None
-) -> Geometry:
+) -> WindowPlan:
     """Decide what this process reads and computes of a windowed op (convolution, pool, ...).
 
     A convolution over "b c h/sp w" reads "b c h/sp:halo(1,1) w", and its outputs are "b c h/sp w".
 
-    frames: for each spatial dim, the rows that each device needs, the outputs that it computes, and
-    the global length of the result. channels: of the result; None leaves the number as it is.
+    Args:
+        placement: The placement of the input.
+        frames: For each spatial dim, which rows devices read, and which outputs they compute.
+        channels: Of the result; None if they stay as many.
     """
     lengths = {}
     if channels is not None:
@@ -73,69 +86,82 @@ def geometry_of(
     arrays = framed_arrays(placement.sharding, frames, lengths)
     runs = []
     for d, frame in frames.items():
-        # Processes that differ along other axes alone have the same part of this dim.
-        part = placement.sharding.dim_device(d, placement.processes.device)
-        runs.append(frame.runs[part])
-    return Geometry(arrays.source, replace(placement, sharding=arrays.result), tuple(runs))
+        # Processes that differ only along axes that do not shard this dim have the same rows of it.
+        dim_device = placement.sharding.dim_device(d, placement.processes.device)
+        runs.append(frame.runs[dim_device])
+    return WindowPlan(arrays.source, replace(placement, sharding=arrays.result), tuple(runs))
 
 
 def window_frames(placement: Placement, windows: Sequence[Window]) -> dict[int, Frame]:
     """Find the rows that each device needs for windows over the last dims, such as a convolution's.
 
-    windows: kernel, stride and padding per dim. A kernel of 3 over 8 rows on 2 devices, padding 1:
-    each needs its 4 rows, a row of its neighbour and a row of padding. Returns one frame by dim,
-    which has these rows, the outputs per device, and the global length of the result. Raises
-    ShapeError if there would be no output.
+    A kernel of 3 over 8 rows on 2 devices, padding 1: each needs its 4 rows, a row of its neighbour
+    and a row of padding.
+
+    Args:
+        placement: The placement of the input.
+        windows: Kernel, stride and padding per dim.
+
+    Returns:
+        One frame per dim, by dim.
+
+    Raises:
+        ShapeError: There would be no output.
     """
     frames = {}
-    first = placement.ndim - len(windows)
-    for d, window in enumerate(windows, first):
+    first_dim = placement.ndim - len(windows)
+    for d, window in enumerate(windows, first_dim):
         rows = along(placement.sharding, d)
         frame = window_frame(rows, window)
         # A dim that is not sharded stays as it is: the op itself pads it.
         frames[d] = frame if rows.dim.axes else replace(frame, source=rows.dim)
     if any(frame.length < 1 for frame in frames.values()):
         kernel = tuple(window.k for window in windows)
-        message = f"no output: kernel {kernel} over {placement.shape[first:]}"
-        raise placement.shape_error(message, "a smaller kernel, or more padding")
+        reason = f"no output: kernel {kernel} over {placement.shape[first_dim:]}"
+        raise placement.shape_error(reason, "a smaller kernel, or more padding")
     return frames
 
 
 def apply_windows(
-    x: Tensor, placement: Placement, geometry: Geometry, op: WindowOp, *parameters: Tensor | None
+    x: Tensor, placement: Placement, plan: WindowPlan, op: WindowOp, *parameters: Tensor | None
 ) -> Outputs:
     """Fetch the rows that this process reads, and compute its outputs.
 
-    op: takes rows, their runs, and copies of the parameters, which are replicated.
+    Args:
+        x: This process's block.
+        placement: Its placement.
+        plan: What the process reads and computes.
+        op: Takes rows, their run along each dim, and copies of the parameters; returns outputs.
+        parameters: The parameters, which are replicated.
     """
     # All processes make copies, also those without outputs: all take part in the sum of gradients.
     copies = placement.parameter_copies(parameters)
-    block = placement.redistribute(x, geometry.source)
-    if not all(geometry.runs):
-        return no_outputs(geometry.result.local_shape, block, *copies), geometry.result
-    return _apply_run_by_run(block, geometry.runs, op, copies), geometry.result
+    block = placement.redistribute(x, plan.source)
+    if not all(plan.runs):
+        return no_outputs(plan.result.local_shape, block, *copies), plan.result
+    return _apply_run_by_run(block, plan.runs, op, copies), plan.result
 
 
 def _apply_run_by_run(
     block: Tensor, runs_by_dim: Sequence[Runs], op: WindowOp, parameters: Sequence[Tensor | None]
 ) -> Tensor:
-    """Apply an op to each contiguous part of a block, and concatenate the outputs.
+    """Apply an op to each run of consecutive rows of a block, and concatenate the outputs.
 
     A layout such as "h/zigzag(sp)" gives a device two runs of rows that are not neighbours, so no
-    window may reach from one to the other. The block is cut along the first dim with several runs,
-    and the parts along the next ones.
+    window may reach from one to the other. The block is split along the first dim with several runs;
+    recursion splits it along later ones.
     """
-    for i, runs in enumerate(runs_by_dim):
+    for dim_index, runs in enumerate(runs_by_dim):
         if len(runs) == 1:
             continue
-        dim = i - len(runs_by_dim)  # from the end
+        dim = dim_index - len(runs_by_dim)  # from the end
         # The rows of each run follow those of the one before; where they overlap they are twice
         # in the block.
-        parts = block.split([run.rows for run in runs], dim)
+        rows_of_runs = block.split([run.rows for run in runs], dim)
         outputs = []
-        for part, run in zip(parts, runs, strict=True):
-            runs_of_part = (*runs_by_dim[:i], (run,), *runs_by_dim[i + 1 :])
-            outputs.append(_apply_run_by_run(part, runs_of_part, op, parameters))
+        for rows, run in zip(rows_of_runs, runs, strict=True):
+            runs_of_rows = (*runs_by_dim[:dim_index], (run,), *runs_by_dim[dim_index + 1 :])
+            outputs.append(_apply_run_by_run(rows, runs_of_rows, op, parameters))
         return torch.cat(outputs, dim)
     return op(block, [runs[0] for runs in runs_by_dim], *parameters)
 
@@ -183,10 +209,17 @@ def interpolate(
 ) -> Outputs:
     """Apply torch's `interpolate` to an array whose spatial dims may be sharded.
 
-    x: this process's block, `(b, c, *spatial)`; placement: the layout and global shape of its
-    array. size: spatial lengths of the global result. Outputs near a border use rows of neighbours.
     Returns the block of the result and its placement. Raises XshardError for a mode or arguments
     that torch does not take, ShapeError for lengths.
+
+    Args:
+        x: This process's block, `(b, c, *spatial)`.
+        placement: The placement of `x`: layout, mesh and global shape.
+        size: Spatial lengths of the global result.
+        scale_factor: torch's argument, instead of `size`.
+        mode: torch's argument.
+        align_corners: torch's argument.
+        recompute_scale_factor: torch's argument.
     """
     rank = placement.ndim - 2
     if mode not in MODES or MODES[mode].rank not in (None, rank):
@@ -196,15 +229,17 @@ def interpolate(
     if recompute_scale_factor:  # by the rounded lengths
         factors = (None,) * rank
     mode_of_dim = MODES[mode].of_dim
-    like = Like(x.dtype, x.device)
-    resampled = _resampling(placement, lengths, factors, mode_of_dim, bool(align_corners), like)
+    tensor_options = TensorOptions(x.dtype, x.device)
+    resampled = _resampling(
+        placement, lengths, factors, mode_of_dim, bool(align_corners), tensor_options
+    )
 
     def weigh_rows(rows: Tensor, _runs: Runs) -> Tensor:
         for d, local_taps in enumerate(resampled.taps, 2):
             rows = _weighted_sum(rows, d, local_taps)
         return rows
 
-    return apply_windows(x, placement, resampled.geometry, weigh_rows)
+    return apply_windows(x, placement, resampled.plan, weigh_rows)
 
 
 def _resampled_lengths(
@@ -212,9 +247,13 @@ def _resampled_lengths(
 ) -> tuple[Ints, Factors]:
     """Compute the output lengths of an interpolation, and the scales for positions in the input.
 
-    lengths: global, per spatial dim. 5 rows with scale_factor 1.5 -> 7 outputs and scale 1.5. For a
-    size, scales are None: as in torch, positions use the ratio of lengths, 7 / 5. Raises ShapeError
-    for an output without rows.
+    5 rows with scale_factor 1.5 -> 7 outputs and scale 1.5. For a size, scales are None: as in
+    torch, positions use the ratio of lengths, 7 / 5. Raises ShapeError for an output without rows.
+
+    Args:
+        lengths: The global lengths, per spatial dim.
+        size: torch's argument.
+        scale_factor: torch's argument.
     """
     if (size is None) == (scale_factor is None):
         raise XshardError("one of size and scale_factor", hint="as in scale_factor=2")
@@ -224,12 +263,12 @@ def _resampled_lengths(
         factors: Factors = (None,) * rank
     else:
         scales = per_dim(scale_factor, rank)
-        pairs = zip(lengths, scales, strict=True)
-        outputs = tuple(math.floor(length * scale) for length, scale in pairs)
+        lengths_and_scales = zip(lengths, scales, strict=True)
+        outputs = tuple(math.floor(length * scale) for length, scale in lengths_and_scales)
         factors = tuple(map(float, scales))
     if len(outputs) != rank or min(outputs, default=0) < 1:
-        message = f"interpolation of {lengths} to {outputs}"
-        raise ShapeError(message, hint="one length >= 1 per spatial dim")
+        reason = f"interpolation of {lengths} to {outputs}"
+        raise ShapeError(reason, hint="one length >= 1 per spatial dim")
     return outputs, factors
 
 
@@ -238,17 +277,17 @@ def _weighted_sum(rows: Tensor, dim: int, local_taps: Sequence[Tap]) -> Tensor:
     if len(local_taps) == 1:  # a single input needs no weight
         return rows.index_select(dim, local_taps[0].rows)
     dims_after = (1,) * (rows.ndim - dim - 1)
-    parts = []
+    addends = []
     for tap in local_taps:
         weights = tap.weights.view(-1, *dims_after)
-        parts.append(rows.index_select(dim, tap.rows) * weights)
-    return sum(parts[1:], start=parts[0])
+        addends.append(rows.index_select(dim, tap.rows) * weights)
+    return sum(addends[1:], start=addends[0])
 
 
 class Resampling(NamedTuple):
     """An interpolation as one process computes it: its taps along each spatial dim."""
 
-    geometry: Geometry
+    plan: WindowPlan
     taps: tuple[tuple[Tap, ...], ...]
 
 
@@ -260,13 +299,19 @@ def _resampling(
     factors: Factors,
     mode: str,
     is_aligned: bool,
-    like: Like,
+    tensor_options: TensorOptions,
 ) -> Resampling:
     """Work out how this process interpolates: the input rows and weights of each of its outputs.
 
-    outputs: global lengths of the result. factors: scales per dim, None: the ratio of lengths.
-    mode: of one dim, such as "linear". is_aligned: torch's `align_corners`. The result is cached,
-    with its tensors, which have the device and dtype of `like`.
+    The result is cached, with its tensors, which have the device and dtype of `tensor_options`.
+
+    Args:
+        placement: The placement of the input.
+        outputs: Global lengths of the result.
+        factors: Scales per dim, None: the ratio of lengths.
+        mode: The mode of one dim, such as "linear".
+        is_aligned: torch's `align_corners`.
+        tensor_options: The dtype and the device of the result.
     """
     global_taps = []  # of each spatial dim: the input rows of all its outputs
     frames = {}  # of each spatial dim: who needs which of these rows
@@ -275,16 +320,16 @@ def _resampling(
         dim_taps = taps(mode, rows.length, outputs[i], align_corners=is_aligned, scale=factor)
         global_taps.append(dim_taps)
         frames[2 + i] = resampled_frame(rows, dim_taps)
-    geometry = geometry_of(placement, frames)
+    plan = window_plan(placement, frames)
     local_taps = []
-    for dim_taps, runs in zip(global_taps, geometry.runs, strict=True):
-        local_taps.append(_local_taps(dim_taps, runs, like))
-    return Resampling(geometry, tuple(local_taps))
+    for dim_taps, runs in zip(global_taps, plan.runs, strict=True):
+        local_taps.append(_local_taps(dim_taps, runs, tensor_options))
+    return Resampling(plan, tuple(local_taps))
 
 
-def _local_taps(dim_taps: Taps, runs: Runs, like: Like) -> tuple[Tap, ...]:
+def _local_taps(dim_taps: Taps, runs: Runs, tensor_options: TensorOptions) -> tuple[Tap, ...]:
     """Return the taps of this process's outputs along a dim, by rows of its block."""
     local = taps_of_part(dim_taps, runs)
-    rows = torch.from_numpy(local.inputs).to(like.device)
-    weights = torch.from_numpy(local.weights).to(like.device, like.dtype)
+    rows = torch.from_numpy(local.inputs).to(tensor_options.device)
+    weights = torch.from_numpy(local.weights).to(tensor_options.device, tensor_options.dtype)
     return tuple(map(Tap, rows.unbind(1), weights.unbind(1)))

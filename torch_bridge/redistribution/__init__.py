@@ -255,8 +255,8 @@ def _redistribute_traced(x: Any, options: Options) -> Any:
     is_one_mesh = options.transfer.src_mesh is None and options.transfer.dst_mesh is None
     is_one_block = isinstance(x, Tensor) and is_one_mesh
     if is_one_block and options.check_replicated and not is_dynamo:
-        what = "check_replicated compares on the host, which an exported program cannot"
-        raise PlanError(what, hint="it is for debugging: leave it out")
+        reason = "check_replicated compares on the host, which an exported program cannot"
+        raise PlanError(reason, hint="it is for debugging: leave it out")
     arguments = [x], options.layouts, options.mesh
     may_record = is_one_block and not options.check_replicated
     if may_record and compiled.is_recorded(*arguments, options.profile):

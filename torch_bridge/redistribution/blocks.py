@@ -34,7 +34,12 @@ from torch_bridge.mesh.process_mesh import (
     process_mesh,
 )
 from torch_bridge.redistribution.options import Options
-from torch_bridge.replicas import Comparison, checked, comparisons_between, with_comparisons
+from torch_bridge.replicas import (
+    Comparison,
+    comparisons_between,
+    redistribute_and_check,
+    with_comparisons,
+)
 from xshard import replicas
 from xshard.arguments import lengths_of
 from xshard.dtypes import name_of
@@ -88,7 +93,7 @@ def move_one(
     if async_op and executable.is_linear and not compares:
         return PendingTensor.begin(x, executable)
     if compares:
-        y = checked(x, executable, process_mesh(call.mesh), call.text, name)
+        y = redistribute_and_check(x, executable, process_mesh(call.mesh), call.text, name)
     elif (
         RUNNING and executable.is_linear and current_part() is not None and _travels(x, executable)
     ):
@@ -175,13 +180,13 @@ def redistribute_between(x: Any, options: Options) -> Tensor | PendingTensor | N
     check_source_block(source, plan)
 
     block = _block_for_autograd(source, executable, requires_grad)
-    entering, returning = _replica_comparisons(plan, options, ranks, device)
+    input_check, cotangent_check = _replica_comparisons(plan, options, ranks, device)
     if not requires_grad:
-        returning = None
-    if options.async_op and executable.is_linear and entering is returning is None:
+        cotangent_check = None
+    if options.async_op and executable.is_linear and input_check is cotangent_check is None:
         return PendingTensor.begin(block, executable)
     move = partial(Redistribute.apply, executable)
-    y = with_comparisons(move, block, entering, returning)
+    y = with_comparisons(move, block, input_check, cotangent_check)
     y = compare_gradients_of(compared, y, block)
     if options.async_op:  # pending in name: it has arrived
         return PendingTensor(y, y.shape, y)
@@ -196,7 +201,10 @@ def _transfer_executable(
 ) -> TransferExecutable:
     """Prepare a move between two meshes. Raises on all processes of both, or on none.
 
-    device: for a process without a block, too, which has an executable all the same.
+    Args:
+        plan: The plan.
+        device: The device of blocks, on a process without a block, too.
+        requires_grad: Whether a gradient will be needed.
     """
     dtype = getattr(torch, plan.dtype)
     if requires_grad and not (dtype.is_floating_point or dtype.is_complex):
@@ -247,8 +255,8 @@ def _dtensor_source(x: Any, options: Options) -> tuple[Tensor | None, Options]:
     if src_mesh:
         is_same = mesh_of(src_mesh) == mesh_of(mesh) and ranks_of(src_mesh) == ranks_of(mesh)
         if not is_same:
-            what = f"the DTensor is on {mesh!r}, not on {src_mesh!r}"
-            raise MeshError(what, hint="leave src_mesh out")
+            reason = f"the DTensor is on {mesh!r}, not on {src_mesh!r}"
+            raise MeshError(reason, hint="leave src_mesh out")
     options = options._replace(shape=shape, transfer=options.transfer._replace(src_mesh=mesh))
     layouts: Expression = options.layouts
     # `sides` refuses a plan between two meshes, as it is meant for one.

@@ -171,9 +171,9 @@ def _leaves(tree: Any, options: Options, is_optional: bool = False) -> Iterator[
         yield _Leaf(place, x, with_layout.value, with_shape.value, mesh)
 
 
-def _spread(values: Any, tree: Any, is_value: Callable[[Any], bool], what: str) -> list[Any]:
+def _spread(values: Any, tree: Any, is_value: Callable[[Any], bool], values_name: str) -> list[Any]:
     """Give each leaf of a tree its value; values are nested like the tree, or its first branches."""
-    branches = prefix_branches(values, tree, is_value, ("tensors", what))
+    branches = prefix_branches(values, tree, is_value, ("tensors", values_name))
     return leaves_with_values(branches, _named_leaves)
 
 
@@ -218,10 +218,10 @@ def _leaf_move(x: Tensor, call: MoveCall) -> _LeafMove | None:
     """Prepare the move of one leaf; None for a DTensor that has to move alone."""
     if not is_dtensor(x):
         return _LeafMove(x, call.executable_for(x))
-    from torch_bridge.dtensor.redistribution import local_part
+    from torch_bridge.dtensor.redistribution import local_move
 
-    part = local_part(x, call)
-    return None if part is None else _LeafMove(*part)
+    move = local_move(x, call)
+    return None if move is None else _LeafMove(*move)
 
 
 def _compare_tree(tree: Any, options: Options, bucket_bytes: int | None) -> list[Compared | None]:

@@ -52,15 +52,16 @@ class RouteCall(NamedTuple):
         check_device(to.device)
         is_limited = self.capacity is not None or self.sizes is not None
         if is_limited and current_part() is not None:
-            what = "rows beyond a limit are dropped, and here the limit would be one of each part of a batch"
+            reason = "rows beyond a limit are dropped, "
+            reason += "and here the limit would be one of each part of a batch"
             hint = "no capacity= and no sizes=, or halves(model, module=...) of a module without it"
-            raise PlanError(what, hint=hint)
+            raise PlanError(reason, hint=hint)
         # How much each process is sent follows from the values of `to`: a tensor on meta has none,
         # and under vmap there would be other lengths for each item of the batch.
         if is_batched(to) or to.is_meta:
-            what = "to says where rows go by its values: none are known, or there is one set for each batch"
+            reason = "to says where rows go by its values: none are known, or there is one set for each batch"
             hint = "vmap(..., in_dims) with None for to; real tensors, not meta"
-            raise PlanError(what, hint=hint)
+            raise PlanError(reason, hint=hint)
 
     def facts(self, blocks: Sequence[Tensor], to: Tensor) -> desync.CallFacts:
         """Check the arguments, and return what debug mode compares between processes.
@@ -90,7 +91,7 @@ class RouteCall(NamedTuple):
             blocks: Tensors `[rows, ...]`.
             to: The groups of each row, as for `route`.
         """
-        compared = self._compared(blocks, to)
+        compared = self._compare_call(blocks, to)
         processes = process_mesh(self.mesh).submesh(self.axes)
         group = processes.group(self.axes)
         groups = Groups.of(self.groups, processes.mesh.n_devices)
@@ -111,7 +112,7 @@ class RouteCall(NamedTuple):
         # One row per choice, sorted by group; a stable sort leaves rows of a group in the order in
         # which they came. Choices of groups on other processes are last, and are cut off.
         n_groups = groups.sizes[processes.device]
-        own_groups = _own_groups(copies.arrived[0], n_groups)  # [copies, k]
+        own_groups = _own_groups(copies.arrived_choices[0], n_groups)  # [copies, k]
         by_group, order = own_groups.reshape(-1).sort(stable=True)
         routed = Routed(
             tensors[0],
@@ -125,7 +126,7 @@ class RouteCall(NamedTuple):
         )
         return routed, tensors
 
-    def _compared(self, blocks: Sequence[Tensor], to: Tensor) -> desync.Compared | None:
+    def _compare_call(self, blocks: Sequence[Tensor], to: Tensor) -> desync.Compared | None:
         """Check this process's arguments; in debug mode those of all processes, against each other."""
         if not self.debug and not desync.ALWAYS:
             self.check_arguments(blocks, to)
@@ -138,20 +139,19 @@ class _Selection(NamedTuple):
     """The copies that this process sends: one for each row and process with a group that it chose.
 
     Attributes:
-        places: `[rows, k]`, where each choice is: `process * most + number of the group there`;
-            `most` is the largest number of groups of a process. Choices of nowhere are as of a
-            process after the last one.
+        group_slots: `[rows, k]`, the slot of the group that each choice names: see `_slots_of_groups`.
+            Choices of nowhere have the slot of a process after the last one.
         processes: `[rows, k]`, the process of each choice.
-        is_sent: `[rows, processes]`, whether a copy of the row goes there.
-        numbers: `[rows, processes]`, the number of that copy among those to this process.
+        is_sent: `[rows, processes]`, whether a copy of the row goes to the process.
+        copy_indices: `[rows, processes]`, the index of that copy among those to the process.
         n_copies: `[processes]`, how many go to each.
         n_dropped: How many copies were not sent for a limit.
     """
 
-    places: Tensor
+    group_slots: Tensor
     processes: Tensor
     is_sent: Tensor
-    numbers: Tensor
+    copy_indices: Tensor
     n_copies: Tensor
     n_dropped: Tensor
 
@@ -173,30 +173,34 @@ def _select(chosen: Tensor, groups: Groups, limit: int | None) -> _Selection:
     # Numbers that are no group become one more group, "nowhere", on one more process.
     nowhere = n_groups
     is_group = (chosen >= 0) & (chosen < n_groups)
-    places = _places_of_groups(groups, chosen.device)[chosen.where(is_group, nowhere)]
-    processes = places // max(groups.sizes)
+    group_slots = _slots_of_groups(groups, chosen.device)[chosen.where(is_group, nowhere)]
+    processes = group_slots // max(groups.sizes)
 
     # [rows, processes]: whether any choice of the row is on that process. The column of "nowhere",
     # the last one, is cut off again.
     needed = torch.zeros(len(chosen), n_processes + 1, dtype=torch.bool, device=chosen.device)
     needed = needed.scatter_(1, processes, True)[:, :n_processes]
-    numbers = needed.cumsum(0) - 1  # how many rows before this one go to the same process
-    is_sent = needed if limit is None else needed & (numbers < limit)
+    copy_indices = needed.cumsum(0) - 1  # how many rows before this one go to the same process
+    is_sent = needed if limit is None else needed & (copy_indices < limit)
     n_copies = is_sent.sum(0)
     n_dropped = needed.sum() - n_copies.sum()
-    return _Selection(places, processes, is_sent, numbers, n_copies, n_dropped)
+    return _Selection(group_slots, processes, is_sent, copy_indices, n_copies, n_dropped)
 
 
 @lru_cache(maxsize=256)
-def _places_of_groups(groups: Groups, device: torch.device) -> Tensor:
-    """Return `process * most + number there` of each group, and of one behind all processes."""
-    # Processes may have unlike numbers of groups: each gets room for the most, so that `// most` finds it.
-    most = max(groups.sizes)
-    places = []
-    for process, number in zip(groups.parts, groups.numbers, strict=True):
-        places.append(process * most + number)
-    places.append(groups.n_parts * most)
-    return torch.tensor(places, device=device)
+def _slots_of_groups(groups: Groups, device: torch.device) -> Tensor:
+    """Return the slot of each group, and one more for nowhere: `process * max_groups + index there`.
+
+    Groups 0, 1 on process 0 and group 2 on process 1 -> [0, 1, 2, 4], with `max_groups` 2.
+    """
+    # Processes may have unlike numbers of groups: each gets as many slots as the largest needs, so that
+    # `// max_groups` is the process.
+    max_groups = max(groups.sizes)
+    slots = []
+    for process, local_group in zip(groups.parts, groups.numbers, strict=True):
+        slots.append(process * max_groups + local_group)
+    slots.append(groups.n_parts * max_groups)
+    return torch.tensor(slots, device=device)
 
 
 class _Lengths(NamedTuple):
@@ -300,8 +304,8 @@ def _check_reports(reports: Sequence[_Report], ranks: Sequence[int], n_groups: i
         texts = []
         for rank, report in zip(ranks, reports, strict=True):
             texts.append(f"rank {rank}: {report.row_bytes} bytes, {report.k} choices")
-        what = "rows of processes differ in their bytes, or in their choices"
-        raise ShapeError(what, hint=", ".join(texts))
+        reason = "rows of processes differ in their bytes, or in their choices"
+        raise ShapeError(reason, hint=", ".join(texts))
 
 
 def _copies(
@@ -324,32 +328,32 @@ def _copies(
     copies = _in_order_of_message(selection, lengths.sent, is_padded)  # [sent]
     rows = copies // n_processes
     processes = copies % n_processes
-    # Beside each copy travel the k choices of its row, counted from the first group of the
-    # receiver: those of its own groups are then 0, 1, ..., and all others are negative or too
-    # large. Padding is row `n_rows`, whose choices are nowhere.
-    most = max(groups.sizes)
-    places = pad(selection.places, (0, 0, 0, 1), value=n_processes * most)
-    choices = places[rows] - processes[:, None] * most
+    # Beside each copy travel the k choices of its row, as slots counted from the receiver's first:
+    # its groups are then 0, 1, ..., and all others are negative or too large. Padding is row
+    # `n_rows`, whose choices are nowhere.
+    max_groups = max(groups.sizes)
+    group_slots = pad(selection.group_slots, (0, 0, 0, 1), value=n_processes * max_groups)
+    choices = group_slots[rows] - processes[:, None] * max_groups
     return Copies(
-        group, rows, n_rows, lengths.sent, lengths.received, is_padded, beside=choices.int()
+        group, rows, n_rows, lengths.sent, lengths.received, is_padded, choices=choices.int()
     )
 
 
 def _in_order_of_message(selection: _Selection, sent: Sequence[int], is_padded: bool) -> Tensor:
-    """Return the copies that are sent, by process, then by row: `row * processes + process` of each.
+    """Return `row * n_processes + process` of each copy that is sent, by process, then by row.
 
     Row 0 goes to both of 2 processes, row 1 to process 1 -> 0, 1, 3. Padding has the number after
-    those of all copies.
+    those of all copies: 4 for these 2 rows.
     """
     n_processes = len(sent)
     n_sent = sum(sent)
     if is_padded:
-        starts = torch.arange(n_processes, device=selection.places.device) * sent[0]
+        starts = torch.arange(n_processes, device=selection.group_slots.device) * sent[0]
     else:
         starts = selection.n_copies.cumsum(0) - selection.n_copies
     # The slot of each copy in the message. Copies that are not sent share one slot behind its end,
     # which is cut off.
-    slots = (starts + selection.numbers).where(selection.is_sent, n_sent)  # [rows, processes]
+    slots = (starts + selection.copy_indices).where(selection.is_sent, n_sent)  # [rows, processes]
     padding = slots.numel()
     copies = slots.new_full((n_sent + 1,), padding)
     copies.scatter_(0, slots.reshape(-1), torch.arange(padding, device=slots.device))
@@ -357,6 +361,6 @@ def _in_order_of_message(selection: _Selection, sent: Sequence[int], is_padded: 
 
 
 def _own_groups(choices: Tensor, n_groups: int) -> Tensor:
-    """Return the group of each choice that came, by its number here; `n_groups` if it is elsewhere."""
-    numbers = choices.long()
-    return numbers.where((numbers >= 0) & (numbers < n_groups), n_groups)
+    """Return the index on this process of the group that each choice names; `n_groups` if it is elsewhere."""
+    local_groups = choices.long()
+    return local_groups.where((local_groups >= 0) & (local_groups < n_groups), n_groups)

@@ -35,8 +35,8 @@ class Copies:
         is_padded: Whether `index` has padding.
         is_adjoint: Whether copies return.
         n_batch_dims: Dims before the rows, which `vmap` added.
-        beside: Numbers of each copy, `[sum(sent), k]`, that travel with the rows.
-        arrived: What came of `beside`, after the call.
+        choices: The k choices of each copy, `[sum(sent), k]`, which travel with the rows.
+        arrived_choices: The choices of the copies received, after the call.
     """
 
     group: Group
@@ -47,18 +47,18 @@ class Copies:
     is_padded: bool
     is_adjoint: bool = False
     n_batch_dims: int = 0
-    beside: Tensor | None = None
-    arrived: list[Tensor] = field(default_factory=list)
+    choices: Tensor | None = None
+    arrived_choices: list[Tensor] = field(default_factory=list)
     is_linear = True
     sends_gradient = True
 
     @property
     def backward(self) -> Copies:
-        return replace(self, is_adjoint=not self.is_adjoint, beside=None)
+        return replace(self, is_adjoint=not self.is_adjoint, choices=None)
 
     @property
     def tangent(self) -> Copies:
-        return replace(self, beside=None)
+        return replace(self, choices=None)
 
     def batched(self, n: int) -> Copies:
         return replace(self, n_batch_dims=self.n_batch_dims + 1)
@@ -86,19 +86,19 @@ class Copies:
         return end
 
     def _begin_sending(self, tables: list[Tensor]) -> Callable[[], list[Tensor]]:
-        """Begin to send the copies of rows, and `beside` with them."""
+        """Begin to send the copies of rows, and `choices` in the same message."""
         messages = []
         for table in tables:
             if self.is_padded:  # one row of zeros more
                 table = torch.cat([table, table.new_zeros(1, table.shape[1])])
             messages.append(table.index_select(0, self.index))
-        if self.beside is None:
+        if self.choices is None:
             return self._begin_exchange(messages, self.sent, self.received)
-        arrive = self._begin_exchange([*messages, self.beside], self.sent, self.received)
+        arrive = self._begin_exchange([*messages, self.choices], self.sent, self.received)
 
         def end() -> list[Tensor]:
-            *results, arrived = arrive()
-            self.arrived.append(arrived)
+            *results, arrived_choices = arrive()
+            self.arrived_choices.append(arrived_choices)
             return results
 
         return end
@@ -110,10 +110,10 @@ class Copies:
         def end() -> list[Tensor]:
             sums = []
             for copies in arrive():
-                total = copies.new_zeros(self.n_rows + self.is_padded, copies.shape[1])
-                total.index_add_(0, self.index, copies)
+                sums_by_row = copies.new_zeros(self.n_rows + self.is_padded, copies.shape[1])
+                sums_by_row.index_add_(0, self.index, copies)
                 # The last row has what padding returned. A clone, as a view would hold its memory.
-                sums.append(total[:-1].clone() if self.is_padded else total)
+                sums.append(sums_by_row[:-1].clone() if self.is_padded else sums_by_row)
             return sums
 
         return end
@@ -132,20 +132,20 @@ class Copies:
             received: The number of rows from each process.
         """
         # Tables have several dtypes, as rows and their choices: bytes travel together.
-        byte_tables = [_seen_as(torch.uint8, x) for x in tables]
+        byte_tables = [_view_as(torch.uint8, x) for x in tables]
         dtypes = [x.dtype for x in tables]
         widths = [x.shape[1] for x in byte_tables]
-        together = byte_tables[0] if len(tables) == 1 else torch.cat(byte_tables, 1)
-        arrive = self._begin_exchange_of_bytes(together, sent, received)
+        joint_table = byte_tables[0] if len(tables) == 1 else torch.cat(byte_tables, 1)
+        arrive = self._begin_exchange_of_bytes(joint_table, sent, received)
 
         def end() -> list[Tensor]:
             arrived = arrive()
             if len(dtypes) == 1:
-                return [_seen_as(dtypes[0], arrived)]
+                return [_view_as(dtypes[0], arrived)]
             # Cloned, because a view in the middle of the bytes may begin at an address that is not a
             # multiple of the size of the table's elements, as its dtype needs.
             return [
-                _seen_as(dtype, column.clone(memory_format=torch.contiguous_format))
+                _view_as(dtype, column.clone(memory_format=torch.contiguous_format))
                 for column, dtype in zip(arrived.split(widths, 1), dtypes, strict=True)
             ]
 
@@ -162,7 +162,7 @@ class Copies:
         return exchange.begin(table.view(-1), (sum(received), width))
 
 
-def _seen_as(dtype: torch.dtype, table: Tensor) -> Tensor:
+def _view_as(dtype: torch.dtype, table: Tensor) -> Tensor:
     """View a table's bits as another dtype: float32 [rows, n] -> uint8 [rows, 4 * n]."""
     width = table.shape[1] * table.element_size() // dtype.itemsize
     return table.contiguous().view(-1).view(dtype).view(len(table), width)
@@ -179,8 +179,8 @@ class Routed:
 
     Attributes:
         copies: A row for each row of a process with a choice here, by processes.
-        groups: The group of each of `rows`, by its number here.
-        order: The number of each of `rows` among all choices of all copies, `k` for each.
+        groups: The group of each of `rows`, by its index among the groups of this process.
+        order: The index of each of `rows` among all choices of all copies, `k` for each.
         n_groups: How many groups this process has.
         k: How many choices each row has.
         dropped: How many copies of this process's rows were not sent for a capacity, on the device.
@@ -251,17 +251,17 @@ class Routed:
         table = weights if weights.ndim == 2 else weights[:, None]
         if table.shape != (self._copies.n_rows, self.k):
             raise ShapeError(f"weights have shape {tuple(weights.shape)}", hint="the shape of to")
-        arrived = move_in_turn(self._copies.tangent, table)  # [copies, k]
+        arrived_choices = move_in_turn(self._copies.tangent, table)  # [copies, k]
         # A copy came with the weights of all choices of its row: each row here takes its own.
-        return arrived.reshape(-1).index_select(0, self.order)
+        return arrived_choices.reshape(-1).index_select(0, self.order)
 
     @property
     def beyond(self) -> tuple[int, int]:
         """How many copies came from other processes, and how many are at others."""
-        own = self._copies.group.process_group.rank()  # what stays here does not travel
+        own_rank = self._copies.group.process_group.rank()  # what stays here does not travel
         received = self._copies.received
         sent = self._copies.sent
-        return sum(received) - received[own], sum(sent) - sent[own]
+        return sum(received) - received[own_rank], sum(sent) - sent[own_rank]
 
     @between_graphs
     def home(self, y: Tensor) -> Tensor:

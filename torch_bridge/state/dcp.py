@@ -52,18 +52,18 @@ _RECORDS = {
 def open_dcp(path: str | Path) -> Checkpoint:
     """Open a folder that `torch.distributed.checkpoint.save` (DCP) wrote; no tensor is read yet.
 
-    DCP saves a tensor in parts, such as the blocks of several processes, in any files of the folder;
+    DCP saves a tensor in boxes, such as the blocks of several processes, in any files of the folder;
     the file ".metadata" says where they lie. Raises FileError for metadata with anything but records
-    of DCP, and for tensors with parts outside of the folder or of their files, or parts that overlap
+    of DCP, and for tensors with boxes outside of the folder or of their files, or boxes that overlap
     or leave a gap.
     """
     folder = Path(path)
     arrays = {}
     constants = {}
-    with _malformed(folder / METADATA):
+    with _as_file_error(folder / METADATA):
         with (folder / METADATA).open("rb") as file:
             records = _Records(file).load()
-        # Where bytes lie, by name and by the position of the part in the tensor; None for a value
+        # Where bytes lie, by name and by the first rows of the box in the tensor; None for a value
         # that is no tensor, such as a step number.
         items = {}
         for index, info in records.storage_data.items():
@@ -75,11 +75,11 @@ def open_dcp(path: str | Path) -> Checkpoint:
             else:
                 arrays[name] = _tensor(name, record, items)
 
-    places = {}  # the files of each tensor, for errors
+    files_of_tensor = {}  # for errors
     for name, tensor in arrays.items():
-        files = {part.item.file.name for part in tensor.parts}
-        places[name] = ", ".join(sorted(files))
-    return Checkpoint(arrays, constants=_Constants(constants), places=places)
+        files = {saved.item.file.name for saved in tensor.boxes}
+        files_of_tensor[name] = ", ".join(sorted(files))
+    return Checkpoint(arrays, constants=_Constants(constants), places=files_of_tensor)
 
 
 class _Records(pickle.Unpickler):
@@ -95,20 +95,17 @@ class _Records(pickle.Unpickler):
 
 
 class _Item(NamedTuple):
-    """A tensor or a value that `torch.save` wrote into a part of a file.
-
-    offset, length: in bytes.
-    """
+    """A tensor or a value that `torch.save` wrote at an offset of a file; offset and length in bytes."""
 
     file: Path
     offset: int
     length: int
 
     def load(self, device: str) -> Any:
-        """Return the tensor or value; on the device "meta" no numbers are read."""
+        """Return the tensor or value; on the device "meta" without its elements."""
         with self.file.open("rb") as file:
-            own_file = file_view(file, self.offset, self.length)
-            return torch.load(own_file, map_location=device, weights_only=True)
+            item_file = file_view(file, self.offset, self.length)
+            return torch.load(item_file, map_location=device, weights_only=True)
 
 
 class _Constants(UserDict[str, Any]):
@@ -116,13 +113,13 @@ class _Constants(UserDict[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         item: _Item = self.data[name]
-        with _malformed(item.file):
+        with _as_file_error(item.file):
             return item.load("cpu")
 
 
 @dataclass(frozen=True)
-class _Part:
-    """A box of a tensor, in an item."""
+class _SavedBox:
+    """A box of a tensor, and the item that holds its elements."""
 
     box: Box
     item: _Item
@@ -130,13 +127,13 @@ class _Part:
 
     @cached_property
     def mapped(self) -> Mapped:
-        """This part of a tensor as a numpy array that maps the file: bytes are read when it is used.
+        """The box as a numpy array that maps the file: bytes are read when it is used.
 
         Raises FileError if the file does not hold such a tensor: metadata and file may be of two
         different saves.
         """
         shape = tuple(rows.stop - rows.start for rows in self.box)
-        with _malformed(self.item.file):
+        with _as_file_error(self.item.file):
             tensor = self.item.load("meta")  # shape, dtype and strides, without elements
             self._check(tensor, shape)
             strides_bytes = tuple(stride * tensor.itemsize for stride in tensor.stride())
@@ -146,27 +143,27 @@ class _Part:
             file_byte = self.item.offset + start_byte  # where the elements begin in the file
             # numpy lacks some dtypes, such as bfloat16: integers of the same size hold their bits.
             carrier = dtypes.carrier(self.dtype)
-            whole = np.ndarray(shape, carrier, memory, file_byte, strides_bytes)
-            return Mapped(shape, self.dtype, whole, file, file_byte, self.item.file.name)
+            array = np.ndarray(shape, carrier, memory, file_byte, strides_bytes)
+            return Mapped(shape, self.dtype, array, file, file_byte, self.item.file.name)
 
     def _check(self, tensor: Tensor, shape: Sequence[int]) -> None:
         """Raise FileError unless the item has the tensor of the metadata, as plain numbers."""
         stored = tuple(tensor.shape), dtypes.name_of(tensor.dtype)
         expected = shape, self.dtype
-        place = f"at byte {self.item.offset}"
+        location = f"at byte {self.item.offset}"
         if stored != expected:
-            raise FileError(f"{stored} {place}, but {expected} in the metadata")
+            raise FileError(f"{stored} {location}, but {expected} in the metadata")
         if tensor.is_conj() or tensor.is_neg():
             # The bytes are those of another tensor; torch would change the sign when it reads.
-            raise FileError(f"the tensor {place} is stored as its conjugate or negative")
+            raise FileError(f"the tensor {location} is stored as its conjugate or negative")
 
     def _check_end(self, tensor: Tensor, start_byte: int, strides_bytes: Sequence[int]) -> None:
         """Raise FileError if elements would be outside of the item."""
-        pairs = zip(tensor.shape, strides_bytes, strict=True)
-        last_byte = start_byte + sum((n - 1) * stride for n, stride in pairs)
+        lengths_and_strides = zip(tensor.shape, strides_bytes, strict=True)
+        last_byte = start_byte + sum((n - 1) * stride for n, stride in lengths_and_strides)
         if tensor.numel() and last_byte + tensor.itemsize > self.item.length:
-            place = f"at byte {self.item.offset}"
-            raise FileError(f"the tensor {place} has more than {self.item.length} bytes")
+            location = f"at byte {self.item.offset}"
+            raise FileError(f"the tensor {location} has more than {self.item.length} bytes")
 
 
 def _first_byte(tensor: Tensor) -> int:
@@ -176,46 +173,46 @@ def _first_byte(tensor: Tensor) -> int:
 
 
 class _Tensor(NamedTuple):
-    """A tensor in parts: a `Stored`."""
+    """A tensor saved in boxes: a `Stored`."""
 
     shape: tuple[int, ...]
     dtype: str
-    parts: tuple[_Part, ...]
+    boxes: tuple[_SavedBox, ...]
 
     def read(self, box: Box, out: NDArray[Any]) -> None:
-        """Read the rows of a box, from all parts that have some, into `out`."""
+        """Read a box of the tensor into `out`, from all saved boxes that share rows with it."""
         wanted = [range(*rows.indices(n)) for rows, n in zip(box, self.shape, strict=True)]
-        for part in self.parts:
-            pairs = zip(wanted, part.box, strict=True)
-            common = [_common(rows, part_rows) for rows, part_rows in pairs]
+        for saved in self.boxes:
+            rows_and_boxes = zip(wanted, saved.box, strict=True)
+            common = [_common_rows(rows, part_rows) for rows, part_rows in rows_and_boxes]
             in_out: tuple[Any, ...] = tuple(rows.in_wanted for rows in common)
             if all(rows.start < rows.stop for rows in in_out):
                 # Ellipsis: a tensor without dims is read into an array, not into a number.
-                in_part = tuple(rows.in_part for rows in common)
-                part.mapped.read(in_part, out[(*in_out, ...)])
+                in_saved = tuple(rows.in_saved for rows in common)
+                saved.mapped.read(in_saved, out[(*in_out, ...)])
 
 
-class _CommonRows(NamedTuple):
+class _SharedRows(NamedTuple):
     """The rows that two sets of rows share, as a slice of each."""
 
     in_wanted: slice
-    in_part: slice
+    in_saved: slice
 
 
-def _common(wanted: range, part: slice) -> _CommonRows:
+def _common_rows(wanted: range, saved: slice) -> _SharedRows:
     """Return the rows in both: range(0, 10, 2), slice(3, 8) -> slices 2:4 and 1:5:2."""
-    start = bisect_left(wanted, part.start)
-    stop = bisect_left(wanted, part.stop)
+    start = bisect_left(wanted, saved.start)
+    stop = bisect_left(wanted, saved.stop)
     rows = wanted[start:stop]
-    in_part = slice(rows.start - part.start, rows.stop - part.start, rows.step)
-    return _CommonRows(slice(start, stop), in_part)
+    in_saved = slice(rows.start - saved.start, rows.stop - saved.start, rows.step)
+    return _SharedRows(slice(start, stop), in_saved)
 
 
 def _item(folder: Path, info: Any) -> _Item:
-    """Check one entry of a checkpoint's metadata, and return it: file, offset and length in bytes.
+    """Check torch's record of where a saved item lies, and return it: file, offset and length in bytes.
 
-    info: torch's record of where a saved item lies. Raises FileError if its file is not in the
-    folder itself, if the file is too short, or if an extension has transformed the bytes.
+    Raises FileError if its file is not in the folder itself, if the file is too short, or if an
+    extension has transformed the bytes.
     """
     file = folder / info.relative_path
     stop = info.offset + info.length
@@ -232,32 +229,37 @@ def _item(folder: Path, info: Any) -> _Item:
 
 
 def _tensor(name: str, record: Any, items: Mapping[Any, _Item]) -> _Tensor:
-    """List the saved parts of one tensor, from a checkpoint's metadata.
+    """List the saved boxes of one tensor, from a checkpoint's metadata.
 
-    A part is a box of the tensor: rows 4 to 7 of [8, 3] are the part that begins at (4, 0), with the
-    sizes (4, 3). Raises FileError unless the parts cover each element once, and if a part has fewer
-    bytes than its elements need.
+    Rows 4 to 7 of [8, 3] are the box that begins at (4, 0), with the sizes (4, 3).
 
-    record: torch's record of the tensor. items: where the bytes of each part lie, by the name of the
-    tensor and the beginning of the part.
+    Args:
+        name: The name of the tensor.
+        record: torch's record of it.
+        items: Where the bytes of each box lie, by the name of the tensor and the box's first rows.
+
+    Raises:
+        FileError: Boxes do not cover each element once, or one has fewer bytes than its elements.
     """
     dtype = dtypes.name_of(record.properties.dtype)
     shape = tuple(record.size)
-    boxes = np.array([(chunk.offsets, chunk.sizes) for chunk in record.chunks], np.int64)
-    # numpy cannot infer this shape if there are no parts or dims.
-    boxes = boxes.reshape(len(record.chunks), 2, len(shape))
-    starts = boxes[:, 0]  # [parts, dims]
-    sizes = boxes[:, 1]
+    starts_and_sizes = np.array([(chunk.offsets, chunk.sizes) for chunk in record.chunks], np.int64)
+    # numpy cannot infer this shape if there are no boxes or dims.
+    starts_and_sizes = starts_and_sizes.reshape(len(record.chunks), 2, len(shape))
+    starts = starts_and_sizes[:, 0]  # [boxes, dims]
+    sizes = starts_and_sizes[:, 1]
     _check_cover(name, shape, starts, sizes)
-    parts = []
+    boxes = []
     for start, size in zip(starts.tolist(), sizes.tolist(), strict=True):
-        box = tuple(slice(first, first + n) for first, n in zip(start, size, strict=True))
-        part = _Part(box, items[name, tuple(start)], dtype)
+        box = tuple(slice(row, row + n_rows) for row, n_rows in zip(start, size, strict=True))
+        saved = _SavedBox(box, items[name, tuple(start)], dtype)
         n_elements = math.prod(size)
-        if n_elements * dtypes.itemsize(dtype) > part.item.length:
-            raise FileError(f"{name}: {n_elements} elements of {dtype} in {part.item.length} bytes")
-        parts.append(part)
-    return _Tensor(shape, dtype, tuple(parts))
+        if n_elements * dtypes.itemsize(dtype) > saved.item.length:
+            raise FileError(
+                f"{name}: {n_elements} elements of {dtype} in {saved.item.length} bytes"
+            )
+        boxes.append(saved)
+    return _Tensor(shape, dtype, tuple(boxes))
 
 
 def _check_cover(
@@ -277,7 +279,7 @@ def _check_cover(
 
 
 @contextmanager
-def _malformed(file: Path) -> Iterator[None]:
+def _as_file_error(file: Path) -> Iterator[None]:
     """Raise FileError for any error of a reader that trusts the bytes of a file."""
     try:
         yield

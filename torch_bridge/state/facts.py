@@ -43,7 +43,11 @@ Pairs = tuple[tuple[Any, Any], ...]  # items of a mapping, hashable
 class LeafFact(NamedTuple):
     """What other processes know of a tensor.
 
-    shape: global. layout: of the source, or "source layout -> target layout".
+    Attributes:
+        shape: The global shape.
+        dtype: The name of the dtype.
+        layout: The layout of the source, or "source layout -> target layout".
+        device_type: As "cuda".
     """
 
     shape: Sequence[int]
@@ -57,7 +61,12 @@ class Route(NamedTuple):
 
     A plan depends on this, on the tree, and on its rules.
 
-    src_devices, dst_devices: the ranks of the devices of both meshes in one group of processes.
+    Attributes:
+        dst_mesh: The target mesh.
+        src_devices: The ranks of the source's devices, in the group of both meshes' processes.
+        dst_devices: The ranks of the target's devices, in the same group.
+        profile: The machine to plan for.
+        bucket_bytes: The most bytes of a bucket.
     """
 
     dst_mesh: Mesh
@@ -76,10 +85,13 @@ def describe_tree(
     the structure and the numbers and strings in it; "leaf w" for a tensor w, with global shape, dtype
     and layout. Other processes, which have no such tree, make the same plan from the texts.
 
-    rules: layouts by patterns of names: one dict with "source -> target", or a pair of dicts. mesh:
-    None for a tree of DTensors, which have one. shapes: global, by name, where blocks differ in
-    size. Raises MeshError for a missing mesh and for a tensor on another one, and as `local_array`
-    does.
+    Raises MeshError for a missing mesh and for a tensor on another one, and as `local_array` does.
+
+    Args:
+        tree: The tree.
+        rules: Layouts by patterns of names: one dict with "source -> target", or a pair of dicts.
+        mesh: The mesh; None for a tree of DTensors, which have one.
+        shapes: Global shapes by name, where blocks differ in size.
     """
     tensors, constants = tensors_and_constants(named_leaves(tree))
     mesh = _source_mesh(tensors, mesh)
@@ -160,8 +172,11 @@ def _layout_text(x: Tensor, rule: Sides | None, layout: Layout, *, has_arrows: b
     may be missing, or give the target alone: a DTensor with (Shard(0),) on dp and the rule "n d/dp"
     -> "n/dp d -> n d/dp".
 
-    layout: how the tensor is sharded now. has_arrows: whether rules contain the target; otherwise
-    they are layouts of the source.
+    Args:
+        x: The tensor.
+        rule: Its rule, if it has one.
+        layout: How the tensor is sharded now.
+        has_arrows: Whether rules contain the target; otherwise they are layouts of the source.
     """
     if rule is None:
         return str(layout)
@@ -195,10 +210,12 @@ def plan_described(
 ) -> TreePlan:
     """Plan the transfer of a tree of tensors between two meshes, from its description.
 
-    facts: the texts of `describe_tree`, as pairs, so that the plan can be cached by them.
-    dst_rules: layouts of the target by patterns of names; None if each tensor's text in `facts` is
-    "source -> target". names: how the target names the tensors. route: the target mesh, and the
-    devices of both ends.
+    Args:
+        facts: The texts of `describe_tree`, as pairs, so that the plan can be cached by them.
+        dst_rules: Layouts of the target by patterns of names; None if each tensor's text in `facts`
+            is "source -> target".
+        names: How the target names the tensors.
+        route: The target mesh, and the devices of both ends.
     """
     src_mesh, _ = mesh_in(dict(facts))
     shapes = {}
@@ -250,9 +267,12 @@ def rebuild_tree(
 ) -> Any:
     """Build the sender's tree (a dict, list, ...) from received tensors.
 
-    received: by name; some move back to the CPU, in place. facts: the sender's description, with
-    the structure, numbers and strings. names: how tensors were renamed, or None; renamed tensors do
-    not fit the structure, and are returned as the dict by name.
+    Args:
+        received: The received tensors by name; some move back to the CPU, in place.
+        plan: The plan of the transfer.
+        facts: The sender's description, with the structure, numbers and strings.
+        names: How tensors were renamed, or None; renamed tensors do not fit the structure, and are
+            returned as the dict by name.
     """
     _return_to_cpu(received, plan, leaf_facts(facts))
     if names:

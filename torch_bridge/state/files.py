@@ -115,7 +115,7 @@ def save(
         ...     xt.testing.run_ranks(2, there_and_back, folder)
         [[[0, 0], [1, 1]], [[0, 0], [1, 1]]]
     """
-    save_blocks(_planned(tree, Path(path), rules, mesh, names, shard_bytes, shapes, keep))
+    save_blocks(_plan_together(tree, Path(path), rules, mesh, names, shard_bytes, shapes, keep))
 
 
 @api_boundary
@@ -155,10 +155,12 @@ def async_save(
     Raises:
         XshardError: As `save` does, before anything is written.
     """
-    return save_beside(_planned(tree, Path(path), rules, mesh, names, shard_bytes, shapes, keep))
+    return save_beside(
+        _plan_together(tree, Path(path), rules, mesh, names, shard_bytes, shapes, keep)
+    )
 
 
-def _planned(
+def _plan_together(
     tree: Any,
     path: Path,
     rules: RulesLike | None,
@@ -171,11 +173,11 @@ def _planned(
     """Plan a save on all processes, and compare what several of them have. Raises as `save` does."""
     ranks = processes_of(mesh)
     members = Members()
-    # `planned` runs inside the comparison of ranks, so that all raise if one fails, and leaves its
+    # `plan_and_describe` runs inside the comparison of ranks, so that all raise if one fails, and leaves its
     # plan here.
     plans: list[Saving] = []
 
-    def planned() -> dict[str, Any]:
+    def plan_and_describe() -> dict[str, Any]:
         check_numbered(path, keep)
         members.add_tree(tree)
         members.add_arrays(rules, mesh, shapes)
@@ -191,7 +193,7 @@ def _planned(
         return facts
 
     call = f"save to {path}"
-    leaves.compare_facts(ranks, call, planned)
+    leaves.compare_facts(ranks, call, plan_and_describe)
     all_or_none = partial(leaves.all_or_none, ranks, call)
     block_of = partial(_block_in_file, members.arrays)
     task = SaveTask(plans[0], path, block_of, all_or_none, Writers(ranks, rank()), keep)
@@ -222,7 +224,10 @@ def _source_of(name: str, array: LocalArray) -> Source:
 def _check_replicas(arrays: Sequence[LocalArray]) -> None:
     """Raise ReplicaError for the first array whose replicas differ by more than rounding.
 
-    All processes call it together. arrays: those with blocks of other bits on other processes.
+    All processes call it together.
+
+    Args:
+        arrays: The arrays with replicas that differ in their bits.
     """
     for array in arrays:
         context = ParallelContext(array.mesh)
@@ -231,8 +236,9 @@ def _check_replicas(arrays: Sequence[LocalArray]) -> None:
         try:
             context.compare([(place_of(array.names[0]), array.block, array.sharding)])
         except ReplicaError as error:
-            found, _, _ = str(error.hint).partition("\n")
-            hint = f"{found}\n  if it is sharded, rules= says how, as 'o/dp ...', and models and optimizers "
+            finding, _, _ = str(error.hint).partition("\n")
+            hint = f"{finding}\n  if it is sharded, rules= says how, as 'o/dp ...', "
+            hint += "and models and optimizers "
             hint += 'in the tree know it: {"model": model, "optimizer": optimizer}; what each process has '
             hint += "for itself, as BatchNorm's statistics, has to be made equal: nn.SyncBatchNorm, or a mean"
             raise ReplicaError(error.reason, text=error.text, span=error.span, hint=hint) from None
@@ -318,7 +324,7 @@ def load(  # noqa: PLR0913  one option for each thing that a file does not say
     checkpoint = open_on_all(path, partial(leaves.all_or_none, ranks, call))
     loading = _Loading(checkpoint, ranks, disk_profile)
 
-    def planned() -> dict[str, Any]:
+    def plan_and_describe() -> dict[str, Any]:
         if like is None:
             loading.plan_new(rules, mesh, names, dtype)
         else:
@@ -328,7 +334,7 @@ def load(  # noqa: PLR0913  one option for each thing that a file does not say
             compare_checksums(checkpoint, ranks.index(rank()), len(ranks))
         return loading.facts()
 
-    leaves.compare_facts(ranks, call, planned)
+    leaves.compare_facts(ranks, call, plan_and_describe)
     tensors = loading.read(device)
     if not isinstance(path, Checkpoint):  # the caller's own stays open
         checkpoint.close()
@@ -350,10 +356,16 @@ class _ArrayLoad(NamedTuple):
 class _Loading:
     """A load in phases: open and plan, compare `facts` between ranks, read and share.
 
-    loads: by stored name, or by this program's name without a tree to fill.
-    constants: stored numbers and texts for the tree to fill, by name.
-    members: what the tree to fill has. optimizers: the optimizers in it. taken: the objects in it
-    whose state is stored as a value. strict: every name is in the tree and in the checkpoint.
+    Attributes:
+        checkpoint: The open checkpoint.
+        ranks: The ranks that load.
+        profile: The machine, for shared reads.
+        loads: What is read, by stored name, or by this program's name without a tree to fill.
+        constants: Stored numbers and texts for the tree to fill, by name.
+        members: Tensors, optimizers and so on of the tree to fill.
+        optimizers: The optimizers in it.
+        stored_as_values: The objects in it whose state is stored as a value.
+        strict: Whether every name has to be in the tree and in the checkpoint.
     """
 
     checkpoint: Checkpoint
@@ -363,7 +375,7 @@ class _Loading:
     constants: dict[str, Any] = field(default_factory=dict)
     members: Members = field(default_factory=Members)
     optimizers: list[OptimizerState] = field(default_factory=list)
-    taken: Sequence[str] = ()
+    stored_as_values: Sequence[str] = ()
     strict: bool = True
 
     def plan_new(
@@ -393,8 +405,12 @@ class _Loading:
 
         Nothing is read from the arrays yet.
 
-        like: the model or tree. rules: layouts of its tensors by patterns of names. names: how names
-        in the files differ from the model's. strict: raise for what only one side has.
+        Args:
+            like: The model or tree.
+            rules: Layouts of its tensors by patterns of names.
+            mesh: The processes of plain tensors.
+            names: How names in the files differ from the model's.
+            strict: Whether a name that only one of them has is an error.
         """
         self.strict = strict
         # The arrays in the files, by the names that the model has for them.
@@ -402,7 +418,7 @@ class _Loading:
         shapes = {name: array.shape for name, array in stored.items()}
         # The files tell global shapes: without them, all blocks would have to have one size.
         self.members.add_tree(like)
-        self.taken = self.members.take_stored(self.checkpoint, stored)
+        self.stored_as_values = self.members.take_stored(self.checkpoint, stored)
         self.members.add_arrays(rules, mesh, shapes)
         for optimizer_name in self.members.optimizers:
             state = self.members.optimizer_state(optimizer_name)
@@ -412,7 +428,7 @@ class _Loading:
             state.stored_groups(self.checkpoint, {name: name for name in stored}, strict)
             self.members.constants.update(state.needed_constants(self.checkpoint))
         self.constants = stored_constants(
-            self.checkpoint, self.members.constants, names, strict, self._is_taken
+            self.checkpoint, self.members.constants, names, strict, self._goes_to_object
         )
         arrays = list(self.members.arrays.values())
         # For each tensor the name under which it is stored (a tied one has several), or None.
@@ -429,11 +445,11 @@ class _Loading:
                 load = load_of(self.checkpoint, stored[name], dtype, array.sharding, self.profile)
             self.loads[name] = _ArrayLoad(load, array)
 
-    def _is_taken(self, leaf: str) -> bool:
+    def _goes_to_object(self, leaf: str) -> bool:
         """Return whether an object or an optimizer takes what is stored under a name."""
         if any(optimizer.takes(leaf) for optimizer in self.optimizers):
             return True
-        return any(is_part(leaf, name) for name in self.taken)
+        return any(is_part(leaf, name) for name in self.stored_as_values)
 
     def facts(self) -> dict[str, Any]:
         """Return the shape and the layout in which each array is read: all ranks have to agree."""
@@ -454,8 +470,8 @@ class _Loading:
         with ThreadPoolExecutor(_n_threads(len(self.ranks))) as threads:
             # Until they are sent, rows that are read for replicas take memory beside the blocks: so
             # arrays are read in groups with at most BUCKET_BYTES of them, or one array.
-            for numbers in group_by_bytes(shared_bytes, BUCKET_BYTES):
-                group = [names[i] for i in numbers]
+            for indices in group_by_bytes(shared_bytes, BUCKET_BYTES):
+                group = [names[i] for i in indices]
                 tensors.update(self._read_group(group, device, threads))
         return tensors
 
@@ -469,8 +485,8 @@ class _Loading:
             # A DTensor's mesh may lack this process, which then has no block of it.
             if rank() in array.ranks:
                 tensors[name] = array.target(device)
-        parts = threads.map(self._read_array, tensors, tensors.values())
-        self._share(dict(zip(tensors, parts, strict=True)), tensors)
+        shared_rows = threads.map(self._read_array, tensors, tensors.values())
+        self._share(dict(zip(tensors, shared_rows, strict=True)), tensors)
         return tensors
 
     def _read_array(self, name: str, out: Tensor) -> Tensor | None:
@@ -494,38 +510,40 @@ class _Loading:
         out.copy_(rows)
         return None
 
-    def _share(self, parts: Mapping[str, Tensor | None], tensors: Mapping[str, Tensor]) -> None:
+    def _share(self, rows_read: Mapping[str, Tensor | None], tensors: Mapping[str, Tensor]) -> None:
         """Complete the blocks of arrays of which each replica has read some rows; fills `tensors`.
 
         Replicas of a block read different rows of it, and send them to each other, many arrays in one
         collective: with 2 replicas of a block of 8 rows, each reads 4.
 
-        parts: the rows that this process has read, by name; None for an array that it read whole.
-        tensors: the blocks to fill, by name.
+        Args:
+            rows_read: The rows that this process has read, by name; None for an array that it read whole.
+            tensors: The blocks to fill, by name.
         """
-        parts_by_mesh: dict[MeshLike, dict[str, Tensor]] = {}
-        for name, part in parts.items():
-            if part is not None:
+        rows_by_mesh: dict[MeshLike, dict[str, Tensor]] = {}
+        for name, rows in rows_read.items():
+            if rows is not None:
                 array = self.loads[name].array
                 mesh = ParallelContext(array.mesh).mesh_of(array.sharding)
-                parts_on_mesh = parts_by_mesh.setdefault(mesh, {})
-                parts_on_mesh[name] = part
-        for mesh, parts_on_mesh in parts_by_mesh.items():
+                rows_on_mesh = rows_by_mesh.setdefault(mesh, {})
+                rows_on_mesh[name] = rows
+        for mesh, rows_on_mesh in rows_by_mesh.items():
             moves = {}
             shapes = {}
-            for name in parts_on_mesh:
+            for name in rows_on_mesh:
                 load = self.loads[name].load
                 # `load.source` is how parts are sharded, over replicas too; `load.target`, how blocks.
                 moves[name] = f"{load.source.layout} -> {load.target.layout}"
                 shapes[name] = load.array.shape
-            blocks = redistribute(parts_on_mesh, moves, mesh, shape=shapes, profile=self.profile)
+            blocks = redistribute(rows_on_mesh, moves, mesh, shape=shapes, profile=self.profile)
             for name, block in blocks.items():
                 tensors[name].copy_(block)
 
     def fill_objects(self, tensors: Mapping[str, Tensor]) -> None:
         """Give optimizers, schedulers and the like the state that was read.
 
-        tensors: by stored name.
+        Args:
+            tensors: The tensors that were read, by stored name.
         """
         read = {}
         for name, (_, array) in self.loads.items():
@@ -535,7 +553,7 @@ class _Loading:
             optimizer.load(read, self.checkpoint, self.strict)
         for name, state in self.members.states.items():
             value = self.with_constants(name, state.value)
-            if name in self.taken:
+            if name in self.stored_as_values:
                 value = self.checkpoint.value(name, self.members.tensors)  # filled in place
             state.load(value)
 

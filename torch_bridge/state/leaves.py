@@ -56,36 +56,42 @@ def axes_of(mesh: MeshLike | None) -> Mesh:
 
 
 def all_or_none(
-    ranks: Sequence[int], call: str, work: Callable[[], Any], *, timeout: timedelta | None = None
+    ranks: Sequence[int],
+    call: str,
+    function: Callable[[], Any],
+    *,
+    timeout: timedelta | None = None,
 ) -> list[Any]:
-    """Run `work` on each of several ranks, and return all results on all of them.
+    """Run `function` on each of several ranks, and return all results on all of them.
 
-    All of these ranks call it; results are in the order of `ranks`. If `work` fails on one rank, all
+    All of these ranks call it; results are in the order of `ranks`. If `function` fails on one rank, all
     raise DesyncError, so that none goes on alone.
 
     Args:
         ranks: The ranks.
         call: The name of the call in errors.
-        work: A function whose result JSON can hold.
+        function: A function whose result JSON can hold.
         timeout: How long to wait for the others; None: as long as a collective.
     """
     if len(ranks) == 1:
-        return [work()]
+        return [function()]
 
     def result() -> CallFacts:
         # Ranks describe a call to each other. Facts that are not compared may differ: they carry
         # results.
-        return CallFacts(not_compared={"": json.dumps(work())})
+        return CallFacts(not_compared={"": json.dumps(function())})
 
     reports = compare_ranks(ranks, call, result, timeout)
-    return [json.loads(reports[r]["not_compared"][""]) for r in ranks]
+    return [json.loads(reports[rank]["not_compared"][""]) for rank in ranks]
 
 
-def compare_facts(ranks: Sequence[int], call: str, work: Callable[[], dict[str, Any]]) -> None:
+def compare_facts(
+    ranks: Sequence[int], call: str, find_facts: Callable[[], dict[str, Any]]
+) -> None:
     """Compare facts by name, which all of these ranks find. Raises as `compare_ranks` does."""
 
     def facts() -> CallFacts:
-        return CallFacts({name: str(fact) for name, fact in work().items()})
+        return CallFacts({name: str(fact) for name, fact in find_facts().items()})
 
     if len(ranks) == 1:
         facts()
@@ -97,8 +103,14 @@ def compare_facts(ranks: Sequence[int], call: str, work: Callable[[], dict[str, 
 class LocalArray:
     """An array of a tree, with the block of this process.
 
-    names: several if it is tied. block: None outside of its mesh. put: replaces the array in its
-    model, for parameters on the meta device.
+    Attributes:
+        names: Its names, several if it is tied.
+        block: This process's block; None outside of its mesh.
+        dtype: The dtype.
+        sharding: How it is sharded, with its global shape.
+        mesh: The mesh.
+        ranks: The rank of each device of the mesh.
+        put: Replaces the array in its model, for parameters on the meta device.
     """
 
     names: Sequence[str]
@@ -178,8 +190,13 @@ def local_array(
     of an array [8, 3]. A DTensor says itself how it is sharded. Raises XshardError for sparse and
     quantized tensors and for a plain one without a rule, ShapeError for a block that does not fit.
 
-    rule: layouts of the tensor in the source and the target; None for a DTensor. mesh, ranks: of a
-    plain tensor. shape: the global shape; None: inferred, as if all blocks had one size.
+    Args:
+        name: The name of the array.
+        x: The tensor.
+        rule: Layouts of the tensor in the source and the target; None for a DTensor.
+        mesh: The mesh of a plain tensor.
+        ranks: The rank of each of its devices.
+        shape: The global shape; None: inferred, as if all blocks had one size.
     """
     if x.layout != torch.strided:
         raise XshardError(f"a tensor of {x.layout}", hint="x.to_dense() or x.dequantize()")
@@ -224,13 +241,15 @@ def _check_block_shape(array: LocalArray, rule: Sides) -> None:
     """Raise ShapeError unless the block is this process's part of the array."""
     assert array.block is not None  # only arrays with a block come here
     sharding = array.sharding
-    what = f"the block of rank {rank()}"
-    part = f"under '{rule.src}' on {sharding.mesh!r} that is its part of a {sharding.shape} array"
-    hint = f"{part} (shapes= has others)"
+    title = f"the block of rank {rank()}"
+    expected_block = (
+        f"under '{rule.src}' on {sharding.mesh!r} that is its part of a {sharding.shape} array"
+    )
+    hint = f"{expected_block} (shapes= has others)"
     shape = tuple(array.block.shape)
     expected = sharding.local_shape(array.device)
     names = sharding.layout.names
-    check_block(what, shape, expected, names, rule.text, hint, inferred=False)
+    check_block(title, shape, expected, names, rule.text, hint, inferred=False)
 
 
 def _on_large_pages(x: Tensor) -> Tensor:

@@ -1,7 +1,9 @@
 """What a tree has, by name: tensors, numbers and texts, and objects with a state of their own.
 
-A model has parameters, and an optimizer moments that are sharded as these. Schedulers, scalers and
-the like have a `state_dict()` of numbers and tensors.
+A tree is what users save and load, as {"model": model, "optimizer": optimizer, "step": 7}. A model has
+parameters, and an optimizer moments that are sharded as these. Schedulers, scalers and the like have a
+`state_dict()` of numbers and tensors. All become arrays and constants under dotted names, as
+"optimizer.state.up.weight.exp_avg".
 """
 
 from __future__ import annotations
@@ -23,10 +25,10 @@ from torch_bridge.models.block_guards import parameters_of
 from torch_bridge.models.names import is_inside, is_part, module_of
 from torch_bridge.models.optimizers import (
     State,
-    keys_of_numbers,
     load_named,
     matched_groups,
     named_state,
+    scalar_keys_of,
     sharding_of_state,
 )
 from torch_bridge.models.parallel import ATTRIBUTE, parallel_of
@@ -72,11 +74,15 @@ class ObjectState(NamedTuple):
 
 @dataclass
 class Members:
-    """What a tree has, by name.
+    """What a tree has, by name in the tree.
 
-    arrays: those of parallel models at first, and at last all. tensors: all others, of models that
-    are not parallel, too. states: of objects that have one. owners: of each parameter, by the id of
-    its tensor.
+    Attributes:
+        arrays: Arrays with their sharding: of parallel models, and after `add_arrays` all.
+        tensors: Those whose sharding `add_arrays` will tell by rules, as of models without layouts.
+        constants: Numbers and texts.
+        optimizers: Optimizers.
+        states: Of other objects that have one, as schedulers.
+        owners: Of each parameter, by the id of its tensor.
     """
 
     arrays: dict[str, LocalArray] = field(default_factory=dict)
@@ -88,53 +94,55 @@ class Members:
 
     def add_tree(self, tree: Any) -> None:
         """Add the leaves of a tree. Raises XshardError for one without a state, and for a name twice."""
-        others = {}
-        for leaf, x in named_leaves(tree).items():
-            if isinstance(x, nn.Module):
-                self._add_model(leaf, x)
-            elif isinstance(x, Optimizer):
-                self.optimizers[leaf] = x
-            elif isinstance(x, Stateful) and not isinstance(x, type):
-                self._add_state(leaf, x.state_dict(), x.load_state_dict)
+        plain_leaves = {}
+        for leaf, value in named_leaves(tree).items():
+            if isinstance(value, nn.Module):
+                self._add_model(leaf, value)
+            elif isinstance(value, Optimizer):
+                self.optimizers[leaf] = value
+            elif isinstance(value, Stateful) and not isinstance(value, type):
+                self._add_state(leaf, value.state_dict(), value.load_state_dict)
             else:
-                others[leaf] = x
-                self.owners.setdefault(id(x), Owner("", leaf))
-        self._add_leaves(others)
+                plain_leaves[leaf] = value
+                self.owners.setdefault(id(value), Owner("", leaf))
+        self._add_leaves(plain_leaves)
 
     def _add_leaves(self, leaves: Mapping[str, Any]) -> None:
         """Add tensors, numbers and texts."""
         tensors, constants = tensors_and_constants(leaves)
-        known = (self.arrays, self.tensors, self.constants)
-        trees.named_once(itertools.chain(tensors.items(), *(names.items() for names in known)))
+        named_so_far = (self.arrays, self.tensors, self.constants)
+        trees.named_once(
+            itertools.chain(tensors.items(), *(names.items() for names in named_so_far))
+        )
         self.tensors.update(tensors)
         self.constants.update(constants)
 
     def _add_state(self, name: str, value: Any, load: Callable[[Any], object]) -> None:
-        """Add the state of an object, whose numbers and texts are one value, and its tensors leaves."""
+        """Add the state of an object: its numbers and texts as one value, each of its tensors as a leaf."""
         tensors: dict[str, Tensor] = {}
         self.states[name] = ObjectState(value, to_json(value, name, Tensor, tensors), load)
         self._add_leaves(tensors)
 
     def _add_model(self, name: str, model: nn.Module) -> None:
-        """Add the tensors of a model, of which some parts may be parallel, as in an `AveragedModel`."""
+        """Add the tensors of a model, of which some modules may be parallel, as in an `AveragedModel`."""
         model = uncompiled(model)
-        in_parts = set()
-        for path, part in _parallel_parts(model):
-            self.arrays.update(_arrays_of_parallel(joined(name, path), part))
-            for parameter in parallel_of(part).parameters:
-                in_parts.add(id(parameter.tensor))
+        parallel_tensors = set()
+        for path, parallel_module in _outermost_parallel(model):
+            self.arrays.update(_arrays_of_parallel(joined(name, path), parallel_module))
+            for parameter in parallel_of(parallel_module).parameters:
+                parallel_tensors.add(id(parameter.tensor))
                 owner = Owner(name, joined(path, parameter.name))
                 self.owners.setdefault(id(parameter.tensor), owner)
-        others = {}
+        plain_tensors = {}
         for key, x in model.state_dict(keep_vars=True).items():
-            own_name = key.replace(COMPILED, "")
+            name_in_model = key.replace(COMPILED, "")
             if key.endswith("_extra_state"):
                 module = model.get_submodule(module_of(key))
-                self._add_state(joined(name, own_name), x, module.set_extra_state)
-            elif id(x) not in in_parts:
-                others[joined(name, own_name)] = x
-                self.owners.setdefault(id(x), Owner(name, own_name))
-        self._add_leaves(others)
+                self._add_state(joined(name, name_in_model), x, module.set_extra_state)
+            elif id(x) not in parallel_tensors:
+                plain_tensors[joined(name, name_in_model)] = x
+                self.owners.setdefault(id(x), Owner(name, name_in_model))
+        self._add_leaves(plain_tensors)
 
     def add_arrays(
         self, rules: Any, mesh: MeshLike | None, shapes: Mapping[str, Sequence[int]] | None
@@ -160,30 +168,35 @@ class Members:
     def take_stored(self, checkpoint: Checkpoint, arrays: Mapping[str, TargetArray]) -> list[str]:
         """Prepare the states of objects for a load, before `add_arrays`; return those stored as values.
 
-        An object gets the value that is stored, with the tensors that are stored in it. If another
-        program has stored the leaves, as DCP does, they fill what the object has.
+        A checkpoint of this package stores an object's numbers and texts as one value, under the
+        object's name: the object gets it, with the tensors that are stored in it. Another program,
+        as DCP, stores each leaf by itself: these fill what the object has.
 
-        arrays: the stored ones, by name in the tree.
+        Args:
+            checkpoint: The checkpoint.
+            arrays: The stored ones, by name in the tree.
         """
-        taken = []
+        stored_as_values = []
         for name, state in self.states.items():
-            stored = [leaf for leaf in (*checkpoint.constants, *arrays) if is_part(leaf, name)]
-            if name in stored:
-                taken.append(name)
+            stored_leaves = [
+                leaf for leaf in (*checkpoint.constants, *arrays) if is_part(leaf, name)
+            ]
+            if name in stored_leaves:
+                stored_as_values.append(name)
                 for leaf in [leaf for leaf in self.tensors if is_part(leaf, name)]:
                     if leaf not in arrays:
                         del self.tensors[leaf]
-                for leaf in stored:
+                for leaf in stored_leaves:
                     if leaf in arrays and leaf not in self.tensors:
                         x = arrays[leaf]
                         self.tensors[leaf] = torch.empty(x.shape, dtype=getattr(torch, x.dtype))
-            elif stored:
+            elif stored_leaves:
                 for key, x in named_leaves(state.value).items():
                     if not isinstance(x, Tensor):
                         self.constants[joined(name, key)] = x
             else:
                 self.constants[name] = state.value  # the checkpoint lacks it
-        return taken
+        return stored_as_values
 
     def add_states(self) -> None:
         """Add what objects and optimizers have, for a save. Raises as `optimizer_state` does."""
@@ -218,7 +231,12 @@ class Members:
 class OptimizerState:
     """An optimizer in a tree: its name there, and its state by the names of parameters.
 
-    names: of parameters, by the id of the tensor. parameters: their arrays, by name.
+    Attributes:
+        name: In the tree.
+        optimizer: The optimizer.
+        names: Of parameters, by the id of the tensor.
+        parameters: The arrays of parameters, by name.
+        state: As of `named_state`.
     """
 
     name: str
@@ -233,14 +251,14 @@ class OptimizerState:
         constants = {}
         blocks = {name: parameter.block for name, parameter in self.parameters.items()}
         block_shapes = {name: block.shape for name, block in blocks.items() if block is not None}
-        numbers = keys_of_numbers(self.state["state"], block_shapes)
+        scalar_keys = scalar_keys_of(self.state["state"], block_shapes)
         for parameter_name, values in self.state["state"].items():
             parameter = self.parameters[parameter_name]
             for key, x in values.items():
                 leaf = joined(self.name, f"state.{parameter_name}.{key}")
                 if isinstance(x, Tensor):
                     with errors.located(trees.place_of(leaf)):
-                        arrays[leaf] = _state_array(leaf, x, parameter, key in numbers)
+                        arrays[leaf] = _state_array(leaf, x, parameter, key in scalar_keys)
                 else:
                     constants[leaf] = number_of(x)
         return arrays, constants
@@ -248,12 +266,14 @@ class OptimizerState:
     def groups(self) -> ArraysAndConstants:
         """Return the options of all groups as one value, and the tensors in it, by name in the tree."""
         tensors: dict[str, Tensor] = {}
-        named = [{**group, MADE_BY: self._made_by} for group in self.state["param_groups"]]
-        groups = to_json(named, self._groups_name, Tensor, tensors)
+        groups_with_class = [
+            {**group, MADE_BY: self._made_by} for group in self.state["param_groups"]
+        ]
+        groups = to_json(groups_with_class, self._groups_name, Tensor, tensors)
         arrays = {}
-        for leaf, x in tensors.items():
+        for leaf, tensor in tensors.items():
             arrays[leaf] = _state_array(
-                leaf, x, next(iter(self.parameters.values())), is_number=True
+                leaf, tensor, next(iter(self.parameters.values())), is_scalar=True
             )
         return arrays, {self._groups_name: groups}
 
@@ -262,19 +282,22 @@ class OptimizerState:
 
         They have the memory of the state where it has the stored shape, and new memory elsewhere.
 
-        stored: by name in the tree.
+        Args:
+            stored: By name in the tree.
         """
         arrays, _ = self.moments()
         by_parameter: dict[str, dict[str, TargetArray]] = {}
-        for leaf, x in stored.items():
+        for leaf, stored_array in stored.items():
             parameter_name, key = self._key_of(leaf)
-            by_parameter.setdefault(parameter_name, {})[key] = x
+            by_parameter.setdefault(parameter_name, {})[key] = stored_array
         shapes = {name: parameter.sharding.shape for name, parameter in self.parameters.items()}
-        numbers = keys_of_numbers(by_parameter, shapes)
-        for leaf, x in stored.items():
-            dtype = getattr(torch, x.dtype)
+        scalar_keys = scalar_keys_of(by_parameter, shapes)
+        for leaf, stored_array in stored.items():
+            dtype = getattr(torch, stored_array.dtype)
             if is_part(leaf, self._groups_name):
-                arrays[leaf] = _whole_array(leaf, x, next(iter(self.parameters.values())))
+                arrays[leaf] = _whole_array(
+                    leaf, stored_array, next(iter(self.parameters.values()))
+                )
                 continue
             parameter_name, key = self._key_of(leaf)
             parameter = self.parameters.get(parameter_name)
@@ -282,9 +305,15 @@ class OptimizerState:
                 continue
             shape = parameter.sharding.shape
             with errors.located(trees.place_of(leaf)):
-                sharding = sharding_of_state(x.shape, shape, parameter.sharding, key in numbers)
-            own = arrays.get(leaf)
-            if own is None or own.sharding.shape != sharding.shape or own.dtype != dtype:
+                sharding = sharding_of_state(
+                    stored_array.shape, shape, parameter.sharding, key in scalar_keys
+                )
+            present = arrays.get(leaf)
+            if (
+                present is None
+                or present.sharding.shape != sharding.shape
+                or present.dtype != dtype
+            ):
                 block = _new_block(sharding, parameter, dtype)
                 arrays[leaf] = LocalArray(
                     [leaf], block, dtype, sharding, parameter.mesh, parameter.ranks
@@ -300,7 +329,7 @@ class OptimizerState:
         """Return the numbers that a checkpoint has to have: of states, and groups if it lacks them."""
         _, needed = self.moments()
         if not checkpoint.value(self._groups_name, {}):
-            needed[self._groups_name] = ""  # what stands there is never used: the name is missing
+            needed[self._groups_name] = ""  # never read: only its name is reported as missing
         return needed
 
     def stored_groups(
@@ -308,20 +337,23 @@ class OptimizerState:
     ) -> list[dict[str, Any]]:
         """Return the stored options for its groups; its own if none are stored. Raises as `matched_groups`.
 
-        arrays: those in the options, by name in the tree.
+        Args:
+            checkpoint: The checkpoint.
+            arrays: Those in the options, by name in the tree.
+            strict: Whether every parameter has to be stored.
         """
-        own = self.state["param_groups"]
+        own_groups = self.state["param_groups"]
         stored = checkpoint.value(self._groups_name, arrays)
         if not stored:
-            return own
+            return own_groups
         with errors.located(trees.place_of(self.name)):
-            groups = matched_groups(own, stored, strict)
+            groups = matched_groups(own_groups, stored, strict)
             for group in groups:
                 # Files of earlier releases do not say it.
                 made_by = group.pop(MADE_BY, self._made_by)
                 if strict and made_by != self._made_by:
-                    what = f"the state of an optimizer {made_by}, for one that is {self._made_by}"
-                    raise errors.XshardError(what, hint="make it by the class that was saved")
+                    reason = f"the state of an optimizer {made_by}, for one that is {self._made_by}"
+                    raise errors.XshardError(reason, hint="make it by the class that was saved")
         return groups
 
     def load(self, arrays: Mapping[str, Tensor], checkpoint: Checkpoint, strict: bool) -> None:
@@ -336,7 +368,7 @@ class OptimizerState:
             if name not in parameters:
                 continue
             if leaf in arrays:
-                value = _placed_as(arrays[leaf], parameters[name])
+                value = _as_dtensor_like(arrays[leaf], parameters[name])
             else:
                 value = checkpoint.constant(leaf, None)
             state.setdefault(name, {})[key] = value
@@ -372,15 +404,15 @@ class _Key(NamedTuple):
     key: str
 
 
-def _parallel_parts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def _outermost_parallel(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield the outermost parallel modules in a model, with their names; ("", model) if it is one."""
     if hasattr(model, ATTRIBUTE):
         yield "", model
         return
-    found: list[str] = []
+    paths: list[str] = []
     for name, module in model.named_modules():
-        if hasattr(module, ATTRIBUTE) and not any(is_inside(name, path) for path in found):
-            found.append(name)
+        if hasattr(module, ATTRIBUTE) and not any(is_inside(name, path) for path in paths):
+            paths.append(name)
             yield name, module
 
 
@@ -390,7 +422,9 @@ def _arrays_of_parallel(prefix: str, model: nn.Module) -> dict[str, LocalArray]:
     A parameter with several names (tied weights) is listed once. Buffers that `state_dict` leaves
     out are left out here, too.
 
-    prefix: the name of the model in its tree.
+    Args:
+        prefix: The name of the model in its tree.
+        model: The model.
     """
     parallel = parallel_of(model)
     check_structure(model, parallel)  # a layer that came later would be left out
@@ -413,11 +447,11 @@ def _arrays_of_parallel(prefix: str, model: nn.Module) -> dict[str, LocalArray]:
     return arrays
 
 
-def _state_array(leaf: str, x: Tensor, parameter: LocalArray, is_number: bool) -> LocalArray:
+def _state_array(leaf: str, x: Tensor, parameter: LocalArray, is_scalar: bool) -> LocalArray:
     """Describe a tensor of an optimizer's state: it is sharded as its parameter, or whole."""
     if isinstance(x, DTensor) or parameter.block is None:
         return local_array(leaf, x, None, parameter.mesh, parameter.ranks, None)
-    sharding = sharding_of_state(x.shape, parameter.block.shape, parameter.sharding, is_number)
+    sharding = sharding_of_state(x.shape, parameter.block.shape, parameter.sharding, is_scalar)
     return LocalArray([leaf], x.detach(), x.dtype, sharding, parameter.mesh, parameter.ranks)
 
 
@@ -439,7 +473,7 @@ def _new_block(sharding: Sharding, parameter: LocalArray, dtype: torch.dtype) ->
     return torch.empty(shape, dtype=dtype, device=parameter.block.device)
 
 
-def _placed_as(block: Tensor, parameter: Tensor) -> Tensor:
+def _as_dtensor_like(block: Tensor, parameter: Tensor) -> Tensor:
     """Return a block as its parameter is: a DTensor if that is one."""
     if not isinstance(parameter, DTensor) or isinstance(block, DTensor) or not block.shape:
         return block

@@ -172,7 +172,8 @@ def _facts_of_senders(reports: Mapping[int, Mapping[str, Any]]) -> dict[str, str
     A report has it under "within". It is equal on all ranks of the source mesh, which have compared
     it, and empty on all others. Raises MeshError unless each rank of the source mesh has one.
 
-    reports: by rank.
+    Args:
+        reports: The reports, by rank.
     """
     descriptions = {}
     for rank, report in reports.items():
@@ -203,10 +204,19 @@ def execute(
 ) -> dict[str, Tensor] | None:
     """Send the blocks of a tree from a source mesh to a destination mesh, bucket by bucket.
 
-    All processes of both meshes, which make up `group`, call it. blocks: this process's blocks of
-    the source, by name; empty outside of the source. Returns its blocks of the destination, by
-    name; None outside of it. donate: remove source blocks from `blocks`, and free them, after the
-    last bucket that reads them. progress: is told the bytes that have been sent.
+    All processes of both meshes, which make up `group`, call it.
+
+    Args:
+        plan: The plan of the tree.
+        blocks: This process's blocks of the source, by name; empty outside of the source.
+        tensor_device: The device on which blocks travel.
+        group: The processes of both meshes.
+        donate: Whether to remove source blocks from `blocks`, and free them, after the last bucket
+            that reads them.
+        progress: Learns the bytes that have been sent.
+
+    Returns:
+        This process's blocks of the destination, by name; None outside of it.
     """
     # The group may join two programs, each with a world of its own: the rank counts in the group.
     rank = rank_in(group)
@@ -217,14 +227,14 @@ def execute(
         for bucket, released in zip(plan.buckets, plan.released, strict=True):
             # Each move brings a part of an array.
             moves = list(itertools.chain.from_iterable(array.moves for array in bucket))
-            parts = _parts_to_send(moves, blocks, src_device, tensor_device)
+            sent_parts = _parts_to_send(moves, blocks, src_device, tensor_device)
             # All messages of a bucket travel together: small arrays cost little more than one.
             exchanges = [lower_transfer(move.plan, tensor_device, group) for move in moves]
-            arrived = iter(run_transfers_together(exchanges, parts))  # a part for each move
+            arrived = iter(run_transfers_together(exchanges, sent_parts))  # a part for each move
             for array in bucket:
                 array_parts = list(itertools.islice(arrived, len(array.moves)))
                 if dst_device is not None:
-                    received[array.name] = _assembled(array, array_parts, dst_device)
+                    received[array.name] = _join_parts(array, array_parts, dst_device)
             if donate and src_device is not None:
                 for name in released:
                     _free(blocks.pop(name))
@@ -243,11 +253,16 @@ def _parts_to_send(
     src_device: int | None,
     tensor_device: torch.device,
 ) -> list[Tensor]:
-    """Cut from this process's source blocks what each move sends.
+    """Cut the part of an array that each move sends out of this process's source blocks.
 
-    blocks: by name. src_device: this process's number in the source mesh; None: it is outside, and
-    its parts are empty, as moves want one on every process. Returns one tensor per move, on
-    tensor_device, in the dtype that travels.
+    Returns one tensor per move, on `tensor_device`, in the dtype that travels.
+
+    Args:
+        moves: The moves.
+        blocks: The blocks, by name.
+        src_device: This process's position in the source mesh; None: it is outside, and its parts
+            are empty, as moves take one on every process.
+        tensor_device: The device on which parts travel.
     """
     parts = []
     for move in moves:
@@ -258,7 +273,7 @@ def _parts_to_send(
     return parts
 
 
-def _assembled(array: ArrayPlan, parts: list[Tensor], device: int) -> Tensor:
+def _join_parts(array: ArrayPlan, parts: list[Tensor], device: int) -> Tensor:
     """Return the block of an array from the parts that its moves bring."""
     dtype = getattr(torch, array.dtype)
     if len(parts) == 1 and array.moves[0].dst.part.is_whole:

@@ -29,8 +29,8 @@ class Meter(TorchDispatchMode):
     """While active, `received` lists the bytes from other ranks, one entry per collective.
 
     An all-reduce over n ranks counts 2(n-1)/n of its bytes, the least that a ring or tree needs,
-    whatever the backend does; a reduction to one rank counts its bytes there. Works around anything
-    that calls `torch.distributed`, DTensor, DDP and FSDP among them. Raises XshardError for a
+    whatever the backend does; a reduction to one rank counts its bytes there. It counts for any code
+    inside: calls of `torch.distributed`, of DTensor, DDP and FSDP. Raises XshardError for a
     collective that it does not know.
 
     >>> import torch, torch.distributed as dist, torch_bridge as xt
@@ -147,8 +147,8 @@ def _all_reduce(tensors: Any, group: Any, *_: Any) -> int:
 
 @_counts("c10d", "alltoall_")
 def _all_to_all_lists(outputs: Any, _: Any, group: Any, *__: Any) -> int:
-    own = outputs[_group(group).rank()]
-    return _nbytes(outputs) - own.nbytes
+    own_output = outputs[_group(group).rank()]
+    return _nbytes(outputs) - own_output.nbytes
 
 
 @_counts("c10d", "alltoall_base_")
@@ -181,8 +181,8 @@ def _scatter(outputs: Any, _: Any, group: Any, root: int, *__: Any) -> int:
 
 
 @_counts("c10d", "gather_")
-def _gather(outputs: Any, own: Any, *_: Any) -> int:
-    return _larger(outputs, own) if outputs else 0  # others than the root have no outputs
+def _gather(outputs: Any, own_input: Any, *_: Any) -> int:
+    return _larger(outputs, own_input) if outputs else 0  # others than the root have no outputs
 
 
 @_counts("c10d", "reduce_")

@@ -1,6 +1,6 @@
-"""Ranks on this machine: forked gloo processes, for tests and first steps.
+"""Ranks on this machine, for tests and first steps: new processes that are joined by gloo.
 
-Torchrun's, on one of several.
+`run_ranks` forks all ranks of a program; `run_node` starts this machine's share of them by torchrun.
 """
 
 from __future__ import annotations
@@ -95,9 +95,9 @@ def run_ranks(
 
 
 def _wait(context: ProcessContext, n: int, timeout_s: float) -> None:
-    """Wait for all ranks.
+    """Wait until all ranks have ended.
 
-    Raises RankError if none of them makes progress, as torch does if one fails.
+    Raises RankError if none of them makes progress, torch's ProcessExitedException if one fails.
     """
     # Progress is processor time, so a slow machine is not taken for a standstill.
     pids = [process.pid for process in context.processes]
@@ -182,7 +182,9 @@ def _loopback() -> str:
 def _begin(timeout_s: float, **world: Any) -> None:
     """Join a gloo world.
 
-    world: arguments of `init_process_group`; none if the environment has them.
+    Args:
+        timeout_s: How long a collective waits.
+        **world: Arguments of `init_process_group`; none if the environment has them.
     """
     gc.freeze()  # a collection would copy every page that the ranks share with their parent
     torch.set_num_threads(1)

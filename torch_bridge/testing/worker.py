@@ -54,7 +54,10 @@ MOST_CALLS = 20
 class RankAnswer(NamedTuple):
     """The answer of one rank, with one block for each array, and the bytes that it received.
 
-    forward_bytes, backward_bytes: per collective; empty if they were not measured.
+    Attributes:
+        answer: The results of this rank.
+        forward_bytes: Bytes per collective, forward; empty if they were not measured.
+        backward_bytes: Likewise in the backward pass.
     """
 
     answer: Answer
@@ -79,7 +82,11 @@ def call_packed(n: int, packed: bytes, timeout_s: float) -> list[Any]:
 
 @contextmanager
 def _as_errors_of_function(place: str = "") -> Iterator[None]:
-    """Raise errors of ranks as errors of the user's function. place: what they begin with."""
+    """Raise errors of ranks as errors of the user's function.
+
+    Args:
+        place: The text with which they begin.
+    """
     try:
         yield
     except RankError as error:
@@ -96,11 +103,14 @@ def answers(questions: Sequence[Question], timeout_s: float) -> list[Answer]:
     if any(_needs_dynamo(question) for question in questions):
         preload(["torch._dynamo"], timeout_s)  # optimisers and meters import it: 0.6 s in each rank
     mesh = questions[0].mesh
-    place = f" on {mesh}" if mesh.axes else ""
+    on_mesh = f" on {mesh}" if mesh.axes else ""
     is_function = isinstance(questions[0].function, bytes)
-    errors = _as_errors_of_function(f"the torch function failed{place}: ")
+    errors = _as_errors_of_function(f"the torch function failed{on_mesh}: ")
     with errors if is_function else nullcontext():
-        return [merge_ranks(parts) for parts in by_rank(questions, answer_all, timeout_s=timeout_s)]
+        return [
+            merge_ranks(rank_answers)
+            for rank_answers in by_rank(questions, answer_all, timeout_s=timeout_s)
+        ]
 
 
 def _needs_dynamo(question: Question) -> bool:
@@ -132,12 +142,12 @@ def by_rank(
     """
     results: dict[int, tuple[Any, ...]] = {}
     # Items with equally many devices share processes: starting these takes longer than most items.
-    for n in sorted({item.mesh.n_devices for item in items}):
-        numbers = [i for i, item in enumerate(items) if item.mesh.n_devices == n]
-        items_of_size = [items[i] for i in numbers]
-        results_by_rank = on_ranks(n, function, items_of_size, *args, timeout_s=timeout_s)
+    for n_devices in sorted({item.mesh.n_devices for item in items}):
+        item_indices = [i for i, item in enumerate(items) if item.mesh.n_devices == n_devices]
+        items_of_size = [items[i] for i in item_indices]
+        results_by_rank = on_ranks(n_devices, function, items_of_size, *args, timeout_s=timeout_s)
         results_by_item = zip(*results_by_rank, strict=True)
-        results.update(zip(numbers, results_by_item, strict=True))
+        results.update(zip(item_indices, results_by_item, strict=True))
     return [results[i] for i in range(len(items))]
 
 
@@ -156,25 +166,25 @@ def on_ranks(n: int, function: Callable[..., Any], *args: Any, timeout_s: float)
     return results
 
 
-def merge_ranks(parts: Sequence[RankAnswer | StructureError]) -> Answer:
+def merge_ranks(of_ranks: Sequence[RankAnswer | StructureError]) -> Answer:
     """Merge the test results of all ranks into one.
 
     Blocks are listed by device; seconds are those of the slowest rank; the bytes of a collective
     are the most on any rank, which is how plans count them.
 
     Args:
-        parts: For each rank its blocks of outputs and gradients, with seconds and the bytes of each
+        of_ranks: For each rank its blocks of outputs and gradients, with seconds and the bytes of each
             collective where these were measured; or an error.
 
     Raises:
         StructureError: The error of the first rank that has returned one.
     """
     rank_answers: list[RankAnswer] = []
-    for part in parts:
-        if isinstance(part, StructureError):
-            raise part
-        rank_answers.append(part)
-    answers = [part.answer for part in rank_answers]
+    for of_rank in of_ranks:
+        if isinstance(of_rank, StructureError):
+            raise of_rank
+        rank_answers.append(of_rank)
+    answers = [of_rank.answer for of_rank in rank_answers]
     merged_answer = answers[0]  # what is no array is as on rank 0
     for field_of_arrays in ("outputs", "gradients", "updated", "cotangents"):
         arrays = _by_device([getattr(answer, field_of_arrays) for answer in answers])
@@ -185,25 +195,25 @@ def merge_ranks(parts: Sequence[RankAnswer | StructureError]) -> Answer:
     return replace(
         merged_answer,
         seconds=max(seconds),
-        forward_bytes=_busiest([part.forward_bytes for part in rank_answers]),
-        backward_bytes=_busiest([part.backward_bytes for part in rank_answers]),
+        forward_bytes=_busiest([of_rank.forward_bytes for of_rank in rank_answers]),
+        backward_bytes=_busiest([of_rank.backward_bytes for of_rank in rank_answers]),
     )
 
 
 def _by_device(arrays_of_ranks: Sequence[Any]) -> Any:
     """Join the blocks of each array, rank by rank; nothing, None or {}, stays so."""
-    first: Mapping[Any, Devices] | None = arrays_of_ranks[0]
-    if not first:
-        return first
-    joined: dict[Any, Devices] = dict.fromkeys(first, ())
+    arrays_of_first: Mapping[Any, Devices] | None = arrays_of_ranks[0]
+    if not arrays_of_first:
+        return arrays_of_first
+    joined: dict[Any, Devices] = dict.fromkeys(arrays_of_first, ())
     for arrays in arrays_of_ranks:
-        for key in first:
+        for key in joined:
             joined[key] += arrays[key]
     return joined
 
 
 def _busiest(bytes_of_ranks: Sequence[Sequence[int]]) -> int:
-    """Return the bytes of all collectives, of each those of the rank that received most."""
+    """Add up the bytes of all collectives, for each those of the rank that received most."""
     return sum(map(max, zip(*bytes_of_ranks, strict=True)))
 
 
@@ -308,9 +318,9 @@ def _answer(question: Question) -> RankAnswer | StructureError:
     # its state differs afterwards, the function draws random numbers, as dropout does.
     torch.manual_seed(torch.initial_seed())
     rng_state = torch.get_rng_state()
-    inputs, returned = _returned(question, [blocks[rank] for blocks in question.inputs])
+    inputs, returned = _call_function(question, [blocks[rank] for blocks in question.inputs])
     draws_random = not torch.equal(rng_state, torch.get_rng_state())
-    agreed = _agreed_outputs(returned, question, rank)
+    agreed = _agree_on_outputs(returned, question, rank)
     if agreed.error is not None:
         return agreed.error
     answer = Answer(_blocks_of(agreed.outputs), None, draws=draws_random)
@@ -336,7 +346,7 @@ def _with_gradients(
     blocks = _blocks_of(gradients)
     answer = replace(answer, gradients=blocks)
     if question.update is not None:
-        answer = replace(answer, updated=_updated(question.update, inputs, gradients))
+        answer = replace(answer, updated=_update_parameters(question.update, inputs, gradients))
     if not question.results:  # a reference says which cotangents it has drawn
         drawn: dict[str, Devices] = {name: (block,) for name, block in cotangents.items()}
         answer = replace(answer, cotangents=drawn)
@@ -346,7 +356,7 @@ def _with_gradients(
     return answer
 
 
-def _returned(question: Question, blocks: Sequence[Block]) -> tuple[list[Tensor], Any]:
+def _call_function(question: Question, blocks: Sequence[Block]) -> tuple[list[Tensor], Any]:
     """Call the user's test function on this rank, with tensors made of the given numpy blocks.
 
     Returns these tensors, of which the differentiable ones require a gradient, and what the
@@ -407,7 +417,7 @@ def _derivatives(
     """
 
     def loss(blocks: Sequence[Block]) -> float:
-        _, returned = _returned(question, blocks)
+        _, returned = _call_function(question, blocks)
         outputs = named_outputs(returned, None, "torch")
         total = 0.0
         for name, cotangent in cotangents.items():
@@ -421,8 +431,11 @@ def _derivatives(
 class _AgreedOutputs(NamedTuple):
     """The outputs of a function by name, and what all ranks have found about theirs.
 
-    error: of the first rank that has one. fit_cotangents: whether all blocks have the shapes of the
-    cotangents that the question gives.
+    Attributes:
+        outputs: The outputs by name.
+        error: The error of the first rank that has one.
+        fit_cotangents: Whether all blocks have the shapes of the cotangents that the question
+            gives.
     """
 
     outputs: dict[str, Tensor]
@@ -430,7 +443,7 @@ class _AgreedOutputs(NamedTuple):
     fit_cotangents: bool
 
 
-def _agreed_outputs(returned: Any, question: Question, rank: int) -> _AgreedOutputs:
+def _agree_on_outputs(returned: Any, question: Question, rank: int) -> _AgreedOutputs:
     """Name the function's outputs, and find with all ranks whether they are as expected.
 
     Args:
@@ -466,8 +479,8 @@ def _fit_cotangents(outputs: Mapping[str, Tensor], question: Question, rank: int
     fit = True
     for name, y in outputs.items():
         if not isinstance(y, Tensor):
-            kind = type(y).__name__
-            raise StructureError(f"{name} of the torch function is a {kind}, not a tensor")
+            type_name = type(y).__name__
+            raise StructureError(f"{name} of the torch function is a {type_name}, not a tensor")
         result = _result_of(question, name)
         if result is not None and result.cotangents:
             fit &= tuple(y.shape) == result.cotangents[rank].shape
@@ -493,7 +506,7 @@ def _cotangents(outputs: dict[str, Tensor], question: Question, rank: int) -> di
     return cotangents
 
 
-def _updated(
+def _update_parameters(
     update: Update, inputs: Sequence[Tensor], gradients: dict[int, Tensor]
 ) -> dict[int, Devices]:
     """Return the values after one step of the user's optimiser."""
@@ -508,7 +521,10 @@ def _updated(
 def seconds_of_plans(plans: Sequence[AnyPlan], rounds: int, timeout_s: float) -> list[float]:
     """Return the median time of every plan over some rounds. Raises RankError.
 
-    timeout_s: see `run_ranks`.
+    Args:
+        plans: The plans.
+        rounds: How often each is timed.
+        timeout_s: See `run_ranks`.
     """
     return [_median(ranks) for ranks in by_rank(plans, _time_all, rounds, timeout_s=timeout_s)]
 

@@ -156,14 +156,14 @@ def outside_function() -> Iterator[None]:
         yield
 
 
-def take_off_saving_hooks(pairs: Sequence[SavingHooks]) -> bool:
+def take_off_saving_hooks(hook_pairs: Sequence[SavingHooks]) -> bool:
     """Remove pairs of hooks, if they are on top, in this order; return whether they were.
 
     Without it, hooks of one coroutine would pack what another saves, as torch keeps them for a thread.
     """
-    for i in reversed(range(len(pairs))):
-        if top_saving_hooks() != pairs[i]:
-            for pair in pairs[i + 1 :]:
+    for i in reversed(range(len(hook_pairs))):
+        if top_saving_hooks() != hook_pairs[i]:
+            for pair in hook_pairs[i + 1 :]:
                 push_saving_hooks(*pair)
             return False
         _pop_saving_hooks()
@@ -221,13 +221,13 @@ def roots_of_backward_pass() -> list[Any]:
     Hooks run in it, on a GPU on another thread. Without the stacks of threads, hooks would never see
     the loss that they are called for, nor what was added to it outside of modules.
     """
-    own = _roots_on_stack(sys._getframe(1))
-    if own is not None:
-        return own
-    found = [_roots_on_stack(frame) for frame in sys._current_frames().values()]
-    roots = [nodes for nodes in found if nodes is not None]
+    own_roots = _roots_on_stack(sys._getframe(1))
+    if own_roots is not None:
+        return own_roots
+    roots_of_threads = [_roots_on_stack(frame) for frame in sys._current_frames().values()]
+    known_roots = [nodes for nodes in roots_of_threads if nodes is not None]
     # Several threads may run passes: which one is this?
-    return roots[0] if len(roots) == 1 else []
+    return known_roots[0] if len(known_roots) == 1 else []
 
 
 def _roots_on_stack(frame: FrameType | None) -> list[Any] | None:

@@ -33,7 +33,7 @@ def _named() -> str:
     assert (asked.call_count, rooms._agreed_profile.cache_info().misses) == (1, 1)
     found = str(machine_profile("auto", CPU).name)
     rooms._agreed_profile.cache_clear()
-    rooms._detected = lambda *_: (("NVIDIA A100", "NVIDIA H200")[rank], 4)
+    rooms._detect = lambda *_: (("NVIDIA A100", "NVIDIA H200")[rank], 4)
     agreed = machine_profile("auto", torch.device("cuda")).name
     x = block_of(numbers(4, 4), "n/a d", MESH, torch.float32).requires_grad_()
     y = xt.redistribute(x, "n/a d -> n d/a", MESH)
@@ -109,7 +109,7 @@ def test_the_launcher_tells_how_large_nodes_are(
         monkeypatch.delenv(name, raising=False)
     for name, value in given.items():
         monkeypatch.setenv(name, value)
-    assert rooms._detected("cpu", processes) == ("gloo", wanted)
+    assert rooms._detect("cpu", processes) == ("gloo", wanted)
 
 
 def test_the_machine_that_is_found_is_the_default_everywhere() -> None:

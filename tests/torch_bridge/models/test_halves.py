@@ -144,7 +144,7 @@ def assert_idle(model: nn.Module) -> None:
     assert all(x.is_leaf for x in model.parameters())
     assert not turns.RUNNING
     for hooks in parallel_of(model).hooks.values():
-        assert not hooks.parameters._for_parts and not hooks.parameters._calls.value
+        assert not hooks.parameters._gathered_for_parts and not hooks.parameters._calls.value
         assert hooks.parameters._pass.value is None
 
 
@@ -382,7 +382,7 @@ def test_experts_in_parts_are_those_of_the_whole() -> None:
     inputs = {"": "b/ep s c", "**.experts": "t/ep c -> t/to(ep) c"}
     model = xt.parallelize(whole_numbers(net), {"**": "e/ep ..."}, inputs, xs.Mesh(ep=2))
     with mock.patch.object(
-        turns.Part, "pause", autospec=True, side_effect=turns.Part.pause
+        turns.BatchPart, "pause", autospec=True, side_effect=turns.BatchPart.pause
     ) as pause:
         for parts in (2, 3):
             check(model, rows(5, 3, WIDTH, seed=dist.get_rank()), parts=parts)

@@ -15,7 +15,7 @@ import torch_bridge as xt
 import xshard as xs
 from tests.torch_bridge.helpers import SharedRanks, check_error
 from tests.torch_bridge.models.test_precision import LOW, MESH, Net, Result, batch, loss_of, made
-from torch_bridge.models.offload import DeviceCopy, copied
+from torch_bridge.models.offload import DeviceCopy, copy_to_device
 from torch_bridge.models.parallel import parallel_of
 
 CPU, META = torch.device("cpu"), torch.device("meta")
@@ -76,13 +76,13 @@ def test_modules_have_copies_and_nothing_else_does() -> None:
         assert x is blocks[name] and address(x) == addresses[name]
     # The map itself: one tensor on each device, forward, backward, and in a graph of gradients.
     x = torch.arange(3.0, requires_grad=True)
-    there = copied(x, META)
+    there = copy_to_device(x, META)
     assert there.is_meta and DeviceCopy(CPU, META).backward == DeviceCopy(META, CPU)
-    y = copied(x, CPU)
+    y = copy_to_device(x, CPU)
     assert address(y) != address(x)
     (gradient,) = torch.autograd.grad((y**3).sum(), x, create_graph=True)
     assert torch.equal(torch.autograd.grad(gradient.sum(), x)[0], 6 * x)
-    assert torch.equal(torch.func.jvp(lambda x: copied(x, CPU), (x,), (x,))[1], x)
+    assert torch.equal(torch.func.jvp(lambda x: copy_to_device(x, CPU), (x,), (x,))[1], x)
 
 
 @on_two

@@ -15,7 +15,7 @@ import torch_bridge as xt
 import xshard as xs
 from tests.torch_bridge.helpers import SharedRanks, error_of, still_connected
 from tests.torch_bridge.models import test_parallelize as blocks
-from torch_bridge.models.first_wrong import Place, _first_wrong_place
+from torch_bridge.models.first_wrong import ProbePoint, _first_wrong_point
 from xshard.testing import EquivalenceError
 
 MESH = xs.Mesh(dp=2, tp=2)
@@ -340,16 +340,16 @@ def test_penalties_count_once_or_are_refused() -> None:
 
 
 def test_the_next_output_of_a_module_tells_whether_what_is_in_it_counts() -> None:
-    def run(*rights: bool) -> dict[Place, bool]:
+    def run(*rights: bool) -> dict[ProbePoint, bool]:
         """Two calls of a layer `a` with `a.up` inside: whether the input, `a.up` and the output are right."""
         sides = [("a", "input"), ("a.up", "output"), ("a", "output")]
-        places = [Place(*side, 0, call) for call in range(2) for side in sides]
+        places = [ProbePoint(*side, 0, call) for call in range(2) for side in sides]
         return dict(zip(places, rights, strict=True))
 
-    second_up = Place("a.up", "output", 0, 1)
-    assert _first_wrong_place(run(True, True, True, True, True, True)) is None
-    assert _first_wrong_place(run(False, False, True, True, True, True)) is None  # a guess is wrong
-    assert _first_wrong_place(run(True, True, True, True, False, False)) == second_up
-    assert _first_wrong_place(run(True, False, False, True, True, True)) == second_up._replace(
+    second_up = ProbePoint("a.up", "output", 0, 1)
+    assert _first_wrong_point(run(True, True, True, True, True, True)) is None
+    assert _first_wrong_point(run(False, False, True, True, True, True)) is None  # a guess is wrong
+    assert _first_wrong_point(run(True, True, True, True, False, False)) == second_up
+    assert _first_wrong_point(run(True, False, False, True, True, True)) == second_up._replace(
         call=0
     )
