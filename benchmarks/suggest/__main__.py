@@ -62,9 +62,7 @@ def autoparallel(model: str, step: Any, mesh: Mesh, overlap: float | None) -> fl
             node = problem.node_numbers["model.layers.*.self_attn.o_proj"]
             flags[node] = options_by_hand(problem, HAND["context parallel, ZeRO-3"])[node]
         search = StepSearch(problem, GB72 * (1 - HEADROOM))
-        plans += [
-            StepPlan(search, vector) for vector in search.start_within(flags).vectors.values()
-        ]
+        plans += [StepPlan(search, vector) for vector in search.plans_within(flags).values()]
     return min((plan.seconds() for plan in plans if plan.fits), default=None)
 
 

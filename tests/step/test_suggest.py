@@ -137,7 +137,7 @@ def test_parameters_travel_ahead_and_halves_hide_activations():
         )
         search = StepSearch(problem, math.inf)
         flags = options_by_hand(problem, HAND["tensor + sequence parallel, ZeRO-3"])
-        (vector,) = search.start_within(flags).vectors.values()
+        (vector,) = search.plans_within(flags).values()
         seconds = Counter()
         for span in schedule_of(problem, vector).timeline().spans:
             if span.lane == EXPOSED:

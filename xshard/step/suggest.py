@@ -244,17 +244,24 @@ def _plans_by_hand(searches: Sequence[StepSearch]) -> dict[str, StepPlan]:
     by_hand: dict[str, StepPlan] = {}
     first = searches[0].problem
     for name, hand in HAND.items():
-        plans: list[StepPlan] = []
-        best_s = np.inf
+        begun: list[tuple[StepSearch, StepSearch]] = []
         for search in searches:
             problem = search.problem
             if problem.prefetch != first.prefetch or problem.batch_parts != first.batch_parts:
                 continue  # people write them for one way to run
-            search_by_hand = search.start_within(options_by_hand(problem, hand), best_s)
-            if search_by_hand.vectors:
-                search_by_hand.run(most_steps=TRIES)
-            best_s = min(best_s, search_by_hand.seconds)
-            for assignment, vector in search_by_hand.vectors.items():
+            among_hand = search.within(options_by_hand(problem, hand))
+            if among_hand is not None:
+                among_hand.begin()
+                begun.append((search, among_hand))
+        begun.sort(key=lambda pair: pair[1].bound)
+        plans: list[StepPlan] = []
+        best_s = np.inf
+        for search, among_hand in begun:
+            if among_hand.bound >= best_s:
+                break  # neither this problem nor the next has a better plan of this kind
+            among_hand.run(most_steps=TRIES)
+            best_s = min(best_s, among_hand.seconds)
+            for assignment, vector in among_hand.vectors.items():
                 search.offer(assignment)
                 plans.append(StepPlan(search, vector))
         if plans:

@@ -9,7 +9,7 @@ assignment has them.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -22,6 +22,7 @@ from xshard.step.price.problem import StepProblem
 from xshard.step.record.arrays import REPLICAS
 
 ROUNDS = 100  # of weights
+ROUNDS_IN_VAIN = 8  # one after another, none of which raises the bound by more than CLOSE
 CLOSE = 2e-5  # of the seconds: a bound so near is reached
 MOST_PROGRAMS = 5  # one after another, as moves are planned that the one before has
 MOST_NODES = 100  # of the integer program's search tree
@@ -87,6 +88,7 @@ class StepSearch:
         # The round that `advance` is in: its number, the seconds of the best mixture of
         # assignments, the weights that it tries.
         self._n_rounds = 0
+        self._n_rounds_in_vain = 0
         self._mixture_s = np.inf
         self._tried_multipliers = self.multipliers
         # The best assignment under these weights, which is not offered yet; None before the first
@@ -108,32 +110,38 @@ class StepSearch:
                 self.best = list(assignment)
         return added * self.problem.micro_batches
 
-    def start(self) -> None:
-        """Offer the assignment that is fastest if half of all moves run beside computing."""
+    def begin(self) -> None:
+        """Bound the seconds from below, with weights as if half of all moves ran beside computing.
+
+        Nothing is planned: the next step offers the assignment that has this bound.
+        """
         n_limits = len(self.cost.limit_shares)
         # In all, the memory is worth one second.
         multipliers = np.append(self.multipliers[:-n_limits], np.full(n_limits, 1 / n_limits))
         bound = self.bound_by(multipliers)
         self.bound = max(self.bound, bound.seconds)  # infinite if all need an impossible move
-        if self.bound >= self.cutoff:
-            return
-        self.offer(bound.assignment)
-        if not self.vectors:
-            # The bound of large tables may be of moves that do not exist; whole arrays never move.
-            pairs = zip(self.options, self.problem.nodes, strict=True)
-            self.offer([_most_whole(node.placements, options) for options, node in pairs])
+        self._found = bound.assignment
 
-    def start_within(self, flags: Sequence[Flags], cutoff: float = np.inf) -> StepSearch:
-        """Return a search among some of the options, which has begun if it has any.
+    def start(self) -> None:
+        """Begin, and offer the assignment that is fastest under the first weights."""
+        self.begin()
+        self._offer_found()
 
-        cutoff: seconds of a plan that is known: nothing is planned where all take longer.
-        """
+    def within(self, flags: Sequence[Flags]) -> StepSearch | None:
+        """Return a search among some of the options; None if a node has none of them."""
         pairs = zip(self.options, flags, strict=True)
-        options = [own[allowed[own]] for own, allowed in pairs]
-        search = StepSearch(self.problem, self.limit, options, cutoff=cutoff)
-        if all(len(own) for own in options):
-            search.start()
-        return search
+        options = [own_options[allowed[own_options]] for own_options, allowed in pairs]
+        if not all(len(own_options) for own_options in options):
+            return None
+        return StepSearch(self.problem, self.limit, options)
+
+    def plans_within(self, flags: Sequence[Flags]) -> Mapping[tuple[int, ...], Floats]:
+        """Return a good plan among some of the options with the parts of its cost; or none."""
+        search = self.within(flags)
+        if search is None:
+            return {}
+        search.start()
+        return search.vectors
 
     def run(self, most_steps: int = sys.maxsize) -> None:
         """Raise the bound as far as weights can, in a number of steps."""
@@ -154,15 +162,15 @@ class StepSearch:
         from the mixture of all assignments so far (`best_mixture`).
 
         Returns:
-            False if weights can raise the bound no more, or after ROUNDS rounds.
+            False if weights can raise the bound no more, or have not lately.
         """
         if self._found is None:  # the first step
-            if not self.vectors:
-                self.start()
-            return self._begin_round()
+            if self.vectors:  # the mixture of plans that are known has better weights
+                return self._begin_round()
+            self.begin()
         # Offered only now, for planning takes long: a search is given up before its next step if
         # others find a better plan meanwhile.
-        added_s = self.offer(self._found)
+        added_s = self._offer_found()
         missing_s = self._mixture_s - self.bound
         if added_s > max(CLOSE * self._mixture_s, NEAR * missing_s):
             self._find_under_tried_weights()  # the same weights again, with better prices
@@ -172,16 +180,29 @@ class StepSearch:
             return False
         return self._begin_round()
 
+    def _offer_found(self) -> float:
+        """Offer the assignment found last; return the seconds that planning added (`offer`)."""
+        assert self._found is not None
+        added_s = self.offer(self._found)
+        if not self.vectors:
+            # The bound of large tables may be of moves that do not exist; whole arrays never move.
+            pairs = zip(self.options, self.problem.nodes, strict=True)
+            self.offer([_most_whole(node.placements, options) for options, node in pairs])
+        return added_s
+
     def _begin_round(self) -> bool:
         """Try new weights: between the best so far and those of the best mixture.
 
         Sets the seconds of the mixture, too, which no bound passes at the prices known so far.
-        Returns False after ROUNDS rounds, or if no assignment is possible, so that there is nothing
-        to mix.
+        Returns False after ROUNDS rounds, or ROUNDS_IN_VAIN; or if no assignment is possible, so
+        that there is nothing to mix.
         """
-        if self._n_rounds == ROUNDS or not self.vectors:
+        # Where tables are too large to add up, a bound stays below the mixture, whatever the weights.
+        is_over = self._n_rounds == ROUNDS or self._n_rounds_in_vain == ROUNDS_IN_VAIN
+        if is_over or not self.vectors:
             return False
         self._n_rounds += 1
+        self._n_rounds_in_vain += 1
         vectors = np.array(list(self.vectors.values()))
         self._mixture_s, multipliers = best_mixture(self.cost, vectors)
         self._tried_multipliers = STAY * self.multipliers + (1 - STAY) * multipliers
@@ -195,6 +216,8 @@ class StepSearch:
         `_found` in any case: worse weights still find one to learn from.
         """
         bound = self.bound_by(self._tried_multipliers)
+        if bound.seconds > self.bound * (1 + CLOSE):
+            self._n_rounds_in_vain = 0
         if bound.seconds > self.bound:
             self.bound = bound.seconds
             self.multipliers = self._tried_multipliers
@@ -328,7 +351,17 @@ class StepSearch:
             self._improve_from(list(start))
 
     def _improve_from(self, assignment: list[int]) -> None:
-        """Offer the best change of an assignment, then the best change of that, while it helps."""
+        """Offer the best change of an assignment, then the best change of that, while it helps.
+
+        A change is another option of one node. What it adds to the cost depends on the neighbours'
+        options alone, so that each step computes this again only around the node that changed.
+        """
+        node_of_change = np.repeat(
+            np.arange(len(self.live_options)), list(map(len, self.live_options))
+        )
+        option_of_change = np.concatenate(self.live_options)
+        added = np.zeros((len(node_of_change), self.cost.linear.size))  # [changes, parts]
+        nodes_to_price = set(range(len(self.live_options)))
         rank = np.inf
         while True:
             # Planned when it was offered, a change may turn out to be none for the better.
@@ -337,24 +370,18 @@ class StepSearch:
             if new_rank >= (1 - CLOSE) * rank:
                 return
             rank = new_rank
-            assignment = self._best_change(assignment, vector)
+            for node in nodes_to_price:
+                options = self.live_options[node]
+                vectors = self.problem.vectors_with(assignment, vector, node, options)
+                added[node_of_change == node] = vectors - vector
+            best = int(self.cost.rank(vector + added).argmin())
+            changed_node = int(node_of_change[best])
+            assignment = list(assignment)
+            assignment[changed_node] = int(option_of_change[best])
             self.offer(assignment)
-
-    def _best_change(self, assignment: list[int], vector: Floats) -> list[int]:
-        """Return the assignment that ranks first among those with another option at one node.
-
-        vector: the parts of the cost of the assignment.
-        """
-        best = assignment
-        least = np.inf
-        for node, options in enumerate(self.live_options):
-            vectors = self.problem.vectors_with(assignment, vector, node, options)
-            ranks = self.cost.rank(vectors)
-            if ranks.min() < least:
-                least = ranks.min()
-                best = list(assignment)
-                best[node] = int(options[ranks.argmin()])
-        return best
+            nodes_to_price = {changed_node}
+            for edge in self.problem.edges_of_node[changed_node]:
+                nodes_to_price.update(edge.nodes)
 
 
 def _most_whole(placements: Ints, options: Ints) -> int:

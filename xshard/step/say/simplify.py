@@ -156,8 +156,7 @@ def _like_another_parameter(search: StepSearch, assignment: list[int]) -> list[C
             # Only these two entries depend on the use: each turn of the loop overwrites both.
             flags[parameter] = _is_stored_so(search.problem.nodes[parameter], other_use)
             flags[edge.user] = (edge.used_placements == other_use.used).all(-1)
-            # A few good plans within the flags, each with its vector of seconds and bytes.
-            for changed, vector in search.start_within(flags).vectors.items():
+            for changed, vector in search.plans_within(flags).items():
                 changes.append(Change(float(search.cost.rank(vector)), list(changed)))
     return changes
 
