@@ -202,7 +202,8 @@ class StepSearch:
         if is_over or not self.vectors:
             return False
         self._n_rounds += 1
-        self._n_rounds_in_vain += 1
+        if self.bound > 0:  # at first, weights are so far off that they prove nothing
+            self._n_rounds_in_vain += 1
         vectors = np.array(list(self.vectors.values()))
         self._mixture_s, multipliers = best_mixture(self.cost, vectors)
         self._tried_multipliers = STAY * self.multipliers + (1 - STAY) * multipliers
