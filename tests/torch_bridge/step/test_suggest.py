@@ -23,16 +23,11 @@ from xshard.step.record.trace import Trace
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "use_cache": False}
-THREE_HEADS = {"hidden_size": 24, "num_attention_heads": 3, "num_key_value_heads": 3, "use_cache": False}
-    "num_attention_heads": 3,
-    "num_key_value_heads": 3,
-    "head_dim": 8,
-    "use_cache": False,
-}
+THREE_HEADS = {"num_attention_heads": 3, "num_key_value_heads": 3, "use_cache": False}
 IDS = {"input_ids": (4, 8)}
 MODELS = {
     # Three heads and 103 words do not divide over two devices.
-    "Llama": ("CausalLM", {**SIZES, **THREE_HEADS}, IDS),
+    "Llama": ("CausalLM", {**SIZES, "hidden_size": 24, **THREE_HEADS}, IDS),
     "GPT2": (
         "LMHeadModel",
         {"vocab_size": 103, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32},
@@ -63,7 +58,10 @@ MODELS = {
 OPS = {"Llama": 21, "GPT2": 23, "T5": 45, "ViT": 21, "Mixtral": 30, "Mamba": 28}
 ONE_AXIS = ("T5", "Mamba")  # their searches take longest
 UNEVEN = {  # operations of which whole heads, or nearly as many words, are on each device
-    "Llama": {"model.layers.*.self_attn:view_5": "b/dp s (h 8)/balanced(tp)"},
+    "Llama": {
+        "model.layers.*.self_attn.q_proj": "b/dp s (h 8)/balanced(tp)",
+        "model.layers.*.self_attn:view_5": "b/dp s (h 8)/balanced(tp)",
+    },
     "GPT2": {"lm_head": "b/dp s v/balanced(tp)"},
 }
 IN_FLOAT32 = ("Mixtral",)  # its routers
@@ -180,6 +178,11 @@ def _rows_of_all_layouts():
         torch.testing.assert_close(mean, expected)
         scores = mean_over_rows(torch.square, block, [], layout, mesh)
         torch.testing.assert_close(scores, logits.square().mean())
+    layout = xs.Layout("b/dp s v/balanced(tp)")  # four classes and three: no block tells how many
+    odd = logits[..., :7]
+    block = xt.redistribute(odd, (layout.unsharded, layout), mesh)
+    scores = mean_over_rows(torch.square, block, [], layout, mesh, {"v": 7})
+    torch.testing.assert_close(scores, odd.square().mean())
     with pytest.raises(xs.errors.ShapeError, match="a mean of means") as error:
         mean_over_rows(lambda y: y.mean(), logits, [], xs.Layout("b s v"), mesh)
     assert 'reduction="none"' in str(error.value)
