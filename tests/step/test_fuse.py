@@ -363,5 +363,5 @@ def test_tags_of_an_array_whose_lengths_are_read_mean_nothing():
     # Where its values are read, too, tags are those of the operation that reads them.
     trace.add("out", LetteredOp(["ae", "ad", "ade"], "linear"), (zeros, y), (8, 6, 3))
     out = fuse_operations(trace.step("out")).by_name["out"]
-    assert out.operands == ("y",) and not out.links
+    assert out.operands == ("y",) and not out.length_operands
     assert "b n6 | copy(x) -> b n6 n3/x" in [out.text_of(rule) for rule in out.axis_rules]

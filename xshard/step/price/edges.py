@@ -159,7 +159,7 @@ def edges_of(setup: StepSetup, nodes: Sequence[Node], numbers: Mapping[str, int]
         share_of_operand = op.starts / op.times if op.again else 1.0
         for operand, name in enumerate(op.operands):
             edge = _edge(setup, nodes, numbers, name, op, operand, share_of_operand)
-            (links if operand in op.links else edges).append(edge)
+            (links if operand in op.length_operands else edges).append(edge)
         if op.again:
             share_of_layers = 1 - share_of_operand
             edges.append(_edge(setup, nodes, numbers, op.again, op, 0, share_of_layers))
@@ -196,7 +196,7 @@ def _edge(
     used_layouts, columns = distinct_layouts(user.placements[:, operand])
     made_placements = source.placements[:, -1]  # the last array is the result
     # A parameter is gathered to read its lengths, for they are those in use; others stay.
-    stays = operand in op.links and source.gathering is None
+    stays = operand in op.length_operands and source.gathering is None
     if stays:  # no value is read, so that tags mean nothing
         made_placements = np.maximum(made_placements, REPLICAS)
     made_layouts, rows = distinct_layouts(made_placements)

@@ -86,7 +86,7 @@ def _with_needed_operands(op: Op, step: TrainingStep) -> Op:
     with_gradient = {i for i, name in enumerate(op.operands) if name in step.differentiable}
     needed = []
     for i in op.saved_operands:
-        if i in op.links:
+        if i in op.length_operands:
             continue
         if i == n_operands and step.is_saved(op.name):
             continue  # counted once: an operation that uses the result saves it already
@@ -246,9 +246,12 @@ class _FusedPair:
         return self.second_start + len(self.second.operands)
 
     @cached_property
-    def links(self) -> set[int]:
+    def length_arrays(self) -> set[int]:
         """The numbers of operands of which only lengths are read: tags mean nothing there."""
-        return {*self.first.links, *(self.second_start + i for i in self.second.links)}
+        return {
+            *self.first.length_operands,
+            *(self.second_start + i for i in self.second.length_operands),
+        }
 
     @cached_property
     def names(self) -> dict[int, str]:
@@ -315,13 +318,13 @@ class _FusedPair:
         for i, j in self.equal_pairs:
             agreeing = self._agreeing_placements(i, j)
             rules = [rule for rule in rules if (rule[i], rule[j]) in agreeing]
-        return [self._with_tags_of_links(rule) for rule in rules]
+        return [self._with_tags_of_values(rule) for rule in rules]
 
-    def _with_tags_of_links(self, rule: AxisRule) -> AxisRule:
-        """Give links the tags of operands of the same name whose values are read."""
+    def _with_tags_of_values(self, rule: AxisRule) -> AxisRule:
+        """Give arrays whose lengths are read the tags of those of the same name whose values are."""
         placements = list(rule)
         for i, j in self.equal_pairs:
-            if i in self.links and rule[i] < 0:
+            if i in self.length_arrays and rule[i] < 0:
                 placements[i] = rule[j]
         return tuple(placements)
 
@@ -333,7 +336,7 @@ class _FusedPair:
         """
         tags = (REPLICAS, SUM, COPY)
         agreeing = {(tag, tag) for tag in tags}
-        if not self.links.isdisjoint((i, j)):
+        if not self.length_arrays.isdisjoint((i, j)):
             agreeing.update(product(tags, tags))
         for number_in_i, span in enumerate(self.spans[i]):
             for number_in_j, other in enumerate(self.spans[j]):
@@ -351,8 +354,8 @@ class _FusedPair:
         """
         # The second operation's arrays begin where the first one's end, so that this is their number.
         copies = [COPY] * self.second_start
-        for link in self.first.links:
-            copies[link] = REPLICAS
+        for operand in self.first.length_operands:
+            copies[operand] = REPLICAS
         rules = [tuple(copies)]
         if self.first.kind == "source":
             # Constants have no gradient, so that replicas of them are copies, too. Rules that leave
@@ -454,7 +457,7 @@ class _FusedPair:
             operands=tuple(self.names[i] for i in self.operand_arrays),
             kind=kind,
             rules=self._rules_of_visible(),
-            links=self._visible_links(),
+            length_operands=self._visible_length_operands(),
             times=self.second.times,
             enters=self._enters(),
             leaves=self.step.module(self.second, left=True),
@@ -469,9 +472,9 @@ class _FusedPair:
             calls=self.first.calls + self.second.calls,
         )
 
-    def _visible_links(self) -> tuple[int, ...]:
+    def _visible_length_operands(self) -> tuple[int, ...]:
         """Return the positions of operands of which neither operation reads values."""
-        read = {i for i in self.all_operand_arrays if i not in self.links}
+        read = {i for i in self.all_operand_arrays if i not in self.length_arrays}
         read.update(i for i, j in self.equal_pairs if j in read)
         return tuple(position for position, i in enumerate(self.operand_arrays) if i not in read)
 

@@ -259,7 +259,7 @@ class Trace:
         outermost = {names[0] for names in names_of_letter.values()}
         links = range(len(operands) - lettered.links, len(operands))
         rules = _rules_with_links(op, lettered.links, outermost)
-        return replace(op, rules=rules, links=tuple(links))
+        return replace(op, rules=rules, length_operands=tuple(links))
 
     def _take(self, wanted: str, length: int, names_in_use: list[str]) -> str:
         """Choose a name for a dim that is not in `names_in_use`, and add it there: s512, s512_2, ...
