@@ -80,12 +80,12 @@ class EinsumCall(NamedTuple):
             expression: The expression, or a plan.
             mesh: None if the operands are DTensors, which have one.
             profile: The machine to plan for.
-            overlap: The option.
+            overlap: As in `einsum`.
             shape: Global shapes of the operands. Lengths that neither this nor `sizes` gives are
                 inferred later from the blocks.
             sizes: Global lengths of dims by name.
-            memory_limit: The option.
-            comm_dtype: The option.
+            memory_limit: As in `einsum`.
+            comm_dtype: As in `einsum`.
         """
         if mesh is not None:
             checked_mesh(mesh)
