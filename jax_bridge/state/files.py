@@ -292,7 +292,7 @@ def all_or_none(function: Callable[[], Any]) -> list[Any]:
 
     Raises:
         Exception: In a process where the function failed, its own error.
-        FileError: In all others.
+        FileError: In all other processes.
     """
     value = None
     error = None

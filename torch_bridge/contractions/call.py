@@ -74,9 +74,18 @@ class EinsumCall(NamedTuple):
     ) -> EinsumCall:
         """Collect the options of a distributed `einsum`, checked, before any operand is seen.
 
-        shape, sizes: global lengths of the arrays; those that neither gives are inferred later from
-        the blocks. mesh: None if the operands are DTensors, which have one. Raises NotationError
-        for the expression, and ShapeError for lengths that contradict it.
+        Raises NotationError for the expression, and ShapeError for lengths that contradict it.
+
+        Args:
+            expression: The expression, or a plan.
+            mesh: None if the operands are DTensors, which have one.
+            profile: The machine to plan for.
+            overlap: As in `einsum`.
+            shape: Global shapes of the operands. Lengths that neither this nor `sizes` gives are
+                inferred later from the blocks.
+            sizes: Global lengths of dims by name.
+            memory_limit: As in `einsum`.
+            comm_dtype: As in `einsum`.
         """
         if mesh is not None:
             checked_mesh(mesh)

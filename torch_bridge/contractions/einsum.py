@@ -201,8 +201,15 @@ def _compiled(
 ) -> Any:
     """Run an einsum inside `torch.compile`: as one operator of the graph, if a graph can hold it.
 
-    Else, as with DTensors, it runs eagerly between two graphs (a graph break). save: which operands
-    the backward pass keeps. options: the other arguments of `einsum`, by name.
+    Else, as with DTensors, it runs eagerly between two graphs (a graph break).
+
+    Args:
+        expression: The expression, or a plan.
+        operands: This process's blocks, or DTensors.
+        mesh: The mesh.
+        save: Which operands the backward pass keeps.
+        async_op: Whether to return at once.
+        options: The other arguments of `einsum`, by name.
     """
     from torch_bridge.calls import compiled  # slow: it imports torch._dynamo, half a second
 
@@ -247,9 +254,17 @@ def _autocast(x: Any) -> Any:
 def _of_dtensors(call: EinsumCall, operands: list[Any], keeps: bool) -> Tensor:
     """Contract DTensors, whose placements must be those that the expression says; return a DTensor.
 
-    "m k/tp, k/tp n -> m n" takes operands with Shard(1) and Shard(0). keeps: whether moved operands
-    are kept for the backward pass. Raises MeshError unless all operands are DTensors on one mesh,
-    ShapeError if sizes= or shape= contradict their shapes, NotationError for other placements.
+    "m k/tp, k/tp n -> m n" takes operands with Shard(1) and Shard(0).
+
+    Args:
+        call: The call.
+        operands: The DTensors.
+        keeps: Whether moved operands are kept for the backward pass.
+
+    Raises:
+        MeshError: Operands are no DTensors, or on several meshes.
+        ShapeError: `sizes=` or `shape=` contradict their shapes.
+        NotationError: They have other placements.
     """
     from torch_bridge.dtensor.function import dtensor_of_block
     from torch_bridge.dtensor.placements import (

@@ -39,7 +39,7 @@ def optimizer_state_dict(model: nn.Module, optimizer: Optimizer) -> dict[str, An
         state["state"]["up.weight"]["exp_avg"]      # DTensor [10, 6], as xt.state_dict(model) has
 
     A tensor of the shape of its parameter's block is sharded as the parameter is; a single number is
-    the same on all processes. `torch.distributed.checkpoint` saves it in the format of its state_sharding
+    the same on all processes. `torch.distributed.checkpoint` saves it in the format of its own
     `get_optimizer_state_dict`. All processes call it.
 
     Args:

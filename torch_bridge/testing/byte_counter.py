@@ -153,7 +153,7 @@ def _all_to_all_lists(outputs: Any, _: Any, group: Any, *__: Any) -> int:
 
 @_counts("c10d", "alltoall_base_")
 def _all_to_all(output: Tensor, _: Tensor, group: Any, sizes: Sequence[int], *__: Any) -> int:
-    """Count the rows from others. sizes: rows from each rank; none if they are equal."""
+    """Count the bytes from other ranks; `sizes` has the rows from each, or is empty if they are equal."""
     process_group = _group(group)
     n_rows = output.shape[0]
     if not n_rows:
@@ -213,7 +213,7 @@ def _functional_all_reduce(tensors: Any, _: Any, group: Any) -> int:
 
 @_counts("_c10d_functional", "all_to_all_single")
 def _functional_all_to_all(block: Tensor, out_rows: Sequence[int], _: Any, group: Any) -> int:
-    """Count the rows from others. out_rows: rows from each rank."""
+    """Count the bytes from other ranks; `out_rows` has the rows from each."""
     n_rows = sum(out_rows) - out_rows[_group(group).rank()]
     return n_rows * block[:1].nbytes
 
