@@ -10,7 +10,7 @@ import json
 import re
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import accumulate, groupby
 from typing import Any, NamedTuple
 
@@ -109,7 +109,7 @@ class Timeline(Pictured):
 
 
 @dataclass(frozen=True)
-class Schedule:
+class Schedule(Pictured):
     """What a device starts, awaits and computes in a step, in order; equal on all devices.
 
         schedule = prefetched([Turn("a", 2e-3, Start("a parameters", 8, seconds=1e-3)), ...], prefetch=1)
@@ -190,6 +190,13 @@ class Schedule:
                 spans.append(Span(EXPOSED, step.name, now_s, arrives_at[step.name]))
                 now_s = arrives_at[step.name]
         return Timeline(tuple(spans), now_s)
+
+    def in_turns(self) -> Schedule:
+        """Return it with a second for each module and each move: the order, where times are unknown."""
+        timed: list[ScheduleStep] = []
+        for step in self.steps:
+            timed.append(step if isinstance(step, Wait) else replace(step, seconds=1.0))
+        return Schedule(tuple(timed))
 
     def __str__(self) -> str:
         """Write a table: what is started and awaited before each module computes.

@@ -452,3 +452,14 @@ def test_a_timeline_has_a_lane_for_the_device_and_one_for_each_link() -> None:
     assert len(set.union(*tops.values())) == 3
     assert waited == timeline.exposed_s == 1.0
     assert "1.00 s exposed" in html(timeline) and svg in html(timeline)
+
+
+def test_a_schedule_without_seconds_is_drawn_in_turns() -> None:
+    moves = [Start(f"{name} parameters", 8) for name in "abc"]
+    schedule = prefetched([Turn(move.name[0], 0.0, move) for move in moves], prefetch=1)
+    svg = timeline_svg(schedule.in_turns().timeline())
+    # The first module waits for its parameters; those of the others travel while the one before computes.
+    fills = [box.attrib["fill"] for box in elements(svg, "rect")]
+    assert len(fills) == 7 and fills.count(EXPOSED_COLOUR) == 1
+    drawn = schedule._repr_html_()
+    assert svg in drawn and "one second" in drawn

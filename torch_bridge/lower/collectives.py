@@ -131,26 +131,26 @@ class Collective:
     # Hot: `run` and what it calls are executed for every cached collective, in a straight line.
 
     def run(self, messages: Tensor, shape: Sequence[int]) -> Tensor:
-        """Send a flat tensor of messages -> the received messages, in a new tensor of `shape`."""
+        """Send a contiguous tensor of messages -> the received messages, in a new tensor of `shape`."""
         if self.group.graph_name:
             return self.begin(messages, shape)()
         # In its final shape: of a view, the caller could not write to the result under autograd.
         out = messages.new_empty(shape)
-        self._issue(out.view(-1), messages, async_op=False)
+        self._issue(out.view(-1), messages.view(-1), async_op=False)
         return out
 
     def begin(self, messages: Tensor, shape: Sequence[int]) -> Pending:
         """Start the collective; return a function that waits and returns what arrived.
 
         Args:
-            messages: The flat tensor of what is sent. It must not change until the end.
+            messages: The contiguous tensor of what is sent. It must not change until the end.
             shape: The shape of the result.
         """
         if self.group.graph_name:
             arriving = self._functional(messages)
             return lambda: functional_collectives.wait_tensor(arriving).view(shape)
         out = messages.new_empty(shape)
-        work = self._issue(out.view(-1), messages, async_op=True)
+        work = self._issue(out.view(-1), messages.view(-1), async_op=True)
         return _UnderWay(self, out, messages, work)
 
     @cached_property
@@ -280,10 +280,12 @@ class Collective:
         rank_count = len(self.group.devices)
         if self.kind == "all_to_all":
             return functional_collectives.all_to_all_single(
-                messages, list(self.received), list(self.sent), name
+                messages.view(-1), list(self.received), list(self.sent), name
             )
         if self.kind == "all_gather":
             return functional_collectives.all_gather_into_tensor(messages, rank_count, name)
         if self.kind == "all_reduce":
             return functional_collectives.all_reduce(messages, self.op, name)
+        if messages.shape[0] % rank_count:  # its rows are not divided, only its elements
+            messages = messages.view(-1)
         return functional_collectives.reduce_scatter_tensor(messages, self.op, rank_count, name)

@@ -97,16 +97,16 @@ class Packing:
     # Hot: packing and assembling run for every cached collective.
 
     def pack(self, block: Tensor) -> Tensor:
-        """Put the messages of a block one after the other into a flat buffer to send.
+        """Put the messages of a block one after the other into a contiguous tensor to send.
 
-        A block [4, 6] with its column halves as messages -> [24]: 12 elements of the left half,
-        then 12 of the right. Messages that lie like this in the block already (`is_flat`) are a
-        view of it.
+        A block [4, 6] with its column halves as messages -> [8, 3]: the left half, then the right.
+        Messages that lie like this in the block already (`is_flat`) are the block. The shape is
+        for compilers, which find a product beside a collective only if no view is between them.
         """
         if not self.messages:
             return block.new_empty(0)
         if self.is_flat:
-            return block.contiguous().view(-1)
+            return block.contiguous()
         # Three ways that launch one kernel, the quickest first. They need a contiguous block: of
         # messages in another memory format (channels last) `cat` and `stack` make a tensor in that
         # format, which cannot be viewed as flat.
@@ -114,12 +114,12 @@ class Packing:
             if self._can_stack and self._plain_dim is not None:
                 # Equal messages, in order: one call in C is quicker than a slice for each of them.
                 chunks = block.chunk(len(self.messages), self._plain_dim)
-                return torch.cat(chunks).view(-1)
+                return torch.cat(chunks)
             if self._can_stack:
-                return torch.stack([message.read(block) for message in self.messages]).view(-1)
+                return torch.stack([message.read(block) for message in self.messages])
             if self._buffer_dim is not None:
                 boxes = [take(block, index) for index in self._boxes]
-                return torch.cat(boxes, self._buffer_dim).view(-1)
+                return torch.cat(boxes, self._buffer_dim)
         if is_symbolic(self.shape):
             # A compiler does not record writes to views of a tensor.
             return torch.cat([message.read(block).reshape(-1) for message in self.messages])
@@ -144,9 +144,11 @@ class Packing:
 
     def split(self, received: Tensor) -> Sequence[Tensor]:
         """Split one tensor with all messages -> each message in its shape."""
-        if self._is_uniform:
-            # One view and one `unbind` cost the host less than a view of each message.
-            return received.view(len(self.messages), *self.messages[0].shape).unbind()
+        if self._is_uniform and self.messages[0].shape:
+            # One view and one split cost the host less than a view of each message.
+            n_rows, *others = self.messages[0].shape
+            n_rows_of_each = [n_rows] * len(self.messages)
+            return received.view(sum(n_rows_of_each), *others).split_with_sizes(n_rows_of_each)
         flat_messages = received.view(-1).split_with_sizes(self.sizes)
         return self._in_their_shapes(flat_messages)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Sequence
+from importlib import import_module
 from typing import NamedTuple
 
 from torch import nn
@@ -20,6 +21,7 @@ from xshard.errors import api_boundary
 from xshard.formatting import align_columns, format_bytes
 from xshard.layout import Mesh
 from xshard.models import ActivationRule, ParameterUse, layout_text, rule_of, uncut_axes
+from xshard.schedule import Schedule
 
 
 class _ParameterRow(NamedTuple):
@@ -58,8 +60,21 @@ class _Machine(NamedTuple):
     profile: Profile
 
 
+class Explanation(str):
+    """Tables about a parallel model. A notebook draws the schedule below them."""
+
+    schedule: Schedule | None = None  # of what modules gather, after a pass with `prefetch=`
+
+    def _repr_html_(self) -> str:
+        pictures = import_module("xshard.pictures.html")
+        text = str(pictures.preformatted(self))
+        if self.schedule is None:
+            return text
+        return text + self.schedule._repr_html_()
+
+
 @api_boundary
-def explain(model: nn.Module) -> str:
+def explain(model: nn.Module) -> Explanation:
     """Return tables about a parallel model: how it is sharded, what a step sends, and when.
 
         print(xt.explain(model))
@@ -75,6 +90,7 @@ def explain(model: nn.Module) -> str:
     Returns:
         Tables of parameters and of moves, with a sum below each. With `prefetch=`, after a pass, also the
         schedule of what modules gather: what starts to travel, and what is awaited, before each computes.
+        A notebook draws it; it is the attribute `schedule` of the text.
 
     Raises:
         XshardError: The model is not parallel.
@@ -84,9 +100,13 @@ def explain(model: nn.Module) -> str:
     machine = _Machine(axes, load_profile(machine_profile(parallel.context.profile)))
     title = f"{type(model).__name__} on {axes}"
     tables = [title, _table_of_parameters(parallel), _table_of_moves(parallel, machine)]
+    schedule = None
     if parallel.prefetch.forward:
-        tables.append(str(parallel.prefetch.schedule()))
-    return "\n\n".join(tables)
+        schedule = parallel.prefetch.schedule()
+        tables.append(str(schedule))
+    explanation = Explanation("\n\n".join(tables))
+    explanation.schedule = schedule
+    return explanation
 
 
 def _table_of_parameters(parallel: ParallelModel) -> str:

@@ -18,7 +18,7 @@ from xshard.pictures.svg import mesh_svg, plan_svg, sharding_svg, timeline_svg
 from xshard.plans import table
 from xshard.plans.plan import Plan
 from xshard.plans.table import HEAD, Row
-from xshard.schedule import Timeline
+from xshard.schedule import Schedule, Timeline
 from xshard.step.say.suggestion import Suggestion
 
 _FONT = "font-size:13px;font-family:ui-monospace,monospace"
@@ -77,6 +77,12 @@ def _html_of_plan(plan: Plan) -> str:
 @html.register
 def _html_of_timeline(timeline: Timeline) -> str:
     return _block(str(timeline).splitlines()[-1], timeline_svg(timeline))
+
+
+@html.register
+def _html_of_schedule(schedule: Schedule) -> str:
+    head = "if each module computed, and each move travelled, for one second"
+    return _block(head, timeline_svg(schedule.in_turns().timeline()))
 
 
 @html.register

@@ -13,9 +13,9 @@ from xshard.layout import Layout, Mesh, Sharding
 from xshard.notation.maps import Maps
 from xshard.pictures.grid import picture
 from xshard.plans.plan import Plan
-from xshard.schedule import Timeline
+from xshard.schedule import Schedule, Timeline
 
-Shown = Layout | str | Sharding | Mesh | Plan | ContractionPlan | Timeline
+Shown = Layout | str | Sharding | Mesh | Plan | ContractionPlan | Schedule | Timeline
 
 
 @api_boundary
@@ -34,8 +34,8 @@ def show(
     A notebook shows a picture, a terminal the grid and tables of `xshard show` and `xshard plan`.
 
     Args:
-        what: A layout, with the mesh and the global shape of the array; or a sharding, a mesh, a plan
-            or the timeline of a schedule alone.
+        what: A layout, with the mesh and the global shape of the array; or a sharding, a mesh, a plan,
+            a schedule or its timeline alone.
         mesh: The mesh of a layout.
         shape: The global shape of the array.
         dims: The one or two dims of a sharding to draw. Default: the first two that are cut.

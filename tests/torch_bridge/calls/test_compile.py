@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch._dynamo
 from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -24,7 +27,7 @@ from tests.torch_bridge.helpers import (
     numbers,
     on_ranks,
 )
-from torch_bridge.mesh.process_mesh import MeshLike
+from torch_bridge.mesh.process_mesh import Group, MeshLike
 from xshard.layout.layout import parse_expression
 
 MESH = xs.Mesh(a=2)
@@ -120,6 +123,42 @@ def test_every_step_is_one_graph_in_which_the_length_of_a_whole_dim_may_change()
 
 
 on_two = SharedRanks(2)
+
+
+@on_two
+def test_a_collective_takes_the_block_in_its_shape() -> None:
+    """As on NCCL, whose reduce-scatters gloo has, too. A compiler fuses no product with what is flattened."""
+    taken: list[tuple[int, ...]] = []
+
+    def note(graph: torch.fx.GraphModule, _: object) -> torch.fx.GraphModule:
+        for node in graph.graph.nodes:
+            if str(node.target).startswith("_c10d_functional.") and "wait" not in node.name:
+                taken.append(tuple(node.args[0].meta["val"].shape))
+        return graph
+
+    gathered = "b s/a d -> b s d | copy(a)"
+    scattered = "b s d | sum(a) -> b s/a d"
+    for expression, shape, expected in (
+        (
+            gathered,
+            (3, 4, 6),
+            [(3, 4, 6), (6, 4, 6)],
+        ),  # the halves of a gradient, one after the other
+        (scattered, (3, 8, 6), [(6, 4, 6), (3, 4, 6)]),
+        ("b/a s d -> b s d | copy(a)", (3, 4, 6), [(3, 4, 6), (6, 4, 6)]),
+        (scattered, (1, 8, 6), [(48,), (1, 4, 6)]),  # one row cannot be divided
+    ):
+
+        def user(x: Tensor, expression: str = expression) -> Tensor:
+            return xt.redistribute(x * 2, expression, MESH, profile="h100") * 3
+
+        torch._dynamo.reset()
+        compiled = torch.compile(user, backend=aot_autograd(fw_compiler=note), fullgraph=True)
+        x = torch.arange(float(math.prod(shape))).view(shape) % 5
+        with mock.patch.object(Group, "serves", return_value=False):
+            _agrees(compiled, user, x.requires_grad_())
+        assert taken == expected, expression
+        taken.clear()
 
 
 @on_two

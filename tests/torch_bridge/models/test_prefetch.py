@@ -732,13 +732,16 @@ def test_a_module_that_one_rank_skips_and_a_peer_that_ends_are_told(tmp_path: pa
 @on_two
 def test_the_schedule_that_runs_is_shown() -> None:
     model = made(n_layers=2)
-    assert "computes" not in xt.explain(model)
+    explanation = xt.explain(model)
+    assert "computes" not in explanation and "<svg" not in explanation._repr_html_()
     one_pass(model, "")
     schedule = parallel_of(model).prefetch.schedule()
     names = [step.name for step in schedule.steps if isinstance(step, Compute)]
     forward = ["the model", "layers.0", "layers.1"]
     assert names == [*forward, *(f"{name}, backward" for name in reversed(forward))]
-    assert str(schedule) in xt.explain(model)
+    explanation = xt.explain(model)
+    assert str(schedule) in explanation and explanation.schedule == schedule
+    assert explanation._repr_html_().endswith(schedule._repr_html_())
     assert Schedule.from_json(schedule.to_json()) == schedule
     with events_of_moves() as events:
         one_pass(model, "")
