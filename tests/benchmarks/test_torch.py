@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 import xshard as xs
+from benchmarks.inductor.__main__ import table
 from benchmarks.nodes.measures import MESH, MOVES, PER_NODE
 from benchmarks.planner.traffic import plan_flow
-from tests.benchmarks.helpers import quick_run, recorded
+from tests.benchmarks.helpers import ROOT, quick_run, recorded
 from tests.torch_bridge.gpus import needs_gpu
 
 
@@ -79,3 +80,19 @@ def test_a_plan_that_knows_nodes_sends_no_more_between_them(name: str) -> None:
         for profile in ("gloo:2", "gloo")
     )
     assert 0 < known <= blind
+
+
+def test_recorded_passes_find_the_collectives_of_compiled_steps() -> None:
+    rows = recorded("inductor")["rows"]
+    page = (ROOT / "docs" / "torch.md").read_text()
+    assert "\n".join(table(rows)) in page
+    of = {(row["program"], row["passes"], row["graph"]): row for row in rows}
+    fused = of["tensor and sequence parallel", "micro-pipelined products", "forward"]
+    assert fused["fused"] == 4 and fused["gathers"] == fused["reduce-scatters"] == 0
+    for graph in ("forward", "backward"):
+        plain = of["ZeRO-3", "none", graph]
+        hidden = of["ZeRO-3", "reordering", graph]
+        joined = of["ZeRO-3", "buckets", graph]
+        assert plain["beside products"] == 0 < hidden["beside products"]
+        assert joined["gathers"] + joined["reduce-scatters"] == 1
+    assert of["ZeRO-3", "none", "backward"]["gathers"] == 0  # what is gathered is kept

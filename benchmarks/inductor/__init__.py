@@ -1,0 +1,1 @@
+"""What inductor's passes make of compiled steps: which collectives travel beside products."""
