@@ -2,6 +2,7 @@
 
 import gc
 import os
+import sys
 from importlib.metadata import version
 from importlib.util import find_spec
 
@@ -12,6 +13,11 @@ from tests.rewriting import helper_modules
 
 pytest.register_assert_rewrite(*helper_modules())
 pytest_plugins = ["tests.order", "tests.without"]
+
+# Hundreds of processes import the packages and the tests: each would compile them again, also where the
+# environment asks for no bytecode.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # Test processes start processes of their own; each of them takes one core.
 for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
@@ -36,10 +42,11 @@ os.environ.setdefault("XSHARD_TRACEBACK", "full")
 # As many as the largest case of tests/data/halo.json has.
 os.environ.setdefault("XSHARD_HOST_DEVICES", "18")
 
-# The same examples on every machine and in every run; no example is judged by its time.
-settings.register_profile(
-    "xshard", derandomize=True, deadline=None, database=None, max_examples=100
-)
+# The same examples on every machine and in every run; no example is judged by its time. Twenty times as many:
+# pytest --hypothesis-profile many
+SAME = {"derandomize": True, "deadline": None, "database": None}
+settings.register_profile("xshard", max_examples=50, **SAME)
+settings.register_profile("many", max_examples=1000, **SAME)
 settings.load_profile("xshard")
 
 gc.disable()  # while frameworks are imported and tests are collected, all of which stay
