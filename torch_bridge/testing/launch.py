@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 # A backward pass imports it: 0.4 s once, not on every rank.
+import torch.fx.experimental.symbolic_shapes  # noqa: F401
 from torch.multiprocessing.spawn import ProcessContext, ProcessExitedException, start_processes
 
 from xshard import XshardError
