@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
 
-from torch_bridge.mesh.process_mesh import MeshLike, mesh_of
+from torch_bridge.mesh.process_mesh import MeshLike, mesh_of, process_mesh
 from torch_bridge.precision import Precision, parameter_dtypes
 from torch_bridge.redistribution import redistribute
 from torch_bridge.step.record import record_step
@@ -17,6 +17,8 @@ from xshard import Layout, Rules, Suggestion
 from xshard import suggest as suggest_step
 from xshard.dtypes import name_of
 from xshard.errors import ShapeError, api_boundary
+from xshard.layout.lengths import Lengths, global_shape
+from xshard.notation.parser import Shard
 from xshard.step.record.fuse import fuse_operations
 from xshard.step.record.repeat import find_repeated
 from xshard.step.suggest import SuggestKeywords
@@ -54,6 +56,16 @@ class TorchSuggestion(Suggestion):
         name, *_ = self.search.problem.step.ops[-1].operands
         return str(self.layouts[name][1])
 
+    @property
+    def result_lengths(self) -> Mapping[str, int]:
+        """The lengths of dims of `result` that may be in uneven blocks, which do not tell them."""
+        problem = self.search.problem
+        name, *_ = problem.step.ops[-1].operands
+        layout = Layout.parse(self.result)
+        dims = zip(layout.names, problem.shape(name), problem.units[name], strict=True)
+        # The model decides how long a dim with units is; the batch decides about others.
+        return {dim: length for dim, length, n_units in dims if n_units > 1}
+
     @api_boundary
     def mean(self, loss: Callable[..., Losses], result: Tensor, *targets: Tensor) -> Tensor:
         """Return the mean of a loss over all rows, whatever the layout of the model's result.
@@ -77,7 +89,8 @@ class TorchSuggestion(Suggestion):
         Raises:
             ShapeError: The loss is a mean already, or targets have other rows.
         """
-        return mean_over_rows(loss, result, targets, Layout.parse(self.result), self.mesh)
+        layout = Layout.parse(self.result)
+        return mean_over_rows(loss, result, targets, layout, self.mesh, self.result_lengths)
 
 
 def mean_over_rows(
@@ -86,10 +99,15 @@ def mean_over_rows(
     targets: Sequence[Tensor],
     layout: Layout,
     mesh: MeshLike,
+    lengths: Lengths | None = None,
 ) -> Tensor:
-    """Return the mean of a loss over rows of a result under a layout; `TorchSuggestion.mean` explains it."""
+    """Return the mean of a loss over rows of a result under a layout; `TorchSuggestion.mean` explains it.
+
+    lengths: of dims in uneven blocks, by name: one block does not tell them.
+    """
     rows = _with_whole_rows(layout)
-    own_rows = redistribute(result, (layout, rows), mesh)
+    shape = global_shape(layout, process_mesh(mesh).mesh, result.shape, str(layout), lengths)
+    own_rows = redistribute(result, (layout, rows), mesh, shape=shape)
     own_targets = []
     for target in targets:
         target_layout = Layout(rows.dims[: target.ndim])
@@ -114,7 +132,8 @@ def _with_whole_rows(layout: Layout) -> Layout:
     if len(layout.dims) < 2:
         return Layout(layout.dims)
     first, *others, last = layout.dims
-    first = replace(first, shards=(*first.shards, *last.shards))
+    moved = tuple(Shard((axis,)) for axis in last.axes)
+    first = replace(first, shards=first.shards + moved)
     last = replace(last, shards=())
     return Layout((first, *others, last))
 

@@ -23,10 +23,16 @@ from xshard.step.record.trace import Trace
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "use_cache": False}
+THREE_HEADS = {"num_attention_heads": 3, "num_key_value_heads": 3, "use_cache": False}
 IDS = {"input_ids": (4, 8)}
 MODELS = {
-    "Llama": ("CausalLM", {**SIZES, **HEADS}, IDS),
-    "GPT2": ("LMHeadModel", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32}, IDS),
+    # Three heads and 103 words do not divide over two devices.
+    "Llama": ("CausalLM", {**SIZES, "hidden_size": 24, **THREE_HEADS}, IDS),
+    "GPT2": (
+        "LMHeadModel",
+        {"vocab_size": 103, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32},
+        IDS,
+    ),
     "T5": (
         "ConditionalGeneration",
         {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 1, "num_heads": 4},
@@ -51,6 +57,13 @@ MODELS = {
 # Operations of a step. A Llama by hand has 16: two angles, a slice of the logits and the loss come beside.
 OPS = {"Llama": 21, "GPT2": 23, "T5": 45, "ViT": 21, "Mixtral": 30, "Mamba": 28}
 ONE_AXIS = ("T5", "Mamba")  # their searches take longest
+UNEVEN = {  # operations of which whole heads, or nearly as many words, are on each device
+    "Llama": {
+        "model.layers.*.self_attn.q_proj": "b/dp s (h 8)/balanced(tp)",
+        "model.layers.*.self_attn:view_5": "b/dp s (h 8)/balanced(tp)",
+    },
+    "GPT2": {"lm_head": "b/dp s v/balanced(tp)"},
+}
 IN_FLOAT32 = ("Mixtral",)  # its routers
 DROPOUTS = ("resid_pdrop", "embd_pdrop", "attn_pdrop", "dropout_rate", "hidden_dropout_prob")
 
@@ -102,6 +115,7 @@ def _searched(name):
         "profile": a_machine_for_small_models(),
     }
     fixed = {} if name in ONE_AXIS else {next(iter(batch)): "b/dp ..."}
+    fixed |= UNEVEN.get(name, {})
     plan = xt.suggest(model, batch, _mesh(name), fixed=fixed, **options)
     ops = [op for op in plan.search.problem.step.ops if op.kind != "share" or op.name == ":tied"]
     assert len(ops) == OPS[name], (name, len(ops))
@@ -115,7 +129,10 @@ def _searched(name):
     # Inside a module that is entered sharded an operation is idle.
     assert name not in ONE_AXIS or "mean(" in str(parameters), name
     assert f"prefetch={plan.prefetch})" in str(plan)
-    return parameters, inputs, outputs, plan.once, plan.gathers, plan.result
+    if name in UNEVEN:
+        assert "balanced(tp)" in str(parameters) + plan.result, name
+        assert plan.estimate().seconds == pytest.approx(plan.seconds), name
+    return parameters, inputs, outputs, plan.once, plan.gathers, (plan.result, plan.result_lengths)
 
 
 def summed_and_counted(logits, labels):
@@ -128,15 +145,17 @@ def _train(plans):
     for name, (parameters, inputs, outputs, once, gathers, result) in plans.items():
         mesh = _mesh(name)
         model, batch = build(name)
-        logits_of = xs.Layout.parse(result)
+        result_text, lengths_of = result
+        logits_of = xs.Layout.parse(result_text)
 
         # Labels, and the logits of a whole row; every third label does not count.
         lengths = (4, *{"T5": (6,), "ViT": (), "Mamba": (4,)}.get(name, (8,)))
         labels = torch.arange(math.prod(lengths)).view(lengths)
         labels = labels.remainder(8).where(labels.remainder(3) > 0, -100)
 
-        def loss(y, labels=labels, logits_of=logits_of, mesh=mesh):
-            return mean_over_rows(summed_and_counted, y.logits, [labels], logits_of, mesh)
+        def loss(y, labels=labels, logits_of=logits_of, mesh=mesh, lengths_of=lengths_of):
+            how = logits_of, mesh, lengths_of
+            return mean_over_rows(summed_and_counted, y.logits, [labels], *how)
 
         how = {"outputs": outputs, "gathers": gathers, "keep": once}
         xt.parallelize(model, parameters, inputs, mesh, **how)
@@ -159,6 +178,11 @@ def _rows_of_all_layouts():
         torch.testing.assert_close(mean, expected)
         scores = mean_over_rows(torch.square, block, [], layout, mesh)
         torch.testing.assert_close(scores, logits.square().mean())
+    layout = xs.Layout("b/dp s v/balanced(tp)")  # four classes and three: no block tells how many
+    odd = logits[..., :7]
+    block = xt.redistribute(odd, (layout.unsharded, layout), mesh)
+    scores = mean_over_rows(torch.square, block, [], layout, mesh, {"v": 7})
+    torch.testing.assert_close(scores, odd.square().mean())
     with pytest.raises(xs.errors.ShapeError, match="a mean of means") as error:
         mean_over_rows(lambda y: y.mean(), logits, [], xs.Layout("b s v"), mesh)
     assert 'reduction="none"' in str(error.value)

@@ -171,6 +171,7 @@ def _ranks(op: Op, placements: Placements, preferred: Sequence[str]) -> Ints:
         for dim in array.dims:
             names = [name for name in names_of_dim(dim) if name in preferred]  # several in `(g d)`
             rank_of_placement.append(min(map(preferred.index, names), default=OTHER))
+        rank_of_placement *= 2  # each dim by rows, then by whole units
         rank_of_placement += [OTHER] * (1 + len(TAGS))
         ranks_in_array = np.array(rank_of_placement)[placements[:, i]]
         ranks = np.minimum(ranks, ranks_in_array)

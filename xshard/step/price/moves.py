@@ -113,7 +113,7 @@ class MovePrices:
         if starts == ends:
             return 0.0
         moves = list(map(AxisMove, range(len(starts)), starts, ends))
-        apart = _axes_apart(moves, len(lengths))
+        apart = _axes_apart(moves)
         # The groups along these axes move a block each, all at the same time. A sum there has
         # addends as large as the array, so that nothing is divided.
         n_blocks = math.prod(self.mesh.sizes[a] for a in apart if moves[a].src >= 0)
@@ -276,7 +276,7 @@ def _received_from_other_nodes(
     return between_nodes / node_size
 
 
-def _axes_apart(moves: Sequence[AxisMove], ndim: int) -> set[int]:
+def _axes_apart(moves: Sequence[AxisMove]) -> set[int]:
     """Find the mesh axes that no element crosses: the groups along them move apart.
 
     `b/dp/tp -> b/dp`: each group along dp gathers its own half of b over tp, and dp is apart.
@@ -288,7 +288,7 @@ def _axes_apart(moves: Sequence[AxisMove], ndim: int) -> set[int]:
     Returns numbers of axes.
     """
     apart = {move.axis for move in moves if move.stays and move.src == SUM}
-    for dim in range(ndim):
+    for dim in _sharded_dims(moves):
         # In the order of the mesh, which is from the outermost shard to the innermost.
         sharding = [move for move in moves if dim in (move.src, move.dst)]
         for move in sharding:
@@ -310,7 +310,8 @@ def _line_start(elements: float) -> int:
 
 def _begins_with(moves: Sequence[AxisMove], lengths: Sequence[int]) -> bool:
     """Tell whether an array begins with the dims that move, but for dims of length 1."""
-    first = min(_sharded_dims(moves), default=0)
+    # A dim that is sharded by whole units has a second number, behind all dims.
+    first = min((dim % len(lengths) for dim in _sharded_dims(moves)), default=0)
     return all(length == 1 for length in lengths[:first])
 
 

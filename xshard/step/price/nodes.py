@@ -8,10 +8,18 @@ from typing import NamedTuple
 import numpy as np
 
 from xshard.notation.parser import ARROW
-from xshard.step.price.options import Flags, Floats, Ints, Placements, options_of, product_over
+from xshard.step.price.options import (
+    Flags,
+    Floats,
+    Ints,
+    Placements,
+    options_of,
+    product_over,
+    unevenness,
+)
 from xshard.step.price.parts import BlockPart, StepPart
 from xshard.step.price.step_setup import FULL, StepSetup
-from xshard.step.record.arrays import shape_of, space_of
+from xshard.step.record.arrays import space_of
 from xshard.step.record.op import Op
 
 EFFICIENCY = 0.72  # of the peak rate, for products
@@ -68,7 +76,7 @@ def price_parameter(setup: StepSetup, name: str) -> Node:
     gathering = np.repeat((Gathering.PER_USE, Gathering.PER_STEP), len(layouts))
     first_use = setup.step.consumers(name)[0]
     stored = placements[:, -1]
-    gradient_bytes = setup.block_bytes(stored, setup.shape(name), setup.gradient_bytes)
+    gradient_bytes = setup.block_bytes(name, stored, setup.gradient_bytes)
     # Over several micro-batches, a parameter that is gathered once has its gradient added up in
     # whole, not in shards. Those bytes depend on the layout in use, so that the edges to its uses
     # count them, and nothing is counted here.
@@ -92,7 +100,7 @@ def _storage_options(setup: StepSetup, name: str) -> Placements:
     names = setup.names(name)
     lengths = dict(zip(names, setup.shape(name), strict=True))
     storing = Op(name, f"{ARROW} {' '.join(names)}", (), "source")
-    return options_of(storing, lengths, setup.mesh)
+    return options_of(storing, lengths, setup.mesh, setup.units[name])
 
 
 def price_operation(setup: StepSetup, op: Op) -> Node:
@@ -104,11 +112,11 @@ def price_operation(setup: StepSetup, op: Op) -> Node:
 
     Returns a node with placements [options, arrays, axes] and costs [options, parts of the cost].
     """
-    placements = options_of(op, setup.lengths, setup.mesh)  # [options, arrays, axes]
+    units = [min((setup.units[name][dim] for name, dim in link), default=1) for link in op.links]
+    placements = options_of(op, setup.lengths, setup.mesh, units)  # [options, arrays, axes]
     block_bytes: list[Floats] = []  # of each operand, then of the result: [options] each
-    for i, array in enumerate(op.arrays):
-        shape = shape_of(array, setup.lengths)
-        block_bytes.append(setup.block_bytes(placements[:, i], shape, setup.item_bytes))
+    for i, name in enumerate(op.array_names):
+        block_bytes.append(setup.block_bytes(name, placements[:, i], setup.item_bytes))
     seconds = _seconds_of_computing(setup, op, placements, block_bytes)
     saved_bytes = _bytes_saved_for_gradient(setup, op, placements, block_bytes)
     running_bytes = _bytes_of_gradients_on_the_way(setup, op, block_bytes)
@@ -131,10 +139,16 @@ def price_operation(setup: StepSetup, op: Op) -> Node:
     return Node(op.name, placements, costs)
 
 
-def _devices_that_split(setup: StepSetup, placements: Placements) -> Floats:
-    """Count the devices that divide the work of an operation, in every option; others repeat it."""
+def _devices_that_split(setup: StepSetup, op: Op, placements: Placements) -> Floats:
+    """Count the devices that divide the work of an operation, in every option; others repeat it.
+
+    Uneven blocks count as fewer, for all await the device with the largest.
+    """
     is_splitting = np.any(placements >= 0, 1)  # [options, axes]
-    return product_over(is_splitting, setup.mesh.sizes)
+    arrays = enumerate(op.array_names)
+    ratios = [unevenness(placements[:, i], setup.units[name], setup.mesh) for i, name in arrays]
+    highest: Floats = np.max(ratios, 0)
+    return product_over(is_splitting, setup.mesh.sizes) / highest
 
 
 def _seconds_of_computing(
@@ -144,7 +158,7 @@ def _seconds_of_computing(
     work = op.work
     profile = setup.moves.profile
     flops_per_s = profile.flops(setup.step.dtype) * EFFICIENCY * work.rate
-    n_devices = _devices_that_split(setup, placements)
+    n_devices = _devices_that_split(setup, op, placements)
     by_flops = work.flops * space_of(op.arrays, setup.lengths) / n_devices / flops_per_s
     by_memory = work.accesses * sum(block_bytes) / (2 * profile.copy_bytes_per_s)
     return np.maximum(by_flops, by_memory) + op.calls * profile.call_s
@@ -161,15 +175,15 @@ def _bytes_saved_for_gradient(
     block_bytes: bytes of each array's block, operands first, the result last: [options] each.
     """
     saved_bytes = np.zeros(len(placements))
-    arrays = (*op.operands, op.name)  # an operation's result has its name
     for i in op.saved_operands:
-        maker = setup.step.by_name.get(arrays[i])  # None: a parameter, or an input of the step
+        # None: a parameter, or an input of the step.
+        maker = setup.step.by_name.get(op.array_names[i])
         is_result = maker is op
         if is_result or (maker is not None and maker.kind != "share"):
             saved_bytes = saved_bytes + block_bytes[i]
     # Where several operations were fused into this one, arrays between them are saved, too.
     inner_bytes = setup.item_bytes * op.inner * space_of(op.arrays, setup.lengths)
-    saved_bytes = saved_bytes + inner_bytes / _devices_that_split(setup, placements)
+    saved_bytes = saved_bytes + inner_bytes / _devices_that_split(setup, op, placements)
     if op.kind == "loss" and setup.item_bytes < FULL:
         saved_bytes *= 3  # losses keep the logits in float32, too
     return saved_bytes

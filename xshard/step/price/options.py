@@ -1,7 +1,7 @@
-"""The options of an operation: one rule per mesh axis, in all combinations that divide evenly.
+"""The options of an operation: one rule per mesh axis, in all combinations that are possible.
 
 An option has a placement (the number of the dim that is sharded, or a tag) for each array and each
-mesh axis.
+mesh axis. Blocks are even, or whole units where units do not divide.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
 
 
-def options_of(op: Op, lengths: Mapping[str, int], mesh: Mesh) -> Placements:
+def options_of(
+    op: Op, lengths: Mapping[str, int], mesh: Mesh, units: Sequence[int] = ()
+) -> Placements:
     """List all ways to shard an operation over the axes of a mesh: [options, arrays, axes].
 
     A placement is what one mesh axis does in one array: the number of the dim that it shards, or a
@@ -34,10 +36,15 @@ def options_of(op: Op, lengths: Mapping[str, int], mesh: Mesh) -> Placements:
 
     Options are left out if a dim is not divided evenly, and if they are the same layouts as an
     option before them. The order of options is that of the rules.
+
+    units: how many units each rule shards, as 6 heads; an axis may then shard by whole ones, 2, 2, 1
+    and 1 over 4 devices. 1 for even blocks only.
     """
     dims = dict.fromkeys(chain.from_iterable(map(dims_of, op.all_arrays)))
     lengths_of_dims = tuple((dim, lengths[dim]) for dim in dims)
-    return _options(op.axis_rules, op.all_arrays, len(op.arrays), lengths_of_dims, mesh)
+    return _options(
+        op.axis_rules, op.all_arrays, len(op.arrays), lengths_of_dims, mesh, tuple(units)
+    )
 
 
 # Layers that are alike, and the same step with and without recomputing, have the same options.
@@ -48,6 +55,7 @@ def _options(
     n_visible: int,
     lengths_of_dims: tuple[tuple[str, int], ...],
     mesh: Mesh,
+    units: tuple[int, ...],
 ) -> Placements:
     """List the options of `options_of`, in an array that nobody may change.
 
@@ -55,6 +63,13 @@ def _options(
     """
     lengths = dict(lengths_of_dims)
     axis_rules = np.array(rules)  # [rules, arrays]
+    # The rules again that may shard by units, with single dims counted on.
+    unit_rules = [number for number, count in enumerate(units) if count > 1]
+    n_single = np.array([len(dims_of(array)) for array in arrays])
+    by_units = axis_rules[unit_rules]
+    axis_rules = np.concatenate(
+        [axis_rules, np.where(by_units >= 0, by_units + n_single, by_units)]
+    )
     n_axes = len(mesh.axes)
     # A rule for each axis, in all combinations, as numbers: [options, axes].
     rule_of_axis = np.indices((len(axis_rules),) * n_axes).reshape(n_axes, -1).T
@@ -62,7 +77,10 @@ def _options(
     placements = axis_rules[rule_of_axis].swapaxes(1, 2).copy()
     is_possible = np.ones(len(placements), bool)
     for i, array in enumerate(arrays):
-        placements[:, i], is_possible_in_array = _in_array(placements[:, i], array, lengths, mesh)
+        units_of_dims = {rules[number][i]: units[number] for number in unit_rules}
+        placements[:, i], is_possible_in_array = _in_array(
+            placements[:, i], array, lengths, mesh, units_of_dims
+        )
         is_possible &= is_possible_in_array
     # Arrays inside a chain of operations come last, and only decide what is possible.
     placements = placements[is_possible, :n_visible]
@@ -87,7 +105,11 @@ class Sharded(NamedTuple):
 
 
 def _in_array(
-    placements: Placements, array: Layout, lengths: Mapping[str, int], mesh: Mesh
+    placements: Placements,
+    array: Layout,
+    lengths: Mapping[str, int],
+    mesh: Mesh,
+    units: Mapping[int, int],
 ) -> tuple[Placements, Flags]:
     """Convert placements over single dims to those over an array's merged dims, as in `b (g d)`.
 
@@ -97,11 +119,15 @@ def _in_array(
     `(g d)` are contiguous if axes that shard d come after those that shard g, and these leave g a
     length of 1. With g of length 4, axes of sizes 4 and 2 can shard (g, d), not (d, g).
 
-    placements: [layouts, axes]. Returns the new ones, and which of the layouts are possible.
+    An axis that shards d by units has 2 + 3 here, and 1 + 2 then.
+
+    placements: [layouts, axes]. units: of single dims. Returns the new placements, and which of the
+    layouts are possible.
     """
     in_dims = placements.copy()
     is_possible = np.ones(len(placements), bool)
     axes = np.arange(len(mesh.axes))
+    n_single = len(dims_of(array))
     single_dim = 0
     for dim_number, dim in enumerate(array.dims):
         parts: list[Sharded] = []
@@ -110,6 +136,13 @@ def _in_array(
             in_dims[is_sharding] = dim_number
             n_shards = product_over(is_sharding, mesh.sizes)
             is_possible &= lengths[name] % n_shards == 0
+            is_by_units = placements == single_dim + n_single
+            in_dims[is_by_units] = dim_number + len(array.dims)
+            count = units.get(single_dim, 1)
+            n_blocks = product_over(is_by_units, mesh.sizes)
+            # Units that divide are even blocks; rows inside units are not contiguous.
+            is_uneven = are_uneven(count, n_blocks) & (n_shards == 1) & (not parts)
+            is_possible &= is_uneven | (n_blocks == 1)
             first_axis = np.where(is_sharding, axes, len(axes)).min(-1)
             last_axis = np.where(is_sharding, axes, -1).max(-1)
             parts.append(Sharded(n_shards == lengths[name], first_axis, last_axis))
@@ -124,6 +157,24 @@ def _in_array(
 def product_over(axes: Flags, sizes: Sequence[int] | Floats) -> Floats:
     """Multiply the sizes of chosen mesh axes: [..., axes] -> [...]."""
     return np.asarray(np.prod(np.where(axes, sizes, 1), -1))
+
+
+def are_uneven(n_units: ArrayLike, n_blocks: ArrayLike) -> Flags:
+    """Tell for numbers of blocks whether units do not divide, but every block has one or more."""
+    return np.not_equal(np.mod(n_units, n_blocks), 0) & np.less_equal(n_blocks, n_units)
+
+
+def unevenness(placements: Placements, units: Sequence[int], mesh: Mesh) -> Floats:
+    """Return how many times an even block the largest block of an array is: [..., axes] -> [...].
+
+    units: of each dim.
+    """
+    ratio: Floats = np.ones(placements.shape[:-1])
+    for number, count in enumerate(units, len(units)):
+        if count > 1:
+            n_blocks = product_over(placements == number, mesh.sizes)
+            ratio *= np.ceil(count / n_blocks) * n_blocks / count
+    return ratio
 
 
 def distinct_layouts(layouts: Placements) -> tuple[Placements, Ints]:

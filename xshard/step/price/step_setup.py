@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -15,7 +15,14 @@ from xshard.dtypes import itemsize
 from xshard.layout import Mesh
 from xshard.notation.parser import names_of_dim
 from xshard.step.price.moves import MovePrices
-from xshard.step.price.options import Floats, Ints, Placements, product_over
+from xshard.step.price.options import (
+    Floats,
+    Ints,
+    Placements,
+    are_uneven,
+    product_over,
+    unevenness,
+)
 from xshard.step.price.parts import BlockPart, Parts
 from xshard.step.record.arrays import shape_of
 from xshard.step.record.op import Op
@@ -72,6 +79,19 @@ class StepSetup:
         return {**self.step.lengths, batch: self.step.lengths[batch] // n_parts}
 
     @cached_property
+    def units(self) -> Mapping[str, tuple[int, ...]]:
+        """How many units each dim of an array has, if they do not divide over some axes; else 1."""
+        n_devices = self.mesh.n_devices
+        n_blocks = np.array([n for n in range(1, n_devices + 1) if n_devices % n == 0])
+        units: dict[str, tuple[int, ...]] = {}
+        for name, array in self.step.arrays.items():
+            keys = [(name, number) for number, _ in enumerate(array.dims)]
+            counts = np.array([self.step.units.get(key, 1) for key in keys])
+            is_used = are_uneven(counts[:, None], n_blocks).any(-1)
+            units[name] = tuple(np.where(is_used, counts, 1).tolist())
+        return units
+
+    @cached_property
     def block_of(self) -> Mapping[str, int]:
         """The number of each operation's block: neighbours that run equally often.
 
@@ -125,7 +145,11 @@ class StepSetup:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the global shape of an array of one micro-batch."""
-        return shape_of(self.step.arrays[name], self.lengths)
+        return self._shapes[name]
+
+    @cached_property
+    def _shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return {name: shape_of(array, self.lengths) for name, array in self.step.arrays.items()}
 
     def names(self, name: str) -> list[str]:
         """Name each dim of an array; parameters have common names, so that one rule is for many."""
@@ -137,13 +161,15 @@ class StepSetup:
             return list(NAMES_OF_PARAMETERS[len(dims)])
         return [f"d{i}" for i in range(len(dims))]
 
-    def block_bytes(self, placements: Placements, shape: Sequence[int], item_bytes: int) -> Floats:
-        """Return the bytes of a device's block of an array: [..., axes] -> [...]."""
-        return item_bytes * math.prod(shape) / product_over(placements >= 0, self.mesh.sizes)
+    def block_bytes(self, name: str, placements: Placements, item_bytes: int) -> Floats:
+        """Return the bytes of the largest block of an array: [..., axes] -> [...]."""
+        n_bytes = item_bytes * math.prod(self.shape(name))
+        even_bytes = n_bytes / product_over(placements >= 0, self.mesh.sizes)
+        return even_bytes * unevenness(placements, self.units[name], self.mesh)
 
     def bytes_in_use(self, name: str, placements: Placements) -> Floats:
         """Return the bytes of a device's block of an array as operations take it."""
-        return self.block_bytes(placements, self.shape(name), self.item_bytes)
+        return self.block_bytes(name, placements, self.item_bytes)
 
     def launch_share(self, parameter: str) -> float:
         """Return a parameter's part of the elements that are gathered by one collective.

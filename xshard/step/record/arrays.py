@@ -3,6 +3,9 @@
 A layout of an array is one number per mesh axis, a placement: the dim that the axis shards, or a
 tag. For dims `b c` and axes `dp tp`, the layout `b/dp c` is `(0, REPLICAS)`, and `b c/tp | sum(dp)`
 is `(SUM, 1)`.
+
+Blocks of whole units that do not divide are other blocks than even ones. So a dim has a second
+number for them, behind those of all dims: 3 for c of `b c`.
 """
 
 from __future__ import annotations
@@ -10,12 +13,13 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 
 from xshard.caches import layout_cache
 from xshard.errors import NotationError, ShapeError
-from xshard.layout import Layout
-from xshard.notation.parser import ARROW, Dim, Shard, names_of_dim, parse_sides
+from xshard.layout import Layout, Mesh
+from xshard.notation.parser import ARROW, SIZES, Dim, Shard, names_of_dim, parse_sides
 
 # Tags: placements that shard no dim. They are negative, beside the numbers of dims.
 REPLICAS = -1  # equal blocks along the axis
@@ -71,11 +75,31 @@ def layout_of(placements: Sequence[int], names: Sequence[str], axes: Sequence[st
         axes_of[placement].append((axis,))
     dims = []
     for number, name in enumerate(names):
-        dims.append(Dim(name, tuple(map(Shard, axes_of[number]))))
+        shards = axes_of[number] + axes_of[number + len(names)]  # one of both is empty
+        dims.append(Dim(name, tuple(map(Shard, shards))))
     tags = []
     for kind, tag in TAGS.items():
         tags += [(kind, tagged_axis) for tagged_axis in axes_of[tag]]
     return Layout(tuple(dims), tuple(tags))
+
+
+def in_units(dim: Dim, length: int, n_units: int, mesh: Mesh, *, says_length: bool) -> Dim:
+    """Shard a dim by whole units instead of rows, as evenly as possible.
+
+    `o/tp` of 96 rows in 6 units, over 4 devices -> `(o 16)/balanced(tp)`: 2, 2, 1 and 1 units.
+
+    says_length: list them, `(o 16)/sizes(tp,2,2,1,1)`: one block does not tell how long the dim is.
+    """
+    shards = [replace(shard, order="balanced") for shard in dim.shards]
+    if says_length and shards:
+        n_blocks = mesh.size(dim.axes[0])
+        counts = [len(range(i, n_units, n_blocks)) for i in range(n_blocks)]
+        shards[0] = replace(shards[0], order=SIZES, numbers=tuple(counts))
+    dim = replace(dim, shards=tuple(shards))
+    unit = length // n_units
+    if unit == 1:
+        return dim
+    return replace(dim, name=f"{dim.name}_{unit}", parts=(dim.name, str(unit)), unit=unit)
 
 
 def placements_of(layout: Layout, axes: Sequence[str]) -> list[int]:

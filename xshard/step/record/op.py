@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain
+from itertools import accumulate, chain
 
 from xshard.errors import NotationError, PlanError, api_boundary, located
 from xshard.layout import Layout
-from xshard.notation.parser import ARROW
+from xshard.notation.parser import ARROW, names_of_dim
 from xshard.signatures import did_you_mean
 from xshard.step.record.arrays import COPY, REPLICAS, SUM, dims_of, layout_of, parse_arrays
 
@@ -171,6 +171,11 @@ class Op:
         """The arrays of the operands, then of the result; several dims may be one, as `(g d)`."""
         return parse_arrays(self.text)
 
+    @property
+    def array_names(self) -> tuple[str, ...]:
+        """The names of the operands, then the result's, which is the operation's."""
+        return (*self.operands, self.name)
+
     @cached_property
     def all_arrays(self) -> tuple[Layout, ...]:
         """The arrays of the operands, of the result, and between operations of a chain."""
@@ -227,6 +232,29 @@ class Op:
             # have the same tag.
             rules.append((tag,) * len(self.dims))
         return (*rules, idle)
+
+    @cached_property
+    def links(self) -> list[Mapping[tuple[str, int], str]]:
+        """For each rule the dims that it shards, by array and number, with the single dims.
+
+        They have the same units. {} stands for a rule without units.
+        """
+        return [self._link(rule) for rule in self.axis_rules]
+
+    def _link(self, rule: AxisRule) -> Mapping[tuple[str, int], str]:
+        link: dict[tuple[str, int], str] = {}
+        for i, array in enumerate(self.arrays):
+            if rule[i] < 0:
+                continue
+            sizes = [len(names_of_dim(dim)) for dim in array.dims]
+            begins = list(accumulate(sizes, initial=0))  # of dims, in single dims
+            without = (*rule[:i], REPLICAS, *rule[i + 1 :])
+            # Units of h do not divide k of `(h k)`. And an array of which only lengths are read,
+            # which another rule leaves whole, has nothing in common with the others.
+            if rule[i] not in begins or without in self.axis_rules:
+                return {}
+            link[self.array_names[i], begins.index(rule[i])] = self.dims[i][rule[i]]
+        return link
 
     def _rule_that_shards(self, dim: str) -> AxisRule:
         """Return the rule that shards a dim wherever it is.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,10 +13,10 @@ from xshard.dtypes import name_of
 from xshard.errors import PlanError, ShapeError, api_boundary, located
 from xshard.formatting import align_columns
 from xshard.layout import Layout
-from xshard.notation.parser import ARROW
+from xshard.notation.parser import ARROW, names_of_dim
 from xshard.rules import listed_names
 from xshard.signatures import did_you_mean
-from xshard.step.record.arrays import parse_arrays, shape_of
+from xshard.step.record.arrays import length_of, parse_arrays, shape_of
 from xshard.step.record.op import KINDS, Op
 
 
@@ -144,6 +145,32 @@ class TrainingStep:
         for op in self.ops:
             arrays[op.name] = op.arrays[-1]
         return arrays
+
+    @cached_property
+    def units(self) -> Mapping[tuple[str, int], int]:
+        """How many units dims have, by array and number: what devices share out where a dim does not divide.
+
+        A projection makes 96 features that attention takes as 6 heads of 16: its weight has 6 units,
+        too. Only dims that are sharded together with one of a parameter have units, for the model
+        decides how long these are, and not a batch. Without heads they are single rows. Arrays of
+        JAX have even blocks.
+        """
+        units: dict[tuple[str, int], int] = {}
+        if self.moves_anywhere:
+            return units
+        for name in self.parameters:
+            for number, dim in enumerate(self.arrays[name].dims):
+                units[name, number] = length_of(names_of_dim(dim), self.lengths)
+        links = [link for op in self.ops for link in op.links]
+        counted: Mapping[tuple[str, int], int] = {}
+        while counted != units:
+            counted = dict(units)
+            for link in links:
+                known = math.gcd(*[units.get(dim, 0) for dim in link])
+                if known:
+                    lengths = [self.lengths[name] for name in link.values()]
+                    units |= dict.fromkeys(link, math.gcd(known, *lengths))
+        return units
 
     @cached_property
     def differentiable(self) -> frozenset[str]:

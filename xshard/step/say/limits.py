@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
 from xshard.errors import NotationError, PlanError, located
+from xshard.layout import Layout
 from xshard.models import rule_of, use_of
+from xshard.notation.parser import Dim, Shard
 from xshard.rules import Rules, RulesLike, match_objects
 from xshard.step.price.edges import Edge
 from xshard.step.price.nodes import Gathering
 from xshard.step.price.options import Flags, Ints, without_copies
 from xshard.step.price.problem import StepProblem
-from xshard.step.record.arrays import placements_of
+from xshard.step.record.arrays import in_units, placements_of
 from xshard.step.record.trace import INPUT
 from xshard.step.say.rules import StepRules
 
@@ -92,8 +96,8 @@ class _Limits:
         with located(f"rule of {name}"):
             ndim = len(self.problem.names(source.name))
             use = use_of(self.parameters[name], ndim, self.problem.mesh, frozenset(axes))
-            stored = placements_of(use.stored, axes)
-            used = placements_of(use.used, axes)
+            stored = _placements(self.problem, source.name, use.stored)
+            used = _placements(self.problem, source.name, use.used)
         # A parameter that is used as it is stored is not gathered. Its options then come with
         # PER_STEP as well as with PER_USE, at the same cost: those with PER_STEP are left.
         gathering = Gathering.PER_STEP
@@ -212,10 +216,29 @@ def _sides(text: str, problem: StepProblem, name: str, place: str = "") -> RuleS
 
     place: the module whose rule it is, for errors.
     """
-    axes = problem.mesh.axes
     ndim = len(problem.names(name))
     with located(f"rule of {place if place else name}"):
         rule = rule_of(text, problem.mesh)
-        src = np.array(placements_of(rule.src.resolved(ndim), axes))
-        dst = np.array(placements_of(rule.dst.resolved(ndim), axes))
-    return RuleSides(src, dst, np.isin(axes, rule.axes))
+        src = np.array(_placements(problem, name, rule.src.resolved(ndim)))
+        dst = np.array(_placements(problem, name, rule.dst.resolved(ndim)))
+    return RuleSides(src, dst, np.isin(problem.mesh.axes, rule.axes))
+
+
+def _placements(problem: StepProblem, name: str, layout: Layout) -> list[int]:
+    """Convert a layout of an array into placements; raise NotationError for what is not searched."""
+    shape = problem.shape(name)
+    units = problem.units[name]
+    mesh = problem.mesh
+    dims: list[Dim] = []
+    by_units: list[int] = []
+    for number, dim in enumerate(layout.dims):
+        first_name = dim.parts[0] if dim.parts else dim.name
+        even = Dim(first_name, tuple(Shard(shard.axes) for shard in dim.shards))
+        # In units it is as rules have it: of parameters, and of activations.
+        write = partial(in_units, even, shape[number], units[number], mesh)
+        if dim in (write(says_length=False), write(says_length=True)):
+            by_units.append(number)
+            dim = even
+        dims.append(dim)
+    placements = placements_of(replace(layout, dims=tuple(dims)), mesh.axes)
+    return [placement + len(dims) * (placement in by_units) for placement in placements]

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from itertools import chain
 from typing import Any, NamedTuple
 
 from xshard.caches import layout_cache
-from xshard.layout import Layout
+from xshard.layout import Layout, Mesh
 from xshard.models import ActivationRule, layout_inside
 from xshard.notation.parser import ARROW
 from xshard.rules import Rules, spellings
 from xshard.step.price.edges import Edge
 from xshard.step.price.nodes import Gathering
+from xshard.step.price.options import Ints
 from xshard.step.price.problem import StepProblem
-from xshard.step.record.arrays import layout_of
+from xshard.step.record.arrays import in_units, layout_of
 from xshard.step.record.op import Op
 from xshard.step.record.repeat import in_first_block
 from xshard.step.record.trace import INPUT
@@ -87,7 +90,7 @@ class _ActivationRules:
         edges = [e for e in problem.edges if problem.nodes[e.source].gathering is None]
         n_inputs = len(self.step.inputs)
         for edge in sorted(edges, key=lambda edge: edge.source >= n_inputs):  # inputs are first
-            self._add(edge, *ends_of(problem, edge, assignment))
+            self._add(edge, *ends_of(problem, edge, assignment, says_lengths=True))
 
     def _add(self, edge: Edge, src: Layout, dst: Layout) -> None:
         """Add the rules that one array needs on its way to the operation that uses it.
@@ -267,19 +270,61 @@ def _inside(src: Layout, dst: Layout, outside: Layout) -> Layout:
     return layout_inside(ActivationRule(src, dst, ""), outside)
 
 
-def ends_of(problem: StepProblem, edge: Edge, assignment: Sequence[int]) -> tuple[Layout, Layout]:
-    """Return the layouts of an array where it is made or stored, and where it is used."""
-    names = tuple(problem.names(problem.nodes[edge.source].name))
+def ends_of(
+    problem: StepProblem, edge: Edge, assignment: Sequence[int], *, says_lengths: bool = False
+) -> tuple[Layout, Layout]:
+    """Return the layouts of an array where it is made or stored, and where it is used.
+
+    says_lengths: list the sizes of uneven blocks, as rules of activations do.
+    """
     made = edge.made_layouts[edge.rows[assignment[edge.source]]]
     used = edge.used_layouts[edge.columns[assignment[edge.user]]]
-    axes = problem.mesh.axes
+    name = problem.nodes[edge.source].name
+    return written_ends(problem, name, made, used, says_lengths=says_lengths)
+
+
+def written_ends(
+    problem: StepProblem, name: str, made: Ints, used: Ints, *, says_lengths: bool = False
+) -> tuple[Layout, Layout]:
+    """Write both ends of a move of an array, given as placements."""
     # Tuples of ints, for the cache: `simplified` asks for the same few layouts thousands of times.
-    src = _layout(tuple(made.tolist()), names, axes)
-    dst = _layout(tuple(used.tolist()), names, axes)
+    return _layouts(
+        (tuple(made.tolist()), tuple(used.tolist())),
+        tuple(problem.names(name)),
+        problem.shape(name),
+        problem.units[name],
+        problem.mesh,
+        says_lengths,
+    )
+
+
+@layout_cache(maxsize=4096)
+def _layouts(
+    ends: tuple[tuple[int, ...], ...],
+    names: tuple[str, ...],
+    shape: tuple[int, ...],
+    units: tuple[int, ...],
+    mesh: Mesh,
+    says_lengths: bool,
+) -> tuple[Layout, Layout]:
+    """Write the placements of both ends of a move as layouts.
+
+    Both ends write a dim alike: if it is in units at one of them, the other has its name, too.
+    """
+    layouts: list[Layout] = []
+    for placements in ends:
+        layout = layout_of(placements, names, mesh.axes)
+        dims = list(layout.dims)
+        for number, n_units in enumerate(units):
+            if number + len(names) not in chain(*ends):
+                continue
+            dim = dims[number]
+            dims[number] = in_units(dim, shape[number], n_units, mesh, says_length=says_lengths)
+            if number in placements:  # in even blocks at this end
+                dims[number] = replace(dim, name=dims[number].name)
+        layouts.append(replace(layout, dims=tuple(dims)))
+    src, dst = layouts
     return src, dst
-
-
-_layout = layout_cache(maxsize=4096)(layout_of)
 
 
 def _text(src: Layout, dst: Layout) -> str:

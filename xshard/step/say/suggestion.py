@@ -17,9 +17,8 @@ from xshard.step.choose.search import StepSearch
 from xshard.step.price.nodes import Gathering
 from xshard.step.price.options import Floats
 from xshard.step.price.passes import schedule_of
-from xshard.step.record.arrays import layout_of
 from xshard.step.say.limits import read_limits
-from xshard.step.say.rules import StepRules, ends_of, written
+from xshard.step.say.rules import StepRules, ends_of, written, written_ends
 
 SAME = 0.01  # of the seconds: plans this near are as good
 WHY_EXPOSED = """\
@@ -195,7 +194,8 @@ class Suggestion(Pictured):
         """Write an option of a node as text."""
         problem = self.search.problem
         name, placements, _, gathering = problem.nodes[node]
-        layout = layout_of(placements[option, -1], problem.names(name), problem.mesh.axes)
+        stored = placements[option, -1]
+        layout, _ = written_ends(problem, name, stored, stored)
         is_sharded = "/" in str(layout)  # else there is nothing to gather
         if gathering is None or not is_sharded:
             return str(layout)
