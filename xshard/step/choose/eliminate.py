@@ -15,7 +15,9 @@ import numpy as np
 
 from xshard.step.price.options import Floats
 
-MOST_ENTRIES = 2**18  # of a table; beyond that the minimum is bounded from below only
+# Of a table; beyond that the minimum is bounded from below only. Of eight layers of Qwen3-Next a bound
+# takes 0.1 s and is 0.3 % lower than with 2**24 entries, which take 3 s.
+MOST_ENTRIES = 2**18
 ENTRIES_AT_A_TIME = 2**17  # of a sum of tables
 GIVEN = -1  # in place of the bucket of a table that is no minimum
 

@@ -22,7 +22,7 @@ from xshard.step.price.problem import StepProblem
 from xshard.step.record.arrays import REPLICAS
 
 ROUNDS = 100  # of weights
-ROUNDS_IN_VAIN = 8  # one after another, none of which raises the bound by more than CLOSE
+ROUNDS_IN_VAIN = 30  # one after another, whose bounds are below the least and raise nothing
 CLOSE = 2e-5  # of the seconds: a bound so near is reached
 MOST_PROGRAMS = 5  # one after another, as moves are planned that the one before has
 MOST_NODES = 100  # of the integer program's search tree
@@ -44,6 +44,11 @@ class Bound(NamedTuple):
     seconds: float
     assignment: list[int]
     buckets: list[Bucket]
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the assignment has the bound: no variable was minimized over in two parts."""
+        return len({bucket.variable for bucket in self.buckets}) == len(self.buckets)
 
 
 @dataclass(eq=False)
@@ -197,13 +202,11 @@ class StepSearch:
         Returns False after ROUNDS rounds, or ROUNDS_IN_VAIN; or if no assignment is possible, so
         that there is nothing to mix.
         """
-        # Where tables are too large to add up, a bound stays below the mixture, whatever the weights.
+        # A bound of tables that are too large stays below the mixture, whatever the weights.
         is_over = self._n_rounds == ROUNDS or self._n_rounds_in_vain == ROUNDS_IN_VAIN
         if is_over or not self.vectors:
             return False
         self._n_rounds += 1
-        if self.bound > 0:  # at first, weights are so far off that they prove nothing
-            self._n_rounds_in_vain += 1
         vectors = np.array(list(self.vectors.values()))
         self._mixture_s, multipliers = best_mixture(self.cost, vectors)
         self._tried_multipliers = STAY * self.multipliers + (1 - STAY) * multipliers
@@ -217,8 +220,10 @@ class StepSearch:
         `_found` in any case: worse weights still find one to learn from.
         """
         bound = self.bound_by(self._tried_multipliers)
-        if bound.seconds > self.bound * (1 + CLOSE):
+        if bound.is_exact or bound.seconds > self.bound * (1 + CLOSE):
             self._n_rounds_in_vain = 0
+        elif self.bound > 0:  # at first, weights are so far off that they prove nothing
+            self._n_rounds_in_vain += 1
         if bound.seconds > self.bound:
             self.bound = bound.seconds
             self.multipliers = self._tried_multipliers
