@@ -15,9 +15,10 @@ import numpy as np
 
 from xshard.step.price.options import Floats
 
-# Of a table; beyond that the minimum is bounded from below only. Of eight layers of Qwen3-Next a bound
-# takes 0.1 s and is 0.3 % lower than with 2**24 entries, which take 3 s.
-MOST_ENTRIES = 2**18
+MOST_ENTRIES = 2**24  # of a table; beyond that the minimum is bounded from below only
+# Of all tables, were each as large: the more variables, the smaller is each. A bound for eight layers
+# of Qwen3-Next, of 368 variables, takes 0.5 s, and 3 s with tables of 2**24.
+MOST_ENTRIES_IN_ALL = 2**30
 ENTRIES_AT_A_TIME = 2**17  # of a sum of tables
 GIVEN = -1  # in place of the bucket of a table that is no minimum
 
@@ -147,6 +148,7 @@ def _eliminate(tables: Sequence[Table], sizes: Sequence[int], buckets: list[Buck
     # Variables whose tables have changed, so that `n_entries` is counted again: at first all with
     # a choice of values.
     changed = [variable for variable, size in enumerate(sizes) if size > 1]
+    most_entries = min(MOST_ENTRIES, MOST_ENTRIES_IN_ALL // max(len(changed), 1))
     for _ in [*changed]:
         for variable in changed:
             with_variable = [left[number] for number in numbers_with[variable]]
@@ -162,7 +164,7 @@ def _eliminate(tables: Sequence[Table], sizes: Sequence[int], buckets: list[Buck
                 del numbers_with[variable][number]
         changed = [v for v in _joint_scope(with_variable) if v != eliminated]
         # One group with all tables, unless their sum would be too large (mini-buckets).
-        for group in _groups_that_fit(with_variable, sizes):
+        for group in _groups_that_fit(with_variable, sizes, most_entries):
             scope = _joint_scope(group)
             # The smallest tables are added up first, so that few sums are over the whole scope.
             bucket = Bucket(eliminated, scope, [table.over(scope) for table in reversed(group)])
@@ -264,8 +266,10 @@ def _n_entries_of_sum(tables: Sequence[Table], sizes: Sequence[int]) -> int:
     return math.prod(sizes[variable] for variable in _joint_scope(tables))
 
 
-def _groups_that_fit(tables: Sequence[Table], sizes: Sequence[int]) -> Iterator[list[Table]]:
-    """Split tables into few groups, so that the sum of each has at most MOST_ENTRIES entries.
+def _groups_that_fit(
+    tables: Sequence[Table], sizes: Sequence[int], most_entries: int
+) -> Iterator[list[Table]]:
+    """Split tables into few groups, so that the sum of each has at most `most_entries` entries.
 
     Tables over (a, b) and (b, c) add up to one over (a, b, c): with 100 values for each variable
     that has 10**6 entries. The split is greedy: a group begins with the largest table that is
@@ -278,7 +282,7 @@ def _groups_that_fit(tables: Sequence[Table], sizes: Sequence[int]) -> Iterator[
         group = left[:1]
         too_large: list[Table] = []  # together with this group
         for table in left[1:]:
-            if _n_entries_of_sum([*group, table], sizes) <= MOST_ENTRIES:
+            if _n_entries_of_sum([*group, table], sizes) <= most_entries:
                 group.append(table)
             else:
                 too_large.append(table)
