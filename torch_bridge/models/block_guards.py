@@ -158,8 +158,8 @@ def _check_step_on_blocks(optimizer_class: Any, group: Any, name: str) -> None:
     values = torch.arange(13 * 48 * 48.0, device=group["params"][0].device).tan().view(13, 48, 48)
     finding = "its step on a block is not that on the whole"
     try:
-        expected = _after_steps(optimizer_class, group, values)[8:32, 8:32]
-        result = _after_steps(optimizer_class, group, values[:, 8:32, 8:32])
+        expected = _parameter_after_steps(optimizer_class, group, values)[8:32, 8:32]
+        result = _parameter_after_steps(optimizer_class, group, values[:, 8:32, 8:32])
         if torch.allclose(result, expected, atol=1e-4, equal_nan=True):
             return
     except Exception as error:  # of any kind: it is the optimizer's own code
@@ -170,10 +170,14 @@ def _check_step_on_blocks(optimizer_class: Any, group: Any, name: str) -> None:
     raise XshardError(reason, hint=hint)
 
 
-def _after_steps(optimizer_class: Any, group: Any, values: Tensor) -> Tensor:
-    """Return `values[0]` after steps of a new optimizer, with the gradients `values[1:]`."""
+def _parameter_after_steps(optimizer_class: Any, group: Any, values: Tensor) -> Tensor:
+    """Train `values[0]` by a new optimizer, a step for each of the gradients `values[1:]`.
+
+    Of the whole and of a block, the results tell whether a step of an element needs others. The new
+    optimizer has the options of `group`, and leaves the state of the user's own alone.
+    """
     x, *gradients = values.clone()
-    # A schedule may begin with 0, where all optimizers agree.
+    # The user's rate may be 0, as a schedule begins: all optimizers would agree.
     options = {**group, "lr": 0.5, "params": [x]}
     _, *parameters = inspect.signature(optimizer_class).parameters.values()
     required = [parameter.name for parameter in parameters if parameter.default is parameter.empty]
@@ -182,6 +186,6 @@ def _after_steps(optimizer_class: Any, group: Any, values: Tensor) -> Tensor:
     )
     for gradient in gradients:
         x.grad = gradient
-        # A closure that returns 0.0. Steps that follow the loss are right, as it is not cut.
-        optimizer.step(float)
+        # LBFGS and others ask for the loss: it is one number for all blocks, here 0.
+        optimizer.step(lambda: 0.0)
     return x

@@ -265,9 +265,9 @@ def extents(blocks: Sequence[Iterable[Run]]) -> Intervals:
     Rows 0 1 6 7 -> [0, 8). A block without rows has an empty one, whose start is above its stop.
     """
     table = run_table(blocks)
-    # The lowest row of the run where rows go down.
+    # A stride may be negative: then the last repeat of a run has its lowest row.
     last_repeat_start = table.start + table.stride * (table.repeats - 1)
-    # Bounds that any row changes: above all starts, and below all stops.
+    # Begin with empty intervals, which any row widens.
     bounds = np.tile(np.array([BEYOND_ALL_ROWS, 0]), (len(blocks), 1))
     # `ufunc.at` and not an assignment: a block has several runs, and each has to count.
     np.minimum.at(bounds[:, 0], table.block, np.minimum(table.start, last_repeat_start))
