@@ -21,7 +21,7 @@ from xshard.layout import Mesh
 from xshard.layout.mesh import check_mesh
 from xshard.rules import RulesLike
 from xshard.signatures import Bytes, Count, ZeroToOne, short_repr
-from xshard.step.choose.hand import HAND, options_by_hand
+from xshard.step.choose.hand import HAND, HandPlan, options_by_hand
 from xshard.step.choose.search import StepSearch
 from xshard.step.price.moves import MovePrices
 from xshard.step.price.problem import StepProblem
@@ -33,6 +33,9 @@ from xshard.step.say.suggestion import StepPlan, Suggestion
 HEADROOM = 0.07  # of the memory, for what no plan counts: the framework's own, fragments, buffers
 MOST_BATCHES = 64
 TRIES = 4  # weights to try for a plan by hand
+HOPELESS = (
+    10.0  # times the seconds of another plan by hand: where nothing fits, bounds rise for ever
+)
 SIMPLER = 0.01  # of the seconds and of the bound, for fewer rules
 
 Progress = Callable[[int, int], None]  # the numbers of searches done, and of all
@@ -242,31 +245,44 @@ def _plans_by_hand(searches: Sequence[StepSearch]) -> dict[str, StepPlan]:
     on the mesh is left out.
     """
     by_hand: dict[str, StepPlan] = {}
-    first = searches[0].problem
+    fastest_s = np.inf
     for name, hand in HAND.items():
-        begun: list[tuple[StepSearch, StepSearch]] = []
-        for search in searches:
-            problem = search.problem
-            if problem.prefetch != first.prefetch or problem.batch_parts != first.batch_parts:
-                continue  # people write them for one way to run
-            among_hand = search.within(options_by_hand(problem, hand))
-            if among_hand is not None:
-                among_hand.begin()
-                begun.append((search, among_hand))
-        begun.sort(key=lambda pair: pair[1].bound)
         plans: list[StepPlan] = []
-        best_s = np.inf
-        for search, among_hand in begun:
+        best_s = np.inf  # of this kind
+        for search, among_hand in _begun_by_hand(searches, hand):
             if among_hand.bound >= best_s:
                 break  # neither this problem nor the next has a better plan of this kind
-            among_hand.run(most_steps=TRIES)
+            for _ in range(TRIES):
+                if among_hand.bound >= HOPELESS * fastest_s or not among_hand.advance():
+                    break
             best_s = min(best_s, among_hand.seconds)
+            fastest_s = min(fastest_s, best_s)
             for assignment, vector in among_hand.vectors.items():
                 search.offer(assignment)
                 plans.append(StepPlan(search, vector))
         if plans:
             by_hand[name] = min(plans, key=_rank)
     return by_hand
+
+
+def _begun_by_hand(
+    searches: Sequence[StepSearch], hand: HandPlan
+) -> list[tuple[StepSearch, StepSearch]]:
+    """Begin a search among the plans of one kind for each problem, the lowest bound first.
+
+    Returns pairs of the problem's own search and of that among plans by hand.
+    """
+    first = searches[0].problem
+    begun: list[tuple[StepSearch, StepSearch]] = []
+    for search in searches:
+        problem = search.problem
+        if problem.prefetch != first.prefetch or problem.batch_parts != first.batch_parts:
+            continue  # people write them for one way to run
+        among_hand = search.within(options_by_hand(problem, hand))
+        if among_hand is not None:
+            among_hand.begin()
+            begun.append((search, among_hand))
+    return sorted(begun, key=lambda pair: pair[1].bound)
 
 
 def _rank(plan: StepPlan) -> float:

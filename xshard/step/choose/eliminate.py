@@ -16,9 +16,10 @@ import numpy as np
 from xshard.step.price.options import Floats
 
 MOST_ENTRIES = 2**24  # of a table; beyond that the minimum is bounded from below only
-# Of all tables, were each as large: the more variables, the smaller is each. A bound for eight layers
-# of Qwen3-Next, of 368 variables, takes 0.5 s, and 3 s with tables of 2**24.
-MOST_ENTRIES_IN_ALL = 2**30
+MOST_ADDED_UP = (
+    2**26
+)  # entries of all sums of a minimum: later ones are smaller where they are many
+LEAST_LIMIT = 2**16  # entries that a table may have in any case
 ENTRIES_AT_A_TIME = 2**17  # of a sum of tables
 GIVEN = -1  # in place of the bucket of a table that is no minimum
 
@@ -148,7 +149,7 @@ def _eliminate(tables: Sequence[Table], sizes: Sequence[int], buckets: list[Buck
     # Variables whose tables have changed, so that `n_entries` is counted again: at first all with
     # a choice of values.
     changed = [variable for variable, size in enumerate(sizes) if size > 1]
-    most_entries = min(MOST_ENTRIES, MOST_ENTRIES_IN_ALL // max(len(changed), 1))
+    n_left = MOST_ADDED_UP  # entries that may still be added up
     for _ in [*changed]:
         for variable in changed:
             with_variable = [left[number] for number in numbers_with[variable]]
@@ -164,7 +165,9 @@ def _eliminate(tables: Sequence[Table], sizes: Sequence[int], buckets: list[Buck
                 del numbers_with[variable][number]
         changed = [v for v in _joint_scope(with_variable) if v != eliminated]
         # One group with all tables, unless their sum would be too large (mini-buckets).
+        most_entries = min(MOST_ENTRIES, max(n_left // 4, LEAST_LIMIT))
         for group in _groups_that_fit(with_variable, sizes, most_entries):
+            n_left -= _n_entries_of_sum(group, sizes)
             scope = _joint_scope(group)
             # The smallest tables are added up first, so that few sums are over the whole scope.
             bucket = Bucket(eliminated, scope, [table.over(scope) for table in reversed(group)])
