@@ -165,7 +165,7 @@ def _eliminate(tables: Sequence[Table], sizes: Sequence[int], buckets: list[Buck
                 del numbers_with[variable][number]
         changed = [v for v in _joint_scope(with_variable) if v != eliminated]
         # One group with all tables, unless their sum would be too large (mini-buckets).
-        most_entries = min(MOST_ENTRIES, max(n_left // 4, LEAST_LIMIT))
+        most_entries = min(MOST_ENTRIES, max(n_left // 2, LEAST_LIMIT))
         for group in _groups_that_fit(with_variable, sizes, most_entries):
             n_left -= _n_entries_of_sum(group, sizes)
             scope = _joint_scope(group)

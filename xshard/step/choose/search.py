@@ -22,7 +22,7 @@ from xshard.step.price.problem import StepProblem
 from xshard.step.record.arrays import REPLICAS
 
 ROUNDS = 100  # of weights
-ROUNDS_IN_VAIN = 30  # one after another, whose bounds are below the least and raise nothing
+ROUNDS_IN_VAIN = 12  # one after another, whose bounds are below the least and raise nothing
 CLOSE = 2e-5  # of the seconds: a bound so near is reached
 MOST_PROGRAMS = 5  # one after another, as moves are planned that the one before has
 MOST_NODES = 100  # of the integer program's search tree
