@@ -2,14 +2,17 @@
 
     python -m benchmarks.time            # 100, 400 and 1,600 Mbit/s; needs namespaces
     python -m benchmarks.time --quick    # 400 Mbit/s, one model
+    python -m benchmarks.time --only zero3 --ranks 1 --mbit 400 1600   # a part, by hand
 
-Two nodes of one and of two ranks on this machine; batches in halves on two nodes of one. Prints tables and
-writes a JSON file. Exit status 1 if a claim fails.
+Two nodes of one and of two ranks on this machine; batches in halves on two nodes of one. Prints each row as
+it is measured, which takes hours on slow links, then tables, and writes a JSON file. Exit status 1 if a
+claim fails.
 """
 
 import os
 import statistics
 import sys
+from argparse import Namespace
 from collections.abc import Sequence
 
 from rich.table import Table
@@ -27,32 +30,55 @@ HALVES_MBIT = 25, 50, 100, 200, 400
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = record.options("time", __doc__, quick="400 Mbit/s, one model").parse_args(arguments)
-    quick = options.quick
-    layers, hidden, tokens, rounds = (3, 256, 64, 3) if quick else (6, 512, 256, 5)
-    rows: list[Row] = []
-    halves: list[Row] = []
-    for mbit in (100,) if quick else HALVES_MBIT:
-        with nodes(2, ranks=1, rate=f"{mbit}mbit") as cluster:
-            for kind in turns.KINDS:
-                work = kind, 3, hidden, 8, tokens // 2, rounds
-                row = cluster.run_torch(turns.turns, *work, timeout_s=1800.0)[0]
-                halves.append({"mbit": mbit, **row})
-    for ranks in (1,) if quick else (1, 2):
-        for mbit in (400,) if quick else MBIT:
-            with nodes(2, ranks=ranks, rate=f"{mbit}mbit") as cluster:
-                for name in ("llama",) if quick else MODELS:
-                    work = name, layers, hidden, tokens, rounds
-                    row = cluster.run_torch(measures.zero3, *work, timeout_s=1800.0)[0]
-                    rows.append({"ranks": ranks, "mbit": mbit, **row})
+    parser = record.options("time", __doc__, quick="400 Mbit/s, one model")
+    parser.add_argument("--only", choices=("halves", "zero3"), help="one of the two tables")
+    parser.add_argument("--ranks", type=int, nargs="*", default=(1, 2), help="ranks of a node")
+    parser.add_argument("--mbit", type=int, nargs="*", default=MBIT, help="rates, of ZeRO-3")
+    options = parser.parse_args(arguments)
+    halves = [] if options.only == "zero3" else measured_halves(options.quick)
+    rows = [] if options.only == "halves" else measured_zero3(options)
     record.console().print(shown(rows))
     record.console().print(halves_shown(halves))
-    judged = [*judge(rows), *judge_halves(halves)]
+    judged: list[Claim] = []
+    if rows:
+        judged += judge(rows)
+    if halves:
+        judged += judge_halves(halves)
     libraries = ("torch", "transformers")
     files = {"zero3": rows, "halves": halves}
     return finish(
         options, "The time of a step", judged, *libraries, rows=files, load=os.getloadavg()
     )
+
+
+def measured_halves(quick: bool) -> list[Row]:
+    """A row for each kind of model on each link, printed as it comes."""
+    hidden, tokens, rounds = (256, 64, 3) if quick else (512, 256, 5)
+    rows: list[Row] = []
+    for mbit in (100,) if quick else HALVES_MBIT:
+        with nodes(2, ranks=1, rate=f"{mbit}mbit") as cluster:
+            for kind in turns.KINDS:
+                work = kind, 3, hidden, 8, tokens // 2, rounds
+                row = cluster.run_torch(turns.turns, *work, timeout_s=1800.0)[0]
+                rows.append({"mbit": mbit, **row})
+                print(rows[-1], flush=True)
+    return rows
+
+
+def measured_zero3(options: Namespace) -> list[Row]:
+    """A row for each model, number of ranks and link, printed as it comes."""
+    quick = options.quick
+    layers, hidden, tokens, rounds = (3, 256, 64, 3) if quick else (6, 512, 256, 5)
+    rows: list[Row] = []
+    for ranks in (1,) if quick else options.ranks:
+        for mbit in (400,) if quick else options.mbit:
+            with nodes(2, ranks=ranks, rate=f"{mbit}mbit") as cluster:
+                for name in ("llama",) if quick else MODELS:
+                    work = name, layers, hidden, tokens, rounds
+                    row = cluster.run_torch(measures.zero3, *work, timeout_s=1800.0)[0]
+                    rows.append({"ranks": ranks, "mbit": mbit, **row})
+                    print(rows[-1], flush=True)
+    return rows
 
 
 def named(row: Row) -> str:

@@ -17,6 +17,8 @@ from xshard.schedule import Start, Turn, training_step
 
 OURS, WAITING, FSDP2, ALONE = "prefetched", "not prefetched", "FSDP2", "computing alone"
 VOCABULARY = 512
+SIDE, PATCH = 256, 16  # of images, in pixels
+ROWS = 4  # of a batch, on each rank
 Step = Callable[[], Any]
 
 
@@ -52,10 +54,47 @@ def gpt2(layers: int, hidden: int) -> nn.Module:
     )
 
 
-# For each a function of layers and width, and where its layers are.
-MODELS: dict[str, tuple[Callable[[int, int], nn.Module], str]] = {
-    "llama": (llama, "model.layers"),
-    "gpt2": (gpt2, "transformer.h"),
+def vit(layers: int, hidden: int) -> nn.Module:
+    from transformers import ViTConfig, ViTForImageClassification
+
+    return ViTForImageClassification(
+        ViTConfig(
+            num_labels=VOCABULARY,
+            hidden_size=hidden,
+            intermediate_size=hidden * 4,
+            num_hidden_layers=layers,
+            num_attention_heads=8,
+            image_size=SIDE,
+            patch_size=PATCH,
+        )
+    )
+
+
+def mixtral(layers: int, hidden: int) -> nn.Module:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    return MixtralForCausalLM(
+        MixtralConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=hidden,
+            intermediate_size=hidden * 2,
+            num_hidden_layers=layers,
+            num_attention_heads=8,
+            num_key_value_heads=4,
+            num_local_experts=2,
+            num_experts_per_tok=2,
+            use_cache=False,
+            experts_implementation="eager",
+        )
+    )
+
+
+# For each a function of layers and width, where its layers are, and how its batch is cut.
+MODELS: dict[str, tuple[Callable[[int, int], nn.Module], str, str]] = {
+    "llama": (llama, "model.layers", "b/dp s"),
+    "gpt2": (gpt2, "transformer.h", "b/dp s"),
+    "vit": (vit, "vit.layers", "b/dp c h w"),
+    "mixtral": (mixtral, "model.layers", "b/dp s"),
 }
 
 
@@ -64,13 +103,24 @@ def made(name: str, layers: int, hidden: int) -> nn.Module:
     return MODELS[name][0](layers, hidden)
 
 
-def step_of(model: nn.Module, ids: Tensor) -> Step:
+def batch_of(name: str, rows: int, tokens: int) -> tuple[Tensor, Tensor]:
+    """This rank's rows of a model's input and of its labels."""
+    generator = torch.Generator().manual_seed(0)
+    n = dist.get_world_size()
+    shape = (rows * n,) if name == "vit" else (rows * n, tokens)
+    labels = torch.randint(0, VOCABULARY, shape, generator=generator)
+    x = torch.randn(rows * n, 3, SIDE, SIDE, generator=generator) if name == "vit" else labels
+    rank = dist.get_rank()
+    return x.chunk(n)[rank], labels.chunk(n)[rank]
+
+
+def step_of(model: nn.Module, x: Tensor, labels: Tensor) -> Step:
     def step() -> float:
-        logits = model(ids).logits[:, :-1]
-        loss = nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+        logits = model(x).logits
+        loss = nn.functional.cross_entropy(logits.flatten(0, -2), labels.flatten())
         loss.backward()
-        for x in model.parameters():
-            x.grad = None
+        for parameter in model.parameters():
+            parameter.grad = None
         return loss.item()
 
     return step
@@ -82,7 +132,7 @@ def parallel(name: str, layers: int, hidden: int, prefetch: int) -> nn.Module:
     return xt.parallelize(
         model,
         {"**": "o/dp ... -> o ..."},
-        {"": "b/dp s"},
+        {"": MODELS[name][2]},
         Mesh(dp=n),
         gathers=f"{MODELS[name][1]}.*",
         prefetch=prefetch,
@@ -104,16 +154,13 @@ def fsdp2(name: str, layers: int, hidden: int) -> nn.Module:
 def zero3(name: str, layers: int, hidden: int, tokens: int, rounds: int) -> dict[str, Any]:
     """Median seconds of a step in every way, of the slowest rank, and those of moving alone."""
     torch.set_num_threads(1)
-    generator = torch.Generator().manual_seed(0)
-    n = dist.get_world_size()
-    ids = torch.randint(0, VOCABULARY, (4 * n, tokens), generator=generator)
-    ids = ids.chunk(n)[dist.get_rank()]
+    batch = batch_of(name, ROWS, tokens)
     ours = parallel(name, layers, hidden, 1)
     steps = {
-        OURS: step_of(ours, ids),
-        WAITING: step_of(parallel(name, layers, hidden, 0), ids),
-        FSDP2: step_of(fsdp2(name, layers, hidden), ids),
-        ALONE: step_of(made(name, layers, hidden), ids),
+        OURS: step_of(ours, *batch),
+        WAITING: step_of(parallel(name, layers, hidden, 0), *batch),
+        FSDP2: step_of(fsdp2(name, layers, hidden), *batch),
+        ALONE: step_of(made(name, layers, hidden), *batch),
     }
     times = by_turns.slowest(steps, rounds, warm_up=2)
     seconds = {way: statistics.median(turns) for way, turns in times.items()}
