@@ -33,9 +33,8 @@ from xshard.step.say.suggestion import StepPlan, Suggestion
 HEADROOM = 0.07  # of the memory, for what no plan counts: the framework's own, fragments, buffers
 MOST_BATCHES = 64
 TRIES = 4  # weights to try for a plan by hand
-HOPELESS = (
-    10.0  # times the seconds of another plan by hand: where nothing fits, bounds rise for ever
-)
+# Times the seconds of another plan by hand: where nothing fits the memory, bounds rise for ever.
+HOPELESS = 10.0
 SIMPLER = 0.01  # of the seconds and of the bound, for fewer rules
 
 Progress = Callable[[int, int], None]  # the numbers of searches done, and of all
@@ -252,9 +251,7 @@ def _plans_by_hand(searches: Sequence[StepSearch]) -> dict[str, StepPlan]:
         for search, among_hand in _begun_by_hand(searches, hand):
             if among_hand.bound >= best_s:
                 break  # neither this problem nor the next has a better plan of this kind
-            for _ in range(TRIES):
-                if among_hand.bound >= HOPELESS * fastest_s or not among_hand.advance():
-                    break
+            among_hand.run(most_steps=TRIES, most_s=HOPELESS * fastest_s)
             best_s = min(best_s, among_hand.seconds)
             fastest_s = min(fastest_s, best_s)
             for assignment, vector in among_hand.vectors.items():

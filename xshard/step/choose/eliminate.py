@@ -16,10 +16,10 @@ import numpy as np
 from xshard.step.price.options import Floats
 
 MOST_ENTRIES = 2**24  # of a table; beyond that the minimum is bounded from below only
-MOST_ADDED_UP = (
-    2**26
-)  # entries of all sums of a minimum: later ones are smaller where they are many
-LEAST_LIMIT = 2**16  # entries that a table may have in any case
+# Entries of all sums of a minimum together: a sum may have half of what is left of them, or at least
+# LEAST_LIMIT, so that steps of many operations have smaller tables.
+MOST_ADDED_UP = 2**26
+LEAST_LIMIT = 2**16
 ENTRIES_AT_A_TIME = 2**17  # of a sum of tables
 GIVEN = -1  # in place of the bucket of a table that is no minimum
 
@@ -140,45 +140,68 @@ def _eliminate(tables: Sequence[Table], sizes: Sequence[int], buckets: list[Buck
 
     sizes: the number of values of each variable.
     """
-    left = dict(enumerate(tables))
-    numbers_with = [dict[int, None]() for _ in sizes]  # by variable, of its tables, in order
-    for number, table in left.items():
-        for variable in table.scope:
-            numbers_with[variable][number] = None
+    left = _TablesLeft(len(sizes))
+    for table in tables:
+        left.add(table)
     n_entries: dict[int, int] = {}  # by variable, of the sum of all tables with it
     # Variables whose tables have changed, so that `n_entries` is counted again: at first all with
     # a choice of values.
     changed = [variable for variable, size in enumerate(sizes) if size > 1]
-    n_left = MOST_ADDED_UP  # entries that may still be added up
+    n_entries_left = MOST_ADDED_UP
     for _ in [*changed]:
         for variable in changed:
-            with_variable = [left[number] for number in numbers_with[variable]]
-            n_entries[variable] = _n_entries_of_sum(with_variable, sizes)
+            n_entries[variable] = _n_entries_of_sum(left.with_variable(variable), sizes)
         # The variable with the smallest sum first, so that tables stay small.
         eliminated = min(n_entries, key=n_entries.__getitem__)
         del n_entries[eliminated]
-        with_variable = []
-        for number in [*numbers_with[eliminated]]:
-            table = left.pop(number)
-            with_variable.append(table)
-            for variable in table.scope:
-                del numbers_with[variable][number]
-        changed = [v for v in _joint_scope(with_variable) if v != eliminated]
+        tables_to_add = left.take(eliminated)
+        changed = [v for v in _joint_scope(tables_to_add) if v != eliminated]
         # One group with all tables, unless their sum would be too large (mini-buckets).
-        most_entries = min(MOST_ENTRIES, max(n_left // 2, LEAST_LIMIT))
-        for group in _groups_that_fit(with_variable, sizes, most_entries):
-            n_left -= _n_entries_of_sum(group, sizes)
+        most_entries = min(MOST_ENTRIES, max(n_entries_left // 2, LEAST_LIMIT))
+        for group in _groups_that_fit(tables_to_add, sizes, most_entries):
+            n_entries_left -= _n_entries_of_sum(group, sizes)
             scope = _joint_scope(group)
             # The smallest tables are added up first, so that few sums are over the whole scope.
             bucket = Bucket(eliminated, scope, [table.over(scope) for table in reversed(group)])
             other_variables = [v for v in scope if v != eliminated]
-            number = len(tables) + len(buckets)
             # The bucket's number tells `excess` which bucket's minimum this table is.
-            left[number] = Table(other_variables, bucket.minimize(), len(buckets))
-            for variable in other_variables:
-                numbers_with[variable][number] = None
+            left.add(Table(other_variables, bucket.minimize(), len(buckets)))
             buckets.append(bucket)
-    return [float(table.entries) for table in left.values()]
+    return [float(table.entries) for table in left.tables.values()]
+
+
+class _TablesLeft:
+    """The tables that are not added up yet, in the order in which they were added.
+
+    Attributes:
+        tables: By number.
+    """
+
+    def __init__(self, n_variables: int) -> None:
+        self.tables: dict[int, Table] = {}
+        self._n_added = 0
+        # By variable, of the tables with it; dicts keep the order.
+        self._numbers_with = [dict[int, None]() for _ in range(n_variables)]
+
+    def add(self, table: Table) -> None:
+        self.tables[self._n_added] = table
+        for variable in table.scope:
+            self._numbers_with[variable][self._n_added] = None
+        self._n_added += 1
+
+    def with_variable(self, variable: int) -> list[Table]:
+        """List the tables with a variable."""
+        return [self.tables[number] for number in self._numbers_with[variable]]
+
+    def take(self, variable: int) -> list[Table]:
+        """Remove the tables with a variable, and return them."""
+        taken: list[Table] = []
+        for number in [*self._numbers_with[variable]]:
+            table = self.tables.pop(number)
+            taken.append(table)
+            for other_variable in table.scope:
+                del self._numbers_with[other_variable][number]
+        return taken
 
 
 def excess(buckets: Sequence[Bucket]) -> dict[int, Floats]:

@@ -115,10 +115,11 @@ class StepSearch:
                 self.best = list(assignment)
         return added * self.problem.micro_batches
 
-    def begin(self) -> None:
+    def begin(self) -> list[int]:
         """Bound the seconds from below, with weights as if half of all moves ran beside computing.
 
-        Nothing is planned: the next step offers the assignment that has this bound.
+        Nothing is planned: the next step offers the assignment that has this bound, and is
+        returned.
         """
         n_limits = len(self.cost.limit_shares)
         # In all, the memory is worth one second.
@@ -126,11 +127,11 @@ class StepSearch:
         bound = self.bound_by(multipliers)
         self.bound = max(self.bound, bound.seconds)  # infinite if all need an impossible move
         self._found = bound.assignment
+        return bound.assignment
 
     def start(self) -> None:
         """Begin, and offer the assignment that is fastest under the first weights."""
-        self.begin()
-        self._offer_found()
+        self._offer_or_whole(self.begin())
 
     def within(self, flags: Sequence[Flags]) -> StepSearch | None:
         """Return a search among some of the options; None if a node has none of them."""
@@ -148,10 +149,10 @@ class StepSearch:
         search.start()
         return search.vectors
 
-    def run(self, most_steps: int = sys.maxsize) -> None:
-        """Raise the bound as far as weights can, in a number of steps."""
+    def run(self, most_steps: int = sys.maxsize, most_s: float = np.inf) -> None:
+        """Raise the bound as far as weights can, in a number of steps, or up to some seconds."""
         for _ in range(most_steps):
-            if not self.advance():
+            if self.bound >= most_s or not self.advance():
                 return
 
     def advance(self) -> bool:
@@ -169,13 +170,14 @@ class StepSearch:
         Returns:
             False if weights can raise the bound no more, or have not lately.
         """
-        if self._found is None:  # the first step
+        found = self._found
+        if found is None:  # the first step
             if self.vectors:  # the mixture of plans that are known has better weights
                 return self._begin_round()
-            self.begin()
+            found = self.begin()
         # Offered only now, for planning takes long: a search is given up before its next step if
         # others find a better plan meanwhile.
-        added_s = self._offer_found()
+        added_s = self._offer_or_whole(found)
         missing_s = self._mixture_s - self.bound
         if added_s > max(CLOSE * self._mixture_s, NEAR * missing_s):
             self._find_under_tried_weights()  # the same weights again, with better prices
@@ -185,10 +187,12 @@ class StepSearch:
             return False
         return self._begin_round()
 
-    def _offer_found(self) -> float:
-        """Offer the assignment found last; return the seconds that planning added (`offer`)."""
-        assert self._found is not None
-        added_s = self.offer(self._found)
+    def _offer_or_whole(self, assignment: list[int]) -> float:
+        """Offer an assignment, and one of whole arrays if no possible one is known.
+
+        Returns the seconds that planning the first one added (`offer`).
+        """
+        added_s = self.offer(assignment)
         if not self.vectors:
             # The bound of large tables may be of moves that do not exist; whole arrays never move.
             pairs = zip(self.options, self.problem.nodes, strict=True)
@@ -362,12 +366,11 @@ class StepSearch:
         A change is another option of one node. What it adds to the cost depends on the neighbours'
         options alone, so that each step computes this again only around the node that changed.
         """
-        node_of_change = np.repeat(
-            np.arange(len(self.live_options)), list(map(len, self.live_options))
-        )
+        n_options = [len(options) for options in self.live_options]
+        node_of_change = np.repeat(np.arange(len(n_options)), n_options)
         option_of_change = np.concatenate(self.live_options)
         added = np.zeros((len(node_of_change), self.cost.linear.size))  # [changes, parts]
-        nodes_to_price = set(range(len(self.live_options)))
+        nodes_to_price = set(range(len(n_options)))
         rank = np.inf
         while True:
             # Planned when it was offered, a change may turn out to be none for the better.

@@ -103,6 +103,15 @@ class Sharded(NamedTuple):
     first_axis: Ints
     last_axis: Ints
 
+    @classmethod
+    def by(cls, is_sharding: Flags, is_single_rows: Flags) -> Sharded:
+        """Describe a part by the axes that shard it: [layouts, axes]."""
+        n_axes = is_sharding.shape[-1]
+        axes = np.arange(n_axes)
+        first_axis = np.where(is_sharding, axes, n_axes).min(-1)
+        last_axis = np.where(is_sharding, axes, -1).max(-1)
+        return cls(is_single_rows, first_axis, last_axis)
+
 
 def _in_array(
     placements: Placements,
@@ -126,7 +135,6 @@ def _in_array(
     """
     in_dims = placements.copy()
     is_possible = np.ones(len(placements), bool)
-    axes = np.arange(len(mesh.axes))
     n_single = len(dims_of(array))
     single_dim = 0
     for dim_number, dim in enumerate(array.dims):
@@ -138,20 +146,21 @@ def _in_array(
             is_possible &= lengths[name] % n_shards == 0
             is_by_units = placements == single_dim + n_single
             in_dims[is_by_units] = dim_number + len(array.dims)
-            count = units.get(single_dim, 1)
             n_blocks = product_over(is_by_units, mesh.sizes)
             # Units that divide are even blocks; rows inside units are not contiguous.
-            is_uneven = are_uneven(count, n_blocks) & (n_shards == 1) & (not parts)
-            is_possible &= is_uneven | (n_blocks == 1)
-            first_axis = np.where(is_sharding, axes, len(axes)).min(-1)
-            last_axis = np.where(is_sharding, axes, -1).max(-1)
-            parts.append(Sharded(n_shards == lengths[name], first_axis, last_axis))
+            is_uneven = are_uneven(units.get(single_dim, 1), n_blocks)
+            is_possible &= (is_uneven & (n_shards == 1) & (not parts)) | (n_blocks == 1)
+            parts.append(Sharded.by(is_sharding, n_shards == lengths[name]))
             single_dim += 1
         for outer, inner in combinations(parts, 2):
-            is_contiguous = outer.is_single_rows & (outer.last_axis < inner.first_axis)
-            is_sharded = inner.last_axis >= 0
-            is_possible &= ~is_sharded | is_contiguous
+            is_possible &= _are_contiguous(outer, inner)
     return in_dims, is_possible
+
+
+def _are_contiguous(outer: Sharded, inner: Sharded) -> Flags:
+    """Tell in which layouts the blocks of two parts of a merged dim are contiguous."""
+    is_inner_whole = inner.last_axis < 0
+    return is_inner_whole | (outer.is_single_rows & (outer.last_axis < inner.first_axis))
 
 
 def product_over(axes: Flags, sizes: Sequence[int] | Floats) -> Floats:

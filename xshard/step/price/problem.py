@@ -111,12 +111,14 @@ class StepProblem(StepSetup):
         costs = self.nodes[node].costs
         vectors = np.asarray(vector + costs[options] - costs[assignment[node]])
         for edge in self.edges_of_node[node]:
-            now = {end: np.array([assignment[end]]) for end in edge.nodes}
-            then = {**now, node: options}
-            rows = edge.rows[then[edge.source]]
-            columns = edge.columns[then[edge.user]]
-            cost_before = edge.costs(edge.rows[now[edge.source]], edge.columns[now[edge.user]])
-            vectors[:, edge.parts] += (edge.costs(rows, columns) - cost_before).T
+            assigned = {end: np.array([assignment[end]]) for end in edge.nodes}
+            changed = {**assigned, node: options}
+            rows = edge.rows[changed[edge.source]]
+            columns = edge.columns[changed[edge.user]]
+            assigned_row = edge.rows[assigned[edge.source]]
+            assigned_column = edge.columns[assigned[edge.user]]
+            cost_as_assigned = edge.costs(assigned_row, assigned_column)
+            vectors[:, edge.parts] += (edge.costs(rows, columns) - cost_as_assigned).T
             vectors[edge.banned[rows, columns]] = np.inf
         return vectors
 
