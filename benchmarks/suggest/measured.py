@@ -147,20 +147,28 @@ class Held(TorchDispatchMode):
 
     def __init__(self, kept: Sequence[Tensor]) -> None:
         super().__init__()
-        self.kept = {StorageWeakRef(x.untyped_storage()) for x in kept}
+        self.kept = {_storage(x) for x in kept}
         self.there: dict[StorageWeakRef, int] = {}
+        # A lazy copy has the memory of another storage: that one's, or of a lazy copy the first one's.
+        self.owner: dict[StorageWeakRef, StorageWeakRef] = {}
         self.most = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        storages = [x.untyped_storage() for x in tree_leaves(result) if isinstance(x, Tensor)]
-        self.there |= {StorageWeakRef(storage): storage.nbytes() for storage in storages}
+        tensors = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
+        self.there |= {_storage(x): x.untyped_storage().nbytes() for x in tensors}
+        if func is torch.ops.aten._lazy_clone.default:
+            copied = _storage(args[0])
+            self.owner[_storage(result)] = self.owner.get(copied, copied)
         # Gloo's threads let go of some: no list of what is freed has them all.
-        self.there = {
-            ref: n for ref, n in self.there.items() if not ref.expired() and ref not in self.kept
-        }
-        self.most = max(self.most, sum(self.there.values()))
+        self.there = {ref: n for ref, n in self.there.items() if not ref.expired()}
+        by_owner = {self.owner.get(ref, ref): n for ref, n in self.there.items()}
+        self.most = max(self.most, sum(n for ref, n in by_owner.items() if ref not in self.kept))
         return result
+
+
+def _storage(x: Tensor) -> StorageWeakRef:
+    return StorageWeakRef(x.untyped_storage())
 
 
 def _held(step: Callable[[], float]) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from torch import Tensor
 
@@ -186,6 +186,7 @@ class _ExchangeOfRows(PackedCollective):
     """An exchange after which a process has rows of its own, or constant ones, beside those of others."""
 
     assembly: Assembly
+    keeps_rows: ClassVar[bool] = True
 
     def unpack(self, block: Tensor, arrived: Tensor) -> Tensor:
         return self.assembly.place(block, self.received.split(arrived))

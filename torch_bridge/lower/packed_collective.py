@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -35,6 +35,8 @@ class PackedCollective:
     collective: Collective
     sent: Packing
     received: Packing
+    # Whether rows of the block before the move are in the block after it, beside what arrives.
+    keeps_rows: ClassVar[bool] = False
 
     @cached_property
     def arriving(self) -> tuple[int, ...]:
@@ -55,7 +57,15 @@ class PackedCollective:
     def begin(self, block: Tensor) -> Pending:
         """Begin the move -> a function that ends it and returns the result."""
         arrive = self.collective.begin(self.sent.pack(block), self.arriving)
-        return lambda: self.unpack(block, arrive())
+        needed = self.needed_at_end(block)
+        return lambda: self.unpack(needed, arrive())
+
+    def needed_at_end(self, block: Tensor) -> Tensor:
+        """Return what the end needs of a block whose messages are on the way.
+
+        It is an empty tensor like the block, whose memory is free then, or the block if its rows stay.
+        """
+        return block if self.keeps_rows else block.new_empty(0)
 
     def unpack(self, block: Tensor, arrived: Tensor) -> Tensor:
         """Return the block after the move, of one tensor of the shape `arriving`."""
@@ -140,7 +150,8 @@ def begin_together(
     joint = _joint_collective(moves)
     messages, blocks = _joint_messages(moves, blocks, dtype)
     arrive = joint.begin(messages, (sum(joint.received),))
-    return lambda: _unpack_each(moves, blocks, arrive())
+    needed = [move.needed_at_end(block) for move, block in zip(moves, blocks, strict=True)]
+    return lambda: _unpack_each(moves, needed, arrive())
 
 
 def _joint_collective(moves: Sequence[PackedCollective]) -> Collective:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from unittest import mock
 
@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import torch_bridge as xt
 import xshard as xs
@@ -22,7 +23,9 @@ from tests.torch_bridge.helpers import (
     for_each,
     numbers,
 )
+from torch_bridge.lower import executable
 from torch_bridge.lower.collectives import Collective
+from torch_bridge.versions.autograd import lazy_copies
 from torch_bridge.versions.pytree import tree_leaves, tree_structure
 
 NEAR = xs.Needs.of_rows([[3, 7], [], [0], [5]])
@@ -197,6 +200,31 @@ TREE_TEXTS = {
     "d": "n/zigzag(a) d -> n d/a",
     "e": "n/a d -> n d",
 }
+
+
+@on_four
+def test_the_memory_of_blocks_is_free_while_their_messages_travel() -> None:
+    columns = "n d | sum(a) -> n d/a"  # not as they lie in memory: messages are a copy
+    copies: list[StorageWeakRef] = []
+
+    def recorded(tensors: Sequence[Tensor]) -> list[Tensor]:
+        made = lazy_copies(tensors)
+        copies.extend(StorageWeakRef(x.untyped_storage()) for x in made)
+        return made
+
+    x = torch.arange(64.0).view(8, 8)
+    given = StorageWeakRef(x.untyped_storage())
+    alone = xt.redistribute(x, columns, MESH, async_op=True)
+    del x
+    assert given.expired()
+    with mock.patch.object(executable, "lazy_copies", recorded):
+        trees = {"x": torch.arange(64.0).view(8, 8), "y": torch.arange(16.0).view(4, 4)}
+        together = xt.redistribute(trees, columns, MESH, async_op=True)
+    assert len(copies) == 2 and all(each.expired() for each in copies)
+    expected = xt.redistribute(trees, columns, MESH)
+    assert torch.equal(alone.wait(), expected["x"])
+    assert torch.equal(together["x"].wait(), expected["x"])
+    assert torch.equal(together["y"].wait(), expected["y"])
 
 
 def _tree(x: Tensor) -> dict[str, object]:

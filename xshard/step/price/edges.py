@@ -354,8 +354,10 @@ def _bytes_of_parameter(
     sent_bytes = used_bytes + 2 * setup.bytes_in_use(name, summed)
     gradient_ratio = setup.gradient_bytes / setup.item_bytes  # 2 for parameters of 16 bits
     is_ahead = min(setup.prefetch, 1)
-    # Until a sum is awaited there are the gradient, its message, and room for the result.
-    behind_bytes = 2 * setup.bytes_in_use(name, summed) + setup.bytes_in_use(name, stored)
+    # Until a sum is awaited there are its messages, sent and received, in place of the result, which
+    # is counted among the gradients.
+    result_bytes = setup.block_bytes(name, stored, setup.gradient_bytes)
+    behind_bytes = 2 * setup.bytes_in_use(name, summed) - result_bytes
     whole_gradient_bytes = np.zeros_like(used_bytes)
     if setup.micro_batches > 1:
         # Gradients of what is gathered once are added up over micro-batches whole, as it is used.

@@ -16,10 +16,11 @@ def bytes_at_moments(parts: Parts, block_times: Ints, micro_batches: int) -> Flo
     largest of them is the peak. With 12 layers, all activations of 1 MB saved are 12 * 1 MB.
 
     A block is some layers that are alike and run one after another, backward from the last to the
-    first. It has three moments, all in the backward pass:
+    first. It has four moments, all in the backward pass:
 
     - its first layer to run backward begins: all its activations are there, and the layer's
-      parameters are received;
+      parameters are received, as messages and then as parameters, beside the gradient of its result;
+    - that layer computes: the messages are gone, and there is the gradient of its input, too;
     - that layer ends: its activations are gone, its gradients are whole and sent;
     - its last layer ends.
 
@@ -63,7 +64,8 @@ def bytes_at_moments(parts: Parts, block_times: Ints, micro_batches: int) -> Flo
             ending_layer = (sent[block] + 2 * gathered[block]) / times
             left_by_layers = left_by_block[block] * other_layers
         first_begins = around + saved[block] + gathered[block] + on_way[block, 0]
-        moments.append(first_begins + (running[block] + received[block]) / times)
+        moments.append(first_begins + (running[block] / 2 + received[block]) / times)
+        moments.append(first_begins + (running[block] + received[block] / 2) / times)  # it computes
         moments.append(first_begins - saved[block] / times + ending_layer)  # it ends
         # The last layer ends.
         moments.append(around + left_by_layers + ending_layer + on_way[block, 1])
