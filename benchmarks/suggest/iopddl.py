@@ -255,7 +255,7 @@ def solve_among(
     unit = np.eye(1 + shares[0].shape[1])
     cost = CostFunction(unit[0], np.zeros(0), np.zeros((0, 1, len(unit))), unit[1:])
     about = sum(float(each.min()) for each in (*graph.costs, *graph.tables.values()))
-    chosen, bound = solve_program(values, pairs, cost, max(about, 1.0), most_nodes, gap)
+    chosen, bound = solve_program(values, pairs, cost, max(about, 1.0), np.inf, most_nodes, gap)
     if chosen is None:
         return None, bound
     return [int(own[k]) for own, k in zip(left, chosen, strict=True)], bound

@@ -33,9 +33,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = record.options("time", __doc__, quick="400 Mbit/s, one model")
     parser.add_argument("--only", choices=("halves", "zero3"), help="one of the two tables")
     parser.add_argument("--ranks", type=int, nargs="*", default=(1, 2), help="ranks of a node")
-    parser.add_argument("--mbit", type=int, nargs="*", default=MBIT, help="rates, of ZeRO-3")
+    parser.add_argument("--mbit", type=int, nargs="*", help="rates, in place of a table's own")
     options = parser.parse_args(arguments)
-    halves = [] if options.only == "zero3" else measured_halves(options.quick)
+    halves = [] if options.only == "zero3" else measured_halves(options)
     rows = [] if options.only == "halves" else measured_zero3(options)
     record.console().print(shown(rows))
     record.console().print(halves_shown(halves))
@@ -51,11 +51,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
 
 
-def measured_halves(quick: bool) -> list[Row]:
+def measured_halves(options: Namespace) -> list[Row]:
     """A row for each kind of model on each link, printed as it comes."""
+    quick = options.quick
     hidden, tokens, rounds = (256, 64, 3) if quick else (512, 256, 5)
     rows: list[Row] = []
-    for mbit in (100,) if quick else HALVES_MBIT:
+    for mbit in (100,) if quick else options.mbit or HALVES_MBIT:
         with nodes(2, ranks=1, rate=f"{mbit}mbit") as cluster:
             for kind in turns.KINDS:
                 work = kind, 3, hidden, 8, tokens // 2, rounds
@@ -71,7 +72,7 @@ def measured_zero3(options: Namespace) -> list[Row]:
     layers, hidden, tokens, rounds = (3, 256, 64, 3) if quick else (6, 512, 256, 5)
     rows: list[Row] = []
     for ranks in (1,) if quick else options.ranks:
-        for mbit in (400,) if quick else options.mbit:
+        for mbit in (400,) if quick else options.mbit or MBIT:
             with nodes(2, ranks=ranks, rate=f"{mbit}mbit") as cluster:
                 for name in ("llama",) if quick else MODELS:
                     work = name, layers, hidden, tokens, rounds

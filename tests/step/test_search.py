@@ -8,6 +8,7 @@ import pytest
 from tests.step.random_steps import random_step
 from xshard import Mesh, load_profile, plan
 from xshard.step.choose import eliminate
+from xshard.step.choose import search as search_room
 from xshard.step.choose.eliminate import excess, minimum
 from xshard.step.choose.search import StepSearch
 from xshard.step.price.moves import MovePrices
@@ -61,9 +62,40 @@ def test_the_search_finds_what_exhaustive_search_finds(seed):
     )
 
 
+def test_assignments_that_are_known_are_combined():
+    """For each node an option of one of them: of all such combinations the best one that fits."""
+    moves = MovePrices(Mesh(a=2), "bfloat16", load_profile("h100"))
+    n_better = 0
+    for seed in range(12):
+        problem = StepProblem(random_step(seed).with_shares, moves)
+        vectors = all_vectors(problem)
+        is_possible = np.isfinite(vectors).all(1)
+        n_bytes = problem.cost(1.0).largest_limit_share(np.where(is_possible[:, None], vectors, 0))
+        limit = np.quantile(n_bytes[is_possible], 0.2) * (1 + 1e-12)
+        search = StepSearch(problem, limit)
+        search.run(most_steps=6)
+        before = search.seconds
+        chosen = np.indices([len(node.placements) for node in problem.nodes])
+        pairs = zip(chosen.reshape(len(chosen), -1), np.array(list(search.vectors)).T, strict=True)
+        is_combination = np.all([np.isin(options, known) for options, known in pairs], 0)
+        fits = is_possible & is_combination & (n_bytes <= limit)
+        best = search.cost.total(vectors[fits]).min(initial=np.inf)
+        search._combine(0.0)
+        assert search.seconds == pytest.approx(min(best, before), rel=1e-6)
+        n_better += search.seconds < before
+    assert n_better
+
+
+def _cut_all_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let each table of a minimum be minimized by itself."""
+    monkeypatch.setattr(search_room, "FEW_ADDED_UP", 1)
+    monkeypatch.setattr(search_room, "MOST_ADDED_UP", 1)
+    monkeypatch.setattr(eliminate, "LEAST_LIMIT", 1)
+
+
 def test_a_bound_by_moves_that_do_not_exist_still_has_a_plan(monkeypatch):
     """Where tables are too large, a bound's assignment need not run: there is a plan with whole arrays."""
-    monkeypatch.setattr(eliminate, "MOST_ENTRIES", 1)
+    _cut_all_tables(monkeypatch)
     moves = MovePrices(Mesh(a=4), "bfloat16", load_profile("h100"))
     for seed in range(5):
         search = StepSearch(StepProblem(random_step(seed).with_shares, moves), np.inf)
@@ -80,7 +112,7 @@ def test_a_search_ends_where_all_options_take_longer_than_a_known_plan(monkeypat
         known = StepSearch(problem, np.inf)
         known.run()
         known.improve()
-        monkeypatch.setattr(eliminate, "MOST_ENTRIES", 1)
+        _cut_all_tables(monkeypatch)
         for share in (1.1, 0.9, 0.5):
             search = StepSearch(problem, np.inf)
             search.start()
@@ -97,7 +129,8 @@ def test_less_memory_than_any_plan_needs():
     assert search.best is None and search.bound > 1
 
 
-def test_minima_are_those_of_all_assignments():
+@pytest.mark.parametrize("has_impossible", [False, True])
+def test_minima_are_those_of_all_assignments(monkeypatch, has_impossible):
     draw = np.random.default_rng(1)
     sizes = (3, 4, 2, 5, 3)
     unary = [draw.random(n) for n in sizes]
@@ -105,16 +138,32 @@ def test_minima_are_those_of_all_assignments():
         (i, j): draw.random((sizes[i], sizes[j]))
         for i, j in ((0, 1), (1, 2), (3, 1), (2, 0), (3, 4))
     }
+    if has_impossible:
+        for table in pairs.values():
+            table[draw.random(table.shape) < 0.3] = np.inf
     assignments = list(itertools.product(*map(range, sizes)))
     chosen = np.array(assignments).T
     sums = sum(u[a] for u, a in zip(unary, chosen, strict=True))
     sums = sums + sum(table[chosen[i], chosen[j]] for (i, j), table in pairs.items())
-    value, found, buckets = minimum(unary, pairs)
+    value, found, buckets = minimum(unary, pairs, 2**22)
     assert value == pytest.approx(sums.min()) and tuple(found) == assignments[int(sums.argmin())]
+    monkeypatch.setattr(eliminate, "LEAST_LIMIT", 1)
+    bound = minimum(unary, pairs, 1)
+    assert len(bound.buckets) > len(buckets) and value / 2 < bound.value <= value
     more = excess(buckets)
+    more_by_bound = excess(bound.buckets)
     for v, n in enumerate(sizes):
         least = [sums[[each[v] == k for each in assignments]].min() for k in range(n)]
         assert more[v] + value == pytest.approx(np.array(least))
+        assert (more_by_bound[v] + bound.value <= np.array(least) + 1e-9).all()
+
+
+def test_tables_that_are_minimized_apart_prefer_the_same_values(monkeypatch):
+    """By itself each table has the minimum 0; their sum is 9 for every value of variable 0."""
+    monkeypatch.setattr(eliminate, "LEAST_LIMIT", 1)
+    rising = np.array([[0.0, 0.0], [9.0, 9.0]])
+    zeros = [np.zeros(2)] * 3
+    assert minimum(zeros, {(0, 1): rising, (0, 2): rising[::-1]}, 1).value == 9
 
 
 @pytest.mark.parametrize(
@@ -157,6 +206,6 @@ def test_a_variable_has_more_neighbours_than_an_array_has_axes():
     """Those with one value are no variables: their tables count, and they keep that value."""
     unary = [np.arange(3.0), *[np.zeros(1)] * 40]
     pairs = {(0, neighbour): np.array([[2.0], [1.0], [0.0]]) for neighbour in range(1, 41)}
-    value, assignment, buckets = minimum(unary, pairs)
+    value, assignment, buckets = minimum(unary, pairs, 2**22)
     assert (value, assignment) == (2.0, [2, *[0] * 40])
     assert excess(buckets)[0].tolist() == [78.0, 39.0, 0.0]

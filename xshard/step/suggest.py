@@ -321,6 +321,7 @@ def _close_gaps(searches: Sequence[StepSearch], gap: float) -> None:
     """Search by integer programs where a better plan may still save more than the gap."""
     best = min(search.seconds for search in searches)
     for search in sorted(searches, key=lambda search: search.bound):
+        search.cutoff = best
         if search.bound < best * (1 - gap):
             search.close(gap)
         best = min(best, search.seconds)

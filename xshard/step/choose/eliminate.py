@@ -15,11 +15,9 @@ import numpy as np
 
 from xshard.step.price.options import Floats
 
-MOST_ENTRIES = 2**24  # of a table; beyond that the minimum is bounded from below only
-# Entries of all sums of a minimum together: a sum may have half of what is left of them, or at least
-# LEAST_LIMIT, so that steps of many operations have smaller tables.
-MOST_ADDED_UP = 2**26
-LEAST_LIMIT = 2**16
+# A sum may have half of the entries that are left of those of all sums of a minimum, but always this
+# many; beyond that the minimum is bounded from below only.
+LEAST_LIMIT = 2**14
 ENTRIES_AT_A_TIME = 2**17  # of a sum of tables
 GIVEN = -1  # in place of the bucket of a table that is no minimum
 
@@ -66,18 +64,28 @@ class Bucket(NamedTuple):
         value of b the least sum over all values of a. In general it has an axis for each variable
         in `scope` but this one, in order.
         """
+        least = np.array(np.inf)
+        for total in self._sums():
+            least = np.minimum(least, total.min(self.axis))
+        return least
+
+    def least_by_value(self) -> Floats:
+        """Return for each value of the bucket's variable the least sum of tables: [values]."""
+        other_axes = tuple(axis for axis in range(len(self.scope)) if axis != self.axis)
+        return np.concatenate([total.min(other_axes) for total in self._sums()])
+
+    def _sums(self) -> Iterator[Floats]:
+        """Yield the sum of tables, for a few values of the variable at a time.
+
+        The sum of large tables would not fit into the processor's caches.
+        """
         entries = [table.entries for table in self.tables]
         shape = np.broadcast_shapes(*[table.shape for table in entries])
         axis = self.axis
-        # The sum of large tables would not fit into the processor's caches. So it is made for a
-        # few values of the variable at a time, and the running minimum is kept.
         n_values = max(1, ENTRIES_AT_A_TIME * shape[axis] // math.prod(shape))
-        least = np.array(np.inf)
         for start in range(0, shape[axis], n_values):
             rows = (*[slice(None)] * axis, slice(start, start + n_values))
-            total = np.asarray(sum(table[rows] for table in entries))
-            least = np.minimum(least, total.min(axis))
-        return least
+            yield np.asarray(sum(table[rows] for table in entries))
 
     def best_value(self, values: Sequence[int]) -> int:
         """Choose the variable's value with the least sum of tables, given values of all others.
@@ -103,7 +111,9 @@ class Minimum(NamedTuple):
     buckets: list[Bucket]
 
 
-def minimum(unary: Sequence[Floats], pairs: Mapping[tuple[int, int], Floats]) -> Minimum:
+def minimum(
+    unary: Sequence[Floats], pairs: Mapping[tuple[int, int], Floats], most_added_up: int
+) -> Minimum:
     """Find a value for each variable, so that the sum of the tables' entries there is least.
 
     Variables are eliminated one by one: all tables with the variable are added up (a bucket), and
@@ -116,15 +126,15 @@ def minimum(unary: Sequence[Floats], pairs: Mapping[tuple[int, int], Floats]) ->
     Args:
         unary: For each variable a table of its values.
         pairs: Tables by the numbers of two variables: [values of the first, of the second].
+        most_added_up: About the number of entries of all sums together.
 
-    >>> minimum([np.array([0.0, 1.0]), np.array([0.0, 2.0])], {(0, 1): np.array([[5, 5], [0, 3]])})[
-    ...     :2
-    ... ]
+    >>> unary = [np.array([0.0, 1.0]), np.array([0.0, 2.0])]
+    >>> minimum(unary, {(0, 1): np.array([[5, 5], [0, 3]])}, most_added_up=2**22)[:2]
     (1.0, [1, 0])
     """
     sizes = [len(table) for table in unary]
     buckets: list[Bucket] = []
-    constants = _eliminate(_tables_of(unary, pairs), sizes, buckets)
+    constants = _eliminate(_tables_of(unary, pairs), sizes, buckets, most_added_up)
     assignment = [0] * len(sizes)
     # The neighbours of a variable were eliminated after it, and have their values already.
     for bucket in reversed(buckets):
@@ -132,13 +142,15 @@ def minimum(unary: Sequence[Floats], pairs: Mapping[tuple[int, int], Floats]) ->
     return Minimum(sum(constants), assignment, buckets)
 
 
-def _eliminate(tables: Sequence[Table], sizes: Sequence[int], buckets: list[Bucket]) -> list[float]:
+def _eliminate(
+    tables: Sequence[Table], sizes: Sequence[int], buckets: list[Bucket], most_added_up: int
+) -> list[float]:
     """Eliminate all variables, add a bucket for each to `buckets`, and return the numbers left.
 
     Tables over (a, b) and (b, c): a is eliminated first, say, which leaves a table over b and the
     one over (b, c); then c, which leaves two tables over b; then b, which leaves a number.
 
-    sizes: the number of values of each variable.
+    sizes: the number of values of each variable. most_added_up: entries of all sums together.
     """
     left = _TablesLeft(len(sizes))
     for table in tables:
@@ -147,7 +159,7 @@ def _eliminate(tables: Sequence[Table], sizes: Sequence[int], buckets: list[Buck
     # Variables whose tables have changed, so that `n_entries` is counted again: at first all with
     # a choice of values.
     changed = [variable for variable, size in enumerate(sizes) if size > 1]
-    n_entries_left = MOST_ADDED_UP
+    n_entries_left = most_added_up
     for _ in [*changed]:
         for variable in changed:
             n_entries[variable] = _n_entries_of_sum(left.with_variable(variable), sizes)
@@ -157,17 +169,42 @@ def _eliminate(tables: Sequence[Table], sizes: Sequence[int], buckets: list[Buck
         tables_to_add = left.take(eliminated)
         changed = [v for v in _joint_scope(tables_to_add) if v != eliminated]
         # One group with all tables, unless their sum would be too large (mini-buckets).
-        most_entries = min(MOST_ENTRIES, max(n_entries_left // 2, LEAST_LIMIT))
-        for group in _groups_that_fit(tables_to_add, sizes, most_entries):
-            n_entries_left -= _n_entries_of_sum(group, sizes)
-            scope = _joint_scope(group)
-            # The smallest tables are added up first, so that few sums are over the whole scope.
-            bucket = Bucket(eliminated, scope, [table.over(scope) for table in reversed(group)])
-            other_variables = [v for v in scope if v != eliminated]
+        most_entries = max(n_entries_left // 2, LEAST_LIMIT)
+        groups = [*_groups_that_fit(tables_to_add, sizes, most_entries)]
+        for bucket in _agreeing([_bucket_of(eliminated, group) for group in groups]):
+            n_entries_left -= _n_entries_of_sum(bucket.tables, sizes)
+            other_variables = [v for v in bucket.scope if v != eliminated]
             # The bucket's number tells `excess` which bucket's minimum this table is.
             left.add(Table(other_variables, bucket.minimize(), len(buckets)))
             buckets.append(bucket)
     return [float(table.entries) for table in left.tables.values()]
+
+
+def _bucket_of(variable: int, tables: Sequence[Table]) -> Bucket:
+    scope = _joint_scope(tables)
+    # The smallest tables are added up first, so that few sums are over the whole scope.
+    return Bucket(variable, scope, [table.over(scope) for table in reversed(tables)])
+
+
+def _agreeing(buckets: list[Bucket]) -> list[Bucket]:
+    """Shift costs between buckets of one variable, so that each prefers the same values.
+
+    Each bucket is minimized by itself, and may choose another value of the variable: with [0, 9] in
+    one and [9, 0] in another the bound is 0, though every value costs 9. What a value costs in all
+    buckets together is divided equally: [4.5, 4.5] in both has the bound 9 (moment matching, Ihler
+    et al. 2012). The sum of all is what it was.
+    """
+    if len(buckets) == 1:
+        return buckets
+    least_by_bucket = np.array([bucket.least_by_value() for bucket in buckets])
+    with np.errstate(invalid="ignore"):  # inf - inf
+        shifts = least_by_bucket.mean(0) - least_by_bucket  # [buckets, values]
+    shifts[:, np.isinf(least_by_bucket).any(0)] = np.inf  # impossible in one bucket, hence in all
+    agreeing = []
+    for bucket, shift in zip(buckets, shifts, strict=True):
+        table = Table([bucket.variable], shift).over(bucket.scope)
+        agreeing.append(bucket._replace(tables=[table, *bucket.tables]))
+    return agreeing
 
 
 class _TablesLeft:

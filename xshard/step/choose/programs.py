@@ -84,6 +84,7 @@ def solve_program(
     pairs: Iterable[Pairs],
     cost: CostFunction,
     scale: float,
+    most_cost: float,
     most_nodes: int,
     gap: float,
 ) -> tuple[list[int] | None, float]:
@@ -101,11 +102,13 @@ def solve_program(
         pairs: What nodes cost together.
         cost: The cost of a vector of parts.
         scale: About the cost; tolerances are for costs of about 1.
+        most_cost: Assignments that cost more are not looked for.
         most_nodes: Nodes of the search tree after which it ends.
         gap: The share of the cost that it may leave.
 
     Returns:
-        The assignment, None if none is found, and a lower bound of the cost of all.
+        The assignment, None if none is found, and a lower bound of the cost of all; infinite if
+        none is within the limits and `most_cost`.
     """
     from scipy import sparse
 
@@ -127,19 +130,21 @@ def solve_program(
     # The first ones say that the shares of each node are 1 in all. All others are flows minus
     # shares, which are 0.
     right_sides = np.arange(equalities.shape[0]) < len(values)
+    objective = np.append(cost.linear @ parts / scale, np.ones(n_maxima))
     solved = optimizer().milp(
-        np.append(cost.linear @ parts / scale, np.ones(n_maxima)),
+        objective,
         # Whole numbers are asked of shares only: flows follow, and are whole, too.
         integrality=np.arange(n_variables) < variables.n_options,
         constraints=[
             (sparse.vstack(below_maxima), -np.inf, 0),
             (within_limits, -np.inf, 1),
             (equalities, right_sides, right_sides),
+            (objective, -np.inf, most_cost / scale),
         ],
         options={"node_limit": most_nodes, "mip_rel_gap": gap},
     )
     if solved.status == INFEASIBLE:
-        return None, np.inf  # no assignment is within the limits
+        return None, np.inf
     # None if the solver ended before it had a bound.
     bound = 0.0 if solved.mip_dual_bound is None else scale * solved.mip_dual_bound
     return variables.assignment(solved.x), bound

@@ -22,7 +22,10 @@ from xshard.step.price.problem import StepProblem
 from xshard.step.record.arrays import REPLICAS
 
 ROUNDS = 100  # of weights
-ROUNDS_IN_VAIN = 12  # one after another, whose bounds are below the least and raise nothing
+ROUNDS_IN_VAIN = 6  # one after another, whose bounds are below the least and raise nothing
+# Entries that a bound adds up: few, and after rounds in vain more, which takes longer.
+FEW_ADDED_UP = 2**22
+MOST_ADDED_UP = 2**26
 CLOSE = 2e-5  # of the seconds: a bound so near is reached
 MOST_PROGRAMS = 5  # one after another, as moves are planned that the one before has
 MOST_NODES = 100  # of the integer program's search tree
@@ -94,6 +97,7 @@ class StepSearch:
         # assignments, the weights that it tries.
         self._n_rounds = 0
         self._n_rounds_in_vain = 0
+        self._most_added_up = FEW_ADDED_UP
         self._mixture_s = np.inf
         self._tried_multipliers = self.multipliers
         # The best assignment under these weights, which is not offered yet; None before the first
@@ -206,9 +210,13 @@ class StepSearch:
         Returns False after ROUNDS rounds, or ROUNDS_IN_VAIN; or if no assignment is possible, so
         that there is nothing to mix.
         """
-        # A bound of tables that are too large stays below the mixture, whatever the weights.
-        is_over = self._n_rounds == ROUNDS or self._n_rounds_in_vain == ROUNDS_IN_VAIN
-        if is_over or not self.vectors:
+        if self._n_rounds_in_vain == ROUNDS_IN_VAIN:
+            # A bound of tables that are too large stays below the mixture, whatever the weights.
+            if self._most_added_up == MOST_ADDED_UP:
+                return False
+            self._most_added_up = MOST_ADDED_UP
+            self._n_rounds_in_vain = 0
+        if self._n_rounds == ROUNDS or not self.vectors:
             return False
         self._n_rounds += 1
         vectors = np.array(list(self.vectors.values()))
@@ -268,7 +276,7 @@ class StepSearch:
         for edge in self.problem.edges:
             table = edge.weighted(weights, live[edge.source], live[edge.user])
             tables[edge.nodes] = tables.get(edge.nodes, 0.0) + table
-        least = minimum(unary, tables)
+        least = minimum(unary, tables, self._most_added_up)
         numbers = zip(live, least.assignment, strict=True)
         assignment = [int(options[number]) for options, number in numbers]
         return Bound(least.value - constant, assignment, least.buckets)
@@ -283,16 +291,37 @@ class StepSearch:
         """
         bound = self.bound_by(self.multipliers)
         for _ in range(MOST_PROGRAMS):
-            goal = self.seconds * (1 - gap)
+            goal = min(self.seconds, self.cutoff) * (1 - gap)
             # With any option that is left out, an assignment takes more than the goal.
             options = self._options_within(bound, goal - bound.seconds)
             n_options = [len(own) for own in options]
             if not all(n_options):  # a node has no option left: all assignments take more
                 self.bound = max(self.bound, goal)
-            if self.bound >= goal or self._n_flows(options) > MOST_FLOWS:
+            if self.bound >= goal:
+                return
+            if self._n_flows(options) > MOST_FLOWS:
+                self._combine(gap)
+                self.improve()
                 return
             if not self._close_among(options, goal, gap):
                 return
+
+    def _combine(self, gap: float) -> None:
+        """Offer the best combination of the assignments so far: for each node an option of one of them.
+
+        Weights find assignments that are fast, or small, and each alone takes too many bytes or
+        seconds. One that is in between has options of several. It proves nothing about others.
+        """
+        for _ in range(MOST_PROGRAMS):
+            by_node = np.array(list(self.vectors)).T  # [nodes, assignments]
+            options = list(map(np.unique, by_node))
+            if self._n_flows(options) > MOST_FLOWS:
+                return
+            goal = min(self.seconds, self.cutoff) * (1 - gap)
+            assignment, _ = self._solve_among(options, goal, gap / 2)
+            if assignment is None or tuple(assignment) in self.vectors:
+                return
+            self.offer(assignment)
 
     def _n_flows(self, options: Sequence[Ints]) -> int:
         """Count the flows of an integer program among some options of each node: its size."""
@@ -312,20 +341,23 @@ class StepSearch:
         """
         seconds_before = self.seconds
         # Half of the gap is left for the program itself.
-        assignment, program_bound = self._solve_among(options, gap / 2)
+        assignment, program_bound = self._solve_among(options, goal, gap / 2)
         added_s = 0.0 if assignment is None else self.offer(assignment)
         bound_of_all = min(program_bound, goal)
         # The best plan is a plan, too: no bound is above it.
         self.bound = min(self.seconds, max(self.bound, bound_of_all))
         return added_s > 0 or self.seconds != seconds_before
 
-    def _solve_among(self, options: Sequence[Ints], gap: float) -> tuple[list[int] | None, float]:
+    def _solve_among(
+        self, options: Sequence[Ints], most_s: float, gap: float
+    ) -> tuple[list[int] | None, float]:
         """Find the fastest plan among some options of each node, by an integer program.
 
         Moves have the prices known so far: the planner's, or lower bounds.
 
         Args:
             options: For each node the numbers of the options that it may take.
+            most_s: Plans that take more seconds are not looked for.
             gap: The solver stops within this share of the optimum.
 
         Returns:
@@ -345,7 +377,7 @@ class StepSearch:
         scale = self.seconds if self.best else self.bound
         if not scale:
             scale = 1.0
-        numbers, bound = solve_program(node_costs, pairs, self.cost, scale, MOST_NODES, gap)
+        numbers, bound = solve_program(node_costs, pairs, self.cost, scale, most_s, MOST_NODES, gap)
         if numbers is None:
             return None, bound
         # The program numbers only the options that it was given.
