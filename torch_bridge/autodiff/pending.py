@@ -141,7 +141,7 @@ class PendingTensor(Waiting):
         like: A tensor with the dtype and the device of the result.
 
     Examples:
-        >>> moved = PendingTensor(torch.ones(2), (2,), torch.empty(0))  # as `async_op=True` returns it
+        >>> moved = PendingTensor(torch.ones(2), (2,), torch.empty(0))
         >>> (2 * moved).tolist()
         [2.0, 2.0]
     """
