@@ -103,7 +103,8 @@ def explain(model: nn.Module) -> Explanation:
         ...     return str(xt.explain(model))
         >>> for line in xt.testing.run_ranks(2, table)[0].splitlines()[2:4]:
         ...     print(line)
-        TABLE
+        parameter    shape    stored    used   gradient summed over  block
+        weight       [10, 6]  o/dp ...  o ...  dp                    120 B
     """
     parallel = parallel_of(model)
     axes = parallel.context.axes
