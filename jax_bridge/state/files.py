@@ -146,6 +146,14 @@ def async_save(
 
     Raises:
         XshardError: As `save` does, before anything is written.
+
+    Examples:
+        >>> import tempfile
+        >>> mesh = jax.make_mesh((1,), ("tp",))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     async_save({"up": jax.numpy.ones((4, 2))}, folder).wait()
+        ...     load(folder, {"**": "..."}, mesh)["up"].shape
+        (4, 2)
     """
     return save_beside(_plan_on_all(tree, Path(path), rules, mesh, names, shard_bytes, keep))
 

@@ -1,4 +1,17 @@
-"""What tests of nvalchemi-toolkit and anemoi-core require, in this notation: docs/owners.md has the table."""
+"""What tests of nvalchemi-toolkit and anemoi-core require, in this notation; no code is theirs.
+
+nvalchemi-toolkit 0.2.0, test/distributed/_core: `test_halo_primitives_roundtrip`, `test_halo_autograd`,
+`test_gather_primitives`, `test_particle_halo`, `test_per_system`, `test_distributed_all_reduce`,
+`test_reshard`, `test_neighbor_p2p`, `test_graph_parallel`, `test_placement` and `test_topology`. Not here are
+their geometry of boxes, since `xs.Needs` is given who reads what, and wrappers of functions.
+
+anemoi-core: `test_communication_primitives.py`; its sums in wider dtypes are in
+torch_bridge/test_comm_dtype.py, its memory formats in torch_bridge/redistribution/test_memory_format.py.
+
+The last three tests are faults that these systems had: a field lost on its way to another process
+(nvalchemi-toolkit 160), a particle outside its owner's box (148), and what is sent derived from what is
+received (anemoi's halo.py).
+"""
 
 from __future__ import annotations
 

@@ -139,6 +139,11 @@ class PendingTensor(Waiting):
         result: The tensor, or a function that waits for it and returns it.
         shape: The shape of the result.
         like: A tensor with the dtype and the device of the result.
+
+    Examples:
+        >>> moved = PendingTensor(torch.ones(2), (2,), torch.empty(0))
+        >>> (2 * moved).tolist()
+        [2.0, 2.0]
     """
 
     def __init__(

@@ -78,9 +78,6 @@ def explain(model: nn.Module) -> Explanation:
     """Return tables about a parallel model: how it is sharded, what a step sends, and when.
 
         print(xt.explain(model))
-        # parameter            shape  stored  used        gradient summed over  block
-        # blocks.*.up.weight   x 2 [10, 6]  o/tp i  as stored   dp               480 B
-        # ...
 
     The bytes are those of the busiest process. Activations have theirs after the first forward pass.
 
@@ -94,6 +91,20 @@ def explain(model: nn.Module) -> Explanation:
 
     Raises:
         XshardError: The model is not parallel.
+
+    Examples:
+        >>> import torch, torch_bridge as xt
+        >>> from xshard import Mesh
+        >>> def table():
+        ...     layer = torch.nn.Linear(6, 10)
+        ...     model = xt.parallelize(
+        ...         layer, {"**": "o/dp ... -> o ..."}, {"": "b i -> b/dp i"}, Mesh(dp=2)
+        ...     )
+        ...     return str(xt.explain(model))
+        >>> for line in xt.testing.run_ranks(2, table)[0].splitlines()[2:4]:
+        ...     print(line)
+        parameter    shape    stored    used   gradient summed over  block
+        weight       [10, 6]  o/dp ...  o ...  dp                    120 B
     """
     parallel = parallel_of(model)
     axes = parallel.context.axes

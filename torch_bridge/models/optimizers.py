@@ -53,6 +53,20 @@ def optimizer_state_dict(model: nn.Module, optimizer: Optimizer) -> dict[str, An
     Raises:
         XshardError: The model is not parallel, or the optimizer trains other parameters.
         ShapeError: A tensor has another shape than its parameter's block.
+
+    Examples:
+        >>> import torch, torch_bridge as xt
+        >>> from xshard import Mesh
+        >>> def moments():
+        ...     rules = {"**": "o/dp ... -> o ..."}, {"": "b i -> b/dp i"}
+        ...     model = xt.parallelize(torch.nn.Linear(2, 4), *rules, Mesh(dp=2))
+        ...     optimizer = torch.optim.Adam(model.parameters())
+        ...     model(torch.ones(2, 2)).sum().backward()
+        ...     optimizer.step()
+        ...     moment = xt.optimizer_state_dict(model, optimizer)["state"]["weight"]["exp_avg"]
+        ...     return [*moment.to_local().shape], [*moment.shape]
+        >>> xt.testing.run_ranks(2, moments)[0]
+        ([2, 2], [4, 2])
     """
     parallel = parallel_of(model)
     names = {id(parameter.tensor): parameter.name for parameter in parallel.parameters}
@@ -91,6 +105,22 @@ def load_optimizer_state_dict(
     Raises:
         XshardError: The state is of other parameters, or of other groups of them.
         ShapeError: A tensor has another shape than the whole parameter.
+
+    Examples:
+        >>> import torch, torch_bridge as xt
+        >>> from xshard import Mesh
+        >>> def loaded():
+        ...     rules = {"**": "o/dp ... -> o ..."}, {"": "b i -> b/dp i"}
+        ...     model = xt.parallelize(torch.nn.Linear(2, 4), *rules, Mesh(dp=2))
+        ...     optimizer, other = (torch.optim.Adam(model.parameters()) for _ in range(2))
+        ...     model(torch.ones(2, 2)).sum().backward()
+        ...     optimizer.step()
+        ...     xt.load_optimizer_state_dict(
+        ...         model, other, xt.optimizer_state_dict(model, optimizer)
+        ...     )
+        ...     return [*other.state[model.weight]["exp_avg"].shape]
+        >>> xt.testing.run_ranks(2, loaded)[0]
+        [2, 2]
     """
     parallel = parallel_of(model)
     if not isinstance(state.get("state"), Mapping):

@@ -290,6 +290,23 @@ def check_replicas(model: nn.Module) -> None:
 
     Raises:
         ReplicaError: On all processes, with the name of the first parameter that differs.
+
+    Examples:
+        >>> import torch, torch_bridge as xt
+        >>> from xshard import Mesh
+        >>> from xshard.errors import ReplicaError
+        >>> def changed_on_one():
+        ...     layer = torch.nn.Linear(2, 1)
+        ...     model = xt.parallelize(layer, {"**": "..."}, {"": "b i -> b/dp i"}, Mesh(dp=2))
+        ...     xt.check_replicas(model)
+        ...     with torch.no_grad():
+        ...         model.weight += torch.distributed.get_rank()
+        ...     try:
+        ...         xt.check_replicas(model)
+        ...     except ReplicaError as error:
+        ...         return "weight" in str(error)
+        >>> xt.testing.run_ranks(2, changed_on_one)
+        [True, True]
     """
     parallel_of(model).compare()
 
@@ -311,6 +328,20 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 
     Yields:
         Nothing.
+
+    Examples:
+        >>> import torch, torch_bridge as xt
+        >>> from xshard import Mesh
+        >>> def gradients():
+        ...     layer = torch.nn.Linear(1, 1, bias=False)
+        ...     model = xt.parallelize(layer, {"**": "..."}, {"": "b i -> b/dp i"}, Mesh(dp=2))
+        ...     with xt.no_sync(model):
+        ...         model(torch.ones(2, 1)).sum().backward()
+        ...     share = model.weight.grad.item()
+        ...     model(torch.ones(2, 1)).sum().backward()
+        ...     return share, model.weight.grad.item()
+        >>> xt.testing.run_ranks(2, gradients)
+        [(1.0, 4.0), (1.0, 4.0)]
     """
     gradients = parallel_of(model).gradients
     # Backward passes ask this flag whether to sum over processes. It may be False already: contexts
@@ -341,6 +372,19 @@ def grad_norm(model: nn.Module, norm_type: Positive = 2.0) -> Tensor:
 
     Raises:
         XshardError: Gradients are not yet summed, after passes inside `no_sync` alone.
+
+    Examples:
+        >>> import torch, torch_bridge as xt
+        >>> from xshard import Mesh
+        >>> def norm():
+        ...     layer = torch.nn.Linear(4, 1, bias=False)
+        ...     model = xt.parallelize(
+        ...         layer, {"**": "o i/dp -> o i"}, {"": "b i -> b/dp i"}, Mesh(dp=2)
+        ...     )
+        ...     model(torch.ones(2, 4)).sum().backward()
+        ...     return model.weight.grad.tolist(), xt.grad_norm(model).item()
+        >>> xt.testing.run_ranks(2, norm)[0]
+        ([[2.0, 2.0]], 4.0)
     """
     parallel = parallel_of(model)
     if parallel.has_unsummed_gradients:
@@ -403,6 +447,20 @@ def clip_grad_norm_(model: nn.Module, max_norm: NonNegative, norm_type: Positive
 
     Raises:
         XshardError: Gradients are not yet summed, after passes inside `no_sync` alone.
+
+    Examples:
+        >>> import torch, torch_bridge as xt
+        >>> from xshard import Mesh
+        >>> def norms():
+        ...     layer = torch.nn.Linear(4, 1, bias=False)
+        ...     model = xt.parallelize(
+        ...         layer, {"**": "o i/dp -> o i"}, {"": "b i -> b/dp i"}, Mesh(dp=2)
+        ...     )
+        ...     model(torch.ones(2, 4)).sum().backward()
+        ...     before = xt.clip_grad_norm_(model, 2.0)
+        ...     return round(before.item(), 3), round(xt.grad_norm(model).item(), 3)
+        >>> xt.testing.run_ranks(2, norms)[0]
+        (4.0, 2.0)
     """
     total = grad_norm(model, norm_type)
     # Given the norm of the whole gradient, scaling a block needs nothing else: torch does it.

@@ -46,6 +46,16 @@ def state_dict(model: nn.Module) -> dict[str, Any]:
 
     Raises:
         XshardError: The model is not parallel.
+
+    Examples:
+        >>> import torch, torch_bridge as xt
+        >>> from xshard import Mesh
+        >>> def shapes():
+        ...     rules = {"**": "o/dp ... -> o ..."}, {"": "b i -> b/dp i"}
+        ...     model = xt.parallelize(torch.nn.Linear(2, 4), *rules, Mesh(dp=2))
+        ...     return [*model.weight.shape], [*xt.state_dict(model)["weight"].shape]
+        >>> xt.testing.run_ranks(2, shapes)[0]
+        ([2, 2], [4, 2])
     """
     parallel = parallel_of(model)
     state = {}
@@ -78,6 +88,17 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Any], strict: bool = T
     Raises:
         XshardError: A name is in one of them only, with `strict`.
         ShapeError: A value has another shape than the whole tensor.
+
+    Examples:
+        >>> import torch, torch_bridge as xt
+        >>> from xshard import Mesh
+        >>> def filled():
+        ...     rules = {"**": "o/dp ... -> o ..."}, {"": "b i -> b/dp i"}
+        ...     model = xt.parallelize(torch.nn.Linear(2, 4, bias=False), *rules, Mesh(dp=2))
+        ...     xt.load_state_dict(model, {"weight": torch.arange(8).view(4, 2)})
+        ...     return model.weight.tolist()
+        >>> xt.testing.run_ranks(2, filled)
+        [[[0.0, 1.0], [2.0, 3.0]], [[4.0, 5.0], [6.0, 7.0]]]
     """
     parallel = parallel_of(model)
     own_state = _tensors_by_name(model)

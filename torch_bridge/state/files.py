@@ -154,6 +154,18 @@ def async_save(
 
     Raises:
         XshardError: As `save` does, before anything is written.
+
+    Examples:
+        >>> import tempfile, torch, torch_bridge as xt
+        >>> def saved_beside(folder):
+        ...     block = torch.zeros(3)
+        ...     saving = xt.async_save({"w": block, "step": 20}, folder)
+        ...     block += 1
+        ...     saving.wait()
+        ...     return xt.load(folder)["w"].tolist()
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     xt.testing.run_ranks(2, saved_beside, folder)
+        [[0.0, 0.0, 0.0], [0.0, 0.0, 0.0]]
     """
     return save_beside(
         _plan_together(tree, Path(path), rules, mesh, names, shard_bytes, shapes, keep)
@@ -317,6 +329,19 @@ def load(  # noqa: PLR0913  one option for each thing that a file does not say
         FileError: A file is malformed; on all processes, before anything is read.
         XshardError: A name has no rule, or a rule no name; likewise.
         ShapeError: An array has another shape in `like`; likewise.
+
+    Examples:
+        >>> import tempfile, torch, torch.distributed as dist, torch_bridge as xt
+        >>> from xshard import Mesh
+        >>> def resumed(folder):
+        ...     mesh, block = Mesh(dp=2), torch.full((2, 2), dist.get_rank())
+        ...     xt.save({"w": block, "step": 3}, folder, {"w": "o/dp i"}, mesh)
+        ...     tree = {"w": torch.empty(4, 1, dtype=block.dtype), "step": 0}
+        ...     return xt.load(folder, {"w": "o i/dp"}, mesh, like=tree)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     loaded = xt.testing.run_ranks(2, resumed, folder)[0]
+        >>> loaded["step"], loaded["w"].flatten().tolist()
+        (3, [0, 0, 1, 1])
     """
     ranks = processes_of(mesh)
     call = f"load {path}"

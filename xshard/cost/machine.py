@@ -67,8 +67,6 @@ _USED: ContextVar[ProfileLike | None] = ContextVar("xshard_profile", default=Non
 def load_profile(profile: ProfileLike) -> Profile:
     """Return the profile of a machine, by the name of a shipped one or from a file.
 
-        load_profile("h100:4").node_devices   # 4: h100 with nodes of 4
-
     Args:
         profile: A shipped name, a path, or a Profile, which is returned. A file that was rewritten is
             read again.
@@ -78,6 +76,10 @@ def load_profile(profile: ProfileLike) -> Profile:
 
     Raises:
         ProfileError: There is no such profile, or its file is malformed.
+
+    Examples:
+        >>> load_profile("h100:4").node_devices  # h100 with nodes of 4
+        4
     """
     if isinstance(profile, Profile):
         return profile
