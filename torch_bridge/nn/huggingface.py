@@ -129,9 +129,7 @@ class _Implementation:
         self._check_padding(chunk_length, padding, q)
         if getattr(module, "attn_temperature_tuning", False) and not module.use_rope:
             q = _tune_by_rows(module, query, self._rows_of(q)).permute(order)
-        is_causal = options.get("is_causal")
-        if is_causal is None:
-            is_causal = getattr(module, "is_causal", True)
+        is_causal = _is_causal(module, options)
         documents = self._documents_of_call(query, q, padding, is_causal, options)
         if documents is not None and order.index(0) > order.index(2):
             documents = documents.mT  # batch after rows, as in the layout
@@ -155,7 +153,8 @@ class _Implementation:
         order_of_result = [order.index(dim) for dim in (0, 2, 1, 3)]  # [batch, rows, heads, width]
         if sinks is None:
             return results.permute(order_of_result), None
-        y, lse = (x.permute(order_of_result) for x in (results[0], results[1][..., None]))
+        y = results[0].permute(order_of_result)
+        lse = results[1][..., None].permute(order_of_result)  # [batch, rows, heads, 1]
         # Not by `sinks=`: as of any parameter, the gradient is the one by this process's rows.
         y, _ = merged(torch, (y, lse), (0, sinks[:, None]))
         return y.to(query.dtype), None
@@ -261,6 +260,12 @@ class _Implementation:
         if "chunked_overlay" in function_names:
             return _Chunks(attention_mask, options["local_size"])
         return attention_mask
+
+
+def _is_causal(module: Any, options: dict[str, Any]) -> bool:
+    """Return whether a call is causal: as it says, else as its module does, else it is."""
+    is_causal: bool | None = options.get("is_causal")
+    return getattr(module, "is_causal", True) if is_causal is None else is_causal
 
 
 def _tune_by_rows(module: Any, query: Tensor, rows: Tensor) -> Tensor:
