@@ -364,11 +364,12 @@ def _module_hooks(
     gathering_names = _gathering_modules(rules.gathers, modules, input_texts)
     precisions = _precisions(rules.precision, modules, gathering_names)
     rules_of_modules = _RulesOfModules(input_texts, output_texts, gathering_names, precisions)
+    hooked_names = {*input_texts, *output_texts, *gathering_names, *precisions}
 
     hooks: dict[str, ModuleHooks] = {}
     hooks_of_object: dict[nn.Module, ModuleHooks] = {}  # a module with several names has one
     for name, module in modules.items():
-        if name not in rules_of_modules.names:
+        if name not in hooked_names:
             continue
         # The nearest module around this one with a rule for its input; outer modules come first.
         parent = nearest_hooks(module_of(name), hooks, "inputs") if name else None
@@ -380,17 +381,12 @@ def _module_hooks(
 
 
 class _RulesOfModules(NamedTuple):
-    """What the rules say of each module, by its names; a module that none of these has needs no hooks."""
+    """What the rules say of each module, by its names."""
 
     inputs: Mapping[str, Any]
     outputs: Mapping[str, Any]
     gathering: Collection[str]
     precisions: Mapping[str, Precision]
-
-    @property
-    def names(self) -> set[str]:
-        """The modules that need hooks."""
-        return {*self.inputs, *self.outputs, *self.gathering, *self.precisions}
 
 
 def _hooks_of_module(

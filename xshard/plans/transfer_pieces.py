@@ -128,11 +128,11 @@ class _Pieces(NamedTuple):
         earlier_dims = [
             BoxesOfDim(of_dim.indices[old_piece], of_dim.boxes) for of_dim in self.boxes_by_dim
         ]
+        src_block = overlaps.src_block[overlap_index]
         return _Pieces(
             dst=self.dst[old_piece],
             n_elements=self.n_elements[old_piece] * overlaps.length[overlap_index],
-            holder_key=self.holder_key[old_piece] * n_src_blocks
-            + overlaps.src_block[overlap_index],
+            holder_key=self.holder_key[old_piece] * n_src_blocks + src_block,
             boxes_by_dim=(*earlier_dims, BoxesOfDim(overlap_index, overlaps.boxes)),
         )
 

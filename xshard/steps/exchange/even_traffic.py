@@ -340,9 +340,15 @@ def digit_traffic(
         else:
             received = remaining.without(nearer)
         if received.elements:
-            axis = _longest_axis(rules.spans, level)
-            shortfall = _mean_shortfall(level, paired_digits, nearer.elements)
-            hops.append(Hop(axis, received.elements, received.senders, level, shortfall))
+            hops.append(
+                Hop(
+                    axis=_longest_axis(rules.spans, level),
+                    received=received.elements,
+                    messages=received.senders,
+                    level=level,
+                    mean_shortfall=_mean_shortfall(level, paired_digits, nearer.elements),
+                )
+            )
         remaining = nearer
     own_elements = remaining.elements if has_own_rows else 0
     # Each element is packed by its sender and unpacked by its receiver: two copies.
