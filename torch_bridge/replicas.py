@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -220,7 +219,13 @@ def _differences(values: Sequence[Tensor], processes: ProcessMesh, axis: str) ->
     one process and [1, 5] on another -> (2, 5).
     """
     flat = torch.cat([x.reshape(-1) for x in values])
-    smallest, largest = _range_over(flat, processes, axis)
+    # One collective finds both maximum and minimum, as min(x) = -max(-x). For integers ~x takes the
+    # place of -x, because the least integer has no negative: -(-128) overflows int8, ~(-128) is
+    # 127.
+    reverse = torch.neg if flat.is_floating_point() else torch.bitwise_not
+    largest, reversed_smallest = _largest(torch.stack([flat, reverse(flat)]), processes, (axis,))
+    smallest = reverse(reversed_smallest)
+
     # inf - inf would be NaN, though they are equal. Differences of integers may wrap around, but
     # not to 0.
     difference = (largest - smallest).masked_fill(largest == smallest, 0)
@@ -229,22 +234,6 @@ def _differences(values: Sequence[Tensor], processes: ProcessMesh, axis: str) ->
     columns = torch.stack([difference.double().abs(), magnitude])  # [2, elements of all values]
     by_value = columns.split([x.numel() for x in values], 1)
     return torch.stack([x.amax(1) if x.numel() else x.new_zeros(2) for x in by_value])
-
-
-class _Range(NamedTuple):
-    """The extremes of each element over some processes."""
-
-    smallest: Tensor
-    largest: Tensor
-
-
-def _range_over(x: Tensor, processes: ProcessMesh, axis: str) -> _Range:
-    """Find the smallest and the largest value of each element along an axis, by one collective."""
-    # min(x) = -max(-x). For integers ~x takes the place of -x, because the least integer has no
-    # negative: -(-128) overflows int8, ~(-128) is 127.
-    reverse = torch.neg if x.is_floating_point() else torch.bitwise_not
-    largest, reversed_smallest = _largest(torch.stack([x, reverse(x)]), processes, (axis,))
-    return _Range(reverse(reversed_smallest), largest)
 
 
 def _largest(values: Tensor, processes: ProcessMesh, axes: Sequence[str]) -> Tensor:

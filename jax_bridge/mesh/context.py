@@ -316,16 +316,15 @@ def _machine_of_device(device: jax.Device) -> Profile:
         # Gloo sends whatever leaves a process, also to another process of the same host.
         is_one_process = n_in_process == len(devices)
         return machine_of("host", None if is_one_process else n_in_process)
-    n_in_node = _count_in_node(device, devices, n_in_process)
-    has_several_nodes = 1 < n_in_node < len(devices)
-    return machine_of(device.device_kind, n_in_node if has_several_nodes else None)
 
-
-def _count_in_node(device: jax.Device, devices: Sequence[jax.Device], n_in_process: int) -> int:
-    """Count the devices of a device's node: of its slice on GPUs, else of its host."""
     slice_index = getattr(device, "slice_index", None)
     if device.platform == "gpu" and slice_index is not None:
         # A slice of GPUs is their host, or a rack that NVLink joins.
-        return sum(peer.slice_index == slice_index for peer in devices)
-    processes_of_host = node_processes(len({peer.process_index for peer in devices}))
-    return n_in_process if processes_of_host is None else n_in_process * processes_of_host
+        n_in_node = sum(peer.slice_index == slice_index for peer in devices)
+    else:
+        # A node is a host, with one process or several.
+        n_processes = len({peer.process_index for peer in devices})
+        processes_of_node = node_processes(n_processes)
+        n_in_node = n_in_process * (1 if processes_of_node is None else processes_of_node)
+    has_several_nodes = 1 < n_in_node < len(devices)
+    return machine_of(device.device_kind, n_in_node if has_several_nodes else None)

@@ -145,18 +145,13 @@ def from_placements(
         length = None if shape is None else shape[d]
         cuts = cuts_of(factors, axes, length)
         if cuts is None:
-            raise _unreadable_factors(placements, length)
+            hint = "pass shape="
+            if length is not None:
+                hint = f"torch reads them in two ways for {length} rows"
+            reason = f"the split factors of {tuple(placements)} are not a nesting of cuts"
+            raise PlanError(reason, hint=hint)
         dims.append(Dim(f"d{d}", cuts))
     return Layout(tuple(dims), tuple(tags.items()))
-
-
-def _unreadable_factors(placements: Sequence[Placement], length: int | None) -> PlanError:
-    """Make the error for split factors that are no cuts of a dim of this length; None: unknown."""
-    hint = "pass shape="
-    if length is not None:
-        hint = f"torch reads them in two ways for {length} rows"
-    reason = f"the split factors of {tuple(placements)} are not a nesting of cuts"
-    return PlanError(reason, hint=hint)
 
 
 def tag_of(placement: Placement) -> str | None:

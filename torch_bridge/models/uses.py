@@ -115,7 +115,12 @@ def parameters_by_rules(
         if not is_buffer:
             uses[name] = rule.use
             used_shardings[name] = rule.used
-        _learn_dims(name, rule.used, context, hooks)
+        # The output of a module may have a dim of its parameter, as o of "o i": its length is then
+        # known.
+        path = module_of(name)
+        if path in hooks:
+            dims = models.dims_of_parameter(rule.used, context.processes.device)
+            hooks[path].parameter_dims += dims
 
     # These need all uses: those of a tied parameter, and of the other parameters of a module.
     sharded = list(by_id.values())
@@ -124,16 +129,6 @@ def parameters_by_rules(
         if parameter.name in uses:
             changes += _plan_uses(parameter, uses, hooks, keep_rules, context)
     return ModelParameters(sharded, uses, used_shardings, changes)
-
-
-def _learn_dims(name: str, used: Sharding, context: ParallelContext, hooks: Hooks) -> None:
-    """Tell the hooks of a module the dims of its parameter.
-
-    The module's output may have one of them, as o of "o i", whose length is then known.
-    """
-    path = module_of(name)
-    if path in hooks:
-        hooks[path].parameter_dims += models.dims_of_parameter(used, context.processes.device)
 
 
 def _rule_texts(

@@ -129,7 +129,9 @@ class _Implementation:
         self._check_padding(chunk_length, padding, q)
         if getattr(module, "attn_temperature_tuning", False) and not module.use_rope:
             q = _tune_by_rows(module, query, self._rows_of(q)).permute(order)
-        is_causal = _is_causal(module, options)
+        is_causal = options.get("is_causal")
+        if is_causal is None:
+            is_causal = getattr(module, "is_causal", True)
         documents = self._documents_of_call(query, q, padding, is_causal, options)
         if documents is not None and order.index(0) > order.index(2):
             documents = documents.mT  # batch after rows, as in the layout
@@ -260,12 +262,6 @@ class _Implementation:
         if "chunked_overlay" in function_names:
             return _Chunks(attention_mask, options["local_size"])
         return attention_mask
-
-
-def _is_causal(module: Any, options: dict[str, Any]) -> bool:
-    """Return whether a call is causal: as it says, else as its module does, else it is."""
-    is_causal: bool | None = options.get("is_causal")
-    return getattr(module, "is_causal", True) if is_causal is None else is_causal
 
 
 def _tune_by_rows(module: Any, query: Tensor, rows: Tensor) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -118,28 +117,22 @@ def alternatives(plan: ContractionPlan) -> list[Alternative]:
         return listed
     [part] = plan.parts  # the only contraction, of one or two operands
     shardings = EinsumShardings(tuple(move.source for move in part.moves), part.result.target)
-    # The seeds of a search are these placements, in this order.
+    prices = Prices(plan.mesh, plan.dtype, plan.profile)
+    search = CandidateSearch(shardings, prices, plan.objective)
     layouts = [f"where '{array.layout}' is" for array in shardings.arrays]
     names = ["all of it on every device", *layouts]
-    for name, other_part in zip(names, _parts_by_seed(plan, shardings), strict=True):
+    # The seeds of a search are these placements, in this order.
+    for name, placement in zip(names, shardings.seeds(), strict=True):
+        # Plans that move each operand to the placement, and the result from there to its layout.
+        *moves, result = map(prices.plan, search.candidate(placement).moves)
+        # A ring is of one placement: in another one its axis may have nothing to pass on.
+        other_part = replace(part, moves=tuple(moves), result=result, ring=None)
         # Equal moves of operands are the same placement: the result follows from them.
         if all(other_part.moves != other.plan.parts[0].moves for other in listed):
             # A placement to compare with may take more memory than the plan is allowed.
             other_plan = replace(plan, parts=(other_part,), memory_limit=None)
             listed.append(Alternative(name, other_plan))
     return listed
-
-
-def _parts_by_seed(plan: ContractionPlan, shardings: EinsumShardings) -> Iterator[Part]:
-    """Iterate over the only part of a plan, as each of the first placements of a search would have it."""
-    [part] = plan.parts
-    prices = Prices(plan.mesh, plan.dtype, plan.profile)
-    search = CandidateSearch(shardings, prices, plan.objective)
-    for placement in shardings.seeds():
-        # Plans that move each operand to the placement, and the result from there to its layout.
-        *moves, result = [prices.plan(move) for move in search.candidate(placement).moves]
-        # A ring is of one placement: in another one its axis may have nothing to pass on.
-        yield replace(part, moves=tuple(moves), result=result, ring=None)
 
 
 def _costs_row(alternative: Alternative) -> tuple[str, ...]:

@@ -10,13 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from xshard.cost.model import Fabric
 from xshard.formatting import align_columns, format_bytes, format_seconds, range_text
 from xshard.layout import Sharding
 from xshard.search.request import FORWARD
 from xshard.steps import AllGather, AllReduce, ReduceScatter
 from xshard.steps.base import axes_of
-from xshard.steps.traffic import Hop, LinkSpans, Phases
+from xshard.steps.traffic import Phases
 
 if TYPE_CHECKING:
     from xshard.plans.plan import Plan, Stage  # which prints itself by this table
@@ -104,26 +103,23 @@ def _phase_rows(plan: Plan, stage: Stage) -> list[Row]:
     table = []
     # The axes of each phase, the fastest links first.
     for spans in Phases.of_axes(stage.before.mesh, axes, fabric.spans, ()).levels:
-        hops_of_phase = [hop for hop in hops if hop.level == spans[0].level]
-        table.append(_phase_row(spans, hops_of_phase, fabric, plan.itemsize))
+        phase_hops = [hop for hop in hops if hop.level == spans[0].level]
+        received_bytes = sum(hop.received for hop in phase_hops) * plan.itemsize
+        seconds = sum(fabric.link(hop).seconds(hop, plan.itemsize) for hop in phase_hops)
+        links = ",".join(f"{span.axis}={span.size}" for span in spans)
+        table.append(
+            Row(
+                step=f"  over {links}",
+                layout="",
+                local_shape="",
+                received=format_bytes(received_bytes),
+                time=format_seconds(seconds),
+                peak="",
+            )
+        )
     if isinstance(step, AllGather):
         table.reverse()  # it runs over the slowest links first, where blocks are still small
     return table
-
-
-def _phase_row(spans: LinkSpans, hops: Sequence[Hop], fabric: Fabric, itemsize: int) -> Row:
-    """Return the row of a phase: its axes, and the bytes and seconds of its hops together."""
-    links = ",".join(f"{span.axis}={span.size}" for span in spans)
-    received_bytes = sum(hop.received for hop in hops) * itemsize
-    seconds = sum(fabric.link(hop).seconds(hop, itemsize) for hop in hops)
-    return Row(
-        step=f"  over {links}",
-        layout="",
-        local_shape="",
-        received=format_bytes(received_bytes),
-        time=format_seconds(seconds),
-        peak="",
-    )
 
 
 def title(plan: Plan) -> str:
