@@ -107,8 +107,9 @@ def plan_load(
                 target_dtype = dtypes.name_of(like[name].dtype)
             else:
                 shape = array.shape
-                is_cast = float_dtype is not None and _kind(array.dtype) == FLOAT
-                target_dtype = float_dtype if is_cast else array.dtype
+                target_dtype = array.dtype
+                if float_dtype is not None and _kind(array.dtype) == FLOAT:
+                    target_dtype = float_dtype
             target = Sharding(Layout.parse(layout), mesh, shape)
             loads[name] = load_of(checkpoint, array, target_dtype, target, machine)
     return loads
