@@ -216,36 +216,43 @@ def route(
     """
     x = as_array(x, "route")
     to = as_array(to, "route")
-    axis = (axis,) if isinstance(axis, str) else tuple(axis)
-    for name in axis:
-        if bound_size(name) is None:
-            raise MeshError(
-                f"'{name}' is not manual here", hint="call it inside shard_map over this axis"
-            )
+    axes = _manual_axes(axis)
     check_rows(x.shape, to.shape, jnp.issubdtype(to.dtype, jnp.integer), capacity=capacity)
     n_rows = len(to)
-    n_devices = axis_size(axis)
+    n_devices = axis_size(axes)
     groups_on_devices = Groups.of(groups, n_devices)
     copies_per_device = n_rows if capacity is None else min(capacity, n_rows)
 
     choices = _choices_of_rows(to.reshape(n_rows, -1), groups_on_devices)
     placed = _place_copies(choices.device, n_devices, copies_per_device)
-    n_received = _all_to_all(as_varying(placed.n_sent, axis), axis)
+    n_received = _all_to_all(as_varying(placed.n_sent, axes), axes)
     n_choices = choices.device.shape[1]
-    copies = Copies(axis, n_rows, n_choices, placed.row_of_copy, placed.n_sent, n_received)
+    copies = Copies(axes, n_rows, n_choices, placed.row_of_copy, placed.n_sent, n_received)
 
     # Each copy brings the group of each of its choices along: [devices * capacity, choices].
     n_groups = max(groups_on_devices.sizes)
     sent_groups = _groups_of_copies(choices, placed.row_of_copy, n_devices, n_groups)
-    arrived_groups = _all_to_all(as_varying(sent_groups, axis), axis).reshape(-1)
+    arrived_groups = _all_to_all(as_varying(sent_groups, axes), axes).reshape(-1)
 
-    # Sort the choices by group. Padding, and choices of groups on other devices, have the number
-    # `n_groups` and come last.
+    # Sort the choices by group: with 2 choices and 2 groups, copies that bring the groups [1, 2] and
+    # [0, 1] have the choices 0 to 3, sorted 2, 0, 3, 1. Padding, and choices of groups on other
+    # devices, have the number `n_groups` and come last: here choice 1.
     choice_of_row = jnp.argsort(arrived_groups, stable=True)
     sizes = jnp.bincount(arrived_groups, length=n_groups + 1)[:n_groups]
     rows = copies.send(x)[choice_of_row // n_choices]
     rows = _with_zero_padding(rows, sizes)
     return Routed(rows, sizes, placed.n_dropped, copies, choice_of_row)
+
+
+def _manual_axes(axis: Axes) -> tuple[str, ...]:
+    """Return the axes of a call of `route`. Raises MeshError unless all are manual here."""
+    axes = (axis,) if isinstance(axis, str) else tuple(axis)
+    for name in axes:
+        if bound_size(name) is None:
+            raise MeshError(
+                f"'{name}' is not manual here", hint="call it inside shard_map over this axis"
+            )
+    return axes
 
 
 class _Choices(NamedTuple):

@@ -562,9 +562,8 @@ def _input_rule(
     inputs = copied if pattern in local_modules else style.inputs
     is_inside = any(pattern.startswith(f"{module}.") for module in local_modules)
     if inputs == copied and is_inside:
-        return styles[
-            "local_params"
-        ].inputs  # the outer module has made copies of its inputs already
+        # The outer module has made copies of its inputs already.
+        return styles["local_params"].inputs
     return inputs
 
 

@@ -81,10 +81,9 @@ class ReplicaCheck(NamedTuple):
         device = int(is_wrong[:, axis_index].argmax())
         axis = self.axes[axis_index]
         group = self.mesh.group(device, (axis,))
+        members_text = "devices " + ", ".join(map(str, group))
         if names:
-            members_text = "ranks " + ", ".join(str(names[dim_index]) for dim_index in group)
-        else:
-            members_text = "devices " + ", ".join(map(str, group))
+            members_text = "ranks " + ", ".join(str(names[member]) for member in group)
         hint = f"by {difference[device, axis_index]:.3g} on {members_text}, where the largest value is "
         hint += f"{largest[device, axis_index]:.3g}\n  {self._way_out(axis)}"
         noun = "cotangents" if self.cotangents else "blocks"

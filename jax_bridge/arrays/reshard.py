@@ -7,7 +7,7 @@ Explicit axes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar, overload
 
 import jax
@@ -42,6 +42,7 @@ from xshard.errors import MeshError, api_boundary, located
 from xshard.notation.maps import Maps
 from xshard.notation.parser import with_map_digests
 from xshard.plans.expression import Sides, sides_or_one
+from xshard.trees import Leaf
 
 T = TypeVar("T")
 
@@ -101,22 +102,17 @@ def reshard(
     leaves = leaves_with_given_values(layouts, arrays, is_expression)
     if not leaves:
         return arrays
-    calls = []
-    moves = []
-    for leaf in leaves:
-        with located(leaf.place):  # errors name the leaf
-            call = _array_call(leaf.x, leaf.value)
-        calls.append(call)
-        moves.append((call.expression, call.x.shape, call.x.dtype, leaf.place))
+    calls = list(map(_array_call, leaves))
+    moves = tuple((call.expression, call.x.shape, call.x.dtype, call.place) for call in calls)
     texts = [sides_of(call.expression).text for call in calls]
     array_mesh = ArrayMesh.of([call.x for call in calls], texts, mesh)
     # "auto" is looked up outside the cache: it stands for the machine of these devices.
     on_machine = machine_profile(profile, array_mesh.in_context)
-    program = make_program(tuple(moves), array_mesh, donate, on_machine)
+    program = make_program(moves, array_mesh, donate, on_machine)
 
     # All arrays are checked before one is brought to its source: an error leaves nothing half done.
     for leaf, call, source in zip(leaves, calls, program.sources, strict=True):
-        with located(leaf.place):
+        with located(call.place):
             source.check(call.x, donate)
             check_order(leaf.x, source.array, source.text)
     xs = [
@@ -128,9 +124,7 @@ def reshard(
     else:
         ys = program.run(*xs)  # a program of its own: arrays have memory to donate
     if donate:
-        for x in xs:
-            if not x.is_deleted():  # no result could reuse its memory
-                x.delete()
+        _delete(xs)
 
     results = []
     for y, call, plan in zip(ys, calls, program.plans, strict=True):
@@ -141,27 +135,43 @@ def reshard(
 
 
 class ArrayCall(NamedTuple):
-    """One array of a call, its expression, and for PRNG keys the function that makes keys of words."""
+    """One array of a call.
 
+    Attributes:
+        place: The leaf's name, as errors say it.
+        x: The array; of PRNG keys the integers that they consist of.
+        expression: Its layouts or plan.
+        back: For PRNG keys, makes keys of the integers again.
+    """
+
+    place: str
     x: jax.Array
     expression: Sides | Plan
     back: Callable[[jax.Array], jax.Array] | None = None
 
 
-def _array_call(x: Any, expression: Any) -> ArrayCall:
+def _array_call(leaf: Leaf) -> ArrayCall:
     """Check one array and parse its expression.
 
     PRNG keys become the integers that they consist of, [...] -> [..., words], since collectives
-    move integers only; the call's `back` makes keys of them again.
+    move integers only.
     """
-    parsed = sides_of(expression)
-    x = as_array(x, parsed.text)
-    if isinstance(expression, Plan):
-        return ArrayCall(x, expression)
-    if are_keys(x):
-        words = as_words(x, parsed)
-        return ArrayCall(words.array, words.sides, words.back)
-    return ArrayCall(x, parsed)
+    with located(leaf.place):
+        parsed = sides_of(leaf.value)
+        x = as_array(leaf.x, parsed.text)
+        if isinstance(leaf.value, Plan):
+            return ArrayCall(leaf.place, x, leaf.value)
+        if are_keys(x):
+            words = as_words(x, parsed)
+            return ArrayCall(leaf.place, words.array, words.sides, words.back)
+        return ArrayCall(leaf.place, x, parsed)
+
+
+def _delete(donated: Sequence[jax.Array]) -> None:
+    """Delete those of the donated arrays whose memory no result could reuse: JAX keeps them."""
+    for x in donated:
+        if not x.is_deleted():
+            x.delete()
 
 
 def move_if_needed(x: jax.Array, target: StoredArray) -> jax.Array:

@@ -378,24 +378,29 @@ class _MappedFunction:
         mesh = ArrayMesh.of(arrays, texts, self.mesh)
         types = tuple((x.shape, x.dtype) for x in arrays)
         key = (call.structure, call.constants, types, mesh)
+        program = self._known_program(key)
+        if program is not None:
+            placed = _place_arguments(arrays, program.arguments)
+            return program.result_of(program.run(*placed))
+
+        border = _Border(mesh, self.has_types, self.profile)
+        leaves_and_arrays = zip(call.array_leaves, arrays, strict=True)
+        arguments = [border.argument(leaf, x.shape) for leaf, x in leaves_and_arrays]
+        # Before the program is made: tracing takes arrays that are sharded as they will be.
+        placed = _place_arguments(arrays, arguments)
+        of_blocks = _BlockFunction(self.f, call.without_arrays(), arguments)
+        program = self._make_program(of_blocks, border, placed)
+        self.programs[key] = program
+        return program.result_of(program.run(*placed))
+
+    def _known_program(self, key: Any) -> _Program | None:
+        """Return the program of an earlier call like this one. Raises XshardError for a key without hash."""
         try:
-            program = self.programs.get(key)
+            return self.programs.get(key)
         except TypeError as error:
             hint = "other arguments than arrays are compiled in, and the program is cached by them"
             reason = f"an argument that is not an array lacks a hash: {error}"
             raise XshardError(reason, hint=hint) from None
-
-        if program is not None:
-            placed = _place_arguments(arrays, program.arguments)
-        else:
-            border = _Border(mesh, self.has_types, self.profile)
-            leaves_and_arrays = zip(call.array_leaves, arrays, strict=True)
-            arguments = [border.argument(leaf, x.shape) for leaf, x in leaves_and_arrays]
-            placed = _place_arguments(arrays, arguments)
-            of_blocks = _BlockFunction(self.f, call.without_arrays(), arguments)
-            program = self._program(of_blocks, border, placed)
-            self.programs[key] = program
-        return program.result_of(program.run(*placed))
 
     def _structure_call(self, args: tuple[Any, ...], static: Mapping[str, Any]) -> _Call:
         """Name the arguments of a call, flatten them, and give each leaf its layout.
@@ -451,7 +456,7 @@ class _MappedFunction:
                 raise XshardError(f"argument '{leaf.name}' is an array without a layout", hint=hint)
         return [leaf._replace(x=None) for leaf in leaves]
 
-    def _program(
+    def _make_program(
         self, of_blocks: _BlockFunction, border: _Border, placed: Sequence[jax.Array]
     ) -> _Program:
         """Make the jitted function of global arrays for arguments like `placed`.

@@ -80,11 +80,12 @@ def _dim_order(left_operand: int, names: ProductNames, lengths: dict[int, int]) 
     """
     left_names = names.operands[left_operand]
     right_names = names.operands[1 - left_operand]
-    shared = set(left_names) & set(right_names)
-    batch = [name for name in names.result if name in shared]
+    in_both = set(left_names) & set(right_names)
+    batch = [name for name in names.result if name in in_both]
     rows = [name for name in names.result if name not in right_names]
     columns = [name for name in names.result if name not in left_names]
-    summed = [name for name in right_names if name in shared and name not in names.result]
+    # In the order of the right operand, which is not transposed.
+    summed = [name for name in right_names if name in in_both and name not in names.result]
     ordered_left = (*batch, *rows, *summed)
     ordered_result = (*batch, *rows, *columns)
 

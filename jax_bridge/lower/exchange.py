@@ -49,9 +49,15 @@ from xshard.steps.exchange.messages import Message, rows_at
 
 COMBINE = {"sum": jnp.add, "max": jnp.maximum, "min": jnp.minimum}
 
-# How boxes tile a device's block: (first row of the box along every dim, index of the round in which it
-# arrives), sorted by first rows.
-Tiling = tuple[tuple[Shape, int], ...]
+
+class Tile(NamedTuple):
+    """A box that fills a part of a device's block."""
+
+    start: Shape  # its first row along every dim
+    round_index: int  # in which it arrives
+
+
+Tiling = tuple[Tile, ...]  # the boxes that fill a device's block, sorted by `start`
 
 MAX_COMPILED_TILES = 32  # in all distinct tilings together: each tiling is compiled as a branch
 
@@ -290,12 +296,10 @@ def _by_tables(delivery: _Delivery, x: jax.Array, out: jax.Array) -> jax.Array:
     axes = long_axes(mesh)
     tables_of_rounds = [_round_tables(messages, delivery.after) for messages in all_rounds]
 
-    packed_boxes = []
-    for tables in tables_of_rounds:
-        box = x
-        for dim, table in enumerate(tables):
-            box = pick_rows(box, dim, table.packing, axes)
-        packed_boxes.append(box)
+    packed_boxes = [
+        _pick_along_dims(x, [table.packing for table in tables], axes)
+        for tables in tables_of_rounds
+    ]
     received = delivery.transport.send(packed_boxes[n_local:], schedule.sent, mesh)
 
     arrivals = list(map(_Arrival, all_rounds, packed_boxes[:n_local] + received))
@@ -305,8 +309,7 @@ def _by_tables(delivery: _Delivery, x: jax.Array, out: jax.Array) -> jax.Array:
     is_written = jnp.zeros(out.shape, bool)
     for (messages, box), tables in zip(arrivals, tables_of_rounds, strict=True):
         box = _apply_signs(box, messages, mesh)
-        for dim, table in enumerate(tables):
-            box = pick_rows(box, dim, table.placing, axes)
+        box = _pick_along_dims(box, [table.placing for table in tables], axes)
         if delivery.op is not None:
             # The first box for an element is written, not combined with the zero in `out`.
             box = jnp.where(is_written, COMBINE[delivery.op](out, box), box)
@@ -314,6 +317,13 @@ def _by_tables(delivery: _Delivery, x: jax.Array, out: jax.Array) -> jax.Array:
         out = jnp.where(has_element, box, out)
         is_written = is_written | has_element
     return out
+
+
+def _pick_along_dims(x: jax.Array, tables: Sequence[Table], axes: Sequence[str]) -> jax.Array:
+    """Pick rows along every dim, by a table for each."""
+    for dim, table in enumerate(tables):
+        x = pick_rows(x, dim, table, axes)
+    return x
 
 
 def _elements_of_box(messages: Round, tables: Sequence[DimTables], mesh: Mesh) -> jax.Array:
@@ -447,7 +457,7 @@ def tilings(schedule: Sequence[Round], after: Sharding) -> tuple[Tiling, ...] | 
     """Return how equal boxes fill the block of each device without gaps, if they do.
 
     A block of 4 rows whose rows 0-1 arrive in round 3 and rows 2-3 in round 0 has the tiling
-    (((0,), 3), ((2,), 0)): for each box its first row along every dim, and its round.
+    (Tile((0,), 3), Tile((2,), 0)).
 
     Args:
         schedule: The rounds; all boxes are slices.
@@ -460,14 +470,14 @@ def tilings(schedule: Sequence[Round], after: Sharding) -> tuple[Tiling, ...] | 
     shapes = {box_shape(messages) for messages in schedule}
     if len(shapes) > 1:
         return None
-    # For each device a dict: where a box begins -> the round in which it arrives.
-    round_of_start: list[dict[Shape, int]] = [{} for _ in range(after.mesh.n_devices)]
+    # By where they begin: of several boxes at one place the last one counts.
+    tiles: list[dict[Shape, Tile]] = [{} for _ in range(after.mesh.n_devices)]
     for round_index, messages in enumerate(schedule):
         for message in messages:
             start = tuple(_first_rows(message).received)
-            round_of_start[message.dst][start] = round_index
+            tiles[message.dst][start] = Tile(start, round_index)
 
-    tiling_of_device = tuple(tuple(sorted(of_device.items())) for of_device in round_of_start)
+    tiling_of_device = tuple(tuple(sorted(of_device.values())) for of_device in tiles)
     # Boxes of one shape that begin at different rows do not overlap here. If they have as many
     # elements as the block, there is no gap.
     box_size = math.prod(shapes.pop())
@@ -498,15 +508,14 @@ def tiled(tiling: Tiling, box_of_round: Callable[[int], jax.Array], dim: int = 0
     (by recursion), then the slabs along `dim`: 2 x 2 boxes become 2 rows of boxes, then the block.
 
     Args:
-        tiling: For each box its first row along every dim, and its round; sorted by first rows.
+        tiling: The boxes, sorted by first rows.
         box_of_round: Index of a round -> the box that arrives in it.
         dim: The first dim to concatenate along.
     """
     if len(tiling) == 1:
-        _, round_index = tiling[0]
-        return box_of_round(round_index)
+        return box_of_round(tiling[0].round_index)
     slabs = []
-    for _, tiles in itertools.groupby(tiling, key=lambda tile: tile[0][dim]):
+    for _, tiles in itertools.groupby(tiling, key=lambda tile: tile.start[dim]):
         slabs.append(tiled(tuple(tiles), box_of_round, dim + 1))
     return lax.concatenate(slabs, dim)
 

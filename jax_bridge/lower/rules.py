@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -174,30 +174,39 @@ def _run_on_subblocks(
         ShapeError: The plan shards a dim that Explicit axes shard.
     """
     sharding = jax.typeof(x).sharding
-    sizes = sharding.mesh.shape
-    target = plan.target.layout
     explicit_axes = _explicit_axes(x)
-    subblock_shape = []
-    dims = zip(explicit_axes, plan.shape, plan.source.layout.dims, strict=True)
-    for axes, length, dim in dims:
-        if axes and (dim.shards or target.dim(dim.name).shards):
-            reason = (
-                f"dim {dim.name!r} of the block is also sharded over the Explicit axis {axes[0]!r}"
-            )
-            hint = "make that axis manual as well, and name it in the expression"
-            raise ShapeError(reason, text=f"{plan.src} -> {plan.dst}", hint=hint)
-        subblock_shape.append(length // math.prod(sizes[axis] for axis in axes))
+    subblock_shape = _subblock_shape(plan, explicit_axes, sharding.mesh.shape)
 
     spec = sharding.spec
     entries = cuts_of(spec)
-    out_entries = [entries[plan.source.dim_index(name)] for name in target.names]
+    # The result may have its dims in another order: each stays cut as it was.
+    out_entries = [entries[plan.source.dim_index(name)] for name in plan.target.layout.names]
     on_subblocks = jax.shard_map(
-        partial(move, replace(plan, shape=tuple(subblock_shape))),
+        partial(move, replace(plan, shape=subblock_shape)),
         in_specs=spec,
         out_specs=PartitionSpec(*out_entries, unreduced=spec.unreduced, reduced=spec.reduced),
         axis_names=frozenset(itertools.chain(*explicit_axes)),
     )
     return on_subblocks(x)
+
+
+def _subblock_shape(
+    plan: Plan, explicit_axes: Sequence[tuple[str, ...]], sizes: Mapping[str, int]
+) -> tuple[int, ...]:
+    """Divide the plan's global shape by the Explicit axes of each dim: [8, 6], [(), ("tp",)] -> [8, 3].
+
+    Raises ShapeError if the plan shards such a dim, too.
+    """
+    shape = []
+    for axes, length, dim in zip(explicit_axes, plan.shape, plan.source.layout.dims, strict=True):
+        if axes and (dim.shards or plan.target.layout.dim(dim.name).shards):
+            reason = (
+                f"dim {dim.name!r} of the block is also sharded over the Explicit axis {axes[0]!r}"
+            )
+            hint = "make that axis manual as well, and name it in the expression"
+            raise ShapeError(reason, text=f"{plan.src} -> {plan.dst}", hint=hint)
+        shape.append(length // math.prod(sizes[axis] for axis in axes))
+    return tuple(shape)
 
 
 # The rules: one function per step.

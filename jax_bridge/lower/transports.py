@@ -298,8 +298,7 @@ def _by_ragged_all_to_all(
     """Send the boxes of all rounds by one `ragged_all_to_all`, in one flat buffer.
 
     The collective takes one message for each pair of devices. Rounds in which a pair of devices has
-    a second message go into another call. Boxes [3, 2] and [2, 2] of two rounds lie in the buffer
-    one after the other, 6 elements and then 4.
+    a second message go into another call.
 
     Args:
         boxes: This device's box in each round.
@@ -310,22 +309,34 @@ def _by_ragged_all_to_all(
         The box that arrives in each round.
     """
     arrived = list(boxes)
-    axes = long_axes(mesh)
     for round_indices in _without_repeated_pairs(rounds):
-        shapes = [boxes[i].shape for i in round_indices]
-        # Tables of offsets and sizes: [devices, partners].
-        arguments = ragged_arguments([rounds[i] for i in round_indices], shapes, mesh.n_devices)
-        buffer = jnp.concatenate([boxes[i].reshape(-1) for i in round_indices])
-        # JAX gives the result the type of the output buffer: zeros are declared different on all
-        # devices (varying), as the data is.
-        output = as_varying(jnp.zeros_like(buffer), varying_axes(buffer))
-        of_this_device = [row_of_this_device(table, axes) for table in arguments]
-        buffer = lax.ragged_all_to_all(buffer, output, *of_this_device, axis_name=axes)
-        stops = np.cumsum([math.prod(shape) for shape in shapes])
-        flat_boxes = jnp.split(buffer, stops[:-1])
-        for i, shape, flat_box in zip(round_indices, shapes, flat_boxes, strict=True):
-            arrived[i] = flat_box.reshape(shape)
+        boxes_of_call = _send_in_one_buffer(
+            [boxes[i] for i in round_indices], [rounds[i] for i in round_indices], mesh
+        )
+        for i, box in zip(round_indices, boxes_of_call, strict=True):
+            arrived[i] = box
     return arrived
+
+
+def _send_in_one_buffer(
+    boxes: Sequence[jax.Array], rounds: Sequence[Round], mesh: Mesh
+) -> list[jax.Array]:
+    """Send the boxes of rounds that have at most one message for each pair of devices.
+
+    Boxes [3, 2] and [2, 2] lie in the buffer one after the other, 6 elements and then 4.
+    """
+    axes = long_axes(mesh)
+    shapes = [box.shape for box in boxes]
+    buffer = jnp.concatenate([box.reshape(-1) for box in boxes])
+    # JAX gives the result the type of the output buffer: zeros are declared different on all
+    # devices (varying), as the data is.
+    output = as_varying(jnp.zeros_like(buffer), varying_axes(buffer))
+    tables = ragged_arguments(rounds, shapes, mesh.n_devices)
+    offsets_and_sizes = [row_of_this_device(table, axes) for table in tables]
+    arrived = lax.ragged_all_to_all(buffer, output, *offsets_and_sizes, axis_name=axes)
+    box_ends = np.cumsum([math.prod(shape) for shape in shapes])
+    flat_boxes = jnp.split(arrived, box_ends[:-1])
+    return [flat.reshape(shape) for flat, shape in zip(flat_boxes, shapes, strict=True)]
 
 
 def _without_repeated_pairs(rounds: Sequence[Round]) -> list[list[int]]:

@@ -83,17 +83,18 @@ def conv_general_dilated(  # noqa: PLR0913  the arguments of `lax.conv_general_d
         Array([[[[2., 3., 3., 2.]]]], dtype=float32)
     """
     shape = lhs.sharding.shape
+    # Specs list the dims of batch, features, then space: "NHWC" is (0, 3, 1, 2). A kernel has output
+    # features in place of a batch: "HWIO" is (3, 2, 0, 1).
     dim_numbers = lax.conv_dimension_numbers(shape, rhs.shape, dimension_numbers)
-    channel_dim = dim_numbers.lhs_spec[1]  # specs list batch, features, then space
-    space_dims = dim_numbers.lhs_spec[2:]
-    kernel_sizes = [rhs.shape[dim] for dim in dim_numbers.rhs_spec[2:]]
-    _check_features(lhs, channel_dim)
-    base = _or_ones(lhs_dilation, len(space_dims))
-    dilation = _or_ones(rhs_dilation, len(space_dims))
+    _, feature_dim, *space_dims = dim_numbers.lhs_spec
+    output_feature_dim, _, *kernel_space_dims = dim_numbers.rhs_spec
+    _check_features(lhs, feature_dim)
+    array_dilation = _or_ones(lhs_dilation, len(space_dims))
+    kernel_dilation = _or_ones(rhs_dilation, len(space_dims))
     convolve: Any = partial(
         lax.conv_general_dilated,
-        lhs_dilation=base,
-        rhs_dilation=dilation,
+        lhs_dilation=array_dilation,
+        rhs_dilation=kernel_dilation,
         dimension_numbers=dim_numbers,
         feature_group_count=feature_group_count,
         precision=precision,
@@ -112,7 +113,8 @@ def conv_general_dilated(  # noqa: PLR0913  the arguments of `lax.conv_general_d
         return convolve(block, rhs, block_strides, block_padding)
 
     lengths = [shape[dim] for dim in space_dims]
-    windows = windows_of(lengths, kernel_sizes, window_strides, dilation, padding)
+    kernel_sizes = [rhs.shape[dim] for dim in kernel_space_dims]
+    windows = windows_of(lengths, kernel_sizes, window_strides, kernel_dilation, padding)
     # Dim lhs_spec[i] of the input becomes dim out_spec[i] of the output.
     input_dim_of = dict(zip(dim_numbers.out_spec, dim_numbers.lhs_spec, strict=True))
     return apply_windows(
@@ -120,15 +122,15 @@ def conv_general_dilated(  # noqa: PLR0913  the arguments of `lax.conv_general_d
         dict(zip(space_dims, windows, strict=True)),
         convolve_block,
         WindowRules(0.0, boundary, outputs),
-        base=dict(zip(space_dims, base, strict=True)),
+        base=dict(zip(space_dims, array_dilation, strict=True)),
         order=[input_dim_of[dim] for dim in range(len(shape))],
-        features={channel_dim: rhs.shape[dim_numbers.rhs_spec[0]]},
+        features={feature_dim: rhs.shape[output_feature_dim]},
     )
 
 
-def _check_features(x: Sharded, channel_dim: int) -> None:
+def _check_features(x: Sharded, feature_dim: int) -> None:
     """Raise ShapeError if the features, which a convolution adds up, are sharded."""
-    dim = x.layout.dims[channel_dim]
+    dim = x.layout.dims[feature_dim]
     if dim.axes:
         reason = f"features {str(dim)!r} are sharded, and a convolution adds over them"
         hint = "x.to(...) a layout with unsharded features"

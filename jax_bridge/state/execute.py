@@ -71,18 +71,12 @@ def execute(
     # For moves from devices 4, 5 to 5, 6 the program calls devices 4, 5, 6 its devices 0, 1, 2.
     participants = sorted({*any_plan.src_devices, *any_plan.dst_devices})
 
-    sources: list[LocalBlocks] = []  # one per move; its `BlockMessages` has the index in this list
+    sources: list[LocalBlocks] = []  # what each move sends
     new_blocks = []
     for array in runnable:
-        new_shape = _new_shape(array)
-        messages_of_moves = []
-        for move in array.moves:
-            source = _run_source_stages(move, arrays[move.name], senders)
-            messages = _messages_of_move(move, len(sources), source.shape, new_shape, participants)
-            messages_of_moves.append(messages)
-            sources.append(source)
-        dtypes = (array.moves[0].plan.dtype, array.dtype)
-        new_blocks.append(NewBlock(new_shape, dtypes, tuple(messages_of_moves)))
+        sent = [_run_source_stages(move, arrays[move.name], senders) for move in array.moves]
+        new_blocks.append(_new_block(array, sent, len(sources), participants))
+        sources += sent
     participating_devices = [devices[number] for number in participants]
     arrived = _exchange(sources, tuple(new_blocks), participating_devices, senders)
 
@@ -235,6 +229,28 @@ def _run_source_stages(move: PartMove, array: LocalBlocks, senders: Devices) -> 
 # ---- messages
 
 
+def _new_block(
+    array: ArrayPlan, sent: Sequence[LocalBlocks], first_source: int, participants: Sequence[int]
+) -> NewBlock:
+    """Describe a new block, and the messages that fill it.
+
+    A fused `qkv` has three moves, which send blocks of q, k and v: if two arrays are sent before
+    these, they are the program's sources 2, 3 and 4.
+
+    Args:
+        array: The plan of the new array.
+        sent: What each of its moves sends.
+        first_source: The number of the first of them among all that the program sends.
+        participants: The numbers in the plan of the program's devices.
+    """
+    new_shape = _new_shape(array)
+    messages = []
+    for number, (move, source) in enumerate(zip(array.moves, sent, strict=True), first_source):
+        messages.append(_messages_of_move(move, number, source.shape, new_shape, participants))
+    dtypes = (array.moves[0].plan.dtype, array.dtype)
+    return NewBlock(new_shape, dtypes, tuple(messages))
+
+
 def _new_shape(array: ArrayPlan) -> Shape:
     """Return the shape of a block of an array as the transfer leaves it, before other steps."""
     move = array.moves[0]  # all moves of an array lead to one layout
@@ -254,7 +270,7 @@ def _messages_of_move(
 
     Args:
         move: The move.
-        block: The index of the old block.
+        block: The number of the old block among all that the program sends.
         shape: Its shape.
         new_shape: The shape of the new block.
         participants: The numbers in the plan of the program's devices.

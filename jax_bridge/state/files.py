@@ -249,13 +249,13 @@ def load(  # noqa: PLR0913  one option for each decision of the user
         types = {leaf.name: leaf.x for leaf in leaves if is_array(leaf.x)}
 
     checkpoint = open_on_all(path, all_or_none)
-    constants: dict[str, Any] = {}
 
-    def plan_reads() -> dict[str, Load]:
-        """Plan how each array is read, by name, and look up numbers and texts."""
+    def plan_reads() -> _Reads:
+        """Look up numbers and texts, and plan how each array is read."""
+        constants: Mapping[str, Any] = {}
         if like is not None:
             tree_constants = {leaf.name: leaf.x for leaf in leaves if isinstance(leaf.x, _Constant)}
-            constants.update(stored_constants(checkpoint, tree_constants, names, strict))
+            constants = stored_constants(checkpoint, tree_constants, names, strict)
         planned = plan_load(
             checkpoint,
             rules,
@@ -268,20 +268,19 @@ def load(  # noqa: PLR0913  one option for each decision of the user
         )
         if verify:
             compare_checksums(checkpoint, jax.process_index(), jax.process_count())
-        return {name: _for_jax_array(name, load, mesh) for name, load in planned.items()}
+        loads = {name: _for_jax_array(name, load, mesh) for name, load in planned.items()}
+        return _Reads(loads, constants)
 
-    loads = _result_if_all_succeed(plan_reads)
-    # Threads: disks, and copies in numpy, release the interpreter.
-    with ThreadPoolExecutor() as threads:
-        begin = partial(_begin_read, checkpoint, mesh, threads)
-        arrays = _result_if_all_succeed(lambda: _read_ahead(begin, loads))
-    for name, load in loads.items():
+    reads = _result_if_all_succeed(plan_reads)
+    arrays = _read_arrays(checkpoint, reads.loads, mesh)
+    for name, load in reads.loads.items():
         if load.is_shared:  # its devices have read different rows
             move = (load.source.layout, load.target.layout)
             arrays[name] = reshard(arrays[name], move, mesh, donate=True, profile=profile)
     if like is None:
         return {**checkpoint.readable_constants(arrays), **arrays}
-    loaded = {**arrays, **constants}
+    loaded = {**arrays, **reads.constants}
+    # A leaf that is not in the checkpoint stays.
     new_leaves = [loaded.get(leaf.name, leaf.x) for leaf in leaves]
     return jax.tree.unflatten(jax.tree.structure(like), new_leaves)
 
@@ -460,6 +459,13 @@ def _source(x: Any) -> Source:
 # ---- load
 
 
+class _Reads(NamedTuple):
+    """What is read from a checkpoint, by leaf name: arrays, and for a tree numbers and texts."""
+
+    loads: dict[str, Load]
+    constants: Mapping[str, Any]
+
+
 def _for_jax_array(name: str, load: Load, mesh: jax.sharding.Mesh) -> Load:
     """Return the load of an array with a target that a `jax.Array` can have.
 
@@ -485,6 +491,16 @@ def _for_jax_array(name: str, load: Load, mesh: jax.sharding.Mesh) -> Load:
         return load
     # One sharding for both: nothing is sent after the blocks are read.
     return load._replace(source=jax_target, target=jax_target)
+
+
+def _read_arrays(
+    checkpoint: Checkpoint, loads: Mapping[str, Load], mesh: jax.sharding.Mesh
+) -> dict[str, jax.Array]:
+    """Read all arrays in all processes, each under the sharding `source` of its load."""
+    # Threads: disks, and copies in numpy, release the interpreter.
+    with ThreadPoolExecutor() as threads:
+        begin = partial(_begin_read, checkpoint, mesh, threads)
+        return _result_if_all_succeed(lambda: _read_ahead(begin, loads))
 
 
 def _read_ahead(begin: Callable[[Load], Wait], loads: Mapping[str, Load]) -> dict[str, jax.Array]:

@@ -126,7 +126,11 @@ class _JaxFunction:
 
     @api_boundary
     def __call__(self, *args: Any) -> Any:
-        """Run the JAX function on tensors: hand them to JAX, run its program, and hand the results back."""
+        """Run the JAX function on tensors: hand them to JAX, run its program, and hand the results back.
+
+        f({"w": w}, 3) has the leaves w and 3: JAX's program gets an array and 3, autograd the
+        tensors of w, and `NonTensors` to tell where they belong.
+        """
         meshes = mesh_pair(self.mesh)
         has_several_devices = len(meshes.local_positions) > 1
         # In a process with one device a list of tensors is a tree, elsewhere a leaf.
@@ -136,8 +140,7 @@ class _JaxFunction:
         device_mesh = self._device_mesh(leaves)
         arguments = list(map(_Argument.of, leaves, layouts))
         arrays = [argument.to_jax(self.mesh) for argument in arguments]
-        wrt = tuple(i for i, argument in enumerate(arguments) if argument.gets_gradient)
-        program = self._program(meshes, tree, layouts, arrays, wrt)
+        program = self._program(meshes, tree, arguments, arrays)
 
         # Autograd gets the tensors as well as their arrays: it follows tensors alone.
         non_tensors = [argument.non_tensor for argument in arguments]
@@ -167,19 +170,19 @@ class _JaxFunction:
         self,
         meshes: MeshPair,
         tree: Any,
-        layouts: tuple[Layout, ...],
+        arguments: Sequence[_Argument],
         arrays: Arrays,
-        wrt: tuple[int, ...],
     ) -> VjpProgram:
         """Return the forward and backward programs for such arguments, from the cache if possible.
 
         Args:
             meshes: The meshes of torch and JAX.
             tree: The structure of the arguments.
-            layouts: The layouts of their leaves.
-            arrays: The leaves.
-            wrt: The indices of the leaves that get a gradient.
+            arguments: Their leaves.
+            arrays: The leaves as the function takes them.
         """
+        layouts = tuple(argument.layout for argument in arguments)
+        wrt = tuple(i for i, argument in enumerate(arguments) if argument.gets_gradient)
         in_avals = tuple(map(jax.typeof, arrays))
         # All that the compiled programs depend on.
         key = (tree, layouts, in_avals, wrt)
@@ -234,13 +237,9 @@ class _Apply(torch.autograd.Function):
         # Specs without a mesh need one in context, and autograd's threads have none.
         with jax.set_mesh(program.meshes.jax_mesh):
             outputs, pullback = program.compiled_forward(*arrays)
-        # If the function returns an argument unchanged, the result has the memory of the caller's
-        # tensor, and a write to one would change the other: it is copied.
-        argument_addresses = {x.data_ptr() for x in tensors}
         groups = []
         for output, layout in zip(outputs, program.out_layouts, strict=True):
-            group = program.to_torch(output, layout)
-            groups.append([x.clone() if x.data_ptr() in argument_addresses else x for x in group])
+            groups.append(_unshared(program.to_torch(output, layout), tensors))
         ctx.program = program
         ctx.non_tensors = non_tensors
         ctx.pull = pullback
@@ -289,6 +288,15 @@ class _Apply(torch.autograd.Function):
             if non_tensor is None:  # leaf i is a group of tensors
                 results += gradients_of_leaf.get(i, no_gradients)
         return tuple(results)
+
+
+def _unshared(group: Group, arguments: Sequence[Tensor]) -> Group:
+    """Copy the tensors of a result that have the memory of an argument, which was returned unchanged.
+
+    Else a write to one would change the other.
+    """
+    argument_addresses = {x.data_ptr() for x in arguments}
+    return [x.clone() if x.data_ptr() in argument_addresses else x for x in group]
 
 
 @dataclass(frozen=True, eq=False)

@@ -320,21 +320,22 @@ class HostCall:
         n_arguments = len(self.in_plans)
         arguments = list(tensors[:n_arguments])
         cotangents = tensors[n_arguments:]
+        wrt = _inexact(self.in_plans)
         with torch.enable_grad():
-            for i in _inexact(self.in_plans):
+            for i in wrt:
                 if not arguments[i].requires_grad:
                     arguments[i] = arguments[i].detach().requires_grad_()
             outputs = self.fn(*arguments)
             differentiated = []
             their_cotangents = []
             for i, cotangent in zip(_inexact(self.out_plans), cotangents, strict=True):
-                if outputs[i].requires_grad:
+                if outputs[i].requires_grad:  # else it depends on no argument
                     differentiated.append(outputs[i])
                     # JAX's complex gradients are conjugates of torch's, here and below.
                     their_cotangents.append(cotangent.conj())
             gradients = torch.autograd.grad(
                 differentiated,
-                [arguments[i] for i in _inexact(self.in_plans)],
+                [arguments[i] for i in wrt],
                 their_cotangents,
                 create_graph=is_recorded,
                 materialize_grads=True,

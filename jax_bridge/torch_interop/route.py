@@ -78,6 +78,13 @@ class KnownArray(NamedTuple):
     local_shape: Shape = ()  # of a block of torch, if the global shape is not known
 
 
+class ProfileOfSide(NamedTuple):
+    """The machine that each side plans for: NCCL and XLA differ in speed."""
+
+    torch: ProfileLike
+    jax: ProfileLike
+
+
 @dataclass(frozen=True)
 class Options:
     """The options of `to_jax` and `to_torch`, which describe them."""
@@ -107,11 +114,11 @@ class Options:
         return _route(layout, meshes, array, to_jax, self.profiles, self.via, torch_refuses)
 
     @property
-    def profiles(self) -> tuple[ProfileLike, ProfileLike]:
+    def profiles(self) -> ProfileOfSide:
         """The machines that torch and JAX plan for."""
         if isinstance(self.profile, Mapping):
-            return torch_machine(self.profile[TORCH]), jax_machine(self.profile[JAX])
-        return torch_machine(self.profile), jax_machine(self.profile)
+            return ProfileOfSide(torch_machine(self.profile[TORCH]), jax_machine(self.profile[JAX]))
+        return ProfileOfSide(torch_machine(self.profile), jax_machine(self.profile))
 
     def check_moved(self, route: Route) -> None:
         """Check that blocks may be moved: it makes copies, which copy=False forbids.
@@ -166,8 +173,9 @@ def named_like(
 
 
 class _End(NamedTuple):
-    """The source or the target of a move: a mesh, and its devices in order."""
+    """The source or the target of a move: a layout, a mesh, and its devices in order."""
 
+    layout: Layout
     mesh: Mesh
     devices: Sequence[jax.Device]
 
@@ -178,20 +186,21 @@ def _route(
     meshes: MeshPair,
     array: KnownArray,
     to_jax: bool,
-    profiles: tuple[ProfileLike, ProfileLike],
+    profiles: ProfileOfSide,
     via: str | None,
     torch_refuses: str | None,
 ) -> Route:
     """Find the shardings of an array in torch and in JAX, and the side that moves its blocks.
 
     Both sides plan the move; the cheaper one runs it. Nobody does if all blocks stay in place.
+    "s/cp c -> s c/cp" to JAX, [8, 4] on cp=4: blocks of torch are [2, 4], those of JAX [8, 1].
 
     Args:
         layout: One layout, or the layouts of both ends.
         meshes: The meshes of torch and JAX.
         array: What is known of the array.
         to_jax: True from torch to JAX, False from JAX to torch.
-        profiles: The machine that torch plans for, and the one that JAX does.
+        profiles: The machine that each side plans for.
         via: "torch" or "jax" to choose the side; None for the cheaper one.
         torch_refuses: Why torch cannot run a plan now; None if it can.
 
@@ -199,12 +208,11 @@ def _route(
         PlanError: No side that may run its plan can.
     """
     src, dst, text = sides_or_one(layout)  # errors quote the text, as the user wrote it
-    torch_layout = src if to_jax else dst
-    jax_layout = dst if to_jax else src
-    torch_end = _End(meshes.torch_axes, meshes.torch_devices)
-    jax_end = _End(meshes.jax_axes, meshes.jax_devices)
-    source = torch_end if to_jax else jax_end
-    target = jax_end if to_jax else torch_end
+    layouts = {TORCH: src, JAX: dst} if to_jax else {JAX: src, TORCH: dst}
+    torch_end = _End(layouts[TORCH], meshes.torch_axes, meshes.torch_devices)
+    jax_end = _End(layouts[JAX], meshes.jax_axes, meshes.jax_devices)
+    # The same two in the direction of the move.
+    source, target = (torch_end, jax_end) if to_jax else (jax_end, torch_end)
 
     with mark_errors(text):
         # All that can be wrong with the user's arguments is noticed here, before anything is sent.
@@ -213,10 +221,10 @@ def _route(
         shape = array.shape
         if shape is None:
             shape = global_shape(src, source.mesh, array.local_shape, text)
-        torch_sharding = Sharding(torch_layout, meshes.torch_axes, shape)
-        jax_sharding = Sharding(jax_layout, meshes.jax_axes, shape)
+        torch_sharding = Sharding(torch_end.layout, torch_end.mesh, shape)
+        jax_sharding = Sharding(jax_end.layout, jax_end.mesh, shape)
         # JAX's own kind of sharding, which does not say in which order rows are stored.
-        named_sharding = array_sharding(jax_layout, meshes, shape)
+        named_sharding = array_sharding(jax_end.layout, meshes, shape)
 
         plan_move = functools.partial(
             plan,
@@ -228,12 +236,12 @@ def _route(
             src_devices=meshes.numbers(source.devices),
             dst_devices=meshes.numbers(target.devices),
         )
-        # Each side plans for its own machine: NCCL and XLA differ in speed.
-        plans = {TORCH: plan_move(profile=profiles[0]), JAX: plan_move(profile=profiles[1])}
-        mover = None  # no side: all blocks stay where they are
-        if not _moves_nothing(plans[TORCH]):
+        plans = {TORCH: plan_move(profile=profiles.torch), JAX: plan_move(profile=profiles.jax)}
+        mover = None
+        chosen_plan = plans[TORCH]  # either will do if all blocks stay where they are
+        if not _moves_nothing(chosen_plan):
             mover = _cheapest_side(plans, meshes, via, torch_refuses)
-    chosen_plan = plans[TORCH if mover is None else mover]
+            chosen_plan = plans[mover]
     return Route(src, text, torch_sharding, named_sharding, jax_sharding, chosen_plan, mover)
 
 

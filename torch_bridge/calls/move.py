@@ -51,10 +51,8 @@ from xshard.plans.expression import (
 from xshard.plans.plan import Plan
 
 Block = tuple[tuple[int, ...], torch.dtype, torch.device]  # a block without its values
-PLAIN_TYPES = (
-    Tensor,
-    torch.nn.Parameter,
-)  # the types of most blocks; any other may have rules of its own
+# The types of most blocks; any other may have rules of its own.
+PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 F = TypeVar("F", bound=Callable[..., Any])
 
 # A verb -> a function of blocks, expression, mesh and options that makes the call while a compiler records.

@@ -116,17 +116,13 @@ def all_reduce(phases: Phases, context: StepContext, op: str) -> list[Move]:
     piece_count = math.prod(len(group.devices) for group in fast_groups)
     # Rounded up: the last piece is filled up with zeros.
     piece_size = -(-math.prod(context.shapes.before) // piece_count)
-    reductions: list[Move] = []  # reduce-scatters, the fastest first
-    gathers: list[Move] = []  # each undoes the reduce-scatter with its index
+    reductions: list[Move] = []  # the fastest first
+    gathers: list[Move] = []  # each undoes the reduction with its index
     n_held = piece_count  # pieces that a device still holds
     for group in fast_groups:
-        rank_count = len(group.devices)
-        n_held //= rank_count
-        # Devices that meet over the slow link must hold the same piece. Ranks of a group may be in
-        # any order: a device gets the pieces by its index among the sorted devices.
-        sorted_devices = sorted(group.devices)
-        positions = [sorted_devices.index(device) for device in group.devices]
-        unscattered = _stacked_blocks(context, rank_count, n_held, (piece_size,), positions)
+        n_held //= len(group.devices)
+        # n_held pieces for each device of the group -> those of this one.
+        unscattered = _pieces_of_group(context, group, n_held, piece_size)
         scattered = _stacked_blocks(context, 1, n_held, (piece_size,))
         reductions.append(
             reduce_scattered(group, unscattered, scattered, op, context.tensor_device)
@@ -138,6 +134,18 @@ def all_reduce(phases: Phases, context: StepContext, op: str) -> list[Move]:
     reduce_piece = PackedCollective(over_slow_link, one_piece, one_piece)
     flatten, unflatten = _flattening(context, piece_count, piece_size)
     return [flatten, *reductions, reduce_piece, *reversed(gathers), unflatten]
+
+
+def _pieces_of_group(context: StepContext, group: Group, n_held: int, piece_size: int) -> Packing:
+    """Describe the pieces of an all-reduce that the ranks of a group share out, `n_held` for each.
+
+    Devices that meet over the slow link must hold the same piece, and the ranks of a group may be
+    in any order: a device gets the pieces by its index among the sorted devices. Devices (5, 4):
+    rank 0 gets the second `n_held` pieces, rank 1 the first.
+    """
+    sorted_devices = sorted(group.devices)
+    positions = [sorted_devices.index(device) for device in group.devices]
+    return _stacked_blocks(context, len(group.devices), n_held, (piece_size,), positions)
 
 
 def _flattening(context: StepContext, piece_count: int, piece_size: int) -> tuple[Move, Move]:

@@ -111,25 +111,21 @@ def lower_transfer(
     target_stages = plan.stages[transfer_index + 1 :]
     on_source = _lower_on_mesh(plan, source_stages, plan.src_devices, tensor_device, group)
     on_target = _lower_on_mesh(plan, target_stages, plan.dst_devices, tensor_device, group)
-    rank = rank_in(group)
-    outgoing: list[PeerMessage] = []
-    incoming: list[PeerMessage] = []
-    assembly = None
     sends = transfer is not None and not transfer.is_in_place
-    if transfer and sends:
+    messages = _Messages()
+    if sends:
         _prepare_to_send(plan, tensor_device, group)
-        outgoing, incoming = _messages_by_peer(plan, tensor_device, rank)
-        if rank in plan.dst_devices:
-            shape = transfer.target.local_shape(plan.dst_devices.index(rank))
-            adds_in_order = plan.profile.adds_in_order
-            assembly = Assembly.of(
-                shape, outgoing, incoming, rank, transfer.op, rounds_once=adds_in_order
-            )
-    # Rows that stay on this rank do not travel: the assembly reads them from the block.
-    sent = tuple(message for message in outgoing if message.peer != rank)
-    received = tuple(message for message in incoming if message.peer != rank)
+        messages = _messages_of_rank(plan, tensor_device, rank_in(group))
     return TransferExecutable(
-        plan, tensor_device, group, on_source, sent, received, assembly, on_target, sends
+        plan,
+        tensor_device,
+        group,
+        on_source,
+        messages.sent,
+        messages.received,
+        messages.assembly,
+        on_target,
+        sends,
     )
 
 
@@ -169,18 +165,24 @@ def ranks_of_plans(plans: Sequence[Plan]) -> list[int]:
     return sorted(ranks)
 
 
-def _messages_by_peer(
-    plan: Plan, tensor_device: torch.device, rank: int
-) -> tuple[list[PeerMessage], list[PeerMessage]]:
+class _Messages(NamedTuple):
+    """What a rank sends and receives in a transfer: see the fields of `TransferExecutable`."""
+
+    sent: tuple[PeerMessage, ...] = ()
+    received: tuple[PeerMessage, ...] = ()
+    assembly: Assembly | None = None
+
+
+def _messages_of_rank(plan: Plan, tensor_device: torch.device, rank: int) -> _Messages:
     """List the messages that one rank sends in a transfer, and those that it receives.
 
     Rows of a sent message are rows of this rank's block on the source's mesh, those of a received
-    one of its block on the target's. A rank in both meshes may keep rows: then it is its own peer,
-    in both lists.
+    one of its block on the target's.
     """
     transfer = plan.transfer
     assert transfer is not None
-    # Messages name devices of the two meshes; the group knows ranks.
+    # Messages name devices of the two meshes; the group knows ranks. A rank in both meshes may keep
+    # rows: then it is its own peer, in both lists.
     sent: list[PeerMessage] = []
     received: list[PeerMessage] = []
     for message in transfer.messages:
@@ -194,7 +196,19 @@ def _messages_by_peer(
             shape = transfer.target.local_shape(message.dst)
             rows = box_rows(message.box, 1)
             received.append(PeerMessage(sender, subarray(shape, rows, tensor_device)))
-    return sent, received
+    assembly = None
+    if rank in plan.dst_devices:
+        new_shape = transfer.target.local_shape(plan.dst_devices.index(rank))
+        adds_in_order = plan.profile.adds_in_order
+        assembly = Assembly.of(
+            new_shape, sent, received, rank, transfer.op, rounds_once=adds_in_order
+        )
+    return _Messages(_travelling(sent, rank), _travelling(received, rank), assembly)
+
+
+def _travelling(messages: Sequence[PeerMessage], rank: int) -> tuple[PeerMessage, ...]:
+    """Leave out what stays on this rank: the assembly reads these rows from the block."""
+    return tuple(message for message in messages if message.peer != rank)
 
 
 def run_transfers_together(

@@ -268,11 +268,8 @@ def _experts_of(
             if module_of(full_name) != name or full_name not in used_shardings:
                 continue
             sharding = used_shardings[full_name]
-            experts_by_process = []
-            for device in devices:
-                experts = sharding.layout.positions(sharding.mesh, sharding.shape, 0, device)
-                experts_by_process.append(tuple(experts.tolist()))
-            distinct.add(_Experts(slot.module, sharding.shape[0], tuple(experts_by_process)))
+            by_process = tuple(_experts_on(device, sharding) for device in devices)
+            distinct.add(_Experts(slot.module, sharding.shape[0], by_process))
 
     if len(distinct) == 1:
         (only,) = distinct
@@ -284,3 +281,9 @@ def _experts_of(
     raise PlanError(
         f"the parameters of experts are not sharded over '{over}' by experts", hint=hint
     )
+
+
+def _experts_on(device: int, sharding: Sharding) -> tuple[int, ...]:
+    """List the experts that a device has of a parameter, whose first dim is theirs."""
+    experts = sharding.layout.positions(sharding.mesh, sharding.shape, 0, device)
+    return tuple(experts.tolist())

@@ -137,18 +137,22 @@ def _table_of_parameters(parallel: ParallelModel) -> str:
         members = [rows[i] for i in group.members]
         block_bytes = sum(row.block_bytes for row in members)
         lines.append((group.name, group.times, *members[0].texts, format_bytes(block_bytes)))
+    lines.append(("a process", "", "", "", "", "", _bytes_of_process(parallel)))
+    return align_columns(lines)
 
-    # `parallel.parameters` has buffers, too, and a tied parameter once, though it has a row per
-    # name.
+
+def _bytes_of_process(parallel: ParallelModel) -> str:
+    """Say how much of the model a process stores: "1.20 MiB of 4.00 MiB".
+
+    With buffers, and a tied parameter once, though it has a row per name.
+    """
     stored_bytes = 0
     whole_bytes = 0
     for parameter in parallel.parameters:
         itemsize = parameter.tensor.element_size()
         stored_bytes += itemsize * parameter.sharding.max_local_size
         whole_bytes += itemsize * math.prod(parameter.sharding.shape)
-    stored_of_whole = f"{format_bytes(stored_bytes)} of {format_bytes(whole_bytes)}"
-    lines.append(("a process", "", "", "", "", "", stored_of_whole))
-    return align_columns(lines)
+    return f"{format_bytes(stored_bytes)} of {format_bytes(whole_bytes)}"
 
 
 def _parameter_row(

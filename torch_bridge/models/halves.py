@@ -160,10 +160,9 @@ def _pause_modules(
     """
     pause_modules = []
     for name, hooks in parallel.hooks.items():
-        has_both = all(
-            any(rule.rule.moves for rule in rules) for rules in (hooks.inputs, hooks.outputs)
-        )
-        if has_both and is_inside(name, path):
+        inputs_move = any(rule.rule.moves for rule in hooks.inputs)
+        outputs_move = any(rule.rule.moves for rule in hooks.outputs)
+        if inputs_move and outputs_move and is_inside(name, path):
             middle = _middle_of(modules[name])
             if middle is not None:
                 pause_modules.append(middle)

@@ -363,6 +363,7 @@ def _module_hooks(
     output_texts = match_objects(Rules(rules.outputs), modules, "module")
     gathering_names = _gathering_modules(rules.gathers, modules, input_texts)
     precisions = _precisions(rules.precision, modules, gathering_names)
+    rules_of_modules = _RulesOfModules(input_texts, output_texts, gathering_names, precisions)
     hooked_names = {*input_texts, *output_texts, *gathering_names, *precisions}
 
     hooks: dict[str, ModuleHooks] = {}
@@ -370,32 +371,56 @@ def _module_hooks(
     for name, module in modules.items():
         if name not in hooked_names:
             continue
-        # Rows may be routed into a module, to experts; they come back without a rule.
-        input_rules = _tensor_rules(input_texts.get(name), name, context, routes=True)
-        arguments = inspect.signature(module.forward).parameters
-        _check_arguments(name, arguments, input_rules)
         # The nearest module around this one with a rule for its input; outer modules come first.
         parent = nearest_hooks(module_of(name), hooks, "inputs") if name else None
-        # Axes along which activations inside differ between processes: those around the module, as
-        # its rules change them.
-        outer_varying = parent.varying if parent is not None else frozenset[str]()
-        varying = models.varying_axes(outer_varying, [rule.rule for rule in input_rules])
-        hooks_by_this_name = ModuleHooks(
-            name,
-            list(arguments),
-            context,
-            parent,
-            input_rules,
-            _tensor_rules(output_texts.get(name), name, context, routes=False),
-            varying,
-            gathers=name in gathering_names,
-            parameters=ModuleParameters(name, context, prefetch),
-            precision=precisions.get(name),
-        )
-        hooks[name] = hooks_of_object.setdefault(module, hooks_by_this_name)
-        if input_rules:
-            check_varying_alike(hooks[name].title, hooks[name].varying, name, varying)
+        by_this_name = _hooks_of_module(name, module, parent, rules_of_modules, context, prefetch)
+        hooks[name] = hooks_of_object.setdefault(module, by_this_name)
+        if by_this_name.inputs:
+            check_varying_alike(hooks[name].title, hooks[name].varying, name, by_this_name.varying)
     return hooks
+
+
+class _RulesOfModules(NamedTuple):
+    """What the rules say of each module, by its names."""
+
+    inputs: Mapping[str, Any]
+    outputs: Mapping[str, Any]
+    gathering: Collection[str]
+    precisions: Mapping[str, Precision]
+
+
+def _hooks_of_module(
+    name: str,
+    module: nn.Module,
+    parent: ModuleHooks | None,
+    rules: _RulesOfModules,
+    context: ParallelContext,
+    prefetch: Prefetch,
+) -> ModuleHooks:
+    """Make the hooks of a module by its rules under one of its names.
+
+    `parent` has the hooks of the nearest module around it with a rule for its input.
+    """
+    # Rows may be routed into a module, to experts; they come back without a rule.
+    input_rules = _tensor_rules(rules.inputs.get(name), name, context, routes=True)
+    arguments = inspect.signature(module.forward).parameters
+    _check_arguments(name, arguments, input_rules)
+    # Axes along which activations inside differ between processes: those around the module, as
+    # its rules change them.
+    outer_varying = parent.varying if parent is not None else frozenset[str]()
+    varying = models.varying_axes(outer_varying, [rule.rule for rule in input_rules])
+    return ModuleHooks(
+        name,
+        list(arguments),
+        context,
+        parent,
+        input_rules,
+        _tensor_rules(rules.outputs.get(name), name, context, routes=False),
+        varying,
+        gathers=name in rules.gathering,
+        parameters=ModuleParameters(name, context, prefetch),
+        precision=rules.precisions.get(name),
+    )
 
 
 def _check_arguments(

@@ -25,9 +25,8 @@ PROJECTIONS = ("q_proj.weight", "k_proj.weight", "v_proj.weight", "query_key_val
 
 Hooks = Mapping[str, ModuleHooks]  # by the name of the module, outer ones first
 Uses = Mapping[str, ParameterUse]  # by the name of the parameter
-Changes = list[
-    Callable[[], object]
-]  # functions that change modules, to call when nothing can fail any more
+# Functions that change modules, to call when nothing can fail any more.
+Changes = list[Callable[[], object]]
 
 
 class ModelParameters(NamedTuple):
@@ -283,12 +282,9 @@ def _plan_uses(
     parameter.axes_summed_later = models.axes_summed_after_all_uses([uses[name] for name in names])
     precisions = {name: _precision_around(name, hooks) for name in names}
     parameter.precision = precisions[parameter.name]
-    is_named = any(keep_rules.pattern_for(name) is not None for name in names)
-    names_of_slot: dict[TensorSlot, list[str]] = {}  # several if its module has several
-    for name, slot in zip(names, parameter.slots, strict=True):
-        names_of_slot.setdefault(slot, []).append(name)
+    keeps_one = any(keep_rules.pattern_for(name) is not None for name in names)
     changes: Changes = []
-    for slot, aliases in names_of_slot.items():
+    for slot, aliases in _names_of_slots(parameter).items():
         name = aliases[0]
         use = uses[name]
         for alias in aliases:
@@ -309,14 +305,22 @@ def _plan_uses(
             to_storage=f"{used.dual} -> {stored.dual}",
             # Dropping what the outermost module gathers would save nothing: the backward pass
             # begins with its last parameters, and would gather all of them again at once.
-            is_kept=is_named or gatherer.parent is None,
+            is_kept=keeps_one or gatherer.parent is None,
             # Passes cannot share a tied parameter: the one gathered tensor would lack the gradients
             # of its other uses.
-            is_shared=stored != used and is_named and len(names) == 1,
+            is_shared=stored != used and keeps_one and len(names) == 1,
             precision=precisions[name],
         )
         gatherer.parameters.add(gathered)
     return changes
+
+
+def _names_of_slots(parameter: ShardedParameter) -> dict[TensorSlot, list[str]]:
+    """Return the names of each slot of a parameter: several where its module has several."""
+    names_of_slot: dict[TensorSlot, list[str]] = {}
+    for name, slot in zip(parameter.names, parameter.slots, strict=True):
+        names_of_slot.setdefault(slot, []).append(name)
+    return names_of_slot
 
 
 def _gather_of_use(

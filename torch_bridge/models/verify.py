@@ -37,9 +37,8 @@ if TYPE_CHECKING:
 
 Call = dict[Any, Any]  # arguments by position or name
 Loss = Callable[[Any], Tensor] | None
-Watcher = Callable[
-    [Module], AbstractContextManager[Any]
-]  # a context to run a model in, which may record
+# A context to run a model in, which may record.
+Watcher = Callable[[Module], AbstractContextManager[Any]]
 
 
 class Expected(NamedTuple):

@@ -155,7 +155,8 @@ class _Implementation:
         order_of_result = [order.index(dim) for dim in (0, 2, 1, 3)]  # [batch, rows, heads, width]
         if sinks is None:
             return results.permute(order_of_result), None
-        y, lse = (x.permute(order_of_result) for x in (results[0], results[1][..., None]))
+        y = results[0].permute(order_of_result)
+        lse = results[1][..., None].permute(order_of_result)  # [batch, rows, heads, 1]
         # Not by `sinks=`: as of any parameter, the gradient is the one by this process's rows.
         y, _ = merged(torch, (y, lse), (0, sinks[:, None]))
         return y.to(query.dtype), None

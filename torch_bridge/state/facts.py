@@ -76,14 +76,25 @@ class Route(NamedTuple):
     bucket_bytes: Bytes
 
 
+class DescribedTree(NamedTuple):
+    """A tree of tensors as its process has it, and as others know it.
+
+    Attributes:
+        blocks: This process's block of each tensor, by name.
+        facts: Texts by key: "mesh"; "tree", with the structure and the numbers and strings in it;
+            "leaf w" for a tensor w, with global shape, dtype and layout.
+    """
+
+    blocks: dict[str, Tensor]
+    facts: dict[str, str]
+
+
 def describe_tree(
     tree: Any, rules: Any, mesh: MeshLike | None, shapes: Mapping[str, Sequence[int]] | None
-) -> tuple[dict[str, Tensor], dict[str, str]]:
+) -> DescribedTree:
     """Describe a tree of tensors (a dict, list, ...) by texts from which its transfer can be planned.
 
-    Returns this process's block of each tensor by name, and the texts by key: "mesh"; "tree", with
-    the structure and the numbers and strings in it; "leaf w" for a tensor w, with global shape, dtype
-    and layout. Other processes, which have no such tree, make the same plan from the texts.
+    Other processes, which have no such tree, make the same plan from the texts.
 
     Raises MeshError for a missing mesh and for a tensor on another one, and as `local_array` does.
 
@@ -121,7 +132,7 @@ def describe_tree(
         blocks[name] = block
         fact = LeafFact(array.sharding.shape, dtype, layout, block.device.type)
         facts[LEAF + name] = json.dumps(fact)
-    return blocks, facts
+    return DescribedTree(blocks, facts)
 
 
 def _is_pair(rules: Any) -> bool:

@@ -225,21 +225,33 @@ def execute(
     received = {}
     with reporting(progress, plan.bytes_moved, group.rank() == 0) as report:
         for bucket, released in zip(plan.buckets, plan.released, strict=True):
-            # Each move brings a part of an array.
-            moves = list(itertools.chain.from_iterable(array.moves for array in bucket))
-            sent_parts = _parts_to_send(moves, blocks, src_device, tensor_device)
-            # All messages of a bucket travel together: small arrays cost little more than one.
-            exchanges = [lower_transfer(move.plan, tensor_device, group) for move in moves]
-            arrived = iter(run_transfers_together(exchanges, sent_parts))  # a part for each move
-            for array in bucket:
-                array_parts = list(itertools.islice(arrived, len(array.moves)))
-                if dst_device is not None:
-                    received[array.name] = _join_parts(array, array_parts, dst_device)
+            parts_of_arrays = _exchange_bucket(bucket, blocks, src_device, tensor_device, group)
+            if dst_device is not None:
+                for array, parts in zip(bucket, parts_of_arrays, strict=True):
+                    received[array.name] = _join_parts(array, parts, dst_device)
             if donate and src_device is not None:
                 for name in released:
                     _free(blocks.pop(name))
             report(sum(array.traffic.total() for array in bucket))
     return None if dst_device is None else received
+
+
+def _exchange_bucket(
+    bucket: Sequence[ArrayPlan],
+    blocks: Mapping[str, Tensor],
+    src_device: int | None,
+    tensor_device: torch.device,
+    group: dist.ProcessGroup,
+) -> list[list[Tensor]]:
+    """Send the parts of a bucket's arrays, and return those that arrive: for each array one per move.
+
+    All messages of a bucket travel together: small arrays cost little more than one.
+    """
+    moves = list(itertools.chain.from_iterable(array.moves for array in bucket))
+    sent_parts = _parts_to_send(moves, blocks, src_device, tensor_device)
+    exchanges = [lower_transfer(move.plan, tensor_device, group) for move in moves]
+    arrived = iter(run_transfers_together(exchanges, sent_parts))  # in the order of `moves`
+    return [list(itertools.islice(arrived, len(array.moves))) for array in bucket]
 
 
 def _position(ranks: Sequence[int], rank: int) -> int | None:

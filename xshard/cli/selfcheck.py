@@ -129,14 +129,14 @@ def selfcheck(
         examples = (Example(expression, "", mesh, shape, sizes),)
     elif expression or mesh is not None or shape is not None or sizes is not None:
         raise typer.BadParameter("--all has expressions, meshes and shapes of its own")
-    # For each example the argument of `make_plan` with the lengths: {"shape": (2, 64)}, or for a
-    # contraction {"sizes": {"b": 2, "s": 64}}.
+    # Shapes and runtimes before plans: wrong options are told at once.
     lengths = [options.lengths_of_arrays(e.expression, e.shape, e.sizes) for e in examples]
     meshes = [Mesh.parse(example.mesh) for example in examples]
     runtimes = choose(options.listed(runtime), meshes)
     sections = []
-    for example, on_mesh, sizes_or_shape in zip(examples, meshes, lengths, strict=True):
-        plan = make_plan(example.expression, on_mesh, dtype=dtype, **sizes_or_shape)
+    for example, on_mesh, shape_or_sizes in zip(examples, meshes, lengths, strict=True):
+        # {"shape": (2, 64)}, or for a contraction {"sizes": {"b": 2, "s": 64}}.
+        plan = make_plan(example.expression, on_mesh, dtype=dtype, **shape_or_sizes)
         question = plan_question(plan)
         # No rows so far.
         sections.append(Section(question, in_numpy(question), example.elsewhere, []))
@@ -271,15 +271,16 @@ def _summary(sections: Sequence[Section]) -> Text:
     two of the three.
     """
     rows = list(chain.from_iterable(section.rows for section in sections))
+    runtimes = []
+    for name, n_runs in Counter(row.runtime for row in rows).items():
+        if n_runs < len(sections):  # not every runtime knows every mesh
+            name = f"{name} ({n_runs} of them)"
+        runtimes.append(name)
+    plural = "s" if len(sections) > 1 else ""
+    subject = f"{len(sections)} expression{plural} on {', '.join(runtimes)}: "
+    if all(row.agrees for row in rows):
+        return Text.assemble(subject, ("all equal", "bold green"))
     n_failed = sum(row.answer is None for row in rows)
     n_different = sum(not row.agrees for row in rows) - n_failed
-    n_taken = Counter(row.runtime for row in rows)
-    names = []
-    for name, n in n_taken.items():  # not every runtime knows every mesh
-        names.append(name if n == len(sections) else f"{name} ({n} of them)")
-    plural = "s" if len(sections) > 1 else ""
-    subject = f"{len(sections)} expression{plural} on {', '.join(names)}: "
-    if not n_failed and not n_different:
-        return Text.assemble(subject, ("all equal", "bold green"))
     counts = f"{n_different} different, {n_failed} failed, of {len(rows)} runs"
     return Text.assemble(subject, (counts, "bold red"))

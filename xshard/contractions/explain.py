@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from xshard.contractions.placements import EinsumShardings
 from xshard.contractions.prices import Prices
@@ -92,12 +92,19 @@ def explain(plan: ContractionPlan) -> str:
         for axis in part.result.mesh.long_axes:
             lines.append(f"  {axis}: {_role(part, axis)}")
     table: list[tuple[str, ...]] = [COSTS]
-    for name, other_plan in alternatives(plan):
-        table.append(_costs_row(name, other_plan))
+    for alternative in alternatives(plan):
+        table.append(_costs_row(alternative))
     return "\n".join([*lines, "", align_columns(table)])
 
 
-def alternatives(plan: ContractionPlan) -> list[tuple[str, ContractionPlan]]:
+class Alternative(NamedTuple):
+    """A plan of the table, and its name there."""
+
+    name: str
+    plan: ContractionPlan
+
+
+def alternatives(plan: ContractionPlan) -> list[Alternative]:
     """List the plan and some plans to compare it with, each with a name for the table.
 
     They differ in the placement, how operands are sharded while they are contracted. The others are:
@@ -105,9 +112,9 @@ def alternatives(plan: ContractionPlan) -> list[tuple[str, ContractionPlan]]:
     `b d, d f/tp -> b f/tp` the operands as they are sharded in `b d`, in `d f/tp`, in `b f/tp`.
     Equal plans are listed once. With three or more operands there is only the plan itself.
     """
-    plans = [("the plan", plan)]
+    listed = [Alternative("the plan", plan)]
     if len(plan.parts) > 1:  # another placement of one part would change the next ones
-        return plans
+        return listed
     [part] = plan.parts  # the only contraction, of one or two operands
     shardings = EinsumShardings(tuple(move.source for move in part.moves), part.result.target)
     prices = Prices(plan.mesh, plan.dtype, plan.profile)
@@ -117,20 +124,21 @@ def alternatives(plan: ContractionPlan) -> list[tuple[str, ContractionPlan]]:
     # The seeds of a search are these placements, in this order.
     for name, placement in zip(names, shardings.seeds(), strict=True):
         # Plans that move each operand to the placement, and the result from there to its layout.
-        *operand_moves, result = [prices.plan(move) for move in search.candidate(placement).moves]
-        moves = tuple(operand_moves)
+        *moves, result = map(prices.plan, search.candidate(placement).moves)
+        # A ring is of one placement: in another one its axis may have nothing to pass on.
+        other_part = replace(part, moves=tuple(moves), result=result, ring=None)
         # Equal moves of operands are the same placement: the result follows from them.
-        if all(moves != listed.parts[0].moves for _, listed in plans):
-            # A ring is of one placement: in another one its axis may have nothing to pass on.
-            other_part = replace(part, moves=moves, result=result, ring=None)
+        if all(other_part.moves != other.plan.parts[0].moves for other in listed):
             # A placement to compare with may take more memory than the plan is allowed.
-            plans.append((name, replace(plan, parts=(other_part,), memory_limit=None)))
-    return plans
+            other_plan = replace(plan, parts=(other_part,), memory_limit=None)
+            listed.append(Alternative(name, other_plan))
+    return listed
 
 
-def _costs_row(name: str, plan: ContractionPlan) -> tuple[str, ...]:
+def _costs_row(alternative: Alternative) -> tuple[str, ...]:
+    plan = alternative.plan
     return (
-        name,
+        alternative.name,
         format_seconds(plan.cost),
         format_bytes(plan.bytes_received),
         format_bytes(plan.backward_bytes_received),

@@ -109,25 +109,33 @@ def _learn_lengths(call: Contraction, shapes: Shapes, lengths: dict[str, int]) -
     Raises ShapeError for a dim whose length differs from what is known, or says too little.
     """
     written_dims: list[WrittenDim] = []
-    for array_index, (array, shape) in enumerate(zip(call.arrays, shapes, strict=False)):
-        for dim, length in zip(array.dims, shape, strict=True):
-            written_dims.append(WrittenDim(array_index, dim, names_of_dim(dim), length))
+    # The shapes are those of the operands; the last array, the result, has none.
+    for operand_index, (operand, shape) in enumerate(zip(call.arrays, shapes, strict=False)):
+        for dim, length in zip(operand.dims, shape, strict=True):
+            written_dims.append(WrittenDim(operand_index, dim, names_of_dim(dim), length))
     # Dims of one name first: errors speak of the composed ones only where these agree.
     written_dims.sort(key=lambda written_dim: len(written_dim.names))
     # With the length of b known, `(b d)` gives that of d, which may give another one in turn.
     while written_dims:
         waiting_dims = [written for written in written_dims if not _learn_length(written, lengths)]
         if len(waiting_dims) == len(written_dims):
-            operand, dim, names, length = waiting_dims[0]
-            known_parts = [f"{name}={lengths[name]}" for name in names if name in lengths]
-            elsewhere = " and ".join(known_parts) if known_parts else "no part is known"
-            raise ShapeError(
-                f"dim '{dim.text}' is {length} long, elsewhere {elsewhere}",
-                text=call.text,
-                span=_dim_span(call, operand, dim.name),
-                hint="a name stands for one length; sizes= says all of them",
-            )
+            raise _wrong_length(call, waiting_dims[0], lengths)
         written_dims = waiting_dims
+
+
+def _wrong_length(
+    call: Contraction, written_dim: WrittenDim, lengths: Mapping[str, int]
+) -> ShapeError:
+    """Make the error for a dim whose length differs from the known `lengths`, or says too little."""
+    operand, dim, names, length = written_dim
+    known_parts = [f"{name}={lengths[name]}" for name in names if name in lengths]
+    elsewhere = " and ".join(known_parts) if known_parts else "no part is known"
+    return ShapeError(
+        f"dim '{dim.text}' is {length} long, elsewhere {elsewhere}",
+        text=call.text,
+        span=_dim_span(call, operand, dim.name),
+        hint="a name stands for one length; sizes= says all of them",
+    )
 
 
 def _learn_length(written_dim: WrittenDim, lengths: dict[str, int]) -> bool:

@@ -107,7 +107,7 @@ class AxisRole(NamedTuple):
 
 
 def _axis_role(
-    axis: str, operands: Sequence[Layout], dims: dict[str, Dim], names: Sequence[str]
+    axis: str, operands: Sequence[Layout], dims: dict[str, Dim], result_names: Sequence[str]
 ) -> AxisRole:
     """Find what a mesh axis does in the result of a local contraction, and operands that forbid it.
 
@@ -118,7 +118,7 @@ def _axis_role(
         axis: The mesh axis, which does something in an operand at least.
         operands: The layouts of the operands.
         dims: All dims of them by name, with their shards.
-        names: The names of the result's dims.
+        result_names: The names of the result's dims.
     """
     cut_names = [dim.name for dim in dims.values() if axis in dim.axes]
     if len(cut_names) > 1:
@@ -129,7 +129,8 @@ def _axis_role(
         [cut_name] = cut_names
         # Operands without that dim have to be copies: each device uses them for other results.
         misfits = [i for i in not_copies if cut_name not in operands[i].names]
-        result_tag = None if cut_name in names else "sum"  # each device sums its rows of the dim
+        # Of a dim that the result lacks, each device sums its own rows.
+        result_tag = None if cut_name in result_names else "sum"
         return AxisRole(result_tag, misfits, f"cuts {cut_name!r}, which this operand lacks")
     for sum_index, role in enumerate(operand_roles):
         # The product of two sums is no sum of products: all other operands have to be copies.

@@ -103,9 +103,8 @@ def total_elements(source: Sharding, target: Sharding) -> int:
     if not begun_sum_axes:
         n_messages += max(0, elements - _met_elements(source, target))
     sums = target.layout.tagged(*REDUCERS)
-    kept_sum_axes = [
-        axis for axis in sums if axis not in begun_sum_axes
-    ]  # partial sums before and after
+    # Partial sums before and after.
+    kept_sum_axes = [axis for axis in sums if axis not in begun_sum_axes]
     return n_messages * mesh.size(*kept_sum_axes)
 
 

@@ -114,7 +114,8 @@ def rows_outside(table: IntervalTable, excluded: IntervalTable) -> IntervalTable
 def layers(table: IntervalTable) -> list[IntervalTable]:
     """Split the intervals of one block into lists of distinct rows.
 
-    The first list has every row once, the second every row that comes twice or more, and so on.
+    The first list has every row once, the second every row that comes twice or more, and so on: 0-3
+    and 2-5 -> 0-1, 2-3, 4-5, and then 2-3.
     """
     cut = cut_at_edges(table)
     _, counts = np.unique(cut.cell_index, return_counts=True)

@@ -180,6 +180,8 @@ def interval_frame(
     """Plan an op along a sharded dim in which each device's outputs read one interval of rows.
 
     The result has the halo of each block that brings those rows, and how the outputs are sharded.
+    8 rows on 2 devices, windows of 3 rows with a padding of 1: device 0 computes the outputs 0-3,
+    which read the rows -1 to 4. It has 0-3, so that its halo is 1 before and 1 after.
 
     Args:
         rows: The dim.
@@ -203,20 +205,21 @@ def interval_frame(
     output_intervals = _intervals(all_owned_rows(result, n_outputs, rows.sizes))
     halo_before = []  # rows to receive; below 0: own rows that the part does not read
     halo_after = []
-    runs_of_parts = []
+    runs_of_parts: list[tuple[OutputRun, ...]] = []
     for (own_start, own_stop), (start, stop) in zip(row_intervals, output_intervals, strict=True):
-        first_read = own_start  # a part without outputs reads nothing
-        stop_read = own_start
-        output_runs: tuple[OutputRun, ...] = ()
-        if start < stop:
-            first_read, stop_read = rows_read(start, stop)
-            if beyond == EMPTY:
-                first_read, stop_read = _clip_interval(first_read, stop_read, rows.length)
-            stop_read = max(first_read, stop_read)  # empty, not negative
-            output_runs = (OutputRun(first_read, stop_read - first_read, start, stop - start),)
+        if start == stop:  # a part without outputs reads nothing
+            halo_before.append(0)
+            halo_after.append(own_start - own_stop)
+            runs_of_parts.append(())
+            continue
+        first_read, stop_read = rows_read(start, stop)
+        if beyond == EMPTY:
+            first_read, stop_read = _clip_interval(first_read, stop_read, rows.length)
+        stop_read = max(first_read, stop_read)  # empty, not negative
         halo_before.append(own_start - first_read)
         halo_after.append(stop_read - own_stop)
-        runs_of_parts.append(output_runs)
+        output_run = OutputRun(first_read, stop_read - first_read, start, stop - start)
+        runs_of_parts.append((output_run,))
     halo = Halo(tuple(halo_before), tuple(halo_after), beyond, beyond)
     source = replace(rows.dim, overlap=halo)
     return Frame(source, result, n_outputs, tuple(runs_of_parts))

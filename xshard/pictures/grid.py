@@ -81,6 +81,13 @@ class Strip(NamedTuple):
 NO_DIM = Strip(Dim(""), 1, ((0, 1),), (0,))  # rows or columns of an array of fewer dims
 
 
+class CardRole(NamedTuple):
+    """How the cards along some axes relate: by a tag, `replicas`, or the name of a dim that is not drawn."""
+
+    role: str
+    axes: tuple[str, ...]
+
+
 @dataclass(frozen=True, eq=False)
 class Picture:
     """The blocks of an array and the devices that own them, by number.
@@ -91,8 +98,7 @@ class Picture:
         sharding: The sharding.
         down_and_across: The strip of rows and the strip of columns.
         cards: The owner of each block: [cards, rows, columns].
-        roles: How the cards along some axes relate: by a tag, `replicas`, or the name of a sharded dim
-            that is not drawn; and the axes.
+        roles: How the cards along some axes relate.
         empty: Devices without elements.
         notes: The roles of the mesh axes, in words.
         fronts: For each device the one whose copy of its blocks is in front, which may be itself.
@@ -101,7 +107,7 @@ class Picture:
     sharding: Sharding
     down_and_across: tuple[Strip, Strip]
     cards: Ints
-    roles: tuple[tuple[str, tuple[str, ...]], ...]
+    roles: tuple[CardRole, ...]
     empty: tuple[int, ...]
     notes: tuple[str, ...]
     fronts: Mapping[int, int]
@@ -136,28 +142,42 @@ def picture(sharding: Sharding, dims: Sequence[str] = (), devices: Sequence[int]
     down, across = [NO_DIM] * (2 - len(strips)) + strips  # a single dim goes across
     # What the axes that shard no drawn dim do, such as ("replicas", ("tp",)): these make the cards.
     roles = _roles(sharding, {*down.dim.axes, *across.dim.axes})
-    card_axes: list[str] = []
-    for _, axes in roles:
-        card_axes += axes
-    # The device's number by card and by the indices of its blocks, [cards, down, across]. Along each
-    # of these directions lies one group of mesh axes.
-    directions = (card_axes, down.dim.axes, across.dim.axes)
-    device_at = np.zeros([mesh.size(*axes) for axes in directions], np.int64)
-    device_at[tuple(map(mesh.indices, directions))] = device_numbers
-    rows = np.array(down.owners, np.int64)
-    columns = np.array(across.owners, np.int64)
     is_empty = [_is_empty(sharding, device) for device in range(mesh.n_devices)]
     return Picture(
         sharding,
         down_and_across=(down, across),
-        # From one entry for each owner to one for each drawn block, in the order of the rows. An owner
-        # may have several blocks, as under zigzag.
-        cards=device_at[:, rows[:, None], columns],
+        cards=_cards(sharding, roles, down, across, device_numbers),
         roles=roles,
         empty=tuple(device_numbers[is_empty].tolist()),
         notes=_notes(sharding, drawn_dims),
         fronts=_fronts(sharding, device_numbers),
     )
+
+
+def _cards(
+    sharding: Sharding,
+    roles: Sequence[CardRole],
+    down: Strip,
+    across: Strip,
+    device_numbers: Ints,
+) -> Ints:
+    """Return the device's number of each drawn block, [cards, down, across].
+
+    "n/zigzag(dp)" on dp=2 has one card of one row: blocks 0 and 3 of device 0, 1 and 2 of device 1.
+    """
+    mesh = sharding.mesh
+    card_axes: list[str] = []
+    for role in roles:
+        card_axes += role.axes
+    # First by owners. Along each direction lies one group of mesh axes: here [1, 1, 2], ((0, 1)).
+    directions = (card_axes, down.dim.axes, across.dim.axes)
+    device_at = np.zeros([mesh.size(*axes) for axes in directions], np.int64)
+    device_at[tuple(map(mesh.indices, directions))] = device_numbers
+    # From one entry for each owner to one for each drawn block, in the order of the rows: [1, 1, 4],
+    # ((0, 1, 1, 0)).
+    down_owners = np.array(down.owners, np.int64)
+    across_owners = np.array(across.owners, np.int64)
+    return device_at[:, down_owners[:, None], across_owners]
 
 
 def _fronts(sharding: Sharding, device_numbers: Ints) -> dict[int, int]:
@@ -178,8 +198,8 @@ def _fronts(sharding: Sharding, device_numbers: Ints) -> dict[int, int]:
     return fronts
 
 
-def _roles(sharding: Sharding, drawn_axes: set[str]) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    """Say what each axis does that shards no drawn dim: (role, axes)."""
+def _roles(sharding: Sharding, drawn_axes: set[str]) -> tuple[CardRole, ...]:
+    """Say what each axis does that shards no drawn dim."""
     layout = sharding.layout
     other_axes = set(sharding.mesh.long_axes) - drawn_axes
     all_roles = [(dim.name, dim.axes) for dim in layout.dims]
@@ -188,7 +208,7 @@ def _roles(sharding: Sharding, drawn_axes: set[str]) -> tuple[tuple[str, tuple[s
     for role, axes in all_roles:
         card_axes = tuple(axis for axis in axes if axis in other_axes)
         if card_axes:
-            roles.append((role, card_axes))
+            roles.append(CardRole(role, card_axes))
     return tuple(roles)
 
 

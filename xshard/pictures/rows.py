@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -113,6 +113,7 @@ def lanes_of(sharding: Sharding, dim_index: int, device_numbers: Ints) -> Iterat
     dim = sharding.layout.dims[dim_index]
     if dim.overlap is None:
         return
+    length = sharding.shape[dim_index]
     block_of_device = sharding.mesh.indices(dim.axes)  # [positions]
 
     def devices_of(block: int) -> tuple[int, ...]:
@@ -121,23 +122,26 @@ def lanes_of(sharding: Sharding, dim_index: int, device_numbers: Ints) -> Iterat
 
     # For each block its rows in local order, as spans: rows with their origin, "own", "near" (of a
     # neighbour), or "before" and "after" the array.
-    spans_of_blocks = all_row_spans(
-        dim, sharding.shape[dim_index], sharding.mesh.sizes_of(dim.axes)
-    )
+    spans_of_blocks = all_row_spans(dim, length, sharding.mesh.sizes_of(dim.axes))
     owners = rows_in_order(sharding, dim_index)
     for block, spans in enumerate(spans_of_blocks[:MAX_LANES]):
         owned_runs = list(itertools.islice(_owned_runs(spans, owners), MAX_BLOCKS))
-        groups = []
-        # A run is a range of rows. Neighbouring runs with one origin and one owner are one group.
-        for (origin, owner), owned_runs_of_group in itertools.groupby(
-            owned_runs, attrgetter("origin", "owner")
-        ):
-            group_runs = tuple(owned.run for owned in owned_runs_of_group)
-            is_beyond = origin in ("before", "after")
-            text = _beyond_text(dim.overlap, origin, group_runs) if is_beyond else ""
-            groups.append(RowGroup(count_rows(group_runs), origin, devices_of(owner), text))
-        start = _lane_start(groups, owned_runs, sharding.shape[dim_index])
-        yield Lane(devices_of(block), start, tuple(groups))
+        groups = _row_groups(owned_runs, dim.overlap, devices_of)
+        yield Lane(devices_of(block), _lane_start(groups, owned_runs, length), groups)
+
+
+def _row_groups(
+    owned_runs: Sequence[OwnedRun], overlap: Overlap, devices_of: Callable[[int], tuple[int, ...]]
+) -> tuple[RowGroup, ...]:
+    """Join neighbouring runs with one origin and one owner; `devices_of` returns an owner's devices."""
+    groups = []
+    by_owner = itertools.groupby(owned_runs, attrgetter("origin", "owner"))
+    for (origin, owner), owned_runs_of_group in by_owner:
+        runs = tuple(owned.run for owned in owned_runs_of_group)
+        is_beyond = origin in ("before", "after")
+        text = _beyond_text(overlap, origin, runs) if is_beyond else ""
+        groups.append(RowGroup(count_rows(runs), origin, devices_of(owner), text))
+    return tuple(groups)
 
 
 def _lane_start(groups: Sequence[RowGroup], owned_runs: Sequence[OwnedRun], length: int) -> int:

@@ -78,18 +78,24 @@ def mesh_svg(mesh: Mesh) -> str:
     shapes = []
     for column_index, head in enumerate(heads):
         shapes.append(el.label((column_index + 0.5) * width, -6, head))
-    for row_index, first_device in enumerate(range(0, mesh.n_devices, n_columns)[:MAX_DEVICES]):
-        coords = zip(mesh.axes[:-1], mesh.coords(first_device), strict=False)
-        row_head = " ".join(f"{axis}={coord}" for axis, coord in coords)
-        top = row_index * ROW
-        shapes.append(el.label(-6, top + 16, row_head, "end"))
-        for column_index in range(len(heads)):
-            left = column_index * width
-            box = (left, top, left + width, top + ROW)
-            device = first_device + column_index
-            fill = el.colour((device,))
-            shapes += [el.rectangle(box, fill), *el.label_in(box, str(device), fill)]
+    first_devices = range(0, mesh.n_devices, n_columns)
+    for row_index, first_device in enumerate(first_devices[:MAX_DEVICES]):
+        devices = range(first_device, first_device + len(heads))
+        shapes += _row_of_devices(mesh, devices, row_index * ROW, width)
     return el.element(el.framed(shapes), f"devices of {mesh}")
+
+
+def _row_of_devices(mesh: Mesh, devices: Sequence[int], top: float, width: float) -> list[Shape]:
+    """Draw devices beside each other, each `width` wide, after what they share: "dp=0 cp=1"."""
+    coords = zip(mesh.axes[:-1], mesh.coords(devices[0]), strict=False)
+    row_head = " ".join(f"{axis}={coord}" for axis, coord in coords)
+    shapes = [el.label(-6, top + 16, row_head, "end")]
+    for column_index, device in enumerate(devices):
+        left = column_index * width
+        box = (left, top, left + width, top + ROW)
+        fill = el.colour((device,))
+        shapes += [el.rectangle(box, fill), *el.label_in(box, str(device), fill)]
+    return shapes
 
 
 def timeline_svg(timeline: Timeline) -> str:

@@ -154,36 +154,49 @@ def _grids(drawn: Picture, width: int) -> Iterator[Table]:
     """
     down, across = drawn.down_and_across
     corner = " / ".join(strip.head for strip in drawn.strips) or "scalar"
-    columns = []  # of texts, the head first
-    for j, head in enumerate(across.texts):
-        columns.append([head, *(cell_text(drawn, i, j) for i in range(len(down.texts)))])
-    widths = [max(map(len, column)) + 2 for column in columns]
+    columns = [_column(drawn, j, head) for j, head in enumerate(across.texts)]
     row_head_width = max(map(len, (corner, *down.texts))) + 1
-    for band in _bands(widths, width - row_head_width):  # the indices of the columns of one table
+    for band in _bands(columns, width - row_head_width):
         grid = Table(box=None, padding=0)
         grid.add_column(Text(f"{corner} ", style="bold"), justify="right", no_wrap=True)
-        for j in band:
-            grid.add_column(Text(columns[j][0].center(widths[j])), no_wrap=True)
+        for column in band:
+            grid.add_column(column.head, no_wrap=True)
         for i, row_head in enumerate(down.texts):
-            cells = [Text(f"{row_head} ")]
-            for j in band:
-                # The device in front, where several have the block: [cards, rows, columns].
-                style = _style(int(drawn.cards[0, i, j]))
-                cells.append(Text(columns[j][i + 1].center(widths[j]), style))
-            grid.add_row(*cells)
+            grid.add_row(Text(f"{row_head} "), *(column.cells[i] for column in band))
         yield grid
 
 
-def _bands(widths: Sequence[int], room: int) -> list[list[int]]:
+class _Column(NamedTuple):
+    """The texts of a column of a grid, all of one width."""
+
+    head: Text
+    cells: list[Text]
+    width: int
+
+
+def _column(drawn: Picture, j: int, head: str) -> _Column:
+    """Write one column of a picture's blocks, each in the colour of its device."""
+    down, _ = drawn.down_and_across
+    texts = [cell_text(drawn, i, j) for i in range(len(down.texts))]
+    width = max(map(len, (head, *texts))) + 2
+    cells = []
+    for i, cell in enumerate(texts):
+        # The device in front, where several have the block: [cards, rows, columns].
+        style = _style(int(drawn.cards[0, i, j]))
+        cells.append(Text(cell.center(width), style))
+    return _Column(Text(head.center(width)), cells, width)
+
+
+def _bands(columns: Sequence[_Column], room: int) -> list[list[_Column]]:
     """Divide columns into bands that have room, at least one column in each."""
-    bands: list[list[int]] = [[]]
+    bands: list[list[_Column]] = [[]]
     band_width = 0
-    for j, width in enumerate(widths):
-        if bands[-1] and band_width + width > room:
+    for column in columns:
+        if bands[-1] and band_width + column.width > room:
             bands.append([])
             band_width = 0
-        bands[-1].append(j)
-        band_width += width
+        bands[-1].append(column)
+        band_width += column.width
     return bands
 
 

@@ -19,6 +19,13 @@ from xshard.steps.base import REDUCERS
 Ints = NDArray[np.int64]
 
 
+class BoxesOfDim(NamedTuple):
+    """The rows of every piece along one dim: piece i has the rows `boxes[indices[i]]`."""
+
+    indices: Ints  # [pieces]
+    boxes: tuple[Any, ...]
+
+
 class SentPieces(NamedTuple):
     """All boxes that devices of the destination take, as columns: [pieces] each, unless said.
 
@@ -30,9 +37,7 @@ class SentPieces(NamedTuple):
     group: Ints  # the group of holders
     holders: tuple[Ints, ...]  # of each group, positions on the source's mesh
     group_of: Ints  # of every device of the source, the group that it is in
-    boxes_by_dim: tuple[
-        tuple[Ints, tuple[Any, ...]], ...
-    ]  # indices, [pieces], into the dim's boxes
+    boxes_by_dim: tuple[BoxesOfDim, ...]
 
 
 class Overlaps(NamedTuple):
@@ -73,39 +78,63 @@ def find_pieces(source: Sharding, target: Sharding, sends: bool) -> SentPieces:
     receivers = np.flatnonzero(sends & is_receiver)
     # Begin with one piece for each receiver and addend: the whole array. Then each dim cuts every
     # piece into as many as there are blocks of the source along it, and these replace the piece.
-    dst = np.repeat(receivers, n_addends)
-    n_elements = np.ones_like(dst)
-    # Which devices of the source hold a piece is told by its addend and by the source's block that
-    # it lies in, dim by dim. These are the digits of one number: addend 1, and block 2 of 4 of the
-    # only dim, make 1 * 4 + 2 = 6. `Holders.keys` are made in the same way.
-    holder_key = np.tile(np.arange(n_addends), len(receivers))
-    box_indices: list[Ints] = []  # of each dim so far, [pieces]
-    boxes: list[Any] = []
-    for dim_index, (src_dim, dst_dim) in enumerate(
-        zip(source.layout.dims, target.layout.dims, strict=True)
-    ):
-        dim_overlaps = _overlaps(
+    pieces = _Pieces(
+        dst=np.repeat(receivers, n_addends),
+        n_elements=np.ones(len(receivers) * n_addends, np.int64),
+        holder_key=np.tile(np.arange(n_addends), len(receivers)),
+        boxes_by_dim=(),
+    )
+    dims = zip(source.layout.dims, target.layout.dims, strict=True)
+    for dim_index, (src_dim, dst_dim) in enumerate(dims):
+        overlaps = _overlaps(
             source.owned_by_position(dim_index), target.held_by_position(dim_index)
         )
-        dst_block = target.mesh.indices(dst_dim.axes)[dst]
-        # For each new piece: the old piece that it is cut from, and its entry in `dim_overlaps`.
-        old_piece, overlap_index = _cut_pieces(dst_block, dim_overlaps.starts)
-        dst = dst[old_piece]
-        n_elements = n_elements[old_piece] * dim_overlaps.length[overlap_index]
-        n_src_blocks = source.mesh.size(*src_dim.axes)
-        holder_key = holder_key[old_piece] * n_src_blocks + dim_overlaps.src_block[overlap_index]
-        box_indices = [indices[old_piece] for indices in box_indices]
-        box_indices.append(overlap_index)
-        boxes.append(dim_overlaps.boxes)
+        dst_block = target.mesh.indices(dst_dim.axes)[pieces.dst]
+        pieces = pieces.cut(overlaps, dst_block, source.mesh.size(*src_dim.axes))
     holders = _group_holders(source)  # devices with the same block are one group
     return SentPieces(
-        dst=dst,
-        size=n_elements,
-        group=np.searchsorted(holders.keys, holder_key),
+        dst=pieces.dst,
+        size=pieces.n_elements,
+        group=np.searchsorted(holders.keys, pieces.holder_key),
         holders=holders.groups,
         group_of=holders.group_of,
-        boxes_by_dim=tuple(zip(box_indices, boxes, strict=True)),
+        boxes_by_dim=pieces.boxes_by_dim,
     )
+
+
+class _Pieces(NamedTuple):
+    """Pieces that are cut along the first dims, as columns: [pieces] each.
+
+    Which devices of the source hold a piece is told by its addend and by the source's block that it
+    lies in, dim by dim. These are the digits of one number, `holder_key`: addend 1, and block 2 of
+    4 of the only dim, make 1 * 4 + 2 = 6. `Holders.keys` are made in the same way.
+    """
+
+    dst: Ints  # the receiver's position on the target's mesh
+    n_elements: Ints  # along the dims so far
+    holder_key: Ints
+    boxes_by_dim: tuple[BoxesOfDim, ...]
+
+    def cut(self, overlaps: Overlaps, dst_block: Ints, n_src_blocks: int) -> _Pieces:
+        """Cut every piece along one more dim, into a piece for each overlap of its block.
+
+        Args:
+            overlaps: The rows that blocks of the target and of the source have in common.
+            dst_block: The target's block along the dim in which each piece lies.
+            n_src_blocks: The number of the source's blocks along the dim.
+        """
+        # For each new piece: the old piece that it is cut from, and its entry in `overlaps`.
+        old_piece, overlap_index = _cut_pieces(dst_block, overlaps.starts)
+        earlier_dims = [
+            BoxesOfDim(of_dim.indices[old_piece], of_dim.boxes) for of_dim in self.boxes_by_dim
+        ]
+        src_block = overlaps.src_block[overlap_index]
+        return _Pieces(
+            dst=self.dst[old_piece],
+            n_elements=self.n_elements[old_piece] * overlaps.length[overlap_index],
+            holder_key=self.holder_key[old_piece] * n_src_blocks + src_block,
+            boxes_by_dim=(*earlier_dims, BoxesOfDim(overlap_index, overlaps.boxes)),
+        )
 
 
 def _group_holders(source: Sharding) -> Holders:

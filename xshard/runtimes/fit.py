@@ -221,38 +221,39 @@ def _profile(constants: Mapping[Column, float], start: Profile) -> Profile:
     ("copy", "") of a byte that is copied. Seconds per byte become bytes per second. `start` gives the
     fields that were not fitted.
     """
-    # A link's name is a mesh axis, `_ACROSS` for the link between nodes, or `_SHARED` for the one link
-    # of all axes.
+    links = _links(constants)
+    across = links.pop(_ACROSS, None)
+    # For axes and kinds of steps that were not measured, take the slowest that was measured.
+    slowest = min(links.values(), key=lambda link: (link.bytes_per_s, -link.latency_s))
+    links.pop(_SHARED, None)  # the links of single axes are left
+    launch_s = _of_kind(constants, "launch")
+    launch_s["other"] = max(launch_s.values())
+    round_s = _of_kind(constants, "round")
+    return replace(
+        start,
+        across=across,
+        default=slowest,
+        axes=tuple(sorted(links.items())),
+        launch_s=_rounded_seconds(launch_s),
+        copy_bytes_per_s=_speed(constants.get(("copy", ""), 0.0), math.inf),
+        ring_s=_rounded_seconds({kind: s for kind, s in round_s.items() if s > _NO_TIME}),
+    )
+
+
+def _links(constants: Mapping[Column, float]) -> dict[str, Link]:
+    """Make links of their constants, by name: a mesh axis, `_ACROSS` or `_SHARED`."""
     s_per_byte = _of_kind(constants, "byte")
     links = {}
     for name, latency_s in _of_kind(constants, "latency").items():
         bytes_per_s = _speed(s_per_byte.get(name, 0.0), _NO_LIMIT)
         topology = "port" if name == _ACROSS else "switch"
         links[name] = Link(rounded(latency_s), bytes_per_s, topology)
-    across = links.pop(_ACROSS, None)
-    axes = [(name, link) for name, link in sorted(links.items()) if name != _SHARED]
-    launch_s = {
-        step_kind: rounded(seconds) for step_kind, seconds in _of_kind(constants, "launch").items()
-    }
-    round_s = {
-        step_kind: rounded(seconds)
-        for step_kind, seconds in _of_kind(constants, "round").items()
-        if seconds > _NO_TIME
-    }
-    # For axes and kinds of steps that were not measured, take the slowest that was measured. `links`
-    # has no link between nodes any more.
-    slowest = min(links.values(), key=lambda link: (link.bytes_per_s, -link.latency_s))
-    launch_s["other"] = max(launch_s.values())
-    copy_s_per_byte = constants.get(("copy", ""), 0.0)
-    return replace(
-        start,
-        across=across,
-        default=slowest,
-        axes=tuple(axes),
-        launch_s=tuple(sorted(launch_s.items())),
-        copy_bytes_per_s=_speed(copy_s_per_byte, math.inf),
-        ring_s=tuple(sorted(round_s.items())),
-    )
+    return links
+
+
+def _rounded_seconds(seconds: Mapping[str, float]) -> tuple[tuple[str, float], ...]:
+    """Round the seconds of each kind of step, and sort them by kind, as a profile has them."""
+    return tuple((step_kind, rounded(seconds[step_kind])) for step_kind in sorted(seconds))
 
 
 def _of_kind(constants: Mapping[Column, float], column_kind: str) -> dict[str, float]:

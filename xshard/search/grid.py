@@ -193,9 +193,8 @@ class Grid(LinkedStates):
         # Each element is packed by its sender and unpacked by its receiver: two copies. A runtime
         # that sends in rounds copies what stays on its device only once, and that may be all.
         n_copies = 1 if self.profile.rounds else 2
-        byte_s = (
-            demand.wanted * n_copies / self.profile.copy_bytes_per_s
-        )  # if elements had one byte
+        # Seconds, if elements had one byte: of copies, and below of links.
+        byte_s = demand.wanted * n_copies / self.profile.copy_bytes_per_s
         # Where the devices of a node share a port, it may carry less than they receive: no bound.
         if not self._has_ports:
             near_elements = max(0, demand.wanted - far_elements - demand.already_local)

@@ -206,9 +206,8 @@ def _split(
     parts_of_whole = _parts_of_whole(relation, source_name, shape, len(use.targets), lengths)
     made_arrays = []
     for name, whole_part in zip(use.targets, parts_of_whole, strict=True):
-        mapping = _map_to_part(
-            name, whole_part, order, relation
-        ).inverse  # from the whole to the part
+        # From the whole to the part.
+        mapping = _map_to_part(name, whole_part, order, relation).inverse
         shape_in_whole = whole_part.part_shape(shape)  # with the dims in the order of the whole
         part_shape = [shape_in_whole[i] for i in mapping.order]
         if relation.stacks:

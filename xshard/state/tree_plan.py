@@ -329,7 +329,11 @@ class TreePlan:
     @property
     def messages(self) -> int:
         """Messages between the meshes: one per pair of devices and bucket."""
-        return sum(len(set().union(*(array.pairs for array in bucket))) for bucket in self.buckets)
+        n_messages = 0
+        for bucket in self.buckets:
+            pairs = set[tuple[int, int]]().union(*[array.pairs for array in bucket])
+            n_messages += len(pairs)
+        return n_messages
 
     def __repr__(self) -> str:
         return f"TreePlan({len(self.arrays)} arrays, {self.src_mesh!r}, {self.dst_mesh!r})"

@@ -42,9 +42,8 @@ class Hop(NamedTuple):
     received: int  # elements that the busiest device receives
     messages: int
     level: int = 0
-    mean_shortfall: int = (
-        0  # how many fewer its neighbors, within links of this level, receive on average
-    )
+    # How many elements fewer its neighbors, within links of this level, receive on average.
+    mean_shortfall: int = 0
 
 
 class Traffic(NamedTuple):

@@ -101,14 +101,15 @@ def plan_load(
     loads = {}
     for name, layout in rules.match(chosen, what="array").items():
         array = arrays[name]
-        shape = array.shape
-        target_dtype = array.dtype
         with located(name):
             if like is not None:
                 shape = tuple(like[name].shape)
                 target_dtype = dtypes.name_of(like[name].dtype)
-            elif float_dtype is not None and _kind(array.dtype) == FLOAT:
-                target_dtype = float_dtype
+            else:
+                shape = array.shape
+                target_dtype = array.dtype
+                if float_dtype is not None and _kind(array.dtype) == FLOAT:
+                    target_dtype = float_dtype
             target = Sharding(Layout.parse(layout), mesh, shape)
             loads[name] = load_of(checkpoint, array, target_dtype, target, machine)
     return loads
@@ -257,6 +258,9 @@ def stored_constants(
     is_taken: Callable[[str], bool] = lambda _: False,
 ) -> dict[str, Any]:
     """Return the stored numbers and texts for the leaves of a tree; one that is not stored stays.
+
+    Stored {"step": 20, "lr": [0.1, 0.2]}, and a tree with the leaves "step", "lr.0" and "lr.1" -> 20,
+    0.1 and 0.2.
 
     Args:
         opened: The checkpoint.

@@ -163,19 +163,25 @@ def plan_save(
     shapes = {name: source.sharding.shape for name, source in sources.items()}
     source_dtypes = {name: source.dtype for name, source in sources.items()}
     arrays = (names or SAME).resolve(shapes, source_dtypes)
-    mesh = _common_mesh(sources)
-    shared_note: dict[str, Any] = {
-        "mesh": mesh,
-        "names": None if names is None else names_to_json(names),
-    }
     groups = _group_arrays(arrays, arguments.limit_of(shard_bytes, "shard_bytes"))
+    files = _plan_files(groups, sources, names)
+    metadata = {"constants": _constants_to_json(constants or {})}
+    return Saving(dict(sources), arrays, files, metadata, _assign_blocks(sources))
+
+
+def _plan_files(
+    groups: Sequence[Mapping[str, TargetArray]], sources: Mapping[str, Source], names: Names | None
+) -> tuple[ShardFile, ...]:
+    """Plan a file for each group of arrays; each notes the mesh, the layouts of its arrays, and `names`."""
+    mesh = _common_mesh(sources)
+    noted_names = None if names is None else names_to_json(names)
     files = []
     for file_number, group in enumerate(groups, 1):
+        # Layouts name axes of the mesh: without one mesh of all arrays they would say nothing.
         layouts = {} if mesh is None else _layouts(group, sources)
-        file_name = f"{file_number:05}-of-{len(groups):05}.safetensors"
-        files.append(_plan_file(file_name, group, {**shared_note, "layouts": layouts}))
-    metadata = {"constants": _constants_to_json(constants or {})}
-    return Saving(dict(sources), arrays, tuple(files), metadata, _assign_blocks(sources))
+        note = {"mesh": mesh, "names": noted_names, "layouts": layouts}
+        files.append(_plan_file(f"{file_number:05}-of-{len(groups):05}.safetensors", group, note))
+    return tuple(files)
 
 
 def _constants_to_json(constants: Mapping[str, Any]) -> str:

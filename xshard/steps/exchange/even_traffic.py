@@ -286,6 +286,14 @@ class Taken(NamedTuple):
     elements: int
     senders: int
 
+    def share(self, n_shares: int) -> Taken:
+        """Return what comes from one of `n_shares` equal groups of the senders."""
+        return Taken(self.elements // n_shares, self.senders // n_shares)
+
+    def without(self, part: Taken) -> Taken:
+        """Return what comes from the senders that are not among those of `part`."""
+        return Taken(self.elements - part.elements, self.senders - part.senders)
+
 
 def digit_traffic(
     shape: Ints, src: LinkCuts, dst: LinkCuts, addends: Sequence[LinkSpan]
@@ -293,10 +301,10 @@ def digit_traffic(
     """Count what the busiest device receives in an exchange between even shards, by a formula.
 
     In an exchange each device takes from any others what it lacks. "n/x" -> "n" with 8 rows on 2
-    nodes of 4: a device wants 8 rows, 1 from each of 8 devices. 4 of these have its own place
-    between nodes, so 4 rows come from 4 senders over the slow links; 1 of the 4 is the device
-    itself, so 3 rows come over the links in the node. The result has one hop for each speed (level)
-    of links. Hot: a search asks for each pair of layouts that it tries.
+    nodes of 4: a device wants 8 rows, 1 from each of 8 devices. 4 of these are in its own node, so
+    4 rows come from the other 4 over the slow links; 1 of the 4 is the device itself, so 3 rows
+    come over the links in the node. The result has one hop for each speed (level) of links. Hot: a
+    search asks for each pair of layouts that it tries.
 
     Args:
         shape: The lengths of the dims.
@@ -312,8 +320,8 @@ def digit_traffic(
         return None
     rules = _sender_rules(digits, addends)
     wanted_elements = _wanted_elements(shape, dst, addends)
-    # What is not counted yet: all from senders that have the receiver's coordinates on all slower
-    # levels. Before any level is counted, these are all senders.
+    # What is not counted yet comes from the senders that share the receiver's coordinates on all
+    # levels so far. In the example: 8 rows of 8 senders, then the 4 of its node, at last its own.
     remaining = Taken(wanted_elements, math.prod(digit.size for digit in rules.free_digits))
     equations = Equations()  # between coordinates; `_new_paired_digits` adds those of a level
     has_own_rows = True
@@ -322,7 +330,7 @@ def digit_traffic(
         # One sender in `n_values` has the receiver's coordinates on this level too: what it sends
         # comes over faster links, or is the receiver's own.
         n_values = math.prod(digit.size for digit in rules.free_digits if digit.span.level == level)
-        nearer = Taken(remaining.elements // n_values, remaining.senders // n_values)
+        nearer = remaining.share(n_values)
         paired_digits = _new_paired_digits(rules.digit_pairs, level, equations)
         if paired_digits:
             # The busiest device is one whose sender must be elsewhere on this level: it has no
@@ -330,13 +338,17 @@ def digit_traffic(
             has_own_rows = False
             received = remaining
         else:
-            received = Taken(
-                remaining.elements - nearer.elements, remaining.senders - nearer.senders
-            )
+            received = remaining.without(nearer)
         if received.elements:
-            axis = _longest_axis(rules.spans, level)
-            shortfall = _mean_shortfall(level, paired_digits, nearer.elements)
-            hops.append(Hop(axis, received.elements, received.senders, level, shortfall))
+            hops.append(
+                Hop(
+                    axis=_longest_axis(rules.spans, level),
+                    received=received.elements,
+                    messages=received.senders,
+                    level=level,
+                    mean_shortfall=_mean_shortfall(level, paired_digits, nearer.elements),
+                )
+            )
         remaining = nearer
     own_elements = remaining.elements if has_own_rows else 0
     # Each element is packed by its sender and unpacked by its receiver: two copies.

@@ -363,6 +363,10 @@ class Received(NamedTuple):
     elements: Numbers
     senders: Numbers
 
+    def without(self, part: Received) -> Received:
+        """Return what comes from the senders that are not among those of `part`."""
+        return Received(self.elements - part.elements, self.senders - part.senders)
+
 
 def count_sources(
     src: DimEnd, dst: DimEnd, fixed_axes: Axes, mesh: Mesh, from_providers: bool

@@ -103,9 +103,7 @@ def traffic_by_level(
     for level in levels:
         shared_axes = (*shared_axes, *level.axes)
         from_nearer = count_received(shared_axes)  # over faster links, or the device's own
-        received = Received(
-            remaining.elements - from_nearer.elements, remaining.senders - from_nearer.senders
-        )
+        received = remaining.without(from_nearer)
         received_so_far = received_so_far + received.elements
         if received.elements.any():
             # The hop is named after the longest axis, by the alphabet if two are as long.
