@@ -8,7 +8,8 @@ an estimate of how many rules say it.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -19,7 +20,7 @@ from xshard.step.price.edges import Edge
 from xshard.step.price.nodes import Node
 from xshard.step.price.options import Flags
 from xshard.step.price.problem import StepProblem
-from xshard.step.say.rules import write_rules
+from xshard.step.say.rules import ends_of, write_rules
 
 LEAST = 1e-9  # of what a change saves, and of the seconds that count for it
 
@@ -107,10 +108,13 @@ def _most_worthwhile_first(
     seconds = float(search.cost.rank(problem.vector(assignment)))
     changes = _other_options(search, assignment)
     changes += _like_another_parameter(search, assignment)
+    n_said = Counter(_said_of(problem, edge, assignment) for edge in problem.edges)
     gains: list[tuple[float, list[int]]] = []  # rules saved for each second, changed assignment
     for change in changes:
-        if change.rank > most_s:
-            continue  # too slow (or too large): counting its rules, which takes longest, is spared
+        # Writing rules takes longest: it is spared where a plan is too slow, or too large, or has
+        # no rule less.
+        if change.rank > most_s or not _may_save(problem, assignment, change.assignment, n_said):
+            continue
         saved = variety - _variety(problem, change.assignment)
         if saved > LEAST:
             # A change may cost no seconds, or save some. All these count the same tiny cost, so
@@ -119,6 +123,38 @@ def _most_worthwhile_first(
             gains.append((saved / added_s, change.assignment))
     gains.sort(key=lambda gain: -gain[0])
     return [changed for _, changed in gains]
+
+
+def _said_of(problem: StepProblem, edge: Edge, assignment: Sequence[int]) -> Hashable:
+    """Return what a rule says of an array on an edge, as far as the edge tells; None for no rule.
+
+    A parameter has a rule in any case, an activation if it moves.
+    """
+    layouts = ends_of(problem, edge, assignment)
+    is_parameter = problem.nodes[edge.source].gathering is not None
+    return (is_parameter, *layouts) if is_parameter or layouts[0] != layouts[1] else None
+
+
+def _may_save(
+    problem: StepProblem,
+    assignment: Sequence[int],
+    changed: Sequence[int],
+    n_said: Mapping[Hashable, int],
+) -> bool:
+    """Tell whether a changed plan may have fewer rules.
+
+    Then an array has no rule any more, or one that says what the rule of another array says.
+
+    n_said: how many arrays of the plan as it was each rule is about, by what it says.
+    """
+    pairs = zip(assignment, changed, strict=True)
+    for node in [node for node, (option, other) in enumerate(pairs) if option != other]:
+        for edge in problem.edges_of_node[node]:
+            before = _said_of(problem, edge, assignment)
+            after = _said_of(problem, edge, changed)
+            if before is not None and after != before and (after is None or n_said[after]):
+                return True
+    return False
 
 
 def _other_options(search: StepSearch, assignment: list[int]) -> list[Change]:
