@@ -9,11 +9,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from xshard.layout import Mesh
 from xshard.notation.parser import names_of_dim
 from xshard.step.price.nodes import Gathering, Node
 from xshard.step.price.options import Flags, Ints, Placements, product_over
 from xshard.step.price.problem import StepProblem
-from xshard.step.record.arrays import REPLICAS, TAGS, dims_of, shape_of
+from xshard.step.record.arrays import COPY, REPLICAS, TAGS, dims_of, shape_of
 from xshard.step.record.op import Op
 from xshard.step.record.training_step import TrainingStep
 
@@ -101,10 +102,16 @@ def _ranks_of_options(
     last = plan.last
     if last == "heads" and op.kind == "attention":
         last = "tensor"
-    first_axes = node.placements[..., :-1]  # [options, arrays, axes]
-    last_axis = node.placements[..., -1:]
+    n_first = _count_first_axes(problem.mesh)
+    first_axes = node.placements[..., :n_first]  # [options, arrays, axes]
+    last_axis = node.placements[..., n_first:]
     batch_ranks = _ranks(op, first_axes, [problem.step.batch])
     return batch_ranks + _ranks(op, last_axis, preferred[last])
+
+
+def _count_first_axes(mesh: Mesh) -> int:
+    """Count the axes before the last one, which may be split into sub-axes."""
+    return sum(mesh.origin(axis) != mesh.origin(mesh.axes[-1]) for axis in mesh.axes)
 
 
 def _preferred_dims(step: TrainingStep) -> dict[str, list[str]]:
@@ -149,7 +156,8 @@ def _allowed_storage(problem: StepProblem, node: Node, plan: HandPlan) -> Flags:
     is_sharding = node.placements[:, -1] >= 0  # [options, axes]
     n_shards = product_over(is_sharding, problem.mesh.sizes)
     if plan.stored == "last":
-        n_shards[is_sharding[:, :-1].any(-1)] = 0  # sharded by another axis
+        n_first = _count_first_axes(problem.mesh)
+        n_shards[is_sharding[:, :n_first].any(-1)] = 0  # sharded by another axis
     has_most_shards = n_shards == n_shards.max()
     return np.asarray(node.is_gathered(plan.gathering) & has_most_shards)
 
@@ -163,7 +171,8 @@ def _ranks(op: Op, placements: Placements, preferred: Sequence[str]) -> Ints:
     placements: [options, arrays, axes], the number of the dim that an axis shards in an array, or a
     negative tag (replicas, sums, copies). Returns the sum over axes: [options].
     """
-    is_idle = (placements == REPLICAS).all(1)  # [options, axes]
+    # Devices that share a head of keys have copies of it: they do the same work, as idle ones do.
+    is_idle = np.isin(placements, (REPLICAS, COPY)).all(1)  # [options, axes]
     ranks = np.where(is_idle, IDLE, OTHER)
     for i, array in enumerate(op.arrays):
         # Placements are indices of this list: dims first; tags, which are negative, from the end.

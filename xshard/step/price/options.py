@@ -6,7 +6,7 @@ mesh axis. Blocks are even, or whole units where units do not divide.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import chain, combinations
 from typing import NamedTuple
 
@@ -15,9 +15,11 @@ from numpy.typing import ArrayLike, NDArray
 
 from xshard.caches import layout_cache
 from xshard.layout import Layout, Mesh
+from xshard.layout.sub_axes import SubAxisMesh
 from xshard.notation.parser import names_of_dim
 from xshard.step.record.arrays import COPY, REPLICAS, dims_of
 from xshard.step.record.op import AxisRule, Op
+from xshard.step.record.shared_heads import ArrayDim
 
 Ints = NDArray[np.int64]
 Placements = Ints  # [layouts, axes] or [options, arrays, axes]
@@ -26,7 +28,11 @@ Flags = NDArray[np.bool_]
 
 
 def options_of(
-    op: Op, lengths: Mapping[str, int], mesh: Mesh, units: Sequence[int] = ()
+    op: Op,
+    lengths: Mapping[str, int],
+    mesh: Mesh,
+    units: Sequence[int] = (),
+    key_heads: Collection[ArrayDim] = (),
 ) -> Placements:
     """List all ways to shard an operation over the axes of a mesh: [options, arrays, axes].
 
@@ -37,13 +43,29 @@ def options_of(
     Options are left out if a dim is not divided evenly, and if they are the same layouts as an
     option before them. The order of options is that of the rules.
 
-    units: how many units each rule shards, as 6 heads; an axis may then shard by whole ones, 2, 2, 1
-    and 1 over 4 devices. 1 for even blocks only.
+    Args:
+        op: The operation.
+        lengths: The length of each dim.
+        mesh: The mesh. If devices share heads of keys along an axis, that is split into two, which
+            do the same in every array but those of keys.
+        units: How many units each rule shards, as 6 heads; an axis may then shard by whole ones, 2,
+            2, 1 and 1 over 4 devices. 1 for even blocks only.
+        key_heads: The dims of arrays that may be shared.
     """
     dims = dict.fromkeys(chain.from_iterable(map(dims_of, op.all_arrays)))
     lengths_of_dims = tuple((dim, lengths[dim]) for dim in dims)
+    shared_dims = tuple(
+        tuple(number for number in range(len(array.dims)) if (name, number) in key_heads)
+        for name, array in zip(op.array_names, op.arrays, strict=True)
+    )
     return _options(
-        op.axis_rules, op.all_arrays, len(op.arrays), lengths_of_dims, mesh, tuple(units)
+        op.axis_rules,
+        op.all_arrays,
+        lengths_of_dims,
+        mesh,
+        tuple(units),
+        shared_dims,
+        op.length_operands,
     )
 
 
@@ -52,16 +74,19 @@ def options_of(
 def _options(
     rules: tuple[AxisRule, ...],
     arrays: tuple[Layout, ...],
-    n_visible: int,
     lengths_of_dims: tuple[tuple[str, int], ...],
     mesh: Mesh,
     units: tuple[int, ...],
+    shared_dims: tuple[tuple[int, ...], ...],
+    length_operands: tuple[int, ...],
 ) -> Placements:
     """List the options of `options_of`, in an array that nobody may change.
 
-    arrays: after the first `n_visible` come those inside a chain of operations.
+    arrays: operands and result, then those inside a chain of operations. shared_dims: of operands
+    and result, the dims of key heads.
     """
     lengths = dict(lengths_of_dims)
+    n_visible = len(shared_dims)
     axis_rules = np.array(rules)  # [rules, arrays]
     # The rules again that may shard by units, with single dims counted on.
     unit_rules = [number for number, count in enumerate(units) if count > 1]
@@ -71,6 +96,11 @@ def _options(
         [axis_rules, np.where(by_units >= 0, by_units + n_single, by_units)]
     )
     n_axes = len(mesh.axes)
+    if any(shared_dims):
+        # Devices that share a head do the same work with it, and add up the gradients.
+        copying = np.full((1, len(arrays)), COPY)
+        copying[:, length_operands] = REPLICAS
+        axis_rules = np.concatenate([axis_rules, copying])
     # A rule for each axis, in all combinations, as numbers: [options, axes].
     rule_of_axis = np.indices((len(axis_rules),) * n_axes).reshape(n_axes, -1).T
     # Each number becomes the rule, [options, axes, arrays], and arrays come before axes.
@@ -82,6 +112,9 @@ def _options(
             placements[:, i], array, lengths, mesh, units_of_dims
         )
         is_possible &= is_possible_in_array
+    if isinstance(mesh, SubAxisMesh):
+        is_copying = any(shared_dims) & (rule_of_axis == len(axis_rules) - 1)
+        is_possible &= _are_of_whole_axes(placements, is_copying, mesh, shared_dims)
     # Arrays inside a chain of operations come last, and only decide what is possible.
     placements = placements[is_possible, :n_visible]
     # Rules for several dims that are one dim of the array may be equal layouts: the first one
@@ -90,6 +123,42 @@ def _options(
     options = placements[np.sort(first_index)]
     options.flags.writeable = False
     return options
+
+
+def _are_of_whole_axes(
+    placements: Placements,
+    is_copying: Flags,
+    mesh: SubAxisMesh,
+    shared_dims: Sequence[Sequence[int]],
+) -> Flags:
+    """Tell which options can be written with an axis that is split, without its sub-axes: [options].
+
+    Both sub-axes do the same with an array. Or the outer one shards heads of keys, and devices along
+    the inner one have copies of them, in storage replicas: `h/spread(tp)`.
+
+    placements: [options, arrays, axes]. is_copying: whether an axis has copies of all arrays, which
+    gains nothing elsewhere: [options, axes]. shared_dims: of operands and result, dims of key heads.
+    """
+    outer, inner = split_axis_numbers(mesh)
+    is_possible = ~np.delete(is_copying, inner, axis=-1).any(-1)
+    is_stored = len(shared_dims) == 1  # there are no operands
+    for i, dims in enumerate(shared_dims):
+        in_outer = placements[:, i, outer]
+        in_inner = placements[:, i, inner]
+        # Units that are shared are heads: no other axis shards the dim.
+        in_others = np.delete(placements[:, i], outer, axis=-1)
+        is_whole = (in_others != in_outer[:, None]).all(-1)
+        has_copies = in_inner == (REPLICAS if is_stored else COPY)
+        is_shared = np.isin(in_outer, dims) & has_copies & is_whole
+        is_possible &= is_shared | (in_outer == in_inner)
+    return is_possible
+
+
+def split_axis_numbers(mesh: SubAxisMesh) -> tuple[int, int]:
+    """Return the numbers of the two sub-axes of the axis that a mesh splits, the outer one first."""
+    ((axis, _),) = mesh.split
+    outer, inner = map(mesh.position, mesh.sub_axes[axis])
+    return outer, inner
 
 
 class Sharded(NamedTuple):

@@ -13,6 +13,7 @@ import numpy as np
 
 from xshard.dtypes import itemsize
 from xshard.layout import Mesh
+from xshard.layout.sub_axes import SubAxisMesh, root_of
 from xshard.notation.parser import names_of_dim
 from xshard.step.price.moves import MovePrices
 from xshard.step.price.options import (
@@ -26,6 +27,7 @@ from xshard.step.price.options import (
 from xshard.step.price.parts import BlockPart, Parts
 from xshard.step.record.arrays import shape_of
 from xshard.step.record.op import Op
+from xshard.step.record.shared_heads import ArrayDim, dims_of_key_heads
 from xshard.step.record.training_step import TrainingStep
 
 FULL = 4  # bytes of an element in full precision, as gradients, moments and logits are
@@ -54,7 +56,18 @@ class StepSetup:
 
     @property
     def mesh(self) -> Mesh:
+        """The mesh that is searched: an axis along which devices share heads of keys is split."""
         return self.moves.mesh
+
+    @property
+    def whole_mesh(self) -> Mesh:
+        """The mesh with the axes that rules name."""
+        return root_of(self.mesh)
+
+    @cached_property
+    def key_heads(self) -> frozenset[ArrayDim]:
+        """The dims of arrays that devices may share along an axis."""
+        return dims_of_key_heads(self.step) if isinstance(self.mesh, SubAxisMesh) else frozenset()
 
     @property
     def item_bytes(self) -> int:

@@ -95,8 +95,11 @@ def in_units(dim: Dim, length: int, n_units: int, mesh: Mesh, *, says_length: bo
         n_blocks = mesh.size(dim.axes[0])
         counts = [len(range(i, n_units, n_blocks)) for i in range(n_blocks)]
         shards[0] = replace(shards[0], order=SIZES, numbers=tuple(counts))
-    dim = replace(dim, shards=tuple(shards))
-    unit = length // n_units
+    return with_unit(replace(dim, shards=tuple(shards)), length // n_units)
+
+
+def with_unit(dim: Dim, unit: int) -> Dim:
+    """Let the shards of a dim count units of several rows: `o/tp` -> `(o 16)/tp`."""
     if unit == 1:
         return dim
     return replace(dim, name=f"{dim.name}_{unit}", parts=(dim.name, str(unit)), unit=unit)

@@ -21,6 +21,7 @@ from xshard.step.price.problem import StepProblem
 from xshard.step.record.arrays import in_units, placements_of
 from xshard.step.record.trace import INPUT
 from xshard.step.say.rules import StepRules
+from xshard.step.say.whole_axes import in_sub_axes
 
 
 class RuleLimits(NamedTuple):
@@ -91,11 +92,11 @@ class _Limits:
         edge: the parameter (`edge.source`) on its way to the operation that uses it (`edge.user`).
         """
         source = self.problem.nodes[edge.source]
-        axes = self.problem.mesh.axes
+        mesh = self.problem.whole_mesh
         name = source.name.partition("|")[0]  # tied parameters, `a|b`, are used in one way
         with located(f"rule of {name}"):
             ndim = len(self.problem.names(source.name))
-            use = use_of(self.parameters[name], ndim, self.problem.mesh, frozenset(axes))
+            use = use_of(self.parameters[name], ndim, mesh, frozenset(mesh.axes))
             stored = _placements(self.problem, source.name, use.stored)
             used = _placements(self.problem, source.name, use.used)
         # A parameter that is used as it is stored is not gathered. Its options then come with
@@ -130,7 +131,9 @@ class _Limits:
         for node in edge.nodes:
             if not self.allowed[node].any():
                 name = self.problem.nodes[node].name
-                shape = f"{array} has shape {self.problem.shape(array)} on {self.problem.mesh}"
+                shape = (
+                    f"{array} has shape {self.problem.shape(array)} on {self.problem.whole_mesh}"
+                )
                 raise PlanError(
                     f"no plan follows these rules: that of {array} leaves {name!r} no layout",
                     text=rule,
@@ -218,17 +221,18 @@ def _sides(text: str, problem: StepProblem, name: str, place: str = "") -> RuleS
     """
     ndim = len(problem.names(name))
     with located(f"rule of {place if place else name}"):
-        rule = rule_of(text, problem.mesh)
+        rule = rule_of(text, problem.whole_mesh)
         src = np.array(_placements(problem, name, rule.src.resolved(ndim)))
         dst = np.array(_placements(problem, name, rule.dst.resolved(ndim)))
-    return RuleSides(src, dst, np.isin(problem.mesh.axes, rule.axes))
+    named_axes = [problem.mesh.origin(axis) for axis in problem.mesh.axes]
+    return RuleSides(src, dst, np.isin(named_axes, rule.axes))
 
 
 def _placements(problem: StepProblem, name: str, layout: Layout) -> list[int]:
     """Convert a layout of an array into placements; raise NotationError for what is not searched."""
     shape = problem.shape(name)
     units = problem.units[name]
-    mesh = problem.mesh
+    mesh = problem.whole_mesh
     dims: list[Dim] = []
     by_units: list[int] = []
     for number, dim in enumerate(layout.dims):
@@ -240,5 +244,6 @@ def _placements(problem: StepProblem, name: str, layout: Layout) -> list[int]:
             by_units.append(number)
             dim = even
         dims.append(dim)
-    placements = placements_of(replace(layout, dims=tuple(dims)), mesh.axes)
+    layout = in_sub_axes(replace(layout, dims=tuple(dims)), problem.mesh, shape)
+    placements = placements_of(layout, problem.mesh.axes)
     return [placement + len(dims) * (placement in by_units) for placement in placements]

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from xshard.caches import layout_cache
 from xshard.layout import Layout, Mesh
+from xshard.layout.sub_axes import root_of
 from xshard.models import ActivationRule, layout_inside
 from xshard.notation.parser import ARROW
 from xshard.rules import Rules, spellings
@@ -20,6 +21,7 @@ from xshard.step.record.arrays import in_units, layout_of
 from xshard.step.record.op import Op
 from xshard.step.record.repeat import in_first_block
 from xshard.step.record.trace import INPUT
+from xshard.step.say.whole_axes import in_whole_axes
 
 Texts = dict[str, str]  # rules by names of parameters or modules
 
@@ -313,18 +315,29 @@ def _layouts(
     """
     layouts: list[Layout] = []
     for placements in ends:
-        layout = layout_of(placements, names, mesh.axes)
+        layout = in_whole_axes(layout_of(placements, names, mesh.axes), mesh, shape)
         dims = list(layout.dims)
         for number, n_units in enumerate(units):
             if number + len(names) not in chain(*ends):
                 continue
             dim = dims[number]
-            dims[number] = in_units(dim, shape[number], n_units, mesh, says_length=says_lengths)
+            dims[number] = in_units(
+                dim, shape[number], n_units, root_of(mesh), says_length=says_lengths
+            )
             if number in placements:  # in even blocks at this end
                 dims[number] = replace(dim, name=dims[number].name)
         layouts.append(replace(layout, dims=tuple(dims)))
     src, dst = layouts
-    return src, dst
+    return _named_like(src, dst), _named_like(dst, src)
+
+
+def _named_like(layout: Layout, other: Layout) -> Layout:
+    """Give dims the names that they have at the other end of a move, where devices share units."""
+    names = [
+        there.name if there.spread_axes and not here.spread_axes else here.name
+        for here, there in zip(layout.dims, other.dims, strict=True)
+    ]
+    return layout if names == [*layout.names] else layout.with_names(names)
 
 
 def _text(src: Layout, dst: Layout) -> str:
