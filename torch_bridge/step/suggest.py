@@ -21,7 +21,6 @@ from xshard.layout.lengths import Lengths, global_shape
 from xshard.notation.parser import Shard
 from xshard.step.record.fuse import fuse_operations
 from xshard.step.record.repeat import find_repeated
-from xshard.step.record.shared_heads import with_rules_of_queries
 from xshard.step.suggest import SuggestKeywords
 
 CALLS = """\
@@ -193,7 +192,6 @@ def suggest(
         )
     # Equal layers become one, and light operations join their neighbours: fewer of both to search.
     step, _ = find_repeated(step)
-    step = with_rules_of_queries(step, mesh_of(mesh))
     plan = suggest_step(fuse_operations(step), mesh_of(mesh), **options)
     return TorchSuggestion(
         plan.search, plan.assignment, plan.bound, plan.by_hand, unused=unused, mesh=mesh

@@ -18,7 +18,7 @@ import numpy as np
 
 from xshard.caches import layout_cache
 from xshard.cost.bounds import reduction_messages
-from xshard.cost.model import Profile
+from xshard.cost.model import Link, Profile
 from xshard.dtypes import itemsize
 from xshard.layout import Layout, Mesh
 from xshard.layout.sub_axes import SubAxisMesh
@@ -266,6 +266,21 @@ class MoveTable:
         self.seconds[:, row, column] = (forward, backward)
         self._is_planned[row, column] = True
         return float(added_s)
+
+
+def have_equal_links(profile: Profile, mesh: Mesh, split: Mesh) -> bool:
+    """Tell whether a mesh has the same links if an axis is split, as many devices over each.
+
+    On nodes of 4, tp=12 split into 3 and 4 has them: tp_1 is inside a node. Split into 2 and 6,
+    nodes end in the middle of tp_1.
+    """
+    devices_by_link: list[dict[Link, int]] = []
+    for fabric in (profile.fabric(mesh), profile.fabric(split)):
+        n_devices = dict.fromkeys(fabric.links, 1)
+        for span in fabric.spans:
+            n_devices[fabric.links[span.level]] *= span.size
+        devices_by_link.append(n_devices)
+    return devices_by_link[0] == devices_by_link[1]
 
 
 def _received_from_other_nodes(

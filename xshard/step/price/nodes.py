@@ -100,7 +100,7 @@ def _storage_options(setup: StepSetup, name: str) -> Placements:
     names = setup.names(name)
     lengths = dict(zip(names, setup.shape(name), strict=True))
     storing = Op(name, f"{ARROW} {' '.join(names)}", (), "source")
-    return options_of(storing, lengths, setup.mesh, setup.units[name], setup.key_heads)
+    return options_of(storing, lengths, setup.mesh, setup.units[name], setup.shared_dims)
 
 
 def price_operation(setup: StepSetup, op: Op) -> Node:
@@ -114,7 +114,7 @@ def price_operation(setup: StepSetup, op: Op) -> Node:
     """
     units = [min((setup.units[name][dim] for name, dim in link), default=1) for link in op.links]
     # [options, arrays, axes]
-    placements = options_of(op, setup.lengths, setup.mesh, units, setup.key_heads)
+    placements = options_of(op, setup.lengths, setup.mesh, units, setup.shared_dims)
     block_bytes: list[Floats] = []  # of each operand, then of the result: [options] each
     for i, name in enumerate(op.array_names):
         item_bytes = 0 if i in op.length_operands else setup.item_bytes

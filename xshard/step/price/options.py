@@ -19,7 +19,7 @@ from xshard.layout.sub_axes import SubAxisMesh
 from xshard.notation.parser import names_of_dim
 from xshard.step.record.arrays import COPY, REPLICAS, dims_of
 from xshard.step.record.op import AxisRule, Op
-from xshard.step.record.shared_heads import ArrayDim
+from xshard.step.record.training_step import ArrayDim
 
 Ints = NDArray[np.int64]
 Placements = Ints  # [layouts, axes] or [options, arrays, axes]
@@ -32,7 +32,7 @@ def options_of(
     lengths: Mapping[str, int],
     mesh: Mesh,
     units: Sequence[int] = (),
-    key_heads: Collection[ArrayDim] = (),
+    shared_dims: Collection[ArrayDim] = (),
 ) -> Placements:
     """List all ways to shard an operation over the axes of a mesh: [options, arrays, axes].
 
@@ -46,27 +46,25 @@ def options_of(
     Args:
         op: The operation.
         lengths: The length of each dim.
-        mesh: The mesh. If devices share heads of keys along an axis, that is split into two, which
-            do the same in every array but those of keys.
+        mesh: The mesh. An axis along which devices share units is split into two, and options are
+            left out that differ along them in any other way.
         units: How many units each rule shards, as 6 heads; an axis may then shard by whole ones, 2,
             2, 1 and 1 over 4 devices. 1 for even blocks only.
-        key_heads: The dims of arrays that may be shared.
+        shared_dims: The dims of arrays whose units devices may share.
     """
     dims = dict.fromkeys(chain.from_iterable(map(dims_of, op.all_arrays)))
     lengths_of_dims = tuple((dim, lengths[dim]) for dim in dims)
-    shared_dims = tuple(
-        tuple(number for number in range(len(array.dims)) if (name, number) in key_heads)
+    shared = tuple(
+        tuple(dim for dim in range(len(array.dims)) if (name, dim) in shared_dims)
         for name, array in zip(op.array_names, op.arrays, strict=True)
     )
-    return _options(
-        op.axis_rules,
-        op.all_arrays,
-        lengths_of_dims,
-        mesh,
-        tuple(units),
-        shared_dims,
-        op.length_operands,
-    )
+    rules = op.axis_rules
+    if op.operands and any(shared):
+        # Devices that share a unit do the same work with it, and their gradients are addends.
+        all_arrays = range(len(op.all_arrays))
+        copies = [REPLICAS if i in op.length_operands else COPY for i in all_arrays]
+        rules = (*rules, tuple(copies))
+    return _options(rules, op.all_arrays, shared, lengths_of_dims, mesh, tuple(units))
 
 
 # Layers that are alike, and the same step with and without recomputing, have the same options.
@@ -74,19 +72,18 @@ def options_of(
 def _options(
     rules: tuple[AxisRule, ...],
     arrays: tuple[Layout, ...],
+    shared_dims: tuple[tuple[int, ...], ...],
     lengths_of_dims: tuple[tuple[str, int], ...],
     mesh: Mesh,
     units: tuple[int, ...],
-    shared_dims: tuple[tuple[int, ...], ...],
-    length_operands: tuple[int, ...],
 ) -> Placements:
     """List the options of `options_of`, in an array that nobody may change.
 
-    arrays: operands and result, then those inside a chain of operations. shared_dims: of operands
-    and result, the dims of key heads.
+    arrays: operands and result, then those inside a chain of operations. shared_dims: of each
+    operand and of the result.
     """
-    lengths = dict(lengths_of_dims)
     n_visible = len(shared_dims)
+    lengths = dict(lengths_of_dims)
     axis_rules = np.array(rules)  # [rules, arrays]
     # The rules again that may shard by units, with single dims counted on.
     unit_rules = [number for number, count in enumerate(units) if count > 1]
@@ -96,11 +93,6 @@ def _options(
         [axis_rules, np.where(by_units >= 0, by_units + n_single, by_units)]
     )
     n_axes = len(mesh.axes)
-    if any(shared_dims):
-        # Devices that share a head do the same work with it, and add up the gradients.
-        copying = np.full((1, len(arrays)), COPY)
-        copying[:, length_operands] = REPLICAS
-        axis_rules = np.concatenate([axis_rules, copying])
     # A rule for each axis, in all combinations, as numbers: [options, axes].
     rule_of_axis = np.indices((len(axis_rules),) * n_axes).reshape(n_axes, -1).T
     # Each number becomes the rule, [options, axes, arrays], and arrays come before axes.
@@ -113,8 +105,8 @@ def _options(
         )
         is_possible &= is_possible_in_array
     if isinstance(mesh, SubAxisMesh):
-        is_copying = any(shared_dims) & (rule_of_axis == len(axis_rules) - 1)
-        is_possible &= _are_of_whole_axes(placements, is_copying, mesh, shared_dims)
+        for i, dims in enumerate(shared_dims):
+            is_possible &= _are_of_whole_axes(placements[:, i], mesh, dims)
     # Arrays inside a chain of operations come last, and only decide what is possible.
     placements = placements[is_possible, :n_visible]
     # Rules for several dims that are one dim of the array may be equal layouts: the first one
@@ -126,32 +118,21 @@ def _options(
 
 
 def _are_of_whole_axes(
-    placements: Placements,
-    is_copying: Flags,
-    mesh: SubAxisMesh,
-    shared_dims: Sequence[Sequence[int]],
+    placements: Placements, mesh: SubAxisMesh, shared_dims: Sequence[int]
 ) -> Flags:
-    """Tell which options can be written with an axis that is split, without its sub-axes: [options].
+    """Tell which layouts of an array can be written with an axis that is split, without its sub-axes.
 
-    Both sub-axes do the same with an array. Or the outer one shards heads of keys, and devices along
-    the inner one have copies of them, in storage replicas: `h/spread(tp)`.
+    Both sub-axes do the same. Or the outer one shards a dim whose units are shared, and devices
+    along the inner one have replicas or copies: `h/spread(tp)`. No other axis shards that dim.
 
-    placements: [options, arrays, axes]. is_copying: whether an axis has copies of all arrays, which
-    gains nothing elsewhere: [options, axes]. shared_dims: of operands and result, dims of key heads.
+    placements: [layouts, axes].
     """
     outer, inner = split_axis_numbers(mesh)
-    is_possible = ~np.delete(is_copying, inner, axis=-1).any(-1)
-    is_stored = len(shared_dims) == 1  # there are no operands
-    for i, dims in enumerate(shared_dims):
-        in_outer = placements[:, i, outer]
-        in_inner = placements[:, i, inner]
-        # Units that are shared are heads: no other axis shards the dim.
-        in_others = np.delete(placements[:, i], outer, axis=-1)
-        is_whole = (in_others != in_outer[:, None]).all(-1)
-        has_copies = in_inner == (REPLICAS if is_stored else COPY)
-        is_shared = np.isin(in_outer, dims) & has_copies & is_whole
-        is_possible &= is_shared | (in_outer == in_inner)
-    return is_possible
+    in_outer = placements[:, outer]
+    in_inner = placements[:, inner]
+    is_shared = np.isin(in_outer, shared_dims) & np.isin(in_inner, (REPLICAS, COPY))
+    is_shared &= (placements == in_outer[:, None]).sum(-1) == 1
+    return np.asarray(is_shared | (in_outer == in_inner))
 
 
 def split_axis_numbers(mesh: SubAxisMesh) -> tuple[int, int]:

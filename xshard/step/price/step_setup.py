@@ -27,8 +27,7 @@ from xshard.step.price.options import (
 from xshard.step.price.parts import BlockPart, Parts
 from xshard.step.record.arrays import shape_of
 from xshard.step.record.op import Op
-from xshard.step.record.shared_heads import ArrayDim, dims_of_key_heads
-from xshard.step.record.training_step import TrainingStep
+from xshard.step.record.training_step import ArrayDim, TrainingStep
 
 FULL = 4  # bytes of an element in full precision, as gradients, moments and logits are
 NAMES_OF_PARAMETERS = {1: "n", 2: "oi", 3: "eoi"}  # of their dims, by how many they are
@@ -65,9 +64,12 @@ class StepSetup:
         return root_of(self.mesh)
 
     @cached_property
-    def key_heads(self) -> frozenset[ArrayDim]:
-        """The dims of arrays that devices may share along an axis."""
-        return dims_of_key_heads(self.step) if isinstance(self.mesh, SubAxisMesh) else frozenset()
+    def shared_dims(self) -> frozenset[ArrayDim]:
+        """The dims of arrays in as many units as the axis that is split has groups of devices."""
+        if not isinstance(self.mesh, SubAxisMesh):
+            return frozenset()
+        ((_, (n_groups, _)),) = self.mesh.split
+        return frozenset(dim for dim, n_units in self.step.units.items() if n_units == n_groups)
 
     @property
     def item_bytes(self) -> int:

@@ -325,8 +325,10 @@ def _rules_with_links(op: Op, n_links: int, outermost: set[str]) -> tuple[AxisRu
     for rule in op.axis_rules:
         placed = zip(op.dims, rule, strict=True)
         sharded = {dims[placement] for dims, placement in placed if placement >= 0}
-        if not sharded <= computing_dims & outermost:
-            continue  # a block of an inner factor does not show in the length that is read
+        # A block of an inner factor does not show in a length that is read.
+        read_factors = set(chain(*links)) - outermost
+        if not sharded <= computing_dims or not sharded.isdisjoint(read_factors):
+            continue
         # For each link the placements that go with this rule; then all combinations of these.
         choices_by_link = [_choices_in_link(link, sharded, dims_of_links_alone) for link in links]
         for link_placements in product(*choices_by_link):

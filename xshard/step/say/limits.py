@@ -18,10 +18,10 @@ from xshard.step.price.edges import Edge
 from xshard.step.price.nodes import Gathering
 from xshard.step.price.options import Flags, Ints, without_copies
 from xshard.step.price.problem import StepProblem
-from xshard.step.record.arrays import in_units, placements_of
+from xshard.step.record.arrays import in_units
 from xshard.step.record.trace import INPUT
 from xshard.step.say.rules import StepRules
-from xshard.step.say.whole_axes import in_sub_axes
+from xshard.step.say.whole_axes import placements_on
 
 
 class RuleLimits(NamedTuple):
@@ -244,6 +244,5 @@ def _placements(problem: StepProblem, name: str, layout: Layout) -> list[int]:
             by_units.append(number)
             dim = even
         dims.append(dim)
-    layout = in_sub_axes(replace(layout, dims=tuple(dims)), problem.mesh, shape)
-    placements = placements_of(layout, problem.mesh.axes)
+    placements = placements_on(replace(layout, dims=tuple(dims)), problem.mesh, shape)
     return [placement + len(dims) * (placement in by_units) for placement in placements]

@@ -17,11 +17,11 @@ from xshard.step.price.edges import Edge
 from xshard.step.price.nodes import Gathering
 from xshard.step.price.options import Ints
 from xshard.step.price.problem import StepProblem
-from xshard.step.record.arrays import in_units, layout_of
+from xshard.step.record.arrays import in_units
 from xshard.step.record.op import Op
 from xshard.step.record.repeat import in_first_block
 from xshard.step.record.trace import INPUT
-from xshard.step.say.whole_axes import in_whole_axes
+from xshard.step.say.whole_axes import whole_layout
 
 Texts = dict[str, str]  # rules by names of parameters or modules
 
@@ -313,31 +313,28 @@ def _layouts(
 
     Both ends write a dim alike: if it is in units at one of them, the other has its name, too.
     """
+    whole_layouts = [whole_layout(placements, names, shape, mesh) for placements in ends]
+    shared_names: dict[int, str] = {}  # of dims of which devices share units
+    for layout in whole_layouts:
+        shared_names |= {i: dim.name for i, dim in enumerate(layout.dims) if dim.spread_axes}
     layouts: list[Layout] = []
-    for placements in ends:
-        layout = in_whole_axes(layout_of(placements, names, mesh.axes), mesh, shape)
+    for placements, layout in zip(ends, whole_layouts, strict=True):
         dims = list(layout.dims)
+        for number, name in shared_names.items():
+            dims[number] = replace(dims[number], name=name)
         for number, n_units in enumerate(units):
             if number + len(names) not in chain(*ends):
                 continue
             dim = dims[number]
+            whole_mesh = root_of(mesh)
             dims[number] = in_units(
-                dim, shape[number], n_units, root_of(mesh), says_length=says_lengths
+                dim, shape[number], n_units, whole_mesh, says_length=says_lengths
             )
             if number in placements:  # in even blocks at this end
                 dims[number] = replace(dim, name=dims[number].name)
         layouts.append(replace(layout, dims=tuple(dims)))
     src, dst = layouts
-    return _named_like(src, dst), _named_like(dst, src)
-
-
-def _named_like(layout: Layout, other: Layout) -> Layout:
-    """Give dims the names that they have at the other end of a move, where devices share units."""
-    names = [
-        there.name if there.spread_axes and not here.spread_axes else here.name
-        for here, there in zip(layout.dims, other.dims, strict=True)
-    ]
-    return layout if names == [*layout.names] else layout.with_names(names)
+    return src, dst
 
 
 def _text(src: Layout, dst: Layout) -> str:

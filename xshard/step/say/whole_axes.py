@@ -1,6 +1,6 @@
-"""Layouts over the sub-axes that a search may have, as rules say them: over the axes of the user's mesh.
+"""Layouts over the axes of the user's mesh, of which a search may split one.
 
-Only an axis along which devices share heads of keys is split (`mesh_with_shared_heads`).
+Devices share heads of keys along that axis (`mesh_with_shared_heads`).
 """
 
 from __future__ import annotations
@@ -9,62 +9,59 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from xshard.layout import Layout, Mesh
+from xshard.layout.layout import without_axes
 from xshard.layout.sub_axes import SubAxisMesh
 from xshard.notation.parser import SPREAD, Dim, Shard
-from xshard.step.record.arrays import with_unit
+from xshard.step.price.options import split_axis_numbers
+from xshard.step.record.arrays import COPY, REPLICAS, layout_of, placements_of, with_unit
 
 
-def in_whole_axes(layout: Layout, mesh: Mesh, shape: Sequence[int]) -> Layout:
-    """Replace sub-axes by the axis that is split, which spreads what the outer one alone shards.
+def whole_layout(
+    placements: Sequence[int], names: Sequence[str], shape: Sequence[int], mesh: Mesh
+) -> Layout:
+    """Write placements as a layout, where an axis spreads what its outer sub-axis alone shards.
 
-    With tp=4 split into tp_0=2 and tp_1=2, `o/tp_0/tp_1 i` of 128 rows is `o/tp i`, and
-    `o/tp_0 i | copy(tp_1)` is `(o 64)/spread(tp) i | copy(tp)`.
+    With tp=4 split into two axes of 2 devices, (0, 0) of 128 rows is `o/tp i`, and (0, COPY) is
+    `(o 64)/spread(tp) i | copy(tp)`.
     """
     if not isinstance(mesh, SubAxisMesh):
+        return layout_of(placements, names, mesh.axes)
+    outer, inner = split_axis_numbers(mesh)
+    whole = [*placements]
+    tag = whole.pop(inner)
+    layout = layout_of(whole, names, mesh.base.axes)
+    number = whole[outer]
+    if tag == number:
         return layout
-    dims = [
-        _in_whole_axes(dim, length, mesh) for dim, length in zip(layout.dims, shape, strict=True)
-    ]
-    tags = [(tag, tuple(dict.fromkeys(map(mesh.origin, axes)))) for tag, axes in layout.tags]
+    dims = list(layout.dims)
+    dims[number] = _spread(dims[number], shape[number], mesh)
+    tags = [*layout.tags, ("copy", dims[number].axes)] if tag == COPY else layout.tags
     return Layout(tuple(dims), tuple(tags))
 
 
-def _in_whole_axes(dim: Dim, length: int, mesh: SubAxisMesh) -> Dim:
-    ((axis, _),) = mesh.split
-    sub_axes = mesh.sub_axes[axis]
-    shards = dict.fromkeys(Shard((mesh.origin(sub_axis),)) for sub_axis in dim.axes)
-    if len({*sub_axes} & {*dim.axes}) != 1:
-        return replace(dim, shards=tuple(shards))
-    spread = [replace(shard, order=SPREAD) if shard.axes == (axis,) else shard for shard in shards]
-    return with_unit(replace(dim, shards=tuple(spread)), length // mesh.size(*dim.axes))
+def _spread(dim: Dim, length: int, mesh: SubAxisMesh) -> Dim:
+    """Let devices of the axis that is split share units: `o/tp` of 128 rows -> `(o 64)/spread(tp)`."""
+    outer, _ = split_axis_numbers(mesh)
+    spread = tuple(replace(shard, order=SPREAD) for shard in dim.shards)
+    return with_unit(replace(dim, shards=spread), length // mesh.sizes[outer])
 
 
-def in_sub_axes(layout: Layout, mesh: Mesh, shape: Sequence[int]) -> Layout:
-    """Do the reverse of `in_whole_axes`; a layout that it does not write keeps the whole axis."""
+def placements_on(layout: Layout, mesh: Mesh, shape: Sequence[int]) -> list[int]:
+    """Convert a layout over the axes of the user's mesh into placements, one for each axis that is searched.
+
+    Raises NotationError for what is not searched.
+    """
     if not isinstance(mesh, SubAxisMesh):
-        return layout
-    ((axis, _),) = mesh.split
-    outer, inner = mesh.sub_axes[axis]
-    dims: list[Dim] = []
-    tagged = (outer, inner)  # the sub-axes that may have a tag
-    for dim, length in zip(layout.dims, shape, strict=True):
-        shards: list[Shard] = []
-        for shard in dim.shards:
-            if shard == Shard((axis,)):
-                shards += [Shard((outer,)), Shard((inner,))]
-            elif shard == Shard((axis,), SPREAD):
-                shards.append(Shard((outer,)))
-            else:
-                shards.append(shard)
-        finer = replace(dim, shards=tuple(shards))
-        if dim.spread_axes == (axis,):
-            plain = Dim(dim.parts[0] if dim.parts else dim.name, finer.shards)
-            if _in_whole_axes(plain, length, mesh) == dim:
-                finer = plain
-                tagged = (inner,)
-        dims.append(finer)
-    tags: list[tuple[str, tuple[str, ...]]] = []
-    for tag, axes in layout.tags:
-        for tagged_axis in axes:
-            tags.append((tag, tagged if tagged_axis == axis else (tagged_axis,)))
-    return Layout(tuple(dims), tuple(tags))
+        return placements_of(layout, mesh.axes)
+    outer, inner = split_axis_numbers(mesh)
+    copied: int | None = None  # what the inner sub-axis does if units are shared
+    for number, dim in enumerate(layout.dims):
+        first_name = dim.parts[0] if dim.parts else dim.name
+        plain = Dim(first_name, tuple(Shard(shard.axes) for shard in dim.shards))
+        if dim.spread_axes and _spread(plain, shape[number], mesh) == dim:
+            copied = COPY if dim.axes[0] in layout.tagged("copy") else REPLICAS
+            dims = (*layout.dims[:number], plain, *layout.dims[number + 1 :])
+            layout = Layout(dims, without_axes(layout.tags, dim.axes))
+    placements = placements_of(layout, mesh.base.axes)
+    placements.insert(inner, placements[outer] if copied is None else copied)
+    return placements
