@@ -208,4 +208,4 @@ def test_tensor_parallelism_by_hand_shares_heads():
     for name, expected in (("q_proj", {(2, 2)}), ("k_proj", {(2, COPY)}), ("attn", {(2, 2)})):
         number = problem.node_numbers[f"{LAYER}.{name}"]
         made = problem.nodes[number].placements[flags[number], -1]
-        assert {tuple(row) for row in made.tolist()} == expected
+        assert expected <= {tuple(row) for row in made.tolist()} <= {*expected, (2, COPY)}

@@ -13,7 +13,7 @@ from xshard.notation.parser import names_of_dim
 from xshard.step.price.nodes import Gathering, Node
 from xshard.step.price.options import Flags, Ints, Placements, product_over
 from xshard.step.price.problem import StepProblem
-from xshard.step.record.arrays import COPY, REPLICAS, TAGS, dims_of, shape_of
+from xshard.step.record.arrays import REPLICAS, TAGS, dims_of, shape_of
 from xshard.step.record.op import Op
 from xshard.step.record.training_step import TrainingStep
 
@@ -103,7 +103,8 @@ def _ranks_of_options(
         last = "tensor"
     n_first = _count_first_axes(problem)
     first_axes = node.placements[..., :n_first]  # [options, arrays, axes]
-    last_axis = node.placements[..., n_first:]
+    # If it is split, the outer sub-axis shards what the axis does.
+    last_axis = node.placements[..., n_first : n_first + 1]
     batch_ranks = _ranks(op, first_axes, [problem.step.batch])
     return batch_ranks + _ranks(op, last_axis, preferred[last])
 
@@ -171,8 +172,7 @@ def _ranks(op: Op, placements: Placements, preferred: Sequence[str]) -> Ints:
     placements: [options, arrays, axes], the number of the dim that an axis shards in an array, or a
     negative tag (replicas, sums, copies). Returns the sum over axes: [options].
     """
-    # Devices that share a head of keys have copies of it: they do the same work, as idle ones do.
-    is_idle = np.isin(placements, (REPLICAS, COPY)).all(1)  # [options, axes]
+    is_idle = (placements == REPLICAS).all(1)  # [options, axes]
     ranks = np.where(is_idle, IDLE, OTHER)
     for i, array in enumerate(op.arrays):
         # Placements are indices of this list: dims first; tags, which are negative, from the end.

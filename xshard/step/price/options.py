@@ -59,7 +59,7 @@ def options_of(
         for name, array in zip(op.array_names, op.arrays, strict=True)
     )
     rules = op.axis_rules
-    if op.operands and any(shared):
+    if op.operands and op.kind != "attention" and any(shared):
         # Devices that share a unit do the same work with it, and their gradients are addends.
         all_arrays = range(len(op.all_arrays))
         copies = [REPLICAS if i in op.length_operands else COPY for i in all_arrays]
@@ -105,8 +105,9 @@ def _options(
         )
         is_possible &= is_possible_in_array
     if isinstance(mesh, SubAxisMesh):
+        held_tag = REPLICAS if n_visible == 1 else COPY  # in storage, or in an operation
         for i, dims in enumerate(shared_dims):
-            is_possible &= _are_of_whole_axes(placements[:, i], mesh, dims)
+            is_possible &= _are_of_whole_axes(placements[:, i], mesh, dims, held_tag)
     # Arrays inside a chain of operations come last, and only decide what is possible.
     placements = placements[is_possible, :n_visible]
     # Rules for several dims that are one dim of the array may be equal layouts: the first one
@@ -118,19 +119,19 @@ def _options(
 
 
 def _are_of_whole_axes(
-    placements: Placements, mesh: SubAxisMesh, shared_dims: Sequence[int]
+    placements: Placements, mesh: SubAxisMesh, shared_dims: Sequence[int], held_tag: int
 ) -> Flags:
     """Tell which layouts of an array can be written with an axis that is split, without its sub-axes.
 
     Both sub-axes do the same. Or the outer one shards a dim whose units are shared, and devices
-    along the inner one have replicas or copies: `h/spread(tp)`. No other axis shards that dim.
+    along the inner one hold replicas or copies: `h/spread(tp)`. No other axis shards that dim.
 
-    placements: [layouts, axes].
+    placements: [layouts, axes]. held_tag: REPLICAS or COPY.
     """
     outer, inner = split_axis_numbers(mesh)
     in_outer = placements[:, outer]
     in_inner = placements[:, inner]
-    is_shared = np.isin(in_outer, shared_dims) & np.isin(in_inner, (REPLICAS, COPY))
+    is_shared = np.isin(in_outer, shared_dims) & (in_inner == held_tag)
     is_shared &= (placements == in_outer[:, None]).sum(-1) == 1
     return np.asarray(is_shared | (in_outer == in_inner))
 
