@@ -23,7 +23,7 @@ from xshard.rules import RulesLike
 from xshard.signatures import Bytes, Count, ZeroToOne, short_repr
 from xshard.step.choose.hand import HAND, HandPlan, options_by_hand
 from xshard.step.choose.search import StepSearch
-from xshard.step.price.moves import MovePrices, have_equal_links
+from xshard.step.price.moves import MovePrices
 from xshard.step.price.problem import StepProblem
 from xshard.step.record.shared_heads import mesh_with_shared_heads
 from xshard.step.record.training_step import TrainingStep
@@ -127,11 +127,10 @@ def suggest(  # noqa: PLR0913  the public signature
     if memory is not None:
         limit = (limit_of(memory, "memory") or 0) * (1 - HEADROOM)
     step = step.with_shares
-    machine = load_profile(profile)
-    split = mesh_with_shared_heads(step, mesh)
-    if have_equal_links(machine, mesh, split):
-        mesh = split
-    moves = MovePrices(mesh, step.dtype, machine)
+    moves = MovePrices(mesh, step.dtype, load_profile(profile))
+    split = MovePrices(mesh_with_shared_heads(step, mesh), step.dtype, moves.profile)
+    if split.n_near_devices == moves.n_near_devices:  # else nodes end in the middle of a sub-axis
+        moves = split
     _check_rates(moves)
     candidates = list_problems(step, moves, micro_batches, recompute, overlap, batch_parts)
     searches = _searches_of(candidates, limit, {} if fixed is None else fixed)

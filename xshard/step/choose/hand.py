@@ -101,18 +101,12 @@ def _ranks_of_options(
     last = plan.last
     if last == "heads" and op.kind == "attention":
         last = "tensor"
-    n_first = _count_first_axes(problem)
+    n_first = len(problem.whole_mesh.axes) - 1
     first_axes = node.placements[..., :n_first]  # [options, arrays, axes]
     # If it is split, the outer sub-axis shards what the axis does.
     last_axis = node.placements[..., n_first : n_first + 1]
     batch_ranks = _ranks(op, first_axes, [problem.step.batch])
     return batch_ranks + _ranks(op, last_axis, preferred[last])
-
-
-def _count_first_axes(problem: StepProblem) -> int:
-    """Count the axes before the last one, which may be split into two."""
-    origins = [problem.mesh.origin(axis) for axis in problem.mesh.axes]
-    return origins.index(origins[-1])
 
 
 def _preferred_dims(step: TrainingStep) -> dict[str, list[str]]:
@@ -157,7 +151,7 @@ def _allowed_storage(problem: StepProblem, node: Node, plan: HandPlan) -> Flags:
     is_sharding = node.placements[:, -1] >= 0  # [options, axes]
     n_shards = product_over(is_sharding, problem.mesh.sizes)
     if plan.stored == "last":
-        n_first = _count_first_axes(problem)
+        n_first = len(problem.whole_mesh.axes) - 1
         n_shards[is_sharding[:, :n_first].any(-1)] = 0  # sharded by another axis
     has_most_shards = n_shards == n_shards.max()
     return np.asarray(node.is_gathered(plan.gathering) & has_most_shards)

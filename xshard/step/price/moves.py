@@ -18,10 +18,10 @@ import numpy as np
 
 from xshard.caches import layout_cache
 from xshard.cost.bounds import reduction_messages
-from xshard.cost.model import Link, Profile
+from xshard.cost.model import Profile
 from xshard.dtypes import itemsize
 from xshard.layout import Layout, Mesh
-from xshard.layout.sub_axes import SubAxisMesh
+from xshard.layout.sub_axes import SubAxisMesh, root_of
 from xshard.plans.plan import find_plan
 from xshard.search.request import Request
 from xshard.step.price.options import (
@@ -29,7 +29,6 @@ from xshard.step.price.options import (
     Floats,
     Placements,
     product_over,
-    split_axis_numbers,
     without_copies,
 )
 from xshard.step.record.arrays import COPY, REPLICAS, SUM, layout_of
@@ -114,12 +113,10 @@ class MovePrices:
         ends = without_copies(list(dst)).tolist()
         if starts == ends:
             return 0.0
-        if isinstance(self.mesh, SubAxisMesh):
-            outer, inner = split_axis_numbers(self.mesh)
-            if (starts[outer], ends[outer]) == (starts[inner], ends[inner]):
-                # Devices move along the whole axis.
-                del starts[inner], ends[inner]
-                return self._on_whole_axes.planned_seconds(starts, ends, lengths, share)
+        is_split = isinstance(self.mesh, SubAxisMesh)
+        if is_split and (starts[-2], ends[-2]) == (starts[-1], ends[-1]):
+            # Devices move along the whole axis.
+            return self._on_whole_axes.planned_seconds(starts[:-1], ends[:-1], lengths, share)
         moves = list(map(AxisMove, range(len(starts)), starts, ends))
         apart = _axes_apart(moves)
         # The groups along these axes move a block each, all at the same time. A sum there has
@@ -194,8 +191,12 @@ class MovePrices:
 
     @cached_property
     def _on_whole_axes(self) -> MovePrices:
-        assert isinstance(self.mesh, SubAxisMesh)
-        return MovePrices(self.mesh.base, self.dtype, self.profile)
+        return MovePrices(root_of(self.mesh), self.dtype, self.profile)
+
+    @property
+    def n_near_devices(self) -> int:
+        """How many devices have links to each other that no others are faster than."""
+        return int(self._spans.sizes[~self._spans.is_far].prod())
 
     @cached_property
     def slow_axes(self) -> Flags:
@@ -266,21 +267,6 @@ class MoveTable:
         self.seconds[:, row, column] = (forward, backward)
         self._is_planned[row, column] = True
         return float(added_s)
-
-
-def have_equal_links(profile: Profile, mesh: Mesh, split: Mesh) -> bool:
-    """Tell whether a mesh has the same links if an axis is split, as many devices over each.
-
-    On nodes of 4, tp=12 split into 3 and 4 has them: tp_1 is inside a node. Split into 2 and 6,
-    nodes end in the middle of tp_1.
-    """
-    devices_by_link: list[dict[Link, int]] = []
-    for fabric in (profile.fabric(mesh), profile.fabric(split)):
-        n_devices = dict.fromkeys(fabric.links, 1)
-        for span in fabric.spans:
-            n_devices[fabric.links[span.level]] *= span.size
-        devices_by_link.append(n_devices)
-    return devices_by_link[0] == devices_by_link[1]
 
 
 def _received_from_other_nodes(

@@ -46,8 +46,8 @@ def options_of(
     Args:
         op: The operation.
         lengths: The length of each dim.
-        mesh: The mesh. An axis along which devices share units is split into two, and options are
-            left out that differ along them in any other way.
+        mesh: The mesh. If devices along the last axis may share units, it is split into two, and
+            options are left out that differ along them in any other way.
         units: How many units each rule shards, as 6 heads; an axis may then shard by whole ones, 2,
             2, 1 and 1 over 4 devices. 1 for even blocks only.
         shared_dims: The dims of arrays whose units devices may share.
@@ -107,7 +107,7 @@ def _options(
     if isinstance(mesh, SubAxisMesh):
         held_tag = REPLICAS if n_visible == 1 else COPY  # in storage, or in an operation
         for i, dims in enumerate(shared_dims):
-            is_possible &= _are_of_whole_axes(placements[:, i], mesh, dims, held_tag)
+            is_possible &= _are_of_whole_axes(placements[:, i], dims, held_tag)
     # Arrays inside a chain of operations come last, and only decide what is possible.
     placements = placements[is_possible, :n_visible]
     # Rules for several dims that are one dim of the array may be equal layouts: the first one
@@ -118,29 +118,19 @@ def _options(
     return options
 
 
-def _are_of_whole_axes(
-    placements: Placements, mesh: SubAxisMesh, shared_dims: Sequence[int], held_tag: int
-) -> Flags:
-    """Tell which layouts of an array can be written with an axis that is split, without its sub-axes.
+def _are_of_whole_axes(placements: Placements, shared_dims: Sequence[int], held_tag: int) -> Flags:
+    """Tell which layouts of an array can be written without the sub-axes of the last axis: [layouts].
 
     Both sub-axes do the same. Or the outer one shards a dim whose units are shared, and devices
     along the inner one hold replicas or copies: `h/spread(tp)`. No other axis shards that dim.
 
     placements: [layouts, axes]. held_tag: REPLICAS or COPY.
     """
-    outer, inner = split_axis_numbers(mesh)
-    in_outer = placements[:, outer]
-    in_inner = placements[:, inner]
-    is_shared = np.isin(in_outer, shared_dims) & (in_inner == held_tag)
-    is_shared &= (placements == in_outer[:, None]).sum(-1) == 1
-    return np.asarray(is_shared | (in_outer == in_inner))
-
-
-def split_axis_numbers(mesh: SubAxisMesh) -> tuple[int, int]:
-    """Return the numbers of the two sub-axes of the axis that a mesh splits, the outer one first."""
-    ((axis, _),) = mesh.split
-    outer, inner = map(mesh.position, mesh.sub_axes[axis])
-    return outer, inner
+    outer = placements[:, -2]
+    inner = placements[:, -1]
+    is_shared = np.isin(outer, shared_dims) & (inner == held_tag)
+    is_shared &= (placements == outer[:, None]).sum(-1) == 1
+    return np.asarray(is_shared | (outer == inner))
 
 
 class Sharded(NamedTuple):

@@ -55,7 +55,7 @@ class StepSetup:
 
     @property
     def mesh(self) -> Mesh:
-        """The mesh that is searched: an axis along which devices share heads of keys is split."""
+        """The mesh that is searched: the last axis is split if its devices may share heads of keys."""
         return self.moves.mesh
 
     @property
@@ -65,10 +65,10 @@ class StepSetup:
 
     @cached_property
     def shared_dims(self) -> frozenset[ArrayDim]:
-        """The dims of arrays in as many units as the axis that is split has groups of devices."""
+        """The dims of arrays whose units devices may share: as many as groups along a split axis."""
         if not isinstance(self.mesh, SubAxisMesh):
             return frozenset()
-        ((_, (n_groups, _)),) = self.mesh.split
+        n_groups = self.mesh.sizes[-2]
         return frozenset(dim for dim, n_units in self.step.units.items() if n_units == n_groups)
 
     @property

@@ -19,21 +19,22 @@ from xshard.step.record.training_step import TrainingStep
 
 
 def mesh_with_shared_heads(step: TrainingStep, mesh: Mesh) -> Mesh:
-    """Split the last axis whose devices can share heads of keys: tp=4 -> tp_0=2,tp_1=2 for 2 heads.
+    """Split the last axis of a mesh if its devices can share heads: tp=4 of 2 heads -> tp_0=2,tp_1=2.
 
-    Devices that share a head have as many of its queries each. The mesh is returned as it is if
-    there is no such axis. Arrays of JAX cannot be shared so.
+    Devices that share a head of keys have as many of its queries each. The mesh is returned as it
+    is where heads are as many as devices, or more, and where groups would not be equal. Arrays of
+    JAX cannot be shared so.
     """
+    axis = mesh.axes[-1]  # others are for the batch, as in plans by hand
     for op in step.ops:
         if op.kind != "attention" or step.moves_anywhere:
             continue
         for keys, queries in _grouped_heads(op):
             n_keys = step.lengths[keys]
-            for axis in reversed(mesh.axes):
-                n_sharing, n_left = divmod(mesh.size(axis), n_keys)
-                are_equal = n_left == step.lengths[queries] % max(n_sharing, 1) == 0
-                if keys != step.batch and n_keys > 1 and n_sharing > 1 and are_equal:
-                    return split_by(mesh, ((axis, (n_keys, n_sharing)),))
+            n_sharing, n_left = divmod(mesh.size(axis), n_keys)
+            is_shared = n_keys > 1 and n_sharing > 1 and keys != step.batch
+            if is_shared and n_left == step.lengths[queries] % n_sharing == 0:
+                return split_by(mesh, ((axis, (n_keys, n_sharing)),))
     return mesh
 
 

@@ -321,13 +321,13 @@ def _rules_with_links(op: Op, n_links: int, outermost: set[str]) -> tuple[AxisRu
     # Dims of all arrays but the links: a device works on its blocks of these.
     computing_dims = set(chain(*operands[:first_link], result))
     dims_of_links_alone = outermost - computing_dims
+    # A block of an inner factor does not show in a length that is read.
+    inner_dims_of_links = set(chain(*links)) - outermost
     rules = []
     for rule in op.axis_rules:
         placed = zip(op.dims, rule, strict=True)
         sharded = {dims[placement] for dims, placement in placed if placement >= 0}
-        # A block of an inner factor does not show in a length that is read.
-        read_factors = set(chain(*links)) - outermost
-        if not sharded <= computing_dims or not sharded.isdisjoint(read_factors):
+        if not sharded <= computing_dims or not sharded.isdisjoint(inner_dims_of_links):
             continue
         # For each link the placements that go with this rule; then all combinations of these.
         choices_by_link = [_choices_in_link(link, sharded, dims_of_links_alone) for link in links]

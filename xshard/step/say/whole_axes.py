@@ -1,6 +1,6 @@
-"""Layouts over the axes of the user's mesh, of which a search may split one.
+"""Layouts over the axes of the user's mesh, where a search may have split the last one.
 
-Devices share heads of keys along that axis (`mesh_with_shared_heads`).
+Devices share heads of keys along it (`mesh_with_shared_heads`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from xshard.layout import Layout, Mesh
 from xshard.layout.layout import without_axes
 from xshard.layout.sub_axes import SubAxisMesh
 from xshard.notation.parser import SPREAD, Dim, Shard
-from xshard.step.price.options import split_axis_numbers
 from xshard.step.record.arrays import COPY, REPLICAS, layout_of, placements_of, with_unit
 
 
@@ -26,42 +25,38 @@ def whole_layout(
     """
     if not isinstance(mesh, SubAxisMesh):
         return layout_of(placements, names, mesh.axes)
-    outer, inner = split_axis_numbers(mesh)
-    whole = [*placements]
-    tag = whole.pop(inner)
+    *whole, inner = placements
     layout = layout_of(whole, names, mesh.base.axes)
-    number = whole[outer]
-    if tag == number:
+    number = whole[-1]
+    if inner == number:
         return layout
     dims = list(layout.dims)
     dims[number] = _spread(dims[number], shape[number], mesh)
-    tags = [*layout.tags, ("copy", dims[number].axes)] if tag == COPY else layout.tags
+    tags = [*layout.tags, ("copy", dims[number].axes)] if inner == COPY else layout.tags
     return Layout(tuple(dims), tuple(tags))
 
 
-def _spread(dim: Dim, length: int, mesh: SubAxisMesh) -> Dim:
+def _spread(dim: Dim, length: int, mesh: Mesh) -> Dim:
     """Let devices of the axis that is split share units: `o/tp` of 128 rows -> `(o 64)/spread(tp)`."""
-    outer, _ = split_axis_numbers(mesh)
-    spread = tuple(replace(shard, order=SPREAD) for shard in dim.shards)
-    return with_unit(replace(dim, shards=spread), length // mesh.sizes[outer])
+    shards = tuple(replace(shard, order=SPREAD) for shard in dim.shards)
+    return with_unit(replace(dim, shards=shards), length // mesh.sizes[-2])
 
 
 def placements_on(layout: Layout, mesh: Mesh, shape: Sequence[int]) -> list[int]:
-    """Convert a layout over the axes of the user's mesh into placements, one for each axis that is searched.
+    """Convert a layout over the axes of the user's mesh into placements on the mesh that is searched.
 
     Raises NotationError for what is not searched.
     """
     if not isinstance(mesh, SubAxisMesh):
         return placements_of(layout, mesh.axes)
-    outer, inner = split_axis_numbers(mesh)
-    copied: int | None = None  # what the inner sub-axis does if units are shared
+    split_axis = mesh.base.axes[-1:]
+    inner: int | None = None  # what the inner sub-axis does, if not the same as the outer one
     for number, dim in enumerate(layout.dims):
         first_name = dim.parts[0] if dim.parts else dim.name
         plain = Dim(first_name, tuple(Shard(shard.axes) for shard in dim.shards))
-        if dim.spread_axes and _spread(plain, shape[number], mesh) == dim:
-            copied = COPY if dim.axes[0] in layout.tagged("copy") else REPLICAS
+        if dim.spread_axes == split_axis and _spread(plain, shape[number], mesh) == dim:
+            inner = COPY if split_axis[0] in layout.tagged("copy") else REPLICAS
             dims = (*layout.dims[:number], plain, *layout.dims[number + 1 :])
-            layout = Layout(dims, without_axes(layout.tags, dim.axes))
+            layout = Layout(dims, without_axes(layout.tags, split_axis))
     placements = placements_of(layout, mesh.base.axes)
-    placements.insert(inner, placements[outer] if copied is None else copied)
-    return placements
+    return [*placements, placements[-1] if inner is None else inner]
