@@ -15,19 +15,19 @@ from xshard.step.price.moves import MovePrices
 from xshard.step.price.problem import StepProblem
 from xshard.step.record.arrays import COPY, REPLICAS, SUM
 from xshard.step.record.shared_heads import mesh_with_shared_heads
+from xshard.step.say.limits import _placements
 from xshard.step.say.rules import written_ends
-from xshard.step.say.whole_axes import placements_on
 
 FOUR = Mesh(tp=4)
 LAYER = "model.layers.*.self_attn"
 ONE = {"memory": "80GiB", "micro_batches": 1, "recompute": False, "batch_parts": 1}
 
 
-def a_step(n_keys=2, n_queries=8, batch=1):
+def a_step(n_keys=2, n_queries=8, batch=1, words=16000):
     """Two layers: `n_queries` heads of queries read each one of keys."""
     model = Model()
     model.layers("model.layers.*", 2, grouped_attention, dense_mlp)
-    lengths = {"c": 2048, "g": n_keys, "r": n_queries, "d": 128, "f": 11008, "v": 16000}
+    lengths = {"c": 2048, "g": n_keys, "r": n_queries, "d": 128, "f": 11008, "v": words}
     return model.step(batch, 8192, lengths)
 
 
@@ -113,18 +113,19 @@ def test_blocks_of_an_option_give_the_block_of_the_result():
 
 
 @pytest.mark.parametrize("mesh", [FOUR, Mesh(dp=2, tp=4)], ids=str)
-def test_what_rules_say_is_read_again(mesh):
-    problem = a_problem(a_step(batch=2), mesh)
+@pytest.mark.parametrize("words", [16000, 16001])
+def test_what_rules_say_is_read_again(mesh, words):
+    problem = a_problem(a_step(batch=2, words=words), mesh)
     texts = set()
     for priced in problem.nodes:
-        shape = problem.shape(priced.name)
         for placements in priced.placements[:, -1]:
             layout, _ = written_ends(problem, priced.name, placements, placements)
             assert not layout.axes or {*layout.axes} <= {*mesh.axes}
             texts.add(str(layout))
-            assert placements_on(layout, problem.mesh, shape) == placements.tolist()
+            assert _placements(problem, priced.name, layout) == placements.tolist()
     assert "(o 128)/spread(tp) i" in texts
     assert "b s (gd 128)/spread(tp) | copy(tp)" in texts
+    assert ("o/balanced(tp) i" in texts) == (words == 16001)
     moved, used = map(np.array, ([0, 0], [0, COPY]))
     name = f"{LAYER}.k_proj.weight"
     if mesh == FOUR:
