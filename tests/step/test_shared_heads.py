@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 
 from benchmarks.suggest.models import Model, dense_mlp, grouped_attention
-from xshard import Layout, Mesh, suggest
+from xshard import Layout, Mesh, Op, Suggestion, TrainingStep, suggest
 from xshard.cost.machine import load_profile
 from xshard.errors import XshardError
 from xshard.layout.sub_axes import SubAxisMesh
 from xshard.step.choose.hand import HAND, options_by_hand
+from xshard.step.choose.search import StepSearch
 from xshard.step.price.moves import MovePrices
 from xshard.step.price.problem import StepProblem
 from xshard.step.record.arrays import COPY, REPLICAS, SUM
@@ -182,6 +183,48 @@ def test_a_suggestion_shares_heads(found):
     assert "spread(tp)" in found.parameters.find(f"{LAYER}.k_proj.weight") + str(found.outputs)
     assert found.estimate().seconds == pytest.approx(found.seconds)
     assert "spread(tp)" in found.why(f"{LAYER}.v_proj")
+
+
+def test_a_norm_of_shared_heads_is_told_that_its_input_differs():
+    """Around it devices do the same work. A block does not tell how many heads there are."""
+    attention = "b s (g r d), b t g d, b t (g d) -> b s (g r d)"
+    projections = {"q": "(g r d)", "k": "(g d)", "v": "(g d)"}
+    ops = [Op("first", "b s c, c -> b s c", ("x", "first.weight"), "pointwise", whole="c")]
+    ops += [
+        Op(each, f"b s c, {dims} c -> b s {dims}", ("first", f"{each}.weight"), whole="d")
+        for each, dims in projections.items()
+    ]
+    ops += [
+        Op("heads", "b s (g d) -> b s g d", ("k",), "linear", whole="d"),
+        Op("norm", "b s g d, d -> b s g d", ("heads", "norm.weight"), "pointwise", whole="d"),
+        Op("attention", attention, ("q", "norm", "v"), "attention", whole=("d", "t")),
+        Op("out", "b s (g r d), c (g r d) -> b s c", ("attention", "out.weight"), whole="d"),
+        Op("loss", "b s c ->", ("out",), "loss"),
+    ]
+    weights = {f"{each}.weight": f"{dims} c" for each, dims in projections.items()}
+    weights |= {"first.weight": "c", "norm.weight": "d", "out.weight": "c (g r d)"}
+    lengths = {"b": 1, "s": 64, "t": 64, "c": 64, "g": 2, "r": 4, "d": 8}
+    step = TrainingStep(ops, lengths, {"x": "b s c"}, weights)
+    problem = a_problem(step, FOUR)
+    both = dict.fromkeys(("x", "first", "first.weight", "norm.weight", "loss"), [REPLICAS] * 2)
+    both |= {"out": [SUM] * 2}
+    both |= {"q": [2, 2], "q.weight": [0, 0], "attention": [2, 2], "out.weight": [1, 1]}
+    both |= {"k.weight": [0, REPLICAS], "v.weight": [0, REPLICAS]}
+    both |= {name: [2, COPY] for name in ("k", "v", "heads", "norm")}
+    assignment = []
+    for priced in problem.nodes:
+        made = priced.placements[:, -1].tolist()
+        if priced.name in both:
+            assignment.append(made.index(both[priced.name]))
+        else:  # the result of the first one is copied
+            assignment.append(made.index([COPY, COPY]))
+    search = StepSearch(problem, np.inf)
+    search.offer(assignment)
+    plan = Suggestion(search, assignment, 0.0, {})
+    assert np.isfinite(plan.seconds)
+    assert plan.inputs["norm"] == "b s g d | copy(tp)"
+    assert plan.parameters.find("norm.weight") == "n"
+    assert plan.estimate().layouts["norm"] == plan.layouts["norm"]
 
 
 def test_sharing_heads_is_an_option_and_no_duty(found):

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from xshard.dtypes import itemsize
+from xshard.layout.sub_axes import SubAxisMesh
 from xshard.step.price.moves import MoveTable
 from xshard.step.price.nodes import Gathering, Node
 from xshard.step.price.options import (
@@ -217,7 +218,7 @@ def _edge(
         # This comes after `_bytes_of_moves`, which needs to tell them apart. So do rules on the way
         # into a module.
         used_layouts = without_copies(used_layouts)
-    return Edge(
+    edge = Edge(
         source=numbers[name],
         user=numbers[op.name],
         rows=rows,
@@ -233,6 +234,12 @@ def _edge(
         place=place.name,
         enters=place.is_input,
     )
+    if isinstance(setup.mesh, SubAxisMesh) and source.gathering is None:
+        # No rule can move heads that are shared: one block does not tell how many there are.
+        is_shared = made_layouts[:, -2] != made_layouts[:, -1]
+        differs = (made_layouts[:, None] != used_layouts).any(-1)
+        edge.banned |= is_shared[:, None] & differs
+    return edge
 
 
 def _runs(setup: StepSetup, source: Node, op: Op, n_rows: int) -> Floats:

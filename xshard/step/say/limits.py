@@ -11,6 +11,7 @@ import numpy as np
 
 from xshard.errors import NotationError, PlanError, located
 from xshard.layout import Layout
+from xshard.layout.sub_axes import SubAxisMesh
 from xshard.models import rule_of, use_of
 from xshard.notation.parser import Dim, Shard
 from xshard.rules import Rules, RulesLike, match_objects
@@ -18,7 +19,7 @@ from xshard.step.price.edges import Edge
 from xshard.step.price.nodes import Gathering
 from xshard.step.price.options import Flags, Ints, without_copies
 from xshard.step.price.problem import StepProblem
-from xshard.step.record.arrays import in_units
+from xshard.step.record.arrays import COPY, in_units
 from xshard.step.record.trace import INPUT
 from xshard.step.say.rules import StepRules
 from xshard.step.say.whole_axes import placements_on
@@ -167,6 +168,11 @@ class _Limits:
                 dst = without_copies(dst)
             # Along an axis that the rule names, the rule decides, and along others that it stays.
             is_stated = (edge.made_layouts == src)[:, None] & (used_layouts == dst)
+            if isinstance(self.problem.mesh, SubAxisMesh):
+                # Of heads that are shared a rule says that they are copies, and they stay shared.
+                is_shared = edge.made_layouts[:, -2] != edge.made_layouts[:, -1]
+                is_copied = (src[-2:] == COPY) & (dst[-2:] == COPY)
+                is_stated[..., -2:] |= is_shared[:, None, None] & is_copied & is_allowed[..., -2:]
             is_allowed = np.where(is_named, is_stated, is_allowed)
         # A move is excluded if a single axis does something else than it may.
         return np.asarray(~is_allowed.all(-1))

@@ -182,6 +182,10 @@ class _ActivationRules:
         """Add a rule on the way into a module; "" stands for no module."""
         if not module or module in self.inputs:
             return  # the first operand decides
+        if src.spread_axes:
+            # What is shared stays so, but one block does not tell how many heads there are.
+            dims = [replace(dim, shards=()) if dim.spread_axes else dim for dim in src.dims]
+            src = dst = replace(src, dims=tuple(dims))
         self.inputs[module] = _text(src, dst)
         around = self._around(module)
         within = [_inside(src, dst, layout) for layout in around]
