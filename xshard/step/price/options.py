@@ -19,12 +19,12 @@ from xshard.layout.sub_axes import SubAxisMesh
 from xshard.notation.parser import names_of_dim
 from xshard.step.record.arrays import COPY, REPLICAS, dims_of
 from xshard.step.record.op import AxisRule, Op
-from xshard.step.record.training_step import ArrayDim
 
 Ints = NDArray[np.int64]
 Placements = Ints  # [layouts, axes] or [options, arrays, axes]
 Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
+ArrayDim = tuple[str, int]  # the name of an array, and the number of one of its dims
 
 
 def options_of(

@@ -17,6 +17,7 @@ from xshard.layout.sub_axes import SubAxisMesh, root_of
 from xshard.notation.parser import names_of_dim
 from xshard.step.price.moves import MovePrices
 from xshard.step.price.options import (
+    ArrayDim,
     Floats,
     Ints,
     Placements,
@@ -27,7 +28,7 @@ from xshard.step.price.options import (
 from xshard.step.price.parts import BlockPart, Parts
 from xshard.step.record.arrays import shape_of
 from xshard.step.record.op import Op
-from xshard.step.record.training_step import ArrayDim, TrainingStep
+from xshard.step.record.training_step import TrainingStep
 
 FULL = 4  # bytes of an element in full precision, as gradients, moments and logits are
 NAMES_OF_PARAMETERS = {1: "n", 2: "oi", 3: "eoi"}  # of their dims, by how many they are

@@ -19,8 +19,6 @@ from xshard.signatures import did_you_mean
 from xshard.step.record.arrays import length_of, parse_arrays, shape_of
 from xshard.step.record.op import KINDS, Op
 
-ArrayDim = tuple[str, int]  # the name of an array, and the number of one of its dims
-
 
 @api_boundary
 @dataclass(frozen=True)
@@ -149,7 +147,7 @@ class TrainingStep:
         return arrays
 
     @cached_property
-    def units(self) -> Mapping[ArrayDim, int]:
+    def units(self) -> Mapping[tuple[str, int], int]:
         """How many units dims have, by array and number: what devices share out where a dim does not divide.
 
         A projection makes 96 features that attention takes as 6 heads of 16: its weight has 6 units,
@@ -157,14 +155,14 @@ class TrainingStep:
         decides how long these are, and not a batch. Without heads they are single rows. Arrays of
         JAX have even blocks.
         """
-        units: dict[ArrayDim, int] = {}
+        units: dict[tuple[str, int], int] = {}
         if self.moves_anywhere:
             return units
         for name in self.parameters:
             for number, dim in enumerate(self.arrays[name].dims):
                 units[name, number] = length_of(names_of_dim(dim), self.lengths)
         links = [link for op in self.ops for link in op.links]
-        counted: Mapping[ArrayDim, int] = {}
+        counted: Mapping[tuple[str, int], int] = {}
         while counted != units:
             counted = dict(units)
             for link in links:
