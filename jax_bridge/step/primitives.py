@@ -1,6 +1,9 @@
 """The primitives of JAX as operations of a step: the dims of operands and result, and the class.
 
-A text is in letters; `Trace` gives them names. A primitive that is not here is opaque.
+They are described in *letters*, one for each dim, as einsum does; `Trace` replaces letters by names.
+A primitive that is not here is *opaque*: each device computes all of it.
+
+To add a primitive, add its name to one of the sets below, or a row to `TABLE`.
 """
 
 from __future__ import annotations
@@ -21,9 +24,11 @@ from xshard.step.record.letters import (
     view,
 )
 
-# Parameters, shapes of the operands that are arrays, shape of the result; None: no rule is known.
-Row = Callable[[Mapping[str, Any], Sequence[Shape], Shape], LetteredOp | None]
+Params = Mapping[str, Any]  # the parameters of a primitive, by name
+# Of parameters, the shapes of operands that are arrays, and the result's; None: no rule is known.
+Describer = Callable[[Params, Sequence[Shape], Shape], LetteredOp | None]
 
+# Primitives with a jaxpr inside, whose operations are recorded in their place.
 INLINED = split_words(
     "jit pjit closed_call core_call checkpoint remat2 custom_jvp_call custom_vjp_call"
 )
@@ -34,19 +39,23 @@ ELEMENTWISE = split_words("""
     not optimization_barrier or population_count pow real reduce_precision rem round rsqrt select_n
     sharding_constraint shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square
     stop_gradient sub tan tanh xor""")
+# They make numbers in place, so that each device makes its own.
 SOURCES = split_words("""
     create_token empty iota random_bits random_fold_in random_seed random_split random_unwrap
     random_wrap rng_bit_generator threefry2x32""")
-RESULTS = split_words("cbrt exp exp2 expm1 logistic rsqrt sqrt tanh")  # their gradients need them
+# Their gradients need the result, and not the operands.
+GRADIENT_BY_RESULT = split_words("cbrt exp exp2 expm1 logistic rsqrt sqrt tanh")
+# The result has the elements of the operand: nothing is computed.
 COPIES = split_words(
     "convert_element_type copy copy_p name optimization_barrier sharding_constraint"
 )
+# Not primitives of JAX: what a scan does to its operands and results (`Tracer`).
 SLICE = "slice of a scan"
 STACK = "stack of a scan"
 
 
-def written(
-    primitive: str, params: Mapping[str, Any], shapes: Sequence[Shape | None], out: Shape
+def describe_primitive(
+    primitive: str, params: Params, shapes: Sequence[Shape | None], out: Shape
 ) -> LetteredOp:
     """Describe how the dims of a primitive's operands and result belong together, in letters.
 
@@ -103,7 +112,7 @@ def _work(primitive: str, n_operands: int) -> Mapping[str, Any]:
     the result the number `n_operands`. exp saves its result, a sum nothing; a copy costs nothing.
     Without `keeps` the rule of the operation's class holds: mostly that all operands are saved.
     """
-    if primitive in RESULTS:
+    if primitive in GRADIENT_BY_RESULT:
         return {"keeps": (n_operands,)}
     if primitive in ("add", "sub", "select_n"):
         return {"keeps": ()}
@@ -113,7 +122,7 @@ def _work(primitive: str, n_operands: int) -> Mapping[str, Any]:
 # ---- rows of the table
 
 
-def _product(params: Mapping[str, Any], shapes: Sequence[Shape], out: Shape) -> LetteredOp:
+def _product(params: Params, shapes: Sequence[Shape], out: Shape) -> LetteredOp:
     """Describe `dot_general` in letters: of [b, i, k] and [b, k, j], "abc, acf -> abf".
 
     Its result has the batch dims, then the other dims that are not summed, of the left operand
@@ -122,6 +131,7 @@ def _product(params: Mapping[str, Any], shapes: Sequence[Shape], out: Shape) -> 
     (left_summed, right_summed), (left_batch, right_batch) = params["dimension_numbers"]
     n_left = len(shapes[0])
     n_right = len(shapes[1])
+    # A letter for each dim; those of pairs, which are summed or are the batch, are one.
     left = list(ascii_letters[:n_left])
     right = list(ascii_letters[n_left : n_left + n_right])
     left_paired = (*left_summed, *left_batch)
@@ -129,35 +139,69 @@ def _product(params: Mapping[str, Any], shapes: Sequence[Shape], out: Shape) -> 
     for i, j in zip(left_paired, right_paired, strict=True):
         right[j] = left[i]
     result = [left[i] for i in left_batch]
-    result += [name for i, name in enumerate(left) if i not in left_paired]
-    result += [name for name in right if name not in left]
+    result += [letter for i, letter in enumerate(left) if i not in left_paired]
+    result += [letter for letter in right if letter not in left]
     return LetteredOp([left, right, result], "contraction")
 
 
-def _gathered(params: Mapping[str, Any], shapes: Sequence[Shape], out: Shape) -> LetteredOp:
+def _convolution(params: Params, shapes: Sequence[Shape], out: Shape) -> LetteredOp | None:
+    """Describe `conv_general_dilated` in letters: "b c l0, o c k0 -> b o m0"."""
+    if params["batch_group_count"] != 1:
+        return None
+    return convolution(shapes, out, params["feature_group_count"], params["dimension_numbers"])
+
+
+def _broadcast(params: Params, shapes: Sequence[Shape], out: Shape) -> LetteredOp:
+    """Describe `broadcast_in_dim` in letters: of [4] to [2, 4], "r1 -> r0 r1"."""
+    return describe_by_places(shapes, out, [params["broadcast_dimensions"]], **FREE)
+
+
+def _transposition(params: Params, shapes: Sequence[Shape], out: Shape) -> LetteredOp:
+    """Describe `transpose` in letters: with the permutation (1, 2, 0), "r2 r0 r1 -> r0 r1 r2"."""
+    permutation = params["permutation"]  # dim i of the result is dim permutation[i] of the operand
+    places = [permutation.index(d) for d in range(len(out))]
+    return describe_by_places(shapes, out, [places], **FREE)
+
+
+def _update(params: Params, shapes: Sequence[Shape], out: Shape) -> LetteredOp:
+    """Describe `dynamic_update_slice`: dims that it updates a part of cannot be sharded."""
+    array_and_update = shapes[:2]  # other operands are numbers: where the update begins
+    partly_updated = [f"r{d}" for d, length in enumerate(shapes[1]) if length != out[d]]
+    return describe_aligned(array_and_update, out, whole=partly_updated)
+
+
+def _scan_slice(params: Params, shapes: Sequence[Shape], out: Shape) -> LetteredOp:
+    """Describe what a round of a scan takes of an array [rounds, ...]: "u0_0 r0 -> r0"."""
+    return describe_along(shapes, out, 0, "linear", **FREE)
+
+
+def _scan_stack(params: Params, shapes: Sequence[Shape], out: Shape) -> LetteredOp:
+    """Describe the results of all rounds of a scan as one array [rounds, ...]: "r1 -> r0 r1"."""
+    return describe_by_places(shapes, out, [range(1, len(out))], whole=["r0"], **FREE)
+
+
+def _gathered(params: Params, shapes: Sequence[Shape], out: Shape) -> LetteredOp:
     """Describe `gather` in letters: it takes windows of a table at the places that indices say.
 
     An embedding takes rows of a table [v, d] by indices [b, 1]: a result [b, d], "cb, ad -> ab".
     The letter c, for v, is not in the result: v may be sharded, since single rows of it are taken.
     A window that is longer than one row and shorter than the dim needs the dim whole on each
     device.
-
-    The operation lists the letters of the table, of the indices and of the result.
     """
     numbers = params["dimension_numbers"]
-    window_sizes = params["slice_sizes"]
+    window_sizes = params["slice_sizes"]  # along each dim of the table
     result = ascii_letters[: len(out)]
     new_letters = iter(ascii_letters[len(out) :])
     # Every dim of the result is either along a window, or one of the indices.
     window_letters = iter([result[i] for i in numbers.offset_dims])
     index_letters = [letter for i, letter in enumerate(result) if i not in numbers.offset_dims]
     index_batch_dims = numbers.start_indices_batching_dims
-    index_dim_of = dict(zip(numbers.operand_batching_dims, index_batch_dims, strict=True))
+    index_dim_of_batch_dim = dict(zip(numbers.operand_batching_dims, index_batch_dims, strict=True))
     table = []
     whole = []  # letters of dims that no mesh axis may shard
     for d, length in enumerate(shapes[0]):
-        if d in index_dim_of:  # a batch dim: the indices and the result have it, too
-            table.append(index_letters[index_dim_of[d]])
+        if d in index_dim_of_batch_dim:  # the indices and the result have it, too
+            table.append(index_letters[index_dim_of_batch_dim[d]])
             continue
         if d in numbers.collapsed_slice_dims:  # one row at a time: the result lacks the dim
             table.append(next(new_letters))
@@ -179,8 +223,8 @@ def _along(
     operands: int | None = None,
     unchanged: Any = None,
     **options: Any,
-) -> Row:
-    """Make the rule for a primitive that works along some dims, as `sort` or `reduce_sum`.
+) -> Describer:
+    """Make the function that describes a primitive which works along some dims, as `sort`.
 
     These dims cannot be sharded, or, if they are summed, leave partial sums. Other dims can.
 
@@ -197,34 +241,27 @@ def _along(
         **options: As of `xshard.step.record.letters.describe_along`.
     """
 
-    def row(params: Mapping[str, Any], shapes: Sequence[Shape], out: Shape) -> LetteredOp:
+    def describe(params: Params, shapes: Sequence[Shape], out: Shape) -> LetteredOp:
         dims = params.get(key, ())
         if unchanged is not None:  # an entry per dim
             dims = [d for d, change in enumerate(dims) if change != unchanged]
         return describe_along(shapes[:operands], out, dims, kind, **options)
 
-    return row
+    return describe
 
 
-def _rows(names: str, row: Row) -> dict[str, Row]:
-    return dict.fromkeys(names.split(), row)
+def _rows(names: str, describe: Describer) -> dict[str, Describer]:
+    """Make rows of the table for several primitives: "max min"."""
+    return dict.fromkeys(names.split(), describe)
 
 
-TABLE: Mapping[str, Row] = {
-    **_rows("expand_dims reshape squeeze", lambda _, s, out: view(s[0], out)),
+TABLE: Mapping[str, Describer] = {
+    **_rows("expand_dims reshape squeeze", lambda _, shapes, out: view(shapes[0], out)),
     "dot_general": _product,
-    "conv_general_dilated": lambda p, s, out: (
-        convolution(s, out, p["feature_group_count"], p["dimension_numbers"])
-        if p["batch_group_count"] == 1
-        else None
-    ),
+    "conv_general_dilated": _convolution,
     "gather": _gathered,
-    "broadcast_in_dim": lambda p, s, out: describe_by_places(
-        s, out, [p["broadcast_dimensions"]], **FREE
-    ),
-    "transpose": lambda p, s, out: describe_by_places(
-        s, out, [[*map(p["permutation"].index, range(len(out)))]], **FREE
-    ),
+    "broadcast_in_dim": _broadcast,
+    "transpose": _transposition,
     "reduce_sum": _along("axes", "linear", sums=True),
     # A maximum of maxima costs what a sum of sums does, and no other operation takes partial ones.
     **_rows("reduce_max reduce_min", _along("axes", "contraction", sums=True, flops=0.0)),
@@ -235,14 +272,12 @@ TABLE: Mapping[str, Row] = {
         _along("window_dimensions", unchanged=1),
     ),
     **_rows("slice dynamic_slice", _along("", "linear", 1)),
-    "dynamic_update_slice": lambda p, s, out: describe_aligned(
-        s[:2], out, whole=[f"r{d}" for d, n in enumerate(s[1]) if n != out[d]]
-    ),
+    "dynamic_update_slice": _update,
     "sort": _along("dimension"),
     "rev": _along("dimensions", "linear"),
     "concatenate": _along("dimension", "linear"),
     "split": _along("axis", "linear"),
     "pad": _along("padding_config", "linear", 1, unchanged=(0, 0, 0)),
-    SLICE: lambda _, s, out: describe_along(s, out, 0, "linear", **FREE),
-    STACK: lambda _, s, out: describe_by_places(s, out, [range(1, len(out))], whole=["r0"], **FREE),
+    SLICE: _scan_slice,
+    STACK: _scan_stack,
 }

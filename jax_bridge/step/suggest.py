@@ -1,4 +1,4 @@
-"""`suggest`: where parameters, inputs and activations of a loss live: as rules and PartitionSpecs."""
+"""`suggest` for losses of JAX: trace a loss without data, search layouts, say them as specs."""
 
 from __future__ import annotations
 
@@ -29,14 +29,6 @@ from xshard.trees import Leaf, named_once
 
 # Operations that decide the layouts of their results; XLA is told these layouts.
 MAKERS = ("attention", "carry", "contraction", "lookup")
-
-
-def _unchanged(x: Any) -> Any:
-    return x
-
-
-def _none(_: Any) -> None:
-    return None
 
 
 def _arrays_in(tree: Any) -> list[Leaf]:
@@ -79,19 +71,19 @@ class Loss:
                 self.arrays.append(leaf.x)
         named_once(zip(self.names, self.arrays, strict=True))  # raises for two of one name
 
-    def filled(
-        self, values: Sequence[Any], other: Callable[[Any], Any] = _unchanged
-    ) -> tuple[Any, ...]:
+    def filled(self, values: Sequence[Any], *, keeps_others: bool = True) -> tuple[Any, ...]:
         """Return the arguments of the loss with each array replaced by a value.
 
         Args:
             values: One for each array, in the order of `arrays`.
-            other: What becomes of leaves that are not arrays; by default they stay.
+            keeps_others: Leaves that are not arrays stay; otherwise they become None.
         """
         next_value = iter(values)
 
         def fill(x: Any) -> Any:
-            return next(next_value) if is_array(x) else other(x)
+            if is_array(x):
+                return next(next_value)
+            return x if keeps_others else None
 
         return jax.tree.map(fill, self.args)
 
@@ -119,7 +111,8 @@ class JaxSuggestion(Suggestion):
     @property
     def specs(self) -> tuple[Any, ...]:
         """The arguments with a PartitionSpec in place of each array, and None for other leaves."""
-        return self.loss.filled([self._spec(name) for name in self.loss.names], _none)
+        specs = [self._spec(name) for name in self.loss.names]
+        return self.loss.filled(specs, keeps_others=False)
 
     @api_boundary
     def constrain(self, f: Callable[..., Any]) -> Callable[..., Any]:
@@ -270,19 +263,11 @@ def traced(loss: Loss) -> Traced:
     structs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in loss.arrays]
     closed = jax.make_jaxpr(loss.run)(*structs)
     _check_is_number(closed.out_avals)
-    parameters = structs[: loss.n_parameters]
-    inputs = structs[loss.n_parameters :]
-    trace = Trace(_batch_length(inputs), _dtype_of_step(parameters))
-    for i, (name, x) in enumerate(zip(loss.names, structs, strict=True)):
-        if i < loss.n_parameters:
-            trace.parameter(name, x.shape)
-        else:
-            trace.input(name, x.shape)
-    tracer = Tracer(trace)
+    tracer = Tracer(_begun_trace(loss, structs))
     (result,) = tracer.walk(closed.jaxpr, loss.names)
     # A loss that is a number whatever the arrays has no name.
     last = "" if result is None else result
-    recorded = trace.step(last, moves_anywhere=True)
+    recorded = tracer.trace.step(last, moves_anywhere=True)
     if not recorded.ops or not {**recorded.inputs, **recorded.parameters}:
         hint = "return a number that is computed from the parameters"
         raise PlanError("the loss computes nothing from the arrays of its arguments", hint=hint)
@@ -292,6 +277,19 @@ def traced(loss: Loss) -> Traced:
     for place, name in tracer.aliases.items():
         names[place] = names.get(name, name)
     return Traced(fuse_operations(step), tracer, names)
+
+
+def _begun_trace(loss: Loss, structs: Sequence[jax.ShapeDtypeStruct]) -> Trace:
+    """Begin the trace of a loss with its parameters and inputs, given the shapes of its arrays."""
+    parameters = structs[: loss.n_parameters]
+    inputs = structs[loss.n_parameters :]
+    trace = Trace(_batch_length(inputs), _dtype_of_step(parameters))
+    for i, (name, x) in enumerate(zip(loss.names, structs, strict=True)):
+        if i < loss.n_parameters:
+            trace.parameter(name, x.shape)
+        else:
+            trace.input(name, x.shape)
+    return trace
 
 
 def _check_is_number(results: Sequence[Any]) -> None:

@@ -1,5 +1,7 @@
 """The jaxpr of a loss: read as a step, and evaluated with changed arrays at some of its places.
 
+A *jaxpr* is a program of JAX: a list of equations, each a primitive with its operands, results and
+parameters, among which may be inner jaxprs. A *place* is a name for a result in it: "dot_general.0".
 Equations are operations, inner jaxprs are inlined, and scans are repeated blocks.
 """
 
@@ -13,17 +15,17 @@ from typing import Any
 
 import jax
 
-from jax_bridge.step.primitives import INLINED, SLICE, STACK, Shape, written
+from jax_bridge.step.primitives import INLINED, SLICE, STACK, Shape, describe_primitive
 from jax_bridge.versions import run_equation, scan_counts
 from xshard.step.record.trace import Trace
 
 Name = str | None  # of an array; None for a number
 Names = Sequence[Name]
-Change = Callable[[str, jax.Array], jax.Array]
+Change = Callable[[str, jax.Array], jax.Array]  # of the array at a place
 Jaxpr = Any  # public only in jax.extend.core, which imports Pallas
 
-CHECKPOINTS = ("checkpoint", "remat2")  # the primitive of `jax.checkpoint` in releases of JAX
-CALLS = ("jit", "pjit")  # that of `jax.jit`
+CHECKPOINTS = ("checkpoint", "remat2")  # what the primitive of `jax.checkpoint` is called
+CALLS = ("jit", "pjit")  # what that of `jax.jit` is called
 
 
 # ---- jaxprs
@@ -108,7 +110,7 @@ class Tracer:
         trace: The operations.
         stacked: Parameters with one slice per layer, of which a scan takes one after the other ->
             the number of slices.
-        shared: Arrays with several uses.
+        shared: Arrays with several uses in one jaxpr.
         aliases: Places of inlined functions -> the operation inside that makes the first result.
         recomputes: Some of it is in `jax.checkpoint`.
     """
@@ -132,7 +134,7 @@ class Tracer:
             times: How often it runs in a step: the length of the scan around it.
         """
         name_of = dict(zip(jaxpr.invars, args, strict=True))
-        # A parameter with one use, by a scan, becomes the parameter of one layer (see `_slice`);
+        # A parameter with one use, by a scan, becomes the parameter of one layer (see `_slice_of`);
         # those with more uses are noted in `self.shared`.
         n_uses: Counter[Any] = Counter()
         for eqn in jaxpr.eqns:
@@ -142,14 +144,14 @@ class Tracer:
                 self.shared.add(name)
         for i, v in enumerate(jaxpr.constvars):
             # An array that the function closes over costs nothing to make, like an `iota`.
-            name_of[v] = self._add(f"{prefix}const.{i}", "iota", (), v.aval.shape, times)
+            name_of[v] = self._add_op(f"{prefix}const.{i}", "iota", (), v.aval.shape, times)
         for place, eqn in places(jaxpr, prefix, args):
             operands = _names_of(eqn.invars, name_of)
-            results = self._record(place, eqn, operands, times)
+            results = self._record_equation(place, eqn, operands, times)
             name_of.update(zip(eqn.outvars, results, strict=True))
         return _names_of(jaxpr.outvars, name_of)
 
-    def _record(self, place: str, eqn: Any, operands: Names, times: int) -> list[Name]:
+    def _record_equation(self, place: str, eqn: Any, operands: Names, times: int) -> list[Name]:
         """Record one equation in `self.trace`, and return the names of its results.
 
         A scan becomes a repeated block; jitted and checkpointed functions are inlined; any other
@@ -165,7 +167,7 @@ class Tracer:
         if primitive in CHECKPOINTS:
             self.recomputes = True
         if primitive == "scan":
-            return self._scan(place, eqn, operands, times)
+            return self._record_scan(place, eqn, operands, times)
         body = body_of(eqn)
         if primitive in INLINED and body is not None:
             results = self.walk(_opened(body), operands, f"{place}.", times)
@@ -178,10 +180,10 @@ class Tracer:
         for i, v in enumerate(eqn.outvars):
             name = _place_of_result(place, i)
             shape = v.aval.shape
-            results.append(self._add(name, primitive, operands, shape, times, eqn.params))
+            results.append(self._add_op(name, primitive, operands, shape, times, eqn.params))
         return results
 
-    def _add(
+    def _add_op(
         self,
         name: str,
         primitive: str,
@@ -209,10 +211,10 @@ class Tracer:
         shapes = []
         for operand in operands:
             shapes.append(None if operand is None else self.trace.shapes[operand])
-        op = written(primitive, params, shapes, shape)
+        op = describe_primitive(primitive, params, shapes, shape)
         return self.trace.add(name, op, arrays, shape, times=times)
 
-    def _scan(self, place: str, eqn: Any, operands: Names, times: int) -> list[Name]:
+    def _record_scan(self, place: str, eqn: Any, operands: Names, times: int) -> list[Name]:
         """Record a scan, as over the layers of a model: its body once, to run `length` times.
 
         `scan(f, init, xs)` has three kinds of operands, in this order: constants that `f` closes
@@ -225,36 +227,54 @@ class Tracer:
         """
         body = eqn.params["jaxpr"].jaxpr
         length = max(eqn.params["length"], 1)  # one without rounds is planned as one round
+        args = self._args_of_body(place, eqn, operands, times, length)
+        results = self.walk(body, args, f"{place}.", times * length)
+        _, n_carries = scan_counts(eqn.params)
+        last_carries = results[:n_carries]
+        self._close_carries(place, last_carries, times)
+        stacks = []
+        for i, result in enumerate(results[n_carries:]):
+            shape = (length, *self._shape_of(result))
+            stacks.append(self._add_op(f"{place}.ys.{i}", STACK, [result], shape, times))
+        return [*last_carries, *stacks]
+
+    def _args_of_body(
+        self, place: str, eqn: Any, operands: Names, times: int, length: int
+    ) -> list[Name]:
+        """Record what a round of a scan is given, and return the names: constants, carries, slices.
+
+        Args:
+            place: The scan's name.
+            eqn: The scan.
+            operands: The names of its operands; None for a number.
+            times: How often the scan runs in a step.
+            length: The number of its rounds.
+        """
+        body = eqn.params["jaxpr"].jaxpr
         n_consts, n_carries = scan_counts(eqn.params)
         n_before_xs = n_consts + n_carries
         times_inside = times * length
-        args = []
+        args: list[Name] = []
         for i, const in enumerate(operands[:n_consts]):
             # All rounds use the same array: it is copied `times`, not `times_inside`. Without this
             # operation it would count as another array in each round.
             shape = self._shape_of(const)
-            args.append(self._add(f"{place}.const.{i}", "copy", [const], shape, times))
+            args.append(self._add_op(f"{place}.const.{i}", "copy", [const], shape, times))
         for i, carry in enumerate(operands[n_consts:n_before_xs]):
-            if body.outvars[i] is not body.invars[n_consts + i]:  # some round changes it
+            is_changed = body.outvars[i] is not body.invars[n_consts + i]
+            if is_changed:
                 name = _place_of_carry(place, i)
-                carry = self._add(name, "copy", [carry], self._shape_of(carry), times_inside)
+                carry = self._add_op(name, "copy", [carry], self._shape_of(carry), times_inside)
             args.append(carry)
         for i, xs in enumerate(operands[n_before_xs:]):
-            args.append(self._slice(f"{place}.xs.{i}", xs, length, times_inside))
-
-        results = self.walk(body, args, f"{place}.", times_inside)
-        self._close_carries(place, results[:n_carries], times)
-        stacks = []
-        for i, result in enumerate(results[n_carries:]):
-            shape = (length, *self._shape_of(result))
-            stacks.append(self._add(f"{place}.ys.{i}", STACK, [result], shape, times))
-        return [*results[:n_carries], *stacks]
+            args.append(self._slice_of(f"{place}.xs.{i}", xs, length, times_inside))
+        return args
 
     def _shape_of(self, name: Name) -> Shape:
         """Return the shape of an array; () for a number."""
         return () if name is None else self.trace.shapes[name]
 
-    def _slice(self, name: str, stack: Name, length: int, times: int) -> Name:
+    def _slice_of(self, name: str, stack: Name, length: int, times: int) -> Name:
         """Return the name of the slice of an array [length, ...] that a round of a scan takes.
 
         A parameter [length, ...] that nothing else uses is recorded anew under its own name as the
@@ -267,7 +287,7 @@ class Tracer:
         # A parameter's dims get names at its first use. Here are left those that this scan is the
         # first and only one to use.
         if stack in self.trace.dims or stack in self.shared:
-            return self._add(name, SLICE, [stack], slice_shape, times)
+            return self._add_op(name, SLICE, [stack], slice_shape, times)
         self.stacked[stack] = length
         return self.trace.parameter(stack, slice_shape)
 
@@ -320,7 +340,7 @@ class Evaluator:
             *args: The arguments.
         """
         name_of = dict(zip(jaxpr.invars, names, strict=True))
-        arrays = dict(zip(jaxpr.constvars, consts, strict=True))
+        arrays = dict(zip(jaxpr.constvars, consts, strict=True))  # the value of each variable
         late_arguments = {}
         for v, x in zip(jaxpr.invars, args, strict=True):
             name = name_of[v]
@@ -328,37 +348,58 @@ class Evaluator:
             if name in self.late:
                 late_arguments[v] = x  # unchanged: a `jax.checkpoint` changes it inside
 
-        # Of an equation's operands only arguments keep a name, and are changed inside of it again.
-        # Results have been changed where they were made.
         for place, eqn in places(jaxpr, prefix, names):
+            # Of an equation's operands only arguments keep a name, and are changed inside of it
+            # again. Results have been changed where they were made.
             operand_names = ["" if is_number(v) else name_of.get(v, "") for v in eqn.invars]
-            if eqn.primitive.name in CALLS:
-                # Inlined, because an older partitioner of XLA (GSPMD) does not pass shardings
-                # through calls.
-                body = eqn.params["jaxpr"]
-                values = [_value(v, arrays) for v in eqn.invars]
-                results = self.run(f"{place}.", body.jaxpr, body.consts, operand_names, *values)
-            elif eqn.primitive.name in CHECKPOINTS:
-                changed = self._changed_inside(place, eqn, operand_names)
-                results = run_equation(jaxpr, changed, arrays | late_arguments)
-            elif eqn.primitive.name == "scan":
-                _name_carries(operand_names, place, eqn)
-                changed = self._changed_inside(place, eqn, operand_names)
-                results = run_equation(jaxpr, changed, arrays)
-            else:
-                results = run_equation(jaxpr, eqn, arrays)
+            is_checkpoint = eqn.primitive.name in CHECKPOINTS
+            values = arrays | late_arguments if is_checkpoint else arrays
+            results = self._results_of(place, jaxpr, eqn, operand_names, values)
             for i, (v, x) in enumerate(zip(eqn.outvars, results, strict=True)):
                 arrays[v] = self.change(_place_of_result(place, i), x)
         return [_value(v, arrays) for v in jaxpr.outvars]
 
-    def _changed_inside(self, place: str, eqn: Any, names: Sequence[str]) -> Any:
-        """Rewrite the jaxpr inside an equation so that it makes the changes itself.
+    def _results_of(
+        self,
+        place: str,
+        jaxpr: Jaxpr,
+        eqn: Any,
+        operand_names: Sequence[str],
+        arrays: Mapping[Any, Any],
+    ) -> Sequence[Any]:
+        """Evaluate one equation; a jaxpr inside it makes the changes to its own results.
 
         Args:
             place: The equation's place.
-            eqn: The equation, a `checkpoint` or a `scan`.
-            names: The names of its operands, which are those of the inner jaxpr's arguments.
+            jaxpr: The jaxpr that it is in.
+            eqn: The equation.
+            operand_names: The names of its operands; "" for those that are not to be changed.
+            arrays: The value of each variable.
         """
+        if eqn.primitive.name in CALLS:
+            # Inlined, because an older partitioner of XLA (GSPMD) does not pass shardings through
+            # calls.
+            body = eqn.params["jaxpr"]
+            values = [_value(v, arrays) for v in eqn.invars]
+            return self.run(f"{place}.", body.jaxpr, body.consts, operand_names, *values)
+        changed = self._with_changes_inside(place, eqn, operand_names)
+        return run_equation(jaxpr, changed, arrays)
+
+    def _with_changes_inside(self, place: str, eqn: Any, operand_names: Sequence[str]) -> Any:
+        """Rewrite the jaxpr inside a checkpoint or a scan so that it makes the changes itself.
+
+        Other equations are returned as they are.
+
+        Args:
+            place: The equation's place.
+            eqn: The equation.
+            operand_names: The names of its operands, which are those of the inner jaxpr's arguments.
+        """
+        names = operand_names
+        if eqn.primitive.name == "scan":
+            names = _with_carry_names(operand_names, place, eqn)
+        elif eqn.primitive.name not in CHECKPOINTS:
+            return eqn
         body = eqn.params["jaxpr"]
         jaxpr = _opened(body)
         consts = getattr(body, "consts", ())
@@ -370,14 +411,16 @@ class Evaluator:
         return eqn.replace(params={**eqn.params, "jaxpr": new_body})
 
 
-def _name_carries(operand_names: list[str], place: str, eqn: Any) -> None:
-    """Give the carries of a scan names of their own, in the list of the names of its operands.
+def _with_carry_names(operand_names: Sequence[str], place: str, eqn: Any) -> list[str]:
+    """Give the carries of a scan names of their own, among the names of its operands.
 
     Every round has another value of a carry: it is not the array that the scan begins with.
     """
+    names = list(operand_names)
     n_consts, n_carries = scan_counts(eqn.params)
     for i in range(n_carries):
-        operand_names[n_consts + i] = _place_of_carry(place, i)
+        names[n_consts + i] = _place_of_carry(place, i)
+    return names
 
 
 def _value(v: Any, arrays: Mapping[Any, Any]) -> Any:

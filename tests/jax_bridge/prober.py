@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jax_bridge.step.primitives import written
+from jax_bridge.step.primitives import describe_primitive
 from jax_bridge.step.tracer import body_of, is_number, places
 from tests.step import prober
 from tests.step.prober import N, Run
@@ -30,7 +30,7 @@ def operation(eqn: Any) -> tuple[Op, dict[str, int]]:
     out = eqn.outvars[0].aval.shape
     shapes = [None if is_number(v) else v.aval.shape for v in eqn.invars]
     names = [trace.parameter(f"x{i}", shape) for i, shape in enumerate(shapes) if shape is not None]
-    trace.add("y", written(eqn.primitive.name, eqn.params, shapes, out), names, out)
+    trace.add("y", describe_primitive(eqn.primitive.name, eqn.params, shapes, out), names, out)
     return trace.ops[0], trace.lengths
 
 

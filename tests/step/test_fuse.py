@@ -344,7 +344,9 @@ def test_tags_of_an_array_whose_lengths_are_read_mean_nothing():
     x = trace.input("x", (8, 4))
     w = trace.parameter("w", (6, 4))
     y = trace.add("y", LetteredOp(["ac", "dc", "ad"], "contraction"), (x, w), (8, 6))
-    zeros = trace.add("zeros", LetteredOp(["aw", "ae"], "source", links=1), (y,), (8, 3))
+    zeros = trace.add(
+        "zeros", LetteredOp(["aw", "ae"], "source", n_length_operands=1), (y,), (8, 3)
+    )
     step = trace.step(zeros)
     empty = step.by_name[zeros]
     rules = ["b/x n6 -> b/x n3", "b n6 -> b n3/x", "b n6/x -> b n3/x", "b n6/x -> b n3"]

@@ -20,7 +20,7 @@ from xshard.step.choose.search import StepSearch
 from xshard.step.price.moves import MovePrices
 from xshard.step.price.passes import schedule_of
 from xshard.step.price.problem import StepProblem
-from xshard.step.say.rules import written
+from xshard.step.say.rules import write_rules
 from xshard.step.say.simplify import simplified
 
 MESH = Mesh(dp=4, tp=2)
@@ -200,7 +200,7 @@ def test_a_module_has_a_rule_where_activations_differ_along_more_axes():
     assignment = [
         [*map(np.ndarray.tolist, n.placements)].index(chosen[n.name]) for n in problem.nodes
     ]
-    rules = written(problem, assignment)
+    rules = write_rules(problem, assignment)
     assert rules.outputs["norm"] == "b c -> b c/tp" and rules.inputs["up"] == "b c/tp"
 
 
@@ -224,7 +224,7 @@ def test_a_dim_keeps_its_other_name_in_modules_inside():
     assignment = [
         [*map(np.ndarray.tolist, n.placements)].index(chosen[n.name]) for n in problem.nodes
     ]
-    rules = written(problem, assignment)
+    rules = write_rules(problem, assignment)
     assert rules.inputs[""] == "b s -> b s/tp" and rules.inputs["block"] == "b s_ c -> b s_ c/dp"
     assert rules.inputs["block.norm"] == "b s_ c/dp -> b s_/dp c"
 
@@ -236,7 +236,7 @@ def test_fewer_rules_within_what_they_may_cost(found):
     odd = list(found.assignment)
     odd[node] = next(i for i in range(len(problem.nodes[node].placements)) if i != odd[node])
     search = StepSearch(problem, math.inf, best=odd)
-    few, more = (written(problem, each)[:3] for each in (simplified(search, math.inf), odd))
+    few, more = (write_rules(problem, each)[:3] for each in (simplified(search, math.inf), odd))
     assert sum(map(len, few)) < sum(map(len, more))
     assert simplified(search, 0.0) == odd
 

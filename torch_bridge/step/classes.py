@@ -1,8 +1,8 @@
 """Describe operations of torch: the class of each, and its dims in letters.
 
 `mm` is a contraction "a b, b c -> a c". A description depends on the name of an operation, its
-arguments and shapes alone. A dim that occurs in several arrays has one letter; `r0 r1 ...` are the
-dims of the result.
+arguments and shapes alone. A dim that occurs in several arrays has one *letter*; `r0 r1 ...` are the
+dims of the result. A *trait*, such as "partial sums may pass", is known of an operation by its name.
 
 To add an operation, write one function under `@describes`, or add its name to one of the sets of
 traits.
@@ -52,11 +52,10 @@ UNIFORM = split_words("full zeros ones empty scalar_tensor")
 WINDOWS = re.compile(r"(?:pool|upsample_[a-z]+|pad)(\d)d")
 
 
-class Call(NamedTuple):
-    """An operation on tensors, in letters.
+class DescribedCall(NamedTuple):
+    """An operation of torch with its tensors, in letters.
 
-    added: a tensor that the operation also adds to its result, a bias: it is an operation of its
-    own.
+    added: a tensor that it also adds to its result, a bias: that is recorded as another operation.
     """
 
     operands: Sequence[Tensor]
@@ -64,10 +63,15 @@ class Call(NamedTuple):
     added: Tensor | None = None
 
 
-class Invocation(NamedTuple):
-    """One result of an operation of torch as it ran.
+class TorchCall(NamedTuple):
+    """An operation of torch as it ran, with one of its results.
 
-    args: the arguments by name. tensors: the arguments that are tensors with elements.
+    Args:
+        name: Its name, such as "mm".
+        args: All arguments by name.
+        tensors: The arguments that are tensors with elements: its operands.
+        out: The result.
+        is_pointwise: Torch says that it works on each element alone.
     """
 
     name: str
@@ -97,11 +101,13 @@ class Invocation(NamedTuple):
         return self.name in ("add", "sub", "mul", "div") and len(self.tensors) == 1
 
 
-Description = Callable[[Invocation], "Call | None"]
-DESCRIPTIONS: dict[str, Description] = {}
+Describer = Callable[[TorchCall], "DescribedCall | None"]
+DESCRIPTIONS: dict[str, Describer] = {}
 
 
-def call_of(name: str, args: Mapping[str, Any], out: Tensor, is_pointwise: bool = False) -> Call:
+def describe_call(
+    name: str, args: Mapping[str, Any], out: Tensor, is_pointwise: bool = False
+) -> DescribedCall:
     """Describe how one recorded operation of torch may be sharded, for the search of layouts.
 
     The description is as in einsum: "mm" is "a b, b c -> a c", and mesh axes can shard each of a, b
@@ -111,27 +117,25 @@ def call_of(name: str, args: Mapping[str, Any], out: Tensor, is_pointwise: bool 
     is_pointwise: torch says that it works on each element alone.
     """
     tensors = [x for x in tree_leaves(args) if isinstance(x, Tensor) and x.numel()]
-    invocation = Invocation(name, args, tensors, out, is_pointwise)
+    call = TorchCall(name, args, tensors, out, is_pointwise)
     # A function for this operator comes first; it may return None, to leave a call to the rules below.
     if name in DESCRIPTIONS:
-        call = DESCRIPTIONS[name](invocation)
-        if call is not None:
-            return call
+        described = DESCRIPTIONS[name](call)
+        if described is not None:
+            return described
     # `x.new_zeros(x.shape)` is sharded like x; with any other shape it has nothing to do with x.
-    if name.endswith("_like") or (name.startswith("new_") and invocation.first.shape == out.shape):
-        return _filled_like(invocation)
-    if not tensors or name.startswith("new_"):
-        return _made_in_place(invocation)
-    return _by_traits(invocation)
+    is_new = name.startswith("new_")
+    if name.endswith("_like") or (is_new and call.first.shape == out.shape):
+        return _filled_like(call)
+    if is_new or not tensors:
+        return _made_in_place(call)
+    return _by_traits(call)
 
 
-def describes(names: str) -> Callable[[Description], Description]:
-    """Register the description of some operations, "mm bmm".
+def describes(names: str) -> Callable[[Describer], Describer]:
+    """Register a function that describes some operations, "mm bmm"; None leaves a call to the traits."""
 
-    It returns None to leave a call to the traits.
-    """
-
-    def register(describe: Description) -> Description:
+    def register(describe: Describer) -> Describer:
         DESCRIPTIONS.update(dict.fromkeys(names.split(), describe))
         return describe
 
@@ -149,16 +153,17 @@ MATRIX_PRODUCTS = {
 
 
 @describes(" ".join(MATRIX_PRODUCTS))
-def _matrix_product(call: Invocation) -> Call:
-    op = LetteredOp(MATRIX_PRODUCTS[call.name], "contraction")
+def _matrix_product(call: TorchCall) -> DescribedCall:
+    """Describe a product of two arrays, to which `addmm` and `baddbmm` add a third one."""
+    op = LetteredOp(MATRIX_PRODUCTS[call.name], "contraction")  # each character is a dim
     if "add" in call.name:  # addmm(bias, a, b)
-        # The bias is broadcast, so it is an operation with a rule of its own.
-        return Call(call.tensors[1:], op, added=call.first)
-    return Call(call.tensors, op)
+        # The bias is broadcast, so that adding it is an operation with rules of its own.
+        return DescribedCall(call.tensors[1:], op, added=call.first)
+    return DescribedCall(call.tensors, op)
 
 
 @describes("_grouped_mm")
-def _grouped_product(call: Invocation) -> Call | None:
+def _grouped_product(call: TorchCall) -> DescribedCall | None:
     """Describe rows, sorted by expert, that are multiplied with the matrix of their expert.
 
     "t k, e k n, e -> t n". Where the rows of an expert end is known when they are there: neither rows
@@ -167,41 +172,43 @@ def _grouped_product(call: Invocation) -> Call | None:
     rows = call.args["self"]
     matrices = call.args["mat2"]
     if (rows.ndim, matrices.ndim) != (2, 3):
-        return None  # of gradients
+        return None  # a product that a gradient needs
     # A row meets one of the matrices: the planner counts all letters.
     work = {"flops": 2.0 / len(matrices)}
     op = LetteredOp(["tk", "ekn", "e", "tn"], "contraction", "te", work)
-    return Call([rows, matrices, call.args["offs"]], op)
+    return DescribedCall([rows, matrices, call.args["offs"]], op)
 
 
 @describes("histc")
-def _histogram(call: Invocation) -> Call:
-    """Describe how many elements fall into each bin, of which no device knows a part."""
+def _histogram(call: TorchCall) -> DescribedCall:
+    """Describe how many elements fall into each bin: it needs all elements."""
     dims = dim_letters(call.first.ndim)
     op = LetteredOp([dims, ["bins"]], "linear", [*dims, "bins"])
-    return Call(call.tensors, op)
+    return DescribedCall(call.tensors, op)
 
 
-def grouped_product(rows: Tensor, matrices: Tensor, *_: Any, **__: Any) -> Tensor:
-    """Return an empty tensor in the place of a grouped product: on meta torch has it in bfloat16 alone."""
+def empty_grouped_product(rows: Tensor, matrices: Tensor, *_: Any, **__: Any) -> Tensor:
+    """Return an empty tensor in the place of a grouped product, which torch has on meta in bfloat16 only."""
     return rows.new_empty(*rows.shape[:-1], matrices.shape[-1])
 
 
 @describes(
     "view _unsafe_view _reshape_alias unsqueeze squeeze alias detach clone _to_copy lift_fresh"
 )
-def _reshaping(call: Invocation) -> Call:
+def _reshaping(call: TorchCall) -> DescribedCall:
     """Describe an operation that keeps the order of elements: [6, 4] -> [2, 3, 4]."""
-    return Call([call.first], view(call.first.shape, call.out.shape))
+    return DescribedCall([call.first], view(call.first.shape, call.out.shape))
 
 
 @describes("permute")
-def _permutation(call: Invocation) -> Call:
+def _permutation(call: TorchCall) -> DescribedCall:
+    """Describe dims in another order: with dims (1, 2, 0), "r0 r1 r2 -> r1 r2 r0"."""
     return _reordering(call, call.args["dims"])
 
 
 @describes("t transpose")
-def _transposition(call: Invocation) -> Call:
+def _transposition(call: TorchCall) -> DescribedCall:
+    """Describe two dims that change places; of `t` the only two."""
     ndim = call.first.ndim
     order = list(range(ndim))
     i = call.args.get("dim0", 0)  # `t` has no arguments
@@ -211,25 +218,26 @@ def _transposition(call: Invocation) -> Call:
     return _reordering(call, order)
 
 
-def _reordering(call: Invocation, order: Sequence[int]) -> Call:
+def _reordering(call: TorchCall, order: Sequence[int]) -> DescribedCall:
     """Describe a result whose dim i is dim `order[i]` of the operand."""
-    dims = call.result_dims  # as many as the operand has, which has them in order here
-    reordered = [dims[d] for d in order]
-    return Call([call.first], LetteredOp([dims, reordered], "linear", work=FREE))
+    operand_dims = call.result_dims  # letters in the order of the operand, which has as many dims
+    result_dims = [operand_dims[d] for d in order]
+    op = LetteredOp([operand_dims, result_dims], "linear", work=FREE)
+    return DescribedCall([call.first], op)
 
 
 @describes("embedding")
-def _embedding(call: Invocation) -> Call:
+def _embedding(call: TorchCall) -> DescribedCall:
     """Describe a table of rows, looked up by number: "rows, vocabulary width -> rows width"."""
     *row_dims, width = call.result_dims
     # The vocabulary is a dim of the table alone.
     arrays = [row_dims, ["v", width], call.result_dims]
     operands = [call.args["indices"], call.args["weight"]]
-    return Call(operands, LetteredOp(arrays, "lookup"))
+    return DescribedCall(operands, LetteredOp(arrays, "lookup"))
 
 
 @describes("index")
-def _indexing(call: Invocation) -> Call:
+def _indexing(call: TorchCall) -> DescribedCall:
     """Describe how indexing with tensors of integers, as in x[i, :, j], may be sharded.
 
     As in numpy, the dims of the index tensors, broadcast together, replace the indexed dims: in
@@ -264,11 +272,11 @@ def _indexing(call: Invocation) -> Call:
         arrays.append(_broadcast_dims(index.shape, index_dims, index_shape, f"v{d}_"))
     arrays.append(result_dims)
     operands = [call.args["self"], *index_by_dim.values()]
-    return Call(operands, LetteredOp(arrays, "linear", replaced_dims))
+    return DescribedCall(operands, LetteredOp(arrays, "linear", replaced_dims))
 
 
 @describes("convolution")
-def _convolution(call: Invocation) -> Call | None:
+def _convolution(call: TorchCall) -> DescribedCall | None:
     """Describe a convolution "b c l, o c k -> b o m" over any number of spatial dims."""
     is_transposed = call.args["transposed"]
     if is_transposed and call.args["groups"] > 1:
@@ -279,34 +287,32 @@ def _convolution(call: Invocation) -> Call | None:
         kernel_order = [1, 0, *order[2:]]  # [in, out, ...] in place of [out, in, ...]
     orders = [order, kernel_order, order]
     op = convolution(call.shapes, call.out.shape, call.args["groups"], orders)
-    return Call(call.tensors[:2], op, added=call.args.get("bias"))
+    return DescribedCall(call.tensors[:2], op, added=call.args.get("bias"))
 
 
 @describes("nll_loss_forward")
-def _nll_loss(call: Invocation) -> Call:
-    """Describe a loss of scores [rows, classes] and targets [rows].
-
-    Without rows, of one example.
-    """
+def _nll_loss(call: TorchCall) -> DescribedCall:
+    """Describe a loss of scores [rows, classes, ...] and targets [rows, ...]; one example has no rows."""
     rows = dim_letters(call.args["target"].ndim)
-    scores = [*rows[:1], "v", *rows[1:]]
+    scores = [*rows[:1], "v", *rows[1:]]  # v: the classes
     op = LetteredOp([scores, rows, []], "loss")
-    return Call(call.tensors[:2], op)
+    return DescribedCall(call.tensors[:2], op)
 
 
 @describes("native_group_norm")
-def _group_norm(call: Invocation) -> Call | None:
+def _group_norm(call: TorchCall) -> DescribedCall | None:
+    """Describe a norm over groups of channels, "r0 r1 r2, r1, r1 -> r0 r1 r2"; only r0 can be sharded."""
     if call.out.shape != call.first.shape:
         return None  # the mean or the deviation of each group
     # Statistics are over all dims but the batch: only the batch can be sharded.
     places = [range(call.out.ndim), [1], [1]]  # scale and bias have the channels
     unsharded = call.result_dims[1:]
     op = describe_by_places(call.shapes, call.out.shape, places, "pointwise", whole=unsharded)
-    return Call(call.tensors, op)
+    return DescribedCall(call.tensors, op)
 
 
 @describes("written")  # by `StepRecorder`: torch says `copy_` of a view
-def _written_into(call: Invocation) -> Call | None:
+def _written_into(call: TorchCall) -> DescribedCall | None:
     """Describe an array after a write into a part of it, `y[:, i] = x` or `y[:, 2:5] = x`.
 
     Dims that the part lacks, or has less of, cannot be sharded.
@@ -319,15 +325,16 @@ def _written_into(call: Invocation) -> Call | None:
         places = [strides.index(stride) for stride in part.stride() if stride in strides]
         if len(places) != part.ndim or places != sorted({*places}):
             return None  # the part may be transposed or have steps
-    absent = {dim for d, dim in enumerate(call.result_dims) if d not in places}
+    dims_without_part = {dim for d, dim in enumerate(call.result_dims) if d not in places}
+    places_of_operands = [range(array.ndim), places]
     op = describe_by_places(
-        call.shapes, call.out.shape, [range(array.ndim), places], "linear", whole=absent
+        call.shapes, call.out.shape, places_of_operands, "linear", whole=dims_without_part
     )
-    return Call(call.tensors, op)
+    return DescribedCall(call.tensors, op)
 
 
 @describes("linalg_solve_triangular")
-def _triangular_solution(call: Invocation) -> Call | None:
+def _triangular_solution(call: TorchCall) -> DescribedCall | None:
     """Describe the solution x of a x = y, "e n m, e m k -> e n k": each column is by itself."""
     matrix, known = call.tensors
     if matrix.shape[:-2] != known.shape[:-2]:
@@ -339,36 +346,35 @@ def _triangular_solution(call: Invocation) -> Call | None:
     arrays = [[*batch, *dims] for dims in sides]
     # Half of a matrix is zeros. The gradient needs the solution, not y.
     work = {"flops": 1.0, "keeps": (0, 2)}
-    return Call(call.tensors, LetteredOp(arrays, "contraction", "nm", work))
+    return DescribedCall(call.tensors, LetteredOp(arrays, "contraction", "nm", work))
 
 
 @describes("stack")
-def _stack(call: Invocation) -> Call:
-    """Describe arrays stacked along a new dim, which cannot be sharded."""
-    # Operands lie one behind another along it, each on all devices.
+def _stack(call: TorchCall) -> DescribedCall:
+    """Describe arrays stacked along a new dim, which cannot be sharded: each array is on all devices."""
     places = list(range(call.out.ndim))
     new_dim = places.pop(call.args["dim"])
     unsharded = [call.result_dims[new_dim]]
     places_of_operands = [places] * len(call.tensors)
     op = describe_by_places(call.shapes, call.out.shape, places_of_operands, whole=unsharded)
-    return Call(call.tensors, op)
+    return DescribedCall(call.tensors, op)
 
 
-def _filled_like(call: Invocation) -> Call:
+def _filled_like(call: TorchCall) -> DescribedCall:
     """Describe numbers with the shape of another array, which are sharded like it."""
     op = describe_aligned([call.first.shape], call.out.shape, "pointwise")
-    return Call([call.first], op._replace(work={**FREE, "keeps": ()}))
+    return DescribedCall([call.first], op._replace(work={**FREE, "keeps": ()}))
 
 
-def _made_in_place(call: Invocation) -> Call:
+def _made_in_place(call: TorchCall) -> DescribedCall:
     """Describe numbers that depend on no array: zeros, positions, masks."""
     op = LetteredOp([call.result_dims], "source", whole=call.result_dims)
     if call.name.removeprefix("new_") in UNIFORM:
         op = op._replace(whole=())
-    return Call((), op)
+    return DescribedCall((), op)
 
 
-def _by_traits(call: Invocation) -> Call:
+def _by_traits(call: TorchCall) -> DescribedCall:
     """Describe how an operation that has no description of its own may be sharded.
 
     - With a `dim` argument, as `sum` and `softmax` have: along all other dims.
@@ -384,16 +390,16 @@ def _by_traits(call: Invocation) -> Call:
     shape = call.out.shape
     if "dim" in call.args or "dims" in call.args:
         is_sum = call.name == "sum"
-        op = describe_along(call.shapes, shape, _reduced_dims(call), kind, sums=is_sum)
+        op = describe_along(call.shapes, shape, _worked_dims(call), kind, sums=is_sum)
     elif call.is_pointwise or call.name in ALIGNED or WINDOWS.search(call.name):
         first_unsharded = call.out.ndim - _n_unsharded_last_dims(call)
         op = describe_aligned(call.shapes, shape, kind, call.result_dims[first_unsharded:])
     else:
         op = _complex_view_or_opaque(call)
-    return Call(call.tensors, op._replace(work=_work(call)))
+    return DescribedCall(call.tensors, op._replace(work=_work(call)))
 
 
-def _work(call: Invocation) -> Mapping[str, Any]:
+def _work(call: TorchCall) -> Mapping[str, Any]:
     """Return fields of work that differ from those of the operation's class.
 
     `accesses`: how often arrays are read and written. `keeps`: the numbers of the operands that the
@@ -408,8 +414,8 @@ def _work(call: Invocation) -> Mapping[str, Any]:
     return {}
 
 
-def _reduced_dims(call: Invocation) -> int | Sequence[int]:
-    """Return the dims of the first operand along which elements meet: none named means all."""
+def _worked_dims(call: TorchCall) -> int | Sequence[int]:
+    """Return the dims of the first operand along which it works; all, if the call names none."""
     all_dims = range(call.first.ndim)
     named = call.args.get("dim", call.args.get("dims"))
     if call.name == "_weight_norm_interface":  # a norm over all dims but this one
@@ -420,7 +426,7 @@ def _reduced_dims(call: Invocation) -> int | Sequence[int]:
     return dims
 
 
-def _n_unsharded_last_dims(call: Invocation) -> int:
+def _n_unsharded_last_dims(call: TorchCall) -> int:
     """Return how many last dims of an operation cannot be sharded: windows, triangles, norms."""
     windows = WINDOWS.search(call.name)
     if windows is not None:
@@ -430,7 +436,7 @@ def _n_unsharded_last_dims(call: Invocation) -> int:
     return len(call.args.get("normalized_shape", ()))
 
 
-def _complex_view_or_opaque(call: Invocation) -> LetteredOp:
+def _complex_view_or_opaque(call: TorchCall) -> LetteredOp:
     """Describe `view_as_complex` and `view_as_real`; any other operation is "opaque", never sharded.
 
     The real array has one dim more, the last, for real and imaginary part: it cannot be sharded.
@@ -443,12 +449,13 @@ def _complex_view_or_opaque(call: Invocation) -> LetteredOp:
     for x in call.tensors:
         places.append([d if d < out_ndim else None for d in range(x.ndim)])
     added_dims = call.result_dims[call.first.ndim :]
-    # Of both letters the text has at most one; the other does no harm.
-    pairs = [*added_dims, f"u0_{out_ndim}"]
-    return describe_by_places(call.shapes, call.out.shape, places, kind, pairs)
+    # The dim of real and imaginary part is the result's last one, or the operand's: the text has at
+    # most one of the two letters, and the other does no harm.
+    unsharded = [*added_dims, f"u0_{out_ndim}"]
+    return describe_by_places(call.shapes, call.out.shape, places, kind, unsharded)
 
 
-def attention_call(
+def describe_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -456,7 +463,7 @@ def attention_call(
     dropout_p: float = 0.0,
     is_causal: bool = False,
     **_: Any,
-) -> tuple[Call, Tensor]:
+) -> tuple[DescribedCall, Tensor]:
     """Describe how scaled dot product attention may be sharded: along batch, heads, maybe queries.
 
     The arguments are those of torch's function. Queries, keys, values and result are
@@ -486,8 +493,8 @@ def attention_call(
     arrays.append([*query_dims, "s", value_depth])
 
     # Q K^T are 2 b s t d operations, and the product with V 2 b s t e. The planner multiplies `flops`
-    # by the lengths of all letters, b s t d e: so it is 2 (d + e) / (d e). If values are as wide as
-    # keys, the letters are b s t d: 2 (d + d) / d.
+    # by the lengths of all letters, b s t d e: so `flops` are 2 (d + e) / (d e). If values are as
+    # wide as keys, the letters are b s t d, and `flops` 2 (d + d) / d.
     flops = 2.0 * sum(depths) / math.prod(set(depths))
     # The softmax of a query needs all keys, and each of its scores the whole depth.
     unsharded = {"d", "t", value_depth}
@@ -496,15 +503,16 @@ def attention_call(
         flops /= 2  # only scores below the diagonal
     op = LetteredOp(arrays, "attention", unsharded, {"flops": flops}, lengths)
     result_shape = (*query.shape[:-1], value.shape[-1])
-    return Call(operands, op), query.new_empty(result_shape)
+    return DescribedCall(operands, op), query.new_empty(result_shape)
 
 
 def _broadcast_dims(
     shape: Size, dims: Sequence[str], lengths: Sequence[int], prefix: str
 ) -> list[str]:
-    """Return the letters of an array that is broadcast to `dims`, which have these lengths.
+    """Return the letters of an array that is broadcast to `dims`, which have the given lengths.
 
-    Its last dims are aligned. One of another length has a letter of its own, with the prefix.
+    [4, 1] broadcast to "r0 r1 r2" of lengths 2, 4, 8 is "r1 u2", for the prefix "u": last dims are
+    aligned, and one of another length has a letter of its own.
     """
     first = len(dims) - len(shape)
     own_dims = []
@@ -513,7 +521,7 @@ def _broadcast_dims(
     return own_dims
 
 
-def bias_call(out: Tensor, bias: Tensor, is_convolution: bool) -> Call:
+def describe_bias(out: Tensor, bias: Tensor, is_convolution: bool) -> DescribedCall:
     """Describe adding a bias to the last dims of a result, or to the channels of a convolution."""
     all_dims = list(range(out.ndim))
     bias_dims = all_dims[out.ndim - bias.ndim :]
@@ -521,4 +529,4 @@ def bias_call(out: Tensor, bias: Tensor, is_convolution: bool) -> Call:
         bias_dims = [1]
     places = [all_dims, bias_dims]
     op = describe_by_places([out.shape, bias.shape], out.shape, places)
-    return Call([out, bias], op._replace(work=FREE))
+    return DescribedCall([out, bias], op._replace(work=FREE))

@@ -1,7 +1,10 @@
 """Record one forward pass of a module, without data, operation by operation as a training step.
 
-All tensors are on the meta device. Numbers that depend on no input and no parameter have values
-too: models ask for some of them, such as the length of a mask.
+All tensors are on the meta device, where they have shapes only. Numbers that depend on no input and
+no parameter have *values*, too: models ask for some of them, such as the length of a mask.
+
+Where the code of a model reads a length from a tensor, as in `zeros(x.shape[0], 8)`, x becomes a
+*length operand* of the operation: dim 0 of both arrays is then sharded together.
 """
 
 from __future__ import annotations
@@ -21,7 +24,13 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from torch_bridge.step.classes import Call, attention_call, bias_call, call_of, grouped_product
+from torch_bridge.step.classes import (
+    DescribedCall,
+    describe_attention,
+    describe_bias,
+    describe_call,
+    empty_grouped_product,
+)
 from torch_bridge.versions.autograd import viewed_tensor
 from torch_bridge.versions.modes import TorchDispatchMode, schema_of
 from torch_bridge.versions.modules import buffers_of, modules_by_name, parameters_of
@@ -30,21 +39,21 @@ from xshard.dtypes import name_of
 from xshard.errors import PlanError
 from xshard.step.record.letters import LetteredOp, dim_letters
 from xshard.step.record.op import Op, renamed
-from xshard.step.record.trace import Trace, input_name
+from xshard.step.record.trace import Trace, input_name, unused_name
 from xshard.step.record.training_step import TrainingStep
 
 # Functions whose arguments are the lengths of their result.
 SIZED = {"view", "reshape", "expand", "zeros", "ones", "full", "empty", "arange"}
-LARGEST = 2**20  # elements of numbers that have values: more would cost seconds and memory
+MOST_VALUES = 2**20  # elements of results that have values: more would cost seconds and memory
 NUMBERED = re.compile(r"(^|\.)\d+$")  # modules of a list, which may be repeated
-# Arrays whose lengths were read -> the dims -> letters of the result's dims that have these lengths.
-Links = dict[str, dict[int, str]]
+# {array: {number of its dim whose length was read: letter of the result's dim with this length}}
+ReadLengths = dict[str, dict[int, str]]
 
 
 class Length(int):
     """A length that the code of a model has read from a shape.
 
-    origins: the arrays and dims that have this length; several for a product of lengths.
+    origins: (name of the array, number of its dim) that has this length; several for a product.
     """
 
     origins: tuple[tuple[str, int], ...]
@@ -75,10 +84,13 @@ class _OpenModule(NamedTuple):
 class StepRecorder(TorchDispatchMode):
     """While this mode is active, operations on tensors become operations of `trace`.
 
-    names: of arrays. values: the numbers of arrays that depend on no input. stated_lengths: lengths
-    that the running function was called with. module_entered_by: operations that stand for the
-    argument of a module -> its path. module_left_by: operations whose result a module returns -> its
-    path.
+    Attributes:
+        trace: The operations so far.
+        names: The name of each array.
+        values: The numbers of arrays that depend on no input, on the CPU.
+        stated_lengths: The lengths that the running function of torch was called with.
+        module_entered_by: Operations that stand for the argument of a module -> its path.
+        module_left_by: Operations whose result a module returns -> its path.
     """
 
     def __init__(self, trace: Trace) -> None:
@@ -98,22 +110,13 @@ class StepRecorder(TorchDispatchMode):
         # CPU, as later code may read a number from them.
         kwargs = {} if kwargs is None else kwargs
         name = schema_of(func).name.partition("::")[2]
-        if name == "_local_scalar_dense":
+        if name == "_local_scalar_dense":  # `x.item()`
             return self._number(args[0])
-        # Tensors that the code makes on the CPU, as of a literal, go to the meta device, too.
-        meta_args = tree_map_only(Tensor, _to_meta, args)
-        run = grouped_product if name == "_grouped_mm" else func
-        try:
-            out = run(*meta_args, **_on_device(kwargs, "meta"))
-        except NotImplementedError as error:  # the shape of its result depends on data
-            raise self._depends_on_data(f"calls '{name}'") from error
+        out = self._run_without_data(func, name, args, kwargs)
         results = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
         arguments = _arguments_by_name(func, args, kwargs)
         if self._has_values(arguments, results):
-            # The stored tensors themselves, no copies: an operation in place must change them.
-            values = tree_map_only(Tensor, self.values.__getitem__, args)
-            computed = func(*values, **_on_device(kwargs, "cpu"))
-            self.values |= zip(results, tree_leaves(computed), strict=True)
+            self._compute_values(func, args, kwargs, results)
         is_in_place = name.endswith("_")
         for x in results:
             # Tensors are known by identity. Batch norms make empty tensors and drop them at once,
@@ -124,17 +127,36 @@ class StepRecorder(TorchDispatchMode):
             whole = viewed_tensor(x)
             if is_in_place and whole is not None:
                 # A slice of an array has been written to: later operations read the new array.
-                call = call_of("written", {"self": whole, "part": x}, whole)
-                self.add("written", call, whole)
+                described = describe_call("written", {"self": whole, "part": x}, whole)
+                self.add("written", described, whole)
         return out
+
+    def _run_without_data(self, func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Run an operator on the meta device; raise PlanError if its result's shape depends on data."""
+        # Tensors that the code makes on the CPU, as of a literal, go to the meta device, too.
+        meta_args = tree_map_only(Tensor, _to_meta, args)
+        run = empty_grouped_product if name == "_grouped_mm" else func
+        try:
+            return run(*meta_args, **_on_device(kwargs, "meta"))
+        except NotImplementedError as error:
+            raise self._data_error(f"calls '{name}'") from error
+
+    def _compute_values(
+        self, func: Any, args: Any, kwargs: dict[str, Any], results: Sequence[Tensor]
+    ) -> None:
+        """Run an operator on the values of its operands, to know those of its results."""
+        # The stored tensors themselves, no copies: an operation in place must change them.
+        values = tree_map_only(Tensor, self.values.__getitem__, args)
+        computed = func(*values, **_on_device(kwargs, "cpu"))
+        self.values |= zip(results, tree_leaves(computed), strict=True)
 
     def _number(self, x: Tensor) -> Any:
         """Return the number in a tensor of one element. Raises PlanError if it depends on data."""
         if x not in self.values:
-            raise self._depends_on_data("reads numbers from a tensor")
+            raise self._data_error("reads numbers from a tensor")
         return self.values[x].item()
 
-    def _depends_on_data(self, what: str) -> PlanError:
+    def _data_error(self, what: str) -> PlanError:
         """Return the error for a module whose operations differ from batch to batch."""
         path = self._open_modules[-1].path
         reader = path if path else "the model"
@@ -145,7 +167,7 @@ class StepRecorder(TorchDispatchMode):
 
     def _has_values(self, arguments: Mapping[str, Any], results: Sequence[Tensor]) -> bool:
         """Return whether results are few numbers that depend on no input."""
-        if sum(x.numel() for x in results) > LARGEST:
+        if sum(x.numel() for x in results) > MOST_VALUES:
             return False
         tensors = [x for x in tree_leaves(arguments) if isinstance(x, Tensor)]
         return self.values.keys() >= set(tensors)
@@ -153,94 +175,100 @@ class StepRecorder(TorchDispatchMode):
     def _record(self, name: str, args: Mapping[str, Any], out: Tensor, is_pointwise: bool) -> None:
         """Record one result of an operation, and the bias that is added to it, if there is one."""
         # An operation with several results is several operations, one per result.
-        call = call_of(name, args, out, is_pointwise)
-        result_dims = call.op.arrays[-1]
-        links, unsharded = self._linked_dims(result_dims, out.shape)
-        op = call.op._replace(whole={*call.op.whole, *unsharded})
-        self.add(name, call._replace(op=op), out, links)
-        if call.added is not None:
-            self.add("bias", bias_call(out, call.added, name == "convolution"), out)
+        described = describe_call(name, args, out, is_pointwise)
+        result_dims = described.op.arrays[-1]
+        read_lengths, unsharded = self._dims_of_stated_lengths(result_dims, out.shape)
+        op = described.op._replace(whole={*described.op.whole, *unsharded})
+        self.add(name, described._replace(op=op), out, read_lengths)
+        if described.added is not None:
+            self.add("bias", describe_bias(out, described.added, name == "convolution"), out)
 
-    def _linked_dims(
+    def _dims_of_stated_lengths(
         self, result_dims: Sequence[str], shape: torch.Size
-    ) -> tuple[Links, Iterable[str]]:
-        """Find which dims of a result have lengths that the model's code read from other tensors.
+    ) -> tuple[ReadLengths, Iterable[str]]:
+        """Find which dims of a result have lengths that the model's code states.
 
         `y.reshape(x.shape[0], 4, -1)` states three lengths, `self.stated_lengths`:
 
-        - dim 0 is as long as dim 0 of x, also on blocks: a link, {"x": {0: "r0"}}.
+        - dim 0 is as long as dim 0 of x, also on blocks: {"x": {0: "r0"}}.
         - dim 1 cannot be sharded, as the code says 4 on every device: "r1".
         - dim 2 follows from the others.
 
         result_dims: the letter of each dim; "(a b)" for a dim that two were merged into. Returns the
-        links as {array: {its dim: letter}}, and the letters of dims that cannot be sharded.
+        lengths that were read from arrays, and the letters of dims that cannot be sharded.
         """
-        links = Links()
+        read_lengths = ReadLengths()
         unsharded: list[str] = []
-        if not _fits(self.stated_lengths, shape):
-            return links, unsharded
+        if not _are_lengths_of(shape, self.stated_lengths):
+            return read_lengths, unsharded
         for dim, length in zip(result_dims, self.stated_lengths, strict=True):
             letters = dim.strip("()").split()
             # The dims that this length was read from: two for a product, as of "(a b)".
             origins = length.origins if isinstance(length, Length) else ()
             if len(origins) == len(letters):
                 for letter, (array, d) in zip(letters, origins, strict=True):
-                    links.setdefault(array, {})[d] = letter
+                    read_lengths.setdefault(array, {})[d] = letter
             elif length != -1:
                 unsharded.extend(letters)
-        return links, unsharded
+        return read_lengths, unsharded
 
-    def add(self, name: str, call: Call, out: Tensor, links: Links | None = None) -> None:
+    def add(
+        self,
+        kind: str,
+        described: DescribedCall,
+        out: Tensor,
+        read_lengths: ReadLengths | None = None,
+    ) -> None:
         """Add an operation to the recorded step, named after the module that runs.
 
-        The names are "layers.0.mlp:mm", and "layers.0.mlp:mm_2" for the second of its kind.
-
-        call: how the operation may be sharded. out: its result, which is known by this name from
-        now on. links: further arrays of which the operation only reads lengths, as
-        {"x": {0: "r0"}} for `zeros(x.shape[0], 8)`: its dim 0 of the result, r0, is as long as dim
-        0 of x. They become operands, so that both dims are sharded together.
+        Args:
+            kind: What it does: "mm" of the module "layers.0.mlp" is called "layers.0.mlp:mm".
+            described: How it may be sharded.
+            out: Its result, which is known by this name from now on.
+            read_lengths: Further arrays of which it only reads lengths, as {"x": {0: "r0"}} for
+                `zeros(x.shape[0], 8)`: dim 0 of the result, r0, is as long as dim 0 of x. They
+                become operands, so that both dims are sharded together.
         """
-        first_name = f"{self._open_modules[-1].path}:{name}"
-        name = first_name
-        number = 2
-        while name in self.trace.shapes:  # also of an input or a parameter
-            name = f"{first_name}_{number}"
-            number += 1
-
-        operands = [self.name_of(x) for x in call.operands]
-        op = call.op
+        name = f"{self._open_modules[-1].path}:{kind}"
+        # "up:mm_2" for the second one; an input or a parameter may have the name, too.
+        name = unused_name(name, name, self.trace.shapes)
+        operands = [self.name_of(x) for x in described.operands]
+        op = described.op
         # Made of constants only, as `arange(8) + 1`: each device makes its own, nothing is moved. Its
         # work is that of the class "source" (accesses None).
         if self._constants.issuperset(operands):
             op = op._replace(kind="source", work={**op.work, "accesses": None})
             self._constants.add(name)
 
-        if links:
+        if read_lengths:
             # An array that is an operand already has letters, which tie its dims to the result's.
-            linked = [array for array in links if array not in operands]
-            op = self._with_links(op, linked, links)
-            operands += linked
+            length_operands = [array for array in read_lengths if array not in operands]
+            op = self._with_length_operands(op, length_operands, read_lengths)
+            operands += length_operands
         self.trace.add(name, op, operands, out.shape)
         self.names[out] = name
 
-    def _with_links(self, op: LetteredOp, linked: Sequence[str], links: Links) -> LetteredOp:
+    def _with_length_operands(
+        self, op: LetteredOp, length_operands: Sequence[str], read_lengths: ReadLengths
+    ) -> LetteredOp:
         """Add operands of which only lengths are read: `y = zeros(x.shape[0], 8)` takes x.
 
         `-> r0 r1` becomes `r0 w0_1 -> r0 r1`: dim 0 of x has the result's letter, its other dims
-        have letters of their own. linked: the names of these operands.
+        have letters of their own. length_operands: the names of these operands.
         """
         *arrays, result_dims = op.arrays
-        for i, array in enumerate(linked):
+        for i, array in enumerate(length_operands):
             dims = []
             for d in range(len(self.trace.shapes[array])):
-                dims.append(links[array].get(d, f"w{i}_{d}"))
+                dims.append(read_lengths[array].get(d, f"w{i}_{d}"))
             arrays.append(dims)
-        return op._replace(arrays=[*arrays, result_dims], links=len(linked))
+        arrays.append(result_dims)
+        return op._replace(arrays=arrays, n_length_operands=len(length_operands))
 
     def name_of(self, x: Tensor) -> str:
         """Return the name of an array; one that no operation has made is a constant."""
         if x not in self.names:
-            self.add("constant", call_of("arange", {}, x), x)
+            self.add("constant", describe_call("arange", {}, x), x)
         return self.names[x]
 
     def enter(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -260,7 +288,7 @@ class StepRecorder(TorchDispatchMode):
             return
         if sum(y is x for y in arguments) == 1:
             # From here on `self.names[x]` is the name of this operation.
-            self.add("input", call_of("alias", {"self": x}, x), x)
+            self.add("input", describe_call("alias", {"self": x}, x), x)
             self.module_entered_by[self.names[x]] = path
 
     def leave(self, path: str, module: nn.Module, args: Any, result: Any) -> None:
@@ -275,7 +303,7 @@ class StepRecorder(TorchDispatchMode):
             self.module_left_by.setdefault(name, path)
 
 
-class Functions(TorchFunctionMode):
+class FunctionWatcher(TorchFunctionMode):
     """Watch functions before torch divides them into operations: attention, and stated lengths."""
 
     def __init__(self, recorder: StepRecorder) -> None:
@@ -288,8 +316,8 @@ class Functions(TorchFunctionMode):
         # so that a `reshape` to them keeps that dim sharded.
         kwargs = {} if kwargs is None else kwargs
         if func is F.scaled_dot_product_attention:
-            call, out = attention_call(*args, **kwargs)
-            self.recorder.add("attention", call, out)
+            described, out = describe_attention(*args, **kwargs)
+            self.recorder.add("attention", described, out)
             return out
         name = getattr(func, "__name__", "")
         self.recorder.stated_lengths = ()
@@ -297,16 +325,22 @@ class Functions(TorchFunctionMode):
             self.recorder.stated_lengths = _whole_numbers(args)
         result = func(*args, **kwargs)
         # `x.shape` is a property, whose getter knows it by `__self__`; `x.size()` is a method.
-        is_shape = getattr(func, "__self__", None) is Tensor.shape or name == "size"
-        if not is_shape or args[0] not in self.recorder.names:
-            return result
-        x = args[0]
-        array = self.recorder.names[x]
-        if isinstance(result, int):  # x.size(1) or x.size(dim=1)
-            dim = next(iter((*args[1:], *kwargs.values())))
-            return Length(result, (array, dim % x.ndim))
-        lengths = [Length(n, (array, d)) for d, n in enumerate(result)]
-        return torch.Size(lengths)
+        reads_shape = getattr(func, "__self__", None) is Tensor.shape or name == "size"
+        if reads_shape and args[0] in self.recorder.names:
+            x = args[0]
+            dims = (*args[1:], *kwargs.values())
+            return _with_origins(result, x, dims, self.recorder.names[x])
+        return result
+
+
+def _with_origins(shape: Any, x: Tensor, dims: Sequence[int], array: str) -> Any:
+    """Return what the code of a model reads of a shape as lengths that know where they are from.
+
+    shape: all of it, or one length, of `dims[0]`. array: the name of x.
+    """
+    if isinstance(shape, int):  # x.size(1) or x.size(dim=1)
+        return Length(shape, (array, dims[0] % x.ndim))
+    return torch.Size([Length(n, (array, d)) for d, n in enumerate(shape)])
 
 
 def record_step(model: nn.Module, batch: Any) -> tuple[TrainingStep, tuple[str, ...]]:
@@ -320,37 +354,38 @@ def record_step(model: nn.Module, batch: Any) -> tuple[TrainingStep, tuple[str, 
     that reads numbers from data, as `x.item()` does.
     """
     inputs = _inputs_by_name(model, batch)
-    tensors = {name: x for name, x in inputs.items() if isinstance(x, Tensor)}
-    if not tensors:
-        hint = 'as in {"input_ids": torch.zeros(16, 8192, dtype=torch.int64)}'
-        raise PlanError("the batch lacks a tensor", hint=hint)
+    batch_length = _batch_length(inputs)
     modules_by_name(model)  # raises for a module inside itself
     names_of_parameters = _names_of_parameters(model)
     dtypes = [parameter.dtype for parameter in names_of_parameters]
     dtype = dtypes[0] if dtypes else torch.float32
-    # The batch size is the length of the first input's first dim.
-    (first_name, first_input), *_ = tensors.items()
-    if not first_input.ndim:
-        hint = "the first dim of the first tensor is the batch"
-        raise PlanError(f"{first_name!r} of the batch has no dims", hint=hint)
-    recorder = StepRecorder(Trace(first_input.shape[0], name_of(dtype)))
+    recorder = StepRecorder(Trace(batch_length, name_of(dtype)))
     # Parameters and buffers get meta tensors of their own, so that the model stays as it is.
     on_meta = {x: torch.empty_like(x, device="meta") for x in model.buffers()}
     for parameter, names in names_of_parameters.items():
         on_meta[parameter] = _add_parameter(recorder, parameter, names)
-    for name, x in tensors.items():
-        # A parameter of the model may be called like an argument.
-        array = input_name(name, recorder.trace.shapes)
-        recorder.names[x] = recorder.trace.input(array, x.shape)
+    _add_inputs(recorder, inputs)
     result = _run(model, on_meta, inputs, recorder)
     step = recorder.trace.step(_add_loss(recorder, result))
 
-    unused = []
+    unused: list[str] = []
     for names in names_of_parameters.values():
-        # A tied parameter is recorded once, as "head.weight|embedding.weight".
-        if "|".join(names) not in step.parameters:
+        if _name_of_tied(names) not in step.parameters:
             unused.extend(names)
     return _with_modules(step, recorder), tuple(unused)
+
+
+def _batch_length(inputs: Mapping[str, Any]) -> int:
+    """Return the length of the first dim of the first tensor; raise PlanError without one."""
+    for name, x in inputs.items():
+        if not isinstance(x, Tensor):
+            continue
+        if x.ndim:
+            return x.shape[0]
+        hint = "the first dim of the first tensor is the batch"
+        raise PlanError(f"{name!r} of the batch has no dims", hint=hint)
+    hint = 'as in {"input_ids": torch.zeros(16, 8192, dtype=torch.int64)}'
+    raise PlanError("the batch lacks a tensor", hint=hint)
 
 
 def _inputs_by_name(model: nn.Module, batch: Any) -> dict[str, Any]:
@@ -370,15 +405,29 @@ def _names_of_parameters(model: nn.Module) -> dict[nn.Parameter, list[str]]:
     return names
 
 
+def _name_of_tied(names: Sequence[str]) -> str:
+    """Name a parameter that is recorded once under all its names: `head.weight|embedding.weight`."""
+    return "|".join(names)
+
+
+def _add_inputs(recorder: StepRecorder, inputs: Mapping[str, Any]) -> None:
+    """Add the tensors among the arguments of a forward pass to the trace."""
+    for name, x in inputs.items():
+        if isinstance(x, Tensor):
+            # A parameter of the model may be called like an argument.
+            array = input_name(name, recorder.trace.shapes)
+            recorder.names[x] = recorder.trace.input(array, x.shape)
+
+
 def _add_parameter(recorder: StepRecorder, parameter: nn.Parameter, names: list[str]) -> Tensor:
     """Add a parameter to the trace, and return a tensor of its shape for the forward pass."""
     x = parameter.detach().to("meta")
-    recorder.names[x] = recorder.trace.parameter("|".join(names), x.shape)
+    recorder.names[x] = recorder.trace.parameter(_name_of_tied(names), x.shape)
     if len(names) > 1:
         # A tied parameter is stored once and gathered once for all its uses.
-        call = call_of("alias", {"self": x}, x)
-        share = call.op._replace(kind="share", work={})
-        recorder.add("tied", call._replace(op=share), x)
+        described = describe_call("alias", {"self": x}, x)
+        share = described.op._replace(kind="share", work={})
+        recorder.add("tied", described._replace(op=share), x)
     return x
 
 
@@ -390,7 +439,13 @@ def _run(
     on_meta: meta tensors in place of parameters and buffers. inputs: arguments of `forward` by
     name. Returns what the model returns.
     """
-    with torch.no_grad(), torch.device("meta"), _unchanged(model), Functions(recorder), recorder:
+    with (
+        torch.no_grad(),
+        torch.device("meta"),
+        _unchanged(model),
+        FunctionWatcher(recorder),
+        recorder,
+    ):
         for path, module in model.named_modules():
             # A module that is used twice has one path, and its operations get numbers.
             module.register_forward_pre_hook(partial(recorder.enter, path), with_kwargs=True)
@@ -506,8 +561,8 @@ def _merge_input(
     path.
     """
     (maker,) = ops[name].operands  # the operation that made the tensor
-    own_users = users[name]
-    is_begun_by_user = len(own_users) == 1 and ops[own_users[0]].operands[0] == name
+    users_inside = users[name]
+    is_begun_by_user = len(users_inside) == 1 and ops[users_inside[0]].operands[0] == name
     if not is_begun_by_user:
         # Made by an operation that ends no module, it may be the residual sum between two layers.
         module_before = module_left_by.get(maker)
@@ -516,9 +571,9 @@ def _merge_input(
             ops[name] = replace(ops[name], enters=path)
             return
     del ops[name]
-    others = [user for user in users[maker] if user != name and user not in own_users]
-    users[maker] = [*others, *own_users]
-    for user in own_users:
+    others = [user for user in users[maker] if user != name and user not in users_inside]
+    users[maker] = [*others, *users_inside]
+    for user in users_inside:
         merged = renamed(ops[user], {name: maker})
         # If an inner module begins with the same operation, its path comes later and replaces this.
         ops[user] = replace(merged, enters=path) if is_begun_by_user else merged
@@ -532,11 +587,12 @@ def _arguments_by_name(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     return {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
 
 
-def _fits(lengths: Sequence[int], shape: torch.Size) -> bool:
+def _are_lengths_of(shape: torch.Size, stated_lengths: Sequence[int]) -> bool:
     """Return whether stated lengths are those of a result, and not of one on the way to it."""
-    if len(lengths) != len(shape):
+    if len(stated_lengths) != len(shape):
         return False
-    return all(length in (-1, actual) for length, actual in zip(lengths, shape, strict=True))
+    pairs = zip(stated_lengths, shape, strict=True)
+    return all(stated in (-1, length) for stated, length in pairs)
 
 
 def _whole_numbers(args: Iterable[Any]) -> tuple[int, ...]:
@@ -551,6 +607,7 @@ def _whole_numbers(args: Iterable[Any]) -> tuple[int, ...]:
 
 
 def _to_meta(x: Tensor) -> Tensor:
+    """Return a tensor of the same shape and dtype without data."""
     return x.to("meta")
 
 

@@ -16,7 +16,7 @@ import torch_bridge as xt
 import xshard as xs
 from tests.step.prober import N, disagreeing, judged, numbers
 from tests.torch_bridge.helpers import on_ranks
-from torch_bridge.step.classes import call_of
+from torch_bridge.step.classes import describe_call
 from torch_bridge.step.record import record_step
 from torch_bridge.step.suggest import mean_over_rows
 from xshard.step.record.trace import Trace
@@ -361,7 +361,7 @@ class Calls(TorchDispatchMode):
             [x for x in tree_leaves(y) if isinstance(x, torch.Tensor)] for y in (out, args)
         )
         for i, x in enumerate(results if all(x.numel() for x in (*results, *given)) else ()):
-            call = call_of(name, named, x, torch.Tag.pointwise in func.tags)
+            call = describe_call(name, named, x, torch.Tag.pointwise in func.tags)
             trace = Trace(1)
             names = [trace.parameter(f"x{k}", each.shape) for k, each in enumerate(call.operands)]
             trace.add("y", call.op, names, x.shape)

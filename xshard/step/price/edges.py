@@ -1,4 +1,8 @@
-"""What the moves of an array cost, from where it is made or stored to where it is used."""
+"""What the moves of an array cost, from where it is made or stored to where it is used.
+
+An *edge* has the prices of all these moves, as tables: a *row* for each layout in which the array is
+made or stored, a *column* for each one in which it is used.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +30,7 @@ from xshard.step.record.arrays import COPY, REPLICAS
 from xshard.step.record.op import Op
 from xshard.step.record.repeat import in_first_block
 
-# The parts of the cost that moves are counted in: the rows of `_runs`.
+# The parts of the cost that seconds of moves are counted in, in the order of `Edge.runs`.
 SECONDS_OF_ACTIVATIONS = BlockPart.FORWARD_ACTIVATIONS_S, BlockPart.BACKWARD_ACTIVATIONS_S
 SECONDS_OF_PARAMETERS = (
     BlockPart.FORWARD_PARAMETERS_S,
@@ -54,7 +58,7 @@ class Edge:
         seconds_parts: The parts of the cost that get seconds.
         runs: How often a move and its adjoint run for each of these, by rows: [parts, move or
             adjoint, rows].
-        bytes_by_part: Other parts of the cost: [rows, columns] for each.
+        bytes_by_part: The parts of the cost that get bytes: [rows, columns] for each.
         place: The module or array at whose rule the array can move. "" for none: only equal layouts
             are possible, all others are `banned`.
         enters: It moves on the way into that module, not out of it.
@@ -72,6 +76,7 @@ class Edge:
     bytes_by_part: Mapping[int, Floats]
     place: str = ""
     enters: bool = False
+    # All parts of the cost that the edge adds to, those in bytes first.
     parts: Ints = field(init=False)
     banned: Flags = field(init=False)
 
@@ -84,10 +89,12 @@ class Edge:
         self.banned = differs & (not self.place)
         self.parts = np.array([*self.bytes_by_part, *self.seconds_parts])
         tables = list(self.bytes_by_part.values())
-        self._bytes = np.array(tables).reshape(-1, *differs.shape)  # there may be no table
+        # [parts in bytes, rows, columns]; there may be no such part.
+        self._bytes = np.array(tables).reshape(-1, *differs.shape)
 
     @property
     def nodes(self) -> tuple[int, int]:
+        """The numbers of the nodes at both ends."""
         return self.source, self.user
 
     @property
@@ -155,16 +162,19 @@ def edges_of(setup: StepSetup, nodes: Sequence[Node], numbers: Mapping[str, int]
     numbers: the number of each node by name.
     """
     edges: list[Edge] = []
-    links: list[Edge] = []  # behind all moves, so that the first use of an array reads it
+    length_edges: list[Edge] = []  # behind all moves, so that the first use of an array reads it
     for op in setup.step.ops:
         share_of_operand = op.starts / op.times if op.again else 1.0
         for operand, name in enumerate(op.operands):
             edge = _edge(setup, nodes, numbers, name, op, operand, share_of_operand)
-            (links if operand in op.length_operands else edges).append(edge)
+            if operand in op.length_operands:
+                length_edges.append(edge)
+            else:
+                edges.append(edge)
         if op.again:
             share_of_layers = 1 - share_of_operand
             edges.append(_edge(setup, nodes, numbers, op.again, op, 0, share_of_layers))
-    return [*edges, *links]
+    return [*edges, *length_edges]
 
 
 def _edge(
@@ -174,7 +184,7 @@ def _edge(
     name: str,
     op: Op,
     operand: int,
-    share: float,
+    share_of_runs: float,
 ) -> Edge:
     """Make the edge that prices the moves of one array to one operation that takes it.
 
@@ -189,35 +199,26 @@ def _edge(
         name: The name of the array.
         op: The operation.
         operand: The number of the operand.
-        share: The part of the operation's runs in which it takes this array, 0 to 1.
+        share_of_runs: The part of the operation's runs in which it takes this array, 0 to 1.
     """
-    step = setup.step
     source = nodes[numbers[name]]
     user = nodes[numbers[op.name]]
+    is_parameter = source.gathering is not None
+    # A parameter is gathered to read its lengths, for they are those in use; other arrays stay.
+    stays = operand in op.length_operands and not is_parameter
+    made_layouts, rows = _made_layouts(source, stays=stays)
     used_layouts, columns = distinct_layouts(user.placements[:, operand])
-    made_placements = source.placements[:, -1]  # the last array is the result
-    # A parameter is gathered to read its lengths, for they are those in use; others stay.
-    stays = operand in op.length_operands and source.gathering is None
-    if stays:  # no value is read, so that tags mean nothing
-        made_placements = np.maximum(made_placements, REPLICAS)
-    made_layouts, rows = distinct_layouts(made_placements)
-    launch_share = 1.0
-    if source.gathering is not None:  # a parameter
-        # Options with one layout differ in when they are gathered: each has its own row.
-        made_layouts = source.placements[:, -1]
-        rows = np.arange(len(made_layouts))
-        launch_share = setup.launch_share(name)
-    place = Place("", False)
-    if not stays:
-        place = _place(setup, name, op, is_first=operand == 0)
+    place = Place("", False) if stays else _place(setup, name, op, is_first=operand == 0)
     bytes_of_moves = _bytes_of_moves(setup, source, op, made_layouts, used_layouts)
-    is_linear = name in step.differentiable and not stays
-    seconds_parts = SECONDS_OF_ACTIVATIONS if source.gathering is None else SECONDS_OF_PARAMETERS
-    if name in step.by_name and not is_linear and not place.is_input:
+    # A move is linear if it has an adjoint, which moves the gradient.
+    is_linear = name in setup.step.differentiable and not stays
+    if name in setup.step.by_name and not is_linear and not place.is_input:
         # A copy is a replica whose gradients are partial sums: without a gradient both are one.
         # This comes after `_bytes_of_moves`, which needs to tell them apart. So do rules on the way
         # into a module.
         used_layouts = without_copies(used_layouts)
+    launch_share = setup.launch_share(name) if is_parameter else 1.0
+    seconds_parts = SECONDS_OF_PARAMETERS if is_parameter else SECONDS_OF_ACTIVATIONS
     edge = Edge(
         source=numbers[name],
         user=numbers[op.name],
@@ -229,8 +230,10 @@ def _edge(
             made_layouts, used_layouts, setup.shape(name), is_linear, launch_share
         ),
         seconds_parts=[setup.part_index(op, part) for part in seconds_parts],
-        runs=share * _runs(setup, source, op, len(made_layouts)),
-        bytes_by_part={setup.part_index(op, part): bytes_of_moves[part] for part in bytes_of_moves},
+        runs=share_of_runs * _runs_by_part(setup, source, op, len(made_layouts)),
+        bytes_by_part={
+            setup.part_index(op, part): bytes_of_moves[part] for part in sorted(bytes_of_moves)
+        },
         place=place.name,
         enters=place.is_input,
     )
@@ -242,7 +245,21 @@ def _edge(
     return edge
 
 
-def _runs(setup: StepSetup, source: Node, op: Op, n_rows: int) -> Floats:
+def _made_layouts(source: Node, *, stays: bool) -> tuple[Placements, Ints]:
+    """List the layouts in which an array is made or stored, and the row of each option.
+
+    stays: only lengths of the array are read, so that tags mean nothing.
+    """
+    placements = source.placements[:, -1]  # the last array is the node's own
+    if source.gathering is not None:
+        # Options of a parameter with one layout differ in when they are gathered: each has a row.
+        return placements, np.arange(len(placements))
+    if stays:
+        placements = np.maximum(placements, REPLICAS)  # all tags become REPLICAS
+    return distinct_layouts(placements)
+
+
+def _runs_by_part(setup: StepSetup, source: Node, op: Op, n_rows: int) -> Floats:
     """Count how often a move and its adjoint run in each part of the seconds.
 
     The forward pass has the move, the backward pass its adjoint, which moves the gradient back. The
@@ -255,12 +272,16 @@ def _runs(setup: StepSetup, source: Node, op: Op, n_rows: int) -> Floats:
     never = np.zeros(n_rows)
     if source.gathering is None:
         once = np.full(n_rows, setup.batch_parts)
-        return np.array([[once, never], [once * setup.is_recomputed(op), once]])
-    is_repeated = source.is_gathered(Gathering.PER_USE)
-    moves = np.where(is_repeated, 1.0, 1 / setup.micro_batches)
+        in_forward = [once, never]
+        in_backward = [once * setup.is_recomputed(op), once]
+        return np.array([in_forward, in_backward])  # as in SECONDS_OF_ACTIVATIONS
+    is_per_use = source.is_gathered(Gathering.PER_USE)
+    gathers = np.where(is_per_use, 1.0, 1 / setup.micro_batches)
     # Gradients may be summed in a wider dtype: they take as many times the seconds.
-    adjoints = moves * (itemsize(setup.step.reduce_dtype) / setup.item_bytes)
-    return np.array([[moves, never], [is_repeated, never], [never, adjoints]])
+    sums = gathers * (itemsize(setup.step.reduce_dtype) / setup.item_bytes)
+    in_forward = [gathers, never]
+    in_backward = [is_per_use, never]
+    return np.array([in_forward, in_backward, [never, sums]])  # as in SECONDS_OF_PARAMETERS
 
 
 class Place(NamedTuple):
@@ -275,7 +296,7 @@ class Place(NamedTuple):
 
 
 def _place(setup: StepSetup, name: str, op: Op, *, is_first: bool) -> Place:
-    """Find the place of the rule that can move an array to an operation, of which it is an operand.
+    """Find the place of the rule that can move an array to an operation that takes it.
 
     `parallelize` moves parameters, and other arrays only where modules begin and end. So an operand
     moves as the input of the module that the operation begins, or as the result of the module that
@@ -286,15 +307,16 @@ def _place(setup: StepSetup, name: str, op: Op, *, is_first: bool) -> Place:
     step = setup.step
     if name in step.parameters:
         return Place(name, False)
-    entered = step.module(op, left=False)  # "" if the operation begins no module
+    entered = step.entered_module(op)
     if is_first and entered:
         # What the first of repeated blocks takes from elsewhere has a rule of its own.
         is_from_elsewhere = op.again and name != op.again
         return Place(in_first_block(entered) if is_from_elsewhere else entered, True)
     maker = step.by_name.get(name)  # None: the array is an input of the step
     # A module's result has one layout, so that several uses would have to agree.
-    if maker is not None and len(step.consumers(name)) == op.operands.count(name) == 1:
-        left = step.module(maker, left=True)
+    has_one_use = len(step.consumers(name)) == 1 and op.operands.count(name) == 1
+    if maker is not None and has_one_use:
+        left = step.left_module(maker)
         if left:
             return Place(left, False)
     return Place(name if step.moves_anywhere else "", False)
@@ -325,6 +347,31 @@ def _bytes_of_moves(
     return {}
 
 
+class ParameterUse(NamedTuple):
+    """A parameter on its way to one operation that uses it; rows are options of the parameter.
+
+    Args:
+        name: Its name.
+        stored: The layouts in storage: [rows, 1, axes], to broadcast over columns.
+        used: The layouts in use: [columns, axes].
+        used_bytes: The bytes of a block in use: [columns].
+        is_gathered: It has to be, as both layouts differ: [rows, columns].
+        per_use: It is gathered for each use: [rows, columns].
+        per_step: It is gathered once per step, and this is its first use, at which that is counted:
+            [rows, 1].
+        is_first_use: This is its first use.
+    """
+
+    name: str
+    stored: Placements
+    used: Placements
+    used_bytes: Floats
+    is_gathered: Flags
+    per_use: Flags
+    per_step: Flags
+    is_first_use: bool
+
+
 def _bytes_of_parameter(
     setup: StepSetup, source: Node, op: Op, used: Placements
 ) -> Mapping[BlockPart, Floats]:
@@ -342,58 +389,73 @@ def _bytes_of_parameter(
     Returns:
         For each kind of bytes [rows, columns]. Rows are options of the parameter.
     """
-    name = source.name
-    stored = source.placements[:, -1][:, None]  # [rows, 1, axes]: broadcasts over columns
-    used_bytes = setup.bytes_in_use(name, used)
+    stored = source.placements[:, -1][:, None]
     is_gathered = (stored != without_copies(used)).any(-1)
-    is_first_use = setup.step.consumers(name)[0] is op
-    per_use = source.is_gathered(Gathering.PER_USE)[:, None] & is_gathered
-    # A parameter that is gathered once per step is held once, however many operations use it:
-    # it is counted at the first.
-    per_step = source.is_gathered(Gathering.PER_STEP)[:, None] & is_first_use
+    is_first_use = setup.step.consumers(source.name)[0] is op
+    use = ParameterUse(
+        name=source.name,
+        stored=stored,
+        used=used,
+        used_bytes=setup.bytes_in_use(source.name, used),
+        is_gathered=is_gathered,
+        per_use=source.is_gathered(Gathering.PER_USE)[:, None] & is_gathered,
+        per_step=source.is_gathered(Gathering.PER_STEP)[:, None] & is_first_use,
+        is_first_use=is_first_use,
+    )
+    return {**_bytes_of_gathers(setup, use), **_bytes_of_gradients(setup, use)}
+
+
+def _bytes_of_gathers(setup: StepSetup, use: ParameterUse) -> Mapping[BlockPart, Floats]:
+    """Compute the bytes of a parameter that is gathered, and of the messages that bring it."""
     # Twice: the message, and the parameter that is unpacked from it.
-    received_bytes = 2 * used_bytes + _bytes_between_gathers(setup, name, stored, used)
+    received_bytes = 2 * use.used_bytes + _bytes_between_gathers(setup, use)
     # Used in another dtype than the one in storage, it is cast for each use even where nothing moves.
     is_cast = setup.step.stored_dtype != setup.step.dtype
-    cast_bytes = is_cast * ~is_gathered * used_bytes
-    # Gradients are summed first over the axes that shard the parameter in storage alone.
-    summed = np.where(used == REPLICAS, stored, used)
-    sent_bytes = used_bytes + 2 * setup.bytes_in_use(name, summed)
-    gradient_ratio = setup.gradient_bytes / setup.item_bytes  # 2 for parameters of 16 bits
+    cast_bytes = is_cast * ~use.is_gathered * use.used_bytes
     is_ahead = min(setup.prefetch, 1)
-    # Until a sum is awaited there are the gradient, its message, and room for the result.
-    behind_bytes = 2 * setup.bytes_in_use(name, summed) + setup.bytes_in_use(name, stored)
-    whole_gradient_bytes = np.zeros_like(used_bytes)
-    if setup.micro_batches > 1:
-        # Gradients of what is gathered once are added up over micro-batches whole, as it is used.
-        whole_gradient_bytes = used_bytes * gradient_ratio
-    # A sum at the end of the step holds an addend and its result, two blocks. The gradient, which
-    # is counted already, is one of them, and as large as both if the parameter has 16 bits: then
-    # nothing is left to count.
-    has_copies_of_replicas = ((stored == REPLICAS) & (used == COPY)).any(-1)
-    is_summed_later = is_first_use & has_copies_of_replicas
-    sum_bytes = setup.bytes_in_use(name, stored) * max(2 - gradient_ratio, 0)
     return {
-        BlockPart.RECEIVED_BYTES: per_use * received_bytes + cast_bytes,
-        BlockPart.SENT_BYTES: per_use * sent_bytes,
-        BlockPart.GATHERED_BYTES: per_step * is_gathered * used_bytes,
-        BlockPart.GRADIENT_BYTES: per_step * whole_gradient_bytes,
-        BlockPart.SUM_BYTES: is_summed_later * sum_bytes,
-        BlockPart.AHEAD_BYTES: is_ahead * per_use * used_bytes,
-        BlockPart.BEHIND_BYTES: is_ahead * (per_use | per_step & is_gathered) * behind_bytes,
+        BlockPart.RECEIVED_BYTES: use.per_use * received_bytes + cast_bytes,
+        BlockPart.GATHERED_BYTES: use.per_step * use.is_gathered * use.used_bytes,
+        BlockPart.AHEAD_BYTES: is_ahead * use.per_use * use.used_bytes,
     }
 
 
-def _bytes_between_gathers(
-    setup: StepSetup, name: str, stored: Placements, used: Placements
-) -> Floats:
+def _bytes_of_gradients(setup: StepSetup, use: ParameterUse) -> Mapping[BlockPart, Floats]:
+    """Compute the bytes of a parameter's gradients, and of the messages that sum and scatter them."""
+    # Gradients are summed first over the axes that shard the parameter in storage alone.
+    summed = np.where(use.used == REPLICAS, use.stored, use.used)
+    summed_bytes = setup.bytes_in_use(use.name, summed)
+    stored_bytes = setup.bytes_in_use(use.name, use.stored)
+    gradient_ratio = setup.gradient_bytes / setup.item_bytes  # 2 for parameters of 16 bits
+    whole_gradient_bytes = np.zeros_like(use.used_bytes)
+    if setup.micro_batches > 1:
+        # Gradients of what is gathered once are added up over micro-batches whole, as it is used.
+        whole_gradient_bytes = use.used_bytes * gradient_ratio
+    # A sum at the end of the step holds an addend and its result, two blocks. The gradient, which
+    # is counted already, is one of them, and as large as both if the parameter has 16 bits: then
+    # nothing is left to count.
+    has_copies_of_replicas = ((use.stored == REPLICAS) & (use.used == COPY)).any(-1)
+    is_summed_later = use.is_first_use & has_copies_of_replicas
+    sum_bytes = stored_bytes * max(2 - gradient_ratio, 0)
+    # Until a sum is awaited there are the gradient, its message, and room for the result.
+    behind_bytes = 2 * summed_bytes + stored_bytes
+    is_behind = use.per_use | use.per_step & use.is_gathered
+    return {
+        BlockPart.SENT_BYTES: use.per_use * (use.used_bytes + 2 * summed_bytes),
+        BlockPart.GRADIENT_BYTES: use.per_step * whole_gradient_bytes,
+        BlockPart.SUM_BYTES: is_summed_later * sum_bytes,
+        BlockPart.BEHIND_BYTES: min(setup.prefetch, 1) * is_behind * behind_bytes,
+    }
+
+
+def _bytes_between_gathers(setup: StepSetup, use: ParameterUse) -> Floats:
     """Compute the bytes of a parameter between two gathers: over slow links, then over fast ones.
 
     After the first gather, axes over slow links have the layout in use, all others the stored one.
     That block is held while the second gather runs. 0 where one gather does all.
     """
-    halfway = np.where(setup.moves.slow_axes, used, stored)
-    has_first_gather = (halfway != stored).any(-1)
-    has_second_gather = (halfway != used).any(-1)
-    halfway_bytes = setup.bytes_in_use(name, halfway)
+    halfway = np.where(setup.moves.slow_axes, use.used, use.stored)
+    has_first_gather = (halfway != use.stored).any(-1)
+    has_second_gather = (halfway != use.used).any(-1)
+    halfway_bytes = setup.bytes_in_use(use.name, halfway)
     return np.where(has_first_gather & has_second_gather, halfway_bytes, 0.0)

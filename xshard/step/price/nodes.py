@@ -1,4 +1,8 @@
-"""What each way to store an input or a parameter, and to run an operation, costs by itself."""
+"""What each way to store an input or a parameter, and to run an operation, costs by itself.
+
+A *node* is one of these three, and its ways are *options*. A cost is a vector of *parts*, seconds
+and bytes of several kinds (`parts`). What moves between nodes is priced in `edges`.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +27,8 @@ from xshard.step.record.arrays import space_of
 from xshard.step.record.op import Op
 
 EFFICIENCY = 0.72  # of the peak rate, for products
-OPTIMIZER_ACCESSES = (
-    7  # parameter, gradient and both moments are read, all but the gradient are written
-)
+# The parameter, its gradient and both moments are read; all but the gradient are written.
+OPTIMIZER_ACCESSES = 7
 
 
 class Gathering(IntEnum):
@@ -51,7 +54,7 @@ class Node(NamedTuple):
     gathering: Ints | None = None
 
     def is_gathered(self, when: int) -> Flags:
-        """Tell for each option of a parameter whether it is gathered then, a `Gathering`."""
+        """Tell for each option of a parameter whether it has this `Gathering`: [options]."""
         return np.asarray(np.asarray(self.gathering) == when)
 
 
@@ -72,35 +75,36 @@ def price_parameter(setup: StepSetup, name: str) -> Node:
     Returns a node with costs [10 options, parts of the cost].
     """
     layouts = _storage_options(setup, name)
-    placements = np.concatenate([layouts, layouts])
+    placements = np.concatenate([layouts, layouts])  # [options, 1 array, axes]
     gathering = np.repeat((Gathering.PER_USE, Gathering.PER_STEP), len(layouts))
     first_use = setup.step.consumers(name)[0]
-    stored = placements[:, -1]
+    stored = placements[:, -1]  # [options, axes]
     gradient_bytes = setup.block_bytes(name, stored, setup.gradient_bytes)
     # Over several micro-batches, a parameter that is gathered once has its gradient added up in
     # whole, not in shards. Those bytes depend on the layout in use, so that the edges to its uses
     # count them, and nothing is counted here.
     has_sharded_gradient = (gathering == Gathering.PER_USE) | (setup.micro_batches == 1)
     held_gradients = {BlockPart.GRADIENT_BYTES: gradient_bytes * has_sharded_gradient}
-    costs = setup.costs(first_use, len(placements), held_gradients)
+    costs = setup.cost_vectors(first_use, len(placements), held_gradients)
     # Parts of the step are for all layers, not for one.
-    full_bytes = gradient_bytes * first_use.times
+    full_bytes = gradient_bytes * first_use.times  # of the parameter in full precision
+    costs[:, StepPart.PARAMETER_BYTES] = full_bytes / setup.gradient_bytes * setup.stored_bytes
     # Adam has two moments, and below 32 bits a copy of the parameter in full precision.
     n_states = 3 if setup.stored_bytes < FULL else 2
-    costs[:, StepPart.PARAMETER_BYTES] = full_bytes / setup.gradient_bytes * setup.stored_bytes
     costs[:, StepPart.STATE_BYTES] = n_states * full_bytes
-    # The rate of copies counts an element that is read and written once.
-    accessed_per_s = 2 * setup.moves.profile.copy_bytes_per_s
-    costs[:, StepPart.OPTIMIZER_S] = OPTIMIZER_ACCESSES * full_bytes / accessed_per_s
+    # A byte that is copied is accessed twice: it is read and written.
+    accessed_bytes_per_s = 2 * setup.moves.profile.copy_bytes_per_s
+    costs[:, StepPart.OPTIMIZER_S] = OPTIMIZER_ACCESSES * full_bytes / accessed_bytes_per_s
     return Node(name, placements, costs, gathering)
 
 
 def _storage_options(setup: StepSetup, name: str) -> Placements:
     """List the layouts in which an input or a parameter may be stored: [options, 1, axes]."""
-    names = setup.names(name)
-    lengths = dict(zip(names, setup.shape(name), strict=True))
-    storing = Op(name, f"{ARROW} {' '.join(names)}", (), "source")
-    return options_of(storing, lengths, setup.mesh, setup.units[name], setup.shared_dims)
+    dims = setup.dim_names(name)
+    lengths = dict(zip(dims, setup.shape(name), strict=True))
+    # The options of an operation that makes the array from nothing: one rule for each dim.
+    making = Op(name, f"{ARROW} {' '.join(dims)}", (), "source")
+    return options_of(making, lengths, setup.mesh, setup.units[name], setup.shared_dims)
 
 
 def price_operation(setup: StepSetup, op: Op) -> Node:
@@ -112,17 +116,13 @@ def price_operation(setup: StepSetup, op: Op) -> Node:
 
     Returns a node with placements [options, arrays, axes] and costs [options, parts of the cost].
     """
-    units = [min((setup.units[name][dim] for name, dim in link), default=1) for link in op.links]
-    # [options, arrays, axes]
+    units = _units_of_rules(setup, op)
     placements = options_of(op, setup.lengths, setup.mesh, units, setup.shared_dims)
-    block_bytes: list[Floats] = []  # of each operand, then of the result: [options] each
-    for i, name in enumerate(op.array_names):
-        item_bytes = 0 if i in op.length_operands else setup.item_bytes
-        block_bytes.append(setup.block_bytes(name, placements[:, i], item_bytes))
-    seconds = _seconds_of_computing(setup, op, placements, block_bytes)
+    block_bytes = _bytes_of_blocks(setup, op, placements)
+    forward_s = _seconds_of_computing(setup, op, placements, block_bytes)
     saved_bytes = _bytes_saved_for_gradient(setup, op, placements, block_bytes)
     running_bytes = _bytes_of_gradients_on_the_way(setup, op, block_bytes)
-    backward_work = op.work.backward
+    backward_work = op.work.backward  # for each forward one
     if setup.is_recomputed(op):
         backward_work += 1  # the forward pass once more
         running_bytes = running_bytes + saved_bytes
@@ -130,25 +130,48 @@ def price_operation(setup: StepSetup, op: Op) -> Node:
         # one layer to the next, has it as its result.
         is_input = op.kind == "carry"
         saved_bytes = block_bytes[-1] if is_input else np.zeros(len(placements))
-    by_part = {
-        BlockPart.FORWARD_COMPUTING_S: seconds,
-        BlockPart.BACKWARD_COMPUTING_S: seconds * backward_work,
+    values_by_part = {
+        BlockPart.FORWARD_COMPUTING_S: forward_s,
+        BlockPart.BACKWARD_COMPUTING_S: forward_s * backward_work,
         BlockPart.RUNNING_BYTES: running_bytes,
         BlockPart.SAVED_BYTES: saved_bytes,
     }
-    # So far of one part of the batch.
-    costs = setup.batch_parts * setup.costs(op, len(placements), by_part)
+    # Lengths are those in one part of the batch: all parts together take so many times as much.
+    costs = setup.batch_parts * setup.cost_vectors(op, len(placements), values_by_part)
     return Node(op.name, placements, costs)
+
+
+def _units_of_rules(setup: StepSetup, op: Op) -> list[int]:
+    """Count for each rule of an operation the units that it may share out; 1: even blocks only."""
+    units: list[int] = []
+    for dims in op.dims_sharded_together:
+        counts = [setup.units[name][dim] for name, dim in dims]
+        units.append(min(counts, default=1))
+    return units
+
+
+def _bytes_of_blocks(setup: StepSetup, op: Op, placements: Placements) -> list[Floats]:
+    """Return the bytes of a device's block of each operand, then of the result: [options] each.
+
+    0 for operands of which only lengths are read.
+    """
+    block_bytes: list[Floats] = []
+    for i, name in enumerate(op.array_names):
+        item_bytes = 0 if i in op.length_operands else setup.item_bytes
+        block_bytes.append(setup.block_bytes(name, placements[:, i], item_bytes))
+    return block_bytes
 
 
 def _devices_that_split(setup: StepSetup, op: Op, placements: Placements) -> Floats:
     """Count the devices that divide the work of an operation, in every option; others repeat it.
 
-    Uneven blocks count as fewer, for all await the device with the largest.
+    Uneven blocks count as fewer, for all await the device with the largest: 4 devices with 2, 2, 1
+    and 1 heads take as long as 3 with 2 each.
     """
     is_splitting = np.any(placements >= 0, 1)  # [options, axes]
-    arrays = enumerate(op.array_names)
-    ratios = [unevenness(placements[:, i], setup.units[name], setup.mesh) for i, name in arrays]
+    ratios: list[Floats] = []  # of the largest block to an even one, for each array
+    for i, name in enumerate(op.array_names):
+        ratios.append(unevenness(placements[:, i], setup.units[name], setup.mesh))
     highest: Floats = np.max(ratios, 0)
     return product_over(is_splitting, setup.mesh.sizes) / highest
 
@@ -156,14 +179,18 @@ def _devices_that_split(setup: StepSetup, op: Op, placements: Placements) -> Flo
 def _seconds_of_computing(
     setup: StepSetup, op: Op, placements: Placements, block_bytes: list[Floats]
 ) -> Floats:
-    """Return the seconds of the forward pass: of operations or of memory, and of the host's calls."""
+    """Return the seconds of an operation's forward pass on a device: [options].
+
+    It computes while it accesses memory, so that the longer of both counts. The host's calls are
+    added.
+    """
     work = op.work
     profile = setup.moves.profile
     flops_per_s = profile.flops(setup.step.dtype) * EFFICIENCY * work.rate
     n_devices = _devices_that_split(setup, op, placements)
-    by_flops = work.flops * space_of(op.arrays, setup.lengths) / n_devices / flops_per_s
-    by_memory = work.accesses * sum(block_bytes) / (2 * profile.copy_bytes_per_s)
-    return np.maximum(by_flops, by_memory) + op.calls * profile.call_s
+    computing_s = work.flops * space_of(op.arrays, setup.lengths) / n_devices / flops_per_s
+    memory_s = work.accesses * sum(block_bytes) / (2 * profile.copy_bytes_per_s)
+    return np.maximum(computing_s, memory_s) + op.calls * profile.call_s
 
 
 def _bytes_saved_for_gradient(
@@ -178,10 +205,11 @@ def _bytes_saved_for_gradient(
     """
     saved_bytes = np.zeros(len(placements))
     for i in op.saved_operands:
-        # None: a parameter, or an input of the step.
         maker = setup.step.by_name.get(op.array_names[i])
+        if maker is None:
+            continue  # a parameter, or an input of the step
         is_result = maker is op
-        if is_result or (maker is not None and maker.kind != "share"):
+        if is_result or maker.kind != "share":
             saved_bytes = saved_bytes + block_bytes[i]
     # Where several operations were fused into this one, arrays between them are saved, too.
     inner_bytes = setup.item_bytes * op.inner * space_of(op.arrays, setup.lengths)
@@ -201,12 +229,12 @@ def _bytes_of_gradients_on_the_way(setup: StepSetup, op: Op, block_bytes: list[F
     block_bytes: bytes of each array's block, operands first: [options] each. Returns [options].
     """
     step = setup.step
-    gradients = np.zeros(len(block_bytes[-1]))
+    gradient_bytes = np.zeros(len(block_bytes[-1]))
     for name, operand_bytes in zip(op.operands, block_bytes, strict=False):
         maker = step.by_name.get(name)
-        enters_block = maker is not None and maker.times != op.times
-        if enters_block and name in step.differentiable:
-            gradients = gradients + 2 * operand_bytes
+        comes_from_outside = maker is not None and maker.times != op.times
+        if comes_from_outside and name in step.differentiable:
+            gradient_bytes = gradient_bytes + 2 * operand_bytes
     if op.kind == "loss":
-        gradients = gradients + block_bytes[0]  # of the logits
-    return gradients
+        gradient_bytes = gradient_bytes + block_bytes[0]  # of the logits
+    return gradient_bytes

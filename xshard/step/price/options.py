@@ -1,7 +1,9 @@
 """The options of an operation: one rule per mesh axis, in all combinations that are possible.
 
-An option has a placement (the number of the dim that is sharded, or a tag) for each array and each
-mesh axis. Blocks are even, or whole units where units do not divide.
+An *option* has a placement (the number of the dim that is sharded, or a tag) for each array and
+each mesh axis. Blocks are even, or of whole units where units do not divide. Rules number single
+dims, 0 to 2 in `b (g d)`; options number dims of the array, 0 and 1. In both, a number for sharding
+by units comes behind all others (`record.arrays`).
 """
 
 from __future__ import annotations
@@ -48,8 +50,8 @@ def options_of(
         lengths: The length of each dim.
         mesh: The mesh. If devices along the last axis may share units, it is split into two, and
             options are left out that differ along them in any other way.
-        units: How many units each rule shards, as 6 heads; an axis may then shard by whole ones, 2,
-            2, 1 and 1 over 4 devices. 1 for even blocks only.
+        units: For each rule how many units its dims have, as 6 heads; an axis may then shard by
+            whole ones, 2, 2, 1 and 1 over 4 devices. 1 for even blocks only.
         shared_dims: The dims of arrays whose units devices may share.
     """
     dims = dict.fromkeys(chain.from_iterable(map(dims_of, op.all_arrays)))
@@ -77,26 +79,22 @@ def _options(
     mesh: Mesh,
     units: tuple[int, ...],
 ) -> Placements:
-    """List the options of `options_of`, in an array that nobody may change.
+    """List the options of `options_of`, in an array that nobody may change, as it is cached.
 
-    arrays: operands and result, then those inside a chain of operations. shared_dims: of each
-    operand and of the result.
+    Args:
+        rules: The operation's rules: a placement for each of `arrays`, over single dims.
+        arrays: The operands, the result, then arrays inside a chain of operations, which only
+            decide what is possible.
+        shared_dims: Of each operand and of the result, the dims whose units devices may share.
+        lengths_of_dims: The name and length of each single dim.
+        mesh: The mesh.
+        units: For each rule how many units its dims have.
     """
     n_visible = len(shared_dims)
     lengths = dict(lengths_of_dims)
-    axis_rules = np.array(rules)  # [rules, arrays]
-    # The rules again that may shard by units, with single dims counted on.
-    unit_rules = [number for number, count in enumerate(units) if count > 1]
-    n_single = np.array([len(dims_of(array)) for array in arrays])
-    by_units = axis_rules[unit_rules]
-    axis_rules = np.concatenate(
-        [axis_rules, np.where(by_units >= 0, by_units + n_single, by_units)]
-    )
-    n_axes = len(mesh.axes)
-    # A rule for each axis, in all combinations, as numbers: [options, axes].
-    rule_of_axis = np.indices((len(axis_rules),) * n_axes).reshape(n_axes, -1).T
-    # Each number becomes the rule, [options, axes, arrays], and arrays come before axes.
-    placements = axis_rules[rule_of_axis].swapaxes(1, 2).copy()
+    unit_rules = [number for number, n_units in enumerate(units) if n_units > 1]
+    axis_rules = _with_rules_by_units(rules, unit_rules, arrays)
+    placements = _combined_rules(axis_rules, len(mesh.axes))  # [options, arrays, axes]
     is_possible = np.ones(len(placements), bool)
     for i, array in enumerate(arrays):
         units_of_dims = {rules[number][i]: units[number] for number in unit_rules}
@@ -108,7 +106,6 @@ def _options(
         held_tag = REPLICAS if n_visible == 1 else COPY  # in storage, or in an operation
         for i, dims in enumerate(shared_dims):
             is_possible &= _are_of_whole_axes(placements[:, i], dims, held_tag)
-    # Arrays inside a chain of operations come last, and only decide what is possible.
     placements = placements[is_possible, :n_visible]
     # Rules for several dims that are one dim of the array may be equal layouts: the first one
     # stays. `unique` sorts by value; sorting the indices brings the order of the rules back.
@@ -116,6 +113,30 @@ def _options(
     options = placements[np.sort(first_index)]
     options.flags.writeable = False
     return options
+
+
+def _with_rules_by_units(
+    rules: Sequence[AxisRule], unit_rules: Sequence[int], arrays: Sequence[Layout]
+) -> Ints:
+    """Add to the rules those of `unit_rules` again, by units: [rules, arrays].
+
+    `b c -> b c` with rules (0, 0) and (1, 1), of which rule 1 may shard by units, gets (3, 3): a dim
+    by units has its number, 1, plus the number of single dims, 2.
+    """
+    in_even_blocks = np.array(rules)
+    n_single_dims = np.array([len(dims_of(array)) for array in arrays])
+    repeated = in_even_blocks[unit_rules]
+    by_units = np.where(repeated >= 0, repeated + n_single_dims, repeated)  # tags stay
+    return np.concatenate([in_even_blocks, by_units])
+
+
+def _combined_rules(axis_rules: Ints, n_axes: int) -> Placements:
+    """Give each axis one of the rules, in all combinations.
+
+    [rules, arrays] -> [rules ** axes, arrays, axes].
+    """
+    rule_of_axis = np.indices((len(axis_rules),) * n_axes).reshape(n_axes, -1).T  # [options, axes]
+    return axis_rules[rule_of_axis].swapaxes(1, 2).copy()
 
 
 def _are_of_whole_axes(placements: Placements, shared_dims: Sequence[int], held_tag: int) -> Flags:
@@ -133,7 +154,7 @@ def _are_of_whole_axes(placements: Placements, shared_dims: Sequence[int], held_
     return np.asarray(is_shared | (outer == inner))
 
 
-class Sharded(NamedTuple):
+class ShardedPart(NamedTuple):
     """How a part of a merged dim, as g or d of `(g d)`, is sharded in each layout: [layouts] each.
 
     is_single_rows: its shards have a length of 1. first_axis, last_axis: of those that shard it, by
@@ -145,7 +166,7 @@ class Sharded(NamedTuple):
     last_axis: Ints
 
     @classmethod
-    def by(cls, is_sharding: Flags, is_single_rows: Flags) -> Sharded:
+    def by(cls, is_sharding: Flags, is_single_rows: Flags) -> ShardedPart:
         """Describe a part by the axes that shard it: [layouts, axes]."""
         n_axes = is_sharding.shape[-1]
         axes = np.arange(n_axes)
@@ -169,68 +190,79 @@ def _in_array(
     `(g d)` are contiguous if axes that shard d come after those that shard g, and these leave g a
     length of 1. With g of length 4, axes of sizes 4 and 2 can shard (g, d), not (d, g).
 
-    An axis that shards d by units has 2 + 3 here, and 1 + 2 then.
+    An axis that shards d by units has the number 2 + 3 in `placements`, and 1 + 2 in the result.
 
-    placements: [layouts, axes]. units: of single dims. Returns the new placements, and which of the
-    layouts are possible.
+    Args:
+        placements: Over single dims, of one array: [layouts, axes].
+        array: Its dims, some of which may be merged.
+        lengths: Of single dims, by name.
+        mesh: The mesh.
+        units: How many units each single dim has, by number.
+
+    Returns:
+        The new placements, and which of the layouts are possible: [layouts].
     """
     in_dims = placements.copy()
     is_possible = np.ones(len(placements), bool)
-    n_single = len(dims_of(array))
+    n_single_dims = len(dims_of(array))
     single_dim = 0
     for dim_number, dim in enumerate(array.dims):
-        parts: list[Sharded] = []
+        parts: list[ShardedPart] = []
         for name in names_of_dim(dim):
             is_sharding = placements == single_dim  # [layouts, axes]
             in_dims[is_sharding] = dim_number
             n_shards = product_over(is_sharding, mesh.sizes)
             is_possible &= lengths[name] % n_shards == 0
-            is_by_units = placements == single_dim + n_single
+            is_by_units = placements == single_dim + n_single_dims
             in_dims[is_by_units] = dim_number + len(array.dims)
             n_blocks = product_over(is_by_units, mesh.sizes)
-            # Units that divide are even blocks; rows inside units are not contiguous.
+            # Units that divide are even blocks, which another option has.
             is_uneven = are_uneven(units.get(single_dim, 1), n_blocks)
-            is_possible &= (is_uneven & (n_shards == 1) & (not parts)) | (n_blocks == 1)
-            parts.append(Sharded.by(is_sharding, n_shards == lengths[name]))
+            is_outermost = not parts  # units of d in `(g d)` are not contiguous
+            is_possible &= (is_uneven & (n_shards == 1) & is_outermost) | (n_blocks == 1)
+            parts.append(ShardedPart.by(is_sharding, n_shards == lengths[name]))
             single_dim += 1
         for outer, inner in combinations(parts, 2):
             is_possible &= _are_contiguous(outer, inner)
     return in_dims, is_possible
 
 
-def _are_contiguous(outer: Sharded, inner: Sharded) -> Flags:
-    """Tell in which layouts the blocks of two parts of a merged dim are contiguous."""
+def _are_contiguous(outer: ShardedPart, inner: ShardedPart) -> Flags:
+    """Tell in which layouts the blocks of two parts of a merged dim are contiguous: [layouts]."""
     is_inner_whole = inner.last_axis < 0
     return is_inner_whole | (outer.is_single_rows & (outer.last_axis < inner.first_axis))
 
 
 def product_over(axes: Flags, sizes: Sequence[int] | Floats) -> Floats:
-    """Multiply the sizes of chosen mesh axes: [..., axes] -> [...]."""
+    """Multiply the sizes of the mesh axes that flags choose: [..., axes] -> [...]."""
     return np.asarray(np.prod(np.where(axes, sizes, 1), -1))
 
 
 def are_uneven(n_units: ArrayLike, n_blocks: ArrayLike) -> Flags:
-    """Tell for numbers of blocks whether units do not divide, but every block has one or more."""
+    """Tell whether units make uneven blocks, none of them empty: 6 units in 4 blocks, not in 3 or 8."""
     return np.not_equal(np.mod(n_units, n_blocks), 0) & np.less_equal(n_blocks, n_units)
 
 
 def unevenness(placements: Placements, units: Sequence[int], mesh: Mesh) -> Floats:
     """Return how many times an even block the largest block of an array is: [..., axes] -> [...].
 
-    units: of each dim.
+    6 units over 4 devices are 1.5 each, and 2 at most: 4/3. units: of each dim.
     """
     ratio: Floats = np.ones(placements.shape[:-1])
-    for number, count in enumerate(units, len(units)):
-        if count > 1:
-            n_blocks = product_over(placements == number, mesh.sizes)
-            ratio *= np.ceil(count / n_blocks) * n_blocks / count
+    for unit_number, n_units in enumerate(units, len(units)):  # behind the numbers of all dims
+        if n_units > 1:
+            n_blocks = product_over(placements == unit_number, mesh.sizes)
+            ratio *= np.ceil(n_units / n_blocks) * n_blocks / n_units
     return ratio
 
 
 def distinct_layouts(layouts: Placements) -> tuple[Placements, Ints]:
-    """Find the distinct layouts of options, and for each option the number of its layout."""
-    rows, numbers = np.unique(layouts, axis=0, return_inverse=True)
-    return rows, numbers.reshape(-1)
+    """Find the distinct layouts of options, and for each option the number of its layout.
+
+    [options, axes] -> [distinct, axes], [options].
+    """
+    distinct, numbers = np.unique(layouts, axis=0, return_inverse=True)
+    return distinct, numbers.reshape(-1)
 
 
 def without_copies(placements: ArrayLike) -> Placements:

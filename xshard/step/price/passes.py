@@ -1,14 +1,16 @@
 """How the turns of modules follow each other in a step: as a closed form, and as a schedule.
 
-While a module computes, the parameters of the next one travel, and in the backward pass the gradients of
-the one before. Activations are awaited, unless parts of the batch take turns. Both forms agree: a
-module's turn ends when it has computed, and when the links have carried what travels meanwhile.
+In a *pass*, forward or backward, modules take *turns* to compute. While one computes, the parameters
+of the next one travel *ahead*, and in the backward pass the gradients of the one before travel, too.
+Activations are *awaited*, unless parts of the batch take turns. Seconds in which a device only waits
+are *exposed*. Both forms agree: a module's turn ends when it has computed, and when the links have
+carried what travels meanwhile.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from itertools import repeat
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -21,18 +23,52 @@ from xshard.step.price.step_setup import StepSetup
 
 AWAITED_IN_PARTS = 0.5  # of activations: `benchmarks.time` measures 0.3 to 1.3 on gloo
 NO_BLOCK = -1  # before the first turn, and after the last
+FORWARD = 0
+BACKWARD = 1  # the passes, as numbers in arrays
 
 
 class Exposed(NamedTuple):
-    """The shares of seconds of moves in which a device waits.
+    """The shares of the seconds of moves in which a device waits.
 
     Args:
-        activations: Of those of activations; the rest of them travels ahead as parameters do.
-        ahead: Of those of all that travels ahead, or beside the next module.
+        activations: Of moves of activations; the rest of them travels ahead as parameters do.
+        ahead: Of all that travels ahead, or beside the next module.
     """
 
     activations: float
     ahead: float
+
+
+class PassSeconds(NamedTuple):
+    """Seconds of a turn in each block and pass: [blocks + 1, passes], with zeros for NO_BLOCK.
+
+    As long as the parts of a cost are not known, each is weights of them: [blocks + 1, passes, parts].
+
+    Args:
+        computing: Of computing.
+        awaited: Of activations that are awaited.
+        ahead: Of what travels while the module before computes.
+    """
+
+    computing: Floats
+    awaited: Floats
+    ahead: Floats
+
+
+class TurnKind(NamedTuple):
+    """What the seconds of a turn depend on.
+
+    Args:
+        pass_number: FORWARD or BACKWARD.
+        before: The block of the module before, whose gradients travel meanwhile.
+        block: The block of the module that computes.
+        following: The block of the next module, whose parameters travel meanwhile.
+    """
+
+    pass_number: int
+    before: int
+    block: int
+    following: int
 
 
 def exposed_shares(setup: StepSetup) -> Exposed:
@@ -41,9 +77,10 @@ def exposed_shares(setup: StepSetup) -> Exposed:
     if overlap is None and setup.step.moves_anywhere:
         overlap = setup.moves.profile.compiled_overlap
     if overlap is not None:
-        return Exposed(0.0, 1 - overlap)
+        # A share of all moves, those of activations as well.
+        return Exposed(activations=0.0, ahead=1 - overlap)
     activations = AWAITED_IN_PARTS if setup.batch_parts > 1 else 1.0
-    return Exposed(activations, float(setup.prefetch == 0))
+    return Exposed(activations, ahead=float(setup.prefetch == 0))
 
 
 def closed_form(setup: StepSetup, limit_shares: Floats) -> CostFunction:
@@ -55,91 +92,124 @@ def closed_form(setup: StepSetup, limit_shares: Floats) -> CostFunction:
 
     and the backward pass the same, with gradients of the module before beside parameters of the next
     one, and gradients of the last one at its end. Activations that are awaited are in both rows.
+
+    limit_shares: what a unit of each part uses of each limit of memory: [limits, parts].
     """
-    share = exposed_shares(setup).ahead
+    # A sum of parts is written as the weights of all parts, [parts], as the parts are not known yet.
     of_turns = _parts_of_turns(setup)
-    computing, awaited, ahead = _seconds_of_passes(setup, of_turns)
+    seconds = _seconds_of_passes(setup, of_turns)
     gradients = of_turns[:, BlockPart.GRADIENTS_S]
-    order = [block for block, _ in _turns(setup)]
-    first = order[0]
-    last = order[-1]
-    # How often each turn occurs: its pass, the block before, its own, the next one.
-    turns = Counter(zip(repeat(0), repeat(NO_BLOCK), order, [*order[1:], NO_BLOCK], strict=False))
-    order.reverse()
-    followers = [*order[1:], NO_BLOCK]
-    turns.update(zip(repeat(1), [NO_BLOCK, *order], order, followers, strict=False))
-    rows: list[list[Floats]] = []
-    for number, before, block, following in turns:
-        beside = ahead[following, number] + gradients[before]
-        waits = awaited[block, number]
-        rows.append([waits + computing[block, number] + share * beside, waits + beside])
-    ends = ahead[first, 0] + ahead[last, 1] + gradients[first]
+    exposed_share = exposed_shares(setup).ahead
+    blocks = [block for block, _ in _turns(setup)]
+    turn_counts = _count_turns(blocks)
+    maxima: list[list[Floats]] = []
+    for pass_number, before, block, following in turn_counts:
+        awaited_s = seconds.awaited[block, pass_number]
+        travelling_s = seconds.ahead[following, pass_number] + gradients[before]
+        until_computed = (
+            awaited_s + seconds.computing[block, pass_number] + exposed_share * travelling_s
+        )
+        until_carried = awaited_s + travelling_s
+        maxima.append([until_computed, until_carried])
+    # Nothing computes while the first parameters of each pass and the last gradients travel.
+    first = blocks[0]
+    last_ahead = seconds.ahead[blocks[-1], BACKWARD]
+    ends = seconds.ahead[first, FORWARD] + last_ahead + gradients[first]
     return CostFunction(
         linear=setup.micro_batches * ends + setup.parts.unit[StepPart.OPTIMIZER_S],
-        times=setup.micro_batches * np.array([*turns.values()]),
-        maxima=np.array(rows),
+        times=setup.micro_batches * np.array([*turn_counts.values()]),
+        maxima=np.array(maxima),
         limit_shares=limit_shares,
     )
 
 
+def _count_turns(blocks: Sequence[int]) -> Counter[TurnKind]:
+    """Count the turns of both passes by what their seconds depend on.
+
+    blocks: of the modules that take turns in the forward pass, in order.
+    """
+    counts = Counter[TurnKind]()
+    for block, following in zip(blocks, [*blocks[1:], NO_BLOCK], strict=True):
+        counts[TurnKind(FORWARD, NO_BLOCK, block, following)] += 1
+    order = blocks[::-1]
+    neighbours = zip([NO_BLOCK, *order[:-1]], order, [*order[1:], NO_BLOCK], strict=True)
+    for before, block, following in neighbours:
+        counts[TurnKind(BACKWARD, before, block, following)] += 1
+    return counts
+
+
 def schedule_of(setup: StepSetup, vector: Floats) -> Schedule:
-    """Return the schedule of both passes of a micro-batch, with the seconds of a plan's parts.
+    """Return the schedule of both passes of a micro-batch.
 
     Bytes are those that count in memory: of parameters that are gathered for each use, and of gradients.
+
+    vector: the parts of a plan's cost, seconds and bytes.
     """
     of_turns = _parts_of_turns(setup)
-    amounts = of_turns @ vector  # [blocks + 1, block parts]
-    computing_s, awaited_s, ahead_s = np.array(_seconds_of_passes(setup, of_turns)) @ vector
+    seconds = PassSeconds(*(np.array(_seconds_of_passes(setup, of_turns)) @ vector))
+    amounts = of_turns @ vector  # seconds and bytes of a turn: [blocks + 1, block parts]
     exposed = exposed_shares(setup)
-    kind = "parameters" if exposed.activations == 1 else "parameters+activations"
+    # Activations that are not awaited travel with the parameters.
+    kind_ahead = "parameters" if exposed.activations == 1 else "parameters+activations"
 
-    def turn(block: int, name: str, number: int) -> Turn:
-        *_, ahead_bytes, behind_bytes = amounts[block]
+    def make_turn(block: int, name: str, pass_number: int) -> Turn:
+        ahead_s = seconds.ahead[block, pass_number]
+        ahead_bytes = amounts[block, BlockPart.AHEAD_BYTES]
         gradients_s = amounts[block, BlockPart.GRADIENTS_S]
+        gradient_bytes = amounts[block, BlockPart.BEHIND_BYTES]
+        awaited_s = seconds.awaited[block, pass_number]
         return Turn(
             name,
-            float(computing_s[block, number]),
-            parameters=_move(f"{name} {kind}", ahead_s[block, number], ahead_bytes),
-            gradients=_move(f"{name} gradients", gradients_s, behind_bytes),
-            activations=_move(f"{name} activations", awaited_s[block, number]),
+            float(seconds.computing[block, pass_number]),
+            parameters=_move(f"{name} {kind_ahead}", ahead_s, ahead_bytes),
+            gradients=_move(f"{name} gradients", gradients_s, gradient_bytes),
+            activations=_move(f"{name} activations", awaited_s),
         )
 
     turns = _turns(setup)
-    forward = [turn(block, name, 0) for block, name in turns]
-    backward = [turn(block, f"{name}, backward", 1) for block, name in reversed(turns)]
+    forward = [make_turn(block, name, FORWARD) for block, name in turns]
+    backward = [make_turn(block, f"{name}, backward", BACKWARD) for block, name in reversed(turns)]
     return training_step(forward, backward, 0 if exposed.ahead == 1 else setup.prefetch)
 
 
 def _move(name: str, seconds: float, n_bytes: float = 0) -> Start | None:
+    """Make the start of a move in a schedule; None for one that takes no time."""
     return Start(name, int(n_bytes), seconds=float(seconds)) if seconds else None
 
 
 def _turns(setup: StepSetup) -> list[tuple[int, str]]:
-    """List the modules that compute in a forward pass, with their blocks: [(1, "layers.0"), ...]."""
-    first_names = {setup.block_of[op.name]: op.name for op in reversed(setup.step.ops)}
+    """List the modules that compute in a forward pass, with their blocks: [(1, "layers.0"), ...].
+
+    A block with one turn has the name of its first operation.
+    """
+    # In reverse, the first operation of a block replaces all others.
+    first_op_of_block = {setup.block_of[op.name]: op.name for op in reversed(setup.step.ops)}
     turns: list[tuple[int, str]] = []
     for block, n_turns in enumerate(setup.n_turns):
-        names = [first_names[block]]
+        names = [first_op_of_block[block]]
         if n_turns > 1:
-            layer = first_names[block].partition("*")[0]
-            names = [f"{layer}{i}" for i in range(n_turns)]
+            prefix = names[0].partition("*")[0]  # `layers.*.norm` -> `layers.`
+            names = [f"{prefix}{i}" for i in range(n_turns)]
         turns += [(block, name) for name in names]
     return turns
 
 
 def _parts_of_turns(setup: StepSetup) -> Floats:
-    """Return the parts of a turn in each block, and zeros for no block: [blocks + 1, block parts, parts]."""
+    """Select the parts of a turn in each block from a vector of all parts.
+
+    A turn of block 1 has the amounts `_parts_of_turns(setup)[1] @ vector`: [block parts].
+
+    Returns [blocks + 1, block parts, parts], with zeros for NO_BLOCK at the end.
+    """
     layers_in_turn = setup.block_times / setup.n_turns
     of_turns = setup.parts.of_blocks * layers_in_turn[:, None, None]
     return np.concatenate([of_turns, np.zeros_like(of_turns[:1])])
 
 
-def _seconds_of_passes(setup: StepSetup, of_turns: Floats) -> list[Floats]:
-    """Take the seconds of computing, awaited activations, and what travels ahead.
-
-    Returns for each [blocks + 1, 2 passes, parts].
-    """
+def _seconds_of_passes(setup: StepSetup, of_turns: Floats) -> PassSeconds:
+    """Select the seconds of turns, each [blocks + 1, passes, parts], from `_parts_of_turns`."""
+    # BlockPart begins with computing, activations and parameters forward, then the same backward.
     of_passes = of_turns[:, : BlockPart.GRADIENTS_S].reshape(len(of_turns), 2, 3, -1)
     computing, activations, parameters = np.moveaxis(of_passes, 2, 0)
     awaited = exposed_shares(setup).activations * activations
-    return [computing, awaited, parameters + activations - awaited]
+    return PassSeconds(computing, awaited, ahead=parameters + activations - awaited)

@@ -31,19 +31,24 @@ from xshard.step.record.op import Op
 from xshard.step.record.training_step import TrainingStep
 
 FULL = 4  # bytes of an element in full precision, as gradients, moments and logits are
-NAMES_OF_PARAMETERS = {1: "n", 2: "oi", 3: "eoi"}  # of their dims, by how many they are
+# What rules call the dims of a parameter, by their number: [out, in], [expert, out, in].
+NAMES_OF_PARAMETER_DIMS = {1: "n", 2: "oi", 3: "eoi"}
 
 
 @dataclass(frozen=True, eq=False)
 class StepSetup:
     """A step on a mesh, with micro-batches.
 
-    step: with shares (`TrainingStep.with_shares`). moves: prices of moves, which know mesh and
-    machine. micro_batches: parts of the batch that run one after another. recompute: activations of
-    repeated blocks are computed again in the backward pass. overlap: share of the seconds of moves
-    that run beside computing; None for what the schedule hides. prefetch: how many modules ahead
-    parameters travel. batch_parts: parts of a micro-batch that take turns, so that one computes
-    while activations of another travel.
+    Args:
+        step: The step, with shares (`TrainingStep.with_shares`).
+        moves: The prices of moves, which know mesh and machine.
+        micro_batches: Parts of the batch that run one after another.
+        recompute: Activations of repeated blocks are computed again in the backward pass.
+        overlap: Share of the seconds of moves that run beside computing; None for what the
+            schedule hides.
+        prefetch: How many modules ahead parameters travel.
+        batch_parts: Parts of a micro-batch that take turns, so that one computes while activations
+            of another travel.
     """
 
     step: TrainingStep
@@ -96,15 +101,17 @@ class StepSetup:
 
     @cached_property
     def units(self) -> Mapping[str, tuple[int, ...]]:
-        """How many units each dim of an array has, if they do not divide over some axes; else 1."""
+        """The units of each dim of an array, where they can make uneven blocks; else 1.
+
+        6 heads are 6 units on a mesh of 4 devices, and 1 on a mesh of 3, which they divide over.
+        """
         n_devices = self.mesh.n_devices
-        n_blocks = np.array([n for n in range(1, n_devices + 1) if n_devices % n == 0])
+        block_counts = [n for n in range(1, n_devices + 1) if n_devices % n == 0]
         units: dict[str, tuple[int, ...]] = {}
         for name, array in self.step.arrays.items():
-            keys = [(name, number) for number, _ in enumerate(array.dims)]
-            counts = np.array([self.step.units.get(key, 1) for key in keys])
-            is_used = are_uneven(counts[:, None], n_blocks).any(-1)
-            units[name] = tuple(np.where(is_used, counts, 1).tolist())
+            n_units = np.array([self.step.units.get((name, d), 1) for d in range(len(array.dims))])
+            can_be_uneven = are_uneven(n_units[:, None], block_counts).any(-1)
+            units[name] = tuple(np.where(can_be_uneven, n_units, 1).tolist())
         return units
 
     @cached_property
@@ -134,24 +141,31 @@ class StepSetup:
         They are its layers; outside of layers they are the operations that take a matrix.
         """
         step = self.step
-        matrices = [name for name in step.parameters if len(step.arrays[name].dims) > 1]
-        takers = {step.consumers(name)[0].name for name in matrices}
-        in_block = Counter(self.block_of[name] for name in takers)
-        modules = [in_block[block] for block in range(len(self.block_times))]
-        return np.maximum(np.where(self.block_times > 1, self.block_times, modules), 1)
+        matrices = [name for name in step.parameters if self._is_matrix(name)]
+        first_users = {step.consumers(name)[0].name for name in matrices}
+        users_in_block = Counter(self.block_of[name] for name in first_users)
+        n_users = [users_in_block[block] for block in range(len(self.block_times))]
+        return np.maximum(np.where(self.block_times > 1, self.block_times, n_users), 1)
+
+    def _is_matrix(self, parameter: str) -> bool:
+        """Tell whether a parameter is more than a vector."""
+        return len(self.step.arrays[parameter].dims) > 1
 
     @cached_property
     def parts(self) -> Parts:
+        """Where each part of the cost is in a vector."""
         return Parts(len(self.block_times))
 
     def part_index(self, op: Op, part: BlockPart) -> int:
         """Return the place of a part of an operation's block in vectors."""
         return self.block_of[op.name] * len(BlockPart) + part
 
-    def costs(self, op: Op, n_options: int, by_part: Mapping[BlockPart, Floats]) -> Floats:
+    def cost_vectors(
+        self, op: Op, n_options: int, values_by_part: Mapping[BlockPart, Floats]
+    ) -> Floats:
         """Put parts of an operation's block, each [options], into vectors: [options, parts]."""
         costs = np.zeros((n_options, self.parts.size))
-        for part, values in by_part.items():
+        for part, values in values_by_part.items():
             costs[:, self.part_index(op, part)] = values
         return costs
 
@@ -165,16 +179,17 @@ class StepSetup:
 
     @cached_property
     def _shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """The global shape of every array, by name."""
         return {name: shape_of(array, self.lengths) for name, array in self.step.arrays.items()}
 
-    def names(self, name: str) -> list[str]:
+    def dim_names(self, name: str) -> list[str]:
         """Name each dim of an array; parameters have common names, so that one rule is for many."""
         dims = self.step.arrays[name].dims
         if name in self.step.inputs or name in self.step.by_name:
             # A rule has one name for each dim of the array: `(g d)` is gd.
             return ["".join(names_of_dim(dim)) for dim in dims]
-        if len(dims) in NAMES_OF_PARAMETERS:
-            return list(NAMES_OF_PARAMETERS[len(dims)])
+        if len(dims) in NAMES_OF_PARAMETER_DIMS:
+            return list(NAMES_OF_PARAMETER_DIMS[len(dims)])
         return [f"d{i}" for i in range(len(dims))]
 
     def block_bytes(self, name: str, placements: Placements, item_bytes: int) -> Floats:
@@ -196,16 +211,17 @@ class StepSetup:
         if self.step.moves_anywhere:
             return 1.0
         elements = math.prod(self.shape(parameter))
-        return elements / self._elements_together[self._group(parameter)]
+        return elements / self._elements_of_groups[self._gather_group(parameter)]
 
     @cached_property
-    def _elements_together(self) -> Mapping[tuple[int, bool], int]:
+    def _elements_of_groups(self) -> Mapping[tuple[int, bool], int]:
+        """The elements that travel together, by group of parameters."""
         elements = Counter[tuple[int, bool]]()
         for name in self.step.parameters:
-            elements[self._group(name)] += math.prod(self.shape(name))
+            elements[self._gather_group(name)] += math.prod(self.shape(name))
         return elements
 
-    def _group(self, parameter: str) -> tuple[int, bool]:
-        """Return the block of a parameter's first use, and whether it is more than a vector."""
+    def _gather_group(self, parameter: str) -> tuple[int, bool]:
+        """Return what parameters that travel together share: the block of their first use, and kind."""
         first_use = self.step.consumers(parameter)[0]
-        return self.block_of[first_use.name], len(self.step.arrays[parameter].dims) > 1
+        return self.block_of[first_use.name], self._is_matrix(parameter)

@@ -1,11 +1,13 @@
 """Arrays of operations: their dims by name, and what each mesh axis does with them.
 
-A layout of an array is one number per mesh axis, a placement: the dim that the axis shards, or a
-tag. For dims `b c` and axes `dp tp`, the layout `b/dp c` is `(0, REPLICAS)`, and `b c/tp | sum(dp)`
-is `(SUM, 1)`.
+A *placement* says by a number what one mesh axis does with an array: the dim that it shards, or a
+negative *tag* if it shards none. A layout has one placement per axis. For dims `b c` and axes
+`dp tp`, the layout `b/dp c` is `(0, REPLICAS)`, and `b c/tp | sum(dp)` is `(SUM, 1)`.
 
-Blocks of whole units that do not divide are other blocks than even ones. So a dim has a second
-number for them, behind those of all dims: 3 for c of `b c`.
+In `b (g d)` there are two dims and three *single dims*: the second dim is g and d, merged.
+
+An axis can also shard a dim by whole *units*, as 6 heads over 4 devices: 2, 2, 1 and 1. For that a
+dim has a second number, behind those of all dims: of `b c`, c is 1 in even blocks, 3 by units.
 """
 
 from __future__ import annotations
@@ -44,6 +46,16 @@ def parse_arrays(text: str) -> tuple[Layout, ...]:
     return arrays
 
 
+def write_arrays(texts: Sequence[str]) -> str:
+    """Write arrays, the result last, as `parse_arrays` takes them: b c, f c, b f -> `b c, f c -> b f`.
+
+    An operand without dims is `()`.
+    """
+    *operands, result = texts
+    shown = [operand if operand else "()" for operand in operands]
+    return f"{', '.join(shown)} {ARROW} {result}".strip()
+
+
 def dims_of(array: Layout) -> tuple[str, ...]:
     """List the single dims of an array: `b s (g d)` -> b, s, g, d."""
     return tuple(chain.from_iterable(map(names_of_dim, array.dims)))
@@ -59,12 +71,15 @@ def shape_of(array: Layout, lengths: Mapping[str, int]) -> tuple[int, ...]:
 
 
 def length_of(names: Collection[str], lengths: Mapping[str, int]) -> int:
-    """Multiply the lengths of some dims."""
+    """Multiply the lengths of some single dims: the rows of `(g d)`."""
     return math.prod(lengths[name] for name in names)
 
 
 def space_of(arrays: Iterable[Layout], lengths: Mapping[str, int]) -> int:
-    """Count the elements of the space of all dims of some arrays."""
+    """Count the elements of the space of all dims of some arrays.
+
+    `b c, f c -> b f` has the space b x c x f: a product is made for each of its elements.
+    """
     return length_of({*chain.from_iterable(map(dims_of, arrays))}, lengths)
 
 
@@ -75,7 +90,8 @@ def layout_of(placements: Sequence[int], names: Sequence[str], axes: Sequence[st
         axes_of[placement].append((axis,))
     dims = []
     for number, name in enumerate(names):
-        shards = axes_of[number] + axes_of[number + len(names)]  # one of both is empty
+        # Even blocks, or whole units: one of both is empty.
+        shards = axes_of[number] + axes_of[number + len(names)]
         dims.append(Dim(name, tuple(map(Shard, shards))))
     tags = []
     for kind, tag in TAGS.items():
@@ -98,11 +114,18 @@ def in_units(dim: Dim, length: int, n_units: int, mesh: Mesh, *, says_length: bo
     return with_unit(replace(dim, shards=tuple(shards)), length // n_units)
 
 
-def with_unit(dim: Dim, unit: int) -> Dim:
+def with_unit(dim: Dim, unit_rows: int) -> Dim:
     """Let the shards of a dim count units of several rows: `o/tp` -> `(o 16)/tp`."""
-    if unit == 1:
+    if unit_rows == 1:
         return dim
-    return replace(dim, name=f"{dim.name}_{unit}", parts=(dim.name, str(unit)), unit=unit)
+    parts = (dim.name, str(unit_rows))
+    return replace(dim, name=f"{dim.name}_{unit_rows}", parts=parts, unit=unit_rows)
+
+
+def as_even_blocks(dim: Dim) -> Dim:
+    """Write a dim as if it were in even blocks: `(o 16)/balanced(tp)` -> `o/tp`."""
+    first_name = dim.parts[0] if dim.parts else dim.name
+    return Dim(first_name, tuple(Shard(shard.axes) for shard in dim.shards))
 
 
 def placements_of(layout: Layout, axes: Sequence[str]) -> list[int]:

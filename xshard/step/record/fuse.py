@@ -1,8 +1,8 @@
 """Chains of operations as one operation each.
 
-The rules of a chain are the joined rules of its operations: they place each array alike wherever it
-is. Views, casts and numbers made in place join a neighbour; functions of elements join each other,
-and attention.
+`x -> cast -> norm` becomes `x -> norm`. A rule of the fused operation is a rule of each of its
+operations that agree on the arrays which they share. *Free* operations (views, casts and numbers
+made in place) join a neighbour; functions of elements join each other, and attention.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from itertools import combinations, product
 from typing import NamedTuple
 
 from xshard.layout import Layout
-from xshard.notation.parser import ARROW, names_of_dim
-from xshard.step.record.arrays import COPY, REPLICAS, SUM, space_of
+from xshard.notation.parser import names_of_dim
+from xshard.step.record.arrays import COPY, REPLICAS, SUM, space_of, write_arrays
 from xshard.step.record.op import AxisRule, Op
 from xshard.step.record.training_step import TrainingStep
 
-LIGHT = ("pointwise", "linear", "source")  # classes that join each other
+LIGHT = ("pointwise", "linear", "source")  # classes that may join each other
 APART = ("carry", "share", "opaque")  # classes that join nothing
 
 
@@ -68,7 +68,7 @@ def _fuse_makers_into(ops: dict[str, Op], name: str, step: TrainingStep) -> bool
             operand_index += 1
             continue
         # The operands of the maker take the place of its result: look at the same index again.
-        ops[name] = _FusedPair(maker, ops[name], operand_index, step).op
+        ops[name] = _FusedPair(maker, ops[name], operand_index, step).as_one_op()
         has_fused = True
         if not _count_users(ops, maker):
             del ops[maker.name]
@@ -88,7 +88,8 @@ def _with_needed_operands(op: Op, step: TrainingStep) -> Op:
     for i in op.saved_operands:
         if i in op.length_operands:
             continue
-        if i == n_operands and step.is_saved(op.name):
+        is_result = i == n_operands
+        if is_result and step.is_saved(op.name):
             continue  # counted once: an operation that uses the result saves it already
         # In a product the gradient of one operand is computed from the others, so that operand i
         # is needed if another one has a gradient. A function of one operand needs that itself.
@@ -127,7 +128,7 @@ def _may_fuse(
     if _is_free(first):
         # An operation that begins a module carries the rule for the module's input. Computed again
         # in each of several users, it would give this one rule several arrays to move.
-        may_be_computed_again = step.moves_anywhere or not step.module(first, left=False)
+        may_be_computed_again = step.moves_anywhere or not step.entered_module(first)
         return not is_movable and (has_one_user or may_be_computed_again)
     if not has_one_user:
         return False  # real work would be done twice
@@ -167,9 +168,9 @@ def _is_movable_between(first: Op, second: Op, operand_index: int, step: Trainin
     """
     if step.moves_anywhere:
         return False
-    if step.module(first, left=True):
+    if step.left_module(first):
         return True
-    return operand_index == 0 and bool(step.module(second, left=False))
+    return operand_index == 0 and bool(step.entered_module(second))
 
 
 def _are_apart(first: Op, second: Op, is_movable: bool, step: TrainingStep) -> bool:
@@ -182,18 +183,21 @@ def _are_apart(first: Op, second: Op, is_movable: bool, step: TrainingStep) -> b
     second_modules = _modules_of_parameters(second, step)
     if first_modules and second_modules:
         return first_modules != second_modules
-    # A rule is for the first operand; `first` has a parameter there.
-    return is_movable and not step.parameters.keys().isdisjoint(first.operands[:1])
+    # A rule of a module is for its first operand: `first` has a parameter there, and no input.
+    begins_with_parameter = bool(first.operands) and first.operands[0] in step.parameters
+    return is_movable and begins_with_parameter
 
 
 def _modules_of_parameters(op: Op, step: TrainingStep) -> set[str]:
+    """Name the modules that have the parameters of an operation: `up.weight` -> `up`."""
     return {name.rpartition(".")[0] for name in op.operands if name in step.parameters}
 
 
 class Span(NamedTuple):
     """The place of a single dim in an array: in dim number `dim`, between two products of lengths.
 
-    In `b (g d)` with lengths 4 and 8, g is Span(1, 1, 4) and d is Span(1, 4, 32).
+    In `b (g d)`, where g has length 4 and d 8, g is Span(1, 1, 4) and d is Span(1, 4, 32). Single
+    dims of one array in two notations are parts of each other if their spans overlap.
     """
 
     dim: int
@@ -201,6 +205,7 @@ class Span(NamedTuple):
     high: int
 
     def overlaps(self, other: Span) -> bool:
+        """Tell whether two single dims have a part of the array's dim in common."""
         return self.dim == other.dim and self.low < other.high and other.low < self.high
 
 
@@ -211,8 +216,8 @@ class _FusedPair:
     The arrays of both are numbered, as in `arrays`. For `first` = `x, w -> h` and `second` =
     `h, v -> y` they are 0 x, 1 w, 2 h as it is made (`first_result`), 3 h as it is used
     (`second_start` + `operand_index`), 4 v, 5 y (`second_result`). Arrays inside an operation that
-    is itself a fused chain come after its result. A rule for an axis has a placement per number:
-    the dim that the axis shards there, or a tag such as REPLICAS.
+    is itself a fused chain come after its result. `i` and `j` stand for such numbers. A rule for an
+    axis has a placement for each of them.
     """
 
     first: Op
@@ -248,10 +253,9 @@ class _FusedPair:
     @cached_property
     def length_arrays(self) -> set[int]:
         """The numbers of operands of which only lengths are read: tags mean nothing there."""
-        return {
-            *self.first.length_operands,
-            *(self.second_start + i for i in self.second.length_operands),
-        }
+        length_arrays = {*self.first.length_operands}
+        length_arrays.update(self.second_start + i for i in self.second.length_operands)
+        return length_arrays
 
     @cached_property
     def names(self) -> dict[int, str]:
@@ -260,10 +264,14 @@ class _FusedPair:
         return names | dict(enumerate(self.second.operands, self.second_start))
 
     @cached_property
-    def entered(self) -> tuple[str, str]:
-        """The modules that the two operations enter."""
-        step = self.step
-        return step.module(self.first, left=False), step.module(self.second, left=False)
+    def first_entered(self) -> str:
+        """The module that begins with the first operation; "" for none."""
+        return self.step.entered_module(self.first)
+
+    @cached_property
+    def second_entered(self) -> str:
+        """The module that begins with the second operation; "" for none."""
+        return self.step.entered_module(self.second)
 
     @property
     def insertion_index(self) -> int:
@@ -272,8 +280,7 @@ class _FusedPair:
         It is where the first one's result was, or 0 if they enter a module: its rule is for operand
         0.
         """
-        first_enters, second_enters = self.entered
-        return 0 if first_enters and not second_enters else self.operand_index
+        return 0 if self.first_entered and not self.second_entered else self.operand_index
 
     @cached_property
     def all_operand_arrays(self) -> list[int]:
@@ -311,17 +318,19 @@ class _FusedPair:
         rule of the first operation, followed by one of the second, if both do the same to the array
         in between, and to operands of one name.
         """
-        # A consumer may take copies of a result whose own rules know only replicas.
+        # The second operation may take copies of a result whose own rules know only replicas.
         first_rules = (*self.first.axis_rules, *self._copying_rules())
-        pairs = product(first_rules, self.second.axis_rules)
-        rules = [(*first, *second) for first, second in pairs]
+        rules = [
+            (*first_rule, *second_rule)
+            for first_rule, second_rule in product(first_rules, self.second.axis_rules)
+        ]
         for i, j in self.equal_pairs:
             agreeing = self._agreeing_placements(i, j)
             rules = [rule for rule in rules if (rule[i], rule[j]) in agreeing]
         return [self._with_tags_of_values(rule) for rule in rules]
 
     def _with_tags_of_values(self, rule: AxisRule) -> AxisRule:
-        """Give arrays whose lengths are read the tags of those of the same name whose values are."""
+        """Give arrays of which only lengths are read the tags of equal arrays whose values are read."""
         placements = list(rule)
         for i, j in self.equal_pairs:
             if i in self.length_arrays and rule[i] < 0:
@@ -336,11 +345,11 @@ class _FusedPair:
         """
         tags = (REPLICAS, SUM, COPY)
         agreeing = {(tag, tag) for tag in tags}
-        if not self.length_arrays.isdisjoint((i, j)):
-            agreeing.update(product(tags, tags))
-        for number_in_i, span in enumerate(self.spans[i]):
-            for number_in_j, other in enumerate(self.spans[j]):
-                if span.overlaps(other):
+        if i in self.length_arrays or j in self.length_arrays:
+            agreeing.update(product(tags, tags))  # where no value is read, any tag goes
+        for number_in_i, span_in_i in enumerate(self.spans[i]):
+            for number_in_j, span_in_j in enumerate(self.spans[j]):
+                if span_in_i.overlaps(span_in_j):
                     agreeing.add((number_in_i, number_in_j))
         return agreeing
 
@@ -401,10 +410,10 @@ class _FusedPair:
         """
         restrictions: dict[tuple[str, tuple[int, ...]], None] = {}  # a set that keeps its order
         for i, dim in self._hidden_dims():
-            placements = self._placements_in(i, dim)
-            if max(placements) >= 0:  # else no rule shards the dim: it restricts nothing
+            factor_by_rule = self._sharded_factors(i, dim)
+            if max(factor_by_rule) >= 0:  # else no rule shards the dim: it restricts nothing
                 text = self.arrays[i].dims[dim].text
-                restrictions[text, placements] = None
+                restrictions[text, factor_by_rule] = None
         return list(restrictions)
 
     def _hidden_dims(self) -> list[tuple[int, int]]:
@@ -429,48 +438,47 @@ class _FusedPair:
                     hidden_dims.append((i, dim))
         return hidden_dims
 
-    def _placements_in(self, i: int, dim: int) -> tuple[int, ...]:
+    def _sharded_factors(self, i: int, dim: int) -> tuple[int, ...]:
         """Return for each rule which factor of one dim it shards: 0 for g in `(g d)`, 1 for d.
 
         REPLICAS if the rule shards none of them. i: the number of the array.
         """
         dims_of_spans = [span.dim for span in self.spans[i]]
         first = dims_of_spans.index(dim)
-        part_of = {first + part: part for part in range(dims_of_spans.count(dim))}
-        return tuple(part_of.get(rule[i], REPLICAS) for rule in self.rules)
+        n_factors = dims_of_spans.count(dim)
+        factor_of_placement = {first + factor: factor for factor in range(n_factors)}
+        return tuple(factor_of_placement.get(rule[i], REPLICAS) for rule in self.rules)
 
-    @property
-    def op(self) -> Op:
-        """The two operations fused into one, with the name and the result of the second.
+    def as_one_op(self) -> Op:
+        """Fuse the two operations into one, with the name and the result of the second.
 
         `x -> cast` and `cast, w -> norm` give `x, w -> norm`: operands of the first operation stand
         where its result stood. The array between them disappears from the text.
         """
-        *operand_texts, result_text = [str(self.arrays[i]) for i in self.visible_arrays]
-        # A scalar has no dims: "" is written as "()".
-        shown_operands = [text if text else "()" for text in operand_texts]
         kind, accesses = self._kind_and_accesses()
         flops, inner = self._flops_and_inner()
         return Op(
             name=self.second.name,
-            text=f"{', '.join(shown_operands)} {ARROW} {result_text}",
+            text=write_arrays([str(self.arrays[i]) for i in self.visible_arrays]),
             operands=tuple(self.names[i] for i in self.operand_arrays),
             kind=kind,
             rules=self._rules_of_visible(),
             length_operands=self._visible_length_operands(),
             times=self.second.times,
             enters=self._enters(),
-            leaves=self.step.module(self.second, left=True),
-            # What the backward pass needs, by position among operands and result.
-            keeps=tuple(
-                position for position, i in enumerate(self.visible_arrays) if i in self.saved_arrays
-            ),
+            leaves=self.step.left_module(self.second),
+            keeps=self._visible_saved_arrays(),
             flops=flops,
             accesses=accesses,
             inside=tuple(text for text, _ in self.restrictions),
             inner=inner,
             calls=self.first.calls + self.second.calls,
         )
+
+    def _visible_saved_arrays(self) -> tuple[int, ...]:
+        """Return what the backward pass needs, by position among operands and result."""
+        visible = enumerate(self.visible_arrays)
+        return tuple(position for position, i in visible if i in self.saved_arrays)
 
     def _visible_length_operands(self) -> tuple[int, ...]:
         """Return the positions of operands of which neither operation reads values."""
@@ -486,15 +494,15 @@ class _FusedPair:
         rules: dict[AxisRule, None] = {}  # in order, each once
         for number, rule in enumerate(self.rules):
             in_visible = [rule[i] for i in self.visible_arrays]
-            in_hidden_dims = [placements[number] for _, placements in self.restrictions]
+            in_hidden_dims = [factor_by_rule[number] for _, factor_by_rule in self.restrictions]
             rules[*in_visible, *in_hidden_dims] = None
         # `Op.axis_rules` adds the idle rule, replicas everywhere.
         return tuple(rule for rule in rules if set(rule) != {REPLICAS})
 
     def _flops_and_inner(self) -> tuple[float, float]:
-        """Return operations, and hidden elements saved for the gradient, as `Op` states them.
+        """Return `Op.flops` and `Op.inner`: floating point operations, and hidden elements saved.
 
-        Both are per element of the space of all dims of the joined operation. The space of each of
+        Both are per element of the space of all dims of the fused operation. The space of each of
         the two may be smaller: so they are added up in absolute numbers.
         """
         lengths = self.step.lengths
@@ -502,27 +510,27 @@ class _FusedPair:
         first_space = space_of(self.first.arrays, lengths)
         second_space = space_of(self.second.arrays, lengths)
         flops = self.first.work.flops * first_space + self.second.work.flops * second_space
-        inner = self.first.inner * first_space + self.second.inner * second_space
-        return flops / space, (self.inner_elements + inner) / space
+        inner_elements = self.first.inner * first_space + self.second.inner * second_space
+        inner_elements += self.inner_elements
+        return flops / space, inner_elements / space
 
     def _kind_and_accesses(self) -> tuple[str, float | None]:
         """Return the class of the heavier operation, and how often its arrays are accessed."""
-        # The second one stays first among equals.
-        base = max(self.second, self.first, key=_weight)
-        if base.kind not in LIGHT:
-            return base.kind, base.accesses
+        heavier = max(self.second, self.first, key=_weight)  # the second one of equals
+        if heavier.kind not in LIGHT:
+            return heavier.kind, heavier.accesses
         if not _is_free(self.first) and not _is_free(self.second):
-            return base.kind, None  # one kernel: as its class says
+            return heavier.kind, None  # one kernel: as its class says
         if not self.operand_arrays:
             return "source", 0.0
-        return base.kind, base.accesses
+        return heavier.kind, heavier.accesses
 
     def _enters(self) -> str:
         """Name the module whose rule can move the first operand."""
-        first_enters, second_enters = self.entered
-        if self.insertion_index == 0 and first_enters:
-            return first_enters
-        return "" if self.operand_index == 0 else second_enters
+        if self.insertion_index == 0 and self.first_entered:
+            return self.first_entered
+        # In place of the array in between stands an operand of the first operation, without a module.
+        return "" if self.operand_index == 0 else self.second_entered
 
 
 def _weight(op: Op) -> tuple[bool, bool, bool]:
@@ -543,4 +551,5 @@ def _spans(array: Layout, lengths: Mapping[str, int]) -> list[Span]:
 
 
 def _spans_of_dim(spans: Sequence[Span], dim: int) -> list[Span]:
+    """Select the spans of the single dims in one dim of an array."""
     return [span for span in spans if span.dim == dim]

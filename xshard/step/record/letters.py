@@ -1,8 +1,8 @@
 """Operations in letters, from shapes alone: what the tracers of torch and JAX have in common.
 
-A bridge describes an operation with letters of its own (`a c, d c -> a d`); `Trace` gives them
+A *letter* stands for a dim within one operation: `a c, d c -> a d`. `Trace` replaces letters by
 names that hold in the whole step. Letters here: `r0`, `r1`, ... for dims of the result, `u0_1` for
-dim 1 of operand 0 where it is no dim of the result.
+dim 1 of operand 0 where it is no dim of the result. A dim that no mesh axis may shard is *whole*.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from xshard.notation.parser import ARROW
+from xshard.step.record.arrays import write_arrays
 
 FREE: Mapping[str, Any] = {"accesses": 0.0}  # compilers fuse it with the operation before or after
 Shape = Sequence[int]
@@ -39,8 +39,8 @@ class LetteredOp(NamedTuple):
         whole: Dims that no axis may shard.
         work: Fields of `Op` that say how much work it is: `flops`, `accesses`, `keeps`.
         lengths: The lengths of dims in parentheses, by name.
-        links: How many operands, the last ones, are only there because the operation reads lengths
-            from them.
+        n_length_operands: How many operands, the last ones, are only there because the operation
+            reads lengths from them.
     """
 
     arrays: Sequence[Sequence[str]]
@@ -48,14 +48,12 @@ class LetteredOp(NamedTuple):
     whole: Collection[str] = ()
     work: Mapping[str, Any] = {}
     lengths: Mapping[str, int] = {}
-    links: int = 0
+    n_length_operands: int = 0
 
     @property
     def text(self) -> str:
         """The dims of operands and result, as `Op` takes them."""
-        *operands, result = [" ".join(dims) for dims in self.arrays]
-        shown = [operand if operand else "()" for operand in operands]
-        return f"{', '.join(shown)} {ARROW} {result}".strip()
+        return write_arrays([" ".join(dims) for dims in self.arrays])
 
 
 def common_factors(before: Shape, after: Shape) -> tuple[list[list[Factor]], list[list[Factor]]]:
@@ -65,18 +63,25 @@ def common_factors(before: Shape, after: Shape) -> tuple[list[list[Factor]], lis
     has one name. A dim that ends inside a dim of the other shape is a factor of its own, and so is
     a dim of length 1.
     """
-    # (64, 4096) -> 1, 64, 262144: where dims begin and end, in elements of the dims before.
-    # A dim without rows counts as one row, as in `Trace`.
-    ends_before = list(accumulate((max(n, 1) for n in before), mul, initial=1))
-    ends_after = list(accumulate((max(n, 1) for n in after), mul, initial=1))
+    ends_before = _ends_of_dims(before)
+    ends_after = _ends_of_dims(after)
     cuts = sorted({*ends_before, *ends_after})
     return _split_dims(ends_before, cuts, "u0"), _split_dims(ends_after, cuts, "u1")
+
+
+def _ends_of_dims(shape: Shape) -> list[int]:
+    """Multiply the lengths of the first dims: (64, 4096) -> 1, 64, 262144.
+
+    A dim without rows counts as one row, as in `Trace`.
+    """
+    lengths = [max(n, 1) for n in shape]
+    return list(accumulate(lengths, mul, initial=1))
 
 
 def _split_dims(ends: Sequence[int], cuts: Sequence[int], prefix: str) -> list[list[Factor]]:
     """Split each dim of a shape into factors, at the given cuts.
 
-    Ends and cuts are products of the lengths of all dims before: the shape (64, 4096) has the ends
+    Ends and cuts are products of lengths, as of `_ends_of_dims`: (64, 4096) has the ends
     [1, 64, 262144]. With the cuts [1, 8, 64, 2048, 262144] its dims are 8 x 8 and 32 x 128, with
     the names r1, r8 and r64, r2048, after the cut where each factor begins. So a factor has one
     name in all shapes that have it.
@@ -100,14 +105,9 @@ def split_words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-def grouped(names: Sequence[str]) -> str:
-    """Write dims as one dim of an array, in parentheses if they are several: g, d -> `(g d)`."""
+def merged_dim(names: Sequence[str]) -> str:
+    """Write single dims as one dim of an array, in parentheses if several: g, d -> `(g d)`."""
     return names[0] if len(names) == 1 else f"({' '.join(names)})"
-
-
-def _joined(factors: Sequence[Factor]) -> str:
-    """Write a dim by its factors."""
-    return grouped([factor.name for factor in factors])
 
 
 def dim_letters(n: int, prefix: str = "r") -> list[str]:
@@ -191,16 +191,13 @@ def describe_along(
         work: Fields of `Op` that say how much work it is: `flops`, `accesses`, `keeps`.
     """
     ndim = len(shapes[0])
-    numbers = np.atleast_1d(
-        dims
-    ).tolist()  # one may be numpy's: `jnp.roll` cuts along a numpy.int64
+    numbers = np.atleast_1d(dims).tolist()  # `jnp.roll` gives a numpy.int64
     # torch allows dims 0 and -1 for a scalar, which has none: `max` avoids a division by 0.
     worked_along = {d % max(ndim, 1) for d in numbers}
-    # For each dim of the first operand its number in the result, or None.
-    places: list[int | None] = [*range(ndim)]
-    if len(out) != ndim:  # a reduction: only the other dims are in the result
-        other_dims = [d for d in range(ndim) if d not in worked_along]
-        places = [other_dims.index(d) if d in other_dims else None for d in range(ndim)]
+    is_reduction = len(out) != ndim
+    places: Sequence[int | None] = range(ndim)
+    if is_reduction:
+        places = _places_without(worked_along, ndim)
     # Other operands with as many dims as the first have the same places; those with another number
     # of dims, such as a seed or an index, share no dim with the result.
     all_places = []
@@ -211,10 +208,16 @@ def describe_along(
         return described._replace(whole=())
     # Each element of the result needs all of a dim that is gone, or all of these dims.
     whole = {*described.whole}
-    whole.update(dim for dim in chain(*described.arrays) if dim.startswith("u"))
-    if len(out) == ndim:
+    whole.update(letter for letter in chain(*described.arrays) if letter.startswith("u"))
+    if not is_reduction:
         whole.update(f"r{d}" for d in worked_along)
     return described._replace(whole=whole)
+
+
+def _places_without(reduced_dims: Collection[int], ndim: int) -> list[int | None]:
+    """Return the places of dims in a reduced array: of 3 dims, without dim 1 -> [0, None, 1]."""
+    left = [d for d in range(ndim) if d not in reduced_dims]
+    return [left.index(d) if d in left else None for d in range(ndim)]
 
 
 def view(before: Shape, after: Shape) -> LetteredOp:
@@ -225,12 +228,17 @@ def view(before: Shape, after: Shape) -> LetteredOp:
     >>> view((4, 6, 5), (4, 10, 3)).text, sorted(view((4, 6, 5), (4, 10, 3)).whole)
     ('r1 r4 u0_2 -> r1 u1_1 r40', ['r4', 'r40', 'u0_2', 'u1_1'])
     """
-    dims_before, dims_after = common_factors(before, after)
-    arrays = [list(map(_joined, dims)) for dims in (dims_before, dims_after)]
-    lengths_before = dict(chain(*dims_before))
-    lengths_after = dict(chain(*dims_after))
+    factors_before, factors_after = common_factors(before, after)
+    arrays = [_written_factors(factors_before), _written_factors(factors_after)]
+    lengths_before = dict(chain(*factors_before))
+    lengths_after = dict(chain(*factors_after))
     whole = lengths_before.keys() ^ lengths_after.keys()  # factors of one side only
     return LetteredOp(arrays, "linear", whole, FREE, lengths_before | lengths_after)
+
+
+def _written_factors(factors_of_dims: Sequence[Sequence[Factor]]) -> list[str]:
+    """Write each dim of an array by its factors: `(r1 r8)`, `r64`."""
+    return [merged_dim([factor.name for factor in factors]) for factors in factors_of_dims]
 
 
 def convolution(
@@ -252,20 +260,12 @@ def convolution(
             result's channels, the operand's channels, spatial. Operands [b, h, w, c] have
             (0, 3, 1, 2). Empty: 0, 1, 2, ... for all.
     """
-    n_spatial = len(out) - 2  # beside batch and channels
     if not orders:
-        orders = [range(n_spatial + 2)] * 3
+        orders = [range(len(out))] * 3
     operand_order, _, result_order = orders
-    operand_channels = shapes[0][operand_order[1]]
-    result_channels = out[result_order[1]]
-    is_depthwise = operand_channels == result_channels == groups  # each channel by itself
-    has_wide_groups = groups > 1 and not is_depthwise
-    if has_wide_groups:
-        kernel_channels = ["o", "i"]  # i: the operand's channels in one group
-    elif groups == 1:
-        kernel_channels = ["o", "c"]
-    else:
-        kernel_channels = ["c", "one"]
+    kernel_channels = _kernel_channels(shapes[0][operand_order[1]], out[result_order[1]], groups)
+    has_wide_groups = "i" in kernel_channels
+    n_spatial = len(out) - 2  # beside batch and channels
     operand_spatial = dim_letters(n_spatial, "l")
     kernel_spatial = dim_letters(n_spatial, "k")
     result_spatial = dim_letters(n_spatial, "m")
@@ -274,19 +274,33 @@ def convolution(
         [*kernel_channels, *kernel_spatial],
         ["b", kernel_channels[0], *result_spatial],
     )
-    arrays = list(map(_reordered, arrays_in_order, orders))
+    arrays = [
+        _reordered(letters, order) for letters, order in zip(arrays_in_order, orders, strict=True)
+    ]
     whole = {*operand_spatial, *kernel_spatial, *result_spatial}
     if has_wide_groups:
         whole |= {"c", "o", "i"}
     # A convolution does 2 b o m k c operations (i in place of c with wide groups). The planner
     # multiplies `flops` by the lengths of all letters, so also by l, and by c beside i: divide
     # these out.
-    uncounted = operand_order[1:] if has_wide_groups else operand_order[2:]
-    n_uncounted = math.prod(shapes[0][d] for d in uncounted)
-    return LetteredOp(arrays, "contraction", whole, {"flops": 2.0 / n_uncounted})
+    dims_too_many = operand_order[1:] if has_wide_groups else operand_order[2:]
+    factor_too_many = math.prod(shapes[0][d] for d in dims_too_many)
+    return LetteredOp(arrays, "contraction", whole, {"flops": 2.0 / factor_too_many})
 
 
-def _reordered(names: Sequence[str], numbers: Sequence[int]) -> list[str]:
-    """Put each name of a dim at its number in the array: b c l, numbers 0 2 1 -> b l c."""
-    name_of = dict(zip(numbers, names, strict=True))
-    return [name_of[d] for d in range(len(names))]
+def _kernel_channels(operand_channels: int, result_channels: int, groups: int) -> list[str]:
+    """Name the dims of a kernel for the channels of a convolution's result and operand: o, c.
+
+    "c one" if each channel is by itself, "o i" for groups of several, which have i of the operand's
+    channels each.
+    """
+    if groups == 1:
+        return ["o", "c"]
+    is_depthwise = operand_channels == result_channels == groups
+    return ["c", "one"] if is_depthwise else ["o", "i"]
+
+
+def _reordered(letters: Sequence[str], order: Sequence[int]) -> list[str]:
+    """Put each letter at its number in the array: b c l, order 0 2 1 -> b l c."""
+    letter_of_dim = dict(zip(order, letters, strict=True))
+    return [letter_of_dim[d] for d in range(len(letters))]

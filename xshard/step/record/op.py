@@ -1,9 +1,9 @@
 """Operations of a training step: dims by name, and what one mesh axis may do in each class.
 
-A rule says it for one axis: a placement in each operand and in the result. It prints as a
-contraction over an axis `x`: `b c/x, f c/x -> b f | sum(x)`. The classes (`KINDS`) derive rules
-from the dims of an operation by the table of `contractions.types`; rules of an operation's own
-replace them.
+A *rule* says it for one axis: a placement in each operand and in the result (`arrays` says what a
+placement is). It prints as a contraction over an axis `x`: `b c/x, f c/x -> b f | sum(x)`. The
+classes (`KINDS`) derive rules from the dims of an operation by the table of `contractions.types`;
+rules of an operation's own replace them.
 """
 
 from __future__ import annotations
@@ -28,46 +28,46 @@ class Kind:
 
     Args:
         sums: A mesh axis may shard a dim that the result lacks, and leaves partial sums.
-        passes: Tags that all operands may have at once, and the result then has.
+        passed_tags: Tags that the result has if all operands have them: a sum of addends is an addend.
         flops: Floating point operations per element of the space of all dims.
-        rate: Share of the machine's rate of matrix products that they reach.
+        rate: Share of the machine's rate of matrix products that they reach, 0 to 1.
         accesses: How often operands and result are read or written.
-        backward: Work of the backward pass for each forward one.
-        saves: The backward pass needs the operands.
+        backward: The work of the backward pass, as a multiple of the forward one's.
+        saves_operands: The backward pass needs them.
     """
 
     sums: bool = False
-    passes: tuple[int, ...] = ()
+    passed_tags: tuple[int, ...] = ()
     flops: float = 0.0
     rate: float = 1.0
     accesses: float = 1.0
     backward: float = 1.0
-    saves: bool = False
+    saves_operands: bool = False
 
 
 KINDS: Mapping[str, Kind] = {
     # products and sums over dims; convolutions, with their windows whole
-    "contraction": Kind(sums=True, flops=2.0, backward=2.0, saves=True),
+    "contraction": Kind(sums=True, flops=2.0, backward=2.0, saves_operands=True),
     # functions of elements; norms, softmax, cumulative and sorting ones with their dims whole;
     # random numbers
-    "pointwise": Kind(accesses=1.5, backward=2.0, saves=True),
+    "pointwise": Kind(accesses=1.5, backward=2.0, saves_operands=True),
     # sums of arrays, views, permutations, broadcasts; slices, concatenations, padding with their
     # dims whole
-    "linear": Kind(sums=True, passes=(SUM,)),
+    "linear": Kind(sums=True, passed_tags=(SUM,)),
     # rows of a table by number; a shard of the rows gives zeros for the others
     "lookup": Kind(sums=True),
     # scores of queries and keys; the dim of the keys is whole; `flops` count a causal mask
-    "attention": Kind(flops=2.0, rate=0.75, backward=2.5, saves=True),
+    "attention": Kind(flops=2.0, rate=0.75, backward=2.5, saves_operands=True),
     # a sum of losses over all dims; logits are kept in float32 too
-    "loss": Kind(sums=True, accesses=4.0, saves=True),
+    "loss": Kind(sums=True, accesses=4.0, saves_operands=True),
     # one activation for several operations: moved once for all of them
-    "share": Kind(passes=(COPY,), accesses=0.0, saves=True),
+    "share": Kind(passed_tags=(COPY,), accesses=0.0, saves_operands=True),
     # numbers made in place: constants, positions, masks
     "source": Kind(accesses=0.0),
     # the first array of a repeated block: the result of the block before
     "carry": Kind(accesses=0.0),
     # no rule is known: every device computes all of it
-    "opaque": Kind(accesses=1.5, backward=2.0, saves=True),
+    "opaque": Kind(accesses=1.5, backward=2.0, saves_operands=True),
 }
 
 
@@ -181,7 +181,7 @@ class Op:
 
     @cached_property
     def all_arrays(self) -> tuple[Layout, ...]:
-        """The arrays of the operands, of the result, and between operations of a chain."""
+        """The arrays of the operands, then of the result, then those `inside` a chain."""
         between = [parse_arrays(f"{ARROW} {text}")[0] for text in self.inside]
         return (*self.arrays, *between)
 
@@ -205,7 +205,7 @@ class Op:
         """The operands that the backward pass needs, by number; the result's is after them."""
         if self.keeps is not None:
             return self.keeps
-        return range(len(self.operands)) if KINDS[self.kind].saves else ()
+        return range(len(self.operands)) if KINDS[self.kind].saves_operands else ()
 
     @cached_property
     def axis_rules(self) -> tuple[AxisRule, ...]:
@@ -221,43 +221,47 @@ class Op:
             return (*self.rules, idle)
         if self.kind == "opaque":
             return (idle,)
+        rules: list[AxisRule] = []
         *operands, result = self.dims
         kind = KINDS[self.kind]
-        rules = []
         # An operation that sums, such as a matrix product, may be sharded along a dim that its
         # result lacks: results on devices are then addends.
         candidates = chain(result, *operands) if kind.sums else result
         for dim in dict.fromkeys(candidates):  # each once, in order
             if dim not in self.whole:
                 rules.append(self._rule_that_shards(dim))
-        for tag in kind.passes:
+        for tag in kind.passed_tags:
             # Linear operations, for example, turn addends into addends: all operands and the result
             # have the same tag.
             rules.append((tag,) * len(self.dims))
         return (*rules, idle)
 
     @cached_property
-    def links(self) -> list[Mapping[tuple[str, int], str]]:
-        """For each rule the dims that it shards, by array and number, with the single dims.
+    def dims_sharded_together(self) -> list[Mapping[tuple[str, int], str]]:
+        """The dims that each rule shards: {(array, number of its dim): the single dim that is cut}.
 
-        They have the same units. {} stands for a rule without units.
+        All of them have to be cut into the same units. The rule that shards f of
+        `x: b c, w: f c -> y: b f` has {("w", 0): "f", ("y", 1): "f"}. {} stands for a rule that
+        cannot shard by units.
         """
-        return [self._link(rule) for rule in self.axis_rules]
+        return [self._dims_sharded_by(rule) for rule in self.axis_rules]
 
-    def _link(self, rule: AxisRule) -> Mapping[tuple[str, int], str]:
-        link: dict[tuple[str, int], str] = {}
+    def _dims_sharded_by(self, rule: AxisRule) -> Mapping[tuple[str, int], str]:
+        """Find the dims that one rule shards, for `dims_sharded_together`."""
+        sharded: dict[tuple[str, int], str] = {}
         for i, array in enumerate(self.arrays):
             if rule[i] < 0:
                 continue
-            sizes = [len(names_of_dim(dim)) for dim in array.dims]
-            begins = list(accumulate(sizes, initial=0))  # of dims, in single dims
-            without = (*rule[:i], REPLICAS, *rule[i + 1 :])
-            # Units of h do not divide k of `(h k)`. And an array of which only lengths are read,
-            # which another rule leaves whole, has nothing in common with the others.
-            if rule[i] not in begins or without in self.axis_rules:
-                return {}
-            link[self.array_names[i], begins.index(rule[i])] = self.dims[i][rule[i]]
-        return link
+            # At which number among the single dims each dim of the array begins.
+            n_single = [len(names_of_dim(dim)) for dim in array.dims]
+            starts = list(accumulate(n_single, initial=0))
+            if rule[i] not in starts:
+                return {}  # k of `(h k)`: units are of h
+            rule_without_array = (*rule[:i], REPLICAS, *rule[i + 1 :])
+            if rule_without_array in self.axis_rules:
+                return {}  # only lengths of this array are read: its blocks may be any
+            sharded[self.array_names[i], starts.index(rule[i])] = self.dims[i][rule[i]]
+        return sharded
 
     def _rule_that_shards(self, dim: str) -> AxisRule:
         """Return the rule that shards a dim wherever it is.

@@ -1,4 +1,9 @@
-"""Equal blocks of operations, such as the layers of a model, as one block that runs often."""
+"""Equal blocks of operations, such as the layers of a model, as one block that runs often.
+
+A *run* is a number of equal blocks that follow each other. A *pattern* is one name for what has a
+number of its own in each block: `*.up` for `0.up`, `1.up`, ... What one block hands to the next is
+a *carry*.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +23,7 @@ from xshard.step.record.op import Op, renamed
 from xshard.step.record.training_step import TrainingStep
 
 NUMBER = re.compile(r"(\d+)")
-# Fields that are equal in operations of equal blocks, beside the name but for its number.
+# Fields of `Op` that are equal in operations of equal blocks, as is the name but for its number.
 EQUAL_FIELDS = ("text", "kind", "whole", "rules", "times", "flops", "accesses", "keeps", "inner")
 # Where an operand comes from.
 PARAMETER = "parameter"
@@ -51,22 +56,23 @@ def find_repeated(step: TrainingStep) -> tuple[TrainingStep, dict[str, str]]:
     new_names: dict[str, str] = {}
     while True:
         # Layers come first, then the loops inside them.
-        step, found = _fold_runs(step)
-        if not found:
+        step, names_of_turn = _fold_runs(step)
+        if not names_of_turn:
             return step, new_names
-        for name, folded in new_names.items():
-            new_names[name] = found.get(folded, folded)
-        new_names = found | new_names
+        # A name may be new already: `0.loop.1` -> `*.loop.1` -> `*.loop.*`.
+        for name, new_name in new_names.items():
+            new_names[name] = names_of_turn.get(new_name, new_name)
+        new_names = names_of_turn | new_names
 
 
 def _fold_runs(step: TrainingStep) -> tuple[TrainingStep, dict[str, str]]:
     """Replace each run of equal blocks by one block; return the new names, too."""
-    ops = []
+    ops: list[Op] = []
     new_names: dict[str, str] = {}
-    # For each operation the number of its key: equal for operations that do the same.
-    numbers: dict[object, int] = {}
-    kinds = [numbers.setdefault(_kind_of(op), len(numbers)) for op in step.ops]
-    names = _Names(step)
+    # A number for each operation, equal for operations that do the same: numbers compare fast.
+    number_of: dict[object, int] = {}
+    kinds = [number_of.setdefault(_equality_key(op), len(number_of)) for op in step.ops]
+    names = _StepNames(step)
     start = 0
     while start < len(step.ops):
         run = _longest_run_at(start, kinds, names)
@@ -87,8 +93,11 @@ def _fold_runs(step: TrainingStep) -> tuple[TrainingStep, dict[str, str]]:
     return replace(step, ops=ops, parameters=parameters), new_names
 
 
-def _longest_run_at(start: int, kinds: Sequence[int], names: _Names) -> _Run | None:
-    """Find the longest run of equal blocks from operation `start` on that can be one block."""
+def _longest_run_at(start: int, kinds: Sequence[int], names: _StepNames) -> _Run | None:
+    """Find the longest run of equal blocks from operation `start` on that can be one block.
+
+    kinds: for each operation of the step a number, equal for operations that do the same.
+    """
     # The longest first: two layers of a kind may be a part of a block of both.
     for size, times in _runs_from(kinds, start):
         run = _Run(names, start, size, times)
@@ -103,19 +112,20 @@ def in_first_block(pattern: str) -> str:
     return spellings(pattern)[0].replace("*", "0")
 
 
-def _kind_of(op: Op) -> tuple[object, ...]:
+def _equality_key(op: Op) -> tuple[object, ...]:
     """Return a key that is equal for operations that do the same in two blocks."""
     return NUMBER.sub("*", op.name), attrgetter(*EQUAL_FIELDS)(op)
 
 
 def _runs_from(kinds: Sequence[int], start: int) -> list[tuple[int, int]]:
-    """List the sizes of blocks that repeat from `start` on, and how often; longest runs first."""
+    """List the runs that begin at `start` as (size of a block, number of blocks), longest first."""
     runs = []
-    for end in range(start + 1, len(kinds)):
-        if kinds[end] == kinds[start]:
-            times = _count_repeats(kinds, start, end - start)
+    for second_start in range(start + 1, len(kinds)):
+        if kinds[second_start] == kinds[start]:
+            size = second_start - start
+            times = _count_repeats(kinds, start, size)
             if times > 1:
-                runs.append((end - start, times))
+                runs.append((size, times))
     # Of runs of one length, that of smaller blocks comes first: the sort keeps their order.
     return sorted(runs, key=math.prod, reverse=True)
 
@@ -140,8 +150,8 @@ class Source(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class _Names:
-    """The names of a step, as all its runs look them up."""
+class _StepNames:
+    """The names of a step: where they are, and what patterns may be written for them."""
 
     step: TrainingStep
 
@@ -152,70 +162,81 @@ class _Names:
 
     @cached_property
     def parts_in_use(self) -> Mapping[tuple[str, str], Sequence[str]]:
-        """The parts between the same two others, in all names of the step and of modules.
+        """All parts of names by what is before and after them: a star there fits each of them.
 
-        For `a.0.w` and `a.1.w`: {("a", "w"): ["0", "1"], ...}. A pattern must not fit one of these
-        by mistake.
+        Names are those of operations, parameters and modules. For `a.0.w` and `a.1.w` the result is
+        {("a", "w"): ["0", "1"], ("a", ""): ["0", "1"], ...}: a star between "a" and "w" fits "0"
+        and "1". So a pattern does not fit a name by mistake.
         """
         paths = {*self.step.parameters}
         for op in self.step.ops:
             paths.add(op.name)
             paths.update(module for module in (op.enters, op.leaves) if module)
-        taken: set[str] = set()
+        # With the modules around them: `a.0.w` -> `a`, `a.0`, `a.0.w`.
+        names: set[str] = set()
         for path in paths:
-            taken.update(accumulate(path.split("."), "{}.{}".format))
+            names.update(accumulate(path.split("."), "{}.{}".format))
         parts_in_use = defaultdict[tuple[str, str], list[str]](list)
-        for name in taken:
+        for name in names:
             parts = name.split(".")
             for i, part in enumerate(parts):
-                parts_in_use[".".join(parts[:i]), ".".join(parts[i + 1 :])].append(part)
+                before = ".".join(parts[:i])
+                after = ".".join(parts[i + 1 :])
+                parts_in_use[before, after].append(part)
         return parts_in_use
 
-    def starred(self, names: Sequence[str]) -> str:
+    def pattern_of(self, names: Sequence[str]) -> str:
         """Write names that differ in one number as a pattern: `a.0.b`, `a.1.b` -> `a.*.b`.
 
         If the step has `a.2.b`, too, the star would fit a name that is not meant, and the result is
         `a.{0,1}.b`. Equal names are their own pattern. Names that differ in several numbers,
-        `a.0.b.0` and `a.1.b.1`, have none: "".
+        `a.0.b.0` and `a.1.b.1`, have none: "". The names are equal but for numbers.
         """
-        pieces = [NUMBER.split(name) for name in names]  # `a.0.b` -> `a.`, `0`, `.b`
-        pieces_by_index = list(zip(*pieces, strict=True))  # piece i of every name
-        differing_indices = [i for i, column in enumerate(pieces_by_index) if len(set(column)) > 1]
-        if not differing_indices:
+        pieces_of_names = [NUMBER.split(name) for name in names]  # `a.0.b` -> `a.`, `0`, `.b`
+        columns = list(zip(*pieces_of_names, strict=True))  # piece i of every name
+        differing = [i for i, column in enumerate(columns) if len(set(column)) > 1]
+        if not differing:
             return names[0]
-        if len(differing_indices) > 1:
+        if len(differing) > 1:
             return ""  # a pattern has one star
-        # The piece there is a number: names of equal blocks are equal but for numbers.
-        differing_index = differing_indices[0]
-        head = "".join(pieces[0][:differing_index])
-        tail = "".join(pieces[0][differing_index + 1 :])
-        # A star stands for a part of a name between dots, or for a piece of one, but for no dot.
+        (i,) = differing
+        numbers = columns[i]
+        head = "".join(pieces_of_names[0][:i])
+        tail = "".join(pieces_of_names[0][i + 1 :])
+        if self._star_fits_others(head, numbers, tail):
+            return f"{head}{{{','.join(numbers)}}}{tail}"
+        return f"{head}*{tail}"
+
+    def _star_fits_others(self, head: str, numbers: Sequence[str], tail: str) -> bool:
+        """Tell whether the pattern `head*tail` fits a name in the step without one of the numbers.
+
+        A star stands for no dot, but may stand for a piece of a part: `a.layer*.b`.
+        """
         before, _, begin = head.rpartition(".")
         end, _, after = tail.partition(".")
         star = re.compile(f"{re.escape(begin)}.+{re.escape(end)}")
         fitting = filter(star.fullmatch, self.parts_in_use[before, after])
-        meant = {f"{begin}{number}{end}" for number in pieces_by_index[differing_index]}
-        number = f"{{{','.join(pieces_by_index[differing_index])}}}"
-        if meant.issuperset(fitting):
-            number = "*"
-        return f"{head}{number}{tail}"
+        meant = {f"{begin}{number}{end}" for number in numbers}
+        return not meant.issuperset(fitting)
 
 
 @dataclass(frozen=True, eq=False)
 class _Run:
     """A run of `times` blocks of `size` operations each, from number `start` on."""
 
-    names: _Names
+    names: _StepNames
     start: int
     size: int
     times: int
 
     @property
     def step(self) -> TrainingStep:
+        """The step that the run is a part of."""
         return self.names.step
 
     @property
     def _end(self) -> int:
+        """The number of the first operation after the run."""
         return self.start + self.size * self.times
 
     @cached_property
@@ -225,7 +246,7 @@ class _Run:
 
     @property
     def columns(self) -> list[Sequence[Op]]:
-        """For each operation of a block the operations in all blocks."""
+        """For each operation of a block, the same one in all blocks: [0.up, 1.up], [0.down, 1.down]."""
         return [self.members[i :: self.size] for i in range(self.size)]
 
     @cached_property
@@ -267,7 +288,7 @@ class _Run:
         """Sources in the block before -> where the first block gets the same operand from."""
         first_block, second_block, *_ = self._sources_by_block()
         pairs = zip(second_block, first_block, strict=True)
-        return {source: first for source, first in pairs if source.kind == BLOCK_BEFORE}
+        return {source: of_first for source, of_first in pairs if source.kind == BLOCK_BEFORE}
 
     def _sources_by_block(self) -> list[list[Source]]:
         """List the sources of all operands of each block, one after the other."""
@@ -324,12 +345,12 @@ class _Run:
         new_names: dict[str, str] = {}
         for column in self.columns:
             own_names = [op.name for op in column]
-            pattern = self.names.starred(own_names)
+            pattern = self.names.pattern_of(own_names)
             new_names |= dict.fromkeys(own_names, pattern if pattern else own_names[0])
             for operands in zip(*[op.operands for op in column], strict=True):
                 if operands[0] in self.step.parameters:
-                    # Without a pattern for its parameters a block cannot have a rule: no `or` here.
-                    new_names |= dict.fromkeys(operands, self.names.starred(operands))
+                    # Without a pattern for its parameters a block cannot have a rule: "" stays.
+                    new_names |= dict.fromkeys(operands, self.names.pattern_of(operands))
         return new_names
 
     def as_one_block(self) -> list[Op]:
@@ -347,12 +368,12 @@ class _Run:
         for carry in carries.values():
             users = [i for i, op in enumerate(members) if carry.name in op.operands]
             user = members[users[0]]
-            is_copied_once = len(users) == 1 and user.text == carry.text
+            # A view that leaves the layer's input as it is, without accesses to memory.
+            is_view_of_carry = len(users) == 1 and user.text == carry.text and user.accesses == 0
             # A layer of one cast makes what it hands on: it cannot be its own carry, too.
-            if is_copied_once and user.accesses == 0 and user.name != carry.again:
-                # The layer begins with a view that leaves its input as it is (no accesses to memory):
-                # this becomes the carry. So the carry belongs to the module, and a user's rule for
-                # the module's input moves what comes from the layer before.
+            if is_view_of_carry and user.name != carry.again:
+                # The view becomes the carry. So the carry belongs to the module that begins with the
+                # view, and a rule for the module's input moves what comes from the layer before.
                 members[users[0]] = replace(
                     user,
                     kind="carry",
@@ -413,4 +434,4 @@ class _Run:
         """Return a pattern for the modules that the operations of a column enter or leave."""
         if not names[0]:
             return names[0]  # None and "" mean different things (`Op.enters`)
-        return self.names.starred([str(name) for name in names])
+        return self.names.pattern_of([str(name) for name in names])

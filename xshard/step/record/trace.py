@@ -1,4 +1,9 @@
-"""A step as a bridge meets it, operation by operation: operands hand names of dims to results."""
+"""A step as a bridge meets it, operation by operation: operands hand names of dims to results.
+
+A bridge describes each operation in letters (`letters`); here letters become names. A *merged* dim
+stands for several names, as `(b s512)`. A *length operand* is one of which an operation reads only
+lengths, as x in `zeros(x.shape[0], 8)`.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +11,25 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, product
 
-from xshard.step.record.arrays import REPLICAS
-from xshard.step.record.letters import Factor, LetteredOp, common_factors, grouped
+from xshard.step.record.arrays import REPLICAS, write_arrays
+from xshard.step.record.letters import Factor, LetteredOp, common_factors, merged_dim
 from xshard.step.record.op import AxisRule, Op
 from xshard.step.record.training_step import TrainingStep
 
-Names = list[list[str]]  # [dims][parts]: the names of each dim of an array, several for `(g d)`
-# By the first letter of a name: dims without a name, made by an operation, of an input, the batch.
+Names = list[list[str]]  # for each dim of an array its names or letters, several if it is merged
+# Where a dim comes from, by how its name begins: unknown, an operation, an input, the batch.
 ORIGINS = ("", "n", "s", "b")
 INPUT = " (input)"  # ends the name of an input that is called like a parameter
+
+
+def unused_name(wanted: str, stem: str, taken: Collection[str]) -> str:
+    """Return a wanted name, or a stem with a number if it is taken: s512, s512_2, s512_3, ..."""
+    name = wanted
+    number = 2
+    while name in taken:
+        name = f"{stem}_{number}"
+        number += 1
+    return name
 
 
 def input_name(name: str, taken: Collection[str]) -> str:
@@ -27,7 +42,8 @@ class Trace:
     """Operations in letters of a bridge's own -> a step in which a dim keeps its name.
 
     Names say where a dim is from and how long it is, so that equal layers have equal texts: `b` is
-    the first dim of inputs, `s512` another one of inputs, `n4096` any other dim.
+    the first dim of inputs, `s512` another one of inputs, `n4096` any other dim. A second dim of
+    this kind in one array is `n4096_2`.
 
     Args:
         batch: The length of the first dim of inputs.
@@ -65,7 +81,8 @@ class Trace:
         for d, length in enumerate(shape):
             # An input of another length, such as a table of positions, is no part of the batch.
             is_batch = d == 0 and length == self.batch
-            self._take("b" if is_batch else f"s{length}", length, names)
+            wanted_name = "b" if is_batch else f"s{length}"
+            names.append(self._new_dim(wanted_name, length, names))
         self.inputs.append(name)
         self.dims[name] = [[dim] for dim in names]
         self.shapes[name] = (*shape,)
@@ -110,11 +127,11 @@ class Trace:
         shapes = [self.shapes[array] for array in (*operands, name)]
         letter_lengths = _lengths_of_letters(op, letter_arrays, shapes)
         names_of_letter = self._names_of_letters(letter_arrays, operands, letter_lengths)
-        named_arrays = [_in_names(array, names_of_letter) for array in letter_arrays]
+        named_arrays = [_with_names(array, names_of_letter) for array in letter_arrays]
         # Arrays with names keep them; a parameter gets those of its first use.
         for operand, dims in zip(operands, named_arrays, strict=False):
             self.dims.setdefault(operand, dims)
-        self.ops.append(self._op(name, op, operands, named_arrays, names_of_letter, times))
+        self.ops.append(self._named_op(name, op, operands, named_arrays, names_of_letter, times))
         self.dims[name] = named_arrays[-1]
         return name
 
@@ -165,7 +182,28 @@ class Trace:
         arrays: the letters of each operand, then of the result. lengths: of each letter. The length
         of every name is written to `self.lengths`.
         """
-        # By letter, the named dims that multiply to its length; "" is a name still to be given.
+        factors = self._inherited_factors(arrays, operands, lengths)
+        names_of_letter: dict[str, list[str]] = {}
+        names_in_use: list[str] = []  # in this operation: a second s8 becomes s8_2
+        for letter in dict.fromkeys(chain.from_iterable(chain(*arrays))):
+            names_of_letter[letter] = []
+            for inherited_name, length in factors[letter]:
+                wanted_name = inherited_name if inherited_name else f"n{length}"
+                name = self._new_dim(wanted_name, length, names_in_use)
+                names_in_use.append(name)
+                names_of_letter[letter].append(name)
+        return names_of_letter
+
+    def _inherited_factors(
+        self, arrays: Sequence[Names], operands: Sequence[str], lengths: Mapping[str, int]
+    ) -> dict[str, list[Factor]]:
+        """Find for each letter the named dims of operands that multiply to its length.
+
+        Returns {"a": [b, s512], "d": [""]} for a letter of two named dims, and one without a name yet.
+
+        arrays: the letters of each operand, then of the result. operands: their names. lengths: of
+        each letter.
+        """
         factors = {letter: [Factor("", length)] for letter, length in lengths.items()}
         for operand, dims in zip(operands, arrays, strict=False):
             names_of_dims = self.dims.get(operand, ())  # a parameter has none before its first use
@@ -173,15 +211,7 @@ class Trace:
                 for letter, candidate in self._named_factors(letters, names, lengths).items():
                     # Several operands may have names for one letter: the more telling ones win.
                     factors[letter] = max(factors[letter], candidate, key=_preference)
-        names_of_letter: dict[str, list[str]] = {}
-        # Names that this operation has already, to which `_take` adds: the second s8 becomes s8_2.
-        names_in_use: list[str] = []
-        for letter in dict.fromkeys(chain.from_iterable(chain(*arrays))):
-            names_of_letter[letter] = []
-            for inherited_name, length in factors[letter]:
-                wanted_name = inherited_name if inherited_name else f"n{length}"
-                names_of_letter[letter].append(self._take(wanted_name, length, names_in_use))
-        return names_of_letter
+        return factors
 
     def _named_factors(
         self, letters: Sequence[str], names: Sequence[str], lengths: Mapping[str, int]
@@ -195,9 +225,10 @@ class Trace:
         - a=512, c=64: a is b and 8 of the 512, c is the other 64. Pieces of a named dim have no
           name: {a: [b, ""], c: [""]}, with the lengths 64 and 8, and 64.
         """
-        name_lengths = [self.lengths[name] for name in names]
         if len(letters) == 1:
-            return {letters[0]: list(map(Factor, names, name_lengths))}
+            factors_of_dim = [Factor(name, self.lengths[name]) for name in names]
+            return {letters[0]: factors_of_dim}
+        name_lengths = [self.lengths[name] for name in names]
         letter_lengths = [lengths[letter] for letter in letters]
         factors_by_name, factors_by_letter = common_factors(name_lengths, letter_lengths)
         # `common_factors` invents names for the pieces. A piece that is all of a named dim gets the
@@ -213,7 +244,7 @@ class Trace:
                 named[letter].append(Factor(dim_of_factor.get(factor, ""), length))
         return named
 
-    def _op(
+    def _named_op(
         self,
         name: str,
         lettered: LetteredOp,
@@ -240,10 +271,9 @@ class Trace:
             for dim in names:
                 if letter in lettered.whole or self.lengths[dim] == 1:
                     unsharded_dims.append(dim)
-        text = LetteredOp([list(map(grouped, dims)) for dims in named_arrays]).text
         op = Op(
             name,
-            text,
+            write_arrays(list(map(_text_of, named_arrays))),
             tuple(operands),
             lettered.kind,
             tuple(unsharded_dims),
@@ -252,34 +282,27 @@ class Trace:
             leaves="",
             **lettered.work,
         )
-        if not lettered.links:
+        n_length_operands = lettered.n_length_operands
+        if not n_length_operands:
             return op
-        # Links are the last operands, if only their lengths are read. Of a letter with several
-        # names, as `(b s512)`, an axis shards the first: blocks are contiguous.
+        # Of a letter with several names, as `(b s512)`, an axis shards the first: blocks are
+        # contiguous.
         outermost = {names[0] for names in names_of_letter.values()}
-        links = range(len(operands) - lettered.links, len(operands))
-        rules = _rules_with_links(op, lettered.links, outermost)
-        return replace(op, rules=rules, length_operands=tuple(links))
+        rules = _rules_with_length_operands(op, n_length_operands, outermost)
+        length_operands = range(len(operands) - n_length_operands, len(operands))
+        return replace(op, rules=rules, length_operands=tuple(length_operands))
 
-    def _take(self, wanted: str, length: int, names_in_use: list[str]) -> str:
-        """Choose a name for a dim that is not in `names_in_use`, and add it there: s512, s512_2, ...
-
-        Its length is added to the lengths of this trace.
-        """
+    def _new_dim(self, wanted: str, length: int, names_in_use: Collection[str]) -> str:
+        """Choose a name for a dim that is not in use yet, and note its length: s512, s512_2, ..."""
         stem = wanted.partition("_")[0]  # s512_2 -> s512: counting begins anew
-        name = wanted
-        number = 2
-        while name in names_in_use:
-            name = f"{stem}_{number}"
-            number += 1
-        names_in_use.append(name)
+        name = unused_name(wanted, stem, names_in_use)
         self.lengths[name] = max(length, 1)  # a dim without rows is planned as one row
         return name
 
 
 def _text_of(array: Names) -> str:
     """Write the dims of an array: [b, s512], [s128] -> `(b s512) s128`."""
-    return " ".join(map(grouped, array))
+    return " ".join(map(merged_dim, array))
 
 
 def _letters_of(dims: Sequence[str]) -> Names:
@@ -287,9 +310,13 @@ def _letters_of(dims: Sequence[str]) -> Names:
     return [dim.strip("()").split() for dim in dims]
 
 
-def _in_names(array: Names, names_of_letter: Mapping[str, Sequence[str]]) -> Names:
+def _with_names(array: Names, names_of_letter: Mapping[str, Sequence[str]]) -> Names:
     """Replace the letters of an array by names, of which one letter may have several."""
-    return [list(chain(*map(names_of_letter.__getitem__, letters))) for letters in array]
+    named: Names = []
+    for letters in array:
+        names_of_letters = [names_of_letter[letter] for letter in letters]
+        named.append(list(chain(*names_of_letters)))
+    return named
 
 
 def _lengths_of_letters(
@@ -304,54 +331,60 @@ def _lengths_of_letters(
     return lengths
 
 
-def _rules_with_links(op: Op, n_links: int, outermost: set[str]) -> tuple[AxisRule, ...]:
+def _rules_with_length_operands(
+    op: Op, n_length_operands: int, outermost: set[str]
+) -> tuple[AxisRule, ...]:
     """List the rules for one mesh axis in an operation that reads only lengths of some operands.
 
-    These operands are links, the last `n_links`: `y = zeros(x.shape[0], 8)` has the link x. An axis
-    that shards dim 0 of y has to shard dim 0 of x, too: so the length that a device reads is that of
-    its own block of y. If the axis does not shard dim 0, it may do anything else in x.
+    `y = zeros(x.shape[0], 8)` has the length operand x. An axis that shards dim 0 of y has to shard
+    dim 0 of x, too: so the length that a device reads is that of its own block of y. If the axis
+    does not shard dim 0, it may do anything else in x.
 
-    op: the operation with its links. outermost: of each merged dim, the factor that axes shard
-    first: b of `(b s512)`. Returns rules as in `Op.axis_rules`, each with a placement for every
-    operand and the result: the number of the dim that the axis shards, or a negative tag.
+    Args:
+        op: The operation; its last operands are those of which it reads lengths.
+        n_length_operands: How many these are.
+        outermost: Of each merged dim, the single dim that axes shard first: b of `(b s512)`.
+
+    Returns:
+        Rules as in `Op.axis_rules`: a placement for every operand and the result.
     """
     *operands, result = op.dims
-    first_link = len(operands) - n_links
-    links = operands[first_link:]
-    # Dims of all arrays but the links: a device works on its blocks of these.
-    computing_dims = set(chain(*operands[:first_link], result))
-    dims_of_links_alone = outermost - computing_dims
+    n_value_operands = len(operands) - n_length_operands
+    length_operands = operands[n_value_operands:]
+    # Dims of all other arrays: a device works on its blocks of these.
+    computing_dims = set(chain(*operands[:n_value_operands], result))
+    dims_without_values = outermost - computing_dims
     # A block of an inner factor does not show in a length that is read.
-    inner_dims_of_links = set(chain(*links)) - outermost
-    rules = []
+    inner_dims = set(chain(*length_operands)) - outermost
+    rules: list[AxisRule] = []
     for rule in op.axis_rules:
         placed = zip(op.dims, rule, strict=True)
         sharded = {dims[placement] for dims, placement in placed if placement >= 0}
-        if not sharded <= computing_dims or not sharded.isdisjoint(inner_dims_of_links):
+        if not sharded <= computing_dims or not sharded.isdisjoint(inner_dims):
             continue
-        # For each link the placements that go with this rule; then all combinations of these.
-        choices_by_link = [_choices_in_link(link, sharded, dims_of_links_alone) for link in links]
-        for link_placements in product(*choices_by_link):
-            rules.append((*rule[:first_link], *link_placements, rule[-1]))
+        # What may be done in each length operand under this rule; then all combinations of these.
+        choices = []
+        for dims in length_operands:
+            choices.append(_placements_for_lengths(dims, sharded, dims_without_values))
+        for length_placements in product(*choices):
+            rules.append((*rule[:n_value_operands], *length_placements, rule[-1]))
     # `Op.axis_rules` adds the idle rule, replicas everywhere: it must not be there twice.
     return tuple(rule for rule in rules if set(rule) != {REPLICAS})
 
 
-def _choices_in_link(link: Sequence[str], sharded: set[str], free: set[str]) -> list[int]:
-    """List what an axis that shards the dims `sharded` may do in an array whose lengths are read.
+def _placements_for_lengths(
+    dims: Sequence[str], sharded: set[str], dims_without_values: set[str]
+) -> list[int]:
+    """List what an axis that shards the dims `sharded` may do in an operand whose lengths are read.
 
-    It shards the same dim, if the array has it; else it may shard a dim of `free`, or none. Tags are
-    all one, REPLICAS, for no value is read.
+    It shards the same dim, if the operand has it; else it may shard one of `dims_without_values`, or
+    none. Tags are all one, REPLICAS, for no value is read.
     """
-    same_dim = _places_of(sharded, link)
-    if same_dim:
-        return same_dim
-    return [REPLICAS, *_places_of(free, link)]
-
-
-def _places_of(names: set[str], dims: Sequence[str]) -> list[int]:
-    """Find the numbers of some dims in an array."""
-    return [place for place, dim in enumerate(dims) if dim in names]
+    shared = [number for number, dim in enumerate(dims) if dim in sharded]
+    if shared:
+        return shared
+    others = [number for number, dim in enumerate(dims) if dim in dims_without_values]
+    return [REPLICAS, *others]
 
 
 def _preference(factors: Sequence[Factor]) -> tuple[int, int]:

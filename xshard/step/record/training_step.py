@@ -85,7 +85,7 @@ class TrainingStep:
 
     def _check_operations(self) -> None:
         """Require that operations use arrays made before them, and have names of their own."""
-        known = dict.fromkeys((*self.inputs, *self.parameters))
+        known = dict.fromkeys((*self.inputs, *self.parameters))  # names in order, for errors
         for name in self.inputs:
             if name in self.parameters:
                 raise PlanError(f"{name!r} is an input and a parameter", hint="names are unique")
@@ -94,7 +94,7 @@ class TrainingStep:
                 # The last array is the result's: it has no name here.
                 for name, array in zip(op.operands, op.arrays, strict=False):
                     self._check_operand(name, array, known)
-                if op.again:  # it is made later, in the block before
+                if op.again:  # made by a later operation, when the block ran before
                     self._check_operand(op.again, op.arrays[0], self.by_name)
                 if op.name in known:
                     raise PlanError("there is another array of this name", hint="names are unique")
@@ -126,6 +126,7 @@ class TrainingStep:
             raise ShapeError(reason, hint=hint)
 
     def _check_parameters(self) -> None:
+        """Require that some operation uses each parameter."""
         used = set(chain.from_iterable(op.operands for op in self.ops))
         unused = [name for name in self.parameters if name not in used]
         if unused:
@@ -148,28 +149,30 @@ class TrainingStep:
 
     @cached_property
     def units(self) -> Mapping[tuple[str, int], int]:
-        """How many units dims have, by array and number: what devices share out where a dim does not divide.
+        """How many units each dim has: {(array, number of its dim): 6}.
 
-        A projection makes 96 features that attention takes as 6 heads of 16: its weight has 6 units,
-        too. Only dims that are sharded together with one of a parameter have units, for the model
-        decides how long these are, and not a batch. Without heads they are single rows. Arrays of
-        JAX have even blocks.
+        Devices share out whole units where a dim does not divide. A projection makes 96 features
+        that attention takes as 6 heads of 16: its weight has 6 units, too. Only dims that are
+        sharded together with one of a parameter have units, for the model decides how long these
+        are, and not a batch. Without heads they are single rows. Arrays of JAX have even blocks.
         """
-        units: dict[tuple[str, int], int] = {}
         if self.moves_anywhere:
-            return units
+            return {}
+        units: dict[tuple[str, int], int] = {}
         for name in self.parameters:
             for number, dim in enumerate(self.arrays[name].dims):
                 units[name, number] = length_of(names_of_dim(dim), self.lengths)
-        links = [link for op in self.ops for link in op.links]
-        counted: Mapping[tuple[str, int], int] = {}
-        while counted != units:
-            counted = dict(units)
-            for link in links:
-                known = math.gcd(*[units.get(dim, 0) for dim in link])
-                if known:
-                    lengths = [self.lengths[name] for name in link.values()]
-                    units |= dict.fromkeys(link, math.gcd(known, *lengths))
+        # Dims that are sharded together hand each other their units, from operation to operation,
+        # until nothing changes.
+        previous: Mapping[tuple[str, int], int] = {}
+        while previous != units:
+            previous = dict(units)
+            for dims in chain.from_iterable(op.dims_sharded_together for op in self.ops):
+                # Dims without units count as 0, which no greatest common divisor takes notice of.
+                shared_units = math.gcd(*[units.get(dim, 0) for dim in dims])
+                if shared_units:
+                    lengths = [self.lengths[single_dim] for single_dim in dims.values()]
+                    units |= dict.fromkeys(dims, math.gcd(shared_units, *lengths))
         return units
 
     @cached_property
@@ -186,6 +189,7 @@ class TrainingStep:
 
     @cached_property
     def _consumers(self) -> Mapping[str, list[Op]]:
+        """The operations that use each array, also as the operand of a carry from the second time on."""
         consumers = defaultdict[str, list[Op]](list)
         for op in self.ops:
             for name in dict.fromkeys((*op.operands, op.again)):
@@ -196,20 +200,24 @@ class TrainingStep:
         """List the operations that use an array, each once."""
         return self._consumers[name]
 
-    def module(self, op: Op, *, left: bool) -> str:
-        """Name the module that an operation enters, or leaves; "" if it is inside one."""
-        module = op.leaves if left else op.enters
-        if module is not None:
-            return module
-        # By default each operation with a parameter is a module of its own.
+    def entered_module(self, op: Op) -> str:
+        """Name the module that begins with an operation; "" if none does."""
+        return self._default_module(op) if op.enters is None else op.enters
+
+    def left_module(self, op: Op) -> str:
+        """Name the module that ends with an operation; "" if none does."""
+        return self._default_module(op) if op.leaves is None else op.leaves
+
+    def _default_module(self, op: Op) -> str:
+        """Name an operation with a parameter, which by default is a module of its own; else ""."""
         has_parameter = any(name in self.parameters for name in op.operands)
         return op.name if has_parameter else ""
 
     def is_saved(self, name: str) -> bool:
         """Tell whether the backward pass of an operation needs this array as its operand."""
         for op in self.consumers(name):
-            arrays = (*op.operands, op.name)  # the number after the operands stands for the result
-            if name in [arrays[i] for i in op.saved_operands]:
+            saved_names = [op.array_names[i] for i in op.saved_operands]
+            if name in saved_names:
                 return True
         return False
 
@@ -262,4 +270,4 @@ class TrainingStep:
 
 def _saves_operands(op: Op) -> bool:
     """Tell whether operations of its class save their operands; a share does so only for others."""
-    return KINDS[op.kind].saves and op.kind != "share"
+    return KINDS[op.kind].saves_operands and op.kind != "share"

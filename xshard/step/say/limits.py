@@ -1,4 +1,8 @@
-"""Rules, and what is fixed, as limits of what may be assigned."""
+"""What rules of a user, and layouts that are fixed, leave a search to choose.
+
+A search chooses for each *node* (a parameter, an input, an operation) one of its *options*, the ways
+to shard it. An *edge* is an array on its way from one node to another, and may move there.
+"""
 
 from __future__ import annotations
 
@@ -13,20 +17,26 @@ from xshard.errors import NotationError, PlanError, located
 from xshard.layout import Layout
 from xshard.layout.sub_axes import SubAxisMesh
 from xshard.models import rule_of, use_of
-from xshard.notation.parser import Dim, Shard
+from xshard.notation.parser import Dim
 from xshard.rules import Rules, RulesLike, match_objects
 from xshard.step.price.edges import Edge
 from xshard.step.price.nodes import Gathering
 from xshard.step.price.options import Flags, Ints, without_copies
 from xshard.step.price.problem import StepProblem
-from xshard.step.record.arrays import COPY, in_units
+from xshard.step.record.arrays import COPY, as_even_blocks, in_units
 from xshard.step.record.trace import INPUT
 from xshard.step.say.rules import StepRules
 from xshard.step.say.whole_axes import placements_on
 
 
 class RuleLimits(NamedTuple):
-    """What rules leave: options of every node, and for each edge pairs of layouts to exclude."""
+    """What rules leave to a search.
+
+    Args:
+        options: The numbers of the options that each node may take.
+        excluded: For each edge the moves to leave out: [layouts where the array is made, layouts
+            where it is used].
+    """
 
     options: list[Ints]
     excluded: list[Flags]
@@ -34,9 +44,6 @@ class RuleLimits(NamedTuple):
 
 def read_limits(problem: StepProblem, rules: StepRules, unused: Sequence[str]) -> RuleLimits:
     """Turn rules that a person wrote into what a search may still choose.
-
-    A search chooses for each node (a parameter, an input, an operation) one of its options, the
-    ways to shard it. An edge is an array on its way from one node to another, and may move there.
 
     Parameters are stored, gathered and used as their rules say, inputs arrive as theirs say, and an
     activation moves only at a module whose rule names the move. With no rule for it, it stays as it
@@ -46,10 +53,6 @@ def read_limits(problem: StepProblem, rules: StepRules, unused: Sequence[str]) -
         problem: The step on its mesh.
         rules: The rules.
         unused: Parameters that no operation takes, which may have rules, too.
-
-    Returns:
-        The numbers of the options that each node may take, and for each edge the moves to leave
-        out, [layouts where it is made, layouts where it is used].
 
     Raises:
         PlanError: A rule leaves a node no option.
@@ -80,8 +83,8 @@ class _Limits:
         self.allowed = [np.ones(len(node.placements), bool) for node in problem.nodes]
         # Tied parameters are one, with several names between bars.
         names = "|".join((*problem.step.parameters, *unused)).split("|")
-        self.parameters = rules.parameters.match(names, what="parameter")
-        self.once = Rules({rules.once: True} if rules.once else {})
+        self.rule_of_parameter = rules.parameters.match(names, what="parameter")
+        self.gathered_once = Rules({rules.once: True} if rules.once else {})
 
     def limit_parameter(self, edge: Edge) -> None:
         """Disallow options in which a parameter is not stored, gathered and used as its rule says.
@@ -96,14 +99,14 @@ class _Limits:
         mesh = self.problem.whole_mesh
         name = source.name.partition("|")[0]  # tied parameters, `a|b`, are used in one way
         with located(f"rule of {name}"):
-            ndim = len(self.problem.names(source.name))
-            use = use_of(self.parameters[name], ndim, mesh, frozenset(mesh.axes))
+            ndim = len(self.problem.dim_names(source.name))
+            use = use_of(self.rule_of_parameter[name], ndim, mesh, frozenset(mesh.axes))
             stored = _placements(self.problem, source.name, use.stored)
             used = _placements(self.problem, source.name, use.used)
         # A parameter that is used as it is stored is not gathered. Its options then come with
         # PER_STEP as well as with PER_USE, at the same cost: those with PER_STEP are left.
         gathering = Gathering.PER_STEP
-        if stored != used and self.once.find(name) is None:
+        if stored != used and self.gathered_once.find(name) is None:
             gathering = Gathering.PER_USE
         # `placements` are [options, arrays, axes], a node's own array last; `used_placements` are
         # [options, axes], of this parameter in the options of the operation.
@@ -111,7 +114,7 @@ class _Limits:
         is_used_so = (without_copies(edge.used_placements) == used).all(-1)
         self.allowed[edge.source] &= is_stored_so & source.is_gathered(gathering)
         self.allowed[edge.user] &= is_used_so
-        self._check_left(edge, self.parameters[name])
+        self._check_options_left(edge, self.rule_of_parameter[name])
 
     def limit_arrival(self, edge: Edge) -> None:
         """Disallow options in which an input of the model does not arrive as its rule says."""
@@ -122,11 +125,11 @@ class _Limits:
         name = source.name.removesuffix(INPUT)
         text = rule.get(name) if isinstance(rule, dict) else rule  # one for each input
         if text is not None:
-            arriving = without_copies(_sides(text, self.problem, source.name).dst)
+            arriving = without_copies(_rule_sides(text, self.problem, source.name).dst)
             self.allowed[edge.source] &= (source.placements[:, -1] == arriving).all(-1)
-            self._check_left(edge, text)
+            self._check_options_left(edge, text)
 
-    def _check_left(self, edge: Edge, rule: str) -> None:
+    def _check_options_left(self, edge: Edge, rule: str) -> None:
         """Raise PlanError if an array's rule leaves one of the ends of its edge no option."""
         array = self.problem.nodes[edge.source].name
         for node in edge.nodes:
@@ -162,11 +165,11 @@ class _Limits:
         # Without a place, no rule could move the array: "" would find the rule of the whole model.
         text = rules.find(edge.place) if edge.place else None
         if text is not None:
-            src, dst, is_named = _sides(text, self.problem, source, edge.place)
+            src, dst, is_named = _rule_sides(text, self.problem, source, edge.place)
             if is_input:
                 src = without_copies(src)
                 dst = without_copies(dst)
-            # Along an axis that the rule names, the rule decides, and along others that it stays.
+            # Along an axis that the rule names, the rule's move is allowed; along others, to stay.
             is_stated = (edge.made_layouts == src)[:, None] & (used_layouts == dst)
             if isinstance(self.problem.mesh, SubAxisMesh):
                 # Of heads that are shared a rule says that they are copies, and they stay shared.
@@ -187,21 +190,21 @@ def fixed_options(problem: StepProblem, fixed: RulesLike) -> list[Ints]:
 
     fixed: layouts by patterns over names of inputs, parameters and operations, for their results.
     """
-    arrays: dict[str, str] = {}
+    array_of_name: dict[str, str] = {}
     for array in problem.node_numbers:
         # Tied parameters are one array, with several names between bars: each may be meant.
-        arrays |= dict.fromkeys([array, *array.split("|")], array)
-    layouts = match_objects(Rules(fixed), arrays, "array of the step")
+        array_of_name |= dict.fromkeys([array, *array.split("|")], array)
+    layouts = match_objects(Rules(fixed), array_of_name, "array of the step")
     options: list[Ints] = []
     for node in problem.nodes:
         if node.name not in layouts:
             options.append(np.arange(len(node.placements)))
             continue
-        # After an arrow stands how the array is used, which is left free.
         text = layouts[node.name]
-        rule = _sides(text, problem, node.name)
+        rule = _rule_sides(text, problem, node.name)
+        # Of `b -> b/dp`, only `b` counts: how the array is used, after the arrow, is left free.
         is_same = node.placements[:, -1] == rule.src  # [options, axes] of the array itself
-        agrees = (is_same | ~rule.is_named).all(-1)
+        agrees = (is_same | ~rule.is_named).all(-1)  # [options]
         if not agrees.any():
             dims = problem.step.arrays[node.name]
             raise NotationError(
@@ -213,19 +216,23 @@ def fixed_options(problem: StepProblem, fixed: RulesLike) -> list[Ints]:
 
 
 class RuleSides(NamedTuple):
-    """A rule for an array: placements before and after a move, and axes that the rule names."""
+    """A rule for an array: placements before and after a move, and which axes it names: [axes] each."""
 
     src: Ints
     dst: Ints
     is_named: Flags
 
 
-def _sides(text: str, problem: StepProblem, name: str, place: str = "") -> RuleSides:
+def _rule_sides(text: str, problem: StepProblem, name: str, place: str = "") -> RuleSides:
     """Read a rule for an array; raise NotationError for what is not searched.
 
-    place: the module whose rule it is, for errors.
+    Args:
+        text: The rule: "b s -> b s/tp".
+        problem: The step on its mesh.
+        name: The array.
+        place: The module whose rule it is, for errors; "" for the array itself.
     """
-    ndim = len(problem.names(name))
+    ndim = len(problem.dim_names(name))
     with located(f"rule of {place if place else name}"):
         rule = rule_of(text, problem.whole_mesh)
         src = np.array(_placements(problem, name, rule.src.resolved(ndim)))
@@ -235,20 +242,27 @@ def _sides(text: str, problem: StepProblem, name: str, place: str = "") -> RuleS
 
 
 def _placements(problem: StepProblem, name: str, layout: Layout) -> list[int]:
-    """Convert a layout of an array into placements; raise NotationError for what is not searched."""
+    """Convert a layout of an array into placements: of `b/dp c | sum(tp)`, on dp and tp, [0, SUM].
+
+    A dim sharded by units, as `(o 16)/balanced(tp)`, has a number behind those of all dims (`arrays`).
+    Raises NotationError for layouts that are not searched.
+    """
     shape = problem.shape(name)
     units = problem.units[name]
     mesh = problem.whole_mesh
-    dims: list[Dim] = []
-    by_units: list[int] = []
-    for number, dim in enumerate(layout.dims):
-        first_name = dim.parts[0] if dim.parts else dim.name
-        even = Dim(first_name, tuple(Shard(shard.axes) for shard in dim.shards))
-        # In units it is as rules have it: of parameters, and of activations.
-        write = partial(in_units, even, shape[number], units[number], mesh)
-        if dim in (write(says_length=False), write(says_length=True)):
-            by_units.append(number)
-            dim = even
-        dims.append(dim)
-    placements = placements_on(replace(layout, dims=tuple(dims)), problem.mesh, shape)
-    return [placement + len(dims) * (placement in by_units) for placement in placements]
+    even_dims: list[Dim] = []  # as if all blocks were even: so far `placements_on` can read them
+    dims_by_units: set[int] = set()
+    for d, dim in enumerate(layout.dims):
+        even_dim = as_even_blocks(dim)
+        # Two ways to write units: in rules of parameters, and of activations.
+        write_in_units = partial(in_units, even_dim, shape[d], units[d], mesh)
+        if dim in (write_in_units(says_length=False), write_in_units(says_length=True)):
+            dims_by_units.add(d)
+            even_dims.append(even_dim)
+        else:
+            even_dims.append(dim)
+    placements = placements_on(replace(layout, dims=tuple(even_dims)), problem.mesh, shape)
+    for axis, placement in enumerate(placements):
+        if placement in dims_by_units:
+            placements[axis] = placement + len(even_dims)
+    return placements

@@ -1,4 +1,8 @@
-"""An assignment as rules that `parallelize` and `place` take."""
+"""An assignment as rules that `parallelize` and `place` take.
+
+An *assignment* is a plan that a search has found: the number of an option for each node. An option
+is a way to shard a parameter, an input or an operation. `limits` reads rules back.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +27,7 @@ from xshard.step.record.repeat import in_first_block
 from xshard.step.record.trace import INPUT
 from xshard.step.say.whole_axes import whole_layout
 
-Texts = dict[str, str]  # rules by names of parameters or modules
+RuleTexts = dict[str, str]  # rules by names of parameters or modules
 
 
 class StepRules(NamedTuple):
@@ -43,18 +47,16 @@ class StepRules(NamedTuple):
     once: str = ""
 
 
-def written(problem: StepProblem, assignment: Sequence[int]) -> StepRules:
-    """Write a plan that a search has found as rules for `parallelize`.
+def write_rules(problem: StepProblem, assignment: Sequence[int]) -> StepRules:
+    """Write an assignment as rules for `parallelize`, by names of parameters and modules.
 
-    The plan, an assignment, is the number of an option for each node: a way to shard a parameter,
-    an input or an operation. Rules say the same by names of parameters and modules, such as
-    `{"layers.*.{up,gate}.weight": "o/tp/dp i -> o/tp i"}`; names with the same layouts have one
-    pattern.
+    One rule may be `{"layers.*.{up,gate}.weight": "o/tp/dp i -> o/tp i"}`: names with the same
+    layouts have one pattern.
     """
     # All activations first: rules of parameters depend on what is around their modules.
     activations = _ActivationRules(problem, assignment)
-    parameters = Texts()
-    gathered_once = Texts()  # only its names matter
+    parameters = RuleTexts()
+    gathered_once = RuleTexts()  # only its names matter
     for edge in problem.edges:
         source = problem.nodes[edge.source]
         if source.gathering is None:
@@ -67,10 +69,10 @@ def written(problem: StepProblem, assignment: Sequence[int]) -> StepRules:
         if stored.dims != used.dims and gathering == Gathering.PER_STEP:
             gathered_once[source.name] = ""
     return StepRules(
-        parameters=Rules(_merged(parameters)),
+        parameters=Rules(_with_patterns(parameters)),
         inputs=activations.input_rules(),
-        outputs=Rules(_merged(activations.outputs)),
-        once="|".join(_merged(gathered_once)),
+        outputs=Rules(_with_patterns(activations.outputs)),
+        once="|".join(_with_patterns(gathered_once)),
     )
 
 
@@ -85,16 +87,18 @@ class _ActivationRules:
     def __init__(self, problem: StepProblem, assignment: Sequence[int]) -> None:
         self.problem = problem
         self.step = problem.step
-        self.inputs = Texts()  # rules on the way into modules
-        self.outputs = Texts()  # rules on the way out of them
+        self.inputs = RuleTexts()  # rules on the way into modules
+        self.outputs = RuleTexts()  # rules on the way out of them
         self.arriving: dict[str, Layout] = {}  # inputs of the model, as they arrive
         self.inside = dict[str, Layout]({"": Layout(())})  # "" is the model itself
-        edges = [e for e in problem.edges if problem.nodes[e.source].gathering is None]
         n_inputs = len(self.step.inputs)
-        for edge in sorted(edges, key=lambda edge: edge.source >= n_inputs):  # inputs are first
-            self._add(edge, *ends_of(problem, edge, assignment, says_lengths=True))
+        # Inputs of the model first, which are the first nodes: their layouts are around all modules.
+        for edge in sorted(problem.edges, key=lambda edge: edge.source >= n_inputs):
+            if problem.nodes[edge.source].gathering is None:  # no parameter
+                src, dst = ends_of(problem, edge, assignment, says_lengths=True)
+                self._add_rules(edge, src, dst)
 
-    def _add(self, edge: Edge, src: Layout, dst: Layout) -> None:
+    def _add_rules(self, edge: Edge, src: Layout, dst: Layout) -> None:
         """Add the rules that one array needs on its way to the operation that uses it.
 
         If it moves from `b s` to `b s/tp` where it enters the module `up`, the rule of the inputs
@@ -115,15 +119,15 @@ class _ActivationRules:
         if source in self.step.inputs:
             # An input of the model, which has one arriving layout for all its uses: the first use
             # decides. If only tags differ there, nothing moves, and the use's tags are taken.
-            first_use = dst if dst.dims == src.dims else src
-            src = self.arriving.setdefault(source, first_use)
-            self.inside[""] = _inside(src, src, self.inside[""])
+            arriving = dst if dst.dims == src.dims else src
+            src = self.arriving.setdefault(source, arriving)
+            self.inside[""] = _layout_inside(src, src, self.inside[""])
         src, dst = self._with_free_names(edge.place, src, dst)
         if edge.enters:
             self._add_input_rule(edge.place, src, dst)
         else:
             if edge.place and src != dst:
-                self.outputs[edge.place] = _text(src, dst)
+                self.outputs[edge.place] = _rule_text(src, dst)
             # The array is in its last layout before the module of the operation that uses it. That
             # module may need a rule that moves nothing; its first operand decides.
             if user.operands[0] == source and not self.step.moves_anywhere:
@@ -132,7 +136,7 @@ class _ActivationRules:
         if maker is not None and maker.kind == "lookup" and src.tagged("sum"):
             # A lookup in a table whose rows are sharded gives partial sums. Its module needs a rule
             # of its output that says so, also where they are added up later.
-            self.outputs.setdefault(self.step.module(maker, left=True), _text(src, src))
+            self.outputs.setdefault(self.step.left_module(maker), _rule_text(src, src))
 
     def _with_free_names(self, place: str, src: Layout, dst: Layout) -> tuple[Layout, Layout]:
         """Rename dims of a rule that are whole in it, but sharded around the module.
@@ -142,16 +146,14 @@ class _ActivationRules:
         plan s is whole, so its dim gets a name that no dim around has: `b s_ -> b/dp s_`.
 
         Args:
-            place: The module or array whose rule it is. `_around` finds the layouts of activations
-                around it, by the rules written so far.
+            place: The module or array whose rule it is. `_layouts_around` finds the layouts of
+                activations around it, by the rules written so far.
             src: The layout before the move.
             dst: The layout after it.
         """
         named_axes = {*src.axes, *dst.axes}
-        sharded_around: set[str] = (
-            set()
-        )  # dims that are sharded over axes that the rule does not name
-        for layout in self._around(place):
+        sharded_around: set[str] = set()  # dims, over axes that the rule does not name
+        for layout in self._layouts_around(place):
             for dim in layout.dims:
                 if not named_axes.issuperset(dim.axes):
                     sharded_around.add(dim.name)
@@ -175,7 +177,8 @@ class _ActivationRules:
         if not parameters:
             return
         module = parameters[0].rpartition(".")[0]  # `layers.0.up.weight` -> `layers.0.up`
-        if any(not {*used.axes} <= {*layout.axes} for layout in self._around(module)):
+        used_axes = {*used.axes}
+        if any(not used_axes.issubset(layout.axes) for layout in self._layouts_around(module)):
             self._add_input_rule(module, used, used)
 
     def _add_input_rule(self, module: str, src: Layout, dst: Layout) -> None:
@@ -186,21 +189,25 @@ class _ActivationRules:
             # What is shared stays so, but one block does not tell how many heads there are.
             dims = [replace(dim, shards=()) if dim.spread_axes else dim for dim in src.dims]
             src = dst = replace(src, dims=tuple(dims))
-        self.inputs[module] = _text(src, dst)
-        around = self._around(module)
-        within = [_inside(src, dst, layout) for layout in around]
-        varies_along = [{*layout.axes} for layout in within]
+        self.inputs[module] = _rule_text(src, dst)
+        layouts_around = self._layouts_around(module)
+        layouts_inside = [_layout_inside(src, dst, layout) for layout in layouts_around]
+        axes_around = [{*layout.axes} for layout in layouts_around]
+        axes_inside = [{*layout.axes} for layout in layouts_inside]
         # A rule that changes nothing is left out later: the module is as what is around it.
-        if src != dst or varies_along != [{*layout.axes} for layout in around]:
-            self.inside[module] = within[0]
+        if src != dst or axes_inside != axes_around:
+            self.inside[module] = layouts_inside[0]
 
-    def _around(self, path: str) -> list[Layout]:
-        """Return the activations around a module, and around it in the first of repeated blocks."""
+    def _layouts_around(self, path: str) -> list[Layout]:
+        """Return the layout of activations around a module, and in the first of repeated blocks.
+
+        `layers.*.up` may have another layout around it in `layers.0`. One layout for other paths.
+        """
         paths = dict.fromkeys((path, in_first_block(path)))
-        return [self._nearest(block_path) for block_path in paths]
+        return [self._layout_around(block_path) for block_path in paths]
 
-    def _nearest(self, path: str) -> Layout:
-        """Return the activations in the last module with a rule that has a path inside it."""
+    def _layout_around(self, path: str) -> Layout:
+        """Return the layout of activations in the last module with a rule that has a path inside it."""
         for module in reversed(self.inside):
             if module and f"{path}.".startswith(f"{module}."):
                 return self.inside[module]
@@ -217,8 +224,8 @@ class _ActivationRules:
         patterns = [name for name in self.inputs if "*" in name or "{" in name]
         # "layers.0.up" -> "layers.*.up"
         pattern_of_first = {in_first_block(pattern): pattern for pattern in patterns}
-        of_first_blocks = Texts()
-        others = Texts()
+        of_first_blocks = RuleTexts()
+        others = RuleTexts()
         # Only modules whose rule changes something are in `inside`; other rules are left out.
         for name, text in self.inputs.items():
             pattern = pattern_of_first.get(name)
@@ -229,18 +236,18 @@ class _ActivationRules:
             elif name in self.inside:
                 others[name] = text
         rules: dict[Any, Any] = {"": self._root_rule()}
-        return Rules(rules | _merged(of_first_blocks) | _merged(others))
+        return Rules(rules | _with_patterns(of_first_blocks) | _with_patterns(others))
 
-    def _root_rule(self) -> str | Texts:
+    def _root_rule(self) -> str | RuleTexts:
         """Write the rule of the model's inputs; several have one each, by name."""
-        rules = Texts()
+        rules = RuleTexts()
         for name, arriving in self.arriving.items():
-            rules[name.removesuffix(INPUT)] = _text(
-                Layout.parse(" ".join(arriving.names)), arriving
-            )
-        if len(rules) > 1:
-            return rules
-        return next(iter(rules.values())) if rules else "..."
+            unsharded = Layout.parse(" ".join(arriving.names))
+            rules[name.removesuffix(INPUT)] = _rule_text(unsharded, arriving)
+        if len(rules) == 1:
+            (rule,) = rules.values()
+            return rule
+        return rules if rules else "..."
 
     def parameter_rule(self, name: str, stored: Layout, used: Layout) -> str:
         """Write the rule of a parameter: how it is stored, and how its operation uses it.
@@ -260,19 +267,22 @@ class _ActivationRules:
         """
         varying_axes: set[str] = set()  # along which activations around the module vary
         for tied_name in name.split("|"):
-            for layout in self._around(tied_name):
+            for layout in self._layouts_around(tied_name):
                 varying_axes.update(layout.axes)
         # Along these axes `used` has a plain replica, not a shard, sum or copy: all devices do the
         # same work.
         same_work_axes = varying_axes - {*used.axes}
         tags = [("sum", used.tagged("sum")), ("mean", tuple(sorted(same_work_axes)))]
         written_tags = tuple((kind, axes) for kind, axes in tags if axes)
-        return _text(stored, Layout(used.dims, written_tags))
+        return _rule_text(stored, Layout(used.dims, written_tags))
 
 
 @layout_cache(maxsize=4096)
-def _inside(src: Layout, dst: Layout, outside: Layout) -> Layout:
-    """Return the activations inside a module with a rule `src -> dst`."""
+def _layout_inside(src: Layout, dst: Layout, outside: Layout) -> Layout:
+    """Return the layout of activations inside a module with a rule `src -> dst`.
+
+    outside: their layout around the module.
+    """
     return layout_inside(ActivationRule(src, dst, ""), outside)
 
 
@@ -294,9 +304,9 @@ def written_ends(
 ) -> tuple[Layout, Layout]:
     """Write both ends of a move of an array, given as placements."""
     # Tuples of ints, for the cache: `simplified` asks for the same few layouts thousands of times.
-    return _layouts(
+    return _written_ends(
         (tuple(made.tolist()), tuple(used.tolist())),
-        tuple(problem.names(name)),
+        tuple(problem.dim_names(name)),
         problem.shape(name),
         problem.units[name],
         problem.mesh,
@@ -305,7 +315,7 @@ def written_ends(
 
 
 @layout_cache(maxsize=4096)
-def _layouts(
+def _written_ends(
     ends: tuple[tuple[int, ...], ...],
     names: tuple[str, ...],
     shape: tuple[int, ...],
@@ -324,60 +334,65 @@ def _layouts(
     layouts: list[Layout] = []
     for placements, layout in zip(ends, whole_layouts, strict=True):
         dims = list(layout.dims)
-        for number, name in shared_names.items():
-            dims[number] = replace(dims[number], name=name)
-        for number, n_units in enumerate(units):
-            if number + len(names) not in chain(*ends):
+        for d, name in shared_names.items():
+            dims[d] = replace(dims[d], name=name)
+        for d, n_units in enumerate(units):
+            number_by_units = d + len(names)
+            if number_by_units not in chain(*ends):
                 continue
-            dim = dims[number]
-            whole_mesh = root_of(mesh)
-            dims[number] = in_units(
-                dim, shape[number], n_units, whole_mesh, says_length=says_lengths
+            dim_in_units = in_units(
+                dims[d], shape[d], n_units, root_of(mesh), says_length=says_lengths
             )
-            if number in placements:  # in even blocks at this end
-                dims[number] = replace(dim, name=dims[number].name)
+            is_in_even_blocks = d in placements  # at this end
+            if is_in_even_blocks:
+                dims[d] = replace(dims[d], name=dim_in_units.name)
+            else:
+                dims[d] = dim_in_units
         layouts.append(replace(layout, dims=tuple(dims)))
     src, dst = layouts
     return src, dst
 
 
-def _text(src: Layout, dst: Layout) -> str:
+def _rule_text(src: Layout, dst: Layout) -> str:
+    """Write a rule: `b s -> b s/tp`, or one layout if nothing moves."""
     return str(src) if src == dst else f"{src} {ARROW} {dst}"
 
 
-def _merged(texts: Texts) -> dict[Any, Any]:
-    """Write one rule for all names with the same text."""
-    names_of: dict[str, list[str]] = {}
+def _with_patterns(texts: RuleTexts) -> dict[Any, Any]:
+    """Write one rule for all names with the same text: a: `o/dp i`, b: `o/dp i` -> `a|b`: `o/dp i`."""
+    names_of_text: dict[str, list[str]] = {}
     for name, text in texts.items():
-        names_of.setdefault(text, []).append(name)
-    return {_pattern_of(names): text for text, names in names_of.items()}
+        names_of_text.setdefault(text, []).append(name)
+    return {_pattern_of(names): text for text, names in names_of_text.items()}
 
 
 def _pattern_of(names: Iterable[str]) -> str:
     """Write names as one pattern: `a.up`, `a.down`, `b` -> `a.{up,down}|b`."""
-    patterns: list[list[list[str]]] = []  # [patterns][parts][alternatives]
+    # A pattern has for each part, between dots, the alternatives: [["a"], ["up", "down"]].
+    patterns: list[list[list[str]]] = []
     for name in names:
         parts = name.split(".")
         for pattern in patterns:
-            place = _place_that_differs(pattern, parts)
-            if place is not None:
-                pattern[place].append(parts[place])
+            i = _differing_part(pattern, parts)
+            if i is not None:
+                pattern[i].append(parts[i])
                 break
         else:
             patterns.append([[part] for part in parts])
-    return "|".join(".".join(map(_either, pattern)) for pattern in patterns)
+    texts = [".".join(map(_alternatives_text, pattern)) for pattern in patterns]
+    return "|".join(texts)
 
 
-def _place_that_differs(pattern: Sequence[list[str]], parts: Sequence[str]) -> int | None:
-    """Return the only part in which a name differs from a pattern; None for several."""
+def _differing_part(pattern: Sequence[list[str]], parts: Sequence[str]) -> int | None:
+    """Return the number of the only part in which a name differs from a pattern; None for several."""
     if len(pattern) != len(parts):
         return None
     pairs = enumerate(zip(pattern, parts, strict=True))
-    places = [i for i, (alternatives, part) in pairs if alternatives != [part]]
-    return places[0] if len(places) == 1 else None
+    differing = [i for i, (alternatives, part) in pairs if alternatives != [part]]
+    return differing[0] if len(differing) == 1 else None
 
 
-def _either(alternatives: Sequence[str]) -> str:
+def _alternatives_text(alternatives: Sequence[str]) -> str:
     """Write alternatives in braces; numbers in order, of several lists as one: {0,2} and {1,3}."""
     if len(alternatives) == 1:
         return alternatives[0]

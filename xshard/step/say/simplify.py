@@ -1,4 +1,9 @@
-"""An assignment that takes fewer rules to say, for few seconds more."""
+"""An assignment that takes fewer rules to say, for few seconds more.
+
+An *assignment*, or plan, is the number of an option for each node: a way to shard a parameter, an
+input or an operation. Its *rank* is its seconds, more if it does not fit the memory; its *variety*
+an estimate of how many rules say it.
+"""
 
 from __future__ import annotations
 
@@ -14,30 +19,29 @@ from xshard.step.price.edges import Edge
 from xshard.step.price.nodes import Node
 from xshard.step.price.options import Flags
 from xshard.step.price.problem import StepProblem
-from xshard.step.say.rules import written
+from xshard.step.say.rules import write_rules
 
 LEAST = 1e-9  # of what a change saves, and of the seconds that count for it
 
 
 class Change(NamedTuple):
-    """Another assignment, and its rank: its seconds, more if it does not fit."""
+    """Another assignment, and its rank."""
 
     rank: float
     assignment: list[int]
 
 
-def simplified(search: StepSearch, most: float) -> list[int]:
+def simplified(search: StepSearch, most_s: float) -> list[int]:
     """Simplify the best plan of a search: trade a little time per step for fewer rules.
 
     It takes fewer rules to store all weights as `o/dp i` than to say something else about one of
-    them, which may save only 0.1 %. The plan is an assignment: the number of an option, a way to
-    shard it, for each parameter, input and operation.
+    them, which may save only 0.1 %.
 
     A change is another layout of one array, or of a parameter together with the operation beside
     it. Changes that save rules are applied until there are no more, those that save most for their
     seconds first.
 
-    most: seconds per step that the result may take.
+    most_s: seconds per step that the result may take.
 
     Returns the assignment of the simpler plan, or of the best one if no plan is simpler; [] if the
     search has found none.
@@ -45,7 +49,7 @@ def simplified(search: StepSearch, most: float) -> list[int]:
     best = list(search.best) if search.best else []
     simple = best
     while True:
-        simpler = _with_changes(search, simple, most)
+        simpler = _with_simplifying_changes(search, simple, most_s)
         if simpler == simple:
             break
         simple = simpler
@@ -56,20 +60,22 @@ def simplified(search: StepSearch, most: float) -> list[int]:
     return simple
 
 
-def _with_changes(search: StepSearch, assignment: list[int], most: float) -> list[int]:
+def _with_simplifying_changes(
+    search: StepSearch, assignment: list[int], most_s: float
+) -> list[int]:
     """Apply all single changes to a plan that save rules, as far as they do so together.
 
-    A plan is the number of an option for each node: (0, 2, 1). A change is another option for some of
-    them: (0, 2, 4). The changes were found for `assignment`, each by itself, and may get in each
-    other's way. So they are tried one after another, on top of those kept so far, and one is kept if
-    there are still fewer rules, in at most `most` seconds.
+    A change of the plan (0, 2, 1) is another option for some nodes: (0, 2, 4). The changes were
+    found for `assignment`, each by itself, and may get in each other's way. So they are tried one
+    after another, on top of those kept so far, and one is kept if there are still fewer rules, in at
+    most `most_s` seconds.
 
     Returns the changed plan, or `assignment` itself if no change is kept.
     """
     problem = search.problem
-    variety = _variety(problem, assignment)  # an estimate of the number of rules
+    variety = _variety(problem, assignment)
     simple = assignment
-    for changed in _best_first(search, assignment, variety, most):
+    for changed in _most_worthwhile_first(search, assignment, variety, most_s):
         trial = list(simple)
         for node, option in enumerate(changed):
             if option != assignment[node]:
@@ -78,14 +84,14 @@ def _with_changes(search: StepSearch, assignment: list[int], most: float) -> lis
         problem.raise_to_prices(trial)
         trial_variety = _variety(problem, trial)
         is_simpler = trial_variety < variety - LEAST
-        if is_simpler and search.cost.rank(problem.vector(trial)) <= most:
+        if is_simpler and search.cost.rank(problem.vector(trial)) <= most_s:
             simple = trial
             variety = trial_variety
     return simple
 
 
-def _best_first(
-    search: StepSearch, assignment: list[int], variety: float, most: float
+def _most_worthwhile_first(
+    search: StepSearch, assignment: list[int], variety: float, most_s: float
 ) -> list[list[int]]:
     """List changed plans with fewer rules, the one that saves most for its seconds first.
 
@@ -93,9 +99,9 @@ def _best_first(
 
     Args:
         search: The search with its problem.
-        assignment: The plan: the number of an option for each node.
-        variety: An estimate of the number of its rules.
-        most: Seconds that a changed plan may take.
+        assignment: The plan.
+        variety: Its variety.
+        most_s: Seconds that a changed plan may take.
     """
     problem = search.problem
     seconds = float(search.cost.rank(problem.vector(assignment)))
@@ -103,7 +109,7 @@ def _best_first(
     changes += _like_another_parameter(search, assignment)
     gains: list[tuple[float, list[int]]] = []  # rules saved for each second, changed assignment
     for change in changes:
-        if change.rank > most:
+        if change.rank > most_s:
             continue  # too slow (or too large): counting its rules, which takes longest, is spared
         saved = variety - _variety(problem, change.assignment)
         if saved > LEAST:
@@ -129,7 +135,7 @@ def _other_options(search: StepSearch, assignment: list[int]) -> list[Change]:
 
 
 class Use(NamedTuple):
-    """How a parameter is stored, gathered and used."""
+    """How a parameter is stored, gathered and used: layouts are a placement for each mesh axis."""
 
     ndim: int
     gathering: int
@@ -140,16 +146,15 @@ class Use(NamedTuple):
 def _like_another_parameter(search: StepSearch, assignment: list[int]) -> list[Change]:
     """List changed plans in which one parameter is stored and used like another one.
 
-    Then both have one rule. A plan is the number of an option, a way to shard it, for each node. The
-    operation that uses the parameter changes its option too, and the nodes next to this operation
-    take those that are best with that. All others keep theirs.
+    Then both have one rule. The operation that uses the parameter changes its option too, and the
+    nodes next to this operation take those that are best with that. All others keep theirs.
     """
     first_uses = _first_uses(search.problem, assignment)
     distinct_uses = dict.fromkeys(use for _, use in first_uses.values())  # in order
     changes: list[Change] = []
     for parameter, (edge, use) in first_uses.items():
-        # For each node, which options a changed plan may take, [options].
-        flags = _neighbours_free(search.problem, assignment, edge.user)
+        # For each node, which options a changed plan may take: [options].
+        flags = _with_free_neighbours(search.problem, assignment, edge.user)
         for other_use in distinct_uses:
             if other_use.ndim != use.ndim or other_use == use:
                 continue  # rules are alike only for equally many dims
@@ -164,9 +169,7 @@ def _like_another_parameter(search: StepSearch, assignment: list[int]) -> list[C
 def _first_uses(problem: StepProblem, assignment: Sequence[int]) -> dict[int, tuple[Edge, Use]]:
     """Describe how each parameter is stored, and how the first operation that takes it uses it.
 
-    Returns by number of the parameter's node: the edge, its way to that operation, and its use, the
-    placement at both ends of the edge. A placement says for each mesh axis, by a number, what the
-    axis does with the array.
+    Returns by number of the parameter's node: the edge, its way to that operation, and its use.
     """
     first_uses: dict[int, tuple[Edge, Use]] = {}
     # Edges are in the order of operations: in reverse, the first use replaces all later ones.
@@ -186,7 +189,9 @@ def _first_uses(problem: StepProblem, assignment: Sequence[int]) -> dict[int, tu
     return first_uses
 
 
-def _neighbours_free(problem: StepProblem, assignment: Sequence[int], node: int) -> list[Flags]:
+def _with_free_neighbours(
+    problem: StepProblem, assignment: Sequence[int], node: int
+) -> list[Flags]:
     """Return flags that leave a node and its neighbours all options, and others only their own.
 
     For each node [options]; neighbours are the nodes between which and `node` an array moves.
@@ -210,7 +215,7 @@ def _is_stored_so(node: Node, use: Use) -> Flags:
 
 def _patterns(problem: StepProblem, assignment: Sequence[int]) -> list[str]:
     """List the patterns of all rules of an assignment."""
-    rules = written(problem, assignment)
+    rules = write_rules(problem, assignment)
     patterns = (*rules.parameters, *rules.inputs, *rules.outputs)
     return [pattern_text(pattern) for pattern in patterns]
 

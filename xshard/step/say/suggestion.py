@@ -18,7 +18,7 @@ from xshard.step.price.nodes import Gathering
 from xshard.step.price.options import Floats
 from xshard.step.price.passes import schedule_of
 from xshard.step.say.limits import read_limits
-from xshard.step.say.rules import StepRules, ends_of, written, written_ends
+from xshard.step.say.rules import StepRules, ends_of, write_rules, written_ends
 
 SAME = 0.01  # of the seconds: plans this near are as good
 WHY_EXPOSED = """\
@@ -28,7 +28,7 @@ GATHERED = {Gathering.PER_USE: "for each use", Gathering.PER_STEP: "once per ste
 
 
 class StepPlan(NamedTuple):
-    """A plan that a search met, with the parts of its cost."""
+    """A plan that a search met, with the parts of its cost: seconds and bytes by kind, [parts]."""
 
     search: StepSearch
     vector: Floats
@@ -36,10 +36,12 @@ class StepPlan(NamedTuple):
     @property
     def bytes(self) -> int:
         """Bytes of a device when it holds most."""
+        # With a limit of one byte, the share of the limit is the bytes.
         return int(self.search.problem.cost(1.0).largest_limit_share(self.vector))
 
     @property
     def fits(self) -> bool:
+        """Whether a device can hold it."""
         return self.bytes <= self.search.limit
 
     def seconds(self) -> float:
@@ -83,7 +85,7 @@ class Suggestion(Pictured):
     def __post_init__(self) -> None:
         problem = self.search.problem
         # Plain attributes: bridges add rules to them.
-        rules = written(problem, self.assignment)
+        rules = write_rules(problem, self.assignment)
         self.parameters = rules.parameters
         self.inputs = rules.inputs
         self.outputs = rules.outputs
@@ -146,7 +148,7 @@ class Suggestion(Pictured):
                 hint=f"{did_you_mean(name, problem.node_numbers)}names are: {names}",
             )
         node = problem.node_numbers[name]
-        assigned = f"{name}: {self._stated(node, self.assignment[node])}"
+        assigned = f"{name}: {self._option_text(node, self.assignment[node])}"
         # All other layouts are searched anew: with another one for this array, the best plan may
         # differ elsewhere, too.
         search = self._search_for_another_layout(node)
@@ -156,7 +158,7 @@ class Suggestion(Pictured):
             return f"{assigned}, nothing else fits the memory"
         added_s = search.seconds - self.seconds
         added = f"{format_seconds(abs(added_s))} ({added_s / self.seconds:+.1%})"
-        return f"{assigned}; next {self._stated(node, search.best[node])}, {added} per step"
+        return f"{assigned}; next {self._option_text(node, search.best[node])}, {added} per step"
 
     def _search_for_another_layout(self, node: int) -> StepSearch | None:
         """Search for the best plan in which one array has another layout than now.
@@ -190,16 +192,16 @@ class Suggestion(Pictured):
                 break
         return search
 
-    def _stated(self, node: int, option: int) -> str:
-        """Write an option of a node as text."""
+    def _option_text(self, node_number: int, option: int) -> str:
+        """Write an option of a node as text: "o/dp i, gathered for each use"."""
         problem = self.search.problem
-        name, placements, _, gathering = problem.nodes[node]
-        stored = placements[option, -1]
-        layout, _ = written_ends(problem, name, stored, stored)
+        node = problem.nodes[node_number]
+        placements = node.placements[option, -1]  # of the node's own array: [axes]
+        layout, _ = written_ends(problem, node.name, placements, placements)
         is_sharded = "/" in str(layout)  # else there is nothing to gather
-        if gathering is None or not is_sharded:
+        if node.gathering is None or not is_sharded:
             return str(layout)
-        return f"{layout}, gathered {GATHERED[gathering[option]]}"
+        return f"{layout}, gathered {GATHERED[node.gathering[option]]}"
 
     def estimate(
         self,
@@ -253,11 +255,11 @@ class Suggestion(Pictured):
         memory = [f"{kind} {format_bytes(n_bytes)}" for kind, n_bytes in self.memory.items()]
         total_bytes = sum(self.memory.values())  # all kinds are for the same moment
         lines.append(f"{format_seconds(self.seconds)} per step: {', '.join(seconds)}")
-        lines += self._exposed()
+        lines += self._exposed_lines()
         # By rounding, the lower bound may be above the seconds by a hair: `max` avoids "-0.00%".
         lines.append(f"no plan is more than {max(self.gap, 0):.2%} faster")
         lines.append(f"{format_bytes(total_bytes)} per device: {', '.join(memory)}")
-        lines += self._comparison()
+        lines += self._comparison_lines()
         without_rule = [op.name for op in self.search.problem.step.ops if op.kind == "opaque"]
         if without_rule:
             lines.append(f"whole, as no rule is known: {', '.join(without_rule)}")
@@ -276,6 +278,7 @@ class Suggestion(Pictured):
         return lines
 
     def _headline(self) -> str:
+        """Write what was planned, on which mesh, and how the batch is divided."""
         problem = self.search.problem
         plural = "es" if self.micro_batches > 1 else ""
         parts = f" in {self.batch_parts} parts" if self.batch_parts > 1 else ""
@@ -285,7 +288,7 @@ class Suggestion(Pictured):
             f"{self.micro_batches} micro-batch{plural}{parts}, activations {activations}"
         )
 
-    def _exposed(self) -> list[str]:
+    def _exposed_lines(self) -> list[str]:
         """Write for how long the device waits for each kind of moves, and why."""
         problem = self.search.problem
         if problem.overlap is not None or problem.step.moves_anywhere:
@@ -293,7 +296,7 @@ class Suggestion(Pictured):
         seconds_of: dict[str, float] = {}
         for span in self.schedule.timeline().spans:
             if span.lane == EXPOSED:
-                kind = span.name.rpartition(" ")[2]
+                kind = span.name.rpartition(" ")[2]  # "layers.0 parameters"
                 seconds_of[kind] = seconds_of.get(kind, 0.0) + span.end_s - span.begin_s
         exposed = [
             f"{kind} {format_seconds(problem.micro_batches * seconds)}"
@@ -301,7 +304,7 @@ class Suggestion(Pictured):
         ]
         return [f"exposed: {', '.join(exposed)}", WHY_EXPOSED] if exposed else []
 
-    def _comparison(self) -> list[str]:
+    def _comparison_lines(self) -> list[str]:
         """Compare this plan with plans by hand, such as ZeRO-3: a table, then a remark.
 
         A row has the plan's seconds, its bytes, and whether it fits.

@@ -11,8 +11,15 @@ from dataclasses import replace
 from xshard.layout import Layout, Mesh
 from xshard.layout.layout import without_axes
 from xshard.layout.sub_axes import SubAxisMesh
-from xshard.notation.parser import SPREAD, Dim, Shard
-from xshard.step.record.arrays import COPY, REPLICAS, layout_of, placements_of, with_unit
+from xshard.notation.parser import SPREAD, Dim
+from xshard.step.record.arrays import (
+    COPY,
+    REPLICAS,
+    as_even_blocks,
+    layout_of,
+    placements_of,
+    with_unit,
+)
 
 
 def whole_layout(
@@ -52,8 +59,7 @@ def placements_on(layout: Layout, mesh: Mesh, shape: Sequence[int]) -> list[int]
     split_axis = mesh.base.axes[-1:]
     inner: int | None = None  # what the inner sub-axis does, if not the same as the outer one
     for number, dim in enumerate(layout.dims):
-        first_name = dim.parts[0] if dim.parts else dim.name
-        plain = Dim(first_name, tuple(Shard(shard.axes) for shard in dim.shards))
+        plain = as_even_blocks(dim)
         if dim.spread_axes == split_axis and _spread(plain, shape[number], mesh) == dim:
             inner = COPY if split_axis[0] in layout.tagged("copy") else REPLICAS
             dims = (*layout.dims[:number], plain, *layout.dims[number + 1 :])
