@@ -315,7 +315,8 @@ def _group_norm(call: TorchCall) -> DescribedCall | None:
 def _written_into(call: TorchCall) -> DescribedCall | None:
     """Describe an array after a write into a part of it, `y[:, i] = x` or `y[:, 2:5] = x`.
 
-    Dims that the part lacks, or has less of, cannot be sharded.
+    Dims that the part lacks, or has less of, cannot be sharded. Strides tell which these are: if y
+    is [4, 8] with strides (8, 1), then y[:, i] has the stride 8, which is of dim 0.
     """
     array, part = call.tensors
     strides = array.stride()

@@ -123,7 +123,7 @@ class StepRecorder(TorchDispatchMode):
             # so that a later tensor may get the same one.
             if not x.numel():
                 continue
-            self._record(name.rstrip("_"), arguments, x, torch.Tag.pointwise in func.tags)
+            self._record_result(name.rstrip("_"), arguments, x, torch.Tag.pointwise in func.tags)
             whole = viewed_tensor(x)
             if is_in_place and whole is not None:
                 # A slice of an array has been written to: later operations read the new array.
@@ -172,7 +172,9 @@ class StepRecorder(TorchDispatchMode):
         tensors = [x for x in tree_leaves(arguments) if isinstance(x, Tensor)]
         return self.values.keys() >= set(tensors)
 
-    def _record(self, name: str, args: Mapping[str, Any], out: Tensor, is_pointwise: bool) -> None:
+    def _record_result(
+        self, name: str, args: Mapping[str, Any], out: Tensor, is_pointwise: bool
+    ) -> None:
         """Record one result of an operation, and the bias that is added to it, if there is one."""
         # An operation with several results is several operations, one per result.
         described = describe_call(name, args, out, is_pointwise)
@@ -365,7 +367,7 @@ def record_step(model: nn.Module, batch: Any) -> tuple[TrainingStep, tuple[str, 
     for parameter, names in names_of_parameters.items():
         on_meta[parameter] = _add_parameter(recorder, parameter, names)
     _add_inputs(recorder, inputs)
-    result = _run(model, on_meta, inputs, recorder)
+    result = _run_model(model, on_meta, inputs, recorder)
     step = recorder.trace.step(_add_loss(recorder, result))
 
     unused: list[str] = []
@@ -431,7 +433,7 @@ def _add_parameter(recorder: StepRecorder, parameter: nn.Parameter, names: list[
     return x
 
 
-def _run(
+def _run_model(
     model: nn.Module, on_meta: dict[Tensor, Tensor], inputs: dict[str, Any], recorder: StepRecorder
 ) -> Any:
     """Run a model's forward pass without data, recording its operations and its modules.
@@ -556,9 +558,12 @@ def _merge_input(
       or the module may be one of many equal layers.
     - Otherwise "input" goes, and the operations inside read the tensor itself.
 
-    ops: by name. users: of each array, by name: names of operations. name: of the operation
-    "input". path: of the module. module_left_by: operations whose result a module returns -> its
-    path.
+    Args:
+        ops: The operations by name.
+        users: The names of the operations that use each array, by its name.
+        name: The name of the operation "input".
+        path: The module's path.
+        module_left_by: Operations whose result a module returns -> its path.
     """
     (maker,) = ops[name].operands  # the operation that made the tensor
     users_inside = users[name]
@@ -566,8 +571,9 @@ def _merge_input(
     if not is_begun_by_user:
         # Made by an operation that ends no module, it may be the residual sum between two layers.
         module_before = module_left_by.get(maker)
-        may_be_repeated = module_before is None or NUMBERED.search(module_before)
-        if may_be_repeated or NUMBERED.search(path) or len(users[maker]) > 1:
+        follows_a_layer = module_before is None or NUMBERED.search(module_before)
+        has_users_outside = len(users[maker]) > 1
+        if follows_a_layer or NUMBERED.search(path) or has_users_outside:
             ops[name] = replace(ops[name], enters=path)
             return
     del ops[name]

@@ -101,9 +101,15 @@ def mean_over_rows(
     mesh: MeshLike,
     lengths: Lengths | None = None,
 ) -> Tensor:
-    """Return the mean of a loss over rows of a result under a layout; `TorchSuggestion.mean` explains it.
+    """Return the mean of a loss over rows of a result; `TorchSuggestion.mean` explains it.
 
-    lengths: of dims in uneven blocks, by name: one block does not tell them.
+    Args:
+        loss: A function of rows of the result, and of the same rows of the targets.
+        result: This process's block of the result.
+        targets: Whole tensors, with the first dims of the result.
+        layout: The layout of the result.
+        mesh: The devices.
+        lengths: Of dims in uneven blocks, by name: one block does not tell them.
     """
     rows = _with_whole_rows(layout)
     shape = global_shape(layout, process_mesh(mesh).mesh, result.shape, str(layout), lengths)
@@ -112,19 +118,23 @@ def mean_over_rows(
     for target in targets:
         target_layout = Layout(rows.dims[: target.ndim])
         own_targets.append(redistribute(target, (target_layout.unsharded, target_layout), mesh))
-    losses = loss(own_rows, *own_targets)
-    if isinstance(losses, Tensor):
-        if losses.ndim == 0:
-            what = "the loss is a scalar: a mean of means is another one where rows are uneven"
-            hint = 'losses with reduction="none", or two scalars: (sum, number)'
-            raise ShapeError(what, hint=hint)
-        losses = (losses.sum(), losses.new_tensor(losses.numel()))
-    total, number = losses
+    own_sum, own_number = _sum_and_number(loss(own_rows, *own_targets))
     # The two travel together, and the number is exact in the dtype of a loss.
-    shares = torch.stack([total, number.to(total.dtype)])
+    sums = torch.stack([own_sum, own_number.to(own_sum.dtype)])
     if rows.axes:
-        shares = redistribute(shares, f"n | sum({','.join(rows.axes)}) -> n", mesh)
-    return shares[0] / shares[1]
+        sums = redistribute(sums, f"n | sum({','.join(rows.axes)}) -> n", mesh)
+    return sums[0] / sums[1]
+
+
+def _sum_and_number(losses: Losses) -> tuple[Tensor, Tensor]:
+    """Return the sum and the number of losses, which may be given as these two; refuse a mean."""
+    if not isinstance(losses, Tensor):
+        return losses
+    if losses.ndim == 0:
+        what = "the loss is a scalar: a mean of means is another one where rows are uneven"
+        hint = 'losses with reduction="none", or two scalars: (sum, number)'
+        raise ShapeError(what, hint=hint)
+    return losses.sum(), losses.new_tensor(losses.numel())
 
 
 def _with_whole_rows(layout: Layout) -> Layout:

@@ -92,8 +92,7 @@ def price_parameter(setup: StepSetup, name: str) -> Node:
     # Adam has two moments, and below 32 bits a copy of the parameter in full precision.
     n_states = 3 if setup.stored_bytes < FULL else 2
     costs[:, StepPart.STATE_BYTES] = n_states * full_bytes
-    # A byte that is copied is accessed twice: it is read and written.
-    accessed_bytes_per_s = 2 * setup.moves.profile.copy_bytes_per_s
+    accessed_bytes_per_s = 2 * setup.moves.profile.copy_bytes_per_s  # read and written
     costs[:, StepPart.OPTIMIZER_S] = OPTIMIZER_ACCESSES * full_bytes / accessed_bytes_per_s
     return Node(name, placements, costs, gathering)
 
@@ -189,6 +188,7 @@ def _seconds_of_computing(
     flops_per_s = profile.flops(setup.step.dtype) * EFFICIENCY * work.rate
     n_devices = _devices_that_split(setup, op, placements)
     computing_s = work.flops * space_of(op.arrays, setup.lengths) / n_devices / flops_per_s
+    # A byte that is copied is accessed twice: it is read and written.
     memory_s = work.accesses * sum(block_bytes) / (2 * profile.copy_bytes_per_s)
     return np.maximum(computing_s, memory_s) + op.calls * profile.call_s
 

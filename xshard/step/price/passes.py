@@ -91,7 +91,8 @@ def closed_form(setup: StepSetup, limit_shares: Floats) -> CostFunction:
         parameters 0 + max(computing 0, parameters 1) + max(computing 1, parameters 2) + computing 2
 
     and the backward pass the same, with gradients of the module before beside parameters of the next
-    one, and gradients of the last one at its end. Activations that are awaited are in both rows.
+    one, and gradients of the last one at its end. Activations that are awaited count on both sides
+    of each maximum.
 
     limit_shares: what a unit of each part uses of each limit of memory: [limits, parts].
     """
@@ -105,10 +106,10 @@ def closed_form(setup: StepSetup, limit_shares: Floats) -> CostFunction:
     maxima: list[list[Floats]] = []
     for pass_number, before, block, following in turn_counts:
         awaited_s = seconds.awaited[block, pass_number]
+        computing_s = seconds.computing[block, pass_number]
         travelling_s = seconds.ahead[following, pass_number] + gradients[before]
-        until_computed = (
-            awaited_s + seconds.computing[block, pass_number] + exposed_share * travelling_s
-        )
+        # Of what travels meanwhile, the device waits for the exposed share.
+        until_computed = awaited_s + computing_s + exposed_share * travelling_s
         until_carried = awaited_s + travelling_s
         maxima.append([until_computed, until_carried])
     # Nothing computes while the first parameters of each pass and the last gradients travel.
@@ -146,7 +147,8 @@ def schedule_of(setup: StepSetup, vector: Floats) -> Schedule:
     vector: the parts of a plan's cost, seconds and bytes.
     """
     of_turns = _parts_of_turns(setup)
-    seconds = PassSeconds(*(np.array(_seconds_of_passes(setup, of_turns)) @ vector))
+    weights = _seconds_of_passes(setup, of_turns)
+    seconds = PassSeconds(*(np.array(weights) @ vector))  # [blocks + 1, passes] each
     amounts = of_turns @ vector  # seconds and bytes of a turn: [blocks + 1, block parts]
     exposed = exposed_shares(setup)
     # Activations that are not awaited travel with the parameters.
@@ -169,7 +171,8 @@ def schedule_of(setup: StepSetup, vector: Floats) -> Schedule:
     turns = _turns(setup)
     forward = [make_turn(block, name, FORWARD) for block, name in turns]
     backward = [make_turn(block, f"{name}, backward", BACKWARD) for block, name in reversed(turns)]
-    return training_step(forward, backward, 0 if exposed.ahead == 1 else setup.prefetch)
+    prefetch = 0 if exposed.ahead == 1 else setup.prefetch
+    return training_step(forward, backward, prefetch)
 
 
 def _move(name: str, seconds: float, n_bytes: float = 0) -> Start | None:

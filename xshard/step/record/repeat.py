@@ -372,22 +372,16 @@ class _Run:
             is_view_of_carry = len(users) == 1 and user.text == carry.text and user.accesses == 0
             # A layer of one cast makes what it hands on: it cannot be its own carry, too.
             if is_view_of_carry and user.name != carry.again:
-                # The view becomes the carry. So the carry belongs to the module that begins with the
-                # view, and a rule for the module's input moves what comes from the layer before.
-                members[users[0]] = replace(
-                    user,
-                    kind="carry",
-                    operands=carry.operands,
-                    again=carry.again,
-                    starts=carry.starts,
-                    accesses=None,  # as of all carries
-                )
+                members[users[0]] = _as_carry(user, carry)
             else:
                 separate_carries.append(carry)
         return [*separate_carries, *members]
 
     def _carry(self, source: Source) -> Op:
-        """Make the operation that stands for what the block before made."""
+        """Make the operation that stands for what the block before made.
+
+        source: the operation of that block, with its number as `place`.
+        """
         maker = self.members[int(source.place)]
         name = self.new_names[maker.name]
         result = maker.text.partition(ARROW)[2].strip()
@@ -435,3 +429,19 @@ class _Run:
         if not names[0]:
             return names[0]  # None and "" mean different things (`Op.enters`)
         return self.names.pattern_of([str(name) for name in names])
+
+
+def _as_carry(view: Op, carry: Op) -> Op:
+    """Make the carry of a view at the beginning of a layer.
+
+    So the carry belongs to the module that begins with the view, and a rule for the module's input
+    moves what comes from the layer before.
+    """
+    return replace(
+        view,
+        kind="carry",
+        operands=carry.operands,
+        again=carry.again,
+        starts=carry.starts,
+        accesses=None,  # as of all carries
+    )

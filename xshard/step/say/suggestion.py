@@ -122,8 +122,9 @@ class Suggestion(Pictured):
         for parameter in self.search.problem.step.parameters:
             # Layers gather all that is inside; outside of layers each module gathers its own.
             layers, star, _ = parameter.partition("*")
-            name, *_ = parameter.split("|")
-            modules[f"{layers}*" if star else name.rpartition(".")[0]] = None
+            name, *_ = parameter.split("|")  # the first one of a tied parameter
+            module = f"{layers}*" if star else name.rpartition(".")[0]
+            modules[module] = None
         modules.pop("", None)  # the model itself gathers the rest
         return "|".join(modules)
 
