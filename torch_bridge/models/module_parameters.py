@@ -136,7 +136,8 @@ class ModuleParameters:
             itemsize = gathered.dtypes().result.itemsize
             self.n_bytes += itemsize * used[gathered.name].max_local_size
             for sharding in (gathered.parameter.sharding, used[gathered.name]):
-                self._prefetch.axes.update(sharding.layout.axes)
+                # Sub-axes, for which `spread` stands, are parts of the mesh's axes.
+                self._prefetch.axes.update(map(sharding.mesh.origin, sharding.layout.axes))
 
     def share_between_passes(self, gradients: Gradients) -> None:
         """Let passes inside `no_sync` share the parameters that are marked so.

@@ -25,6 +25,7 @@ from xshard.step.choose.hand import HAND, HandPlan, options_by_hand
 from xshard.step.choose.search import StepSearch
 from xshard.step.price.moves import MovePrices
 from xshard.step.price.problem import StepProblem
+from xshard.step.record.shared_heads import mesh_with_shared_heads
 from xshard.step.record.training_step import TrainingStep
 from xshard.step.say.limits import fixed_options
 from xshard.step.say.simplify import simplified
@@ -127,6 +128,9 @@ def suggest(  # noqa: PLR0913  the public signature
         limit = (limit_of(memory, "memory") or 0) * (1 - HEADROOM)
     step = step.with_shares
     moves = MovePrices(mesh, step.dtype, load_profile(profile))
+    split = MovePrices(mesh_with_shared_heads(step, mesh), step.dtype, moves.profile)
+    if split.n_near_devices == moves.n_near_devices:  # else nodes end in the middle of a sub-axis
+        moves = split
     _check_rates(moves)
     candidates = list_problems(step, moves, micro_batches, recompute, overlap, batch_parts)
     searches = _searches_of(candidates, limit, {} if fixed is None else fixed)

@@ -101,8 +101,10 @@ def _ranks_of_options(
     last = plan.last
     if last == "heads" and op.kind == "attention":
         last = "tensor"
-    first_axes = node.placements[..., :-1]  # [options, arrays, axes]
-    last_axis = node.placements[..., -1:]
+    n_first = len(problem.whole_mesh.axes) - 1
+    first_axes = node.placements[..., :n_first]  # [options, arrays, axes]
+    # If it is split, the outer sub-axis shards what the axis does.
+    last_axis = node.placements[..., n_first : n_first + 1]
     batch_ranks = _ranks(op, first_axes, [problem.step.batch])
     return batch_ranks + _ranks(op, last_axis, preferred[last])
 
@@ -149,7 +151,8 @@ def _allowed_storage(problem: StepProblem, node: Node, plan: HandPlan) -> Flags:
     is_sharding = node.placements[:, -1] >= 0  # [options, axes]
     n_shards = product_over(is_sharding, problem.mesh.sizes)
     if plan.stored == "last":
-        n_shards[is_sharding[:, :-1].any(-1)] = 0  # sharded by another axis
+        n_first = len(problem.whole_mesh.axes) - 1
+        n_shards[is_sharding[:, :n_first].any(-1)] = 0  # sharded by another axis
     has_most_shards = n_shards == n_shards.max()
     return np.asarray(node.is_gathered(plan.gathering) & has_most_shards)
 

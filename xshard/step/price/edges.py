@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from xshard.dtypes import itemsize
+from xshard.layout.sub_axes import SubAxisMesh
 from xshard.step.price.moves import MoveTable
 from xshard.step.price.nodes import Gathering, Node
 from xshard.step.price.options import (
@@ -218,7 +219,7 @@ def _edge(
         used_layouts = without_copies(used_layouts)
     launch_share = setup.launch_share(name) if is_parameter else 1.0
     seconds_parts = SECONDS_OF_PARAMETERS if is_parameter else SECONDS_OF_ACTIVATIONS
-    return Edge(
+    edge = Edge(
         source=numbers[name],
         user=numbers[op.name],
         rows=rows,
@@ -236,6 +237,12 @@ def _edge(
         place=place.name,
         enters=place.is_input,
     )
+    if isinstance(setup.mesh, SubAxisMesh) and source.gathering is None:
+        # No rule can move heads that are shared: one block does not tell how many there are.
+        is_shared = made_layouts[:, -2] != made_layouts[:, -1]
+        differs = (made_layouts[:, None] != used_layouts).any(-1)
+        edge.banned |= is_shared[:, None] & differs
+    return edge
 
 
 def _made_layouts(source: Node, *, stays: bool) -> tuple[Placements, Ints]:

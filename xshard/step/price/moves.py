@@ -21,6 +21,7 @@ from xshard.cost.bounds import reduction_messages
 from xshard.cost.model import Profile
 from xshard.dtypes import itemsize
 from xshard.layout import Layout, Mesh
+from xshard.layout.sub_axes import SubAxisMesh, root_of
 from xshard.plans.plan import find_plan
 from xshard.search.request import Request
 from xshard.step.price.options import (
@@ -112,6 +113,10 @@ class MovePrices:
         ends = without_copies(list(dst)).tolist()
         if starts == ends:
             return 0.0
+        is_split = isinstance(self.mesh, SubAxisMesh)
+        if is_split and (starts[-2], ends[-2]) == (starts[-1], ends[-1]):
+            # Devices move along the whole axis.
+            return self._on_whole_axes.planned_seconds(starts[:-1], ends[:-1], lengths, share)
         moves = list(map(AxisMove, range(len(starts)), starts, ends))
         apart = _axes_apart(moves)
         # The groups along these axes move a block each, all at the same time. A sum there has
@@ -183,6 +188,15 @@ class MovePrices:
         byte_s = from_other_nodes / far_bytes_per_s + from_own_node / fabric.fastest_bytes_per_s
         launch_s = np.where(received > 0, fabric.least_step_s, 0.0)
         return share * launch_s + byte_s * itemsize(self.dtype) * math.prod(shape)
+
+    @cached_property
+    def _on_whole_axes(self) -> MovePrices:
+        return MovePrices(root_of(self.mesh), self.dtype, self.profile)
+
+    @property
+    def n_near_devices(self) -> int:
+        """How many devices have links to each other that no others are faster than."""
+        return int(self._spans.sizes[~self._spans.is_far].prod())
 
     @cached_property
     def slow_axes(self) -> Flags:
@@ -393,7 +407,9 @@ def _sample_move(mesh: Mesh, moves: Sequence[AxisMove], is_contiguous: bool) -> 
     # Only axes that take part are planned: the search has more states with each axis.
     axis_names = tuple(mesh.axes[move.axis] for move in moves)
     return SampleMove(
-        mesh=Mesh({axis: mesh.size(axis) for axis in axis_names}),
+        mesh=mesh
+        if axis_names == mesh.axes
+        else Mesh({axis: mesh.size(axis) for axis in axis_names}),
         src=layout_of([placement_in_sample[move.src] for move in moves], names, axis_names),
         dst=layout_of([placement_in_sample[move.dst] for move in moves], names, axis_names),
         lengths=lengths,

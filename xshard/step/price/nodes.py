@@ -103,7 +103,7 @@ def _storage_options(setup: StepSetup, name: str) -> Placements:
     lengths = dict(zip(dims, setup.shape(name), strict=True))
     # The options of an operation that makes the array from nothing: one rule for each dim.
     making = Op(name, f"{ARROW} {' '.join(dims)}", (), "source")
-    return options_of(making, lengths, setup.mesh, setup.units[name])
+    return options_of(making, lengths, setup.mesh, setup.units[name], setup.shared_dims)
 
 
 def price_operation(setup: StepSetup, op: Op) -> Node:
@@ -115,7 +115,8 @@ def price_operation(setup: StepSetup, op: Op) -> Node:
 
     Returns a node with placements [options, arrays, axes] and costs [options, parts of the cost].
     """
-    placements = options_of(op, setup.lengths, setup.mesh, _units_of_rules(setup, op))
+    units = _units_of_rules(setup, op)
+    placements = options_of(op, setup.lengths, setup.mesh, units, setup.shared_dims)
     block_bytes = _bytes_of_blocks(setup, op, placements)
     forward_s = _seconds_of_computing(setup, op, placements, block_bytes)
     saved_bytes = _bytes_saved_for_gradient(setup, op, placements, block_bytes)

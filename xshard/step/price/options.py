@@ -8,7 +8,7 @@ by units comes behind all others (`record.arrays`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import chain, combinations
 from typing import NamedTuple
 
@@ -17,6 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from xshard.caches import layout_cache
 from xshard.layout import Layout, Mesh
+from xshard.layout.sub_axes import SubAxisMesh
 from xshard.notation.parser import names_of_dim
 from xshard.step.record.arrays import COPY, REPLICAS, dims_of
 from xshard.step.record.op import AxisRule, Op
@@ -25,10 +26,15 @@ Ints = NDArray[np.int64]
 Placements = Ints  # [layouts, axes] or [options, arrays, axes]
 Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
+ArrayDim = tuple[str, int]  # the name of an array, and the number of one of its dims
 
 
 def options_of(
-    op: Op, lengths: Mapping[str, int], mesh: Mesh, units: Sequence[int] = ()
+    op: Op,
+    lengths: Mapping[str, int],
+    mesh: Mesh,
+    units: Sequence[int] = (),
+    shared_dims: Collection[ArrayDim] = (),
 ) -> Placements:
     """List all ways to shard an operation over the axes of a mesh: [options, arrays, axes].
 
@@ -39,14 +45,28 @@ def options_of(
     Options are left out if a dim is not divided evenly, and if they are the same layouts as an
     option before them. The order of options is that of the rules.
 
-    units: for each rule how many units its dims have, as 6 heads; an axis may then shard by whole
-    ones, 2, 2, 1 and 1 over 4 devices. 1 for even blocks only.
+    Args:
+        op: The operation.
+        lengths: The length of each dim.
+        mesh: The mesh. If devices along the last axis may share units, it is split into two, and
+            options are left out that differ along them in any other way.
+        units: For each rule how many units its dims have, as 6 heads; an axis may then shard by
+            whole ones, 2, 2, 1 and 1 over 4 devices. 1 for even blocks only.
+        shared_dims: The dims of arrays whose units devices may share.
     """
     dims = dict.fromkeys(chain.from_iterable(map(dims_of, op.all_arrays)))
     lengths_of_dims = tuple((dim, lengths[dim]) for dim in dims)
-    return _options(
-        op.axis_rules, op.all_arrays, len(op.arrays), lengths_of_dims, mesh, tuple(units)
+    shared = tuple(
+        tuple(dim for dim in range(len(array.dims)) if (name, dim) in shared_dims)
+        for name, array in zip(op.array_names, op.arrays, strict=True)
     )
+    rules = op.axis_rules
+    if op.operands and op.kind != "attention" and any(shared):
+        # Devices that share a unit do the same work with it, and their gradients are addends.
+        all_arrays = range(len(op.all_arrays))
+        copies = [REPLICAS if i in op.length_operands else COPY for i in all_arrays]
+        rules = (*rules, tuple(copies))
+    return _options(rules, op.all_arrays, shared, lengths_of_dims, mesh, tuple(units))
 
 
 # Layers that are alike, and the same step with and without recomputing, have the same options.
@@ -54,7 +74,7 @@ def options_of(
 def _options(
     rules: tuple[AxisRule, ...],
     arrays: tuple[Layout, ...],
-    n_visible: int,
+    shared_dims: tuple[tuple[int, ...], ...],
     lengths_of_dims: tuple[tuple[str, int], ...],
     mesh: Mesh,
     units: tuple[int, ...],
@@ -65,11 +85,12 @@ def _options(
         rules: The operation's rules: a placement for each of `arrays`, over single dims.
         arrays: The operands, the result, then arrays inside a chain of operations, which only
             decide what is possible.
-        n_visible: How many of `arrays` are operands and result.
+        shared_dims: Of each operand and of the result, the dims whose units devices may share.
         lengths_of_dims: The name and length of each single dim.
         mesh: The mesh.
         units: For each rule how many units its dims have.
     """
+    n_visible = len(shared_dims)
     lengths = dict(lengths_of_dims)
     unit_rules = [number for number, n_units in enumerate(units) if n_units > 1]
     axis_rules = _with_rules_by_units(rules, unit_rules, arrays)
@@ -81,6 +102,10 @@ def _options(
             placements[:, i], array, lengths, mesh, units_of_dims
         )
         is_possible &= is_possible_in_array
+    if isinstance(mesh, SubAxisMesh):
+        held_tag = REPLICAS if n_visible == 1 else COPY  # in storage, or in an operation
+        for i, dims in enumerate(shared_dims):
+            is_possible &= _are_of_whole_axes(placements[:, i], dims, held_tag)
     placements = placements[is_possible, :n_visible]
     # Rules for several dims that are one dim of the array may be equal layouts: the first one
     # stays. `unique` sorts by value; sorting the indices brings the order of the rules back.
@@ -112,6 +137,21 @@ def _combined_rules(axis_rules: Ints, n_axes: int) -> Placements:
     """
     rule_of_axis = np.indices((len(axis_rules),) * n_axes).reshape(n_axes, -1).T  # [options, axes]
     return axis_rules[rule_of_axis].swapaxes(1, 2).copy()
+
+
+def _are_of_whole_axes(placements: Placements, shared_dims: Sequence[int], held_tag: int) -> Flags:
+    """Tell which layouts of an array can be written without the sub-axes of the last axis: [layouts].
+
+    Both sub-axes do the same. Or the outer one shards a dim whose units are shared, and devices
+    along the inner one hold replicas or copies: `h/spread(tp)`. No other axis shards that dim.
+
+    placements: [layouts, axes]. held_tag: REPLICAS or COPY.
+    """
+    outer = placements[:, -2]
+    inner = placements[:, -1]
+    is_shared = np.isin(outer, shared_dims) & (inner == held_tag)
+    is_shared &= (placements == outer[:, None]).sum(-1) == 1
+    return np.asarray(is_shared | (outer == inner))
 
 
 class ShardedPart(NamedTuple):

@@ -13,9 +13,11 @@ import numpy as np
 
 from xshard.dtypes import itemsize
 from xshard.layout import Mesh
+from xshard.layout.sub_axes import SubAxisMesh, root_of
 from xshard.notation.parser import names_of_dim
 from xshard.step.price.moves import MovePrices
 from xshard.step.price.options import (
+    ArrayDim,
     Floats,
     Ints,
     Placements,
@@ -59,8 +61,21 @@ class StepSetup:
 
     @property
     def mesh(self) -> Mesh:
-        """The devices."""
+        """The mesh that is searched: the last axis is split if its devices may share heads of keys."""
         return self.moves.mesh
+
+    @property
+    def whole_mesh(self) -> Mesh:
+        """The mesh with the axes that rules name."""
+        return root_of(self.mesh)
+
+    @cached_property
+    def shared_dims(self) -> frozenset[ArrayDim]:
+        """The dims of arrays whose units devices may share: as many as groups along a split axis."""
+        if not isinstance(self.mesh, SubAxisMesh):
+            return frozenset()
+        n_groups = self.mesh.sizes[-2]
+        return frozenset(dim for dim, n_units in self.step.units.items() if n_units == n_groups)
 
     @property
     def item_bytes(self) -> int:

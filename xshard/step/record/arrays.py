@@ -111,12 +111,21 @@ def in_units(dim: Dim, length: int, n_units: int, mesh: Mesh, *, says_length: bo
         n_blocks = mesh.size(dim.axes[0])
         counts = [len(range(i, n_units, n_blocks)) for i in range(n_blocks)]
         shards[0] = replace(shards[0], order=SIZES, numbers=tuple(counts))
-    dim = replace(dim, shards=tuple(shards))
-    unit_rows = length // n_units
+    return with_unit(replace(dim, shards=tuple(shards)), length // n_units)
+
+
+def with_unit(dim: Dim, unit_rows: int) -> Dim:
+    """Let the shards of a dim count units of several rows: `o/tp` -> `(o 16)/tp`."""
     if unit_rows == 1:
         return dim
     parts = (dim.name, str(unit_rows))
     return replace(dim, name=f"{dim.name}_{unit_rows}", parts=parts, unit=unit_rows)
+
+
+def as_even_blocks(dim: Dim) -> Dim:
+    """Write a dim as if it were in even blocks: `(o 16)/balanced(tp)` -> `o/tp`."""
+    first_name = dim.parts[0] if dim.parts else dim.name
+    return Dim(first_name, tuple(Shard(shard.axes) for shard in dim.shards))
 
 
 def placements_of(layout: Layout, axes: Sequence[str]) -> list[int]:

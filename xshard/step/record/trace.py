@@ -354,12 +354,14 @@ def _rules_with_length_operands(
     # Dims of all other arrays: a device works on its blocks of these.
     computing_dims = set(chain(*operands[:n_value_operands], result))
     dims_without_values = outermost - computing_dims
+    # A block of an inner factor does not show in a length that is read.
+    inner_dims = set(chain(*length_operands)) - outermost
     rules: list[AxisRule] = []
     for rule in op.axis_rules:
         placed = zip(op.dims, rule, strict=True)
         sharded = {dims[placement] for dims, placement in placed if placement >= 0}
-        if not sharded <= computing_dims & outermost:
-            continue  # a block of an inner factor does not show in the length that is read
+        if not sharded <= computing_dims or not sharded.isdisjoint(inner_dims):
+            continue
         # What may be done in each length operand under this rule; then all combinations of these.
         choices = []
         for dims in length_operands:

@@ -15,16 +15,18 @@ import numpy as np
 
 from xshard.errors import NotationError, PlanError, located
 from xshard.layout import Layout
+from xshard.layout.sub_axes import SubAxisMesh
 from xshard.models import rule_of, use_of
-from xshard.notation.parser import Dim, Shard
+from xshard.notation.parser import Dim
 from xshard.rules import Rules, RulesLike, match_objects
 from xshard.step.price.edges import Edge
 from xshard.step.price.nodes import Gathering
 from xshard.step.price.options import Flags, Ints, without_copies
 from xshard.step.price.problem import StepProblem
-from xshard.step.record.arrays import in_units, placements_of
+from xshard.step.record.arrays import COPY, as_even_blocks, in_units
 from xshard.step.record.trace import INPUT
 from xshard.step.say.rules import StepRules
+from xshard.step.say.whole_axes import placements_on
 
 
 class RuleLimits(NamedTuple):
@@ -94,11 +96,11 @@ class _Limits:
         edge: the parameter (`edge.source`) on its way to the operation that uses it (`edge.user`).
         """
         source = self.problem.nodes[edge.source]
-        axes = self.problem.mesh.axes
+        mesh = self.problem.whole_mesh
         name = source.name.partition("|")[0]  # tied parameters, `a|b`, are used in one way
         with located(f"rule of {name}"):
             ndim = len(self.problem.dim_names(source.name))
-            use = use_of(self.rule_of_parameter[name], ndim, self.problem.mesh, frozenset(axes))
+            use = use_of(self.rule_of_parameter[name], ndim, mesh, frozenset(mesh.axes))
             stored = _placements(self.problem, source.name, use.stored)
             used = _placements(self.problem, source.name, use.used)
         # A parameter that is used as it is stored is not gathered. Its options then come with
@@ -133,7 +135,9 @@ class _Limits:
         for node in edge.nodes:
             if not self.allowed[node].any():
                 name = self.problem.nodes[node].name
-                shape = f"{array} has shape {self.problem.shape(array)} on {self.problem.mesh}"
+                shape = (
+                    f"{array} has shape {self.problem.shape(array)} on {self.problem.whole_mesh}"
+                )
                 raise PlanError(
                     f"no plan follows these rules: that of {array} leaves {name!r} no layout",
                     text=rule,
@@ -167,6 +171,11 @@ class _Limits:
                 dst = without_copies(dst)
             # Along an axis that the rule names, the rule's move is allowed; along others, to stay.
             is_stated = (edge.made_layouts == src)[:, None] & (used_layouts == dst)
+            if isinstance(self.problem.mesh, SubAxisMesh):
+                # Of heads that are shared a rule says that they are copies, and they stay shared.
+                is_shared = edge.made_layouts[:, -2] != edge.made_layouts[:, -1]
+                is_copied = (src[-2:] == COPY) & (dst[-2:] == COPY)
+                is_stated[..., -2:] |= is_shared[:, None, None] & is_copied & is_allowed[..., -2:]
             is_allowed = np.where(is_named, is_stated, is_allowed)
         # A move is excluded if a single axis does something else than it may.
         return np.asarray(~is_allowed.all(-1))
@@ -225,10 +234,11 @@ def _rule_sides(text: str, problem: StepProblem, name: str, place: str = "") -> 
     """
     ndim = len(problem.dim_names(name))
     with located(f"rule of {place if place else name}"):
-        rule = rule_of(text, problem.mesh)
+        rule = rule_of(text, problem.whole_mesh)
         src = np.array(_placements(problem, name, rule.src.resolved(ndim)))
         dst = np.array(_placements(problem, name, rule.dst.resolved(ndim)))
-    return RuleSides(src, dst, np.isin(problem.mesh.axes, rule.axes))
+    named_axes = [problem.mesh.origin(axis) for axis in problem.mesh.axes]
+    return RuleSides(src, dst, np.isin(named_axes, rule.axes))
 
 
 def _placements(problem: StepProblem, name: str, layout: Layout) -> list[int]:
@@ -239,25 +249,20 @@ def _placements(problem: StepProblem, name: str, layout: Layout) -> list[int]:
     """
     shape = problem.shape(name)
     units = problem.units[name]
-    even_dims: list[Dim] = []  # as if all blocks were even: so far `placements_of` can read them
+    mesh = problem.whole_mesh
+    even_dims: list[Dim] = []  # as if all blocks were even: so far `placements_on` can read them
     dims_by_units: set[int] = set()
     for d, dim in enumerate(layout.dims):
-        even_dim = _as_even_blocks(dim)
+        even_dim = as_even_blocks(dim)
         # Two ways to write units: in rules of parameters, and of activations.
-        write_in_units = partial(in_units, even_dim, shape[d], units[d], problem.mesh)
+        write_in_units = partial(in_units, even_dim, shape[d], units[d], mesh)
         if dim in (write_in_units(says_length=False), write_in_units(says_length=True)):
             dims_by_units.add(d)
             even_dims.append(even_dim)
         else:
             even_dims.append(dim)
-    placements = placements_of(replace(layout, dims=tuple(even_dims)), problem.mesh.axes)
+    placements = placements_on(replace(layout, dims=tuple(even_dims)), problem.mesh, shape)
     for axis, placement in enumerate(placements):
         if placement in dims_by_units:
             placements[axis] = placement + len(even_dims)
     return placements
-
-
-def _as_even_blocks(dim: Dim) -> Dim:
-    """Write a dim as if it were in even blocks: `(o 16)/balanced(tp)` -> `o/tp`."""
-    first_name = dim.parts[0] if dim.parts else dim.name
-    return Dim(first_name, tuple(Shard(shard.axes) for shard in dim.shards))

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from xshard.caches import layout_cache
 from xshard.layout import Layout, Mesh
+from xshard.layout.sub_axes import root_of
 from xshard.models import ActivationRule, layout_inside
 from xshard.notation.parser import ARROW
 from xshard.rules import Rules, spellings
@@ -21,10 +22,11 @@ from xshard.step.price.edges import Edge
 from xshard.step.price.nodes import Gathering
 from xshard.step.price.options import Ints
 from xshard.step.price.problem import StepProblem
-from xshard.step.record.arrays import in_units, layout_of
+from xshard.step.record.arrays import in_units
 from xshard.step.record.op import Op
 from xshard.step.record.repeat import in_first_block
 from xshard.step.record.trace import INPUT
+from xshard.step.say.whole_axes import whole_layout
 
 RuleTexts = dict[str, str]  # rules by names of parameters or modules
 
@@ -185,6 +187,10 @@ class _ActivationRules:
         """Add a rule on the way into a module; "" stands for no module."""
         if not module or module in self.inputs:
             return  # the first operand decides
+        if src.spread_axes:
+            # What is shared stays so, but one block does not tell how many heads there are.
+            dims = [replace(dim, shards=()) if dim.spread_axes else dim for dim in src.dims]
+            src = dst = replace(src, dims=tuple(dims))
         self.inputs[module] = _rule_text(src, dst)
         layouts_around = self._layouts_around(module)
         layouts_inside = [_layout_inside(src, dst, layout) for layout in layouts_around]
@@ -329,15 +335,22 @@ def _written_ends(
 
     Both ends write a dim alike: if it is in units at one of them, the other has its name, too.
     """
+    whole_layouts = [whole_layout(placements, names, shape, mesh) for placements in ends]
+    shared_names: dict[int, str] = {}  # of dims of which devices share units
+    for layout in whole_layouts:
+        shared_names |= {i: dim.name for i, dim in enumerate(layout.dims) if dim.spread_axes}
     layouts: list[Layout] = []
-    for placements in ends:
-        layout = layout_of(placements, names, mesh.axes)
+    for placements, layout in zip(ends, whole_layouts, strict=True):
         dims = list(layout.dims)
+        for d, name in shared_names.items():
+            dims[d] = replace(dims[d], name=name)
         for d, n_units in enumerate(units):
             number_by_units = d + len(names)
             if number_by_units not in chain(*ends):
                 continue
-            dim_in_units = in_units(dims[d], shape[d], n_units, mesh, says_length=says_lengths)
+            dim_in_units = in_units(
+                dims[d], shape[d], n_units, root_of(mesh), says_length=says_lengths
+            )
             is_in_even_blocks = d in placements  # at this end
             if is_in_even_blocks:
                 dims[d] = replace(dims[d], name=dim_in_units.name)

@@ -285,7 +285,7 @@ class Suggestion(Pictured):
         parts = f" in {self.batch_parts} parts" if self.batch_parts > 1 else ""
         activations = "computed again" if self.recompute else "kept"
         return (
-            f"{len(problem.step.ops)} operations on {problem.mesh!r}, {problem.moves.profile.name}, "
+            f"{len(problem.step.ops)} operations on {problem.whole_mesh!r}, {problem.moves.profile.name}, "
             f"{self.micro_batches} micro-batch{plural}{parts}, activations {activations}"
         )
 
