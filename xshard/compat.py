@@ -428,20 +428,26 @@ def _heads_of_layers(
 def _heads_by_layer(
     head_rows: int, queries_of_keys: int, axis: Axes, shared: SharedHeads | None
 ) -> dict[str, Heads]:
-    """Return how each layer of an attention is cut: rows that stay together, and how they are dealt out.
+    """Say for each layer of an attention which rows stay together, and how these groups are sharded.
 
-    head_rows: rows of a head. queries_of_keys: heads of queries that read one of keys. shared: how
-    processes share heads of keys; None if each has whole ones.
+    With heads of 16 rows and 4 queries for each head of keys: 64 rows of q_proj stay together, which
+    are the queries of one head of keys, and 16 rows of k_proj. Where processes share a head of keys,
+    they divide its queries: 16 rows of q_proj then.
+
+    Args:
+        head_rows: Rows of a head.
+        queries_of_keys: Heads of queries that read one head of keys.
+        axis: The mesh axis that shards heads.
+        shared: How processes share heads of keys; None if each has whole ones.
     """
-    # Queries of a whole head of keys stay with it; of a shared one each is by itself.
-    queries_together = queries_of_keys if shared is None else 1
+    query_heads_together = queries_of_keys if shared is None else 1
     by_layer = {}
-    for layer, n_heads in _LAYERS_OF_HEADS.items():
-        rows_together = head_rows * (queries_together if n_heads is None else n_heads)
-        cut = sharded(axis, "balanced")
-        if shared is not None and layer in ("k_proj", "v_proj"):
-            cut = shared.cut
-        by_layer[layer] = Heads(rows_together, cut)
+    for layer, n_heads_together in _LAYERS_OF_HEADS.items():
+        if n_heads_together is None:  # a layer of queries
+            n_heads_together = query_heads_together
+        is_shared = shared is not None and layer in ("k_proj", "v_proj")
+        cut = shared.cut if is_shared else sharded(axis, "balanced")
+        by_layer[layer] = Heads(head_rows * n_heads_together, cut)
     return by_layer
 
 

@@ -242,27 +242,37 @@ def _tap_rows(window: Window, input_dilation: int) -> Reads:
 
 
 def _result_dim(rows: ShardedDim, n_outputs: int, row_intervals: list[Interval], rule: str) -> Dim:
-    """Return how the outputs of an op are sharded along a dim.
+    """Return how the outputs of an operation are sharded along a dim.
 
-    rule: "balanced": in blocks that differ by one at most. "aligned": each device has the same
-    share of outputs as of rows: rows 4 + 2 and 3 outputs -> outputs 2 + 1. "": with the shards of
-    the rows. If these have given sizes, which would not add up to the number of outputs, that is
-    done as for "aligned".
-
-    row_intervals: the rows [start, stop) of each device.
+    Args:
+        rows: The dim of the input, sharded into intervals of rows.
+        n_outputs: The outputs of all devices.
+        row_intervals: The rows [start, stop) of each device.
+        rule: "balanced": blocks of outputs differ by one at most. "aligned": each device has the
+            same share of outputs as of rows, 2 + 1 of 3 outputs for 4 + 2 rows. "": as the rows are
+            sharded, or as for "aligned" where the sizes of their blocks are given: these do not add
+            up to the number of outputs.
     """
     dim = rows.dim
-    if dim.axes and rule == "balanced":
-        return Dim(dim.name, (Shard(dim.axes, rule),))
-    has_sizes = any(shard.order == SIZES for shard in dim.shards)
-    if not dim.axes or (rule != "aligned" and not has_sizes):
+    if not dim.axes:
         return dim
-    # Scale the ends of the rows' blocks to outputs; the last end gives the number of outputs.
-    edges = [0]
+    if rule == "balanced":
+        return Dim(dim.name, (Shard(dim.axes, rule),))
+    has_given_sizes = any(shard.order == SIZES for shard in dim.shards)
+    if rule == "aligned" or has_given_sizes:
+        sizes = _aligned_sizes(row_intervals, rows.length, n_outputs)
+        return Dim(dim.name, (Shard(dim.axes, SIZES, sizes),))
+    return dim
+
+
+def _aligned_sizes(
+    row_intervals: Sequence[Interval], n_rows: int, n_outputs: int
+) -> tuple[int, ...]:
+    """Count each device's outputs, if it has the same share of them as of rows: rows 4 + 2 -> 2 + 1."""
+    first_outputs = [0]
     for _, stop in row_intervals:
-        edges.append(math.ceil(stop * n_outputs / max(rows.length, 1)))
-    lengths = tuple(stop - start for start, stop in itertools.pairwise(edges))
-    return Dim(dim.name, (Shard(dim.axes, SIZES, lengths),))
+        first_outputs.append(math.ceil(stop * n_outputs / max(n_rows, 1)))
+    return tuple(stop - start for start, stop in itertools.pairwise(first_outputs))
 
 
 def _intervals(rows_of_parts: tuple[Runs, ...]) -> list[Interval]:

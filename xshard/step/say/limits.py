@@ -60,9 +60,10 @@ def read_limits(problem: StepProblem, rules: StepRules, unused: Sequence[str]) -
     limits = _Limits(problem, rules, unused)
     excluded: list[Flags] = []
     for edge in problem.edges:
-        if problem.nodes[edge.source].gathering is not None:  # a parameter
+        is_parameter = problem.nodes[edge.source].gathering is not None
+        if is_parameter:
             limits.limit_parameter(edge)
-            # Its options are limited already, so that all moves that are left are the rule's.
+            # Only options that follow its rule are left, so that all their moves are the rule's.
             excluded.append(np.zeros(edge.banned.shape, bool))
         else:
             limits.limit_arrival(edge)

@@ -445,23 +445,34 @@ def _row_pairs(
         held_rows = [count_rows(held[sender_index]) for sender_index in src_indices]
         return RowPairs(receivers, np.array(src_indices), np.array(held_rows))
 
-    own_rows = []  # how many copies each receiver has itself
-    requested = []  # which rows each receiver takes from senders
+    n_own_rows = []  # of each receiver: how many copies it has itself
+    requested = []  # and which rows it takes from others
     for src_index, dst_index in zip(src_indices, dst_indices, strict=True):
         request = _request(src, dst, src_index, dst_index, from_providers)
-        own_rows.append(n_segment_rows(request.own_segments))
+        n_own_rows.append(n_segment_rows(request.own_segments))
         requested.append(request.from_others)
-    # A sender that has a row twice (addends of a sum, under a Fold) offers several lists.
-    offered: list[Runs] = []
-    sender_of_list = []
-    for sender, lists in enumerate(src.offered_rows()):
-        offered += lists
-        sender_of_list += [sender] * len(lists)
-    shared = shared_rows(offered, requested)  # its senders are numbers of lists
-    list_senders = np.array(sender_of_list, np.int64)[shared.senders]
-    senders = np.concatenate([src_indices, list_senders])
-    receivers = np.concatenate([receivers, shared.receivers])
-    return RowPairs(receivers, senders, np.concatenate([own_rows, shared.rows]))
+    from_others = _pairs_with_others(src, requested)
+    return RowPairs(
+        np.concatenate([receivers, from_others.receivers]),
+        np.concatenate([src_indices, from_others.senders]),
+        np.concatenate([n_own_rows, from_others.rows]),
+    )
+
+
+def _pairs_with_others(src: DimEnd, requested: Sequence[Runs]) -> RowPairs:
+    """Count how many rows each receiver takes from each sender that offers some of them.
+
+    requested: the rows that each receiver takes.
+    """
+    # A sender that has a row twice (addends of a sum, under a Fold) offers several lists of rows.
+    lists: list[Runs] = []
+    sender_of_list: list[int] = []
+    for sender, offered in enumerate(src.offered_rows()):
+        lists += offered
+        sender_of_list += [sender] * len(offered)
+    shared = shared_rows(lists, requested)  # its senders are numbers of lists
+    senders = np.array(sender_of_list, np.int64)[shared.senders]
+    return RowPairs(shared.receivers, senders, shared.rows)
 
 
 def _with_fixed_coordinates(
