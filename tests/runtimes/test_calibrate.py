@@ -200,7 +200,7 @@ def test_a_disk_is_read_rather_than_memory(tmp_path, monkeypatch):
     "profile",
     [
         *(ONE_LINK, TWO_LINKS, IN_ROUNDS, replace(ONE_LINK, flops_per_s=RATES)),
-        replace(ONE_LINK, call_s=1e-5, compiled_overlap=0.5),
+        replace(ONE_LINK, call_s=1e-5, compiled_overlap=0.5, eager_overlap=0.25),
         *(xs.load_profile("h100"), xs.load_profile("tpu_v5p")),
     ],
 )
@@ -345,6 +345,7 @@ def test_two_devices_from_the_command_to_a_priced_plan(
     assert (profile.disk is not None) == ("; disk " in result.stdout) == ("--disk" in more)
     assert f"2 {devices} " in profile.source
     assert (profile.call_s > 0) == (backend == "torch")
+    assert 0 <= profile.eager_overlap <= 1 and (backend == "torch" or profile.eager_overlap == 1)
     rates = dict(profile.flops_per_s)
     assert rates.keys() == set(calibration.PRODUCTS) and min(rates.values()) > 1e8
     assert f"float32 {rates['float32'] / 1e9:.3g} GFLOP/s" in result.stdout

@@ -190,6 +190,7 @@ def _profile_of_values(data: dict[str, Any]) -> Profile:
         addends=data.get("addends", FREE),
         call_s=data.get("call_s", 0.0),
         compiled_overlap=data.get("compiled_overlap", 0.0),
+        eager_overlap=data.get("eager_overlap", 1.0),
     )
 
 

@@ -105,6 +105,8 @@ class Profile:
             where devices wait for that; 0 where they have a queue, or run compiled steps.
         compiled_overlap: The share of the seconds of moves that XLA's scheduler runs beside computing; 0
             where nobody has measured it.
+        eager_overlap: The same share for moves that a program of torch starts ahead: 1 where links
+            carry them alone, less where the processor that computes sends and receives.
 
     Examples:
         >>> from xshard import Mesh, plan
@@ -129,6 +131,7 @@ class Profile:
     addends: str = FREE
     call_s: float = 0.0
     compiled_overlap: float = 0.0
+    eager_overlap: float = 1.0
 
     def __post_init__(self) -> None:
         field_is_right: Mapping[str, bool] = {
@@ -139,7 +142,8 @@ class Profile:
             "copy_bytes_per_s": _is_rate(self.copy_bytes_per_s),
             "addends": self.addends in get_args(Addends),
             "call_s": _is_time(self.call_s),
-            "compiled_overlap": _is_time(self.compiled_overlap) and self.compiled_overlap <= 1,
+            "compiled_overlap": _is_share(self.compiled_overlap),
+            "eager_overlap": _is_share(self.eager_overlap),
         }
         for field, is_right in field_is_right.items():
             if not is_right:
@@ -494,6 +498,10 @@ def _is_dtype(name: str) -> bool:
         return name_of(name) == name
     except DtypeError:
         return False
+
+
+def _is_share(value: Any) -> bool:
+    return _is_time(value) and value <= 1
 
 
 def _is_time(value: Any) -> bool:

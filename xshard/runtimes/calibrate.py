@@ -20,6 +20,7 @@ from xshard.runtimes.backends import Backend, backend_named
 from xshard.runtimes.disk import measure_disk
 from xshard.runtimes.fit import Sample, fit, median_error, rounded
 from xshard.runtimes.samples import SIZES, fitted_plans, held_out_plans
+from xshard.steps import AllGather
 
 ROUNDS = 15  # how often every plan is measured; the median counts
 PRODUCTS = ("bfloat16", "float32", "float64")  # matrix products are measured in these dtypes
@@ -101,6 +102,7 @@ def calibrate(
         flops_per_s=_flops_per_s(runtime, mesh, rounds, timeout_s),
         disk=disk_link,
         call_s=_call_s(runtime, mesh, rounds, timeout_s),
+        eager_overlap=_eager_overlap(runtime, fitted, rounds, timeout_s),
     )
     calibration = Calibration(profile, fitted_samples, held_out_samples)
     profile = replace(profile, source=_source(runtime, mesh, sizes, rounds, calibration))
@@ -124,6 +126,18 @@ def _call_s(runtime: Backend, mesh: Mesh, rounds: int, timeout_s: float) -> floa
         return 0.0
     [smallest_s] = _seconds_of_products(runtime, mesh, 1, ("float32",), rounds, timeout_s)
     return rounded(PRODUCTS_IN_CALL * smallest_s)
+
+
+def _eager_overlap(runtime: Backend, plans: Sequence[Plan], rounds: int, timeout_s: float) -> float:
+    """Measure the share of a move's seconds in which devices compute: of the largest all-gather."""
+    if runtime.rounds:
+        return 1.0  # JAX starts no moves ahead
+    gathers = [plan for plan in plans if isinstance(plan.steps[0], AllGather)]
+    largest = max(gathers, key=lambda plan: plan.bytes_received)
+    function = "worker.overlap_with_products"
+    n_devices = largest.mesh.n_devices
+    share = runtime.ask(n_devices, function, largest, ROWS, rounds, timeout_s=timeout_s)
+    return rounded(share)
 
 
 def _plans_to_time(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -80,7 +81,8 @@ def exposed_shares(setup: StepSetup) -> Exposed:
         # A share of all moves, those of activations as well.
         return Exposed(activations=0.0, ahead=1 - overlap)
     activations = AWAITED_IN_PARTS if setup.batch_parts > 1 else 1.0
-    return Exposed(activations, ahead=float(setup.prefetch == 0))
+    overlap = setup.moves.profile.eager_overlap if setup.prefetch else 0.0
+    return Exposed(activations, ahead=1 - overlap)
 
 
 def closed_form(setup: StepSetup, limit_shares: Floats) -> CostFunction:
@@ -102,7 +104,7 @@ def closed_form(setup: StepSetup, limit_shares: Floats) -> CostFunction:
     gradients = of_turns[:, BlockPart.GRADIENTS_S]
     exposed_share = exposed_shares(setup).ahead
     blocks = [block for block, _ in _turns(setup)]
-    turn_counts = _count_turns(blocks)
+    turn_counts = Counter(chain(*_turn_kinds(blocks)))
     maxima: list[list[Floats]] = []
     for pass_number, before, block, following in turn_counts:
         awaited_s = seconds.awaited[block, pass_number]
@@ -124,19 +126,16 @@ def closed_form(setup: StepSetup, limit_shares: Floats) -> CostFunction:
     )
 
 
-def _count_turns(blocks: Sequence[int]) -> Counter[TurnKind]:
-    """Count the turns of both passes by what their seconds depend on.
+def _turn_kinds(blocks: Sequence[int]) -> tuple[list[TurnKind], list[TurnKind]]:
+    """Say what the seconds of each turn depend on, in the forward and in the backward pass.
 
     blocks: of the modules that take turns in the forward pass, in order.
     """
-    counts = Counter[TurnKind]()
-    for block, following in zip(blocks, [*blocks[1:], NO_BLOCK], strict=True):
-        counts[TurnKind(FORWARD, NO_BLOCK, block, following)] += 1
+    neighbours = zip(blocks, [*blocks[1:], NO_BLOCK], strict=True)
+    forward = [TurnKind(FORWARD, NO_BLOCK, block, following) for block, following in neighbours]
     order = blocks[::-1]
-    neighbours = zip([NO_BLOCK, *order[:-1]], order, [*order[1:], NO_BLOCK], strict=True)
-    for before, block, following in neighbours:
-        counts[TurnKind(BACKWARD, before, block, following)] += 1
-    return counts
+    both_neighbours = zip([NO_BLOCK, *order[:-1]], order, [*order[1:], NO_BLOCK], strict=True)
+    return forward, [TurnKind(BACKWARD, *blocks_of_turn) for blocks_of_turn in both_neighbours]
 
 
 def schedule_of(setup: StepSetup, vector: Floats) -> Schedule:
@@ -154,24 +153,32 @@ def schedule_of(setup: StepSetup, vector: Floats) -> Schedule:
     # Activations that are not awaited travel with the parameters.
     kind_ahead = "parameters" if exposed.activations == 1 else "parameters+activations"
 
-    def make_turn(block: int, name: str, pass_number: int) -> Turn:
+    # What a device does for moves while it could compute; without prefetch it waits for all of them.
+    prefetch = 0 if exposed.ahead == 1 else setup.prefetch
+    moving_share = exposed.ahead if prefetch else 0.0
+
+    def make_turn(kind: TurnKind, name: str) -> Turn:
+        pass_number, before, block, following = kind
         ahead_s = seconds.ahead[block, pass_number]
         ahead_bytes = amounts[block, BlockPart.AHEAD_BYTES]
         gradients_s = amounts[block, BlockPart.GRADIENTS_S]
         gradient_bytes = amounts[block, BlockPart.BEHIND_BYTES]
         awaited_s = seconds.awaited[block, pass_number]
+        gradients_before_s = amounts[before, BlockPart.GRADIENTS_S]
+        travelling_s = seconds.ahead[following, pass_number] + gradients_before_s
         return Turn(
             name,
-            float(seconds.computing[block, pass_number]),
+            float(seconds.computing[block, pass_number] + moving_share * travelling_s),
             parameters=_move(f"{name} {kind_ahead}", ahead_s, ahead_bytes),
             gradients=_move(f"{name} gradients", gradients_s, gradient_bytes),
             activations=_move(f"{name} activations", awaited_s),
         )
 
-    turns = _turns(setup)
-    forward = [make_turn(block, name, FORWARD) for block, name in turns]
-    backward = [make_turn(block, f"{name}, backward", BACKWARD) for block, name in reversed(turns)]
-    prefetch = 0 if exposed.ahead == 1 else setup.prefetch
+    blocks, names = zip(*_turns(setup), strict=True)
+    forward_kinds, backward_kinds = _turn_kinds(blocks)
+    backward_names = [f"{name}, backward" for name in reversed(names)]
+    forward = list(map(make_turn, forward_kinds, names))
+    backward = list(map(make_turn, backward_kinds, backward_names))
     return training_step(forward, backward, prefetch)
 
 
