@@ -26,7 +26,7 @@ from xshard.testing.nodes import nodes
 
 MBIT = 100, 400, 1600
 BALANCED = 0.5, 1.5  # seconds of moving over those of computing
-HALVES_MBIT = 25, 50, 100, 200, 400
+HALVES_MBIT = 100, 200, 400, 800
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
