@@ -12,11 +12,12 @@ import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cached_property
 from itertools import accumulate, chain
 from operator import attrgetter
 from typing import NamedTuple
 
+from xshard.caches import layout_cache
 from xshard.notation.parser import ARROW
 from xshard.rules import spellings
 from xshard.step.record.op import Op, renamed
@@ -107,7 +108,7 @@ def _longest_run_at(start: int, kinds: Sequence[int], names: _StepNames) -> _Run
     return None
 
 
-@cache
+@layout_cache(maxsize=4096)
 def in_first_block(pattern: str) -> str:
     """Name a module in the first of repeated blocks: `layers.*.up` -> `layers.0.up`."""
     return spellings(pattern)[0].replace("*", "0")

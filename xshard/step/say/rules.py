@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from functools import cache
 from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
@@ -279,7 +278,7 @@ class _ActivationRules:
         return _rule_text(stored, Layout(used.dims, written_tags))
 
 
-@cache
+@layout_cache(maxsize=4096)
 def _modules_around(path: str) -> list[str]:
     """List the modules that have a path inside them: `a.b.c` -> a, a.b, a.b.c."""
     return [*accumulate(path.split("."), "{}.{}".format)]
