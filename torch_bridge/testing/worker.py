@@ -538,16 +538,18 @@ def seconds_of_products(
     return [_median(seconds_of_ranks) for seconds_of_ranks in by_dtype]
 
 
-def overlap_with_products(plan: Plan, rows: int, rounds: int, timeout_s: float) -> float:
-    """Return the share of a plan's seconds in which devices compute, if they start it ahead.
+def overlap_with_products(plans: Sequence[Plan], rows: int, rounds: int, timeout_s: float) -> float:
+    """Return the share of the seconds of plans in which devices compute, if they start them ahead.
 
-    They multiply square matrices for about as long as the plan takes. 10 ms of each: 0 if both
+    They multiply square matrices for about as long as each plan takes. 10 ms of each: 0 if both
     together take 20 ms, 1 if they take 10 ms.
     """
-    n = plan.mesh.n_devices
-    by_rank = on_ranks(n, _time_beside_products, plan, rows, rounds, timeout_s=timeout_s)
-    moving_s, computing_s, both_s = (_median(way) for way in zip(*by_rank, strict=True))
-    return min(1.0, max(0.0, (moving_s + computing_s - both_s) / min(moving_s, computing_s)))
+    hidden_s = could_hide_s = 0.0
+    for ranks in by_rank(plans, _time_beside_products, rows, rounds, timeout_s=timeout_s):
+        moving_s, computing_s, both_s = (_median(way) for way in zip(*ranks, strict=True))
+        hidden_s += moving_s + computing_s - both_s
+        could_hide_s += min(moving_s, computing_s)
+    return min(1.0, max(0.0, hidden_s / could_hide_s))
 
 
 def _median(seconds_of_ranks: Sequence[Sequence[float]]) -> float:
@@ -571,8 +573,12 @@ def _multiply_all(rows: int, dtypes: Sequence[str], rounds: int) -> list[list[fl
     return [times[1:] for times in seconds.values()]  # the first round warms up
 
 
-def _time_beside_products(plan: Plan, rows: int, rounds: int) -> list[list[float]]:
-    """Return this rank's seconds of a plan, of products, and of both at once, round by round."""
+def _time_beside_products(plans: Sequence[Plan], rows: int, rounds: int) -> list[list[list[float]]]:
+    """Return for each plan this rank's seconds of it, of products, and of both, round by round."""
+    return [_time_one_beside_products(plan, rows, rounds) for plan in plans]
+
+
+def _time_one_beside_products(plan: Plan, rows: int, rounds: int) -> list[list[float]]:
     timer = _PlanTimer(plan)
     x = torch.ones(rows, rows)
     n_products = 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 from collections.abc import Callable, Sequence
@@ -20,7 +21,7 @@ from xshard.runtimes.backends import Backend, backend_named
 from xshard.runtimes.disk import measure_disk
 from xshard.runtimes.fit import Sample, fit, median_error, rounded
 from xshard.runtimes.samples import SIZES, fitted_plans, held_out_plans
-from xshard.steps import AllGather
+from xshard.steps import AllGather, ReduceScatter
 
 ROUNDS = 15  # how often every plan is measured; the median counts
 PRODUCTS = ("bfloat16", "float32", "float64")  # matrix products are measured in these dtypes
@@ -129,13 +130,22 @@ def _call_s(runtime: Backend, mesh: Mesh, rounds: int, timeout_s: float) -> floa
 
 
 def _eager_overlap(runtime: Backend, plans: Sequence[Plan], rounds: int, timeout_s: float) -> float:
-    """Measure the share of a move's seconds in which devices compute: of the largest all-gather."""
+    """Measure the share of the seconds of moves in which devices compute.
+
+    The moves are those that a program starts ahead: gathers of parameters and sums of gradients,
+    over each axis and over all of them, of the largest blocks.
+    """
     if runtime.rounds:
         return 1.0  # JAX starts no moves ahead
-    gathers = [plan for plan in plans if isinstance(plan.steps[0], AllGather)]
-    largest = max(gathers, key=lambda plan: plan.bytes_received)
+    ahead: list[Plan] = []
+    for plan in plans:
+        [step] = plan.steps
+        if isinstance(step, (AllGather, ReduceScatter)) and step.dim == plan.src.dims[0].name:
+            ahead.append(plan)  # of rows; of columns they take about as long
+    most_elements = max(math.prod(plan.shape) for plan in ahead)
+    largest = [plan for plan in ahead if math.prod(plan.shape) == most_elements]
+    n_devices = largest[0].mesh.n_devices
     function = "worker.overlap_with_products"
-    n_devices = largest.mesh.n_devices
     share = runtime.ask(n_devices, function, largest, ROWS, rounds, timeout_s=timeout_s)
     return rounded(share)
 
