@@ -20,6 +20,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch_bridge.lower.subarray import consecutive_slices
 from torch_bridge.mesh.failures import call_backend, raise_lost_peer
 from torch_bridge.mesh.process_mesh import Group
+from torch_bridge.versions.autograd import make_if_lazy
 from torch_bridge.versions.modes import dispatch_mode_count, is_profiling
 from torch_bridge.versions.process_groups import METHODS, functional_collectives
 
@@ -174,6 +175,7 @@ class Collective:
         """
         if messages.is_meta:  # only shapes are asked for
             return None
+        make_if_lazy(messages)
         if self.kind == "all_reduce":
             # Backends reduce in place: they get a copy, so that the caller's messages stay as they
             # are.

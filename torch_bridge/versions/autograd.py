@@ -35,6 +35,7 @@ with private_names():
     _pop_saving_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
     _top_saving_hooks = torch._C._autograd._top_saved_tensors_default_hooks
     _lazy_clone = torch._lazy_clone
+    _is_lazy_copy: Any = torch._C._is_cow_tensor  # type: ignore[attr-defined]
     _address: Any = torch._C._data_address  # type: ignore[attr-defined]
 
 SavingHooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]  # pack, unpack
@@ -66,6 +67,16 @@ def lazy_copies(tensors: Sequence[Tensor]) -> list[Tensor]:
             return list(map(_lazy_clone, tensors))
         except RuntimeError:
             return [x.clone() for x in tensors]
+
+
+def make_if_lazy(x: Tensor) -> None:
+    """Make a lazy copy now, if a tensor is one.
+
+    Else a thread of gloo would make it. Torch hangs, or worse, if two threads let go of memory that
+    lazy copies share at once (2.13, `COWDeleterContext.decrement_refcount`).
+    """
+    if _is_lazy_copy(x):
+        x.data_ptr()
 
 
 def addresses_of(tensors: Sequence[Tensor]) -> list[int]:

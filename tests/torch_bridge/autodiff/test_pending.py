@@ -227,6 +227,26 @@ def test_the_memory_of_blocks_is_free_while_their_messages_travel() -> None:
     assert torch.equal(together["y"].wait(), expected["y"])
 
 
+@on_four
+def test_backends_get_no_lazy_copies() -> None:
+    """Their threads would make the copy while this one lets go of the original, which torch cannot take."""
+    is_lazy: list[bool] = []
+    start = Collective._start
+
+    def recorded(self: Collective, out: Tensor, messages: Tensor, async_op: bool) -> object:
+        is_lazy.append(torch._C._is_cow_tensor(messages))
+        return start(self, out, messages, async_op)
+
+    with mock.patch.object(Collective, "_start", recorded):
+        # One leaf, whose block is the message as it lies in memory.
+        reduction = "n d | sum(a) -> n/a d"
+        [begun] = xt.redistribute(
+            [torch.ones(4, 3)], reduction, MESH, async_op=True, profile="h100"
+        )
+        begun.wait()
+    assert is_lazy and not any(is_lazy)
+
+
 def _tree(x: Tensor) -> dict[str, object]:
     rank = dist.get_rank()
     whole = x.tile(4, 1) * (rank + 1)
