@@ -445,8 +445,9 @@ def _heads_by_layer(
     for layer, n_heads_together in _LAYERS_OF_HEADS.items():
         if n_heads_together is None:  # a layer of queries
             n_heads_together = query_heads_together
-        is_shared = shared is not None and layer in ("k_proj", "v_proj")
-        cut = shared.cut if is_shared else sharded(axis, "balanced")
+        cut = sharded(axis, "balanced")
+        if shared is not None and layer in ("k_proj", "v_proj"):
+            cut = shared.cut
         by_layer[layer] = Heads(head_rows * n_heads_together, cut)
     return by_layer
 
