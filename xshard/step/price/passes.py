@@ -148,38 +148,57 @@ def schedule_of(setup: StepSetup, vector: Floats) -> Schedule:
     of_turns = _parts_of_turns(setup)
     weights = _seconds_of_passes(setup, of_turns)
     seconds = PassSeconds(*(np.array(weights) @ vector))  # [blocks + 1, passes] each
-    amounts = of_turns @ vector  # seconds and bytes of a turn: [blocks + 1, block parts]
-    exposed = exposed_shares(setup)
-    # Activations that are not awaited travel with the parameters.
-    kind_ahead = "parameters" if exposed.activations == 1 else "parameters+activations"
-
-    # What a device does for moves while it could compute; without prefetch it waits for all of them.
-    prefetch = 0 if exposed.ahead == 1 else setup.prefetch
-    moving_share = exposed.ahead if prefetch else 0.0
-
-    def make_turn(kind: TurnKind, name: str) -> Turn:
-        pass_number, before, block, following = kind
-        ahead_s = seconds.ahead[block, pass_number]
-        ahead_bytes = amounts[block, BlockPart.AHEAD_BYTES]
-        gradients_s = amounts[block, BlockPart.GRADIENTS_S]
-        gradient_bytes = amounts[block, BlockPart.BEHIND_BYTES]
-        awaited_s = seconds.awaited[block, pass_number]
-        gradients_before_s = amounts[before, BlockPart.GRADIENTS_S]
-        travelling_s = seconds.ahead[following, pass_number] + gradients_before_s
-        return Turn(
-            name,
-            float(seconds.computing[block, pass_number] + moving_share * travelling_s),
-            parameters=_move(f"{name} {kind_ahead}", ahead_s, ahead_bytes),
-            gradients=_move(f"{name} gradients", gradients_s, gradient_bytes),
-            activations=_move(f"{name} activations", awaited_s),
-        )
-
+    maker = _TurnMaker(seconds, of_turns @ vector, exposed_shares(setup))
     blocks, names = zip(*_turns(setup), strict=True)
     forward_kinds, backward_kinds = _turn_kinds(blocks)
+    forward = list(map(maker.make_turn, forward_kinds, names))
     backward_names = [f"{name}, backward" for name in reversed(names)]
-    forward = list(map(make_turn, forward_kinds, names))
-    backward = list(map(make_turn, backward_kinds, backward_names))
-    return training_step(forward, backward, prefetch)
+    backward = list(map(maker.make_turn, backward_kinds, backward_names))
+    return training_step(forward, backward, 0 if maker.awaits_all else setup.prefetch)
+
+
+class _TurnMaker(NamedTuple):
+    """Makes the turns of a schedule.
+
+    Args:
+        seconds: Of turns by block and pass.
+        amounts: Seconds and bytes of a turn in each block: [blocks + 1, block parts].
+        exposed: What the step exposes.
+    """
+
+    seconds: PassSeconds
+    amounts: Floats
+    exposed: Exposed
+
+    @property
+    def awaits_all(self) -> bool:
+        """Whether nothing travels while modules compute."""
+        return self.exposed.ahead == 1
+
+    def make_turn(self, kind: TurnKind, name: str) -> Turn:
+        """Make a turn of a kind, with the name that it has in the schedule."""
+        turn = kind.block, kind.pass_number
+        computing_s = self.seconds.computing[turn]
+        if not self.awaits_all:
+            # What travels meanwhile takes a share of its seconds from the module that computes.
+            parameters_s = self.seconds.ahead[kind.following, kind.pass_number]
+            gradients_s = self.amounts[kind.before, BlockPart.GRADIENTS_S]
+            computing_s = computing_s + self.exposed.ahead * (parameters_s + gradients_s)
+        own = self.amounts[kind.block]
+        # Activations that are not awaited travel with the parameters.
+        ahead = "parameters" if self.exposed.activations == 1 else "parameters+activations"
+        gradients = _move(
+            f"{name} gradients", own[BlockPart.GRADIENTS_S], own[BlockPart.BEHIND_BYTES]
+        )
+        return Turn(
+            name,
+            float(computing_s),
+            parameters=_move(
+                f"{name} {ahead}", self.seconds.ahead[turn], own[BlockPart.AHEAD_BYTES]
+            ),
+            gradients=gradients,
+            activations=_move(f"{name} activations", self.seconds.awaited[turn]),
+        )
 
 
 def _move(name: str, seconds: float, n_bytes: float = 0) -> Start | None:
