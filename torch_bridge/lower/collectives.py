@@ -150,6 +150,7 @@ class Collective:
         if self.group.graph_name:
             arriving = self._functional(messages)
             return lambda: functional_collectives.wait_tensor(arriving).view(shape)
+        make_if_lazy(messages)
         out = messages.new_empty(shape)
         work = self._issue(out.view(-1), messages.view(-1), async_op=True)
         return _UnderWay(self, out, messages, work)
@@ -175,7 +176,6 @@ class Collective:
         """
         if messages.is_meta:  # only shapes are asked for
             return None
-        make_if_lazy(messages)
         if self.kind == "all_reduce":
             # Backends reduce in place: they get a copy, so that the caller's messages stay as they
             # are.
