@@ -566,10 +566,7 @@ def _multiply_all(rows: int, dtypes: Sequence[str], rounds: int) -> list[list[fl
     for _ in range(1 + rounds):
         for dtype in dtypes:
             x = torch.ones(rows, rows, dtype=getattr(torch, dtype))
-            dist.barrier()
-            start_s = time.perf_counter()
-            torch.mm(x, x)
-            seconds[dtype].append(time.perf_counter() - start_s)
+            seconds[dtype].append(_seconds_of(functools.partial(torch.mm, x, x)))
     return [times[1:] for times in seconds.values()]  # the first round warms up
 
 
@@ -579,6 +576,10 @@ def _time_beside_products(plans: Sequence[Plan], rows: int, rounds: int) -> list
 
 
 def _time_one_beside_products(plan: Plan, rows: int, rounds: int) -> list[list[float]]:
+    """Return this rank's seconds of a plan, of products that take as long, and of both at once.
+
+    Each is a list by round.
+    """
     timer = _PlanTimer(plan)
     x = torch.ones(rows, rows)
     n_products = 1
@@ -595,21 +596,23 @@ def _time_one_beside_products(plan: Plan, rows: int, rounds: int) -> list[list[f
         compute()
         wait()
 
-    def seconds_of(function: Callable[[], None]) -> float:
-        dist.barrier()
-        start_s = time.perf_counter()
-        function()
-        return time.perf_counter() - start_s
-
     compute()  # the first product takes longer
-    product_s = seconds_of(compute)
+    product_s = _seconds_of(compute)
     n_needed = torch.tensor(timer.seconds() / product_s)
     # All ranks multiply as often.
     dist.all_reduce(n_needed, dist.ReduceOp.MAX)
     n_products = max(1, round(n_needed.item()))
     functions = (move, compute, do_both)
-    in_rounds = [[seconds_of(function) for function in functions] for _ in range(rounds)]
+    in_rounds = [[_seconds_of(function) for function in functions] for _ in range(rounds)]
     return [list(way) for way in zip(*in_rounds, strict=True)]
+
+
+def _seconds_of(function: Callable[[], object]) -> float:
+    """Return the seconds of a call that all ranks begin together."""
+    dist.barrier()
+    start_s = time.perf_counter()
+    function()
+    return time.perf_counter() - start_s
 
 
 def _time_all(plans: Sequence[AnyPlan], rounds: int) -> list[list[float]]:
@@ -650,8 +653,8 @@ class _PlanTimer:
 
     def seconds(self) -> float:
         """Return the seconds of one call, on average over some, after a barrier."""
-        dist.barrier()
-        start_s = time.perf_counter()
+        return _seconds_of(self._call) / self.n_calls
+
+    def _call(self) -> None:
         for _ in range(self.n_calls):
             self.run(*self.blocks)
-        return (time.perf_counter() - start_s) / self.n_calls

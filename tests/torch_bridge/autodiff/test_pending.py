@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from unittest import mock
@@ -238,12 +239,13 @@ def test_backends_get_no_lazy_copies() -> None:
         return start(self, out, messages, async_op)
 
     with mock.patch.object(Collective, "_start", recorded):
-        # One leaf, whose block is the message as it lies in memory.
-        reduction = "n d | sum(a) -> n/a d"
-        [begun] = xt.redistribute(
-            [torch.ones(4, 3)], reduction, MESH, async_op=True, profile="h100"
-        )
-        begun.wait()
+        # Some blocks, as that of a reduction, are messages as they lie in memory.
+        for expression, n_leaves in itertools.product(EXPRESSIONS, (1, 2)):
+            x = block_of(numbers(8, 8) % 7, expression, MESH)
+            blocks = [x.clone() for _ in range(n_leaves)]
+            begun = xt.redistribute(blocks, expression, MESH, async_op=True, profile="h100")
+            for y in begun:
+                y.wait()
     assert is_lazy and not any(is_lazy)
 
 

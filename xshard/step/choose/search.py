@@ -291,7 +291,7 @@ class StepSearch:
         """
         bound = self.bound_by(self.multipliers)
         for _ in range(MOST_PROGRAMS):
-            goal = min(self.seconds, self.cutoff) * (1 - gap)
+            goal = self._goal(gap)
             # With any option that is left out, an assignment takes more than the goal.
             options = self._options_within(bound, goal - bound.seconds)
             n_options = [len(own) for own in options]
@@ -306,6 +306,10 @@ class StepSearch:
             if not self._close_among(options, goal, gap):
                 return
 
+    def _goal(self, gap: float) -> float:
+        """Return the seconds below which a plan would be news: a share `gap` less than is known."""
+        return min(self.seconds, self.cutoff) * (1 - gap)
+
     def _combine(self, gap: float) -> None:
         """Offer the best combination of the assignments so far: for each node an option of one of them.
 
@@ -317,8 +321,7 @@ class StepSearch:
             options = list(map(np.unique, by_node))
             if self._n_flows(options) > MOST_FLOWS:
                 return
-            goal = min(self.seconds, self.cutoff) * (1 - gap)
-            assignment, _ = self._solve_among(options, goal, gap / 2)
+            assignment, _ = self._solve_among(options, self._goal(gap), gap / 2)
             if assignment is None or tuple(assignment) in self.vectors:
                 return
             self.offer(assignment)

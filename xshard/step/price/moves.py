@@ -406,10 +406,12 @@ def _sample_move(mesh: Mesh, moves: Sequence[AxisMove], is_contiguous: bool) -> 
     names = [f"d{i}" for i in range(len(lengths) + 1)]
     # Only axes that take part are planned: the search has more states with each axis.
     axis_names = tuple(mesh.axes[move.axis] for move in moves)
+    if axis_names == mesh.axes:
+        sample_mesh = mesh  # a mesh of sub-axes knows which axes they are parts of
+    else:
+        sample_mesh = Mesh({axis: mesh.size(axis) for axis in axis_names})
     return SampleMove(
-        mesh=mesh
-        if axis_names == mesh.axes
-        else Mesh({axis: mesh.size(axis) for axis in axis_names}),
+        mesh=sample_mesh,
         src=layout_of([placement_in_sample[move.src] for move in moves], names, axis_names),
         dst=layout_of([placement_in_sample[move.dst] for move in moves], names, axis_names),
         lengths=lengths,

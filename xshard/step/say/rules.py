@@ -279,9 +279,9 @@ class _ActivationRules:
 
 
 @layout_cache(maxsize=4096)
-def _modules_around(path: str) -> list[str]:
+def _modules_around(path: str) -> tuple[str, ...]:
     """List the modules that have a path inside them: `a.b.c` -> a, a.b, a.b.c."""
-    return [*accumulate(path.split("."), "{}.{}".format)]
+    return tuple(accumulate(path.split("."), "{}.{}".format))
 
 
 @layout_cache(maxsize=4096)
