@@ -572,39 +572,37 @@ def _multiply_all(rows: int, dtypes: Sequence[str], rounds: int) -> list[list[fl
 
 def _time_beside_products(plans: Sequence[Plan], rows: int, rounds: int) -> list[list[list[float]]]:
     """Return for each plan this rank's seconds of it, of products, and of both, round by round."""
-    return [_time_one_beside_products(plan, rows, rounds) for plan in plans]
+    return [_time_plan_beside_products(plan, rows, rounds) for plan in plans]
 
 
-def _time_one_beside_products(plan: Plan, rows: int, rounds: int) -> list[list[float]]:
+def _time_plan_beside_products(plan: Plan, rows: int, rounds: int) -> list[list[float]]:
     """Return this rank's seconds of a plan, of products that take as long, and of both at once.
 
     Each is a list by round.
     """
     timer = _PlanTimer(plan)
-    x = torch.ones(rows, rows)
-    n_products = 1
+    multiply = functools.partial(torch.mm, torch.ones(rows, rows), torch.ones(rows, rows))
+    multiply()  # the first product takes longer
+    n_needed = torch.tensor(timer.seconds() / _seconds_of(multiply))
+    # All ranks multiply as often, so that none waits for another one.
+    dist.all_reduce(n_needed, dist.ReduceOp.MAX)
+    n_products = max(1, round(n_needed.item()))
 
     def move() -> None:
         timer.run(*timer.blocks)
 
     def compute() -> None:
         for _ in range(n_products):
-            torch.mm(x, x)
+            multiply()
 
     def do_both() -> None:
         wait = timer.run.begin(*timer.blocks)
         compute()
         wait()
 
-    compute()  # the first product takes longer
-    product_s = _seconds_of(compute)
-    n_needed = torch.tensor(timer.seconds() / product_s)
-    # All ranks multiply as often.
-    dist.all_reduce(n_needed, dist.ReduceOp.MAX)
-    n_products = max(1, round(n_needed.item()))
     functions = (move, compute, do_both)
     in_rounds = [[_seconds_of(function) for function in functions] for _ in range(rounds)]
-    return [list(way) for way in zip(*in_rounds, strict=True)]
+    return [list(seconds) for seconds in zip(*in_rounds, strict=True)]
 
 
 def _seconds_of(function: Callable[[], object]) -> float:

@@ -197,9 +197,11 @@ def _agreeing(buckets: list[Bucket]) -> list[Bucket]:
     if len(buckets) == 1:
         return buckets
     least_by_bucket = np.array([bucket.least_by_value() for bucket in buckets])
-    with np.errstate(invalid="ignore"):  # inf - inf
+    # A value that is impossible in one bucket is so in all: inf - inf, which is no number, is replaced.
+    is_impossible = np.isinf(least_by_bucket).any(0)
+    with np.errstate(invalid="ignore"):
         shifts = least_by_bucket.mean(0) - least_by_bucket  # [buckets, values]
-    shifts[:, np.isinf(least_by_bucket).any(0)] = np.inf  # impossible in one bucket, hence in all
+    shifts[:, is_impossible] = np.inf
     agreeing = []
     for bucket, shift in zip(buckets, shifts, strict=True):
         table = Table([bucket.variable], shift).over(bucket.scope)

@@ -311,19 +311,21 @@ class StepSearch:
         return min(self.seconds, self.cutoff) * (1 - gap)
 
     def _combine(self, gap: float) -> None:
-        """Offer the best combination of the assignments so far: for each node an option of one of them.
+        """Offer good combinations of the assignments so far: for each node an option of one of them.
 
         Weights find assignments that are fast, or small, and each alone takes too many bytes or
-        seconds. One that is in between has options of several. It proves nothing about others.
+        seconds. One that is in between has options of several. Other options are not looked at, so
+        that no bound is raised.
         """
+        by_node = np.array(list(self.vectors)).T  # [nodes, assignments]
+        options = list(map(np.unique, by_node))
+        if self._n_flows(options) > MOST_FLOWS:
+            return
         for _ in range(MOST_PROGRAMS):
-            by_node = np.array(list(self.vectors)).T  # [nodes, assignments]
-            options = list(map(np.unique, by_node))
-            if self._n_flows(options) > MOST_FLOWS:
-                return
             assignment, _ = self._solve_among(options, self._goal(gap), gap / 2)
             if assignment is None or tuple(assignment) in self.vectors:
                 return
+            # Its moves are planned now: another combination may be better at these prices.
             self.offer(assignment)
 
     def _n_flows(self, options: Sequence[Ints]) -> int:

@@ -176,29 +176,34 @@ class _TurnMaker(NamedTuple):
         return self.exposed.ahead == 1
 
     def make_turn(self, kind: TurnKind, name: str) -> Turn:
-        """Make a turn of a kind, with the name that it has in the schedule."""
-        turn = kind.block, kind.pass_number
-        computing_s = self.seconds.computing[turn]
-        if not self.awaits_all:
-            # What travels meanwhile takes a share of its seconds from the module that computes.
-            parameters_s = self.seconds.ahead[kind.following, kind.pass_number]
-            gradients_s = self.amounts[kind.before, BlockPart.GRADIENTS_S]
-            computing_s = computing_s + self.exposed.ahead * (parameters_s + gradients_s)
+        """Make a turn: what its module computes, and what has to arrive before it or leaves after it.
+
+        name: of the turn in the schedule.
+        """
+        key = kind.block, kind.pass_number
         own = self.amounts[kind.block]
+        parameters_s = self.seconds.ahead[key]
+        gradients_s = own[BlockPart.GRADIENTS_S]
         # Activations that are not awaited travel with the parameters.
-        ahead = "parameters" if self.exposed.activations == 1 else "parameters+activations"
-        gradients = _move(
-            f"{name} gradients", own[BlockPart.GRADIENTS_S], own[BlockPart.BEHIND_BYTES]
-        )
+        label = "parameters" if self.exposed.activations == 1 else "parameters+activations"
         return Turn(
             name,
-            float(computing_s),
-            parameters=_move(
-                f"{name} {ahead}", self.seconds.ahead[turn], own[BlockPart.AHEAD_BYTES]
-            ),
-            gradients=gradients,
-            activations=_move(f"{name} activations", self.seconds.awaited[turn]),
+            float(self.seconds.computing[key] + self._moving_s(kind)),
+            parameters=_move(f"{name} {label}", parameters_s, own[BlockPart.AHEAD_BYTES]),
+            gradients=_move(f"{name} gradients", gradients_s, own[BlockPart.BEHIND_BYTES]),
+            activations=_move(f"{name} activations", self.seconds.awaited[key]),
         )
+
+    def _moving_s(self, kind: TurnKind) -> float:
+        """Return the seconds for which a device moves instead of computing, in a turn.
+
+        During a turn travel the parameters of the next module, and the gradients of the one before.
+        """
+        if self.awaits_all:
+            return 0.0
+        parameters_s = self.seconds.ahead[kind.following, kind.pass_number]
+        gradients_s = self.amounts[kind.before, BlockPart.GRADIENTS_S]
+        return float(self.exposed.ahead * (parameters_s + gradients_s))
 
 
 def _move(name: str, seconds: float, n_bytes: float = 0) -> Start | None:

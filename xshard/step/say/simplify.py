@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -139,20 +139,23 @@ def _may_save(
     problem: StepProblem,
     assignment: Sequence[int],
     changed: Sequence[int],
-    n_said: Mapping[Hashable, int],
+    n_said: Counter[Hashable],
 ) -> bool:
     """Tell whether a changed plan may have fewer rules.
 
-    Then an array has no rule any more, or one that says what the rule of another array says.
+    It may if an array has no rule any more, or says what a rule of the plan as it was says. Arrays
+    that change to one new rule together are missed, which leaves a rule more than there need be.
 
     n_said: how many arrays of the plan as it was each rule is about, by what it says.
     """
     pairs = zip(assignment, changed, strict=True)
-    for node in [node for node, (option, other) in enumerate(pairs) if option != other]:
+    changed_nodes = [node for node, (option, other) in enumerate(pairs) if option != other]
+    for node in changed_nodes:
         for edge in problem.edges_of_node[node]:
             before = _said_of(problem, edge, assignment)
             after = _said_of(problem, edge, changed)
-            if before is not None and after != before and (after is None or n_said[after]):
+            is_dropped_or_merged = after is None or n_said[after] > 0
+            if before is not None and after != before and is_dropped_or_merged:
                 return True
     return False
 
