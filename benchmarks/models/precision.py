@@ -39,11 +39,11 @@ def llama(layers: int, checkpointed: bool) -> Any:
     return model.train()
 
 
-def by_rules(model: nn.Module, low: bool, prefetch: int = 0) -> Step:
+def by_rules(model: nn.Module, low: bool) -> Step:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     precision = xt.Precision(**LOW) if low else None
     rules = {"**": "o/dp ... -> o ..."}
-    options: Any = {"gathers": "model.layers.*", "precision": precision, "prefetch": prefetch}
+    options: Any = {"gathers": "model.layers.*", "precision": precision}
     return step_of(xt.parallelize(model, rules, {"": "b/dp s"}, mesh, **options))
 
 

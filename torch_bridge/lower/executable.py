@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from torch_bridge.comm_dtype import CommDtype
+from torch_bridge.lower.beside import can_go_on_beside, go_on_beside
 from torch_bridge.lower.collectives import CARRIERS, Pending
 from torch_bridge.lower.packed_collective import (
     PackedCollective,
@@ -191,31 +192,45 @@ class Executable:
         return out
 
     def begin(self, block: Tensor) -> Pending:
-        """Run the plan until its last collective is under way; return a function that ends it.
+        """Begin the plan, which then goes on by itself; return a function that ends it.
 
-            end = executable.begin(block)       # the last collective travels
-            ...                                 # compute beside it
-            y = end()                           # wait for it, run the moves after it
+            end = executable.begin(block)       # the first collective travels
+            ...                                 # compute beside it, and beside all that follow
+            y = end()                           # wait for the result
 
-        Earlier collectives are waited for, as the moves after each need its result. A plan without
-        a collective has nothing to begin: the returned function runs all of it.
+        A plan without a collective has nothing to begin: the returned function runs all of it. Where
+        nothing can run beside the caller, it makes all moves after the first collective.
         """
         if not self.collectives:
             return partial(self, block)
         if self.is_new:
             compare_new([self], block.device)
-        last_collective = self.collectives[-1]
-        position = self.moves.index(last_collective)
-        out = self.enter(block)
-        for move in self.moves[:position]:
+        first = self.collectives[0]
+        out = self.run_local(0, self.enter(block))
+        wait = self.with_step_in_errors(first, first.begin, out)
+        if not self._goes_on_beside(block.device):
+            return partial(self._go_on, wait)
+        go_on = self.on_own_groups._go_on
+        end = go_on_beside(lambda: [go_on(wait)], [out])
+        return lambda: end()[0]
+
+    def _goes_on_beside(self, device: torch.device) -> bool:
+        """Whether collectives follow the first, and run beside the caller once the plan has begun."""
+        first, *others = self.collectives
+        return bool(others) and can_go_on_beside(first.collective.group, device)
+
+    def _go_on(self, wait: Pending) -> Tensor:
+        """Wait for the first collective, make all moves after it, and return the block."""
+        first = self.collectives[0]
+        out = self.with_step_in_errors(first, wait)
+        for move in self.moves[self.moves.index(first) + 1 :]:
             out = self.with_step_in_errors(move, move, out)
-        wait = self.with_step_in_errors(last_collective, last_collective.begin, out)
+        return self.leave(out)
 
-        def end() -> Tensor:
-            result = self.with_step_in_errors(last_collective, wait)
-            return self.leave(self.run_local(len(self.collectives), result))
-
-        return end
+    @computed_once
+    def on_own_groups(self) -> Executable:
+        """Return this executable for what runs beside the caller: on groups that nothing else uses."""
+        return replace(self, moves=tuple(map(_on_own_group, self.moves)))
 
     @cached_property
     def _local_moves(self) -> list[list[LocalMove]]:
@@ -392,6 +407,14 @@ class BucketedExecutable:
         return group_by_bytes(block_bytes, self.bucket_bytes, keys)
 
 
+def _on_own_group(move: Move) -> Move:
+    """Return a move on a group that only what runs beside the caller uses."""
+    if not isinstance(move, PackedCollective):
+        return move
+    collective = move.collective
+    return replace(move, collective=replace(collective, group=collective.group.beside))
+
+
 def _run_in_lock_step(executables: Sequence[Executable], blocks: Sequence[Tensor]) -> list[Tensor]:
     """Run several plans together: the k-th collective of each is sent as one collective for all.
 
@@ -399,60 +422,76 @@ def _run_in_lock_step(executables: Sequence[Executable], blocks: Sequence[Tensor
     slices. All plans have collectives of the same kinds in the same order; the local moves in
     between may differ. Returns the result of each plan.
     """
-    if len(executables) == 1:
-        return [executables[0](blocks[0])]
-    n_collectives = len(executables[0].collectives)
-    outs = _run_up_to(n_collectives, executables, blocks)
-    return [executable.leave(out) for executable, out in zip(executables, outs, strict=True)]
+    first, *others = executables
+    if not others:
+        return [first(blocks[0])]
+    outs = _before_collectives(executables, blocks)
+    collectives = [executable.collectives[0] for executable in executables]
+    arrived = first.with_step_in_errors(
+        collectives[0], run_together, collectives, outs, first.carrier
+    )
+    return _go_on_in_lock_step(executables, arrived)
 
 
 def _begin_in_lock_step(
     executables: Sequence[Executable], blocks: Sequence[Tensor]
-) -> Callable[[], list[Tensor]]:
-    """Run several plans together until their last collective is under way; return what ends them."""
+) -> Callable[[], Sequence[Tensor]]:
+    """Begin several plans together, which then go on by themselves; return what ends them."""
     # Rows of blocks are sent, or kept, until the end: the caller may write to the blocks meanwhile.
     blocks = lazy_copies(blocks)
-    if len(executables) == 1:
-        end_one = executables[0].begin(*blocks)
+    first, *others = executables
+    if not others:
+        end_one = first.begin(*blocks)
         return lambda: [end_one()]
-    n_collectives = len(executables[0].collectives)
-    outs = _run_up_to(n_collectives - 1, executables, blocks)
-    last_collectives = [executable.collectives[-1] for executable in executables]
-    with_step_in_errors = executables[0].with_step_in_errors
-    wait = with_step_in_errors(
-        last_collectives[0], begin_together, last_collectives, outs, executables[0].carrier
+    outs = _before_collectives(executables, blocks)
+    collectives = [executable.collectives[0] for executable in executables]
+    wait = first.with_step_in_errors(
+        collectives[0], begin_together, collectives, outs, first.carrier
     )
 
-    def end() -> list[Tensor]:
-        results = []
-        for executable, out in zip(
-            executables, with_step_in_errors(last_collectives[0], wait), strict=True
-        ):
-            results.append(executable.leave(executable.run_local(n_collectives, out)))
-        return results
+    def go_on(executables: Sequence[Executable]) -> list[Tensor]:
+        arrived = first.with_step_in_errors(collectives[0], wait)
+        return _go_on_in_lock_step(executables, arrived)
 
-    return end
+    if not first._goes_on_beside(outs[0].device):
+        return partial(go_on, executables)
+    on_own_groups = [executable.on_own_groups for executable in executables]
+    return go_on_beside(partial(go_on, on_own_groups), outs)
 
 
-def _run_up_to(
-    n_collectives: int, executables: Sequence[Executable], blocks: Sequence[Tensor]
+def _before_collectives(
+    executables: Sequence[Executable], blocks: Sequence[Tensor]
 ) -> list[Tensor]:
-    """Run several plans together, up to the local moves after the first `n_collectives` collectives."""
+    """Compare plans that are new, and make the moves of each before its first collective."""
     new = [executable for executable in executables if executable.is_new]
     if new:
         compare_new(new, blocks[0].device)
-    outs = [
+    return [
         executable.before_collective(block)
         for executable, block in zip(executables, blocks, strict=True)
     ]
-    for collective_index in range(n_collectives):
-        collectives = [executable.collectives[collective_index] for executable in executables]
-        dtype = executables[0].carrier
-        outs = executables[0].with_step_in_errors(
-            collectives[0], run_together, collectives, outs, dtype
+
+
+def _go_on_in_lock_step(
+    executables: Sequence[Executable], arrived: Sequence[Tensor]
+) -> list[Tensor]:
+    """Make all moves of several plans after their first collective, of what it brought to each."""
+    first = executables[0]
+    n_collectives = len(first.collectives)
+    for index in range(1, n_collectives):
+        outs = _run_local(executables, index, arrived)
+        collectives = [executable.collectives[index] for executable in executables]
+        arrived = first.with_step_in_errors(
+            collectives[0], run_together, collectives, outs, first.carrier
         )
-        outs = [
-            executable.run_local(collective_index + 1, out)
-            for executable, out in zip(executables, outs, strict=True)
-        ]
-    return outs
+    outs = _run_local(executables, n_collectives, arrived)
+    return [executable.leave(out) for executable, out in zip(executables, outs, strict=True)]
+
+
+def _run_local(
+    executables: Sequence[Executable], n_collectives_done: int, blocks: Sequence[Tensor]
+) -> list[Tensor]:
+    return [
+        executable.run_local(n_collectives_done, block)
+        for executable, block in zip(executables, blocks, strict=True)
+    ]

@@ -28,22 +28,23 @@ T = TypeVar("T")
 
 
 def process_group_of(
-    ranks: tuple[int, ...], world: dist.ProcessGroup | None = None
+    ranks: tuple[int, ...], world: dist.ProcessGroup | None = None, use: str = ""
 ) -> dist.ProcessGroup:
-    """Return the process group of these ranks, ascending; its members alone call this.
+    """Return the process group of these ranks; its members alone call this.
 
     The first call waits for them. Raises CollectiveError if a member does not come.
 
     Args:
         ranks: The ranks.
         world: The group that counts the ranks, which may have two programs.
+        use: What the group is for, where the ranks have another one for all else.
     """
     if world is None:
         world = dist.group.WORLD
     assert world is not None  # whoever has a mesh of processes has initialised the world
-    if len(ranks) == world.size():
+    if len(ranks) == world.size() and not use:
         return world
-    return call_backend("the making of a group", ranks, _group_of, ranks, world)
+    return call_backend("the making of a group", ranks, _group_of, ranks, world, use)
 
 
 def rank_in(world: dist.ProcessGroup) -> int:
@@ -73,9 +74,9 @@ def ranks_digest(ranks: tuple[int, ...]) -> str:
 
 # Cached by the world too: its groups end with it, and threads may each have their own.
 @functools.cache
-def _group_of(ranks: tuple[int, ...], world: dist.ProcessGroup) -> dist.ProcessGroup:
+def _group_of(ranks: tuple[int, ...], world: dist.ProcessGroup, use: str) -> dist.ProcessGroup:
     backend, store = backend_and_store(world)
-    name = f"xshard/{ranks_digest(ranks)}"
+    name = f"xshard/{use}{ranks_digest(ranks)}"
     if world is not dist.group.WORLD:
         name = f"{world.group_name}/{name}"
     timeout = timeout_of(world)

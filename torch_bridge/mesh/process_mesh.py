@@ -54,6 +54,14 @@ class Group:
         """The backend of each kind of device, as in `cpu:gloo,cuda:nccl`."""
         return dist.get_backend_config(self.process_group)
 
+    @property
+    def beside(self) -> Group:
+        """The same processes as a group of its own, for what goes on beside the caller.
+
+        All of them ask for it the first time.
+        """
+        return replace(self, process_group=process_group_of(tuple(self.ranks), use="beside"))
+
     def traced(self, place: str, tensor_device: torch.device) -> Group:
         """Return the same processes for a compiler; errors of gloo name the `place`."""
         graph_name = self.process_group.group_name

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import functools
+import os
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 
 import torch_bridge as xt
 import xshard as xs
 from tests.torch_bridge.helpers import in_ranks
+from torch_bridge.lower import beside
 from torch_bridge.lower.collectives import Collective
+from torch_bridge.lower.executable import BucketedExecutable
 from torch_bridge.lower.packed_collective import PackedCollective
 from torch_bridge.lower.rules import lower
 from torch_bridge.mesh.process_mesh import Group, mesh_of_ranks
@@ -71,6 +76,49 @@ def test_values_by_phases() -> None:
             assert np.array_equal(y, want[rank]), expression
     move = functools.partial(xt.redistribute, layouts=plan, mesh=mesh)
     assert np.array_equal(torch.compile(lambda x: move(x), backend="aot_eager")(x), want[rank])
+
+
+def _wait_for_all_beside() -> None:
+    """Return when all that was begun before has ended: one thread calls it in order."""
+    beside._thread(os.getpid()).submit(int).result()
+
+
+@in_ranks(4)
+def test_begun_phases_go_on_by_themselves() -> None:
+    """Nothing is left to send when a begun plan is ended, and the caller sends on its groups meanwhile."""
+    rank = dist.get_rank()
+    nothing_is_sent = mock.patch.object(Collective, "_issue", side_effect=AssertionError)
+    for expression, mesh, shape, _ in CASES:
+        plan = xs.plan(expression, mesh, shape, "int64", profile=xs.load_profile(NODES))
+        want = torch.from_numpy(reference.run(plan, _blocks(plan))[rank])
+        executable = lower(plan, mesh_of_ranks(mesh, range(4)), torch.device("cpu"))
+        x = torch.from_numpy(np.ascontiguousarray(_blocks(plan)[rank]))
+        end_one = executable.begin(x)
+        end_both = BucketedExecutable((executable, executable)).begin(x, x)
+        meanwhile = executable(x)
+        _wait_for_all_beside()
+        with nothing_is_sent:
+            for y in (end_one(), *end_both(), meanwhile):
+                assert torch.equal(y, want), expression
+
+
+@in_ranks(4)
+def test_an_error_beside_the_caller_is_told_at_the_end() -> None:
+    mesh = xs.Mesh(a=2, b=2)
+    plan = xs.plan("n/a/b d -> n d", mesh, (8, 6), "int64", profile=xs.load_profile(NODES))
+    executable = lower(plan, mesh_of_ranks(mesh, range(4)), torch.device("cpu"))
+    x = torch.from_numpy(np.ascontiguousarray(_blocks(plan)[dist.get_rank()]))
+    want = executable(x)
+    lost = RuntimeError("Connection closed by peer")
+    with mock.patch.object(Collective, "run", side_effect=lost):
+        end = executable.begin(x)
+        _wait_for_all_beside()
+    with pytest.raises(RuntimeError, match="closed by peer") as caught:
+        end()
+    assert "in step 1 of 1" in caught.value.__notes__[0]
+    dropped = executable.begin(x)  # and nobody asks for its end
+    del dropped
+    assert torch.equal(executable.begin(x)(), want)
 
 
 def test_large_blocks_are_received_before_they_are_sent() -> None:
