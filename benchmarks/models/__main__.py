@@ -4,7 +4,7 @@
     python -m benchmarks.models --quick   # 1 layer, few rounds
 
 All have tensor, sequence and data parallelism, 2x2. Then ZeRO-3 on 2 ranks beside FSDP2: in float32, in
-bfloat16, and with activations computed again, the seconds of a turn and the most bytes. Prints tables, writes
+bfloat16, with activations computed again, and with layers compiled, the seconds of a turn and the most bytes. Prints tables, writes
 a JSON file. Exit status 1 if a claim fails.
 """
 

@@ -4,7 +4,7 @@ import json
 import statistics
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,23 +19,36 @@ from benchmarks.models.ways import SIZES, Step, step_of
 
 OURS, FSDP2 = "rules", "FSDP2"
 LOW = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
-# For each whether parameters are used in bfloat16, and whether activations are computed again.
+
+
+class Case(NamedTuple):
+    """How a model is trained: parameters used in bfloat16, activations computed again, layers compiled."""
+
+    low: bool = False
+    checkpointed: bool = False
+    compiled: bool = False
+
+
 CASES = {
-    "float32": (False, False),
-    "bfloat16": (True, False),
-    "bfloat16, checkpointed": (True, True),
+    "float32": Case(),
+    "bfloat16": Case(low=True),
+    "bfloat16, checkpointed": Case(low=True, checkpointed=True),
+    "bfloat16, checkpointed, compiled": Case(low=True, checkpointed=True, compiled=True),
 }
 
 
-def llama(layers: int, checkpointed: bool) -> Any:
+def llama(layers: int, case: Case) -> Any:
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaForCausalLM
 
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=layers, **SIZES))
-    if checkpointed:
+    if case.checkpointed:
         options = {"use_reentrant": False}
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+    if case.compiled:
+        for layer in model.model.layers:
+            layer.compile()
     return model.train()
 
 
@@ -81,19 +94,19 @@ def beside_fsdp2(layers: int, tokens: int, rounds: int) -> dict[str, dict[str, f
     own = ids.chunk(2)[dist.get_rank()]
     torch.set_num_threads(1)
     figures = {}
-    for case, (low, checkpointed) in CASES.items():
+    for name, case in CASES.items():
         steps = {
-            OURS: by_rules(llama(layers, checkpointed), low),
-            FSDP2: by_fsdp2(llama(layers, checkpointed), low),
+            OURS: by_rules(llama(layers, case), case.low),
+            FSDP2: by_fsdp2(llama(layers, case), case.low),
         }
         losses = [step(own) for step in steps.values()]
         assert torch.equal(*losses), losses
-        calls = {name: (lambda step=step: step(own)) for name, step in steps.items()}
+        calls = {way: (lambda step=step: step(own)) for way, step in steps.items()}
         times = by_turns.slowest(calls, rounds)
-        nbytes = {name: most_bytes(step, own) for name, step in steps.items()}
-        figures[case] = {f"{name} s": statistics.median(turns) for name, turns in times.items()} | {
-            f"{name} bytes": float(n) for name, n in nbytes.items()
+        nbytes = {way: most_bytes(step, own) for way, step in steps.items()}
+        figures[name] = {f"{way} s": statistics.median(turns) for way, turns in times.items()} | {
+            f"{way} bytes": float(n) for way, n in nbytes.items()
         }
-        figures[case]["step"] = by_turns.ratio(times, OURS, FSDP2)
-        figures[case]["memory"] = nbytes[OURS] / nbytes[FSDP2]
+        figures[name]["step"] = by_turns.ratio(times, OURS, FSDP2)
+        figures[name]["memory"] = nbytes[OURS] / nbytes[FSDP2]
     return figures

@@ -18,6 +18,7 @@ from torch_bridge.models.parameters import ParallelContext
 from torch_bridge.precision import Precision
 from torch_bridge.redistribution import redistribute
 from torch_bridge.versions.autograd import is_in_backward_pass
+from torch_bridge.versions.modules import beside_graphs
 from xshard import XshardError
 from xshard.errors import ShapeError, with_path
 from xshard.models import ActivationRule, KnownDim, arriving_shape, known_inside
@@ -192,6 +193,7 @@ class ModuleHooks:
         axes = [output.rule.src.tagged("sum") for output in self.outputs]
         return frozenset[str]().union(*axes)
 
+    @beside_graphs
     def before_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -223,6 +225,7 @@ class ModuleHooks:
         moved_args = tuple(values[i] for i in range(len(args)))
         return moved_args, {name: values[name] for name in kwargs}
 
+    @beside_graphs
     def after_forward(self, module: nn.Module, args: Any, result: Any) -> Any:
         """Give the module its blocks back, and move the results; a hook of the module.
 

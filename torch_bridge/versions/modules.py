@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from types import FunctionType
+from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.distributed import utils
@@ -12,11 +14,20 @@ from torch.nn.utils import get_total_norm
 from torch_bridge.versions.support import private_names
 from xshard import XshardError
 
+Function = TypeVar("Function", bound=FunctionType)
+
 with private_names():
     norm_of = get_total_norm.__closure__[0].cell_contents  # type: ignore[index]
     unscale_gradients = GradScaler._unscale_grads_
     # As FSDP2 finds tensors in arguments and results. Without it, those in a dataclass would not be cast.
     apply_to_tensors = utils._apply_to_tensors
+
+    # Frames that Dynamo neither compiles nor looks into, unless a frame that it compiles calls them.
+    # Without it, `module.compile()` would compile hooks apart from the forward pass: parameters would be
+    # gathered in graphs that await them, and nothing would travel ahead.
+    _frames: Any = torch._C._dynamo.eval_frame
+    _SKIP = _frames._FrameAction.SKIP
+    _EAGER = _frames._FrameExecStrategy(_SKIP, _SKIP)  # the frame, and those that it calls
 
 # The code of a module's call, by which its frame is found on the stack.
 CALL_CODE = nn.Module._call_impl.__code__
@@ -107,6 +118,15 @@ def copy_forward_hooks(module: nn.Module, source: nn.Module) -> None:
     """
     for name in _FORWARD_HOOKS:
         module.__dict__[name] = getattr(source, name).copy()
+
+
+def beside_graphs(hook: Function) -> Function:
+    """Let a hook run eagerly before or after the graph of a module that is compiled by itself.
+
+    In the graph of a module around it, the hook is compiled with all else.
+    """
+    _frames.set_code_exec_strategy(hook.__code__, _EAGER)
+    return hook
 
 
 def check_input_dim(layer: Any, x: Tensor) -> None:

@@ -385,6 +385,33 @@ def test_moves_travel_beside_computing_forward_and_backward() -> None:
             assert without_numbers(events) == forward
 
 
+def compiled() -> nn.Module:
+    layer = Linear()
+    layer.compile(fullgraph=True, backend="aot_eager")
+    return layer
+
+
+@on_two
+def test_a_layer_that_is_compiled_by_itself_has_its_parameters_from_outside_its_graph() -> None:
+    """They travel as without a compiler, also where a layer is compiled later, or computed again."""
+    later = made(n_layers=3)
+    for layer in later.layers:
+        layer.compile(fullgraph=True, backend="aot_eager")
+    before = made(compiled, n_layers=3)
+    eager = made(n_layers=3)
+    for mode in ("", "again", "no_grad"):
+        expected = None
+        for model in (eager, later, before):
+            warm(model)
+            model.zero_grad()
+            with events_of_moves() as events:
+                y = one_pass(model, mode)
+            if expected is None:
+                expected = (y, list(events))
+            assert torch.equal(y, expected[0]) and events == expected[1], mode
+            assert_alike(model, eager, mode)
+
+
 @on_two
 def test_what_no_module_uses_is_dropped_at_the_end_of_the_pass() -> None:
     with events_of_moves() as events:
