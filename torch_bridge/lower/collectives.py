@@ -92,23 +92,24 @@ class _UnderWay:
 
     def __init__(self, collective: Collective, out: Tensor, messages: Tensor, work: Any) -> None:
         self._collective = collective
-        self._out = out
+        self._out: Tensor | None = out
         self._messages: Tensor | None = messages
         self._work = work
 
     def __call__(self) -> Tensor:
-        """Wait for the end; return what arrived."""
+        """Wait for the end; return what arrived, once: then nothing is kept here."""
         work = self._work
         self._work = None
         if work is not None:
             call_backend(self._collective.kind, self._collective.group.ranks, work.wait)
-        messages = self._messages
-        self._messages = None
-        if messages is not None and messages.is_cuda:
+        out, self._out = self._out, None
+        messages, self._messages = self._messages, None
+        assert out is not None and messages is not None, "a collective ends once"
+        if messages.is_cuda:
             # The stream that waits may not be the one on which the tensors were allocated.
-            for x in (self._out, messages):
+            for x in (out, messages):
                 x.record_stream(torch.cuda.current_stream(x.device))
-        return self._out
+        return out
 
     def __del__(self) -> None:
         if self._work is not None:

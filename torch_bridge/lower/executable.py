@@ -224,7 +224,13 @@ class Executable:
         first = self.collectives[0]
         out = self.with_step_in_errors(first, wait)
         for move in self.moves[self.moves.index(first) + 1 :]:
-            out = self.with_step_in_errors(move, move, out)
+            if isinstance(move, PackedCollective):
+                # A block is free as soon as its messages are packed, and these before they are unpacked.
+                wait = self.with_step_in_errors(move, move.begin, out)
+                del out
+                out = self.with_step_in_errors(move, wait)
+            else:
+                out = self.with_step_in_errors(move, move, out)
         return self.leave(out)
 
     @computed_once
@@ -427,10 +433,8 @@ def _run_in_lock_step(executables: Sequence[Executable], blocks: Sequence[Tensor
         return [first(blocks[0])]
     outs = _before_collectives(executables, blocks)
     collectives = [executable.collectives[0] for executable in executables]
-    arrived = first.with_step_in_errors(
-        collectives[0], run_together, collectives, outs, first.carrier
-    )
-    return _go_on_in_lock_step(executables, arrived)
+    run_first = partial(run_together, collectives, outs, first.carrier)
+    return _go_on_in_lock_step(executables, first.with_step_in_errors(collectives[0], run_first))
 
 
 def _begin_in_lock_step(
@@ -450,8 +454,7 @@ def _begin_in_lock_step(
     )
 
     def go_on(executables: Sequence[Executable]) -> list[Tensor]:
-        arrived = first.with_step_in_errors(collectives[0], wait)
-        return _go_on_in_lock_step(executables, arrived)
+        return _go_on_in_lock_step(executables, first.with_step_in_errors(collectives[0], wait))
 
     if not first._goes_on_beside(outs[0].device):
         return partial(go_on, executables)
@@ -480,10 +483,14 @@ def _go_on_in_lock_step(
     n_collectives = len(first.collectives)
     for index in range(1, n_collectives):
         outs = _run_local(executables, index, arrived)
+        del arrived
         collectives = [executable.collectives[index] for executable in executables]
-        arrived = first.with_step_in_errors(
-            collectives[0], run_together, collectives, outs, first.carrier
+        # A block is free as soon as its messages are packed, and these before they are unpacked.
+        wait = first.with_step_in_errors(
+            collectives[0], begin_together, collectives, outs, first.carrier
         )
+        del outs
+        arrived = first.with_step_in_errors(collectives[0], wait)
     outs = _run_local(executables, n_collectives, arrived)
     return [executable.leave(out) for executable, out in zip(executables, outs, strict=True)]
 

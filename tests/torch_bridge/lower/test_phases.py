@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -109,8 +110,16 @@ def test_an_error_beside_the_caller_is_told_at_the_end() -> None:
     executable = lower(plan, mesh_of_ranks(mesh, range(4)), torch.device("cpu"))
     x = torch.from_numpy(np.ascontiguousarray(_blocks(plan)[dist.get_rank()]))
     want = executable(x)
-    lost = RuntimeError("Connection closed by peer")
-    with mock.patch.object(Collective, "run", side_effect=lost):
+    begun: list[Collective] = []
+    begin = Collective.begin
+
+    def fail_second(self: Collective, *args: Any) -> Any:
+        begun.append(self)
+        if len(begun) == 2:
+            raise RuntimeError("Connection closed by peer")
+        return begin(self, *args)
+
+    with mock.patch.object(Collective, "begin", fail_second):
         end = executable.begin(x)
         _wait_for_all_beside()
     with pytest.raises(RuntimeError, match="closed by peer") as caught:

@@ -407,8 +407,9 @@ def _bytes_of_parameter(
 
 def _bytes_of_gathers(setup: StepSetup, use: ParameterUse) -> Mapping[BlockPart, Floats]:
     """Compute the bytes of a parameter that is gathered, and of the messages that bring it."""
+    between_bytes = _bytes_between_gathers(setup, use)
     # Twice: the message, and the parameter that is unpacked from it.
-    received_bytes = 2 * use.used_bytes + _bytes_between_gathers(setup, use)
+    received_bytes = 2 * use.used_bytes + between_bytes
     # Used in another dtype than the one in storage, it is cast for each use even where nothing moves.
     is_cast = setup.step.stored_dtype != setup.step.dtype
     cast_bytes = is_cast * ~use.is_gathered * use.used_bytes
@@ -416,7 +417,7 @@ def _bytes_of_gathers(setup: StepSetup, use: ParameterUse) -> Mapping[BlockPart,
     return {
         BlockPart.RECEIVED_BYTES: use.per_use * received_bytes + cast_bytes,
         BlockPart.GATHERED_BYTES: use.per_step * use.is_gathered * use.used_bytes,
-        BlockPart.AHEAD_BYTES: is_ahead * use.per_use * use.used_bytes,
+        BlockPart.AHEAD_BYTES: is_ahead * use.per_use * (use.used_bytes + between_bytes),
     }
 
 
