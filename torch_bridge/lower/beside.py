@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from torch_bridge.mesh.process_mesh import Group
+from torch_bridge.versions.autograd import make_if_lazy
 from torch_bridge.versions.modes import dispatch_mode_count
 
 T = TypeVar("T", bound=Sequence[Tensor])
@@ -34,17 +35,22 @@ def can_go_on_beside(group: Group, device: torch.device) -> bool:
     return device.type == "cuda" or group.serves(device, "gloo")
 
 
-def go_on_beside(call: Callable[[], T], blocks: Sequence[Tensor]) -> Callable[[], T]:
+def go_on_beside(
+    call: Callable[[], T], device: torch.device, blocks: Sequence[Tensor]
+) -> Callable[[], T]:
     """Call a function beside the caller; return one that waits for its results and returns them.
 
     Calls run one after the other, in the order in which they come here, equal on all ranks.
 
     Args:
         call: Awaits the first collective of some plans and makes all moves after it; returns tensors.
-        blocks: What the function reads.
+        device: That of the tensors.
+        blocks: Blocks of the caller that the function reads.
     """
-    if blocks[0].is_cuda:
-        return _on_stream(call, blocks)
+    if device.type == "cuda":
+        return _on_stream(call, device, blocks)
+    for block in blocks:
+        make_if_lazy(block)  # the caller and the thread would let go of the memory that they share
     return _thread(os.getpid()).submit(call).result
 
 
@@ -55,9 +61,10 @@ def _thread(process_id: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(1, "xshard", initializer=torch.set_grad_enabled, initargs=(False,))
 
 
-def _on_stream(call: Callable[[], T], blocks: Sequence[Tensor]) -> Callable[[], T]:
+def _on_stream(
+    call: Callable[[], T], device: torch.device, blocks: Sequence[Tensor]
+) -> Callable[[], T]:
     """Call a function whose kernels wait for each other on a stream beside the caller's."""
-    device = blocks[0].device
     stream = _stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     for block in blocks:

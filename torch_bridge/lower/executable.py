@@ -211,7 +211,8 @@ class Executable:
         if not self._goes_on_beside(block.device):
             return partial(self._go_on, wait)
         go_on = self.on_own_groups._go_on
-        end = go_on_beside(lambda: [go_on(wait)], [out])
+        kept = [out] if first.keeps_rows else []
+        end = go_on_beside(lambda: [go_on(wait)], block.device, kept)
         return lambda: end()[0]
 
     def _goes_on_beside(self, device: torch.device) -> bool:
@@ -459,7 +460,8 @@ def _begin_in_lock_step(
     if not first._goes_on_beside(outs[0].device):
         return partial(go_on, executables)
     on_own_groups = [executable.on_own_groups for executable in executables]
-    return go_on_beside(partial(go_on, on_own_groups), outs)
+    kept = [out for move, out in zip(collectives, outs, strict=True) if move.keeps_rows]
+    return go_on_beside(partial(go_on, on_own_groups), outs[0].device, kept)
 
 
 def _before_collectives(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import FunctionType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,7 @@ from torch.nn.utils import get_total_norm
 from torch_bridge.versions.support import private_names
 from xshard import XshardError
 
-Function = TypeVar("Function", bound=FunctionType)
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 with private_names():
     norm_of = get_total_norm.__closure__[0].cell_contents  # type: ignore[index]
@@ -125,7 +126,7 @@ def beside_graphs(hook: Function) -> Function:
 
     In the graph of a module around it, the hook is compiled with all else.
     """
-    _frames.set_code_exec_strategy(hook.__code__, _EAGER)
+    _frames.set_code_exec_strategy(cast(FunctionType, hook).__code__, _EAGER)
     return hook
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +23,7 @@ from torch_bridge.lower.executable import BucketedExecutable
 from torch_bridge.lower.packed_collective import PackedCollective
 from torch_bridge.lower.rules import lower
 from torch_bridge.mesh.process_mesh import Group, mesh_of_ranks
+from torch_bridge.versions.autograd import lazy_copies
 from xshard import reference
 
 NODES = "h100:2"
@@ -42,6 +44,15 @@ CASES = [
     ("n/a/b d -> n d", xs.Mesh(a=2, b=2), (256, 256), GATHER),
     ("n d | sum(a,b) -> n/b/a d", xs.Mesh(a=2, b=2), (256, 256), SCATTER),
     ("n d | max(a,b) -> n d", xs.Mesh(a=2, b=2), (256, 256), REDUCE),
+]
+# Plans of several steps: permutations, exchanges, gathers over one axis after another.
+SEVERAL_STEPS = [
+    ("n/a d/b -> n/b d", xs.Mesh(a=2, b=2), (8, 8), []),
+    ("n/zigzag(a) d/b -> n/b d", xs.Mesh(a=2, b=2), (8, 8), []),
+    ("n/a d/b -> n/a:halo(1,1) d", xs.Mesh(a=2, b=2), (8, 8), []),
+    ("n/sizes(a,3,5) d/b -> n/a d", xs.Mesh(a=2, b=2), (8, 8), []),
+    ("n/sizes(a,3,5) d | sum(b) -> n/a d", xs.Mesh(a=2, b=2), (8, 8), []),
+    ("n/a:halo(1,1) d -> n d", xs.Mesh(a=4), (8, 8), []),
 ]
 ORDERS = [(0, 1, 2, 3), (2, 3, 1, 0)]  # ranks of a mesh's devices
 
@@ -85,22 +96,34 @@ def _wait_for_all_beside() -> None:
 
 
 @in_ranks(4)
-def test_begun_phases_go_on_by_themselves() -> None:
-    """Nothing is left to send when a begun plan is ended, and the caller sends on its groups meanwhile."""
-    rank = dist.get_rank()
+def test_begun_plans_go_on_by_themselves() -> None:
+    """Nothing is left to send when a begun plan is ended, and the caller sends on its groups meanwhile.
+
+    The gradient's plan, too: one that begins with an exchange keeps rows of its block.
+    """
     nothing_is_sent = mock.patch.object(Collective, "_issue", side_effect=AssertionError)
-    for expression, mesh, shape, _ in CASES:
-        plan = xs.plan(expression, mesh, shape, "int64", profile=xs.load_profile(NODES))
-        want = torch.from_numpy(reference.run(plan, _blocks(plan))[rank])
-        executable = lower(plan, mesh_of_ranks(mesh, range(4)), torch.device("cpu"))
-        x = torch.from_numpy(np.ascontiguousarray(_blocks(plan)[rank]))
-        end_one = executable.begin(x)
-        end_both = BucketedExecutable((executable, executable)).begin(x, x)
-        meanwhile = executable(x)
-        _wait_for_all_beside()
-        with nothing_is_sent:
-            for y in (end_one(), *end_both(), meanwhile):
-                assert torch.equal(y, want), expression
+    first_keeps_rows = set()
+    for expression, mesh, shape, _ in CASES + SEVERAL_STEPS:
+        plan = xs.plan(expression, mesh, shape, "float64", profile=xs.load_profile(NODES))
+        forward = lower(plan, mesh_of_ranks(mesh, range(4)), torch.device("cpu"))
+        shape_before = plan.source.local_shape(dist.get_rank())
+        ways = [(forward, shape_before)]
+        if plan.src.is_linear:
+            ways.append((forward.backward, forward.shape))
+        for executable, block_shape in ways:
+            first, *others = executable.collectives
+            first_keeps_rows |= {first.keeps_rows} if others else set()
+            x = torch.arange(math.prod(block_shape), dtype=torch.float64).view(block_shape)
+            want = executable(x)
+            end_one = executable.begin(*lazy_copies([x]))
+            end_both = BucketedExecutable((executable, executable)).begin(x, x)
+            meanwhile = executable(x)
+            x.zero_()
+            _wait_for_all_beside()
+            with nothing_is_sent:
+                for y in (end_one(), *end_both(), meanwhile):
+                    assert torch.equal(y, want), (expression, executable.plan)
+    assert first_keeps_rows == {False, True}
 
 
 @in_ranks(4)
