@@ -75,7 +75,14 @@ def scatter(
 def _fill(block: Block, x: Block, sharding: Sharding, device: int) -> None:
     """Write a device's part of a global array into its block, with the rows of halos.
 
-    block: zeros in the shape of the device's block, which is changed. x: the global array.
+    Of [0, 1, 2, 3] in "s/cp:halo(1,1)" on cp=2, device 1 gets rows 1, 2 and 3, and what the boundary
+    gives for the row behind the end.
+
+    Args:
+        block: Zeros in the shape of the device's block, which is changed.
+        x: The global array.
+        sharding: The sharding of the block.
+        device: The device.
     """
     # Rows beyond the ends of the array first, as of a zero or constant boundary; rows of the array
     # are written over them where both are.
@@ -83,9 +90,10 @@ def _fill(block: Block, x: Block, sharding: Sharding, device: int) -> None:
     # One view is the array itself. Others are mirrored copies of it, if it ends at poles of a sphere.
     for view in views(sharding):
         rows = []  # for every dim, the global row at each position of the block; FILL for none
-        for dim_index, end in enumerate(view_ends(sharding, view)):
-            rows.append(end.wanted_rows()[sharding.dim_device(dim_index, device)])
-        index = _indices(rows)
+        for dim_index, dim_end in enumerate(view_ends(sharding, view)):  # each dim as it is sharded
+            rows_by_shard = dim_end.wanted_rows()
+            rows.append(rows_by_shard[sharding.dim_device(dim_index, device)])
+        index = _indices(rows)  # of all positions that have a row
         values = x[index.array]
         if view.sign < 0:  # components of vectors change their sign across a pole
             values = view.sign * values

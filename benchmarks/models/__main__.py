@@ -4,8 +4,8 @@
     python -m benchmarks.models --quick   # 1 layer, few rounds
 
 All have tensor, sequence and data parallelism, 2x2. Then ZeRO-3 on 2 ranks beside FSDP2: in float32, in
-bfloat16, with activations computed again, and with layers compiled, the seconds of a turn and the most bytes. Prints tables, writes
-a JSON file. Exit status 1 if a claim fails.
+bfloat16, with activations computed again, and with layers compiled, the seconds of a turn and the most bytes.
+Prints tables, writes a JSON file. Exit status 1 if a claim fails.
 """
 
 import os

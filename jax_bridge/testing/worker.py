@@ -33,10 +33,10 @@ from xshard.runtimes.processes import FunctionError
 from xshard.steps.base import Block
 from xshard.testing.functions import (
     called,
-    derivatives,
     draw,
     leaves,
     mapped,
+    measure_slopes,
     named_outputs,
     numbered,
 )
@@ -283,7 +283,7 @@ def _slopes(
         def loss(blocks: Sequence[Any]) -> float:
             return float(run_compiled(*map(jnp.asarray, blocks)))
 
-        return derivatives(loss, values, gradients)
+        return measure_slopes(loss, values, gradients)
 
 
 def _answer_blocks(question: Question) -> Answer:

@@ -190,27 +190,28 @@ class Compared(NamedTuple):
     ranks: tuple[int, ...]
 
     def compare_gradients_of(self, result: Tensor, *blocks: Tensor) -> Tensor:
-        """Make the backward pass of a call compare, too, that all ranks make it alike.
+        """Add hooks by which ranks compare, in the backward pass, the gradients that they send.
 
-        Adds a hook to each of our autograd nodes between the result and the blocks of the call: ranks
-        compare reports of the gradient before that node sends anything. Returns the result.
+        Each of our autograd nodes between the result and the blocks of the call gets one: ranks
+        compare reports before that node sends anything. Returns the result.
         """
-        hook_count = 0
+        n_hooks = 0
         for node in graph_nodes([result], blocks):
             # Results that were moved together share a node, whose hook the first of them has added.
-            if isinstance(node, BackwardCFunction) and "compared" not in node.metadata:
-                hook_count += 1
-                node.metadata["compared"] = hook_count
-                executable = getattr(node, "executable", None)
-                hook = functools.partial(self._compare_gradient, executable, hook_count)
-                node.register_prehook(hook)
+            if isinstance(node, BackwardCFunction) and "is_compared" not in node.metadata:
+                n_hooks += 1
+                node.metadata["is_compared"] = True
+                executable = getattr(node, "executable", None)  # some nodes of layers have none
+                node.register_prehook(
+                    functools.partial(self._compare_gradient, executable, n_hooks)
+                )
         return result
 
     def _compare_gradient(self, executable: Any, node_number: int, _: object) -> None:
         """Raise DesyncError on all ranks unless all are about to send the gradient of this node.
 
         Args:
-            executable: What the node runs.
+            executable: What the node runs; None if it is not known: it may send.
             node_number: The number of the node in the call's graph.
         """
         if len(self.ranks) == 1 or (executable is not None and not executable.sends_gradient):

@@ -299,8 +299,10 @@ class _Move:
                 # Only linear moves can share collectives. All are: rules of parameters shard, copy
                 # and sum, and never take a max or min.
                 executable = call.executable_for(x)
-                if self._context.device is not None and not self._is_gradient:
-                    # Of a copy on another device nobody needs one more.
+                is_on_way_to_use = not self._is_gradient
+                if self._context.device is not None and is_on_way_to_use:
+                    # `_in_use` has copied it to that device already: nobody else has this copy, which
+                    # may be the result.
                     executable = replace(executable, may_return_input=True)
                 executables[i] = executable
         return share_collectives(executables, dict(enumerate(tensors)), bucket_bytes=None)

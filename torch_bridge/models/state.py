@@ -166,23 +166,31 @@ def _has_placements(sharding: Sharding, mesh: DeviceMesh) -> bool:
 
 
 def block_of_value(value: Tensor, sharding: Sharding, context: ParallelContext) -> Tensor:
-    """Return this process's block of a value, which is whole or a DTensor."""
+    """Return this process's block of a value for a parameter, as one that a checkpoint has.
+
+    Args:
+        value: The whole tensor, or a DTensor on any mesh.
+        sharding: That of the parameter, perhaps on a mesh whose axes are split into sub-axes.
+        context: The model's mesh and options.
+    """
     layout = sharding.layout
-    mesh = context.mesh_of(sharding)
-    if isinstance(value, DTensor) and mesh is not context.mesh:
+    mesh_of_parameter = context.mesh_of(sharding)
+    if isinstance(value, DTensor) and mesh_of_parameter is not context.mesh:
         value = value.full_tensor()  # no placements lead to sub-axes
     if not isinstance(value, DTensor):
         if not layout.axes:
             return value
-        return context.redistribute(value, unsharded(layout), layout, sharding.shape, mesh)
+        whole = unsharded(layout)
+        return context.redistribute(value, whole, layout, sharding.shape, mesh_of_parameter)
     # Placements have no names of dims: those of the parameter tell which dims are the same.
     dst = layout.resolved(value.ndim)
     axes = dtensor_axes(value.device_mesh)
     src = from_placements(value.placements, axes, value.ndim, sharding.shape).with_names(dst.names)
     block = value.to_local()
-    is_here = calling_ranks(value.device_mesh) == context.processes.ranks
-    if axes == context.axes and is_here:
+    is_on_model_ranks = calling_ranks(value.device_mesh) == context.processes.ranks
+    if axes == context.axes and is_on_model_ranks:
         return context.redistribute(block, src, dst, sharding.shape)
+    # A run on another mesh has saved it, or its mesh has the model's ranks in another order.
     moved: Tensor = redistribute(
         block,
         (src, dst),

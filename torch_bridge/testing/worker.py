@@ -31,7 +31,7 @@ from torch_bridge.testing.launch import RankError, run_ranks
 from xshard import ContractionPlan, Plan, replicas
 from xshard.runtimes.processes import FunctionError
 from xshard.steps.base import Block
-from xshard.testing.functions import called, derivatives, draw, mapped, named_outputs, numbered
+from xshard.testing.functions import called, draw, mapped, measure_slopes, named_outputs, numbered
 from xshard.testing.moves import Recorder, Seen, merged
 from xshard.testing.plans import arrays_of
 from xshard.testing.question import (
@@ -425,7 +425,7 @@ def _derivatives(
             total += float(np.vdot(cotangent, y).real)
         return total
 
-    return derivatives(loss, [block for (block,) in question.inputs], gradients)
+    return measure_slopes(loss, [block for (block,) in question.inputs], gradients)
 
 
 class _AgreedOutputs(NamedTuple):

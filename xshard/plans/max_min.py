@@ -57,22 +57,26 @@ def max_min_plans(plan: Plan) -> MaxMinPlans:
         )
         return find_plan(request)
 
-    # The layout of x, one candidate for the max on each device: "n | max(tp)". (In a tangent, rows
-    # that a boundary fills with a constant are zeros.)
-    candidates = plan.src.tangent
-    addends = with_kind(candidates, "sum")  # "n | sum(tp)"
-    copies = with_kind(candidates, "copy")  # "n | copy(tp)": one value on all of them
+    # Layouts in comments are those of the move "n | max(tp) -> n/tp".
+    # x: a candidate for the max on each device. (In a tangent, rows that a boundary fills are zeros.)
+    layout_of_x = plan.src.tangent  # "n | max(tp)"
+    layout_of_addends = with_kind(
+        layout_of_x, "sum"
+    )  # "n | sum(tp)": won, and shares of a gradient
+    layout_of_copies = with_kind(
+        layout_of_x, "copy"
+    )  # "n | copy(tp)": a value beside each candidate
     try:
-        result = find(plan.dst, copies)
+        result = find(plan.dst, layout_of_copies)  # "n/tp -> n | copy(tp)"
     except PlanError:
         # The output lacks rows of x, so y cannot be made from it: it is reduced again from x.
-        result = find(candidates, copies)
-    # `dual` is the layout of a gradient: that of addends is copies, and the reverse.
+        result = find(layout_of_x, layout_of_copies)  # "n | max(tp) -> n | copy(tp)"
     return MaxMinPlans(
-        result=result,  # y beside every x
-        count=find(addends, copies),
-        cotangent=find(plan.dst.dual, addends.dual),
-        tangent=find(addends, plan.dst.tangent),
+        result=result,
+        count=find(layout_of_addends, layout_of_copies),  # "n | sum(tp) -> n | copy(tp)"
+        # The adjoint of a sum of addends, from dual to dual: "n/tp -> n | copy(tp)".
+        cotangent=find(plan.dst.dual, layout_of_addends.dual),
+        tangent=find(layout_of_addends, plan.dst.tangent),  # "n | sum(tp) -> n/tp"
     )
 
 

@@ -161,7 +161,7 @@ def _listed(names: Mapping[str, Any]) -> str:
     return ", ".join(names) if names else "nothing"
 
 
-def derivatives(loss: Loss, inputs: Sequence[Block], gradients: Mapping[int, Devices]) -> Slopes:
+def measure_slopes(loss: Loss, inputs: Sequence[Block], gradients: Mapping[int, Devices]) -> Slopes:
     """Measure slopes of a loss along random directions, by its gradients and by differences.
 
     Where the gradients are right, both agree. The caller compares them.
@@ -181,7 +181,7 @@ def derivatives(loss: Loss, inputs: Sequence[Block], gradients: Mapping[int, Dev
     for i, (gradient,) in gradients.items():
         rng = np.random.default_rng((13, i))  # the same directions in every run
         loss_of_input = _loss_of_input(loss, wide, i)
-        slopes[i] = _compare_slopes(loss_of_input, wide[i], in_double(gradient), rng)
+        slopes[i] = _slopes_of_input(loss_of_input, wide[i], in_double(gradient), rng)
     return slopes
 
 
@@ -194,7 +194,7 @@ def _loss_of_input(loss: Loss, inputs: Sequence[Block], i: int) -> Callable[[Blo
     return loss_of_input
 
 
-def _compare_slopes(
+def _slopes_of_input(
     loss: Callable[[Block], float], x: Block, gradient: Block, rng: np.random.Generator
 ) -> Slope:
     """Measure the slopes of a loss of one array along random directions, in two ways.

@@ -281,14 +281,12 @@ def received_from(source: Sharding, target: Sharding, shared_axes: Axes) -> Rece
     """
     mesh = source.mesh
     new_sum_axes = begun_axes(source.layout, target.layout)
-    ended_sum_axes = ended_axes(source.layout, target.layout)
-    n_addends = mesh.size(*(sum_axis for sum_axis in ended_sum_axes if sum_axis not in shared_axes))
-    # Python's own integers are used if the elements of all devices might not fit into 64 bits.
-    largest_block = max(source.max_local_size, target.max_local_size)
-    fits_int64 = largest_block * mesh.n_devices * n_addends < MAX_COUNTED
-    dtype: Any = np.int64 if fits_int64 else object
+    # "n | sum(x)" -> "n" on x=2: a device adds up 2 addends, its own and that of the other one.
+    ended_sum_axes = set(ended_axes(source.layout, target.layout))
+    n_addends = mesh.size(*(ended_sum_axes - set(shared_axes)))
     # One number, the same for all devices, as an array that broadcasts over the mesh.
-    addends = np.full((1,) * len(mesh.axes), n_addends, dtype)
+    one_for_all = (1,) * len(mesh.axes)
+    addends = np.full(one_for_all, n_addends, _dtype_of_counts(source, target, n_addends))
 
     # Blocks are one view, or several if the array ends at poles of a sphere: then counts add up.
     elements = np.zeros_like(addends)
@@ -297,14 +295,22 @@ def received_from(source: Sharding, target: Sharding, shared_axes: Axes) -> Rece
         view_received = _received_in_view(ends_of_dims, addends, mesh, new_sum_axes, shared_axes)
         elements = elements + view_received.elements
         senders = senders + view_received.senders
-    # A partial sum that begins out of replicas: only the first device along the axis has the
-    # values, and the others have zeros and take nothing.
+    # "n" -> "n | sum(x)": of replicas one is the addend that has the values, on the first device along
+    # the axis. The others are zeros, and these devices take nothing. ("n/x" -> "n | sum(x)": each
+    # device has its own rows, and zeros elsewhere; the rows have been counted above.)
     for axis in new_sum_axes:
         if axis not in source.layout.sharding_axes:
             is_first = _is_first_along(mesh, axis)
             elements = elements * is_first
             senders = senders * is_first
     return Received(elements, senders)
+
+
+def _dtype_of_counts(source: Sharding, target: Sharding, n_addends: int) -> Any:
+    """Return int64, or object for Python's integers if the elements of all devices might not fit."""
+    largest_block = max(source.max_local_size, target.max_local_size)
+    most_elements = largest_block * source.mesh.n_devices * n_addends
+    return np.int64 if most_elements < MAX_COUNTED else object
 
 
 def _received_in_view(
