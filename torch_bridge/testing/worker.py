@@ -6,6 +6,7 @@ User code runs in forked gloo ranks alone.
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import pickle
 import statistics
@@ -49,6 +50,7 @@ from xshard.testing.question import (
 K = TypeVar("K")
 TARGET_S = 0.01  # seconds of calls between two looks at the clock, about
 MOST_CALLS = 20
+N_SMALL_LAYERS = 128  # pairs of layers, whose calls by the host are timed
 
 
 class RankAnswer(NamedTuple):
@@ -538,6 +540,11 @@ def seconds_of_products(
     return [_median(seconds_of_ranks) for seconds_of_ranks in by_dtype]
 
 
+def seconds_of_small_calls(n_devices: int, rounds: int, timeout_s: float) -> float:
+    """Return the median seconds of an operation of small layers, on all devices at once."""
+    return _median(on_ranks(n_devices, _time_small_layers, rounds, timeout_s=timeout_s))
+
+
 def overlap_with_products(plans: Sequence[Plan], rows: int, rounds: int, timeout_s: float) -> float:
     """Return the share of the seconds of plans in which devices compute, if they start them ahead.
 
@@ -568,6 +575,25 @@ def _multiply_all(rows: int, dtypes: Sequence[str], rounds: int) -> list[list[fl
             x = torch.ones(rows, rows, dtype=getattr(torch, dtype))
             seconds[dtype].append(_seconds_of(functools.partial(torch.mm, x, x)))
     return [times[1:] for times in seconds.values()]  # the first round warms up
+
+
+def _time_small_layers(rounds: int) -> list[float]:
+    """Return this rank's seconds of an operation of small layers, round by round.
+
+    Those of a round are the mean over many operations, forward and backward: ranks that share a core take
+    turns meanwhile.
+    """
+    pairs = [(torch.nn.Linear(8, 8), torch.nn.GELU()) for _ in range(N_SMALL_LAYERS)]
+    layers = torch.nn.Sequential(*itertools.chain.from_iterable(pairs))
+    x = torch.ones(8, 8)
+    # A product forward and two backward, and an activation forward and backward.
+    n_operations = 5 * N_SMALL_LAYERS
+
+    def step() -> None:
+        layers(x).sum().backward()
+
+    step()  # the first one takes longer
+    return [_seconds_of(step) / n_operations for _ in range(rounds)]
 
 
 def _time_beside_products(plans: Sequence[Plan], rows: int, rounds: int) -> list[list[list[float]]]:

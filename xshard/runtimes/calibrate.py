@@ -26,9 +26,9 @@ from xshard.steps import AllGather, ReduceScatter
 ROUNDS = 15  # how often every plan is measured; the median counts
 PRODUCTS = ("bfloat16", "float32", "float64")  # matrix products are measured in these dtypes
 ROWS = 1024  # rows of the square matrices
-# The host's time for an operation of a model, with modules and autograd, over that of a product of two
-# numbers right after a barrier: three models of transformers on a CPU, forward and backward.
-PRODUCTS_IN_CALL = 2
+# The host's time for an operation of a model, over that of one in small layers, which find all in caches:
+# three models of transformers on a CPU, forward and backward.
+SMALL_CALLS_IN_CALL = 2
 _BATCH_PLANS = 48  # plans that are timed together, about
 
 Progress = Callable[[int, int], None]  # called with the numbers of plans done, and of all
@@ -121,12 +121,13 @@ def _flops_per_s(
 
 
 def _call_s(runtime: Backend, mesh: Mesh, rounds: int, timeout_s: float) -> float:
-    """Measure the seconds of the host for an operation of a model: those of the smallest product."""
+    """Measure the seconds of the host for an operation of a model, by layers that compute next to nothing."""
     # Eager torch calls every operation of a step; JAX compiles it.
     if runtime.rounds:
         return 0.0
-    [smallest_s] = _seconds_of_products(runtime, mesh, 1, ("float32",), rounds, timeout_s)
-    return rounded(PRODUCTS_IN_CALL * smallest_s)
+    n = mesh.n_devices
+    small_call_s = runtime.ask(n, "worker.seconds_of_small_calls", n, rounds, timeout_s=timeout_s)
+    return rounded(SMALL_CALLS_IN_CALL * small_call_s)
 
 
 def _eager_overlap(runtime: Backend, plans: Sequence[Plan], rounds: int, timeout_s: float) -> float:

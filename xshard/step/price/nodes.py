@@ -29,6 +29,9 @@ from xshard.step.record.op import Op
 EFFICIENCY = 0.72  # of the peak rate, for products
 # The parameter, its gradient and both moments are read; all but the gradient are written.
 OPTIMIZER_ACCESSES = 7
+# For a parameter it calls about ten kernels, without modules and autograd: the host works as long as for
+# two operations of a model.
+OPTIMIZER_CALLS = 2
 
 
 class Gathering(IntEnum):
@@ -93,7 +96,9 @@ def price_parameter(setup: StepSetup, name: str) -> Node:
     n_states = 3 if setup.stored_bytes < FULL else 2
     costs[:, StepPart.STATE_BYTES] = n_states * full_bytes
     accessed_bytes_per_s = 2 * setup.moves.profile.copy_bytes_per_s  # read and written
-    costs[:, StepPart.OPTIMIZER_S] = OPTIMIZER_ACCESSES * full_bytes / accessed_bytes_per_s
+    accessing_s = OPTIMIZER_ACCESSES * full_bytes / accessed_bytes_per_s
+    calling_s = OPTIMIZER_CALLS * first_use.times * setup.moves.profile.call_s
+    costs[:, StepPart.OPTIMIZER_S] = accessing_s + calling_s
     return Node(name, placements, costs, gathering)
 
 
