@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import warnings
 from typing import Any
 
 import pytest
@@ -198,6 +199,24 @@ def test_no_wrong_rule_is_silent() -> None:
             xt.verify(xt.parallelize(make(), mesh=MESH, **rules), batch, loss=loss)
         found = "\n".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
         assert words in found, (kind, name, text, found)
+
+
+@on_four
+def test_zeros_that_hide_a_wrong_rule_are_told() -> None:
+    """A layer that begins at zero makes the same zeros with and without the sum of its results."""
+    for changed in ({}, {"outputs": {}}):
+        model = _parallel(**changed)
+        nn.init.zeros_(model.mlp[2].weight)
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            xt.verify(model, _x(), loss=_mean)
+        texts = [str(x.message) for x in seen if x.category is xs.errors.UnverifiedWarning]
+        assert len(texts) == (dist.get_rank() == 0)
+        assert all("gradients of mlp.0.weight, mlp.0.bias: a wrong rule" in text for text in texts)
+        nn.init.ones_(model.mlp[2].weight)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", xs.errors.UnverifiedWarning)
+            assert (_verified(model) is None) == (not changed)
 
 
 @on_four
