@@ -247,7 +247,8 @@ _REFLECTED = [f"r{name}" for name in _BINARY]
 _UNARY = ["neg", "pos", "abs", "invert", "bool", "int", "float", "complex", "index"]
 _COMPARISONS = ["eq", "ne", "lt", "le", "gt", "ge"]
 _CONTAINER = ["getitem", "setitem", "len", "iter", "contains", "array"]
-for _name in _BINARY + _REFLECTED + _UNARY + _COMPARISONS + _CONTAINER:
+_COPIED = ["reduce_ex"]  # by pickle and `torch.save`
+for _name in _BINARY + _REFLECTED + _UNARY + _COMPARISONS + _CONTAINER + _COPIED:
     setattr(PendingTensor, f"__{_name}__", _operator(f"__{_name}__"))
 # Python drops `__hash__` from a class that defines `__eq__`; tensors hash by identity.
 PendingTensor.__hash__ = object.__hash__  # type: ignore[method-assign]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -125,8 +126,12 @@ def _check_optimizer(optimizer: Optimizer, *hook_arguments: Any) -> None:
     if _TRIED.get(optimizer) == trains:
         return
     for group in optimizer.param_groups:
-        for name, _ in _blocks_among(group["params"])[:1]:
-            _check_step_on_blocks(type(optimizer), group, name)
+        # An optimizer may treat vectors, matrices and kernels of convolutions in different ways.
+        for n_dims in sorted({x.ndim for x in group["params"]}, reverse=True):
+            blocks = _blocks_among(x for x in group["params"] if x.ndim == n_dims)
+            if not blocks:
+                continue
+            _check_step_on_blocks(optimizer, group, blocks[0][0], n_dims)
             if optimizer not in _REFUSING:
                 optimizer.register_state_dict_pre_hook(_refuse_state_dict)
                 _REFUSING.add(optimizer)
@@ -142,24 +147,30 @@ def _refuse_state_dict(optimizer: Optimizer) -> None:
         raise XshardError(reason, hint=hint)
 
 
-def _check_step_on_blocks(optimizer_class: Any, group: Any, name: str) -> None:
+def _check_step_on_blocks(optimizer: Optimizer, group: Any, name: str, n_dims: int) -> None:
     """Raise XshardError unless stepping a block gives what stepping the whole gives for its elements.
 
     Args:
-        optimizer_class: The class of the optimizer.
+        optimizer: The optimizer; it is left alone, and new ones of its class are tried.
         group: A group of its parameters, for options and the device.
         name: The name of a block among them.
+        n_dims: How many dims this block has.
     """
+    optimizer_class: Any = type(optimizer)
     # SparseAdam is as Adam, and needs sparse gradients, where those of the trial are dense.
     if optimizer_class is SparseAdam or getattr(optimizer_class, "handles_blocks", False):
         return
-    # A parameter and 12 gradients, [48, 48] each. `tan` gives many magnitudes, so that limits on norms
-    # show; 12 steps and long dims, as some optimizers begin with plain steps or treat short dims otherwise.
-    values = torch.arange(13 * 48 * 48.0, device=group["params"][0].device).tan().view(13, 48, 48)
+    # A parameter and 12 gradients: [48, 48, 4, 4] each, if it has four dims. `tan` gives many magnitudes,
+    # so that limits on norms show; 12 steps and long dims, as some optimizers begin with plain steps or
+    # treat short dims otherwise.
+    shape = (48, 48, *[4] * (n_dims - 2)) if n_dims > 1 else (48 * 48,)
+    block = (slice(None), *[slice(length // 6, length * 2 // 3) for length in shape])
+    n_values = 13 * math.prod(shape)
+    values = torch.arange(float(n_values), device=group["params"][0].device).tan().view(13, *shape)
     finding = "its step on a block is not that on the whole"
     try:
-        expected = _parameter_after_steps(optimizer_class, group, values)[8:32, 8:32]
-        result = _parameter_after_steps(optimizer_class, group, values[:, 8:32, 8:32])
+        expected = _parameter_after_steps(optimizer, group, values)[block[1:]]
+        result = _parameter_after_steps(optimizer, group, values[block])
         if torch.allclose(result, expected, atol=1e-4, equal_nan=True):
             return
     except Exception as error:  # of any kind: it is the optimizer's own code
@@ -170,22 +181,29 @@ def _check_step_on_blocks(optimizer_class: Any, group: Any, name: str) -> None:
     raise XshardError(reason, hint=hint)
 
 
-def _parameter_after_steps(optimizer_class: Any, group: Any, values: Tensor) -> Tensor:
+def _parameter_after_steps(optimizer: Optimizer, group: Any, values: Tensor) -> Tensor:
     """Train `values[0]` by a new optimizer, a step for each of the gradients `values[1:]`.
 
     Of the whole and of a block, the results tell whether a step of an element needs others. The new
-    optimizer has the options of `group`, and leaves the state of the user's own alone.
+    optimizer has the options of `group` and the plain attributes of the user's own, whose state is
+    left alone.
     """
     x, *gradients = values.clone()
     # The user's rate may be 0, as a schedule begins: all optimizers would agree.
     options = {**group, "lr": 0.5, "params": [x]}
-    _, *parameters = inspect.signature(optimizer_class).parameters.values()
+    # Some optimizers keep options as attributes: `self.max_norm = max_norm`.
+    attributes = {}
+    for name, value in vars(optimizer).items():
+        if name not in options and isinstance(value, bool | int | float | str | None):
+            attributes[name] = value
+    known = {**attributes, **options}
+    _, *parameters = inspect.signature(type(optimizer)).parameters.values()
     required = [parameter.name for parameter in parameters if parameter.default is parameter.empty]
-    optimizer = optimizer_class(
-        [options], **{name: options[name] for name in required if name in group}
-    )
+    make: Any = type(optimizer)
+    trial = make([options], **{name: known[name] for name in required if name in known})
+    vars(trial).update(attributes)
     for gradient in gradients:
         x.grad = gradient
         # LBFGS and others ask for the loss: it is one number for all blocks, here 0.
-        optimizer.step(lambda: 0.0)
+        trial.step(lambda: 0.0)
     return x

@@ -399,8 +399,10 @@ class Gradients:
         the end of the backward pass.
         """
         backward_pass = self._pass
-        assert x.grad is not None
         assert backward_pass is not None
+        if x.grad is None:  # frozen after the forward pass: autograd has added nothing
+            backward_pass.computed.discard(gradient)
+            return
         if x.grad.requires_grad or x.grad.layout is not torch.strided:
             hint = "embedding(sparse=False), backward(create_graph=False)"
             raise XshardError(

@@ -41,6 +41,7 @@ BatchDims = Mapping[Argument, int | None]  # None: the argument has no such dim
 Values = Mapping[Argument, Any]  # the arguments of a call, as they were passed
 
 BATCH_NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
+INSTANCE_NORMS = nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d
 # Types of values without rows of the batch: each part gets them as they are.
 _PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.device)
 
@@ -276,10 +277,14 @@ class BatchInParts:
         return sizes, calls_of_parts
 
     def _check_statistics(self) -> None:
-        """Raise XshardError for a norm by statistics of the batch, which would be those of a part."""
+        """Raise XshardError for a norm that uses or keeps statistics of the batch: they would be a part's."""
         for name, norm in self.module.named_modules(prefix=self.name):
+            reason = ""
             if isinstance(norm, BATCH_NORMS) and (norm.training or norm.running_mean is None):
                 reason = f"{name} would normalise each part of the batch by its own statistics"
+            if isinstance(norm, INSTANCE_NORMS) and norm.training and norm.track_running_stats:
+                reason = f"{name} would average its statistics once for each part of the batch"
+            if reason:
                 raise XshardError(reason, hint="halves(model, module=...) of a module without it")
 
     def _dims_of(self, values: Values) -> dict[Argument, int | None]:

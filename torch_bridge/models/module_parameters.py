@@ -19,6 +19,7 @@ from torch_bridge.models.prefetch import Prefetch, Turn
 from torch_bridge.models.regathering import Regathering, Saving
 from torch_bridge.models.shared import SharedParameters
 from torch_bridge.versions.autograd import is_in_backward_pass, writes_to
+from torch_bridge.versions.functorch import has_functorch_transforms
 from torch_bridge.versions.pytree import tree_leaves
 from xshard import Sharding, XshardError
 
@@ -189,7 +190,8 @@ class ModuleParameters:
             tensors = self._gather_for_pass(blocks, may_hold_gathered)
         gathered = _Gathered(blocks, tensors)
         if not torch.compiler.is_compiling():
-            if gathered.is_recorded:
+            # `torch.func` has no hooks of saved tensors: what it gathers stays until its backward pass.
+            if gathered.is_recorded and not has_functorch_transforms():
                 # Frozen parameters, too: the gradients of activations need them.
                 indices = [i for i, gathered in enumerate(self.parameters) if not gathered.is_kept]
                 if indices:
@@ -324,7 +326,7 @@ class ModuleParameters:
     def _keep_for_backward(self, gathered: _Gathered, result: Any) -> None:
         """Let modules have the kept tensors again, when the backward pass comes to what they returned."""
         indices = [i for i, gathered in enumerate(self.parameters) if gathered.is_kept]
-        if indices:
+        if indices and not has_functorch_transforms():
             regathering = self._regathering_of(indices, gathered)
             regathering.keep([gathered.tensors[i] for i in indices])
             for x in tensors_with_gradient(result):

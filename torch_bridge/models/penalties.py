@@ -29,6 +29,15 @@ from xshard.models import layout_text
 
 REMEMBERED = 4096  # forward passes
 ADDING_NODES = ("AddBackward0", "SubBackward0")
+
+# What a node computes, its name up to "Backward", where the whole has not the sum of what blocks have.
+_MEANS = ("Mean",)
+_NORMS = ("LinalgVectorNorm", "Norm")
+_OF_ELEMENTS = ("Max", "Min", "Std", "Var", "Logsumexp")
+_OF_SUMS = ("Sqrt", "Rsqrt", "Pow", "Log", "Exp", "Reciprocal")
+_NO_SUMS = frozenset((*_MEANS, *_NORMS, *_OF_ELEMENTS, *_OF_SUMS))
+_MEAN_REDUCTION = 1  # of torch's losses, as `mse_loss`
+
 HINT = (
     "add the penalty's gradient to .grad after backward(): that is a block of the whole gradient, "
 )
@@ -46,10 +55,17 @@ _Call = tuple[int, nn.Module]  # the thread of a forward pass, and the module
 
 
 class _VisitedNode(NamedTuple):
-    """A node of a loss, and the axes over which means were taken between it and the loss."""
+    """A node of a loss, and what is between it and the loss.
+
+    Attributes:
+        node: The node of autograd.
+        mean_axes: The axes over which means were taken.
+        reading: The name of a node that would read a block for the whole, as a norm does; "" for none.
+    """
 
     node: Any
     mean_axes: frozenset[str]
+    reading: str
 
 
 class Penalties:
@@ -107,8 +123,9 @@ class Penalties:
         by_id = {id(parameter.tensor): parameter for parameter in self.parameters}
         search = _Search(self._is_inside, by_id)
         for root in roots_of_backward_pass():
-            for parameter, mean_axes in search.penalised(root):
-                _check_count(parameter, mean_axes)
+            for parameter, visited in search.penalised(root):
+                _check_count(parameter, visited.mean_axes)
+                _check_is_sum(parameter, visited.reading)
 
     def _is_inside(self, node: Any) -> bool:
         """Return whether a forward pass of the model made a node, or may have."""
@@ -138,9 +155,9 @@ class _Search:
             Any, bool
         ] = {}  # by node: whether it depends on parameters alone
 
-    def penalised(self, root: Any) -> Iterator[tuple[ShardedParameter, frozenset[str]]]:
-        """Yield the parameters in the penalties of a loss, with the axes over which means are taken."""
-        to_visit = [_VisitedNode(root, frozenset())]
+    def penalised(self, root: Any) -> Iterator[tuple[ShardedParameter, _VisitedNode]]:
+        """Yield the parameters in the penalties of a loss, with what is between them and the loss."""
+        to_visit = [_VisitedNode(root, frozenset(), "")]
         seen = set()
         while to_visit:
             visited = to_visit.pop()
@@ -149,10 +166,14 @@ class _Search:
             seen.add(visited)
             parameter = self._parameter_of(visited.node)
             if parameter is not None:
-                yield parameter, visited.mean_axes
+                yield parameter, visited
             elif self._is_searched(visited.node):
                 mean_axes = visited.mean_axes | _mean_axes(visited.node)
-                to_visit += [_VisitedNode(node, mean_axes) for node in _inputs_of(visited.node)]
+                reading = visited.reading or _reading(visited.node)
+                if _sums_over_processes(visited.node):
+                    reading = ""
+                for node in _inputs_of(_below_square_of_norm(visited.node)):
+                    to_visit.append(_VisitedNode(node, mean_axes, reading))
 
     def _is_searched(self, node: Any) -> bool:
         """Return whether penalties below a node would be addends of the loss."""
@@ -198,6 +219,60 @@ def _mean_axes(node: Any) -> frozenset[str]:
     if isinstance(executable, Executable):
         return frozenset(executable.plan.src.tagged("mean"))
     return frozenset()
+
+
+def _sums_over_processes(node: Any) -> bool:
+    """Return whether a node moves a block, and adds up what processes have."""
+    executable = getattr(node, "executable", None)
+    return isinstance(executable, Executable) and bool(executable.plan.src.tagged("sum"))
+
+
+def _kind(node: Any) -> str:
+    """Return the name of a node without its end: MeanBackward0 -> Mean."""
+    return str(node.name()).partition("Backward")[0]
+
+
+def _reading(node: Any) -> str:
+    """Return what a node computes of a block that is not its addend of the whole: "Mean"; "" if it adds."""
+    if shape_of_node(node) != () or _below_square_of_norm(node) is not node:
+        return ""
+    kind = _kind(node)
+    shapes = [shape_of_node(input_node) for input_node in _inputs_of(node)]
+    is_loss_by_mean = getattr(node, "_saved_reduction", None) == _MEAN_REDUCTION
+    if kind in _MEANS:
+        # The mean of a stack of scalars, which may be sums, is a sum.
+        is_stack = [_kind(x) for x in _inputs_of(node)] == ["Stack"] and len(shapes[0]) == 1
+        return "" if is_stack else kind
+    if kind in _NORMS:
+        return "Norm"
+    return kind if kind in _NO_SUMS or is_loss_by_mean else ""
+
+
+def _below_square_of_norm(node: Any) -> Any:
+    """Return the norm whose square a node is, which is a sum of squares; else the node itself."""
+    inputs = _inputs_of(node)
+    is_square = node.name() == "PowBackward0" and node._saved_exponent == 2
+    if is_square and _kind(inputs[0]) in _NORMS:
+        order = getattr(inputs[0], "_saved_ord", getattr(inputs[0], "_saved_p", 2))
+        if order == 2:
+            return inputs[0]
+    return node
+
+
+def _check_is_sum(parameter: ShardedParameter, reading: str) -> None:
+    """Raise PlanError if a penalty takes the block of a parameter for the whole.
+
+    On dp=4 the mean of each block of a parameter has a gradient four times too large. Sums of elements
+    are right, as those of blocks add up.
+    """
+    layout = parameter.sharding.layout
+    if not reading or parameter.sharding.mesh.size(*layout.sharding_axes) == 1:
+        return
+    reason = f"a penalty on {parameter.name} is added to the loss outside of the model: "
+    reason += (
+        f"its {reading} would be that of this process's block, where sums alone add up to the whole"
+    )
+    raise PlanError(reason, text=layout_text(layout), hint=HINT)
 
 
 def _check_count(parameter: ShardedParameter, mean_axes: frozenset[str]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -29,7 +30,8 @@ from torch_bridge.models.uses import check_input_gradient
 from torch_bridge.versions.modules import buffers_of, forward_hooks_of, uncompiled
 from torch_bridge.versions.pytree import tree_leaves
 from xshard import Layout, Sharding, XshardError, dtypes, tolerances
-from xshard.errors import ShapeError, api_boundary, located
+from xshard.errors import ShapeError, UnverifiedWarning, api_boundary, located
+from xshard.rules import listed_names
 from xshard.signatures import NonNegative
 
 if TYPE_CHECKING:
@@ -88,7 +90,8 @@ def verify(
     runs the model, and a copy without its rules on the whole batch, in which each mesh has this process
     alone. The copy takes the memory of the whole model and of its gradients. If they differ, both run once
     more, and the error names the first wrong output of a module with rules. The model stays as it is:
-    `.grad`, buffers, and the state of random numbers are as before.
+    `.grad`, buffers, and the state of random numbers are as before. A warning names parameters whose
+    gradients are all zero, as behind a layer that begins at zero: nothing of them was compared.
 
     Args:
         model: A parallel model.
@@ -145,8 +148,24 @@ def verify(
         blocks = [value, *gradients]
         return [ComparedArray(*arrays) for arrays in zip(expected, blocks, strict=True)]
 
-    _compare(run_both(nullcontext), parallel, tol, run_both)
+    compared = run_both(nullcontext)
+    _compare(compared, parallel, tol, run_both)
+    _warn_of_zeros(compared, parallel)
     parallel.is_verified = True
+
+
+def _warn_of_zeros(compared: Sequence[ComparedArray], parallel: ParallelModel) -> None:
+    """Warn of gradients that are zero on one device: a wrong rule may have made the same zeros.
+
+    Layers that begin at zero, as the second of LoRA's matrices, hide what is before them.
+    """
+    expected = [array.expected for array in compared]
+    names = [x.name for x in expected if x.kind == "gradient" and x.largest == 0]
+    if names and parallel.context.processes.device == 0:
+        text = f"verify has seen zeros alone as gradients of {listed_names(names)}: "
+        text += "a wrong rule for them, or around them, would not show.\n"
+        text += "If parameters begin at zero, verify after some steps, or with other values in them"
+        warnings.warn(text, UnverifiedWarning, stacklevel=2)
 
 
 def _call_of(batch: Any) -> Call:

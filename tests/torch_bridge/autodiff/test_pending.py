@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import pickle
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from unittest import mock
@@ -117,6 +118,7 @@ def test_it_is_used_like_a_tensor() -> None:
     total += begun()
     assert torch.equal(total, ones + y)
     assert [row.tolist() for row in begun()] == y.tolist() and len(begun()) == len(y)
+    assert torch.equal(pickle.loads(pickle.dumps(begun())), y)
     pending = begun()
     assert "under way" in repr(pending)
     assert float(pending.sum()) == float(y.sum()) and "arrived" in repr(pending)

@@ -504,6 +504,10 @@ def test_what_cannot_be_split_or_joined_is_an_error_with_a_way_out() -> None:
     check_error(lambda: normed_model(x), "XshardError", "body.norm", "its own statistics")
     whole = normed_model.eval()(x)["y"]
     assert torch.equal(xt.halves(normed_model, 1, module="body", dims={"x": 0})(x)["y"], whole)
+    counted = Takes()
+    counted.body.norm = nn.InstanceNorm1d(WIDTH, track_running_stats=True).double()
+    counted_model = xt.halves(tensor_parallel(counted), module="body", dims={"x": 0})
+    check_error(lambda: counted_model(x), "XshardError", "body.norm", "average its statistics once")
     with mock.patch.dict("sys.modules", {"greenlet": None}):
         check_error(lambda: xt.halves(model), "XshardError", "greenlet", "xshard[halves]")
     assert_idle(model)

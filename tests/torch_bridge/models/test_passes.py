@@ -19,7 +19,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
     checkpoint_wrapper,
 )
-from torch.func import functional_call
+from torch.func import functional_call, jvp
 from torch.nn.utils.parametrizations import weight_norm
 from torch.overrides import _get_current_function_mode_stack as function_modes
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
@@ -459,6 +459,50 @@ def test_converted_parts_and_functional_calls_have_the_gradients_of_one_device()
             assert torch.equal(x.grad, leaves[name].grad), (rules, name)
         _pass(model)
         _pass(one)
+        _check(model, one, rules)
+
+
+@on_two
+def test_transforms_of_torch_func_reach_through_gathers() -> None:
+    """`jvp` and `grad` for the input; `grad` for parameters is refused, or that of one device."""
+    one = _whole()
+    tangent = torch.ones_like(_input())
+    expected = jvp(lambda x: (one(x) * torch.arange(4.0)).sum(), (_input(),), (tangent,))
+    _pass(one)
+    for rules in RULES:
+        model = xt.parallelize(_whole(), mesh=MESH, inputs={"": "b c -> b/dp c"}, **rules)
+        found = jvp(lambda x, model=model: _sum_over_all(model(x)), (_input(),), (tangent,))
+        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(
+            torch.func.grad(lambda x, model=model: _sum_over_all(model(x)))(_input()),
+            torch.func.grad(lambda x: (one(x) * torch.arange(4.0)).sum())(_input()),
+        )
+    model = xt.parallelize(_whole(), mesh=MESH, inputs={"": "b c -> b/dp c"}, **RULES[2])
+    blocks = {name: x.detach() for name, x in model.named_parameters()}
+    _pass(model)
+    x = _input()
+    found_gradients = torch.func.grad(
+        lambda blocks: _sum_over_all(functional_call(model, blocks, (x,)))
+    )({name: x for name, x in blocks.items() if name.startswith("layers.")})
+    for name, gradient in found_gradients.items():
+        torch.testing.assert_close(gradient, model.get_parameter(name).grad)
+
+
+@on_two
+def test_a_parameter_frozen_after_the_forward_pass_gets_no_gradient() -> None:
+    """As the discriminator of a GAN, while the generator's gradients go through it."""
+    for rules in RULES:
+        one = _whole()
+        model = xt.parallelize(_whole(), mesh=MESH, inputs={"": "b c -> b/dp c"}, **rules)
+        for each, loss_of in (
+            (one, lambda y: (y * torch.arange(4.0)).sum()),
+            (model, _sum_over_all),
+        ):
+            _pass(each)
+            loss = loss_of(each(_input().requires_grad_()))
+            each.requires_grad_(False)
+            loss.backward()
+            each.requires_grad_(True)
         _check(model, one, rules)
 
 

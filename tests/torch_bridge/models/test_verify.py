@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import warnings
 from typing import Any
 
 import pytest
@@ -201,6 +202,24 @@ def test_no_wrong_rule_is_silent() -> None:
 
 
 @on_four
+def test_zeros_that_hide_a_wrong_rule_are_told() -> None:
+    """A layer that begins at zero makes the same zeros with and without the sum of its results."""
+    for changed in ({}, {"outputs": {}}):
+        model = _parallel(**changed)
+        nn.init.zeros_(model.mlp[2].weight)
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            xt.verify(model, _x(), loss=_mean)
+        texts = [str(x.message) for x in seen if x.category is xs.errors.UnverifiedWarning]
+        assert len(texts) == (dist.get_rank() == 0)
+        assert all("gradients of mlp.0.weight, mlp.0.bias: a wrong rule" in text for text in texts)
+        nn.init.ones_(model.mlp[2].weight)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", xs.errors.UnverifiedWarning)
+            assert (_verified(model) is None) == (not changed)
+
+
+@on_four
 def test_nothing_of_the_model_changes() -> None:
     model = _parallel()
     _mean(model(_x())).backward()
@@ -304,6 +323,43 @@ def test_penalties_count_once_or_are_refused() -> None:
     found = judged(rows, of_blocks)
     assert found["summed"] == "equal"
     assert "would count 1/2, by the mean over 'dp' in 'o/dp" in found["inside"]
+
+    # Of blocks, sums of elements are right, and what is computed of the block as a whole is refused.
+    def of_body(penalty: Any) -> Any:
+        return lambda m, y: over_dp(y.square().mean()) + penalty(m.body.weight, m.body.bias)
+
+    zero = torch.zeros((), dtype=torch.float64)
+    mse = nn.functional.mse_loss
+    added = {
+        "abs": lambda w, b: w.abs().sum() + 3 * b.sum() / 2,
+        "square of a norm": lambda w, b: w.norm() ** 2 + torch.linalg.vector_norm(b).square(),
+        "stack": lambda w, b: torch.stack([w.square().sum(), b.square().sum()]).mean(),
+        "mse": lambda w, b: mse(w, zero.expand_as(w), reduction="sum"),
+    }
+    read = {
+        "mean": lambda w, b: w.square().mean(),
+        "norm": lambda w, b: w.norm(),
+        "root": lambda w, b: (w.square().sum() + b.square().sum()).sqrt(),
+        "mse": lambda w, b: mse(w, zero.expand_as(w)),
+        "max": lambda w, b: w.abs().max(),
+        "all": lambda w, b: torch.cat([w.flatten(), b]).mean(),
+    }
+    # Each process has its own addend of the value, whose gradients are right: verify would compare values.
+    model = xt.parallelize(Scaled().double(), rows, {"": "b c -> b/dp c"}, MESH)
+    whole = {name: x.full_tensor() for name, x in xt.state_dict(model).items() if "body" in name}
+    for name, penalty in added.items():
+        model.zero_grad()
+        expected = {n: x.clone().requires_grad_() for n, x in whole.items()}
+        penalty(expected["body.weight"], expected["body.bias"]).backward()
+        (over_dp(0 * model(_x()).sum()) + penalty(model.body.weight, model.body.bias)).backward()
+        for n, x in expected.items():
+            right = torch.zeros_like(x) if x.grad is None else x.grad
+            block = xt.redistribute(right, "o ... -> o/dp ...", MESH)
+            torch.testing.assert_close(model.get_parameter(n).grad, block, msg=f"{name}: {n}")
+    told = judged(rows, {name: of_body(penalty) for name, penalty in read.items()})
+    assert all("block, where sums alone add up" in text for text in told.values()), told
+    norm_of_whole = of_body(lambda w, b: over_dp(w.square().sum(), "sum").sqrt())
+    assert judged(rows, {"norm": norm_of_whole}) == {"norm": "equal"}
 
     # A pass whose gradients get gradients is searched, and one of a model that two threads call.
     model = xt.parallelize(Scaled().double(), rows, {"": "b c -> b/dp c"}, MESH)

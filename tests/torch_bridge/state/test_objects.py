@@ -99,6 +99,15 @@ def test_an_object_gets_the_state_that_was_saved(own: Any, tmp_path: Path) -> No
         assert_equal(loader.state, state)
 
 
+def test_a_deque_keeps_its_limit(tmp_path: Path) -> None:
+    state = {"losses": deque([torch.ones(1), 2], maxlen=3)}
+    xt.save({"loader": Loader(state)}, tmp_path)
+    loader = Loader({})
+    xt.load(tmp_path, like={"loader": loader})
+    assert loader.state["losses"].maxlen == 3
+    assert_equal(loader.state, state)
+
+
 @pytest.mark.parametrize(
     "state", [Pair(1, 2), {"x": np.ones(2)}, {"x": [{1, 2}]}, {"x": 1j}, {Pair(1, 2): 3}, [b"a"]]
 )

@@ -1,7 +1,8 @@
 """Values of objects as JSON: numbers and texts in dicts, lists, tuples and the like, without a loss.
 
-JSON has no tuples, and no keys but texts. A container that JSON lacks is {"": [its kind, its items]}. So
-is an array, {"": ["array"]}: it is stored beside the value, under its own name.
+JSON has no tuples, and no keys but texts. A container that JSON lacks is {"": [its kind, its items]}, a
+deque of limited length {"": ["deque", its items, the limit]}. So is an array, {"": ["array"]}: it is stored
+beside the value, under its own name.
 """
 
 from __future__ import annotations
@@ -60,6 +61,8 @@ def to_json(x: Any, name: str, array_type: type | tuple[()], arrays: dict[str, A
         return dict(items) if is_plain else {_KIND: [class_name, items]}
     if type(x) in _SEQUENCES.values():
         items = [to_json(y, joined(name, str(i)), array_type, arrays) for i, y in enumerate(x)]
+        if isinstance(x, deque) and x.maxlen is not None:
+            return {_KIND: [class_name, items, x.maxlen]}
         return items if class_name == "list" else {_KIND: [class_name, items]}
     hint = "tensors, numbers and texts are saved, in dicts, lists, tuples and Counters: "
     hint += "make it one of these (torch.from_numpy of an array), or leave it out"
@@ -82,6 +85,8 @@ def from_json(x: Any, name: str, arrays: Mapping[str, Any]) -> Any:
         match x[_KIND]:
             case ["array"]:
                 return arrays.get(name)
+            case ["deque", [*items], int(maxlen)]:
+                return deque(from_json(items, name, arrays), maxlen)
             case [str(kind), [*items]] if kind in _SEQUENCES:
                 return _SEQUENCES[kind](from_json(items, name, arrays))
             case [str(kind), [*pairs]] if kind in _MAPPINGS:
