@@ -1,8 +1,9 @@
-"""Penalties on parameters, added to a loss outside of the model: refused where they would be miscounted.
+"""Parameters in a loss, outside of the model: refused where their gradients would be miscounted.
 
 A gradient that comes out of a module is a share, and all shares are summed over processes. That of a
-penalty is whole on each process already: autograd adds both up before anyone sees them. So the graph
-of the loss is searched for penalties when a backward pass begins, down to what modules computed.
+penalty, and that of a factor of what is whole, is whole on each process already: autograd adds both up
+before anyone sees them. So the graph of the loss is searched for such uses when a backward pass begins,
+down to what modules computed.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ HINT = (
     "add the penalty's gradient to .grad after backward(): that is a block of the whole gradient, "
 )
 HINT += "under all rules"
+FACTOR_HINT = "use it inside of a module, or before processes put their values together: "
+FACTOR_HINT += "redistribute(loss * scale, ...)"
 
 
 class _Span(NamedTuple):
@@ -61,19 +64,25 @@ class _VisitedNode(NamedTuple):
         node: The node of autograd.
         mean_axes: The axes over which means were taken.
         reading: The name of a node that would read a block for the whole, as a norm does; "" for none.
+        moved_axes: The axes over which values were put together, means among them.
+        whole_axes: Those over which the values that it meets were put together; None for a penalty,
+            which only meets addends of the loss.
     """
 
     node: Any
-    mean_axes: frozenset[str]
-    reading: str
+    mean_axes: frozenset[str] = frozenset()
+    reading: str = ""
+    moved_axes: frozenset[str] = frozenset()
+    whole_axes: frozenset[str] | None = None
 
 
 class Penalties:
-    """Searches losses for penalties on the parameters of one model.
+    """Searches losses for uses of the parameters of one model outside of its forward passes.
 
-    A penalty is a scalar addend of the loss that depends on parameters alone, and is made outside of
-    forward passes. Parameters that multiply activations there, as in a loss that reads the weight of
-    the last layer, vary as these do, and are summed as in modules.
+    A penalty is a scalar addend of the loss that depends on parameters alone. Parameters that multiply
+    activations, as in a loss that reads the weight of the last layer, vary as these do, and are summed
+    as in modules: right as long as activations differ between processes. A factor of the mean over all
+    processes, or of outputs that have been gathered, meets the same values on each.
     """
 
     def __init__(self, parameters: Sequence[ShardedParameter]) -> None:
@@ -123,9 +132,12 @@ class Penalties:
         by_id = {id(parameter.tensor): parameter for parameter in self.parameters}
         search = _Search(self._is_inside, by_id)
         for root in roots_of_backward_pass():
-            for parameter, visited in search.penalised(root):
-                _check_count(parameter, visited.mean_axes)
-                _check_is_sum(parameter, visited.reading)
+            for parameter, visited in search.uses(root):
+                if visited.whole_axes is None:
+                    _check_count(parameter, visited.mean_axes)
+                    _check_is_sum(parameter, visited.reading)
+                else:
+                    _check_factor(parameter, visited.whole_axes)
 
     def _is_inside(self, node: Any) -> bool:
         """Return whether a forward pass of the model made a node, or may have."""
@@ -144,64 +156,77 @@ def _is_in(spans: list[_Span], node_number: int) -> bool:
 
 
 class _Search:
-    """Finds the parameters in the penalties of one loss."""
+    """Finds the uses of parameters in one loss, outside of modules."""
 
     def __init__(
         self, is_inside: Callable[[Any], bool], parameters: dict[int, ShardedParameter]
     ) -> None:
         self._is_inside = is_inside
         self._parameters = parameters  # by the ids of their tensors
-        self._has_only_parameters: dict[
-            Any, bool
-        ] = {}  # by node: whether it depends on parameters alone
+        self._whole_axes: dict[Any, frozenset[str] | None] = {}  # by node, see `_whole_axes_of`
 
-    def penalised(self, root: Any) -> Iterator[tuple[ShardedParameter, _VisitedNode]]:
-        """Yield the parameters in the penalties of a loss, with what is between them and the loss."""
-        to_visit = [_VisitedNode(root, frozenset(), "")]
+    def uses(self, root: Any) -> Iterator[tuple[ShardedParameter, _VisitedNode]]:
+        """Yield the parameters in penalties and factors of a loss, with what is between them and the loss."""
+        to_visit = [(_VisitedNode(root), True)]
         seen = set()
         while to_visit:
-            visited = to_visit.pop()
-            if visited in seen or self._is_inside(visited.node):
+            visit = to_visit.pop()
+            visited, is_addend = visit
+            if visit in seen or self._is_inside(visited.node):
                 continue
-            seen.add(visited)
+            seen.add(visit)
             parameter = self._parameter_of(visited.node)
             if parameter is not None:
                 yield parameter, visited
-            elif self._is_searched(visited.node):
-                mean_axes = visited.mean_axes | _mean_axes(visited.node)
-                reading = visited.reading or _reading(visited.node)
-                if _sums_over_processes(visited.node):
-                    reading = ""
-                for node in _inputs_of(_below_square_of_norm(visited.node)):
-                    to_visit.append(_VisitedNode(node, mean_axes, reading))
+            else:
+                to_visit += self._below(visited, is_addend)
 
-    def _is_searched(self, node: Any) -> bool:
-        """Return whether penalties below a node would be addends of the loss."""
-        if self._depends_on_parameters_alone(node):
-            return True
-        is_sum = node.name() in ADDING_NODES or len(_inputs_of(node)) == 1
-        return is_sum and shape_of_node(node) == ()
+    def _below(self, visited: _VisitedNode, is_addend: bool) -> Iterator[tuple[_VisitedNode, bool]]:
+        """Yield the nodes below one, and whether each is an addend of the loss."""
+        node = visited.node
+        reading = visited.reading or _reading(node)
+        inputs = _inputs_of(_below_square_of_norm(node))
+        below = visited._replace(
+            mean_axes=visited.mean_axes | _mean_axes(node),
+            reading="" if _sums_over_processes(node) else reading,
+            moved_axes=visited.moved_axes | _axes_made_whole(node),
+        )
+        depends_on_parameters_alone = self._whole_axes_of(node) is None
+        if depends_on_parameters_alone or (is_addend and _is_sum(node)):
+            for input_node in inputs:
+                yield below._replace(node=input_node), is_addend
+            return
+        # Axes over which each activation was put together that the parameters among the operands meet.
+        axes_of_activations = [self._whole_axes_of(input_node) for input_node in inputs]
+        met = [axes for axes in axes_of_activations if axes is not None]
+        whole_axes = frozenset.intersection(*met) - below.moved_axes
+        for input_node, axes in zip(inputs, axes_of_activations, strict=True):
+            is_activation = axes is not None
+            whole_axes_met = None if is_activation else whole_axes
+            yield below._replace(node=input_node, whole_axes=whole_axes_met), False
 
-    def _depends_on_parameters_alone(self, root: Any) -> bool:
-        """Return whether nothing but parameters of the model is below a node, outside of modules."""
+    def _whole_axes_of(self, root: Any) -> frozenset[str] | None:
+        """Return the axes over which all that a node depends on was put together.
+
+        None if that is parameters of the model alone. The mean over dp of a loss -> {dp}.
+        """
         to_visit = [root]
         while to_visit:
             node = to_visit.pop()
             inputs = _inputs_of(node)
-            undecided = [
-                input_node for input_node in inputs if input_node not in self._has_only_parameters
-            ]
-            if self._is_inside(node):
-                self._has_only_parameters[node] = False
+            undecided = [x for x in inputs if x not in self._whole_axes]
+            if self._is_inside(node):  # perhaps the move of a rule for an output
+                self._whole_axes[node] = _axes_made_whole(node)
             elif not inputs:
-                self._has_only_parameters[node] = self._parameter_of(node) is not None
+                is_parameter = self._parameter_of(node) is not None
+                self._whole_axes[node] = None if is_parameter else frozenset()
             elif undecided:
                 to_visit += [node, *undecided]
             else:
-                self._has_only_parameters[node] = all(
-                    self._has_only_parameters[input_node] for input_node in inputs
-                )
-        return self._has_only_parameters[root]
+                met = [axes for x in inputs if (axes := self._whole_axes[x]) is not None]
+                whole = frozenset.intersection(*met) | _axes_made_whole(node) if met else None
+                self._whole_axes[node] = whole
+        return self._whole_axes[root]
 
     def _parameter_of(self, node: Any) -> ShardedParameter | None:
         """Return the parameter whose gradient a node is for, or None."""
@@ -211,6 +236,24 @@ class _Search:
 def _inputs_of(node: Any) -> list[Any]:
     """Return the nodes to which a node sends gradients."""
     return [input_node for input_node, _ in node.next_functions if input_node is not None]
+
+
+def _is_sum(node: Any) -> bool:
+    """Return whether a node adds up scalars, or changes one: penalties below it are addends of the loss."""
+    is_sum = node.name() in ADDING_NODES or len(_inputs_of(node)) == 1
+    return is_sum and shape_of_node(node) == ()
+
+
+def _axes_made_whole(node: Any) -> frozenset[str]:
+    """Return the axes over which a node puts together what processes have, if it moves a block.
+
+    "n/dp d -> n d", "() | mean(dp) -> ()" -> {dp}. Not those of copies, as in "n/dp d -> n d | copy(dp)":
+    there processes go on to compute addends of one loss.
+    """
+    executable = getattr(node, "executable", None)
+    if not isinstance(executable, Executable):
+        return frozenset()
+    return frozenset(executable.plan.src.axes).difference(executable.plan.dst.axes)
 
 
 def _mean_axes(node: Any) -> frozenset[str]:
@@ -296,3 +339,18 @@ def _check_count(parameter: ShardedParameter, mean_axes: frozenset[str]) -> None
         over = ",".join(sorted(divided))
         reason += f"its gradient would count 1/{mesh.size(*divided)}, by the mean over '{over}'"
         raise PlanError(reason, text=layout_text(layout), hint=HINT)
+
+
+def _check_factor(parameter: ShardedParameter, whole_axes: frozenset[str]) -> None:
+    """Raise PlanError if a parameter meets what is the same on the processes that sum its gradient.
+
+    On dp=4, `redistribute(loss, "() | mean(dp) -> ()", mesh) * scale` has the whole gradient of `scale`
+    on each process, and four of them are summed.
+    """
+    mesh = parameter.sharding.mesh
+    repeated = [axis for axis in parameter.axes_summed_later & whole_axes if mesh.size(axis) > 1]
+    if repeated:
+        over = ",".join(sorted(repeated))
+        reason = f"{parameter.name} is used in the loss, outside of the model, with values that were put "
+        reason += f"together over '{over}': its gradient would count {mesh.size(*repeated)} times"
+        raise PlanError(reason, text=layout_text(parameter.sharding.layout), hint=FACTOR_HINT)

@@ -387,6 +387,31 @@ def test_penalties_count_once_or_are_refused() -> None:
     varying = {"logits": of_logits, "direct": of_direct_call, "gradient": with_gradient_penalty}
     assert set(judged({"**": "..."}, varying).values()) == {"equal"}
 
+    # Those that meet the same values on all processes are not.
+    def gathered(y: Tensor, dst: str = "b c") -> Tensor:
+        return xt.redistribute(y, f"b/dp c -> {dst}", MESH)
+
+    def similarity(y: Tensor, others: Tensor, temperature: Tensor) -> Tensor:
+        return (torch.logsumexp(y @ others.mT * temperature.exp(), -1) - y.mean()).mean()
+
+    whole_values = {
+        "mean": lambda m, y: over_dp(y.square().mean()) * m.temperature,
+        "sum": lambda m, y: m.temperature.exp() * over_dp(y.square().sum(), "sum") + 1,
+        "weights": lambda m, y: sum(
+            m.body.bias.softmax(0)[:2]
+            * torch.stack([over_dp(y.mean()), over_dp(y.square().mean())])
+        ),
+        "gathered": lambda m, y: similarity(gathered(y), gathered(y), m.temperature),
+    }
+    told = judged({"**": "..."}, whole_values)
+    times_2 = "were put together over 'dp': its gradient would count 2 times"
+    assert all(times_2 in text and "* scale" in text for text in told.values()), told
+    own_rows = {
+        "before": lambda m, y: over_dp(y.square().mean() * m.temperature),
+        "rows": lambda m, y: over_dp(similarity(y, gathered(y, "b c | copy(dp)"), m.temperature)),
+    }
+    assert set(judged({"**": "..."}, own_rows).values()) == {"equal"}
+
     # One device cannot know blocks that the loss has kept.
     model = xt.parallelize(_net(), mesh=MESH, **RULES)
     kept = list(model.parameters())
