@@ -97,7 +97,8 @@ def save(
         ShapeError: An array does not fit its layout.
         DtypeError: The dtype cannot be stored.
         MeshError: There are rules without a mesh.
-        XshardError: Two leaves have one name, or processes save different trees.
+        XshardError: Two leaves have one name, one is complex or bytes, or processes save different
+            trees.
 
     Examples:
         >>> import tempfile
@@ -245,6 +246,7 @@ def load(  # noqa: PLR0913  one option for each decision of the user
     leaves = []
     types = None
     if like is not None:
+        like = _with_plain_numbers(like)
         leaves = array_leaves("...", like)
         types = {leaf.name: leaf.x for leaf in leaves if is_array(leaf.x)}
 
@@ -375,6 +377,7 @@ def _plan_on_all(
     keep: int | None,
 ) -> SaveTask:
     """Plan a save in all processes, and compare what each has for itself. Raises as `save` does."""
+    tree = _with_plain_numbers(tree)
     if rules is not None:
         if mesh is None:
             raise MeshError("rules without a mesh", hint="save(tree, path, rules, mesh)")
@@ -404,9 +407,12 @@ def _plan_save(tree: Any, names: Names | None, shard_bytes: Bytes) -> _SavePlan:
     """Plan the save of a tree: its arrays go to files, its numbers and texts into the index.
 
     Args:
-        tree: The tree; leaves of other kinds are left out.
+        tree: The tree; leaves of other kinds, as functions, are left out.
         names: Maps leaf names to stored names; None to keep them.
         shard_bytes: The most bytes of a file.
+
+    Raises:
+        XshardError: A leaf is a number or text that the index cannot note.
     """
     leaves = array_leaves("...", tree)  # for their names: their layouts are on the arrays
     arrays = {}
@@ -420,8 +426,19 @@ def _plan_save(tree: Any, names: Names | None, shard_bytes: Bytes) -> _SavePlan:
                 sources[name] = _source(x)
         elif isinstance(x, _Constant):
             constants[name] = x
+        elif isinstance(x, complex | bytes):
+            reason = f"{place_of(name)}: {type(x).__name__} cannot be saved"
+            raise XshardError(reason, hint="save an array: np.asarray, or np.frombuffer of bytes")
     saving = plan_save(sources, names, shard_bytes=shard_bytes, constants=constants)
     return _SavePlan(saving, arrays)
+
+
+def _with_plain_numbers(tree: Any) -> Any:
+    """Put numbers and texts of Python in the place of numpy's that are both: `np.float64`, `np.str_`.
+
+    They are a float and a text to Python, and look like arrays: saved as one, loaded as the other.
+    """
+    return jax.tree.map(lambda x: x.item() if isinstance(x, np.float64 | np.str_) else x, tree)
 
 
 def _check_can_save(x: Any) -> None:
