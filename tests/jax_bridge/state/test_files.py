@@ -165,6 +165,12 @@ def test_scalars_of_numpy_come_back(tmp_path: Path) -> None:
             loaded = xj.load(tmp_path / f"run_{number}", None, mesh(), like=like)
             assert loaded == {"best": 1.5, "scale": 2.5, "name": "a"}
             assert type(loaded["best"]) is float
+    # A number of the tree may have been a counter on a device.
+    xj.save({"optimizer": {"step": jnp.int32(7)}}, tmp_path / "counted")
+    names = Names(rename("optimizer.step", "step"))
+    assert xj.load(tmp_path / "counted", None, mesh(), like={"step": 0}, names=names) == {"step": 7}
+    with pytest.raises(xs.XshardError, match="in the tree alone: step"):
+        xj.load(tmp_path / "counted", None, mesh(), like={"step": "7"}, names=names)
 
 
 @in_jax
