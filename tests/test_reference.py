@@ -125,13 +125,25 @@ KNOWN = "as in float32, bfloat16, int64, bool, complex64"
         ("max", "complex64", "dtype complex64 lacks a max", "complex numbers are not ordered"),
         ("sum", "float8_e5m2", "dtype float8_e5m2 cannot be reduced", SHORT),
         ("max", "int4", "dtype int4 cannot be reduced", SHORT),
-        ("sum", "str", "unknown dtype 'str'", KNOWN),
-        ("sum", "banana", "unknown dtype 'banana'", KNOWN),
     ],
 )
 def test_dtypes_that_cannot_be_reduced(tag, dtype, reason, hint):
-    with refused(xs.errors.DtypeError, f"{reason}\n  {hint}"):
-        xs.plan(f"n | {tag}(a) -> n", xs.Mesh(a=2), (4,), dtype)
+    text = f"n | {tag}(a) -> n"
+    with refused(xs.errors.DtypeError, f"{reason} in '{text}'\n  {hint}"):
+        xs.plan(text, xs.Mesh(a=2), (4,), dtype)
+
+
+def test_products_that_cannot_be_added_up():
+    with refused(
+        xs.errors.DtypeError, f"dtype float8_e5m2 cannot be reduced in 'n/a, n/a ->'\n  {SHORT}"
+    ):
+        xs.plan("n/a, n/a ->", xs.Mesh(a=2), sizes={"n": 4}, dtype="float8_e5m2")
+
+
+@pytest.mark.parametrize("dtype", ["str", "banana"])
+def test_unknown_dtypes(dtype):
+    with refused(xs.errors.DtypeError, f"unknown dtype '{dtype}'\n  {KNOWN}"):
+        xs.plan("n | sum(a) -> n", xs.Mesh(a=2), (4,), dtype)
 
 
 def test_bool_has_any_or_all():

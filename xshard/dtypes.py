@@ -32,6 +32,13 @@ _PRECISION = {
 # two of torch's are one element.
 _EXTENDED = {**dict.fromkeys(_PRECISION, 1), "bfloat16": 2, "int4": 1, "uint4": 1}
 _FOUR_BITS = ("float4_e2m1fn", "float4_e2m1fn_x2", "int4", "uint4")
+# Floats without infinities: their smallest and largest numbers. Numbers beyond become NaN.
+_FINITE = {
+    "float8_e4m3fn": (-448.0, 448.0),
+    "float8_e4m3fnuz": (-240.0, 240.0),
+    "float8_e5m2fnuz": (-57344.0, 57344.0),
+    "float8_e8m0fnu": (2.0**-127, 2.0**127),  # powers of two
+}
 # No framework adds or negates these.
 _ONLY_MOVED = _EXTENDED.keys() - {"bfloat16"}
 # Names of dtypes in other systems, which numpy does not know, or takes for another: its "f16" has 16 bytes.
@@ -130,11 +137,17 @@ def check_reduction(name: str, op: str) -> None:
 def check_value(name: str, value: float) -> None:
     """Raise DtypeError if a dtype cannot hold a constant to be written: -1 or 0.5 in uint8.
 
-    Floats and complex numbers take any value, rounded; of 4-bit dtypes only 0 is written.
+    Floats and complex numbers take any value, rounded, unless it would be NaN: 8-bit floats without
+    infinities take those in their range. Of 4-bit dtypes only 0 is written.
     """
     if name in _FOUR_BITS and value:
         hint = "only zeros are written in 4 bits: cast"
         raise DtypeError(f"dtype {name} cannot hold {value}", hint=hint)
+    if name in _FINITE and not math.isnan(value):
+        smallest, largest = _FINITE[name]
+        if not smallest <= value <= largest:
+            hint = f"its values are from {smallest:g} to {largest:g}, without infinities: cast"
+            raise DtypeError(f"dtype {name} cannot hold {value}", hint=hint)
     if name in _EXTENDED or np.dtype(name).kind in "fc":
         return
     if name == "bool":

@@ -21,7 +21,7 @@ from xshard.contractions.solve import ContractionRequest, find_contraction
 from xshard.cost.machine import load_profile, with_addends, without_devices
 from xshard.cost.model import FREE, Addends, ProfileLike
 from xshard.dtypes import name_of, precision
-from xshard.errors import MeshError, ShapeError, api_boundary
+from xshard.errors import DtypeError, MeshError, ShapeError, api_boundary
 from xshard.layout import Mesh
 from xshard.layout.layout import check_axes
 from xshard.layout.mesh import check_mesh
@@ -264,7 +264,11 @@ def plan_contraction(  # noqa: PLR0913, PLR0917  a cached function: its argument
     with mark_errors(call.text):
         written_shardings(call, mesh, shapes)
         _ = request.shardings
-    return find_contraction(request)
+    try:
+        return find_contraction(request)
+    except DtypeError:  # numbers that are not added up
+        with mark_errors(call.text):
+            raise
 
 
 @layout_cache(maxsize=4096)
@@ -341,9 +345,9 @@ def _plan_between(
             _ = request.on_sub_axes
     try:
         return find_plan(request, options.objective)
-    except ShapeError as error:  # more pieces of rows than can be compared
+    except (ShapeError, DtypeError):  # more pieces of rows than can be compared; no such sums
         with mark_errors(text):
-            raise error from None
+            raise
 
 
 def _two_meshes(

@@ -167,7 +167,7 @@ def prefix_branches(
     tree_text = f"{tree_noun} at {name!r}" if name else tree_noun
     if branches is None or value_branches is None:
         reason = f"{tree_text}: one array, but {values_noun} {short_repr(value_tree)}"
-        raise error(reason, hint=f"one of the {values_noun} for each array")
+        raise error(reason, hint="one for each array")
     are_alike = isinstance(tree, Mapping) == isinstance(value_tree, Mapping)
     if are_alike and branches.keys() == value_branches.keys():
         for key, subtree in branches.items():

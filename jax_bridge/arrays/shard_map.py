@@ -282,8 +282,13 @@ class _Call(NamedTuple):
 
     @property
     def constants(self) -> tuple[Any, ...]:
-        """The other leaves with their types, as a part of a key: True == 1 is another constant."""
-        return tuple((type(leaf.x), leaf.x) for leaf in self.leaves if leaf.value is None)
+        """The other leaves, as a part of a key: True == 1 and 0.0 == -0.0 are other constants."""
+        constants = []
+        for leaf in self.leaves:
+            if leaf.value is None:
+                is_inexact = isinstance(leaf.x, float | complex)
+                constants.append((type(leaf.x), leaf.x, repr(leaf.x) if is_inexact else ""))
+        return tuple(constants)
 
     def without_arrays(self) -> _Call:
         """Return the call without its arrays: a cached program must not keep their memory."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -37,6 +37,7 @@ from xshard.state.files.loading import (
     LoadKeywords,
     plan_load,
     read_block,
+    stored_as,
     stored_constants,
 )
 from xshard.state.files.runs import check_numbered
@@ -49,6 +50,7 @@ from xshard.state.files.saving import (
     plan_save,
     save_blocks,
 )
+from xshard.state.parts import TargetArray
 from xshard.trees import named_once, place_of
 
 Wait = Callable[[], jax.Array]  # until an array is read
@@ -97,7 +99,8 @@ def save(
         ShapeError: An array does not fit its layout.
         DtypeError: The dtype cannot be stored.
         MeshError: There are rules without a mesh.
-        XshardError: Two leaves have one name, or processes save different trees.
+        XshardError: Two leaves have one name, one is complex or bytes, or processes save different
+            trees.
 
     Examples:
         >>> import tempfile
@@ -212,7 +215,7 @@ def load(  # noqa: PLR0913  one option for each decision of the user
         names: Maps stored names to leaf names.
         like: A tree of arrays, or of types as `jax.eval_shape` gives, maybe of flax or equinox: the
             result has its structure and dtypes. Its other leaves take the checkpoint's value if
-            that has one.
+            that has one, numbers also that of an array without dims.
         strict: Every array, number and text has to be in both. Else those of the tree that are not in
             the checkpoint stay, and a warning names them.
         dtype: The dtype of all floats, without `like`.
@@ -245,6 +248,7 @@ def load(  # noqa: PLR0913  one option for each decision of the user
     leaves = []
     types = None
     if like is not None:
+        like = _with_plain_numbers(like)
         leaves = array_leaves("...", like)
         types = {leaf.name: leaf.x for leaf in leaves if is_array(leaf.x)}
 
@@ -252,9 +256,13 @@ def load(  # noqa: PLR0913  one option for each decision of the user
 
     def plan_reads() -> _Reads:
         """Look up numbers and texts, and plan how each array is read."""
-        constants: Mapping[str, Any] = {}
+        constants: dict[str, Any] = {}
+        numbers: dict[str, TargetArray] = {}
         if like is not None:
             tree_constants = {leaf.name: leaf.x for leaf in leaves if isinstance(leaf.x, _Constant)}
+            numbers = _numbers_in_arrays(checkpoint, tree_constants, names)
+            for name in numbers:
+                del tree_constants[name]
             constants = stored_constants(checkpoint, tree_constants, names, strict)
         planned = plan_load(
             checkpoint,
@@ -262,10 +270,11 @@ def load(  # noqa: PLR0913  one option for each decision of the user
             xshard_mesh(mesh),
             names,
             dtype=dtype,
-            like=types,
+            like=None if types is None else {**types, **numbers},
             strict=strict,
             profile=profile,
         )
+        constants.update(_read_numbers(checkpoint, planned, numbers))
         if verify:
             compare_checksums(checkpoint, jax.process_index(), jax.process_count())
         loads = {name: _for_jax_array(name, load, mesh) for name, load in planned.items()}
@@ -283,6 +292,30 @@ def load(  # noqa: PLR0913  one option for each decision of the user
     # A leaf that is not in the checkpoint stays.
     new_leaves = [loaded.get(leaf.name, leaf.x) for leaf in leaves]
     return jax.tree.unflatten(jax.tree.structure(like), new_leaves)
+
+
+def _numbers_in_arrays(
+    checkpoint: Checkpoint, tree_constants: Mapping[str, Any], names: Names | None
+) -> dict[str, TargetArray]:
+    """Find the numbers of a tree that are stored as arrays without dims, as orbax stores {"step": 4}."""
+    arrays = stored_as(checkpoint, names)
+    numbers = {}
+    for name, x in tree_constants.items():
+        if name in arrays and arrays[name].shape == () and not isinstance(x, str):
+            numbers[name] = arrays[name]
+    return numbers
+
+
+def _read_numbers(
+    checkpoint: Checkpoint, planned: dict[str, Load], names: Iterable[str]
+) -> dict[str, Any]:
+    """Read arrays without dims as numbers of Python, and take them from the arrays to be loaded."""
+    numbers = {}
+    for name in names:
+        load = planned.pop(name)
+        words = read_block(checkpoint, load, 0)
+        numbers[name] = words.view(numpy_dtype(load.stored)).item()
+    return numbers
 
 
 # ---- work that succeeds in all processes or in none
@@ -375,6 +408,7 @@ def _plan_on_all(
     keep: int | None,
 ) -> SaveTask:
     """Plan a save in all processes, and compare what each has for itself. Raises as `save` does."""
+    tree = _with_plain_numbers(tree)
     if rules is not None:
         if mesh is None:
             raise MeshError("rules without a mesh", hint="save(tree, path, rules, mesh)")
@@ -404,9 +438,12 @@ def _plan_save(tree: Any, names: Names | None, shard_bytes: Bytes) -> _SavePlan:
     """Plan the save of a tree: its arrays go to files, its numbers and texts into the index.
 
     Args:
-        tree: The tree; leaves of other kinds are left out.
+        tree: The tree; leaves of other kinds, as functions, are left out.
         names: Maps leaf names to stored names; None to keep them.
         shard_bytes: The most bytes of a file.
+
+    Raises:
+        XshardError: A leaf is a number or text that the index cannot note.
     """
     leaves = array_leaves("...", tree)  # for their names: their layouts are on the arrays
     arrays = {}
@@ -420,8 +457,19 @@ def _plan_save(tree: Any, names: Names | None, shard_bytes: Bytes) -> _SavePlan:
                 sources[name] = _source(x)
         elif isinstance(x, _Constant):
             constants[name] = x
+        elif isinstance(x, complex | bytes):
+            reason = f"{place_of(name)}: {type(x).__name__} cannot be saved"
+            raise XshardError(reason, hint="save an array: np.asarray, or np.frombuffer of bytes")
     saving = plan_save(sources, names, shard_bytes=shard_bytes, constants=constants)
     return _SavePlan(saving, arrays)
+
+
+def _with_plain_numbers(tree: Any) -> Any:
+    """Put numbers and texts of Python in the place of numpy's that are both: `np.float64`, `np.str_`.
+
+    They are a float and a text to Python, and look like arrays: saved as one, loaded as the other.
+    """
+    return jax.tree.map(lambda x: x.item() if isinstance(x, np.float64 | np.str_) else x, tree)
 
 
 def _check_can_save(x: Any) -> None:

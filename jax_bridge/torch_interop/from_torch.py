@@ -51,9 +51,10 @@ def from_torch(
     Args:
         fn: Gets the device's blocks as tensors, and returns tensors or pytrees of them. It must be
             a pure function of its arguments: JAX may call it twice or not at all. It may write to
-            its blocks, which are copies. The function of a module takes its parameters first, by
-            name, as `to_jax(dict(module.named_parameters()), ...)` gives them, so that gradients
-            reach them; buffers keep their current values.
+            its blocks, which are copies, unless gradients are taken: then torch wants
+            `x.clone().mul_(2)`. The function of a module takes its parameters first, by name, as
+            `to_jax(dict(module.named_parameters()), ...)` gives them, so that gradients reach them;
+            buffers keep their current values.
         in_layouts: The layouts of the tensors that `fn` gets: one for all, or a pytree prefix with
             one for each. The arrays have the same layouts without tags: `copy(dp)` on a parameter
             means that every device along dp uses its own copy, so that gradients add up.

@@ -138,7 +138,8 @@ def test_plan_of_both_passes_tells_their_sum():
             "a contraction takes --sizes, as in b=8,s=64 in 'b s/tp d, d",
         ),
         ("n/tp -> n", ("--sizes", "n=8"), "--shape is due, as in 2,64,32 in 'n/tp -> n'"),
-        ("n/tp, n -> n", ("--sizes", "n=8", "--shape", "8"), "a contraction takes --sizes"),
+        ("n/tp -> n", ("--sizes", "n=8", "--shape", "8"), "--sizes beside --shape in 'n/tp -> n'"),
+        ("n/tp, n -> n", ("--sizes", "n=8", "--shape", "8"), "--shape beside --sizes in 'n/tp, n"),
         ("n/tp, n -> n", ("--sizes", "n=8,n=9"), "dim 'n' twice in\n    'n=8,n=9'\n         ^^^"),
         (
             "n/tp, n -> n",

@@ -139,6 +139,26 @@ def test_what_counts_as_equal() -> None:
 
 
 @in_jax
+def test_types_do_not_know_who_shares_a_unit() -> None:
+    """Devices differ along tp by their types, so that types leave what the check finds."""
+    mesh = device_mesh(xs.Mesh(tp=4))
+
+    def loss(x, layout, check):
+        expression = f"h d -> {layout}"
+        unit = xj.redistribute(x, expression, shape=(2, 3), check_replicated=check)
+        return (unit * (1.0 + jax.lax.axis_index("tp"))).sum()[None]
+
+    def gradients(layout, check=True):
+        local = partial(loss, layout=layout, check=check)
+        losses = jax.shard_map(local, mesh=mesh, in_specs=P(), out_specs=P("tp"))
+        return jax.grad(lambda x: losses(x).sum())(np.ones((2, 3), np.float32))
+
+    assert gradients("h/spread(tp) d | copy(tp)").tolist() == [[3.0] * 3, [7.0] * 3]
+    assert gradients("h/spread(tp) d", check=False).tolist() != [[3.0] * 3, [7.0] * 3]
+    assert "cotangents differ along 'tp'" in raised(gradients, "h/spread(tp) d")
+
+
+@in_jax
 def test_padding_is_not_compared() -> None:
     """7 rows over 2 devices; what stands behind the last row differs along `dp`, and means nothing."""
 

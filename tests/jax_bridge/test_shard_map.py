@@ -316,3 +316,13 @@ def test_a_cached_program_keeps_no_array_of_its_first_call() -> None:
     del x
     gc.collect()
     assert first() is None
+
+
+@in_jax
+def test_constants_that_are_equal_and_not_the_same_have_programs_of_their_own() -> None:
+    divided = xj.shard_map(lambda x, by: x / by, (("n/a", None), "n/a"), mesh())
+    x = np.ones(8, np.float32)
+    by_zero = [float(divided(x, by)[0]) for by in (0.0, -0.0, 0.0)]
+    assert by_zero == [float("inf"), float("-inf"), float("inf")]
+    powered = xj.shard_map(lambda x, by: x * by, (("n/a", None), "n/a"), mesh())
+    assert [powered(np.ones(8, np.int32), by).dtype for by in (1, 1.0)] == [np.int32, np.float32]

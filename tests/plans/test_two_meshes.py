@@ -83,7 +83,8 @@ FOR_TWO = "MeshError: src_devices, dst_devices and relabel are for two meshes\n"
 FOR_TWO += "  pass src_mesh= and dst_mesh=, which may be equal, instead of the mesh"
 ANY_DIMS = "\n  write one name per dim, or '...' for any number of unsharded dims"
 NUMBERS = "\n  devices are whole numbers >= 0"
-NO_SUM = "DtypeError: dtype bool lacks a sum\n  cast to an integer, or use max (any) or min (all)"
+NO_SUM = """DtypeError: dtype bool lacks a sum in 'n | sum(a) -> n'
+  cast to an integer, or use max (any) or min (all)"""
 DTYPES = "\n  as in float32, bfloat16, int64, bool, complex64"
 OTHERS = "left: n   right: m   (the same names, in any order; einsum sums dims)"
 REFUSED = [

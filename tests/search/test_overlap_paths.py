@@ -261,6 +261,8 @@ def test_what_cannot_be_is_refused_when_it_is_planned(expression, message):
     [
         ("int32", "h -> h:halo(1,1,constant(-inf))", "int32 cannot hold -inf"),
         ("uint8", "h -> h:halo(1,1,constant(-1))", "uint8 cannot hold -1"),
+        ("float8_e4m3fn", "h -> h:halo(1,1,constant(-inf))", "float8_e4m3fn cannot hold -inf in"),
+        ("float8_e4m3fnuz", "h -> h:halo(1,1,constant(300))", "from -240 to 240, without inf"),
         ("uint8", "h -> h:halo(1,1,pole(-1))", "uint8 lacks negative values"),
         ("bool", "h:fold(halo(1,1)) -> h", "bool lacks a sum"),
     ],
@@ -268,3 +270,8 @@ def test_what_cannot_be_is_refused_when_it_is_planned(expression, message):
 def test_what_a_dtype_cannot_hold(dtype, expression, message):
     with pytest.raises(DtypeError, match=message):
         xs.plan(expression, xs.Mesh(a=2), (8,), dtype)
+
+
+def test_what_a_short_float_can_hold():
+    for dtype, value in (("float8_e5m2", "-inf"), ("float8_e4m3fn", "-448"), ("bfloat16", "-inf")):
+        xs.plan(f"h -> h:halo(1,1,constant({value}))", xs.Mesh(a=2), (8,), dtype)

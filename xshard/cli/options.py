@@ -74,14 +74,20 @@ def lengths_of_arrays(expression: str, shape: str | None, sizes: str | None) -> 
     -> {"sizes": {"b": 8, "s": 64}}. An option that is not given is None.
 
     Raises:
-        ShapeError: The other one is due: a contraction takes --sizes, a move --shape.
+        ShapeError: The other one is due, or both are given: a contraction takes --sizes, a move
+            --shape.
     """
     if is_contraction(expression, named=sizes is not None):
-        if sizes is None or shape is not None:
+        if sizes is None:
             raise ShapeError("a contraction takes --sizes, as in b=8,s=64", text=expression)
+        if shape is not None:
+            raise ShapeError("--shape beside --sizes", text=expression, hint="leave --shape out")
         return {"sizes": parse_sizes(sizes)}
-    if shape is None or sizes is not None:
+    if shape is None:
         raise ShapeError("--shape is due, as in 2,64,32", text=expression)
+    if sizes is not None:
+        hint = "leave --sizes out, which is for contractions"
+        raise ShapeError("--sizes beside --shape", text=expression, hint=hint)
     return {"shape": parse_shape(shape)}
 
 

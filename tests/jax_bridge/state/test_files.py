@@ -155,6 +155,25 @@ def test_what_devices_share_where_the_disk_is_slow(tmp_path: Path) -> None:
 
 
 @in_jax
+def test_scalars_of_numpy_come_back(tmp_path: Path) -> None:
+    """np.float64, as the mean of losses is, is a float of Python as well; other scalars are arrays."""
+    tree = {"best": np.mean([1.0, 2.0]), "scale": np.float32(2.5), "name": np.str_("a")}
+    started = {"best": 0.0, "scale": np.float32(0), "name": ""}
+    for number, rules in enumerate((None, {"scale": "..."})):
+        xj.save(tree, tmp_path / f"run_{number}", rules, mesh())
+        for like in (tree, started):
+            loaded = xj.load(tmp_path / f"run_{number}", None, mesh(), like=like)
+            assert loaded == {"best": 1.5, "scale": 2.5, "name": "a"}
+            assert type(loaded["best"]) is float
+    # A number of the tree may have been a counter on a device.
+    xj.save({"optimizer": {"step": jnp.int32(7)}}, tmp_path / "counted")
+    names = Names(rename("optimizer.step", "step"))
+    assert xj.load(tmp_path / "counted", None, mesh(), like={"step": 0}, names=names) == {"step": 7}
+    with pytest.raises(xs.XshardError, match="in the tree alone: step"):
+        xj.load(tmp_path / "counted", None, mesh(), like={"step": "7"}, names=names)
+
+
+@in_jax
 def test_what_is_no_state(tmp_path: Path) -> None:
     """Each is refused before the folder is made."""
     here = mesh()
@@ -172,6 +191,8 @@ def test_what_is_no_state(tmp_path: Path) -> None:
         ({"w": jnp.ones(4, "float8_e3m4")}, {}, "leaf 'w': unknown dtype 'float8_e3m4'"),
         ({"w": jax.ShapeDtypeStruct((4,), jnp.float32)}, {}, "leaf 'w': a type cannot be saved"),
         ({"w": gone}, {}, "leaf 'w': the array was donated or deleted"),
+        ({"w": x, "z": 3j}, {}, "leaf 'z': complex cannot be saved\n  save an array: np.asarray"),
+        ({"w": x, "loader": b"7"}, {}, "leaf 'loader': bytes cannot be saved"),
     ]
     for tree, options, message in wrong:
         with pytest.raises(xs.XshardError) as raised:

@@ -67,6 +67,26 @@ def test_each_format(tmp_path: Path) -> None:
     check_unfinished(tmp_path)
 
 
+@in_jax
+def test_numbers_of_a_tree(tmp_path: Path) -> None:
+    """orbax stores them as arrays without dims, of 64 bits, which JAX would not hold."""
+    import orbax.checkpoint as ocp
+
+    tree = {"w": np.ones((4, 2), np.float32), "step": 7, "loss": 0.1, "done": True}
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "run", tree)
+    mesh = device_mesh(Mesh(a=2))
+    like = {"w": tree["w"], "step": 0, "loss": 0.0, "done": False}
+    loaded = xj.load(tmp_path / "run", {"w": "o/a i", "**": "..."}, mesh, like=like)
+    assert {name: loaded[name] for name in ("step", "loss", "done")} == {
+        "step": 7,
+        "loss": 0.1,
+        "done": True,
+    }
+    assert [type(loaded[name]) for name in ("step", "loss", "done")] == [int, float, bool]
+    assert loaded["w"].sharding.spec == jax.P("a", None)
+
+
 def check_unfinished(tmp_path: Path) -> None:
     """Of what orbax did not finish, or somebody has changed."""
     with pytest.raises(FileError, match=r"no safetensors files in .*manager"):
