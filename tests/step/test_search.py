@@ -7,7 +7,7 @@ import pytest
 
 from tests.step.random_steps import random_step
 from xshard import Mesh, load_profile, plan
-from xshard.step.choose import eliminate
+from xshard.step.choose import order
 from xshard.step.choose import search as search_room
 from xshard.step.choose.eliminate import excess, minimum
 from xshard.step.choose.search import StepSearch
@@ -90,7 +90,7 @@ def _cut_all_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let each table of a minimum be minimized by itself."""
     monkeypatch.setattr(search_room, "FEW_ADDED_UP", 1)
     monkeypatch.setattr(search_room, "MOST_ADDED_UP", 1)
-    monkeypatch.setattr(eliminate, "LEAST_LIMIT", 1)
+    monkeypatch.setattr(order, "LEAST_LIMIT", 1)
 
 
 def test_a_bound_by_moves_that_do_not_exist_still_has_a_plan(monkeypatch):
@@ -147,7 +147,7 @@ def test_minima_are_those_of_all_assignments(monkeypatch, has_impossible):
     sums = sums + sum(table[chosen[i], chosen[j]] for (i, j), table in pairs.items())
     value, found, buckets = minimum(unary, pairs, 2**22)
     assert value == pytest.approx(sums.min()) and tuple(found) == assignments[int(sums.argmin())]
-    monkeypatch.setattr(eliminate, "LEAST_LIMIT", 1)
+    monkeypatch.setattr(order, "LEAST_LIMIT", 1)
     bound = minimum(unary, pairs, 1)
     assert len(bound.buckets) > len(buckets) and value / 2 < bound.value <= value
     more = excess(buckets)
@@ -160,7 +160,7 @@ def test_minima_are_those_of_all_assignments(monkeypatch, has_impossible):
 
 def test_tables_that_are_minimized_apart_prefer_the_same_values(monkeypatch):
     """By itself each table has the minimum 0; their sum is 9 for every value of variable 0."""
-    monkeypatch.setattr(eliminate, "LEAST_LIMIT", 1)
+    monkeypatch.setattr(order, "LEAST_LIMIT", 1)
     rising = np.array([[0.0, 0.0], [9.0, 9.0]])
     zeros = [np.zeros(2)] * 3
     assert minimum(zeros, {(0, 1): rising, (0, 2): rising[::-1]}, 1).value == 9
