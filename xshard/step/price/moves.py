@@ -231,6 +231,7 @@ class MoveTable:
         is_linear: The move has an adjoint in the backward pass; else that takes no seconds.
         share: The array's part of the elements that move in one collective.
         seconds: [forward and backward, src layouts, dst layouts].
+        is_planned: Which moves have prices: [src layouts, dst layouts].
     """
 
     prices: MovePrices
@@ -240,6 +241,7 @@ class MoveTable:
     is_linear: bool
     share: float
     seconds: Floats = field(init=False)
+    is_planned: Flags = field(init=False)
 
     def __post_init__(self) -> None:
         bounds = partial(self.prices.bounds, shape=self.shape, share=self.share)
@@ -247,7 +249,7 @@ class MoveTable:
         # Cotangents move from the dual of the destination to the dual of the source.
         backward = bounds(dual(self.dst), dual(self.src)).T
         self.seconds = np.stack([forward, backward * self.is_linear])
-        self._is_planned = np.zeros(forward.shape, bool)
+        self.is_planned = np.zeros(forward.shape, bool)
 
     def raise_to_price(self, row: int, column: int) -> float:
         """Replace the lower bound of the move between two layouts by the planner's price.
@@ -255,7 +257,7 @@ class MoveTable:
         Returns the seconds by which the bound was too low, of both passes together; 0 if the move
         was planned before.
         """
-        if self._is_planned[row, column]:
+        if self.is_planned[row, column]:
             return 0.0
         src = self.src[row]
         dst = self.dst[column]
@@ -265,7 +267,7 @@ class MoveTable:
             backward = self.prices.planned_seconds(dual(dst), dual(src), self.shape, self.share)
         added_s = forward + backward - self.seconds[:, row, column].sum()
         self.seconds[:, row, column] = (forward, backward)
-        self._is_planned[row, column] = True
+        self.is_planned[row, column] = True
         return float(added_s)
 
 

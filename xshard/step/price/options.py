@@ -9,6 +9,7 @@ by units comes behind all others (`record.arrays`).
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from functools import lru_cache
 from itertools import chain, combinations
 from typing import NamedTuple
 
@@ -259,10 +260,20 @@ def unevenness(placements: Placements, units: Sequence[int], mesh: Mesh) -> Floa
 def distinct_layouts(layouts: Placements) -> tuple[Placements, Ints]:
     """Find the distinct layouts of options, and for each option the number of its layout.
 
-    [options, axes] -> [distinct, axes], [options].
+    [options, axes] -> [distinct, axes], [options]. Nobody may change them, as they are cached.
     """
+    return _distinct_layouts(layouts.tobytes(), layouts.shape)
+
+
+# Operations that are alike, and the same step with other micro-batches, have the same layouts.
+@lru_cache(maxsize=256)
+def _distinct_layouts(content: bytes, shape: tuple[int, ...]) -> tuple[Placements, Ints]:
+    layouts = np.frombuffer(content, dtype=np.int64).reshape(shape)
     distinct, numbers = np.unique(layouts, axis=0, return_inverse=True)
-    return distinct, numbers.reshape(-1)
+    numbers = numbers.reshape(-1)
+    distinct.flags.writeable = False
+    numbers.flags.writeable = False
+    return distinct, numbers
 
 
 def without_copies(placements: ArrayLike) -> Placements:
