@@ -246,8 +246,12 @@ def _edge(
         # This comes after `_bytes_of_moves`, which needs to tell them apart. So do rules on the way
         # into a module.
         used_layouts = without_copies(used_layouts)
+    # Parameters travel together, and each is charged its share; an activation travels alone.
     launch_share = setup.launch_share(name) if is_parameter else 1.0
+    shape = setup.shape(name)
+    moves = setup.moves.table(made_layouts, used_layouts, shape, is_linear, launch_share)
     seconds_parts = SECONDS_OF_PARAMETERS if is_parameter else SECONDS_OF_ACTIVATIONS
+    runs = _runs_by_part(setup, source, op, len(made_layouts))
     edge = Edge(
         source=numbers[name],
         user=numbers[op.name],
@@ -255,23 +259,28 @@ def _edge(
         columns=columns,
         made_layouts=made_layouts,
         used_layouts=used_layouts,
-        moves=setup.moves.table(
-            made_layouts, used_layouts, setup.shape(name), is_linear, launch_share
-        ),
+        moves=moves,
         seconds_parts=[setup.part_index(op, part) for part in seconds_parts],
-        runs=share_of_runs * _runs_by_part(setup, source, op, len(made_layouts)),
+        runs=share_of_runs * runs,
         bytes_by_part={
             setup.part_index(op, part): bytes_of_moves[part] for part in sorted(bytes_of_moves)
         },
         place=place.name,
         enters=place.is_input,
     )
-    if isinstance(setup.mesh, SubAxisMesh) and source.gathering is None:
-        # No rule can move heads that are shared: one block does not tell how many there are.
-        is_shared = made_layouts[:, -2] != made_layouts[:, -1]
-        differs = (made_layouts[:, None] != used_layouts).any(-1)
-        edge.banned |= is_shared[:, None] & differs
+    if isinstance(setup.mesh, SubAxisMesh) and not is_parameter:
+        edge.banned |= _are_moves_of_shared_heads(made_layouts, used_layouts)
     return edge
+
+
+def _are_moves_of_shared_heads(made_layouts: Placements, used_layouts: Placements) -> Flags:
+    """Tell which moves are of heads that devices along a sub-axis share: [rows, columns].
+
+    No rule can say these: one block does not tell how many heads there are.
+    """
+    is_shared = made_layouts[:, -2] != made_layouts[:, -1]
+    differs = (made_layouts[:, None] != used_layouts).any(-1)
+    return np.asarray(is_shared[:, None] & differs)
 
 
 def _made_layouts(source: Node, *, stays: bool) -> tuple[Placements, Ints]:

@@ -406,18 +406,23 @@ def _sample_move(mesh: Mesh, moves: Sequence[AxisMove], is_contiguous: bool) -> 
         axes = [move.axis for move in moves if dim in (move.src, move.dst)]
         lengths.append(math.prod(mesh.sizes[axis] for axis in axes))
     names = [f"d{i}" for i in range(len(lengths) + 1)]
-    # Only axes that take part are planned: the search has more states with each axis.
-    axis_names = tuple(mesh.axes[move.axis] for move in moves)
-    if axis_names == mesh.axes:
-        sample_mesh = mesh  # a mesh of sub-axes knows which axes they are parts of
-    else:
-        sample_mesh = Mesh({axis: mesh.size(axis) for axis in axis_names})
+    sample_mesh = _mesh_along(mesh, moves)
+    src = [placement_in_sample[move.src] for move in moves]
+    dst = [placement_in_sample[move.dst] for move in moves]
     return SampleMove(
         mesh=sample_mesh,
-        src=layout_of([placement_in_sample[move.src] for move in moves], names, axis_names),
-        dst=layout_of([placement_in_sample[move.dst] for move in moves], names, axis_names),
+        src=layout_of(src, names, sample_mesh.axes),
+        dst=layout_of(dst, names, sample_mesh.axes),
         lengths=lengths,
     )
+
+
+def _mesh_along(mesh: Mesh, moves: Sequence[AxisMove]) -> Mesh:
+    """Keep the axes that take part in a move: a plan's search has more states with each axis."""
+    axes = tuple(mesh.axes[move.axis] for move in moves)
+    if axes == mesh.axes:
+        return mesh  # a mesh of sub-axes knows which axes they are parts of
+    return Mesh({axis: mesh.size(axis) for axis in axes})
 
 
 def _sharded_dims(moves: Sequence[AxisMove]) -> list[int]:

@@ -107,13 +107,17 @@ def _options(
         held_tag = REPLICAS if n_visible == 1 else COPY  # in storage, or in an operation
         for i, dims in enumerate(shared_dims):
             is_possible &= _are_of_whole_axes(placements[:, i], dims, held_tag)
-    placements = placements[is_possible, :n_visible]
-    # Rules for several dims that are one dim of the array may be equal layouts: the first one
-    # stays. `unique` sorts by value; sorting the indices brings the order of the rules back.
-    _, first_index = np.unique(placements, axis=0, return_index=True)
-    options = placements[np.sort(first_index)]
+    # Rules for several dims that are one dim of the array may be equal layouts.
+    options = _first_of_equals(placements[is_possible, :n_visible])
     options.flags.writeable = False
     return options
+
+
+def _first_of_equals(placements: Placements) -> Placements:
+    """Leave out options that are the same layouts as one before them; the others keep their order."""
+    _, first_index = np.unique(placements, axis=0, return_index=True)
+    # `unique` sorts options by value: sorted indices bring their own order back.
+    return placements[np.sort(first_index)]
 
 
 def _with_rules_by_units(
