@@ -121,6 +121,33 @@ def test_a_search_ends_where_all_options_take_longer_than_a_known_plan(monkeypat
             assert min(search.bound, search.cutoff) <= known.seconds
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_a_bound_where_few_nodes_have_a_choice_is_that_of_their_best_options(seed):
+    """Moves between all others count, planned or not; where one is not possible it is infinite."""
+    moves = MovePrices(Mesh(a=4), "bfloat16", load_profile("h100"))
+    problem = StepProblem(random_step(seed).with_shares, moves)
+    search = StepSearch(problem, np.inf)
+    weights, constant = search.cost.weights(search.multipliers)
+    search.start()
+    mixed = [len(node.placements) // 2 for node in problem.nodes]
+    for assignment in (search.best, mixed):
+        for free, node in enumerate(problem.nodes):
+            flags = [
+                np.arange(len(n.placements)) == k
+                for n, k in zip(problem.nodes, assignment, strict=True)
+            ]
+            flags[free][:] = True
+            found = search.within(flags).bound_by(search.multipliers)
+            values = []
+            for option in range(len(node.placements)):
+                vector = problem.vector([*assignment[:free], option, *assignment[free + 1 :]])
+                is_possible = np.isfinite(vector).all()
+                values.append(weights @ vector - constant if is_possible else np.inf)
+            assert found.seconds == pytest.approx(min(values))
+            if np.isfinite(min(values)):
+                assert values[found.assignment[free]] == pytest.approx(min(values))
+
+
 def test_less_memory_than_any_plan_needs():
     moves = MovePrices(Mesh(a=2), "bfloat16", load_profile("h100"))
     search = StepSearch(StepProblem(random_step(0).with_shares, moves), 1000.0)
