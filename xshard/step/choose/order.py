@@ -14,7 +14,7 @@ from typing import NamedTuple
 # A sum may have half of the entries that are left of those of all sums of a minimum, but always this
 # many; beyond that the minimum is bounded from below only.
 LEAST_LIMIT = 2**14
-MOST_PLANS = 64  # that are remembered
+MOST_PLANS = 64  # that are remembered: 190 KiB for 368 variables and 532 pairs
 
 Scope = tuple[int, ...]  # numbers of variables
 Shape = tuple[int, ...]
