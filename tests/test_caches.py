@@ -35,6 +35,8 @@ PLAIN = {
     "xshard.rules._compiled",
     "xshard.rules.spellings",
     "xshard.signatures.Signature",
+    "xshard.step.choose.order.plan_elimination",
+    "xshard.step.price.options._distinct_layouts",
     "xshard.steps.exchange.even_traffic._dim_digits",
     "xshard.steps.exchange.traffic.span_axes",
     "xshard.testing.pickling.is_installed",

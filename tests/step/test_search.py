@@ -7,7 +7,7 @@ import pytest
 
 from tests.step.random_steps import random_step
 from xshard import Mesh, load_profile, plan
-from xshard.step.choose import eliminate
+from xshard.step.choose import order
 from xshard.step.choose import search as search_room
 from xshard.step.choose.eliminate import excess, minimum
 from xshard.step.choose.search import StepSearch
@@ -90,7 +90,7 @@ def _cut_all_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let each table of a minimum be minimized by itself."""
     monkeypatch.setattr(search_room, "FEW_ADDED_UP", 1)
     monkeypatch.setattr(search_room, "MOST_ADDED_UP", 1)
-    monkeypatch.setattr(eliminate, "LEAST_LIMIT", 1)
+    monkeypatch.setattr(order, "LEAST_LIMIT", 1)
 
 
 def test_a_bound_by_moves_that_do_not_exist_still_has_a_plan(monkeypatch):
@@ -121,6 +121,33 @@ def test_a_search_ends_where_all_options_take_longer_than_a_known_plan(monkeypat
             assert min(search.bound, search.cutoff) <= known.seconds
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_a_bound_where_few_nodes_have_a_choice_is_that_of_their_best_options(seed):
+    """Moves between all others count, planned or not; where one is not possible it is infinite."""
+    moves = MovePrices(Mesh(a=4), "bfloat16", load_profile("h100"))
+    problem = StepProblem(random_step(seed).with_shares, moves)
+    search = StepSearch(problem, np.inf)
+    weights, constant = search.cost.weights(search.multipliers)
+    search.start()
+    mixed = [len(node.placements) // 2 for node in problem.nodes]
+    for assignment in (search.best, mixed):
+        for free, node in enumerate(problem.nodes):
+            flags = [
+                np.arange(len(n.placements)) == k
+                for n, k in zip(problem.nodes, assignment, strict=True)
+            ]
+            flags[free][:] = True
+            found = search.within(flags).bound_by(search.multipliers)
+            values = []
+            for option in range(len(node.placements)):
+                vector = problem.vector([*assignment[:free], option, *assignment[free + 1 :]])
+                is_possible = np.isfinite(vector).all()
+                values.append(weights @ vector - constant if is_possible else np.inf)
+            assert found.seconds == pytest.approx(min(values))
+            if np.isfinite(min(values)):
+                assert values[found.assignment[free]] == pytest.approx(min(values))
+
+
 def test_less_memory_than_any_plan_needs():
     moves = MovePrices(Mesh(a=2), "bfloat16", load_profile("h100"))
     search = StepSearch(StepProblem(random_step(0).with_shares, moves), 1000.0)
@@ -147,7 +174,7 @@ def test_minima_are_those_of_all_assignments(monkeypatch, has_impossible):
     sums = sums + sum(table[chosen[i], chosen[j]] for (i, j), table in pairs.items())
     value, found, buckets = minimum(unary, pairs, 2**22)
     assert value == pytest.approx(sums.min()) and tuple(found) == assignments[int(sums.argmin())]
-    monkeypatch.setattr(eliminate, "LEAST_LIMIT", 1)
+    monkeypatch.setattr(order, "LEAST_LIMIT", 1)
     bound = minimum(unary, pairs, 1)
     assert len(bound.buckets) > len(buckets) and value / 2 < bound.value <= value
     more = excess(buckets)
@@ -160,7 +187,7 @@ def test_minima_are_those_of_all_assignments(monkeypatch, has_impossible):
 
 def test_tables_that_are_minimized_apart_prefer_the_same_values(monkeypatch):
     """By itself each table has the minimum 0; their sum is 9 for every value of variable 0."""
-    monkeypatch.setattr(eliminate, "LEAST_LIMIT", 1)
+    monkeypatch.setattr(order, "LEAST_LIMIT", 1)
     rising = np.array([[0.0, 0.0], [9.0, 9.0]])
     zeros = [np.zeros(2)] * 3
     assert minimum(zeros, {(0, 1): rising, (0, 2): rising[::-1]}, 1).value == 9

@@ -2,22 +2,21 @@
 
 To eliminate a variable, all tables that depend on it are added up and minimized over it: the result
 is one table over its neighbours. Models are chains with few branches, so tables stay small (bucket
-elimination, Dechter 1999).
+elimination, Dechter 1999). `order` plans which tables are added up.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from functools import reduce
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from xshard.step.choose.order import Group, Scope, Shape, plan_elimination
 from xshard.step.price.options import Floats
 
-# A sum may have half of the entries that are left of those of all sums of a minimum, but always this
-# many; beyond that the minimum is bounded from below only.
-LEAST_LIMIT = 2**14
 ENTRIES_AT_A_TIME = 2**17  # of a sum of tables
 GIVEN = -1  # in place of the bucket of a table that is no minimum
 
@@ -28,34 +27,31 @@ class Table(NamedTuple):
     bucket: the number of the bucket whose minimum it is, or GIVEN.
     """
 
-    scope: Sequence[int]
+    scope: Scope
     entries: Floats
     bucket: int = GIVEN
 
-    def over(self, scope: Sequence[int]) -> Table:
-        """Return the table with an axis for all of `scope`, of length 1 for other variables."""
-        lengths = dict(zip(self.scope, self.entries.shape, strict=True))
-        shape = [lengths.get(variable, 1) for variable in scope]
-        return self._replace(entries=self.entries.reshape(shape))
-
 
 class Bucket(NamedTuple):
-    """Tables whose sum is minimized over a variable; the sum is made only when it is needed.
+    """A group with its tables, whose sum is made only when it is needed.
 
-    Args:
-        variable: The variable.
-        scope: All variables of the tables, in order.
-        tables: With an axis for all of `scope` (`Table.over`), so that they broadcast.
+    scope, sizes, shapes: as those of `Group`.
     """
 
-    variable: int
-    scope: list[int]
+    scope: Scope
+    sizes: Shape
     tables: list[Table]
+    shapes: tuple[Shape, ...]
 
     @property
-    def axis(self) -> int:
-        """The axis of the variable."""
-        return self.scope.index(self.variable)
+    def variable(self) -> int:
+        """The variable that is minimized over, which has axis 0 of the sum."""
+        return self.scope[0]
+
+    @property
+    def other_axes(self) -> tuple[int, ...]:
+        """The axes of all other variables."""
+        return tuple(range(1, len(self.scope)))
 
     def minimize(self) -> Floats:
         """Add up the tables of costs, and minimize the sum over the bucket's variable.
@@ -64,28 +60,32 @@ class Bucket(NamedTuple):
         value of b the least sum over all values of a. In general it has an axis for each variable
         in `scope` but this one, in order.
         """
-        least = np.array(np.inf)
-        for total in self._sums():
-            least = np.minimum(least, total.min(self.axis))
-        return least
+        return reduce(np.minimum, (total.min(0) for total in self._sums()))
 
     def least_by_value(self) -> Floats:
         """Return for each value of the bucket's variable the least sum of tables: [values]."""
-        other_axes = tuple(axis for axis in range(len(self.scope)) if axis != self.axis)
-        return np.concatenate([total.min(other_axes) for total in self._sums()])
+        return np.concatenate([total.min(self.other_axes) for total in self._sums()])
 
     def _sums(self) -> Iterator[Floats]:
         """Yield the sum of tables, for a few values of the variable at a time.
 
         The sum of large tables would not fit into the processor's caches.
         """
-        entries = [table.entries for table in self.tables]
-        shape = np.broadcast_shapes(*[table.shape for table in entries])
-        axis = self.axis
-        n_values = max(1, ENTRIES_AT_A_TIME * shape[axis] // math.prod(shape))
-        for start in range(0, shape[axis], n_values):
-            rows = (*[slice(None)] * axis, slice(start, start + n_values))
-            yield np.asarray(sum(table[rows] for table in entries))
+        entries = self.entries()
+        n_values = max(1, ENTRIES_AT_A_TIME * self.sizes[0] // math.prod(self.sizes))
+        for start in range(0, self.sizes[0], n_values):
+            yield reduce(np.add, [table[start : start + n_values] for table in entries])
+
+    def entries(self) -> list[Floats]:
+        """List the entries of all tables, with an axis for all of `scope`."""
+        pairs = zip(self.tables, self.shapes, strict=True)
+        return [table.entries.reshape(shape) for table, shape in pairs]
+
+    def shifted(self, shift: Floats) -> Bucket:
+        """Add a table of the bucket's variable alone: [values]."""
+        table = Table((self.variable,), shift)
+        shape = (self.sizes[0], *[1] * len(self.other_axes))
+        return self._replace(tables=[table, *self.tables], shapes=(shape, *self.shapes))
 
     def best_value(self, values: Sequence[int]) -> int:
         """Choose the variable's value with the least sum of tables, given values of all others.
@@ -96,11 +96,13 @@ class Bucket(NamedTuple):
         values: one for each variable of the whole problem; only those in `scope`, but not the
         bucket's own, are read.
         """
-        index: list[Any] = [values[variable] for variable in self.scope]
-        index[self.axis] = slice(None)
-        tables = np.broadcast_arrays(*[table.entries for table in self.tables])
-        total = sum(entries[tuple(index)] for entries in tables)
-        return int(np.argmin(total))
+        candidates: list[Floats] = []  # for each table [values of the variable]
+        for table in self.tables:
+            # The bucket's own variable is the first one of all its tables.
+            others = [values[variable] for variable in table.scope[1:]]
+            index: tuple[Any, ...] = (slice(None), *others)
+            candidates.append(table.entries[index])
+        return int(reduce(np.add, candidates).argmin())
 
 
 class Minimum(NamedTuple):
@@ -132,58 +134,41 @@ def minimum(
     >>> minimum(unary, {(0, 1): np.array([[5, 5], [0, 3]])}, most_added_up=2**22)[:2]
     (1.0, [1, 0])
     """
-    sizes = [len(table) for table in unary]
+    sizes = tuple(map(len, unary))
+    own_scopes = _scopes_of(sizes, pairs)
+    elimination = plan_elimination(own_scopes, sizes, most_added_up)
+    tables: list[Table] = []
+    given = zip([*unary, *pairs.values()], own_scopes, elimination.scopes, strict=True)
+    for entries, own_scope, scope in given:
+        with_axes = np.asarray(entries).squeeze()  # for `own_scope`
+        tables.append(Table(scope, with_axes if scope == own_scope else with_axes.T))
     buckets: list[Bucket] = []
-    constants = _eliminate(_tables_of(unary, pairs), sizes, buckets, most_added_up)
+    for groups in elimination.groups:
+        for bucket in _agreeing([_bucket_of(group, tables) for group in groups]):
+            # The bucket's number tells `excess` which bucket's minimum this table is.
+            tables.append(Table(bucket.scope[1:], bucket.minimize(), len(buckets)))
+            buckets.append(bucket)
     assignment = [0] * len(sizes)
     # The neighbours of a variable were eliminated after it, and have their values already.
     for bucket in reversed(buckets):
         assignment[bucket.variable] = bucket.best_value(assignment)
-    return Minimum(sum(constants), assignment, buckets)
+    value = sum(float(tables[number].entries) for number in elimination.left)
+    return Minimum(value, assignment, buckets)
 
 
-def _eliminate(
-    tables: Sequence[Table], sizes: Sequence[int], buckets: list[Bucket], most_added_up: int
-) -> list[float]:
-    """Eliminate all variables, add a bucket for each to `buckets`, and return the numbers left.
+def _scopes_of(sizes: Shape, pairs: Mapping[tuple[int, int], Floats]) -> tuple[Scope, ...]:
+    """List the variables of the tables of one variable each, then those of all pairs.
 
-    Tables over (a, b) and (b, c): a is eliminated first, say, which leaves a table over b and the
-    one over (b, c); then c, which leaves two tables over b; then b, which leaves a number.
-
-    sizes: the number of values of each variable. most_added_up: entries of all sums together.
+    A table has no axis for a variable with one value: a variable may have more neighbours than an
+    array has axes.
     """
-    left = _TablesLeft(len(sizes))
-    for table in tables:
-        left.add(table)
-    n_entries: dict[int, int] = {}  # by variable, of the sum of all tables with it
-    # Variables whose tables have changed, so that `n_entries` is counted again: at first all with
-    # a choice of values.
-    changed = [variable for variable, size in enumerate(sizes) if size > 1]
-    n_entries_left = most_added_up
-    for _ in [*changed]:
-        for variable in changed:
-            n_entries[variable] = _n_entries_of_sum(left.with_variable(variable), sizes)
-        # The variable with the smallest sum first, so that tables stay small.
-        eliminated = min(n_entries, key=n_entries.__getitem__)
-        del n_entries[eliminated]
-        tables_to_add = left.take(eliminated)
-        changed = [v for v in _joint_scope(tables_to_add) if v != eliminated]
-        # One group with all tables, unless their sum would be too large (mini-buckets).
-        most_entries = max(n_entries_left // 2, LEAST_LIMIT)
-        groups = [*_groups_that_fit(tables_to_add, sizes, most_entries)]
-        for bucket in _agreeing([_bucket_of(eliminated, group) for group in groups]):
-            n_entries_left -= _n_entries_of_sum(bucket.tables, sizes)
-            other_variables = [v for v in bucket.scope if v != eliminated]
-            # The bucket's number tells `excess` which bucket's minimum this table is.
-            left.add(Table(other_variables, bucket.minimize(), len(buckets)))
-            buckets.append(bucket)
-    return [float(table.entries) for table in left.tables.values()]
+    scopes: list[Scope] = [(variable,) for variable in range(len(sizes))]
+    scopes += pairs
+    return tuple([tuple([v for v in scope if sizes[v] > 1]) for scope in scopes])
 
 
-def _bucket_of(variable: int, tables: Sequence[Table]) -> Bucket:
-    scope = _joint_scope(tables)
-    # The smallest tables are added up first, so that few sums are over the whole scope.
-    return Bucket(variable, scope, [table.over(scope) for table in reversed(tables)])
+def _bucket_of(group: Group, tables: Sequence[Table]) -> Bucket:
+    return Bucket(group.scope, group.sizes, [tables[n] for n in group.tables], group.shapes)
 
 
 def _agreeing(buckets: list[Bucket]) -> list[Bucket]:
@@ -202,45 +187,7 @@ def _agreeing(buckets: list[Bucket]) -> list[Bucket]:
     with np.errstate(invalid="ignore"):
         shifts = least_by_bucket.mean(0) - least_by_bucket  # [buckets, values]
     shifts[:, is_impossible] = np.inf
-    agreeing = []
-    for bucket, shift in zip(buckets, shifts, strict=True):
-        table = Table([bucket.variable], shift).over(bucket.scope)
-        agreeing.append(bucket._replace(tables=[table, *bucket.tables]))
-    return agreeing
-
-
-class _TablesLeft:
-    """The tables that are not added up yet, in the order in which they were added.
-
-    Attributes:
-        tables: By number.
-    """
-
-    def __init__(self, n_variables: int) -> None:
-        self.tables: dict[int, Table] = {}
-        self._n_added = 0
-        # By variable, of the tables with it; dicts keep the order.
-        self._numbers_with = [dict[int, None]() for _ in range(n_variables)]
-
-    def add(self, table: Table) -> None:
-        self.tables[self._n_added] = table
-        for variable in table.scope:
-            self._numbers_with[variable][self._n_added] = None
-        self._n_added += 1
-
-    def with_variable(self, variable: int) -> list[Table]:
-        """List the tables with a variable."""
-        return [self.tables[number] for number in self._numbers_with[variable]]
-
-    def take(self, variable: int) -> list[Table]:
-        """Remove the tables with a variable, and return them."""
-        taken: list[Table] = []
-        for number in [*self._numbers_with[variable]]:
-            table = self.tables.pop(number)
-            taken.append(table)
-            for other_variable in table.scope:
-                del self._numbers_with[other_variable][number]
-        return taken
+    return [bucket.shifted(shift) for bucket, shift in zip(buckets, shifts, strict=True)]
 
 
 def excess(buckets: Sequence[Bucket]) -> dict[int, Floats]:
@@ -265,29 +212,28 @@ def excess(buckets: Sequence[Bucket]) -> dict[int, Floats]:
     # By number of a bucket: what other tables add, with its scope's axes, 1 long at its variable.
     added_elsewhere: dict[int, Floats] = {}
     for number, bucket in reversed(list(enumerate(buckets))):
+        entries = bucket.entries()
         # The least total of the whole problem, for given values of the variables in its scope.
-        of_tables = sum(table.entries for table in bucket.tables)
-        total = np.asarray(of_tables + added_elsewhere.pop(number, 0.0))
-        for table in bucket.tables:
+        total = reduce(np.add, entries) + added_elsewhere.pop(number, 0.0)
+        for table, minima in zip(bucket.tables, entries, strict=True):
             if table.bucket != GIVEN:
                 origin = buckets[table.bucket]
-                added_elsewhere[table.bucket] = _added_beside(table, total, bucket.scope, origin)
-        other_axes = tuple(axis for axis in range(len(bucket.scope)) if axis != bucket.axis)
-        above = total.min(other_axes) - total.min()
+                added_elsewhere[table.bucket] = _added_beside(minima, total, bucket.scope, origin)
+        above = total.min(bucket.other_axes) - total.min()
         # A variable in several buckets has a bound from each of them: the highest counts.
         excess_of[bucket.variable] = np.maximum(excess_of.get(bucket.variable, 0), above)
     return excess_of
 
 
-def _added_beside(least: Table, total: Floats, scope: Sequence[int], origin: Bucket) -> Floats:
+def _added_beside(minima: Floats, total: Floats, scope: Scope, origin: Bucket) -> Floats:
     """Compute what all other tables add to the minimum of an earlier bucket, for its variables.
 
     Total 9 where the minimum is 4: the others add 5.
 
     Args:
-        least: The minimum of the earlier bucket, with an axis for all of `scope`.
+        minima: The minima of the earlier bucket, with an axis for all of `scope`.
         total: The least total of the problem: [values of each variable in `scope`].
-        scope: The variables of the later bucket, which has the minimum as one of its tables.
+        scope: The variables of the later bucket, which has the minima as one of its tables.
         origin: The earlier bucket.
 
     Returns:
@@ -296,60 +242,7 @@ def _added_beside(least: Table, total: Floats, scope: Sequence[int], origin: Buc
     # The earlier bucket does not have these variables: they take their best values.
     unknown = tuple(axis for axis, v in enumerate(scope) if v not in origin.scope)
     with np.errstate(invalid="ignore"):  # inf - inf
-        others = total.min(unknown, keepdims=True) - least.entries
+        others = total.min(unknown, keepdims=True) - minima
     # Where the minimum is infinite, so is the earlier bucket's own sum: nothing need be added.
-    others = np.where(np.isfinite(least.entries), others, 0)
-    return np.expand_dims(others.squeeze(unknown), origin.axis)
-
-
-def _tables_of(unary: Sequence[Floats], pairs: Mapping[tuple[int, int], Floats]) -> list[Table]:
-    """Make a table of every term, with variables in order.
-
-    A table has no axis for a variable with one value: a variable may have more neighbours than an
-    array has axes.
-    """
-    terms: dict[tuple[int, ...], Floats] = {(v,): entries for v, entries in enumerate(unary)}
-    for pair, entries in pairs.items():
-        terms[pair] = entries
-    tables = []
-    for variables, entries in terms.items():
-        in_order = entries if variables == tuple(sorted(variables)) else entries.T
-        scope = [variable for variable in sorted(variables) if len(unary[variable]) > 1]
-        tables.append(Table(scope, np.asarray(in_order).squeeze()))
-    return tables
-
-
-def _joint_scope(tables: Sequence[Table]) -> list[int]:
-    """List all variables of some tables, in order."""
-    scope: set[int] = set()
-    for table in tables:
-        scope.update(table.scope)
-    return sorted(scope)
-
-
-def _n_entries_of_sum(tables: Sequence[Table], sizes: Sequence[int]) -> int:
-    return math.prod(sizes[variable] for variable in _joint_scope(tables))
-
-
-def _groups_that_fit(
-    tables: Sequence[Table], sizes: Sequence[int], most_entries: int
-) -> Iterator[list[Table]]:
-    """Split tables into few groups, so that the sum of each has at most `most_entries` entries.
-
-    Tables over (a, b) and (b, c) add up to one over (a, b, c): with 100 values for each variable
-    that has 10**6 entries. The split is greedy: a group begins with the largest table that is
-    left, and takes all others that fit. A table that is too large by itself is a group alone.
-
-    sizes: the number of values of each variable.
-    """
-    left = sorted(tables, key=lambda table: -table.entries.size)
-    while left:
-        group = left[:1]
-        too_large: list[Table] = []  # together with this group
-        for table in left[1:]:
-            if _n_entries_of_sum([*group, table], sizes) <= most_entries:
-                group.append(table)
-            else:
-                too_large.append(table)
-        yield group
-        left = too_large
+    others = np.where(np.isfinite(minima), others, 0)
+    return np.expand_dims(others.squeeze(unknown), 0)

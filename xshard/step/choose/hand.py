@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import NamedTuple
 
@@ -117,28 +117,48 @@ def _preferred_dims(step: TrainingStep) -> dict[str, list[str]]:
     stream `b s c` and the weight `f c`: the sequence is s, a dim of the stream that no parameter
     has; tensor parallel is f, a dim of a parameter that the stream lacks.
     """
-    # A carry is the array that one of several equal layers hands on to the next: the residual
-    # stream. In a step without such layers the first result stands for it.
-    carries = [op for op in step.ops if op.kind == "carry"]
-    stream_dims = [*carries, *step.ops][0].dims[-1]
+    stream_dims = _dims_of_stream(step)
     parameter_dims = _dims_of_arrays(step, step.parameters)
     sequence = [dim for dim in stream_dims if dim != step.batch and dim not in parameter_dims]
     not_tensor = {*stream_dims, *_dims_of_arrays(step, step.inputs)}
     tensor = [dim for dim in parameter_dims if dim not in not_tensor]
-    # One dim may have several names: f where it is made and g where it is used. A rule that
-    # shards both over one axis shows that they are one dim, so that g is added, too.
-    for op in step.ops:
-        for rule in op.axis_rules:  # for each array the number of the dim that it shards, or a tag
-            arrays = zip(op.dims, rule, strict=False)
-            sharded = [dims[number] for dims, number in arrays if number >= 0]
-            if not set(sharded).isdisjoint(tensor):
-                tensor += [dim for dim in sharded if dim not in tensor and dim not in not_tensor]
+    tensor = _with_other_names(step, tensor, not_tensor)
     return {
         "batch": [step.batch],
         "sequence": sequence,
         "tensor": [*tensor, *sequence],
         "heads": sequence,
     }
+
+
+def _dims_of_stream(step: TrainingStep) -> Sequence[str]:
+    """List the dims of the residual stream, which one of several equal layers hands on to the next.
+
+    A carry has it as its result. In a step without such layers the first result stands for it.
+    """
+    carries = [op for op in step.ops if op.kind == "carry"]
+    first, *_ = [*carries, *step.ops]
+    return first.dims[-1]
+
+
+def _with_other_names(
+    step: TrainingStep, dims: Sequence[str], excluded: Collection[str]
+) -> list[str]:
+    """Add the other names of dims, but for those excluded: f where it is made, g where it is used.
+
+    A rule that shards both over one axis shows that they are one dim.
+    """
+    names = list(dims)
+    for op in step.ops:
+        for rule in op.axis_rules:  # for each array the number of the dim that it shards, or a tag
+            arrays = zip(op.dims, rule, strict=False)
+            sharded = [dims_of_array[number] for dims_of_array, number in arrays if number >= 0]
+            if set(sharded).isdisjoint(names):
+                continue
+            for dim in sharded:
+                if dim not in names and dim not in excluded:
+                    names.append(dim)
+    return names
 
 
 def _dims_of_arrays(step: TrainingStep, names: Iterable[str]) -> list[str]:

@@ -273,13 +273,21 @@ class StepSearch:
         pairs = zip(self.problem.nodes, live, strict=True)
         unary = [node.costs[options] @ weights for node, options in pairs]
         tables: dict[tuple[int, int], Floats] = {}
+        value_between_fixed = 0.0  # of moves that all assignments have
         for edge in self.problem.edges:
-            table = edge.weighted(weights, live[edge.source], live[edge.user])
-            tables[edge.nodes] = tables.get(edge.nodes, 0.0) + table
+            source_options = live[edge.source]
+            user_options = live[edge.user]
+            if len(source_options) == len(user_options) == 1:
+                options = int(source_options[0]), int(user_options[0])
+                value_between_fixed += edge.weighted_between(weights, *options)
+            else:
+                table = edge.weighted(weights, source_options, user_options)
+                tables[edge.nodes] = tables.get(edge.nodes, 0.0) + table
         least = minimum(unary, tables, self._most_added_up)
         numbers = zip(live, least.assignment, strict=True)
         assignment = [int(options[number]) for options, number in numbers]
-        return Bound(least.value - constant, assignment, least.buckets)
+        seconds = least.value + value_between_fixed - constant
+        return Bound(seconds, assignment, least.buckets)
 
     def close(self, gap: float) -> None:
         """Prove that the best plan is within a share `gap` of the optimum, by integer programs.

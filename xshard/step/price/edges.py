@@ -91,6 +91,8 @@ class Edge:
         tables = list(self.bytes_by_part.values())
         # [parts in bytes, rows, columns]; there may be no such part.
         self._bytes = np.array(tables).reshape(-1, *differs.shape)
+        # What planned moves cost, by the options of both ends: these prices change no more.
+        self._planned_costs: dict[tuple[int, int], Floats] = {}
 
     @property
     def nodes(self) -> tuple[int, int]:
@@ -107,6 +109,23 @@ class Edge:
         seconds_once = self.moves.seconds[:, rows, columns]  # of the move, of its adjoint
         seconds = (self.runs[:, :, rows] * seconds_once).sum(1)
         return np.concatenate([self._bytes[:, rows, columns], seconds])
+
+    def costs_between(self, source_option: int, user_option: int) -> Floats:
+        """Return what the move between two options costs, for `parts`; infinite if it is not possible.
+
+        Assignments differ in few options, so that most of them ask for the same moves again.
+        """
+        options = source_option, user_option
+        costs = self._planned_costs.get(options)
+        if costs is None:
+            row = self.rows[source_option]
+            column = self.columns[user_option]
+            costs = np.full(len(self.parts), np.inf)
+            if not self.banned[row, column]:
+                costs = self.costs(row, column)
+            if self.moves.is_planned[row, column]:
+                self._planned_costs[options] = costs
+        return costs
 
     def raise_to_price(self, source_option: int, user_option: int) -> float:
         """Replace the lower bound of the move between two options by the planner's price.
@@ -137,16 +156,26 @@ class Edge:
             [source options, user options]; infinite where a move is not possible.
         """
         # `parts` has the parts in bytes first, then those in seconds.
-        byte_weights, part_weights = np.split(weights[self.parts], [len(self._bytes)])
+        weights_of_parts = weights[self.parts]
+        byte_weights = weights_of_parts[: len(self._bytes)]
+        part_weights = weights_of_parts[len(self._bytes) :]
         # What a second of the move, or of its adjoint, weighs: by how often it runs for each part.
         runs_by_part = self.runs.reshape(len(part_weights), -1)  # [parts, move or adjoint and row]
         second_weights = (part_weights @ runs_by_part).reshape(2, -1, 1)
-        total = (second_weights * self.moves.seconds).sum(0)  # [rows, columns]
+        of_move, of_adjoint = second_weights * self.moves.seconds
+        total = of_move + of_adjoint  # [rows, columns]
         # A product of matrices is faster than a sum over tables; there may be no table of bytes.
         byte_tables = self._bytes.reshape(len(byte_weights), total.size)
         total += (byte_weights @ byte_tables).reshape(total.shape)
         total = np.where(self.banned, np.inf, total)
         return total[self.rows[source_options]][:, self.columns[user_options]]
+
+    def weighted_between(self, weights: Floats, source_option: int, user_option: int) -> float:
+        """Compute the weighted cost of the move between two options, as `weighted` for one pair."""
+        costs = self.costs_between(source_option, user_option)
+        if np.isinf(costs[-1]):  # all are; weights may be 0
+            return np.inf
+        return float(weights[self.parts] @ costs)
 
 
 def edges_of(setup: StepSetup, nodes: Sequence[Node], numbers: Mapping[str, int]) -> list[Edge]:
@@ -217,8 +246,12 @@ def _edge(
         # This comes after `_bytes_of_moves`, which needs to tell them apart. So do rules on the way
         # into a module.
         used_layouts = without_copies(used_layouts)
+    # Parameters travel together, and each is charged its share; an activation travels alone.
     launch_share = setup.launch_share(name) if is_parameter else 1.0
+    shape = setup.shape(name)
+    moves = setup.moves.table(made_layouts, used_layouts, shape, is_linear, launch_share)
     seconds_parts = SECONDS_OF_PARAMETERS if is_parameter else SECONDS_OF_ACTIVATIONS
+    runs = _runs_by_part(setup, source, op, len(made_layouts))
     edge = Edge(
         source=numbers[name],
         user=numbers[op.name],
@@ -226,23 +259,28 @@ def _edge(
         columns=columns,
         made_layouts=made_layouts,
         used_layouts=used_layouts,
-        moves=setup.moves.table(
-            made_layouts, used_layouts, setup.shape(name), is_linear, launch_share
-        ),
+        moves=moves,
         seconds_parts=[setup.part_index(op, part) for part in seconds_parts],
-        runs=share_of_runs * _runs_by_part(setup, source, op, len(made_layouts)),
+        runs=share_of_runs * runs,
         bytes_by_part={
             setup.part_index(op, part): bytes_of_moves[part] for part in sorted(bytes_of_moves)
         },
         place=place.name,
         enters=place.is_input,
     )
-    if isinstance(setup.mesh, SubAxisMesh) and source.gathering is None:
-        # No rule can move heads that are shared: one block does not tell how many there are.
-        is_shared = made_layouts[:, -2] != made_layouts[:, -1]
-        differs = (made_layouts[:, None] != used_layouts).any(-1)
-        edge.banned |= is_shared[:, None] & differs
+    if isinstance(setup.mesh, SubAxisMesh) and not is_parameter:
+        edge.banned |= _are_moves_of_shared_heads(made_layouts, used_layouts)
     return edge
+
+
+def _are_moves_of_shared_heads(made_layouts: Placements, used_layouts: Placements) -> Flags:
+    """Tell which moves are of heads that devices along a sub-axis share: [rows, columns].
+
+    No rule can say these: one block does not tell how many heads there are.
+    """
+    is_shared = made_layouts[:, -2] != made_layouts[:, -1]
+    differs = (made_layouts[:, None] != used_layouts).any(-1)
+    return np.asarray(is_shared[:, None] & differs)
 
 
 def _made_layouts(source: Node, *, stays: bool) -> tuple[Placements, Ints]:

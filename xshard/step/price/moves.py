@@ -231,6 +231,7 @@ class MoveTable:
         is_linear: The move has an adjoint in the backward pass; else that takes no seconds.
         share: The array's part of the elements that move in one collective.
         seconds: [forward and backward, src layouts, dst layouts].
+        is_planned: Which moves have prices: [src layouts, dst layouts].
     """
 
     prices: MovePrices
@@ -240,6 +241,7 @@ class MoveTable:
     is_linear: bool
     share: float
     seconds: Floats = field(init=False)
+    is_planned: Flags = field(init=False)
 
     def __post_init__(self) -> None:
         bounds = partial(self.prices.bounds, shape=self.shape, share=self.share)
@@ -247,7 +249,7 @@ class MoveTable:
         # Cotangents move from the dual of the destination to the dual of the source.
         backward = bounds(dual(self.dst), dual(self.src)).T
         self.seconds = np.stack([forward, backward * self.is_linear])
-        self._is_planned = np.zeros(forward.shape, bool)
+        self.is_planned = np.zeros(forward.shape, bool)
 
     def raise_to_price(self, row: int, column: int) -> float:
         """Replace the lower bound of the move between two layouts by the planner's price.
@@ -255,7 +257,7 @@ class MoveTable:
         Returns the seconds by which the bound was too low, of both passes together; 0 if the move
         was planned before.
         """
-        if self._is_planned[row, column]:
+        if self.is_planned[row, column]:
             return 0.0
         src = self.src[row]
         dst = self.dst[column]
@@ -265,7 +267,7 @@ class MoveTable:
             backward = self.prices.planned_seconds(dual(dst), dual(src), self.shape, self.share)
         added_s = forward + backward - self.seconds[:, row, column].sum()
         self.seconds[:, row, column] = (forward, backward)
-        self._is_planned[row, column] = True
+        self.is_planned[row, column] = True
         return float(added_s)
 
 
@@ -404,18 +406,23 @@ def _sample_move(mesh: Mesh, moves: Sequence[AxisMove], is_contiguous: bool) -> 
         axes = [move.axis for move in moves if dim in (move.src, move.dst)]
         lengths.append(math.prod(mesh.sizes[axis] for axis in axes))
     names = [f"d{i}" for i in range(len(lengths) + 1)]
-    # Only axes that take part are planned: the search has more states with each axis.
-    axis_names = tuple(mesh.axes[move.axis] for move in moves)
-    if axis_names == mesh.axes:
-        sample_mesh = mesh  # a mesh of sub-axes knows which axes they are parts of
-    else:
-        sample_mesh = Mesh({axis: mesh.size(axis) for axis in axis_names})
+    sample_mesh = _mesh_along(mesh, moves)
+    src = [placement_in_sample[move.src] for move in moves]
+    dst = [placement_in_sample[move.dst] for move in moves]
     return SampleMove(
         mesh=sample_mesh,
-        src=layout_of([placement_in_sample[move.src] for move in moves], names, axis_names),
-        dst=layout_of([placement_in_sample[move.dst] for move in moves], names, axis_names),
+        src=layout_of(src, names, sample_mesh.axes),
+        dst=layout_of(dst, names, sample_mesh.axes),
         lengths=lengths,
     )
+
+
+def _mesh_along(mesh: Mesh, moves: Sequence[AxisMove]) -> Mesh:
+    """Keep the axes that take part in a move: a plan's search has more states with each axis."""
+    axes = tuple(mesh.axes[move.axis] for move in moves)
+    if axes == mesh.axes:
+        return mesh  # a mesh of sub-axes knows which axes they are parts of
+    return Mesh({axis: mesh.size(axis) for axis in axes})
 
 
 def _sharded_dims(moves: Sequence[AxisMove]) -> list[int]:

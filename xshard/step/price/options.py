@@ -9,6 +9,7 @@ by units comes behind all others (`record.arrays`).
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from functools import lru_cache
 from itertools import chain, combinations
 from typing import NamedTuple
 
@@ -106,13 +107,17 @@ def _options(
         held_tag = REPLICAS if n_visible == 1 else COPY  # in storage, or in an operation
         for i, dims in enumerate(shared_dims):
             is_possible &= _are_of_whole_axes(placements[:, i], dims, held_tag)
-    placements = placements[is_possible, :n_visible]
-    # Rules for several dims that are one dim of the array may be equal layouts: the first one
-    # stays. `unique` sorts by value; sorting the indices brings the order of the rules back.
-    _, first_index = np.unique(placements, axis=0, return_index=True)
-    options = placements[np.sort(first_index)]
+    # Rules for several dims that are one dim of the array may be equal layouts.
+    options = _first_of_equals(placements[is_possible, :n_visible])
     options.flags.writeable = False
     return options
+
+
+def _first_of_equals(placements: Placements) -> Placements:
+    """Leave out options that are the same layouts as one before them; the others keep their order."""
+    _, first_index = np.unique(placements, axis=0, return_index=True)
+    # `unique` sorts options by value: sorted indices bring their own order back.
+    return placements[np.sort(first_index)]
 
 
 def _with_rules_by_units(
@@ -259,10 +264,20 @@ def unevenness(placements: Placements, units: Sequence[int], mesh: Mesh) -> Floa
 def distinct_layouts(layouts: Placements) -> tuple[Placements, Ints]:
     """Find the distinct layouts of options, and for each option the number of its layout.
 
-    [options, axes] -> [distinct, axes], [options].
+    [options, axes] -> [distinct, axes], [options]. Nobody may change them, as they are cached.
     """
+    return _distinct_layouts(layouts.tobytes(), layouts.shape)
+
+
+# Operations that are alike, and the same step with other micro-batches, have the same layouts.
+@lru_cache(maxsize=256)
+def _distinct_layouts(content: bytes, shape: tuple[int, ...]) -> tuple[Placements, Ints]:
+    layouts = np.frombuffer(content, dtype=np.int64).reshape(shape)
     distinct, numbers = np.unique(layouts, axis=0, return_inverse=True)
-    return distinct, numbers.reshape(-1)
+    numbers = numbers.reshape(-1)
+    distinct.flags.writeable = False
+    numbers.flags.writeable = False
+    return distinct, numbers
 
 
 def without_copies(placements: ArrayLike) -> Placements:

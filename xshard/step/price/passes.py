@@ -104,16 +104,9 @@ def closed_form(setup: StepSetup, limit_shares: Floats) -> CostFunction:
     gradients = of_turns[:, BlockPart.GRADIENTS_S]
     exposed_share = exposed_shares(setup).ahead
     blocks = [block for block, _ in _turns(setup)]
+    # Equal turns are counted, so that each kind has one maximum.
     turn_counts = Counter(chain(*_turn_kinds(blocks)))
-    maxima: list[list[Floats]] = []
-    for pass_number, before, block, following in turn_counts:
-        awaited_s = seconds.awaited[block, pass_number]
-        computing_s = seconds.computing[block, pass_number]
-        travelling_s = seconds.ahead[following, pass_number] + gradients[before]
-        # Of what travels meanwhile, the device waits for the exposed share.
-        until_computed = awaited_s + computing_s + exposed_share * travelling_s
-        until_carried = awaited_s + travelling_s
-        maxima.append([until_computed, until_carried])
+    maxima = [_ends_of_turn(kind, seconds, gradients, exposed_share) for kind in turn_counts]
     # Nothing computes while the first parameters of each pass and the last gradients travel.
     first = blocks[0]
     last_ahead = seconds.ahead[blocks[-1], BACKWARD]
@@ -124,6 +117,25 @@ def closed_form(setup: StepSetup, limit_shares: Floats) -> CostFunction:
         maxima=np.array(maxima),
         limit_shares=limit_shares,
     )
+
+
+def _ends_of_turn(
+    kind: TurnKind, seconds: PassSeconds, gradients: Floats, exposed_share: float
+) -> list[Floats]:
+    """Return the seconds until a module has computed, and until the links have carried all.
+
+    The later of both ends the turn. Each is weights of the parts of a cost: [parts].
+
+    gradients: seconds of a turn in each block, [blocks + 1, parts].
+    """
+    awaited_s = seconds.awaited[kind.block, kind.pass_number]
+    computing_s = seconds.computing[kind.block, kind.pass_number]
+    parameters_s = seconds.ahead[kind.following, kind.pass_number]
+    travelling_s = parameters_s + gradients[kind.before]
+    # Of what travels meanwhile, the device waits for the exposed share.
+    until_computed = awaited_s + computing_s + exposed_share * travelling_s
+    until_carried = awaited_s + travelling_s
+    return [until_computed, until_carried]
 
 
 def _turn_kinds(blocks: Sequence[int]) -> tuple[list[TurnKind], list[TurnKind]]:

@@ -81,14 +81,10 @@ class StepProblem(StepSetup):
         """
         chosen = zip(self.nodes, assignment, strict=True)
         total = np.asarray(sum(node.costs[option] for node, option in chosen))
-        is_banned = False
         for edge in self.edges:
-            row = edge.rows[assignment[edge.source]]
-            column = edge.columns[assignment[edge.user]]
-            total[edge.parts] += edge.costs(row, column)
-            is_banned |= bool(edge.banned[row, column])
-        if is_banned:
-            # After all sums: infinite parts rank last, and callers keep them out of linear programs.
+            total[edge.parts] += edge.costs_between(assignment[edge.source], assignment[edge.user])
+        if np.isinf(total).any():  # a move is not possible
+            # Infinite parts rank last, and callers keep them out of linear programs.
             total[:] = np.inf
         return total
 
