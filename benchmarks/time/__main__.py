@@ -94,7 +94,7 @@ def share(row: Row) -> float:
 def judge(rows: Sequence[Row]) -> list[Claim]:
     balanced = [row for row in rows if BALANCED[0] <= share(row) <= BALANCED[1]]
     others = [(named(row), row["faster"]) for row in rows if row not in balanced]
-    bounds = [(named(row), row["seconds"][OURS] / row["bound_s"]) for row in rows]
+    bounds = [(named(row), row["seconds"][OURS] / row["bound_of_cores_s"]) for row in rows]
     judged = [worst("ZeRO-3: a step / the bound of its schedule", bounds, 1.15)]
     if balanced:
         middle = statistics.median(row["faster"] for row in balanced)
@@ -131,9 +131,11 @@ def shown(rows: Sequence[Row]) -> Table:
     lines = []
     for row in rows:
         seconds = [format_seconds(row["seconds"][way]) for way in (ALONE, FSDP2, WAITING, OURS)]
-        figures = (f"{share(row):.2f}", *seconds, format_seconds(row["bound_s"]))
+        bounds = [format_seconds(row[key]) for key in ("bound_s", "bound_of_cores_s")]
+        figures = (f"{share(row):.2f}", *seconds, *bounds)
         lines.append((named(row), *figures, f"{row['faster']:.2f}"))
-    heads = ("case", "moving / computing", ALONE, FSDP2, WAITING, OURS, "bound", "FSDP2 / ours")
+    bounds = ("bound of links", "bound of links and cores")
+    heads = ("case", "moving / computing", ALONE, FSDP2, WAITING, OURS, *bounds, "FSDP2 / ours")
     return record.table("One step of ZeRO-3, forward and backward", heads, lines, n_left=1)
 
 

@@ -164,48 +164,91 @@ def zero3(name: str, layers: int, hidden: int, tokens: int, rounds: int) -> dict
     }
     times = by_turns.slowest(steps, rounds, warm_up=2)
     seconds = {way: statistics.median(turns) for way, turns in times.items()}
+    move = LayerMove(ours)
+    gather_s = move.seconds()
+    exposed = move.exposed_share(gather_s)
     return {
         "model": name,
         "seconds": seconds,
         "faster": by_turns.ratio(times, FSDP2, OURS),
-        "bound_s": bound(ours, seconds[ALONE]),
-        "moving_s": moving(ours),
+        "exposed": exposed,
+        "bound_s": bound(ours, seconds[ALONE], gather_s),
+        "bound_of_cores_s": bound(ours, seconds[ALONE], gather_s, exposed),
+        # Of all moves of a step, one after the other: two gathers and a scatter a layer.
+        "moving_s": 3 * len(layers_of(ours)) * gather_s,
     }
 
 
-def layer_seconds(model: nn.Module) -> float:
-    """The seconds in which one layer's parameters are gathered, alone."""
-    parallel = parallel_of(model)
-    hooks = next(hooks for name, hooks in parallel.hooks.items() if name)
-    own = hooks.parameters.parameters
-    blocks = [parameter.parameter.tensor for parameter in own]
-    taken = []
-    with torch.no_grad():
-        for _ in range(5):
-            dist.barrier()
-            start = time.perf_counter()
-            hooks.parameters._moves.gather(own, blocks)
-            taken.append(time.perf_counter() - start)
-    seconds = torch.tensor(statistics.median(taken), dtype=torch.float64)
-    dist.all_reduce(seconds, dist.ReduceOp.MAX)
-    return float(seconds)
+def layers_of(model: nn.Module) -> list[str]:
+    """The layers that gather their parameters, by name."""
+    return [name for name in parallel_of(model).hooks if name]
 
 
-def moving(model: nn.Module) -> float:
-    """The seconds of all moves of a step, one after the other: two gathers and a scatter a layer."""
-    n_layers = len(parallel_of(model).hooks) - 1
-    return 3 * n_layers * layer_seconds(model)
+class LayerMove:
+    """The gather of one layer's parameters, outside of a step."""
+
+    def __init__(self, model: nn.Module) -> None:
+        module = parallel_of(model).hooks[layers_of(model)[0]].parameters
+        self.moves = module._moves
+        self.parameters = module.parameters
+        self.blocks = [parameter.parameter.tensor for parameter in self.parameters]
+
+    def _median_of(self, function: Callable[[], Any]) -> float:
+        """The median seconds of a call that all ranks begin together, of the slowest rank."""
+        taken = []
+        with torch.no_grad():
+            for _ in range(7):
+                dist.barrier()
+                start = time.perf_counter()
+                function()
+                taken.append(time.perf_counter() - start)
+        seconds = torch.tensor(statistics.median(taken), dtype=torch.float64)
+        dist.all_reduce(seconds, dist.ReduceOp.MAX)
+        return float(seconds)
+
+    def seconds(self) -> float:
+        """The seconds of the gather alone."""
+        return self._median_of(lambda: self.moves.gather(self.parameters, self.blocks))
+
+    def exposed_share(self, gather_s: float) -> float:
+        """The share of its seconds that it takes from products beside it, as ranks send with their cores."""
+        x = torch.ones(512, 512)
+        product_s = self._median_of(lambda: x @ x)
+        n_products = max(1, round(gather_s / product_s))
+
+        def compute() -> None:
+            for _ in range(n_products):
+                x @ x
+
+        def do_both() -> None:
+            begun = self.moves.begin_gather(self.parameters, self.blocks)
+            compute()
+            begun.wait(self.parameters, self.blocks)
+
+        computing_s = self._median_of(compute)
+        both_s = self._median_of(do_both)
+        hidden_s = gather_s + computing_s - both_s
+        return min(1.0, max(0.0, 1 - hidden_s / min(gather_s, computing_s)))
 
 
-def bound(model: nn.Module, computing_s: float) -> float:
-    """The seconds that the schedule takes by simulation, without what the model itself gathers."""
-    names = [name for name in parallel_of(model).hooks if name]
-    one = computing_s / len(names) / 3
-    seconds = layer_seconds(model)
-    moves = [Start(name, 1, seconds=seconds) for name in names]
-    forward = [Turn(name, one, parameters=move) for name, move in zip(names, moves, strict=True)]
-    backward = [
-        turn._replace(seconds=2 * one, gradients=Start(f"{turn.name}'", 1, seconds=seconds))
-        for turn in reversed(forward)
-    ]
+def bound(model: nn.Module, computing_s: float, gather_s: float, exposed: float = 0.0) -> float:
+    """The seconds that the schedule takes by simulation, without what the model itself gathers.
+
+    exposed: the share of what travels beside a module that is taken from its computing.
+    """
+    names = layers_of(model)
+    n_layers = len(names)
+    one = computing_s / n_layers / 3
+    # How many moves travel beside a layer: the next gather, and in the backward pass gradients too.
+    beside = [1] * (n_layers - 1) + [0]
+    beside_backward = [1] + [2] * (n_layers - 2) + [1]
+    forward = []
+    for name, n_moves in zip(names, beside, strict=True):
+        move = Start(name, 1, seconds=gather_s)
+        forward.append(Turn(name, one + exposed * n_moves * gather_s, parameters=move))
+    backward = []
+    for turn, n_moves in zip(reversed(forward), beside_backward, strict=True):
+        gradients = Start(f"{turn.name}'", 1, seconds=gather_s)
+        seconds = 2 * one + exposed * n_moves * gather_s
+        backward.append(turn._replace(seconds=seconds, gradients=gradients))
     return training_step(forward, backward, 1).timeline().seconds
