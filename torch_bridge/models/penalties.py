@@ -23,6 +23,7 @@ from torch_bridge.versions.autograd import (
     number_of_next_node,
     number_of_node,
     roots_of_backward_pass,
+    saved_in_node,
     shape_of_node,
 )
 from xshard.errors import PlanError
@@ -199,6 +200,8 @@ class _Search:
         # Axes over which each activation was put together that the parameters among the operands meet.
         axes_of_activations = [self._whole_axes_of(input_node) for input_node in inputs]
         met = [axes for axes in axes_of_activations if axes is not None]
+        if not met:  # a tensor that is no parameter of the model
+            return
         whole_axes = frozenset.intersection(*met) - below.moved_axes
         for input_node, axes in zip(inputs, axes_of_activations, strict=True):
             is_activation = axes is not None
@@ -281,7 +284,7 @@ def _reading(node: Any) -> str:
         return ""
     kind = _kind(node)
     shapes = [shape_of_node(input_node) for input_node in _inputs_of(node)]
-    is_loss_by_mean = getattr(node, "_saved_reduction", None) == _MEAN_REDUCTION
+    is_loss_by_mean = saved_in_node(node, "reduction") == _MEAN_REDUCTION
     if kind in _MEANS:
         # The mean of a stack of scalars, which may be sums, is a sum.
         is_stack = [_kind(x) for x in _inputs_of(node)] == ["Stack"] and len(shapes[0]) == 1
@@ -294,10 +297,11 @@ def _reading(node: Any) -> str:
 def _below_square_of_norm(node: Any) -> Any:
     """Return the norm whose square a node is, which is a sum of squares; else the node itself."""
     inputs = _inputs_of(node)
-    is_square = node.name() == "PowBackward0" and node._saved_exponent == 2
+    is_square = node.name() == "PowBackward0" and saved_in_node(node, "exponent") == 2
     if is_square and _kind(inputs[0]) in _NORMS:
-        order = getattr(inputs[0], "_saved_ord", getattr(inputs[0], "_saved_p", 2))
-        if order == 2:
+        # `vector_norm` calls its order `ord`, `norm` calls it `p`, and its form without an order saves none.
+        orders = saved_in_node(inputs[0], "ord"), saved_in_node(inputs[0], "p")
+        if set(orders) <= {None, 2}:
             return inputs[0]
     return node
 

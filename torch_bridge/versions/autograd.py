@@ -218,6 +218,14 @@ def shape_of_node(node: Any) -> tuple[int, ...]:
     return tuple(node._input_metadata[0].shape)
 
 
+def saved_in_node(node: Any, name: str) -> Any:
+    """Return what a node of autograd has saved under a name, as the "exponent" of a power; None for nothing.
+
+    Without it, the square of a norm would be taken for the norm, which is not the sum of those of blocks.
+    """
+    return getattr(node, f"_saved_{name}", None)
+
+
 def number_of_node(node: Any) -> int:
     """Return the number of a node of autograd, ascending on each thread.
 
