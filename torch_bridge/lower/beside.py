@@ -27,10 +27,9 @@ T = TypeVar("T", bound=Sequence[Tensor])
 def can_go_on_beside(group: Group, device: torch.device) -> bool:
     """Return whether something can run beside the caller on such groups and tensors.
 
-    Not where compilers record the caller, where ranks are threads, which are known by them, and where a
-    dispatch mode counts what the caller sends.
+    Not where compilers record the caller, and where ranks are threads, which are known by them.
     """
-    if group.graph_name or dispatch_mode_count():
+    if group.graph_name:
         return False
     return device.type == "cuda" or group.serves(device, "gloo")
 
@@ -40,13 +39,17 @@ def go_on_beside(
 ) -> Callable[[], T]:
     """Call a function beside the caller; return one that waits for its results and returns them.
 
-    Calls run one after the other, in the order in which they come here, equal on all ranks.
+    Calls run one after the other, in the order in which they come here, equal on all ranks. A dispatch mode
+    sees its own thread alone: under one, the function is called at once.
 
     Args:
         call: Awaits the first collective of some plans and makes all moves after it; returns tensors.
         device: That of the tensors.
         blocks: Blocks of the caller that the function reads.
     """
+    if dispatch_mode_count():
+        results = call()
+        return lambda: results
     if device.type == "cuda":
         return _on_stream(call, device, blocks)
     for block in blocks:
