@@ -445,9 +445,9 @@ def _bytes_of_parameter(
 
 def _bytes_of_gathers(setup: StepSetup, use: ParameterUse) -> Mapping[BlockPart, Floats]:
     """Compute the bytes of a parameter that is gathered, and of the messages that bring it."""
-    between_bytes = _bytes_between_gathers(setup, use)
-    # Twice: the message, and the parameter that is unpacked from it.
-    received_bytes = 2 * use.used_bytes + between_bytes
+    # Twice: the message, and the parameter that is unpacked from it. (Of a gather in phases, over slow
+    # links and then over fast ones, the blocks between are free by then.)
+    received_bytes = 2 * use.used_bytes
     # Used in another dtype than the one in storage, it is cast for each use even where nothing moves.
     is_cast = setup.step.stored_dtype != setup.step.dtype
     cast_bytes = is_cast * ~use.is_gathered * use.used_bytes
@@ -455,7 +455,7 @@ def _bytes_of_gathers(setup: StepSetup, use: ParameterUse) -> Mapping[BlockPart,
     return {
         BlockPart.RECEIVED_BYTES: use.per_use * received_bytes + cast_bytes,
         BlockPart.GATHERED_BYTES: use.per_step * use.is_gathered * use.used_bytes,
-        BlockPart.AHEAD_BYTES: is_ahead * use.per_use * (use.used_bytes + between_bytes),
+        BlockPart.AHEAD_BYTES: is_ahead * use.per_use * use.used_bytes,
     }
 
 
@@ -486,16 +486,3 @@ def _bytes_of_gradients(setup: StepSetup, use: ParameterUse) -> Mapping[BlockPar
         BlockPart.SUM_BYTES: is_summed_later * sum_bytes,
         BlockPart.BEHIND_BYTES: min(setup.prefetch, 1) * is_behind * behind_bytes,
     }
-
-
-def _bytes_between_gathers(setup: StepSetup, use: ParameterUse) -> Floats:
-    """Compute the bytes of a parameter between two gathers: over slow links, then over fast ones.
-
-    After the first gather, axes over slow links have the layout in use, all others the stored one.
-    That block is held while the second gather runs. 0 where one gather does all.
-    """
-    halfway = np.where(setup.moves.slow_axes, use.used, use.stored)
-    has_first_gather = (halfway != use.stored).any(-1)
-    has_second_gather = (halfway != use.used).any(-1)
-    halfway_bytes = setup.bytes_in_use(use.name, halfway)
-    return np.where(has_first_gather & has_second_gather, halfway_bytes, 0.0)

@@ -199,12 +199,6 @@ class MovePrices:
         return int(self._spans.sizes[~self._spans.is_far].prod())
 
     @cached_property
-    def slow_axes(self) -> Flags:
-        """Which axes are over slower links than others."""
-        far_axes = np.array(self._spans.axes)[self._spans.is_far]
-        return np.isin(range(len(self.mesh.axes)), far_axes)
-
-    @cached_property
     def _spans(self) -> Spans:
         fabric = self.profile.fabric(self.mesh)
         numbers = {axis: number for number, axis in enumerate(self.mesh.axes)}
