@@ -184,9 +184,9 @@ def _check_step_on_blocks(optimizer: Optimizer, group: Any, name: str, n_dims: i
 def _parameter_after_steps(optimizer: Optimizer, group: Any, values: Tensor) -> Tensor:
     """Train `values[0]` by a new optimizer, a step for each of the gradients `values[1:]`.
 
-    Of the whole and of a block, the results tell whether a step of an element needs others. The new
-    optimizer has the options of `group` and the plain attributes of the user's own, whose state is
-    left alone.
+    Comparing the result for the whole with that for a block shows whether a step of an element needs
+    others. The new optimizer has the options of `group` and the plain attributes of the user's own,
+    whose state is left alone.
     """
     x, *gradients = values.clone()
     # The user's rate may be 0, as a schedule begins: all optimizers would agree.

@@ -66,8 +66,9 @@ class _VisitedNode(NamedTuple):
         mean_axes: The axes over which means were taken.
         reading: The name of a node that would read a block for the whole, as a norm does; "" for none.
         moved_axes: The axes over which values were put together, means among them.
-        whole_axes: Those over which the values that it meets were put together; None for a penalty,
-            which only meets addends of the loss.
+        whole_axes: For a factor, those over which the values that it multiplies were put together
+            before, so that they are the same on all processes; None for anything else.
+        is_addend: Whether it is an addend of the loss, and no factor of one.
     """
 
     node: Any
@@ -75,6 +76,7 @@ class _VisitedNode(NamedTuple):
     reading: str = ""
     moved_axes: frozenset[str] = frozenset()
     whole_axes: frozenset[str] | None = None
+    is_addend: bool = True
 
 
 class Penalties:
@@ -168,51 +170,66 @@ class _Search:
 
     def uses(self, root: Any) -> Iterator[tuple[ShardedParameter, _VisitedNode]]:
         """Yield the parameters in penalties and factors of a loss, with what is between them and the loss."""
-        to_visit = [(_VisitedNode(root), True)]
+        to_visit = [_VisitedNode(root)]
         seen = set()
         while to_visit:
-            visit = to_visit.pop()
-            visited, is_addend = visit
-            if visit in seen or self._is_inside(visited.node):
+            visited = to_visit.pop()
+            if visited in seen or self._is_inside(visited.node):
                 continue
-            seen.add(visit)
+            seen.add(visited)
             parameter = self._parameter_of(visited.node)
             if parameter is not None:
                 yield parameter, visited
             else:
-                to_visit += self._below(visited, is_addend)
+                to_visit += self._below(visited)
 
-    def _below(self, visited: _VisitedNode, is_addend: bool) -> Iterator[tuple[_VisitedNode, bool]]:
-        """Yield the nodes below one, and whether each is an addend of the loss."""
+    def _below(self, visited: _VisitedNode) -> list[_VisitedNode]:
+        """Return the nodes below one, each with what is between it and the loss.
+
+        Below a sum of scalars are addends of the loss; below any other node are factors. In
+        `over_dp(y.mean()) * scale` the parameter `scale` meets a value that was put together over dp.
+        """
         node = visited.node
-        reading = visited.reading or _reading(node)
         inputs = _inputs_of(_below_square_of_norm(node))
+        reading = visited.reading or _reading(node)
         below = visited._replace(
             mean_axes=visited.mean_axes | _mean_axes(node),
             reading="" if _sums_over_processes(node) else reading,
             moved_axes=visited.moved_axes | _axes_made_whole(node),
         )
-        depends_on_parameters_alone = self._whole_axes_of(node) is None
-        if depends_on_parameters_alone or (is_addend and _is_sum(node)):
-            for input_node in inputs:
-                yield below._replace(node=input_node), is_addend
-            return
-        # Axes over which each activation was put together that the parameters among the operands meet.
-        axes_of_activations = [self._whole_axes_of(input_node) for input_node in inputs]
-        met = [axes for axes in axes_of_activations if axes is not None]
-        if not met:  # a tensor that is no parameter of the model
-            return
-        whole_axes = frozenset.intersection(*met) - below.moved_axes
-        for input_node, axes in zip(inputs, axes_of_activations, strict=True):
-            is_activation = axes is not None
-            whole_axes_met = None if is_activation else whole_axes
-            yield below._replace(node=input_node, whole_axes=whole_axes_met), False
+        is_sum_of_addends = visited.is_addend and _is_sum(node)
+        if is_sum_of_addends or self._depends_on_parameters_alone(node):
+            return [below._replace(node=input_node) for input_node in inputs]
+        # Where the loss puts values together over an axis later, a factor is one process's addend.
+        met_axes = self._axes_whole_in_all(inputs) - below.moved_axes
+        factors = []
+        for input_node in inputs:
+            meets = met_axes if self._depends_on_parameters_alone(input_node) else None
+            factors.append(below._replace(node=input_node, whole_axes=meets, is_addend=False))
+        return factors
+
+    def _depends_on_parameters_alone(self, node: Any) -> bool:
+        """Return whether nothing but parameters of the model is below a node, outside of modules."""
+        return self._whole_axes_of(node) is None
+
+    def _axes_whole_in_all(self, nodes: Sequence[Any]) -> frozenset[str]:
+        """Return the axes over which all activations among some nodes were put together."""
+        axes_of_activations = []
+        for node in nodes:
+            axes = self._whole_axes_of(node)
+            if axes is not None:
+                axes_of_activations.append(axes)
+        if not axes_of_activations:
+            return frozenset()
+        return frozenset.intersection(*axes_of_activations)
 
     def _whole_axes_of(self, root: Any) -> frozenset[str] | None:
         """Return the axes over which all that a node depends on was put together.
 
         None if that is parameters of the model alone. The mean over dp of a loss -> {dp}.
         """
+        if root in self._whole_axes:
+            return self._whole_axes[root]
         to_visit = [root]
         while to_visit:
             node = to_visit.pop()
@@ -225,10 +242,10 @@ class _Search:
                 self._whole_axes[node] = None if is_parameter else frozenset()
             elif undecided:
                 to_visit += [node, *undecided]
+            elif all(map(self._depends_on_parameters_alone, inputs)):
+                self._whole_axes[node] = None
             else:
-                met = [axes for x in inputs if (axes := self._whole_axes[x]) is not None]
-                whole = frozenset.intersection(*met) | _axes_made_whole(node) if met else None
-                self._whole_axes[node] = whole
+                self._whole_axes[node] = self._axes_whole_in_all(inputs) | _axes_made_whole(node)
         return self._whole_axes[root]
 
     def _parameter_of(self, node: Any) -> ShardedParameter | None:

@@ -141,9 +141,11 @@ def minimum(
     given = zip([*unary, *pairs.values()], own_scopes, elimination.scopes, strict=True)
     for entries, own_scope, scope in given:
         with_axes = np.asarray(entries).squeeze()  # for `own_scope`
+        # A table has two axes at most: in another order they are swapped.
         tables.append(Table(scope, with_axes if scope == own_scope else with_axes.T))
     buckets: list[Bucket] = []
     for groups in elimination.groups:
+        # Several buckets of one variable: costs are shifted between them first, for a higher bound.
         for bucket in _agreeing([_bucket_of(group, tables) for group in groups]):
             # The bucket's number tells `excess` which bucket's minimum this table is.
             tables.append(Table(bucket.scope[1:], bucket.minimize(), len(buckets)))

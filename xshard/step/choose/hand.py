@@ -144,13 +144,16 @@ def _dims_of_stream(step: TrainingStep) -> Sequence[str]:
 def _with_other_names(
     step: TrainingStep, dims: Sequence[str], excluded: Collection[str]
 ) -> list[str]:
-    """Add the other names of dims, but for those excluded: f where it is made, g where it is used.
+    """Add the other names of dims, but for those excluded.
 
-    A rule that shards both over one axis shows that they are one dim.
+    One dim may be f in the operation that makes an array, and g in the one that uses it: a rule that
+    shards both over one axis shows that. Operations come in the order of the step, so that names that
+    are handed on are found by going through them once.
     """
     names = list(dims)
     for op in step.ops:
-        for rule in op.axis_rules:  # for each array the number of the dim that it shards, or a tag
+        # A rule has for each array the number of the dim that it shards, or a tag, below 0.
+        for rule in op.axis_rules:
             arrays = zip(op.dims, rule, strict=False)
             sharded = [dims_of_array[number] for dims_of_array, number in arrays if number >= 0]
             if set(sharded).isdisjoint(names):

@@ -61,20 +61,19 @@ def plan_elimination(scopes: tuple[Scope, ...], sizes: Shape, most_added_up: int
     one over (b, c); then c, which leaves two tables over b; then b, which leaves a number.
 
     Args:
-        scopes: The variables of each given table.
+        scopes: The variables of each given table; none of those with a single value.
         sizes: The number of values of each variable.
         most_added_up: About the number of entries of all sums together.
     """
     left = _ScopesLeft(len(sizes))
     for scope in scopes:
         left.add(frozenset(scope))
+    with_a_choice = [variable for variable, size in enumerate(sizes) if size > 1]
     n_entries: dict[int, int] = {}  # by variable, of the sum of all tables with it
-    # Variables whose tables have changed, so that `n_entries` is counted again: at first all with
-    # a choice of values.
-    changed: Collection[int] = [variable for variable, size in enumerate(sizes) if size > 1]
+    changed: Collection[int] = with_a_choice  # variables for which `n_entries` is counted again
     n_entries_left = most_added_up
     numbers_by_group: dict[int, list[list[int]]] = {}  # of tables, by variable in order
-    for _ in [*changed]:
+    for _ in with_a_choice:
         for variable in changed:
             n_entries[variable] = _n_entries(left.joint(left.with_variable(variable)), sizes)
         # The variable with the smallest sum first, so that tables stay small.
@@ -90,10 +89,28 @@ def plan_elimination(scopes: tuple[Scope, ...], sizes: Shape, most_added_up: int
             scope_of_sum = left.joint(numbers)
             n_entries_left -= _n_entries(scope_of_sum, sizes)
             left.add(scope_of_sum - {eliminated})
+    return _in_order(numbers_by_group, left.scopes, len(scopes), sizes)
+
+
+def _in_order(
+    numbers_by_group: Mapping[int, list[list[int]]],
+    scopes: Sequence[frozenset[int]],
+    n_given: int,
+    sizes: Shape,
+) -> Elimination:
+    """Describe an elimination whose order is known, with all scopes in that order.
+
+    Args:
+        numbers_by_group: For each variable, in the order of elimination, its groups: the numbers of
+            the tables that are added up.
+        scopes: Of all tables, the given ones first.
+        n_given: How many are given.
+        sizes: The number of values of each variable.
+    """
     places = {variable: place for place, variable in enumerate(numbers_by_group)}
-    in_order = [tuple(sorted(scope, key=places.__getitem__)) for scope in left.scopes]
+    in_order = [tuple(sorted(scope, key=places.__getitem__)) for scope in scopes]
     return Elimination(
-        scopes=in_order[: len(scopes)],
+        scopes=in_order[:n_given],
         groups=[
             [_group_of(numbers, in_order, places, sizes) for numbers in groups]
             for groups in numbers_by_group.values()
