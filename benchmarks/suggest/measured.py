@@ -10,6 +10,7 @@ file. Exit status 1 if a claim fails.
 
 from __future__ import annotations
 
+import ctypes
 import math
 import statistics
 import sys
@@ -57,8 +58,10 @@ MODELS: Mapping[str, tuple[str, Row]] = {
     "GPT-2": ("GPT2LMHeadModel", {**GPT2, "use_cache": False}),
     "ViT": ("ViTForImageClassification", {**SIZES, **CLASSES}),
 }
+M_MMAP_MAX, M_TRIM_THRESHOLD = -4, -1  # of malloc.h
 BLOCKS = 2**12, 2**15, 2**18, 2**20, 2**22  # bytes, for the calibration
 RATE = 1e-3  # of AdamW
+BUCKET_BYTES = 2**22  # of gradients: less than those of a layer, as the default is for large models
 
 
 class Run(NamedTuple):
@@ -96,6 +99,7 @@ def train(
     Returns for each plan the seconds of its steps on the slowest rank, and the most bytes that this one held.
     """
     torch.set_num_threads(1)
+    keep_freed_memory()
     steps = {}
     for plan, run in plans.items():
         try:
@@ -113,10 +117,20 @@ def train(
     return seconds, {plan: _held(step) for plan, step in steps.items()}
 
 
+def keep_freed_memory() -> None:
+    """Let this process keep the memory that it frees, as torch's allocator for GPUs does.
+
+    Otherwise the system clears each page of a large tensor anew, which takes longer than to write it.
+    """
+    libc = ctypes.CDLL("libc.so.6")
+    assert libc.mallopt(M_MMAP_MAX, 0) and libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+
+
 def _step(name: str, run: Run, mesh: Mesh) -> Callable[[], float]:
     model, batch, labels = build(name)
     rules = run.parameters, run.inputs, mesh
-    xt.parallelize(model, *rules, outputs=run.outputs, keep=run.once, gathers=GATHERS[name])
+    how = {"keep": run.once, "gathers": GATHERS[name], "bucket_bytes": BUCKET_BYTES}
+    xt.parallelize(model, *rules, outputs=run.outputs, **how)
     logits = Layout.parse(run.result)
     rows = Layout(logits.dims[:-1])
     own = xt.redistribute(labels, f"{' '.join(rows.names)} -> {rows}", mesh)
@@ -189,12 +203,7 @@ def rows_of(
     # Halves are measured by benchmarks.time: here all plans take the whole batch.
     how = {"profile": machine_profile, "micro_batches": 1, "recompute": False, "batch_parts": 1}
     plan = xt.suggest(model, batch, mesh, **how)
-    plans = {SUGGESTED: plan}
-    for by_hand, (search, vector) in plan.by_hand.items():
-        chosen = next(each for each, own in search.vectors.items() if (own == vector).all())
-        plans[by_hand] = TorchSuggestion(
-            search, chosen, 0.0, {}, unused=plan.unused, mesh=plan.mesh
-        )
+    plans = {SUGGESTED: plan} | {each: plan_by_hand(plan, each) for each in plan.by_hand}
     runs = {
         each: Run(*(dict(getattr(p, side)) for side in Run._fields[:3]), p.once, p.result)
         for each, p in plans.items()
@@ -213,8 +222,16 @@ def rows_of(
     ]  # fmt: skip
 
 
+def plan_by_hand(plan: TorchSuggestion, name: str) -> TorchSuggestion:
+    """One of the plans that a suggestion was compared with, as the suggestion is."""
+    search, vector = plan.by_hand[name]
+    chosen = next(each for each, own in search.vectors.items() if (own == vector).all())
+    return TorchSuggestion(search, chosen, 0.0, {}, unused=plan.unused, mesh=plan.mesh)
+
+
 def calibrated(mesh: Mesh, rounds: int) -> Calibration:
     """A profile of the running ranks, or of as many new ones."""
+    keep_freed_memory()
     return calibrate("torch", mesh, "here", BLOCKS, rounds)
 
 

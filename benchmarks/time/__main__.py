@@ -5,28 +5,36 @@
     python -m benchmarks.time --only zero3 --ranks 1 --mbit 400 1600   # a part, by hand
 
 Two nodes of one and of two ranks on this machine; batches in halves on two nodes of one. Prints each row as
-it is measured, which takes hours on slow links, then tables, and writes a JSON file. Exit status 1 if a
-claim fails.
+it is measured, which takes hours on slow links, then tables, and writes a JSON file. A run of a part keeps
+the rows of the file that it does not measure, each with its date. Exit status 1 if a claim fails.
 """
 
+import json
 import os
 import statistics
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import Any
 
 from rich.table import Table
 
 from benchmarks import record
 from benchmarks.claim import Claim, Row, finish, worst
-from benchmarks.time import measures, turns
+from benchmarks.time import measures, predicted, turns
 from benchmarks.time.measures import ALONE, FSDP2, MODELS, OURS, WAITING
+from xshard import Mesh
 from xshard.formatting import format_seconds
 from xshard.testing.nodes import nodes
 
 MBIT = 100, 400, 1600
+SLOW_MBIT = 100  # fewer turns: the links decide, and a turn of all ways takes a minute
 BALANCED = 0.5, 1.5  # seconds of moving over those of computing
-HALVES_MBIT = 100, 200, 400, 800
+# Widths of the models whose batch is cut, and their links. A model twice as wide computes twice as much for
+# each byte that travels; so these carry as many seconds of moves with fewer seconds of the processor.
+HALVES_WIDTHS = {512: (100, 200, 400, 800), 1024: (400,), 2048: (200,)}
+WIDEST_EXPERTS = 512  # wider ones do not fit beside each other
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -35,34 +43,67 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, nargs="*", default=(1, 2), help="ranks of a node")
     parser.add_argument("--mbit", type=int, nargs="*", help="rates, in place of a table's own")
     options = parser.parse_args(arguments)
-    halves = [] if options.only == "zero3" else measured_halves(options)
-    rows = [] if options.only == "halves" else measured_zero3(options)
-    record.console().print(shown(rows))
-    record.console().print(halves_shown(halves))
+    rows = {"zero3": measured_zero3, "halves": measured_halves}
+    measured = {
+        part: measure(options) if options.only in (None, part) else []
+        for part, measure in rows.items()
+    }
+    all_rows = {part: with_recorded(options, part, new) for part, new in measured.items()}
+    record.console().print(shown(all_rows["zero3"]))
+    record.console().print(halves_shown(all_rows["halves"]))
     judged: list[Claim] = []
-    if rows:
-        judged += judge(rows)
-    if halves:
-        judged += judge_halves(halves)
+    if all_rows["zero3"]:
+        judged += judge(all_rows["zero3"])
+    if all_rows["halves"]:
+        judged += judge_halves(all_rows["halves"])
     libraries = ("torch", "transformers")
-    files = {"zero3": rows, "halves": halves}
     return finish(
-        options, "The time of a step", judged, *libraries, rows=files, load=os.getloadavg()
+        options, "The time of a step", judged, *libraries, rows=all_rows, load=os.getloadavg()
     )
 
 
+def dated(row: Row) -> Row:
+    """The row with the time at which it was measured, printed at once."""
+    row = {"date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"), **row}
+    print(row, flush=True)
+    return row
+
+
+def case_of(row: Row) -> tuple[Any, ...]:
+    """What a row measures: two rows of the same case replace each other."""
+    return tuple(row.get(key) for key in ("model", "kind", "hidden", "ranks", "mbit"))
+
+
+def with_recorded(options: Namespace, part: str, measured: Sequence[Row]) -> list[Row]:
+    """The measured rows, and those of other cases in the file that this run writes, sorted."""
+    file = options.output / f"{options.name}.json"
+    recorded = json.loads(file.read_text())[part] if file.exists() and not options.quick else []
+    rows = {case_of(row): row for row in [*recorded, *measured]}
+    return [rows[case] for case in sorted(rows, key=str)]
+
+
 def measured_halves(options: Namespace) -> list[Row]:
-    """A row for each kind of model on each link, printed as it comes."""
-    quick = options.quick
-    hidden, tokens, rounds = (256, 64, 3) if quick else (512, 256, 5)
+    """A row for each kind of model, width and link, printed as it comes."""
+    if options.quick:
+        widths, tokens, rounds = {256: (100,)}, 64, 3
+    else:
+        widths, tokens, rounds = HALVES_WIDTHS, 256, 5
     rows: list[Row] = []
-    for mbit in (100,) if quick else options.mbit or HALVES_MBIT:
-        with nodes(2, ranks=1, rate=f"{mbit}mbit") as cluster:
-            for kind in turns.KINDS:
-                work = kind, 3, hidden, 8, tokens // 2, rounds
-                row = cluster.run_torch(turns.turns, *work, timeout_s=1800.0)[0]
-                rows.append({"mbit": mbit, **row})
-                print(rows[-1], flush=True)
+    for hidden, rates in widths.items():
+        for mbit in options.mbit or rates:
+            with nodes(2, ranks=1, rate=f"{mbit}mbit") as cluster:
+                profile = predicted.profile_of(cluster, Mesh(tp=2))
+                for kind in turns.KINDS:
+                    if kind == "experts" and hidden > WIDEST_EXPERTS:
+                        continue
+                    sizes = 3, hidden, 8, tokens // 2
+                    row = cluster.run_torch(turns.turns, kind, *sizes, rounds, timeout_s=1800.0)[0]
+                    if kind != "experts":  # nobody writes such a plan by hand
+                        row["predicted_s"] = {
+                            way: predicted.sequence_parallel_s(*sizes, Mesh(tp=2), profile, n_parts)
+                            for way, n_parts in ((turns.WHOLE, 1), (turns.HALVES, 2))
+                        }
+                    rows.append(dated({"hidden": hidden, "mbit": mbit, **row}))
     return rows
 
 
@@ -73,12 +114,16 @@ def measured_zero3(options: Namespace) -> list[Row]:
     rows: list[Row] = []
     for ranks in (1,) if quick else options.ranks:
         for mbit in (400,) if quick else options.mbit or MBIT:
+            mesh = Mesh(dp=2 * ranks)
             with nodes(2, ranks=ranks, rate=f"{mbit}mbit") as cluster:
+                profile = predicted.profile_of(cluster, mesh)
                 for name in ("llama",) if quick else MODELS:
-                    work = name, layers, hidden, tokens, rounds
-                    row = cluster.run_torch(measures.zero3, *work, timeout_s=1800.0)[0]
-                    rows.append({"ranks": ranks, "mbit": mbit, **row})
-                    print(rows[-1], flush=True)
+                    sizes = name, layers, hidden, tokens
+                    n_turns = min(rounds, 3) if mbit <= SLOW_MBIT else rounds
+                    row = cluster.run_torch(measures.zero3, *sizes, n_turns, timeout_s=1800.0)[0]
+                    if name in predicted.PREDICTED:
+                        row["predicted_s"] = predicted.zero3_s(*sizes, mesh, profile)
+                    rows.append(dated({"ranks": ranks, "mbit": mbit, **row}))
     return rows
 
 
@@ -96,6 +141,12 @@ def judge(rows: Sequence[Row]) -> list[Claim]:
     others = [(named(row), row["faster"]) for row in rows if row not in balanced]
     bounds = [(named(row), row["seconds"][OURS] / row["bound_of_cores_s"]) for row in rows]
     judged = [worst("ZeRO-3: a step / the bound of its schedule", bounds, 1.15)]
+    ratios = [
+        (named(row), row["predicted_s"] / row["seconds"][OURS])
+        for row in rows
+        if "predicted_s" in row
+    ]
+    judged += predictions("ZeRO-3", ratios)
     if balanced:
         middle = statistics.median(row["faster"] for row in balanced)
         what = "ZeRO-3: FSDP2 / ours where moving takes as long as computing: median"
@@ -105,8 +156,22 @@ def judge(rows: Sequence[Row]) -> list[Claim]:
     return judged
 
 
+def predictions(what: str, ratios: Sequence[tuple[str, float]]) -> list[Claim]:
+    """The claims on predicted over measured seconds, by the names of cases."""
+    return [
+        worst(f"{what}: predicted / measured: largest", ratios, 1.15),
+        worst(f"{what}: predicted / measured: smallest", ratios, 0.85, at_least=True),
+    ]
+
+
 def judge_halves(rows: Sequence[Row]) -> list[Claim]:
     judged = []
+    ratios = [
+        (f"{case_name(row)}, {way}", predicted_s / row["seconds"][way])
+        for row in rows
+        for way, predicted_s in row.get("predicted_s", {}).items()
+    ]
+    judged += predictions("halves", ratios)
     for kind in turns.KINDS:
         own = [row for row in rows if row["kind"] == kind]
         # The link on which moving takes most nearly as long as computing.
@@ -116,13 +181,16 @@ def judge_halves(rows: Sequence[Row]) -> list[Claim]:
     return judged
 
 
+def case_name(row: Row) -> str:
+    return f"{row['kind']}, {row['hidden']} wide, {row['mbit']} Mbit/s"
+
+
 def halves_shown(rows: Sequence[Row]) -> Table:
     ways = (turns.ALONE, turns.WHOLE, turns.HALVES)
     lines = []
     for row in rows:
         seconds = [format_seconds(row["seconds"][way]) for way in ways]
-        name = f"{row['kind']}, {row['mbit']} Mbit/s"
-        lines.append((name, f"{row['moving']:.2f}", *seconds, f"{row['ratio']:.2f}"))
+        lines.append((case_name(row), f"{row['moving']:.2f}", *seconds, f"{row['ratio']:.2f}"))
     heads = ("case", "moving / computing", *ways, "halves / whole")
     return record.table("A step forward and backward, in halves", heads, lines, n_left=1)
 

@@ -22,12 +22,12 @@ ROWS = 4  # of a batch, on each rank
 Step = Callable[[], Any]
 
 
-def llama(layers: int, hidden: int) -> nn.Module:
+def llama(layers: int, hidden: int, vocabulary: int = VOCABULARY) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     return LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=VOCABULARY,
+            vocab_size=vocabulary,
             hidden_size=hidden,
             intermediate_size=hidden * 11 // 4,
             num_hidden_layers=layers,

@@ -34,6 +34,7 @@ IN_ROUNDS = replace(ONE_LINK, rounds=True)
 IN_RINGS = replace(ONE_LINK, ring_s=(("all_gather", 7e-6), ("all_reduce", 5e-6)))
 PORT = replace(SLOW, topology="port")
 OVER_NODES = [replace(ONE_LINK, default=FAST, across=PORT, node_devices=n) for n in (2, 4)]
+ONE_A_NODE = replace(ONE_LINK, default=PORT, across=PORT, node_devices=1)
 
 
 def timed(profile, plans=None):
@@ -47,7 +48,7 @@ def timed(profile, plans=None):
 
 @pytest.mark.parametrize(
     "profile",
-    [ONE_LINK, TWO_LINKS, SWAPPED, IN_ROUNDS, IN_RINGS, *OVER_NODES],
+    [ONE_LINK, TWO_LINKS, SWAPPED, IN_ROUNDS, IN_RINGS, *OVER_NODES, ONE_A_NODE],
     ids=[
         "one link",
         "two links",
@@ -56,6 +57,7 @@ def timed(profile, plans=None):
         "rings",
         "half an axis a node",
         "an axis a node",
+        "a device a node",
     ],
 )
 def test_the_fit_finds_the_profile_that_made_the_times(profile):
@@ -173,6 +175,25 @@ def test_every_plan_is_measured_once(monkeypatch):
     assert reported[0] == (0, len(plans)) and reported[-1] == (len(plans), len(plans))
 
 
+@pytest.mark.parametrize(
+    ("milliseconds", "slowdown", "overlap"),
+    [
+        ((10, 10, 22, 16), 1.2, 0.6),  # of 12 and of 10, 6 are hidden
+        ((10, 10, 20, 10), 1.0, 1.0),
+        ((10, 30, 42, 42), 1.2, 0.0),
+        ((10, 10, 18, 20), 1.0, 0.0),  # noise is no gain, and no loss
+    ],
+)
+def test_moves_beside_computing(monkeypatch, milliseconds, slowdown, overlap):
+    """The seconds of moves, of products, of both in turn and of both at once, on the slower rank."""
+    worker = pytest.importorskip("torch_bridge.testing.worker")
+    of_rank = [[ms * 1e-3] for ms in milliseconds]
+    faster = [[ms * 0.5e-3] for ms in milliseconds]
+    monkeypatch.setattr(worker, "by_rank", lambda *_args, **_how: iter([[faster, of_rank]] * 2))
+    found = worker.moves_beside_products([None, None], 512, 1, timeout_s=1.0)
+    assert found == pytest.approx((slowdown, overlap))
+
+
 def test_a_disk_is_read_rather_than_memory(tmp_path, monkeypatch):
     """On a clock of its own: 2 ms a read and 1 GB/s, and nothing for what was read since it was forgotten."""
     now = [0.0]
@@ -201,6 +222,7 @@ def test_a_disk_is_read_rather_than_memory(tmp_path, monkeypatch):
     [
         *(ONE_LINK, TWO_LINKS, IN_ROUNDS, replace(ONE_LINK, flops_per_s=RATES)),
         replace(ONE_LINK, call_s=1e-5, compiled_overlap=0.5, eager_overlap=0.25),
+        replace(ONE_LINK, layer_efficiency=1.0, step_slowdown=1.5),
         *(xs.load_profile("h100"), xs.load_profile("tpu_v5p")),
     ],
 )
@@ -346,6 +368,8 @@ def test_two_devices_from_the_command_to_a_priced_plan(
     assert f"2 {devices} " in profile.source
     assert (profile.call_s > 0) == (backend == "torch")
     assert 0 <= profile.eager_overlap <= 1 and (backend == "torch" or profile.eager_overlap == 1)
+    assert profile.step_slowdown >= 1 and (backend == "torch" or profile.step_slowdown == 1)
+    assert profile.layer_efficiency == 1  # of rates that were measured
     rates = dict(profile.flops_per_s)
     assert rates.keys() == set(calibration.PRODUCTS) and min(rates.values()) > 1e8
     assert f"float32 {rates['float32'] / 1e9:.3g} GFLOP/s" in result.stdout

@@ -134,6 +134,7 @@ def test_options_of_a_chain_are_those_of_all_assignments(anywhere):
                     found = [found[0] + len(got), found[1] + len(want)]
                     joined += len(members(step, one.name, new.by_name)) > 1
         assert abs(_flops(fuse_operations(fine)) - _flops(fine)) < 1e-9 * _flops(fine)
+        assert _kernels(fuse_operations(fine)) == _kernels(fine)
     assert joined > 20 and found[0] > 0.98 * found[1], found
 
 
@@ -142,6 +143,10 @@ def _flops(step):
         return math.prod(step.lengths[n] for n in {n for dims in op.dims for n in dims})
 
     return 1 + sum(op.work.flops * space(op) for op in step.ops)
+
+
+def _kernels(step):
+    return sum(op.kernels for op in step.ops if op.work.accesses)
 
 
 def test_a_chain_of_constants_is_a_copy_where_more_dims_are_broadcast():

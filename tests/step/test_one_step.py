@@ -1,6 +1,7 @@
 """docs/one_step.md: its tables are what the planner computes, and its arithmetic is right."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -8,7 +9,7 @@ import pytest
 
 from xshard import Link, Mesh, Op, Profile, TrainingStep, suggest
 from xshard.step.price.moves import MovePrices
-from xshard.step.price.nodes import EFFICIENCY, Gathering
+from xshard.step.price.nodes import Gathering
 from xshard.step.price.parts import BlockPart, StepPart
 from xshard.step.price.problem import StepProblem
 from xshard.step.record.arrays import COPY, REPLICAS, SUM, layout_of
@@ -52,8 +53,12 @@ def machine():
 
 @pytest.fixture(scope="module")
 def problem():
-    prices = MovePrices(Mesh(dp=2), "float32", machine())
-    problem = StepProblem(step_of_two_operations(), prices)
+    return problem_on(machine(), step_of_two_operations())
+
+
+def problem_on(profile, step):
+    """Every choice of a step on two devices, with all prices."""
+    problem = StepProblem(step, MovePrices(Mesh(dp=2), "float32", profile))
     for edge in problem.edges:
         for i in range(len(problem.nodes[edge.source].placements)):
             for j in range(len(problem.nodes[edge.user].placements)):
@@ -140,7 +145,7 @@ def test_every_sum_is_there(problem):
 
 def test_the_arithmetic_of_the_page(problem):
     """The sentences of the page, in numbers: they are the code's."""
-    forward = 2 * N**3 / (EFFICIENCY * 1e12)
+    forward = 2 * N**3 / (machine().layer_efficiency * 1e12)
     assert forward == pytest.approx(2.78e-3, rel=1e-3)
     read = 4 * MEGABYTES * 1e6 / 2e10
     assert read == pytest.approx(0.8e-3)
@@ -164,6 +169,55 @@ def test_the_arithmetic_of_the_page(problem):
     ]  # the logits, and their gradient
     _, memory = problem.summary(vectors["data parallel"])
     assert [n / 1e6 for n in memory.values()] == [4, 8, 8, 0, 0, 0]  # a gradient, and its sum
+
+
+def parts_on(profile, *, n_kernels=1):
+    """The seconds of the parts of a step by ZeRO-1 on a machine, in ms."""
+    step = step_of_two_operations()
+    up = replace(step.ops[0], kernels=n_kernels, calls=n_kernels)
+    step = TrainingStep(
+        [up, step.ops[1]], step.lengths, step.inputs, step.parameters, dtype="float32"
+    )
+    problem = problem_on(profile, step)
+    vector = problem.vector(assignment_of(problem, PLANS["ZeRO-1"]))
+    return {part: vector[part] * 1e3 for part in (*BlockPart, StepPart.OPTIMIZER_S)}
+
+
+def test_layers_that_reach_the_measured_rate_compute_as_fast_as_it():
+    peak, measured = machine(), replace(machine(), layer_efficiency=1.0)
+    part = BlockPart.FORWARD_COMPUTING_S
+    product = 2 * N**3 / 2 / 1e12 * 1e3  # on each of two devices
+    assert parts_on(peak)[part] - parts_on(measured)[part] == pytest.approx(
+        product * (1 / 0.72 - 1)
+    )
+
+
+def test_moves_of_a_step_take_longer_by_the_slowdown():
+    usual, slow = parts_on(machine()), parts_on(replace(machine(), step_slowdown=1.5))
+    moving = [BlockPart.FORWARD_PARAMETERS_S, BlockPart.GRADIENTS_S]
+    assert all(usual[part] > 0 for part in moving)
+    for part, seconds in usual.items():
+        assert slow[part] == pytest.approx(seconds * (1.5 if part in moving else 1))
+
+
+def test_a_host_that_calls_each_operation_runs_a_kernel_for_each():
+    """Four kernels in the place of one: between them three arrays are written and read, twice backward."""
+    eager = replace(machine(), call_s=1e-6)
+    one, four = parts_on(eager), parts_on(eager, n_kernels=4)
+    between = 3 * 2 * MEGABYTES / 2 * 1e6 / 2e10 * 1e3  # blocks of half an array
+    calls = 3 * 1e-3
+    forward, backward = BlockPart.FORWARD_COMPUTING_S, BlockPart.BACKWARD_COMPUTING_S
+    assert four[forward] - one[forward] == pytest.approx(between + calls)
+    assert four[backward] - one[backward] == pytest.approx(2 * (between + calls))
+    # AdamW accesses memory 20 times, and 7 times in one kernel; it calls twice a parameter.
+    compiled = parts_on(machine())
+    optimizer = (20 - 7) * MEGABYTES / 2 * 1e6 / 2e10 * 1e3 + 2 * 1e-3
+    assert one[StepPart.OPTIMIZER_S] - compiled[StepPart.OPTIMIZER_S] == pytest.approx(optimizer)
+    # And 7 times for each move of a parameter or of its gradient.
+    for part in (BlockPart.FORWARD_PARAMETERS_S, BlockPart.GRADIENTS_S):
+        assert one[part] - compiled[part] == pytest.approx(7 * 1e-3)
+    # What a compiler fuses is one kernel.
+    assert parts_on(machine(), n_kernels=4) == compiled
 
 
 def test_the_best_plan_is_the_one_that_the_page_says():

@@ -50,6 +50,7 @@ from xshard.testing.question import (
 K = TypeVar("K")
 TARGET_S = 0.01  # seconds of calls between two looks at the clock, about
 MOST_CALLS = 20
+N_LAYERS = 4  # turns of a move and of computing that are timed together
 N_SMALL_LAYERS = 128  # pairs of layers, whose calls by the host are timed
 
 
@@ -545,18 +546,25 @@ def seconds_of_small_calls(n_devices: int, rounds: int, timeout_s: float) -> flo
     return _median(on_ranks(n_devices, _time_small_layers, rounds, timeout_s=timeout_s))
 
 
-def overlap_with_products(plans: Sequence[Plan], rows: int, rounds: int, timeout_s: float) -> float:
-    """Return the share of the seconds of plans in which devices compute, if they start them ahead.
+def moves_beside_products(
+    plans: Sequence[Plan], rows: int, rounds: int, timeout_s: float
+) -> tuple[float, float]:
+    """Measure moves between and beside products of square matrices that take about as long.
 
-    They multiply square matrices for about as long as each plan takes. 10 ms of each: 0 if both
-    together take 20 ms, 1 if they take 10 ms.
+    Returns:
+        The seconds of a move between two products, over those of the move in a loop. And the share of
+        the seconds of moves in which devices compute, if they start them ahead: of a move and a
+        product of 10 ms each 0 if both together take 20 ms, 1 if they take 10 ms.
     """
-    hidden_s = could_hide_s = 0.0
+    moving_s = between_s = hidden_s = could_hide_s = 0.0
     for ranks in by_rank(plans, _time_beside_products, rows, rounds, timeout_s=timeout_s):
-        moving_s, computing_s, both_s = (_median(way) for way in zip(*ranks, strict=True))
-        hidden_s += moving_s + computing_s - both_s
-        could_hide_s += min(moving_s, computing_s)
-    return min(1.0, max(0.0, hidden_s / could_hide_s))
+        loop_s, computing_s, in_turn_s, both_s = (_median(way) for way in zip(*ranks, strict=True))
+        moving_s += loop_s
+        between_s += in_turn_s - computing_s
+        hidden_s += in_turn_s - both_s
+        could_hide_s += min(in_turn_s - computing_s, computing_s)
+    overlap = hidden_s / could_hide_s if could_hide_s > 0 else 1.0
+    return max(1.0, between_s / moving_s), min(1.0, max(0.0, overlap))
 
 
 def _median(seconds_of_ranks: Sequence[Sequence[float]]) -> float:
@@ -602,9 +610,10 @@ def _time_beside_products(plans: Sequence[Plan], rows: int, rounds: int) -> list
 
 
 def _time_plan_beside_products(plan: Plan, rows: int, rounds: int) -> list[list[float]]:
-    """Return this rank's seconds of a plan, of products that take as long, and of both at once.
+    """Return this rank's seconds, each a list by round: of a plan, of products, and of both.
 
-    Each is a list by round.
+    Both take turns first, then the plan runs beside the products. Each is repeated without a barrier
+    in between, as in a step: the ranks drift apart.
     """
     timer = _PlanTimer(plan)
     multiply = functools.partial(torch.mm, torch.ones(rows, rows), torch.ones(rows, rows))
@@ -621,14 +630,30 @@ def _time_plan_beside_products(plan: Plan, rows: int, rounds: int) -> list[list[
         for _ in range(n_products):
             multiply()
 
+    def take_turns() -> None:
+        compute()
+        move()
+
     def do_both() -> None:
         wait = timer.run.begin(*timer.blocks)
         compute()
         wait()
 
-    functions = (move, compute, do_both)
-    in_rounds = [[_seconds_of(function) for function in functions] for _ in range(rounds)]
+    functions = (move, compute, take_turns, do_both)
+    in_rounds = [
+        [_seconds_of(_repeated(function)) for function in functions] for _ in range(rounds)
+    ]
     return [list(seconds) for seconds in zip(*in_rounds, strict=True)]
+
+
+def _repeated(function: Callable[[], object]) -> Callable[[], None]:
+    """Return a function that calls another one as often as a small model has layers."""
+
+    def call_all() -> None:
+        for _ in range(N_LAYERS):
+            function()
+
+    return call_all
 
 
 def _seconds_of(function: Callable[[], object]) -> float:

@@ -191,6 +191,8 @@ def _profile_of_values(data: dict[str, Any]) -> Profile:
         call_s=data.get("call_s", 0.0),
         compiled_overlap=data.get("compiled_overlap", 0.0),
         eager_overlap=data.get("eager_overlap", 1.0),
+        layer_efficiency=data.get("layer_efficiency", 0.72),
+        step_slowdown=data.get("step_slowdown", 1.0),
     )
 
 

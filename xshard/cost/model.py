@@ -96,6 +96,8 @@ class Profile:
             stay on their device are then not packed.
         flops_per_s: Floating point operations per second of one device in matrix products, by dtype;
             other dtypes have the rate of float32.
+        layer_efficiency: The share of these rates that the products of a model's layers reach: less than 1
+            of a vendor's peaks, 1 of rates that were measured.
         disk: The link over which the devices of a node read files, shared by them; None if unknown.
         ring_s: Seconds of each round of a collective that runs as a ring, by kind, beside its messages:
             n - 1 rounds among n devices, twice as many for an all-reduce.
@@ -107,6 +109,8 @@ class Profile:
             where nobody has measured it.
         eager_overlap: The same share for moves that a program of torch starts ahead: 1 where links
             carry them alone, less where the processor that computes sends and receives.
+        step_slowdown: Seconds of a move between the layers of a step, over those of the same move in a
+            loop: more than 1 where devices share cores and caches, and reach the move at different times.
 
     Examples:
         >>> from xshard import Mesh, plan
@@ -126,12 +130,14 @@ class Profile:
     inside: tuple[tuple[str, int], ...] = ()
     rounds: bool = False
     flops_per_s: tuple[tuple[str, float], ...] = ()
+    layer_efficiency: float = 0.72
     disk: Link | None = None
     ring_s: tuple[tuple[str, float], ...] = ()
     addends: str = FREE
     call_s: float = 0.0
     compiled_overlap: float = 0.0
     eager_overlap: float = 1.0
+    step_slowdown: float = 1.0
 
     def __post_init__(self) -> None:
         field_is_right: Mapping[str, bool] = {
@@ -144,6 +150,8 @@ class Profile:
             "call_s": _is_time(self.call_s),
             "compiled_overlap": _is_share(self.compiled_overlap),
             "eager_overlap": _is_share(self.eager_overlap),
+            "layer_efficiency": _is_share(self.layer_efficiency) and self.layer_efficiency > 0,
+            "step_slowdown": _is_rate(self.step_slowdown) and not math.isinf(self.step_slowdown),
         }
         for field, is_right in field_is_right.items():
             if not is_right:

@@ -26,6 +26,9 @@ from xshard.steps import AllGather, ReduceScatter
 ROUNDS = 15  # how often every plan is measured; the median counts
 PRODUCTS = ("bfloat16", "float32", "float64")  # matrix products are measured in these dtypes
 ROWS = 1024  # rows of the square matrices
+ROWS_OF_LAYERS = (
+    512  # of those that are multiplied beside moves: these take as long as a small layer
+)
 # The host's time for an operation of a model, over that of one in small layers, which find all in caches:
 # three models of transformers on a CPU, forward and backward.
 SMALL_CALLS_IN_CALL = 2
@@ -98,12 +101,15 @@ def calibrate(
     fitted_samples = samples[: len(fitted)]
     held_out_samples = samples[len(fitted) :]
     constants = fit(fitted_samples, name, rounds=runtime.rounds, node_devices=node_devices)
+    step_slowdown, eager_overlap = _beside_computing(runtime, fitted, rounds, timeout_s)
     profile = replace(
         constants,
         flops_per_s=_flops_per_s(runtime, mesh, rounds, timeout_s),
+        layer_efficiency=1.0,  # layers of 256 rows reach the rate of these products on a CPU
         disk=disk_link,
         call_s=_call_s(runtime, mesh, rounds, timeout_s),
-        eager_overlap=_eager_overlap(runtime, fitted, rounds, timeout_s),
+        eager_overlap=eager_overlap,
+        step_slowdown=step_slowdown,
     )
     calibration = Calibration(profile, fitted_samples, held_out_samples)
     profile = replace(profile, source=_source(runtime, mesh, sizes, rounds, calibration))
@@ -130,25 +136,29 @@ def _call_s(runtime: Backend, mesh: Mesh, rounds: int, timeout_s: float) -> floa
     return rounded(SMALL_CALLS_IN_CALL * small_call_s)
 
 
-def _eager_overlap(runtime: Backend, plans: Sequence[Plan], rounds: int, timeout_s: float) -> float:
-    """Measure the share of the seconds of moves in which devices compute.
+def _beside_computing(
+    runtime: Backend, plans: Sequence[Plan], rounds: int, timeout_s: float
+) -> tuple[float, float]:
+    """Measure what computing does to moves: `step_slowdown` and `eager_overlap` of a profile.
 
-    The moves are those that a program starts ahead: gathers of parameters and sums of gradients,
-    over each axis and over all of them, of the largest blocks.
+    The moves are those of a step of ZeRO-3: gathers of parameters and sums of gradients, over each
+    axis and over all of them, of the largest blocks.
     """
     if runtime.rounds:
-        return 1.0  # JAX starts no moves ahead
-    ahead: list[Plan] = []
+        return 1.0, 1.0  # JAX compiles a step, and starts no moves ahead
+    moves: list[Plan] = []
     for plan in plans:
         [step] = plan.steps
         if isinstance(step, (AllGather, ReduceScatter)) and step.dim == plan.src.dims[0].name:
-            ahead.append(plan)  # of rows; of columns they take about as long
-    most_elements = max(math.prod(plan.shape) for plan in ahead)
-    largest = [plan for plan in ahead if math.prod(plan.shape) == most_elements]
+            moves.append(plan)  # of rows; of columns they take about as long
+    most_elements = max(math.prod(plan.shape) for plan in moves)
+    largest = [plan for plan in moves if math.prod(plan.shape) == most_elements]
     n_devices = largest[0].mesh.n_devices
-    function = "worker.overlap_with_products"
-    share = runtime.ask(n_devices, function, largest, ROWS, rounds, timeout_s=timeout_s)
-    return rounded(share)
+    function = "worker.moves_beside_products"
+    slowdown, overlap = runtime.ask(
+        n_devices, function, largest, ROWS_OF_LAYERS, rounds, timeout_s=timeout_s
+    )
+    return rounded(slowdown), rounded(overlap)
 
 
 def _plans_to_time(

@@ -34,6 +34,9 @@ from xshard.step.price.options import (
 from xshard.step.record.arrays import COPY, REPLICAS, SUM, layout_of
 
 LEADING = 64  # rows of the dims before those that a move is about
+# What a runtime calls beside a plan for each array: hooks, autograd, pieces of joint messages. Measured for
+# parameters of ZeRO-1 in torch, as a multiple of an operation of a model.
+MOVE_CALLS = 7
 OCTAVES = 3  # one plan, and one line of prices, from 2**0 to 2**3 elements, to 2**6, ...
 
 
@@ -128,7 +131,8 @@ class MovePrices:
         is_contiguous = share == 1 and _begins_with(moves, lengths)
         exponent = _line_start(elements)
         line = _line(self.mesh, self.dtype, self.profile, tuple(moves), is_contiguous, exponent)
-        return share * line.seconds_at(elements)
+        calling_s = MOVE_CALLS * self.profile.call_s
+        return share * line.seconds_at(elements) + calling_s
 
     def _taking_part(self, moves: Sequence[AxisMove]) -> list[AxisMove]:
         """Keep the axes along which devices take part in a move."""
@@ -353,8 +357,8 @@ def _line(
     request = Request.on_mesh(sample.mesh, sample.src, sample.dst, middle, dtype, machine)
     plan = find_plan(request)
     # The plan that is best for the middle size is priced at both ends, for one line has one plan.
-    small_s = replace(plan, shape=small).cost
-    large_s = replace(plan, shape=large).cost
+    small_s = profile.step_slowdown * replace(plan, shape=small).cost
+    large_s = profile.step_slowdown * replace(plan, shape=large).cost
     elements = math.prod(small)
     # Lengths are rounded to multiples of the devices, so that both shapes may be the same. A line
     # needs two different numbers of elements, hence one more.

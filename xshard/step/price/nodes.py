@@ -26,9 +26,11 @@ from xshard.step.price.step_setup import FULL, StepSetup
 from xshard.step.record.arrays import space_of
 from xshard.step.record.op import Op
 
-EFFICIENCY = 0.72  # of the peak rate, for products
-# The parameter, its gradient and both moments are read; all but the gradient are written.
+# AdamW in one kernel reads the parameter, its gradient and both moments, and writes all but the gradient.
 OPTIMIZER_ACCESSES = 7
+# Kernel by kernel it decays the parameter (2 accesses), moves both moments (3 and 5), makes the denominator
+# (a root, a quotient and a sum: 6), and adds the quotient to the parameter (4).
+EAGER_OPTIMIZER_ACCESSES = 20
 # For a parameter it calls about ten kernels, without modules and autograd: the host works as long as for
 # two operations of a model.
 OPTIMIZER_CALLS = 2
@@ -96,8 +98,10 @@ def price_parameter(setup: StepSetup, name: str) -> Node:
     n_states = 3 if setup.stored_bytes < FULL else 2
     costs[:, StepPart.STATE_BYTES] = n_states * full_bytes
     accessed_bytes_per_s = 2 * setup.moves.profile.copy_bytes_per_s  # read and written
-    accessing_s = OPTIMIZER_ACCESSES * full_bytes / accessed_bytes_per_s
-    calling_s = OPTIMIZER_CALLS * first_use.times * setup.moves.profile.call_s
+    call_s = setup.moves.profile.call_s
+    n_accesses = EAGER_OPTIMIZER_ACCESSES if call_s else OPTIMIZER_ACCESSES
+    accessing_s = n_accesses * full_bytes / accessed_bytes_per_s
+    calling_s = OPTIMIZER_CALLS * first_use.times * call_s
     costs[:, StepPart.OPTIMIZER_S] = accessing_s + calling_s
     return Node(name, placements, costs, gathering)
 
@@ -186,16 +190,21 @@ def _seconds_of_computing(
     """Return the seconds of an operation's forward pass on a device: [options].
 
     It computes while it accesses memory, so that the longer of both counts. The host's calls are
-    added.
+    added; where it calls each operation, it runs a kernel for each, which writes an array for the next.
     """
     work = op.work
     profile = setup.moves.profile
-    flops_per_s = profile.flops(setup.step.dtype) * EFFICIENCY * work.rate
+    flops_per_s = profile.flops(setup.step.dtype) * profile.layer_efficiency * work.rate
     n_devices = _devices_that_split(setup, op, placements)
     computing_s = work.flops * space_of(op.arrays, setup.lengths) / n_devices / flops_per_s
     # A byte that is copied is accessed twice: it is read and written.
     memory_s = work.accesses * sum(block_bytes) / (2 * profile.copy_bytes_per_s)
-    return np.maximum(computing_s, memory_s) + op.calls * profile.call_s
+    seconds: Floats = np.maximum(computing_s, memory_s)
+    if not profile.call_s:
+        return seconds
+    # All kernels but the last: each writes as much as the result, and the next one reads it.
+    between_s = max(0, op.kernels - 1) * 2 * block_bytes[-1] / (2 * profile.copy_bytes_per_s)
+    return seconds + between_s + op.calls * profile.call_s
 
 
 def _bytes_saved_for_gradient(

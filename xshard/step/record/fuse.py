@@ -109,6 +109,11 @@ def _is_free(op: Op) -> bool:
     return op.kind in LIGHT and op.work.accesses == 0
 
 
+def _kernels(op: Op) -> int:
+    """Count the operations of the framework that access memory, if no compiler fuses them."""
+    return 0 if _is_free(op) else op.kernels
+
+
 def _may_fuse(
     ops: Mapping[str, Op], first: Op, second: Op, operand_index: int, step: TrainingStep
 ) -> bool:
@@ -473,6 +478,7 @@ class _FusedPair:
             inside=tuple(text for text, _ in self.restrictions),
             inner=inner,
             calls=self.first.calls + self.second.calls,
+            kernels=_kernels(self.first) + _kernels(self.second),
         )
 
     def _visible_saved_arrays(self) -> tuple[int, ...]:

@@ -108,6 +108,7 @@ class Op:
         inner: Elements that the backward pass needs of arrays between them, per element of the
             space of all dims.
         calls: How many operations of the framework it is, as a chain of several.
+        kernels: How many of these access memory, if no compiler fuses them: views do not.
 
     Raises:
         NotationError: The text is malformed, or names another number of operands or an unknown dim.
@@ -140,6 +141,7 @@ class Op:
     inside: tuple[str, ...] = ()
     inner: float = 0.0
     calls: int = 1
+    kernels: int = 1
 
     def __post_init__(self) -> None:
         for field in ("operands", "whole"):
