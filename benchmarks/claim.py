@@ -44,6 +44,14 @@ def worst(statement: str, values: Named, limit: float, *, at_least: bool = False
     return Claim(statement, ranked[0][1], limit, at_least, len(ranked), tuple(failing))
 
 
+def between(statement: str, values: Named, lowest: float, highest: float) -> list[Claim]:
+    """The largest value and the smallest one, each under its limit."""
+    return [
+        worst(f"{statement}: largest", values, highest),
+        worst(f"{statement}: smallest", values, lowest, at_least=True),
+    ]
+
+
 def none_of(statement: str, breaking: Sequence[str], n_cases: int) -> Claim:
     """No case out of `n_cases` breaks something."""
     return Claim(statement, len(breaking), 0, False, n_cases, tuple(breaking))

@@ -21,7 +21,7 @@ from typing import Any
 from rich.table import Table
 
 from benchmarks import record
-from benchmarks.claim import Claim, Row, finish, worst
+from benchmarks.claim import Claim, Row, between, finish, worst
 from benchmarks.time import measures, predicted, turns
 from benchmarks.time.measures import ALONE, FSDP2, MODELS, OURS, WAITING
 from xshard import Mesh
@@ -31,6 +31,7 @@ from xshard.testing.nodes import nodes
 MBIT = 100, 400, 1600
 SLOW_MBIT = 100  # fewer turns: the links decide, and a turn of all ways takes a minute
 BALANCED = 0.5, 1.5  # seconds of moving over those of computing
+PREDICTED = 0.85, 1.15  # seconds of a prediction over the measured ones
 # Widths of the models whose batch is cut, and their links. A model twice as wide computes twice as much for
 # each byte that travels; so these carry as many seconds of moves with fewer seconds of the processor.
 HALVES_WIDTHS = {512: (100, 200, 400, 800), 1024: (400,), 2048: (200,)}
@@ -146,7 +147,7 @@ def judge(rows: Sequence[Row]) -> list[Claim]:
         for row in rows
         if "predicted_s" in row
     ]
-    judged += predictions("ZeRO-3", ratios)
+    judged += between("ZeRO-3: predicted / measured seconds", ratios, *PREDICTED)
     if balanced:
         middle = statistics.median(row["faster"] for row in balanced)
         what = "ZeRO-3: FSDP2 / ours where moving takes as long as computing: median"
@@ -156,14 +157,6 @@ def judge(rows: Sequence[Row]) -> list[Claim]:
     return judged
 
 
-def predictions(what: str, ratios: Sequence[tuple[str, float]]) -> list[Claim]:
-    """The claims on predicted over measured seconds, by the names of cases."""
-    return [
-        worst(f"{what}: predicted / measured: largest", ratios, 1.15),
-        worst(f"{what}: predicted / measured: smallest", ratios, 0.85, at_least=True),
-    ]
-
-
 def judge_halves(rows: Sequence[Row]) -> list[Claim]:
     judged = []
     ratios = [
@@ -171,7 +164,7 @@ def judge_halves(rows: Sequence[Row]) -> list[Claim]:
         for row in rows
         for way, predicted_s in row.get("predicted_s", {}).items()
     ]
-    judged += predictions("halves", ratios)
+    judged += between("halves: predicted / measured seconds", ratios, *PREDICTED)
     for kind in turns.KINDS:
         own = [row for row in rows if row["kind"] == kind]
         # The link on which moving takes most nearly as long as computing.

@@ -19,7 +19,8 @@ from benchmarks.planner import claims as planner
 from benchmarks.plans import __main__ as plans
 from benchmarks.state import claims as state
 from benchmarks.suggest import __main__ as suggest
-from benchmarks.suggest import gspmd, iopddl
+from benchmarks.suggest import gspmd, iopddl, measured
+from benchmarks.time import __main__ as steps
 from benchmarks.torch_redistribute import claims as torch
 from tests.benchmarks.helpers import recorded
 
@@ -52,6 +53,8 @@ JUDGED: dict[str, Callable[[Any], Any]] = {
     "suggest": lambda data: suggest.judge(data["cases"]),
     "suggest_gspmd": lambda data: gspmd.judge(data["steps"]),
     "suggest_iopddl": lambda data: iopddl.judge(data["instances"]),
+    "suggest_measured": lambda data: measured.judge(data["plans"]),
+    "time": lambda data: [*steps.judge(data["zero3"]), *steps.judge_halves(data["halves"])],
     "torch_redistribute": lambda data: torch.judge(
         **{rows: data[rows] for rows in ("host", "ends", "memory", "packs")}
     ),
@@ -62,6 +65,7 @@ FAILING = {
     "state": ["orbax / ours"],
     "suggest": ["the gap to the bound"],  # of experts
     "suggest_gspmd": ["without constraints: geometric mean"],  # 0.51
+    "suggest_measured": ["Kendall's tau", "the best measured", "largest", "smallest", "bytes"],
     "torch_redistribute": ["by hand / ours: worst", "to copy as many bytes, CPU"],
 }
 
@@ -107,6 +111,20 @@ COMPILED["xla"] = {
     "compile_s": 0.1,
 }
 COMPILED["ours"] = dict.fromkeys((*PROFILES, *map(jax_reshard.within, PROFILES)), OURS)
+PLANS = [
+    {
+        "machine": "4 ranks",
+        "model": "Llama",
+        "plan": plan,
+        "predicted_s": seconds,
+        "measured_s": seconds,
+        "predicted_bytes": 64,
+        "measured_bytes": 64,
+    }
+    for plan, seconds in (("suggested", 1.0), ("ZeRO-3", 2.0), ("HSDP", 3.0))
+]
+ZERO3_S = {"prefetched": 1.2, "not prefetched": 1.5, "FSDP2": 2.0, "computing alone": 1.0}
+HALVES_S = {"whole batch": 2.0, "in halves": 1.4}
 START: dict[str, dict[str, Any]] = {
     "jax_reshard": {"compiled": [COMPILED]},
     "nodes": {
@@ -139,6 +157,18 @@ START: dict[str, dict[str, Any]] = {
     },
     "suggest": {"cases/*/gap": 0.005, "cases/*/planning_s": 4.0},
     "suggest_gspmd": {"steps/20/received_bytes": 2**26},
+    "suggest_measured": {"plans": PLANS},
+    "time": {
+        "zero3/*/seconds": ZERO3_S,
+        "zero3/*/predicted_s": 1.2,
+        "zero3/*/bound_of_cores_s": 1.1,
+        "zero3/*/moving_s": 1.0,
+        "zero3/*/faster": 1.5,
+        "halves/*/seconds": HALVES_S,
+        "halves/*/predicted_s": HALVES_S,
+        "halves/*/moving": 1.0,
+        "halves/*/ratio": 0.7,
+    },
     "torch_redistribute": {
         "ends/*/faster_than": {"DTensor": 3.0, "by hand": 1.0},
         "memory": [
@@ -292,6 +322,32 @@ BREAKS: dict[str, list[tuple[dict[str, Any], list[str]]]] = {
         ({"instances/2/cost": 2e6}, ["cost / the best known"]),
         ({"instances/0/of_limit": 1.1}, ["bytes at the peak"]),
         ({"instances/1/seconds": 1e3}, ["processor seconds / the contest's limit"]),
+    ],
+    "suggest_measured": [
+        (
+            {"plans/1/predicted_s": 2.95, "plans/1/measured_s": 2.95, "plans/2/measured_s": 2.9},
+            ["Kendall's tau"],
+        ),
+        ({"plans/0/predicted_s": 2.1, "plans/0/measured_s": 2.1}, ["suggested / the best"]),
+        ({"plans/2/predicted_s": 3.6}, ["seconds predicted / measured: largest"]),
+        ({"plans/2/predicted_s": 2.5}, ["seconds predicted / measured: smallest"]),
+        ({"plans/0/measured_bytes": 80}, ["bytes predicted against measured"]),
+    ],
+    "time": [
+        ({"zero3/0/bound_of_cores_s": 1.0}, ["a step / the bound of its schedule"]),
+        ({"zero3/0/predicted_s": 1.4}, ["ZeRO-3: predicted / measured seconds: largest"]),
+        ({"zero3/0/predicted_s": 1.0}, ["ZeRO-3: predicted / measured seconds: smallest"]),
+        ({"zero3/*/faster": 1.3}, ["where moving takes as long as computing: median"]),
+        ({"zero3/0/moving_s": 5.0, "zero3/0/faster": 0.9}, ["FSDP2 / ours elsewhere"]),
+        (
+            {"halves/*/predicted_s/in halves": 1.7},
+            ["halves: predicted / measured seconds: largest"],
+        ),
+        (
+            {"halves/*/predicted_s/in halves": 1.1},
+            ["halves: predicted / measured seconds: smallest"],
+        ),
+        ({"halves/*/ratio": 0.8}, ["tensor + sequence parallel", "experts"]),
     ],
     "torch_redistribute": [
         ({"host/0/xshard/forward_s": 7e-5}, ["host time of a forward call, us"]),
