@@ -10,7 +10,6 @@ file. Exit status 1 if a claim fails.
 
 from __future__ import annotations
 
-import ctypes
 import math
 import statistics
 import sys
@@ -30,6 +29,7 @@ from torch.utils._pytree import tree_leaves
 import torch_bridge as xt
 from benchmarks import by_turns, record
 from benchmarks.claim import Claim, Row, between, finish, worst
+from benchmarks.memory import keep_freed_memory
 from torch_bridge.step.suggest import TorchSuggestion
 from xshard import Layout, Mesh, Profile
 from xshard.runtimes.calibrate import Calibration, calibrate
@@ -58,7 +58,6 @@ MODELS: Mapping[str, tuple[str, Row]] = {
     "GPT-2": ("GPT2LMHeadModel", {**GPT2, "use_cache": False}),
     "ViT": ("ViTForImageClassification", {**SIZES, **CLASSES}),
 }
-M_MMAP_MAX, M_TRIM_THRESHOLD = -4, -1  # of malloc.h
 BLOCKS = 2**12, 2**15, 2**18, 2**20, 2**22  # bytes, for the calibration
 RATE = 1e-3  # of AdamW
 BUCKET_BYTES = 2**22  # of gradients: less than those of a layer, as the default is for large models
@@ -115,15 +114,6 @@ def train(
             steps[plan] = step
     seconds = by_turns.slowest(steps, rounds, warm_up=2)
     return seconds, {plan: _held(step) for plan, step in steps.items()}
-
-
-def keep_freed_memory() -> None:
-    """Let this process keep the memory that it frees, as torch's allocator for GPUs does.
-
-    Otherwise the system clears each page of a large tensor anew, which takes longer than to write it.
-    """
-    libc = ctypes.CDLL("libc.so.6")
-    assert libc.mallopt(M_MMAP_MAX, 0) and libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
 
 
 def _step(name: str, run: Run, mesh: Mesh) -> Callable[[], float]:
@@ -223,7 +213,7 @@ def rows_of(
 
 
 def plan_by_hand(plan: TorchSuggestion, name: str) -> TorchSuggestion:
-    """One of the plans that a suggestion was compared with, as the suggestion is."""
+    """One of the plans that a suggestion was compared with, as a `TorchSuggestion` like it."""
     search, vector = plan.by_hand[name]
     chosen = next(each for each, own in search.vectors.items() if (own == vector).all())
     return TorchSuggestion(search, chosen, 0.0, {}, unused=plan.unused, mesh=plan.mesh)

@@ -28,10 +28,11 @@ from xshard import Mesh
 from xshard.formatting import format_seconds
 from xshard.testing.nodes import nodes
 
+RANKS = 1, 2  # of a node
 MBIT = 100, 400, 1600
 SLOW_MBIT = 100  # fewer turns: the links decide, and a turn of all ways takes a minute
 BALANCED = 0.5, 1.5  # seconds of moving over those of computing
-PREDICTED = 0.85, 1.15  # seconds of a prediction over the measured ones
+PREDICTED_SHARES = 0.85, 1.15  # seconds of a prediction over the measured ones
 # Widths of the models whose batch is cut, and their links. A model twice as wide computes twice as much for
 # each byte that travels; so these carry as many seconds of moves with fewer seconds of the processor.
 HALVES_WIDTHS = {512: (100, 200, 400, 800), 1024: (400,), 2048: (200,)}
@@ -41,7 +42,7 @@ WIDEST_EXPERTS = 512  # wider ones do not fit beside each other
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = record.options("time", __doc__, quick="400 Mbit/s, one model")
     parser.add_argument("--only", choices=("halves", "zero3"), help="one of the two tables")
-    parser.add_argument("--ranks", type=int, nargs="*", default=(1, 2), help="ranks of a node")
+    parser.add_argument("--ranks", type=int, nargs="*", default=RANKS, help="ranks of a node")
     parser.add_argument("--mbit", type=int, nargs="*", help="rates, in place of a table's own")
     options = parser.parse_args(arguments)
     rows = {"zero3": measured_zero3, "halves": measured_halves}
@@ -57,10 +58,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         judged += judge(all_rows["zero3"])
     if all_rows["halves"]:
         judged += judge_halves(all_rows["halves"])
+    facts = {"load": os.getloadavg()}
+    if is_part(options):
+        facts["command"] = "python -m benchmarks.time, in parts: each row has its date"
     libraries = ("torch", "transformers")
-    return finish(
-        options, "The time of a step", judged, *libraries, rows=all_rows, load=os.getloadavg()
-    )
+    return finish(options, "The time of a step", judged, *libraries, rows=all_rows, **facts)
 
 
 def dated(row: Row) -> Row:
@@ -75,12 +77,20 @@ def case_of(row: Row) -> tuple[Any, ...]:
     return tuple(row.get(key) for key in ("model", "kind", "hidden", "ranks", "mbit"))
 
 
+def is_part(options: Namespace) -> bool:
+    """Whether a run measures some cases only, and keeps the recorded rows of the others."""
+    everywhere = options.only is None and not options.mbit and tuple(options.ranks) == RANKS
+    return not (everywhere or options.quick)
+
+
 def with_recorded(options: Namespace, part: str, measured: Sequence[Row]) -> list[Row]:
-    """The measured rows, and those of other cases in the file that this run writes, sorted."""
+    """The measured rows; before them, if a run measures a part, the recorded rows of other cases."""
     file = options.output / f"{options.name}.json"
-    recorded = json.loads(file.read_text())[part] if file.exists() and not options.quick else []
-    rows = {case_of(row): row for row in [*recorded, *measured]}
-    return [rows[case] for case in sorted(rows, key=str)]
+    if not is_part(options) or not file.exists():
+        return list(measured)
+    new_cases = {case_of(row) for row in measured}
+    recorded = json.loads(file.read_text())[part]
+    return [*(row for row in recorded if case_of(row) not in new_cases), *measured]
 
 
 def measured_halves(options: Namespace) -> list[Row]:
@@ -122,7 +132,7 @@ def measured_zero3(options: Namespace) -> list[Row]:
                     sizes = name, layers, hidden, tokens
                     n_turns = min(rounds, 3) if mbit <= SLOW_MBIT else rounds
                     row = cluster.run_torch(measures.zero3, *sizes, n_turns, timeout_s=1800.0)[0]
-                    if name in predicted.PREDICTED:
+                    if name in predicted.RECORDED:
                         row["predicted_s"] = predicted.zero3_s(*sizes, mesh, profile)
                     rows.append(dated({"ranks": ranks, "mbit": mbit, **row}))
     return rows
@@ -147,7 +157,7 @@ def judge(rows: Sequence[Row]) -> list[Claim]:
         for row in rows
         if "predicted_s" in row
     ]
-    judged += between("ZeRO-3: predicted / measured seconds", ratios, *PREDICTED)
+    judged += between("ZeRO-3: predicted / measured seconds", ratios, *PREDICTED_SHARES)
     if balanced:
         middle = statistics.median(row["faster"] for row in balanced)
         what = "ZeRO-3: FSDP2 / ours where moving takes as long as computing: median"
@@ -164,7 +174,7 @@ def judge_halves(rows: Sequence[Row]) -> list[Claim]:
         for row in rows
         for way, predicted_s in row.get("predicted_s", {}).items()
     ]
-    judged += between("halves: predicted / measured seconds", ratios, *PREDICTED)
+    judged += between("halves: predicted / measured seconds", ratios, *PREDICTED_SHARES)
     for kind in turns.KINDS:
         own = [row for row in rows if row["kind"] == kind]
         # The link on which moving takes most nearly as long as computing.

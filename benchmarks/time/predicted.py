@@ -11,18 +11,21 @@ import torch_bridge as xt
 from benchmarks.suggest import measured
 from benchmarks.time.measures import MODELS, ROWS, SIDE, VOCABULARY, llama
 from xshard import Mesh, Profile
+from xshard.runtimes.calibrate import Calibration, calibrate
 
 ROUNDS = 7  # of the calibration
 # `suggest` cannot record the loop of Mixtral's experts, whose operations depend on the data.
-PREDICTED = "llama", "gpt2", "vit"
+RECORDED = "llama", "gpt2", "vit"
 
 
 def profile_of(cluster: Any, mesh: Mesh) -> Profile:
-    """Calibrate the ranks of a cluster."""
-    profile: Profile = cluster.run_torch(measured.calibrated, mesh, ROUNDS, timeout_s=900.0)[
-        0
-    ].profile
+    """Calibrate the ranks of a cluster, whose processes free memory as those of the steps do."""
+    profile: Profile = cluster.run_torch(calibrated, mesh, timeout_s=900.0)[0].profile
     return profile
+
+
+def calibrated(mesh: Mesh) -> Calibration:
+    return calibrate("torch", mesh, "here", measured.BLOCKS, ROUNDS)
 
 
 def zero3_s(
@@ -41,7 +44,7 @@ def sequence_parallel_s(
 ) -> float:
     """A step of tensor and sequence parallelism as `turns.turns` takes it."""
     batch = torch.empty((rows, tokens), dtype=torch.int64, device="meta")
-    # A few words more: plans by hand know the dims of a model by their lengths.
+    # The vocabulary must not be as long as the model is wide: plans by hand tell dims by their lengths.
     model = llama(layers, hidden, VOCABULARY + 8)
     return _step_s(model, batch, mesh, profile, "tensor + sequence parallel", n_parts)
 

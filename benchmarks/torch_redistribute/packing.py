@@ -4,7 +4,6 @@ On a GPU if there is one, else on the CPU; nothing is sent. Packing is compared 
 contiguous memory and of rows in pieces, as a cut through the columns makes them.
 """
 
-import ctypes
 import statistics
 from collections.abc import Callable, Sequence
 from itertools import product
@@ -14,6 +13,7 @@ import torch
 
 import xshard as xs
 from benchmarks import by_turns
+from benchmarks.memory import keep_freed_memory
 from benchmarks.torch_redistribute.host import MESH, nobody
 from torch_bridge.lower.packed_collective import PackedCollective
 from torch_bridge.lower.rules import lower
@@ -29,14 +29,12 @@ MOVES = {
     "halo of columns": "n d/a -> n d/a:halo(64,64)",
 }
 COLUMNS = 4096
-M_TRIM_THRESHOLD = -1
-M_MMAP_MAX = -4  # of glibc's malloc.h
 
 
 def rates(sizes: Sequence[int], rounds: int) -> list[dict[str, Any]]:
     """Seconds per byte of every pack and unpack, over `Tensor.copy_`; sizes: bytes of a block."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    _keep_memory()
+    keep_freed_memory()
     with nobody():
         return [row for n, name in product(sizes, MOVES) for row in _rows(name, n, device, rounds)]
 
@@ -88,11 +86,3 @@ def _rows(name: str, nbytes: int, device: torch.device, rounds: int) -> list[dic
         for what, n in written.items()
         if n >= block.nbytes // 2 and not (what == "pack" and packed.sent.is_flat)
     ]
-
-
-def _keep_memory() -> None:
-    """Reuse freed memory, as on a GPU: a new page costs more than the copy into it."""
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt"):
-        libc.mallopt(M_MMAP_MAX, 0)
-        libc.mallopt(M_TRIM_THRESHOLD, -1)

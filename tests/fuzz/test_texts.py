@@ -110,6 +110,8 @@ WRONG_FIELDS += [
     ("launch_s", {"other": "soon"}),
     ("launch_s", {"other": -1.0}),
 ]
+WRONG_FIELDS += [("layer_efficiency", 0), ("layer_efficiency", 1.5), ("layer_efficiency", "x")]
+WRONG_FIELDS += [("step_slowdown", 0.9), ("step_slowdown", float("inf")), ("step_slowdown", "x")]
 WRONG_FIELDS += [("copy_bytes_per_s", float("nan")), ("copy_bytes_per_s", 10**400)]
 
 

@@ -182,11 +182,13 @@ def test_every_plan_is_measured_once(monkeypatch):
         ((10, 10, 20, 10), 1.0, 1.0),
         ((10, 30, 42, 42), 1.2, 0.0),
         ((10, 10, 18, 20), 1.0, 0.0),  # noise is no gain, and no loss
+        ((10, 10, 10, 9), 1.0, 0.0),  # nothing was there to hide
     ],
 )
 def test_moves_beside_computing(monkeypatch, milliseconds, slowdown, overlap):
     """The seconds of moves, of products, of both in turn and of both at once, on the slower rank."""
-    worker = pytest.importorskip("torch_bridge.testing.worker")
+    from torch_bridge.testing import worker
+
     of_rank = [[ms * 1e-3] for ms in milliseconds]
     faster = [[ms * 0.5e-3] for ms in milliseconds]
     monkeypatch.setattr(worker, "by_rank", lambda *_args, **_how: iter([[faster, of_rank]] * 2))
@@ -372,5 +374,6 @@ def test_two_devices_from_the_command_to_a_priced_plan(
     assert profile.layer_efficiency == 1  # of rates that were measured
     rates = dict(profile.flops_per_s)
     assert rates.keys() == set(calibration.PRODUCTS) and min(rates.values()) > 1e8
+    assert ("moves between layers take" in result.stdout) == (backend == "torch")
     assert f"float32 {rates['float32'] / 1e9:.3g} GFLOP/s" in result.stdout
     assert xs.plan("n/dp -> n", xs.Mesh(dp=2), (8,), profile=path).cost > 0

@@ -220,6 +220,19 @@ def test_a_host_that_calls_each_operation_runs_a_kernel_for_each():
     assert parts_on(machine(), n_kernels=4) == compiled
 
 
+def test_a_compiled_step_is_called_once():
+    """JAX compiles a step: what a host takes for an operation of eager torch is not charged."""
+    step = step_of_two_operations()
+    anywhere = TrainingStep(
+        step.ops, step.lengths, step.inputs, step.parameters, dtype="float32", moves_anywhere=True
+    )
+    how = {"mesh": Mesh(dp=2), "micro_batches": 1}
+    eager = replace(machine(), call_s=1e-3)
+    assert suggest(step, profile=eager, **how).seconds > 6e-3
+    compiled = [suggest(anywhere, profile=each, **how).seconds for each in (eager, machine())]
+    assert compiled[0] == compiled[1]
+
+
 def test_the_best_plan_is_the_one_that_the_page_says():
     plan = suggest(step_of_two_operations(), Mesh(dp=2), profile=machine(), micro_batches=1)
     assert plan.seconds == pytest.approx(5.67e-3, rel=1e-3)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.step.random_steps import random_step
-from xshard import Mesh, load_profile, plan
+from xshard import Link, Mesh, Profile, load_profile, plan
 from xshard.step.choose import order
 from xshard.step.choose import search as search_room
 from xshard.step.choose.eliminate import excess, minimum
@@ -193,13 +193,19 @@ def test_tables_that_are_minimized_apart_prefer_the_same_values(monkeypatch):
     assert minimum(zeros, {(0, 1): rising, (0, 2): rising[::-1]}, 1).value == 9
 
 
+# Its links decide, so that a bound nears the price: nothing else takes time.
+SLOW_STEP = Profile("slow", "made up", Link(0.0, 1e9), call_s=1e-3, step_slowdown=3.0)
+
+
 @pytest.mark.parametrize(
     ("mesh", "machine"),
     [
         (Mesh(dp=8, tp=8), "h100"),
         (Mesh(a=2, b=3, c=2), "gloo"),
         (Mesh(a=2, b=3), "h100:4"),  # a node ends in the middle of b
+        (Mesh(dp=2, tp=2), SLOW_STEP),
     ],
+    ids=str,
 )
 def test_bounds_of_moves_are_below_prices(mesh, machine):
     moves = MovePrices(mesh, "bfloat16", load_profile(machine))

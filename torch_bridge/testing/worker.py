@@ -552,18 +552,22 @@ def moves_beside_products(
     """Measure moves between and beside products of square matrices that take about as long.
 
     Returns:
-        The seconds of a move between two products, over those of the move in a loop. And the share of
-        the seconds of moves in which devices compute, if they start them ahead: of a move and a
-        product of 10 ms each 0 if both together take 20 ms, 1 if they take 10 ms.
+        Two numbers. The slowdown: seconds of a move between two products, over those of the move in a
+        loop, 1 or more. The overlap: the share of the seconds of moves in which devices compute, if
+        they start them ahead. Of a move and a product of 10 ms each it is 0 if both together take
+        20 ms, and 1 if they take 10 ms.
     """
-    moving_s = between_s = hidden_s = could_hide_s = 0.0
+    moving_s = 0.0
+    between_s = 0.0
+    hidden_s = 0.0
+    could_hide_s = 0.0
     for ranks in by_rank(plans, _time_beside_products, rows, rounds, timeout_s=timeout_s):
         loop_s, computing_s, in_turn_s, both_s = (_median(way) for way in zip(*ranks, strict=True))
         moving_s += loop_s
         between_s += in_turn_s - computing_s
         hidden_s += in_turn_s - both_s
-        could_hide_s += min(in_turn_s - computing_s, computing_s)
-    overlap = hidden_s / could_hide_s if could_hide_s > 0 else 1.0
+        could_hide_s += max(0.0, min(in_turn_s - computing_s, computing_s))
+    overlap = hidden_s / could_hide_s if could_hide_s else 0.0
     return max(1.0, between_s / moving_s), min(1.0, max(0.0, overlap))
 
 
@@ -605,15 +609,15 @@ def _time_small_layers(rounds: int) -> list[float]:
 
 
 def _time_beside_products(plans: Sequence[Plan], rows: int, rounds: int) -> list[list[list[float]]]:
-    """Return for each plan this rank's seconds of it, of products, and of both, round by round."""
+    """Return for each plan this rank's seconds in the four ways of `_time_plan_beside_products`."""
     return [_time_plan_beside_products(plan, rows, rounds) for plan in plans]
 
 
 def _time_plan_beside_products(plan: Plan, rows: int, rounds: int) -> list[list[float]]:
-    """Return this rank's seconds, each a list by round: of a plan, of products, and of both.
+    """Return this rank's seconds in four ways, each a list by round.
 
-    Both take turns first, then the plan runs beside the products. Each is repeated without a barrier
-    in between, as in a step: the ranks drift apart.
+    The plan alone, the products alone, both in turn, and the plan beside the products. Each is
+    repeated without a barrier in between, as in a step: the ranks drift apart.
     """
     timer = _PlanTimer(plan)
     multiply = functools.partial(torch.mm, torch.ones(rows, rows), torch.ones(rows, rows))

@@ -160,7 +160,7 @@ def _steps(sample: Sample) -> str:
 
 
 def _constants(profile: Profile) -> str:
-    """Write the constants of a profile as text: links, copies, launches, products."""
+    """Write the constants of a profile as text: links, copies, launches, products, and those of steps."""
     speeds = []
     for name, link in _links(profile).items():
         speeds.append(
@@ -170,7 +170,13 @@ def _constants(profile: Profile) -> str:
     launches = [f"{kind} {format_seconds(s)}" for kind, s in profile.launch_s if kind != "other"]
     launches += [f"{kind} {format_seconds(s)} a round" for kind, s in profile.ring_s]
     products = [f"{dtype} {_rate(flops)}FLOP/s" for dtype, flops in profile.flops_per_s]
-    kinds = (f"launches: {', '.join(launches)}", f"products: {', '.join(products)}")
+    kinds = [f"launches: {', '.join(launches)}", f"products: {', '.join(products)}"]
+    if profile.call_s:  # measured for eager programs only
+        kinds.append(
+            f"steps: {format_seconds(profile.call_s)} an operation, moves between layers take "
+            f"{profile.step_slowdown:.3g} times as long, {profile.eager_overlap:.0%} of those started ahead "
+            "is hidden"
+        )
     return "; ".join([*speeds, *kinds])
 
 

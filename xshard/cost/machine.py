@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xshard.arguments import parse_number
-from xshard.cost.model import FREE, RANKS, Addends, Link, Profile, ProfileLike
+from xshard.cost.model import FREE, PEAK_EFFICIENCY, RANKS, Addends, Link, Profile, ProfileLike
 from xshard.errors import PlanError, ProfileError, api_boundary
 from xshard.layout import Mesh
 from xshard.layout.sub_axes import Refinement
@@ -191,7 +191,7 @@ def _profile_of_values(data: dict[str, Any]) -> Profile:
         call_s=data.get("call_s", 0.0),
         compiled_overlap=data.get("compiled_overlap", 0.0),
         eager_overlap=data.get("eager_overlap", 1.0),
-        layer_efficiency=data.get("layer_efficiency", 0.72),
+        layer_efficiency=data.get("layer_efficiency", PEAK_EFFICIENCY),
         step_slowdown=data.get("step_slowdown", 1.0),
     )
 

@@ -76,6 +76,9 @@ class Link:
         return hop.messages * self.latency_s + transfer
 
 
+PEAK_EFFICIENCY = 0.72  # the share of a vendor's peak rate that layers reach
+
+
 @api_boundary
 @dataclass(frozen=True)
 class Profile:
@@ -96,21 +99,22 @@ class Profile:
             stay on their device are then not packed.
         flops_per_s: Floating point operations per second of one device in matrix products, by dtype;
             other dtypes have the rate of float32.
-        layer_efficiency: The share of these rates that the products of a model's layers reach: less than 1
-            of a vendor's peaks, 1 of rates that were measured.
         disk: The link over which the devices of a node read files, shared by them; None if unknown.
         ring_s: Seconds of each round of a collective that runs as a ring, by kind, beside its messages:
             n - 1 rounds among n devices, twice as many for an all-reduce.
         addends: "free" where collectives reduce, in an order of their own. "ranks" where none does:
             addends travel to who needs their sum, and are added in the order of ranks.
         call_s: Seconds of the host for an operation of a model, as it calls it and notes it for the gradient,
-            where devices wait for that; 0 where they have a queue, or run compiled steps.
+            where devices wait for that; 0 where they have a queue, or run compiled steps. Where it is not 0
+            no compiler fuses operations, either: each accesses memory for itself.
         compiled_overlap: The share of the seconds of moves that XLA's scheduler runs beside computing; 0
             where nobody has measured it.
         eager_overlap: The same share for moves that a program of torch starts ahead: 1 where links
             carry them alone, less where the processor that computes sends and receives.
-        step_slowdown: Seconds of a move between the layers of a step, over those of the same move in a
-            loop: more than 1 where devices share cores and caches, and reach the move at different times.
+        layer_efficiency: The share of `flops_per_s` that products in a model's layers reach: 0.72 of a
+            vendor's peaks, 1 of rates that were measured.
+        step_slowdown: Seconds of a move between two layers, over those of the same move in a loop, 1 or
+            more: devices that share cores and caches reach a move at different times, and find it cold.
 
     Examples:
         >>> from xshard import Mesh, plan
@@ -130,13 +134,13 @@ class Profile:
     inside: tuple[tuple[str, int], ...] = ()
     rounds: bool = False
     flops_per_s: tuple[tuple[str, float], ...] = ()
-    layer_efficiency: float = 0.72
     disk: Link | None = None
     ring_s: tuple[tuple[str, float], ...] = ()
     addends: str = FREE
     call_s: float = 0.0
     compiled_overlap: float = 0.0
     eager_overlap: float = 1.0
+    layer_efficiency: float = PEAK_EFFICIENCY
     step_slowdown: float = 1.0
 
     def __post_init__(self) -> None:
@@ -151,12 +155,15 @@ class Profile:
             "compiled_overlap": _is_share(self.compiled_overlap),
             "eager_overlap": _is_share(self.eager_overlap),
             "layer_efficiency": _is_share(self.layer_efficiency) and self.layer_efficiency > 0,
-            "step_slowdown": _is_rate(self.step_slowdown) and not math.isinf(self.step_slowdown),
+            "step_slowdown": _is_rate(self.step_slowdown) and 1 <= self.step_slowdown < math.inf,
         }
         for field, is_right in field_is_right.items():
             if not is_right:
                 reason = f"a profile with {field} {short_repr(getattr(self, field))}"
-                hint = "seconds are >= 0, bandwidths > 0, and a node has 1 device or more"
+                hint = (
+                    "seconds are >= 0, bandwidths > 0, shares from 0 to 1, a slowdown 1 or more, and a "
+                    "node has 1 device or more"
+                )
                 raise ProfileError(reason, hint=hint)
         for dtype, rate in self.flops_per_s:
             if not _is_rate(rate) or math.isinf(rate) or not _is_dtype(dtype):

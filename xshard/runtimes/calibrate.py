@@ -26,9 +26,8 @@ from xshard.steps import AllGather, ReduceScatter
 ROUNDS = 15  # how often every plan is measured; the median counts
 PRODUCTS = ("bfloat16", "float32", "float64")  # matrix products are measured in these dtypes
 ROWS = 1024  # rows of the square matrices
-ROWS_OF_LAYERS = (
-    512  # of those that are multiplied beside moves: these take as long as a small layer
-)
+# Of the matrices that are multiplied beside moves: a product takes as long as a small layer.
+ROWS_OF_LAYERS = 512
 # The host's time for an operation of a model, over that of one in small layers, which find all in caches:
 # three models of transformers on a CPU, forward and backward.
 SMALL_CALLS_IN_CALL = 2
@@ -70,6 +69,7 @@ def calibrate(
 
     Plans of one step each are timed, and the profile's constants (latency and bandwidth of links,
     overheads) are fitted to their times. Further plans are timed only to see how well it predicts.
+    Products and, for torch, calls of small layers and moves beside products are timed for `suggest`.
 
     Called by all ranks that torchrun has started, it measures those; the mesh has as many devices.
     Over several nodes the profile has a link inside nodes and one between them.
@@ -101,11 +101,11 @@ def calibrate(
     fitted_samples = samples[: len(fitted)]
     held_out_samples = samples[len(fitted) :]
     constants = fit(fitted_samples, name, rounds=runtime.rounds, node_devices=node_devices)
-    step_slowdown, eager_overlap = _beside_computing(runtime, fitted, rounds, timeout_s)
+    step_slowdown, eager_overlap = _measure_beside_computing(runtime, fitted, rounds, timeout_s)
     profile = replace(
         constants,
         flops_per_s=_flops_per_s(runtime, mesh, rounds, timeout_s),
-        layer_efficiency=1.0,  # layers of 256 rows reach the rate of these products on a CPU
+        layer_efficiency=1.0,  # a rate that was measured: layers of 256 rows reach it, too
         disk=disk_link,
         call_s=_call_s(runtime, mesh, rounds, timeout_s),
         eager_overlap=eager_overlap,
@@ -136,7 +136,7 @@ def _call_s(runtime: Backend, mesh: Mesh, rounds: int, timeout_s: float) -> floa
     return rounded(SMALL_CALLS_IN_CALL * small_call_s)
 
 
-def _beside_computing(
+def _measure_beside_computing(
     runtime: Backend, plans: Sequence[Plan], rounds: int, timeout_s: float
 ) -> tuple[float, float]:
     """Measure what computing does to moves: `step_slowdown` and `eager_overlap` of a profile.
@@ -145,7 +145,7 @@ def _beside_computing(
     axis and over all of them, of the largest blocks.
     """
     if runtime.rounds:
-        return 1.0, 1.0  # JAX compiles a step, and starts no moves ahead
+        return 1.0, 1.0  # not measured: JAX compiles a step, and XLA schedules its moves
     moves: list[Plan] = []
     for plan in plans:
         [step] = plan.steps

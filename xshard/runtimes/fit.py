@@ -223,10 +223,11 @@ def _profile(constants: Mapping[Column, float], start: Profile) -> Profile:
     """
     links = _links(constants)
     across = links.pop(_ACROSS, None)
-    # For axes and kinds of steps that were not measured, take the slowest that was measured. Nodes of one
-    # device have no link inside.
-    inside = list(links.values()) if across is None or links else [across]
-    slowest = min(inside, key=lambda link: (link.bytes_per_s, -link.latency_s))
+    measured = list(links.values())
+    if not measured and across is not None:  # nodes of one device have no link inside
+        measured = [across]
+    # For axes and kinds of steps that were not measured, take the slowest that was measured.
+    slowest = min(measured, key=lambda link: (link.bytes_per_s, -link.latency_s))
     links.pop(_SHARED, None)  # the links of single axes are left
     launch_s = _of_kind(constants, "launch")
     launch_s["other"] = max(launch_s.values())

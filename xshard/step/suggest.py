@@ -7,6 +7,7 @@ The phases are `record` (what the model does), `price` (what each way to shard i
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import product
 from typing import TypedDict
 
@@ -127,7 +128,10 @@ def suggest(  # noqa: PLR0913  the public signature
     if memory is not None:
         limit = (limit_of(memory, "memory") or 0) * (1 - HEADROOM)
     step = step.with_shares
-    moves = MovePrices(mesh, step.dtype, load_profile(profile))
+    machine = load_profile(profile)
+    if step.moves_anywhere:
+        machine = replace(machine, call_s=0.0)  # a compiled step: the host calls it once
+    moves = MovePrices(mesh, step.dtype, machine)
     split = MovePrices(mesh_with_shared_heads(step, mesh), step.dtype, moves.profile)
     if split.n_near_devices == moves.n_near_devices:  # else nodes end in the middle of a sub-axis
         moves = split

@@ -28,7 +28,7 @@ from xshard.step.record.op import Op
 
 # AdamW in one kernel reads the parameter, its gradient and both moments, and writes all but the gradient.
 OPTIMIZER_ACCESSES = 7
-# Kernel by kernel it decays the parameter (2 accesses), moves both moments (3 and 5), makes the denominator
+# Kernel by kernel it decays the parameter (2 accesses), updates both moments (3 and 5), makes the denominator
 # (a root, a quotient and a sum: 6), and adds the quotient to the parameter (4).
 EAGER_OPTIMIZER_ACCESSES = 20
 # For a parameter it calls about ten kernels, without modules and autograd: the host works as long as for
@@ -190,7 +190,8 @@ def _seconds_of_computing(
     """Return the seconds of an operation's forward pass on a device: [options].
 
     It computes while it accesses memory, so that the longer of both counts. The host's calls are
-    added; where it calls each operation, it runs a kernel for each, which writes an array for the next.
+    added. Without a compiler each operation in it is a kernel of its own, and writes an array that the
+    next one reads; these are taken to be as large as the result.
     """
     work = op.work
     profile = setup.moves.profile
@@ -202,7 +203,7 @@ def _seconds_of_computing(
     seconds: Floats = np.maximum(computing_s, memory_s)
     if not profile.call_s:
         return seconds
-    # All kernels but the last: each writes as much as the result, and the next one reads it.
+    # All kernels but the last: each writes an array, and the next one reads it.
     between_s = max(0, op.kernels - 1) * 2 * block_bytes[-1] / (2 * profile.copy_bytes_per_s)
     return seconds + between_s + op.calls * profile.call_s
 

@@ -22,7 +22,7 @@ from xshard.step.price.options import Floats
 from xshard.step.price.parts import BlockPart, StepPart
 from xshard.step.price.step_setup import StepSetup
 
-AWAITED_IN_PARTS = 0.5  # of activations: `benchmarks.time` measures 0.3 to 1.3 on gloo
+AWAITED_IN_PARTS = 0.5  # of activations: `benchmarks.time` measures 0.4 to 0.9 on gloo
 NO_BLOCK = -1  # before the first turn, and after the last
 FORWARD = 0
 BACKWARD = 1  # the passes, as numbers in arrays

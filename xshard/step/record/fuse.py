@@ -109,8 +109,8 @@ def _is_free(op: Op) -> bool:
     return op.kind in LIGHT and op.work.accesses == 0
 
 
-def _kernels(op: Op) -> int:
-    """Count the operations of the framework that access memory, if no compiler fuses them."""
+def _count_kernels(op: Op) -> int:
+    """Count the kernels that an operation runs if no compiler fuses them: views run none."""
     return 0 if _is_free(op) else op.kernels
 
 
@@ -478,7 +478,7 @@ class _FusedPair:
             inside=tuple(text for text, _ in self.restrictions),
             inner=inner,
             calls=self.first.calls + self.second.calls,
-            kernels=_kernels(self.first) + _kernels(self.second),
+            kernels=_count_kernels(self.first) + _count_kernels(self.second),
         )
 
     def _visible_saved_arrays(self) -> tuple[int, ...]:

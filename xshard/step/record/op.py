@@ -108,7 +108,7 @@ class Op:
         inner: Elements that the backward pass needs of arrays between them, per element of the
             space of all dims.
         calls: How many operations of the framework it is, as a chain of several.
-        kernels: How many of these access memory, if no compiler fuses them: views do not.
+        kernels: How many kernels it runs if no compiler fuses them, one for each operation but views.
 
     Raises:
         NotationError: The text is malformed, or names another number of operands or an unknown dim.
