@@ -175,11 +175,13 @@ def judge_halves(rows: Sequence[Row]) -> list[Claim]:
         for way, predicted_s in row.get("predicted_s", {}).items()
     ]
     judged += between("halves: predicted / measured seconds", ratios, *PREDICTED_SHARES)
-    for kind in turns.KINDS:
-        own = [row for row in rows if row["kind"] == kind]
+    cases: dict[tuple[str, int], list[Row]] = {}
+    for row in rows:
+        cases.setdefault((row["kind"], row["hidden"]), []).append(row)
+    for (kind, hidden), own in sorted(cases.items()):
         # The link on which moving takes most nearly as long as computing.
         balanced = min(own, key=lambda row: abs(row["moving"] - 1))
-        what = f"{kind}: in halves / whole, where moving takes as long as computing"
+        what = f"{kind}, {hidden} wide: in halves / whole, where moving takes as long as computing"
         judged.append(Claim(what, balanced["ratio"], 0.75, False, 1))
     return judged
 

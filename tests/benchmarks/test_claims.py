@@ -347,7 +347,10 @@ BREAKS: dict[str, list[tuple[dict[str, Any], list[str]]]] = {
             {"halves/*/predicted_s/in halves": 1.1},
             ["halves: predicted / measured seconds: smallest"],
         ),
-        ({"halves/*/ratio": 0.8}, ["tensor + sequence parallel", "experts"]),
+        (
+            {"halves/*/ratio": 0.8},
+            ["experts, 512", "parallel, 512", "parallel, 1024", "parallel, 2048"],
+        ),
     ],
     "torch_redistribute": [
         ({"host/0/xshard/forward_s": 7e-5}, ["host time of a forward call, us"]),
