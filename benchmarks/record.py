@@ -32,6 +32,11 @@ def options(name: str, doc: str | None, *, quick: str) -> ArgumentParser:
     return parser
 
 
+def now() -> str:
+    """The time in UTC, as in `2026-01-31T12:00:00Z`."""
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
 def about(options: Namespace, *libraries: str, command: str = "", **more: Any) -> dict[str, Any]:
     """The date, the command, the versions and the machine of a run; nothing names the machine.
 
@@ -45,7 +50,7 @@ def about(options: Namespace, *libraries: str, command: str = "", **more: Any) -
         "cpu_cores": os.cpu_count(),
     }
     return {
-        "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "date": now(),
         "command": command or f"python -m benchmarks.{options.name}" + "".join(flags),
         **more,
         "versions": {"python": platform.python_version(), **versions},

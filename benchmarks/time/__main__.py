@@ -15,7 +15,6 @@ import statistics
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from typing import Any
 
 from rich.table import Table
@@ -45,12 +44,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, nargs="*", default=RANKS, help="ranks of a node")
     parser.add_argument("--mbit", type=int, nargs="*", help="rates, in place of a table's own")
     options = parser.parse_args(arguments)
-    rows = {"zero3": measured_zero3, "halves": measured_halves}
-    measured = {
-        part: measure(options) if options.only in (None, part) else []
-        for part, measure in rows.items()
-    }
-    all_rows = {part: with_recorded(options, part, new) for part, new in measured.items()}
+    all_rows = {}
+    for part, measure in (("zero3", measured_zero3), ("halves", measured_halves)):
+        measured = measure(options) if options.only in (None, part) else []
+        all_rows[part] = with_recorded(options, part, measured)
     record.console().print(shown(all_rows["zero3"]))
     record.console().print(halves_shown(all_rows["halves"]))
     judged: list[Claim] = []
@@ -67,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def dated(row: Row) -> Row:
     """The row with the time at which it was measured, printed at once."""
-    row = {"date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"), **row}
+    row = {"date": record.now(), **row}
     print(row, flush=True)
     return row
 

@@ -11,7 +11,7 @@ import torch_bridge as xt
 from benchmarks.suggest import measured
 from benchmarks.time.measures import MODELS, ROWS, SIDE, VOCABULARY, llama
 from xshard import Mesh, Profile
-from xshard.runtimes.calibrate import Calibration, calibrate
+from xshard.runtimes.calibrate import calibrate
 
 ROUNDS = 7  # of the calibration
 # `suggest` cannot record the loop of Mixtral's experts, whose operations depend on the data.
@@ -20,12 +20,9 @@ RECORDED = "llama", "gpt2", "vit"
 
 def profile_of(cluster: Any, mesh: Mesh) -> Profile:
     """Calibrate the ranks of a cluster, whose processes free memory as those of the steps do."""
-    profile: Profile = cluster.run_torch(calibrated, mesh, timeout_s=900.0)[0].profile
+    how = "torch", mesh, "here", measured.BLOCKS, ROUNDS
+    profile: Profile = cluster.run_torch(calibrate, *how, timeout_s=900.0)[0].profile
     return profile
-
-
-def calibrated(mesh: Mesh) -> Calibration:
-    return calibrate("torch", mesh, "here", measured.BLOCKS, ROUNDS)
 
 
 def zero3_s(

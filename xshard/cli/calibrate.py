@@ -171,7 +171,7 @@ def _constants(profile: Profile) -> str:
     launches += [f"{kind} {format_seconds(s)} a round" for kind, s in profile.ring_s]
     products = [f"{dtype} {_rate(flops)}FLOP/s" for dtype, flops in profile.flops_per_s]
     kinds = [f"launches: {', '.join(launches)}", f"products: {', '.join(products)}"]
-    if profile.call_s:  # measured for eager programs only
+    if profile.calls_each_operation:  # measured for these only
         kinds.append(
             f"steps: {format_seconds(profile.call_s)} an operation, moves between layers take "
             f"{profile.step_slowdown:.3g} times as long, {profile.eager_overlap:.0%} of those started ahead "

@@ -176,6 +176,11 @@ class Profile:
         """Whether sums are added in the order of ranks."""
         return self.addends == RANKS
 
+    @property
+    def calls_each_operation(self) -> bool:
+        """Whether a host calls each operation of a step, so that no compiler fuses them."""
+        return self.call_s > 0
+
     def __hash__(self) -> int:  # cheap: a part of the key of every cached call
         return hash(self.name)
 

@@ -132,8 +132,8 @@ class MovePrices:
         is_contiguous = share == 1 and _begins_with(moves, lengths)
         exponent = _line_start(elements)
         line = _line(self.mesh, self.dtype, self.profile, tuple(moves), is_contiguous, exponent)
-        calling_s = MOVE_CALLS * self.profile.call_s
-        return share * line.seconds_at(elements) + calling_s
+        moving_s = share * line.seconds_at(elements)
+        return self.profile.step_slowdown * moving_s + MOVE_CALLS * self.profile.call_s
 
     def _taking_part(self, moves: Sequence[AxisMove]) -> list[AxisMove]:
         """Keep the axes along which devices take part in a move."""
@@ -360,8 +360,8 @@ def _line(
     request = Request.on_mesh(sample.mesh, sample.src, sample.dst, middle, dtype, machine)
     plan = find_plan(request)
     # The plan that is best for the middle size is priced at both ends, for one line has one plan.
-    small_s = profile.step_slowdown * replace(plan, shape=small).cost
-    large_s = profile.step_slowdown * replace(plan, shape=large).cost
+    small_s = replace(plan, shape=small).cost
+    large_s = replace(plan, shape=large).cost
     elements = math.prod(small)
     # Lengths are rounded to multiples of the devices, so that both shapes may be the same. A line
     # needs two different numbers of elements, hence one more.

@@ -97,11 +97,11 @@ def price_parameter(setup: StepSetup, name: str) -> Node:
     # Adam has two moments, and below 32 bits a copy of the parameter in full precision.
     n_states = 3 if setup.stored_bytes < FULL else 2
     costs[:, StepPart.STATE_BYTES] = n_states * full_bytes
-    accessed_bytes_per_s = 2 * setup.moves.profile.copy_bytes_per_s  # read and written
-    call_s = setup.moves.profile.call_s
-    n_accesses = EAGER_OPTIMIZER_ACCESSES if call_s else OPTIMIZER_ACCESSES
+    profile = setup.moves.profile
+    accessed_bytes_per_s = 2 * profile.copy_bytes_per_s  # read and written
+    n_accesses = EAGER_OPTIMIZER_ACCESSES if profile.calls_each_operation else OPTIMIZER_ACCESSES
     accessing_s = n_accesses * full_bytes / accessed_bytes_per_s
-    calling_s = OPTIMIZER_CALLS * first_use.times * call_s
+    calling_s = OPTIMIZER_CALLS * first_use.times * profile.call_s
     costs[:, StepPart.OPTIMIZER_S] = accessing_s + calling_s
     return Node(name, placements, costs, gathering)
 
@@ -201,10 +201,10 @@ def _seconds_of_computing(
     # A byte that is copied is accessed twice: it is read and written.
     memory_s = work.accesses * sum(block_bytes) / (2 * profile.copy_bytes_per_s)
     seconds: Floats = np.maximum(computing_s, memory_s)
-    if not profile.call_s:
+    if not profile.calls_each_operation:
         return seconds
-    # All kernels but the last: each writes an array, and the next one reads it.
-    between_s = max(0, op.kernels - 1) * 2 * block_bytes[-1] / (2 * profile.copy_bytes_per_s)
+    # All kernels but the last write an array, and the next one reads it: as one copy of it.
+    between_s = max(0, op.kernels - 1) * block_bytes[-1] / profile.copy_bytes_per_s
     return seconds + between_s + op.calls * profile.call_s
 
 
