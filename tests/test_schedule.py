@@ -76,6 +76,21 @@ def test_a_forward_pass_takes_as_long_as_its_closed_form(computing, moving) -> N
     assert beside.seconds == pytest.approx(moving + (n - 1) * max(computing, moving) + computing)
 
 
+def test_what_travels_beside_a_module_has_arrived_at_the_end_of_its_turn() -> None:
+    parameters = [Start(f"{name} parameters", 8, seconds=1.0) for name in "ab"]
+    beside = [Start("a activations", 0, seconds=3.0), Start("b activations", 0, seconds=0.5)]
+    turns_beside = [
+        Turn(name, 2.0, parameters=gather, beside=activations)
+        for name, gather, activations in zip("ab", parameters, beside, strict=True)
+    ]
+    schedule = prefetched(turns_beside, 1)
+    # While a computes for 2 s, the links carry b's parameters and a's activations for 4 s.
+    assert schedule.timeline().seconds == pytest.approx(1 + (1 + 3) + 2)
+    assert [step.name for step in schedule.steps if isinstance(step, Compute)] == ["a", "b"]
+    assert schedule.steps[-1] == Wait("b activations")
+    assert prefetched(turns_beside, 0).timeline().seconds == pytest.approx(1 + 3 + 1 + 2)
+
+
 def test_a_step_exposes_its_first_gathers_and_its_last_scatter() -> None:
     forward = turns(3.0, 1.0)
     seconds = [

@@ -256,6 +256,7 @@ class Turn(NamedTuple):
         parameters: The move that has to arrive before; None: there is none.
         gradients: The move of its gradients, which can begin afterwards.
         activations: The move of activations that it awaits; it comes before all others.
+        beside: The move that travels while it computes, as activations of another part of the batch.
     """
 
     name: str
@@ -263,6 +264,7 @@ class Turn(NamedTuple):
     parameters: Start | None = None
     gradients: Start | None = None
     activations: Start | None = None
+    beside: Start | None = None
 
 
 def last_started(n_bytes: Sequence[int], prefetch: Bytes) -> list[int]:
@@ -298,14 +300,32 @@ def prefetched(turns: Sequence[Turn], prefetch: Bytes) -> Schedule:
     steps: list[ScheduleStep] = []
     n_started = 0
     for turn, last_index in zip(turns, last_started(n_bytes, prefetch), strict=True):
-        # Before it waits for its own: so the links are not idle while it arrives.
-        started_moves = [turn.activations, *moves[n_started : last_index + 1]]
-        steps += [move for move in started_moves if move is not None]
+        steps += _steps_of_turn(turn, moves[n_started : last_index + 1])
         n_started = last_index + 1
-        awaited_moves = [turn.parameters, turn.activations]
-        steps += [Wait(move.name) for move in awaited_moves if move is not None]
-        steps.append(Compute(turn.name, turn.seconds))
     return Schedule(tuple(steps))
+
+
+def _steps_of_turn(turn: Turn, ahead: Sequence[Start | None]) -> list[ScheduleStep]:
+    """List what the device starts, awaits and computes in a turn.
+
+    ahead: The moves of parameters, of its own and of later turns, that begin to travel now.
+    """
+    return [
+        # All start before it waits: so the links are not idle while its own parameters arrive.
+        *_starts([turn.activations, *ahead]),
+        *_waits([turn.parameters, turn.activations]),
+        *_starts([turn.beside]),
+        Compute(turn.name, turn.seconds),
+        *_waits([turn.beside]),
+    ]
+
+
+def _starts(moves: Sequence[Start | None]) -> list[Start]:
+    return [move for move in moves if move is not None]
+
+
+def _waits(moves: Sequence[Start | None]) -> list[Wait]:
+    return [Wait(move.name) for move in moves if move is not None]
 
 
 def training_step(forward: Sequence[Turn], backward: Sequence[Turn], prefetch: Bytes) -> Schedule:

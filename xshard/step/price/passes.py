@@ -2,9 +2,9 @@
 
 In a *pass*, forward or backward, modules take *turns* to compute. While one computes, the parameters
 of the next one travel *ahead*, and in the backward pass the gradients of the one before travel, too.
-Activations are *awaited*, unless parts of the batch take turns. Seconds in which a device only waits
-are *exposed*. Both forms agree: a module's turn ends when it has computed, and when the links have
-carried what travels meanwhile.
+Activations are *awaited*; if parts of the batch take turns, most of one part's travel *beside* the
+module while it computes another part. Seconds in which a device only waits are *exposed*. Both forms
+agree: a module's turn ends when it has computed, and when the links have carried what travels meanwhile.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from xshard.step.price.options import Floats
 from xshard.step.price.parts import BlockPart, StepPart
 from xshard.step.price.step_setup import StepSetup
 
-AWAITED_IN_PARTS = 0.5  # of activations: `benchmarks.time` measures 0.4 to 0.9 on gloo
+# Of activations, if parts of the batch take turns: what travels between two products, and what is
+# computed meanwhile, are not of equal length. Fitted to the halves of `benchmarks.time` on gloo.
+AWAITED_IN_PARTS = 0.25
 NO_BLOCK = -1  # before the first turn, and after the last
 FORWARD = 0
 BACKWARD = 1  # the passes, as numbers in arrays
@@ -32,11 +34,13 @@ class Exposed(NamedTuple):
     """The shares of the seconds of moves in which a device waits.
 
     Args:
-        activations: Of moves of activations; the rest of them travels ahead as parameters do.
-        ahead: Of all that travels ahead, or beside the next module.
+        activations: Of moves of activations; the rest of them travels beside their module.
+        beside: Of activations that travel beside their module.
+        ahead: Of parameters, and of gradients, that travel while another module computes.
     """
 
     activations: float
+    beside: float
     ahead: float
 
 
@@ -48,11 +52,13 @@ class PassSeconds(NamedTuple):
     Args:
         computing: Of computing.
         awaited: Of activations that are awaited.
-        ahead: Of what travels while the module before computes.
+        beside: Of activations that travel while the module computes.
+        ahead: Of parameters, which travel while the module before computes.
     """
 
     computing: Floats
     awaited: Floats
+    beside: Floats
     ahead: Floats
 
 
@@ -79,10 +85,10 @@ def exposed_shares(setup: StepSetup) -> Exposed:
         overlap = setup.moves.profile.compiled_overlap
     if overlap is not None:
         # A share of all moves, those of activations as well.
-        return Exposed(activations=0.0, ahead=1 - overlap)
+        return Exposed(activations=0.0, beside=1 - overlap, ahead=1 - overlap)
     activations = AWAITED_IN_PARTS if setup.batch_parts > 1 else 1.0
-    overlap = setup.moves.profile.eager_overlap if setup.prefetch else 0.0
-    return Exposed(activations, ahead=1 - overlap)
+    waiting = 1 - setup.moves.profile.eager_overlap
+    return Exposed(activations, waiting, ahead=waiting if setup.prefetch else 1.0)
 
 
 def closed_form(setup: StepSetup, limit_shares: Floats) -> CostFunction:
@@ -94,7 +100,7 @@ def closed_form(setup: StepSetup, limit_shares: Floats) -> CostFunction:
 
     and the backward pass the same, with gradients of the module before beside parameters of the next
     one, and gradients of the last one at its end. Activations that are awaited count on both sides
-    of each maximum.
+    of each maximum, those that travel beside their module with the parameters of the next one.
 
     limit_shares: what a unit of each part uses of each limit of memory: [limits, parts].
     """
@@ -102,11 +108,11 @@ def closed_form(setup: StepSetup, limit_shares: Floats) -> CostFunction:
     of_turns = _parts_of_turns(setup)
     seconds = _seconds_of_passes(setup, of_turns)
     gradients = of_turns[:, BlockPart.GRADIENTS_S]
-    exposed_share = exposed_shares(setup).ahead
+    exposed = exposed_shares(setup)
     blocks = [block for block, _ in _turns(setup)]
     # Equal turns are counted, so that each kind has one maximum.
     turn_counts = Counter(chain(*_turn_kinds(blocks)))
-    maxima = [_ends_of_turn(kind, seconds, gradients, exposed_share) for kind in turn_counts]
+    maxima = [_ends_of_turn(kind, seconds, gradients, exposed) for kind in turn_counts]
     # Nothing computes while the first parameters of each pass and the last gradients travel.
     first = blocks[0]
     last_ahead = seconds.ahead[blocks[-1], BACKWARD]
@@ -120,7 +126,7 @@ def closed_form(setup: StepSetup, limit_shares: Floats) -> CostFunction:
 
 
 def _ends_of_turn(
-    kind: TurnKind, seconds: PassSeconds, gradients: Floats, exposed_share: float
+    kind: TurnKind, seconds: PassSeconds, gradients: Floats, exposed: Exposed
 ) -> list[Floats]:
     """Return the seconds until a module has computed, and until the links have carried all.
 
@@ -131,10 +137,12 @@ def _ends_of_turn(
     awaited_s = seconds.awaited[kind.block, kind.pass_number]
     computing_s = seconds.computing[kind.block, kind.pass_number]
     parameters_s = seconds.ahead[kind.following, kind.pass_number]
-    travelling_s = parameters_s + gradients[kind.before]
-    # Of what travels meanwhile, the device waits for the exposed share.
-    until_computed = awaited_s + computing_s + exposed_share * travelling_s
-    until_carried = awaited_s + travelling_s
+    others_s = parameters_s + gradients[kind.before]
+    beside_s = seconds.beside[kind.block, kind.pass_number]
+    # Of what travels meanwhile, the device waits for the exposed shares.
+    waiting_s = exposed.ahead * others_s + exposed.beside * beside_s
+    until_computed = awaited_s + computing_s + waiting_s
+    until_carried = awaited_s + others_s + beside_s
     return [until_computed, until_carried]
 
 
@@ -184,7 +192,7 @@ class _TurnMaker(NamedTuple):
 
     @property
     def awaits_all(self) -> bool:
-        """Whether nothing travels while modules compute."""
+        """Whether parameters and gradients only travel while no module computes."""
         return self.exposed.ahead == 1
 
     def make_turn(self, kind: TurnKind, name: str) -> Turn:
@@ -196,26 +204,27 @@ class _TurnMaker(NamedTuple):
         own = self.amounts[kind.block]
         parameters_s = self.seconds.ahead[key]
         gradients_s = own[BlockPart.GRADIENTS_S]
-        # Activations that are not awaited travel with the parameters.
-        label = "parameters" if self.exposed.activations == 1 else "parameters+activations"
         return Turn(
             name,
             float(self.seconds.computing[key] + self._moving_s(kind)),
-            parameters=_move(f"{name} {label}", parameters_s, own[BlockPart.AHEAD_BYTES]),
+            parameters=_move(f"{name} parameters", parameters_s, own[BlockPart.AHEAD_BYTES]),
             gradients=_move(f"{name} gradients", gradients_s, own[BlockPart.BEHIND_BYTES]),
             activations=_move(f"{name} activations", self.seconds.awaited[key]),
+            beside=_move(f"{name} hidden activations", self.seconds.beside[key]),
         )
 
     def _moving_s(self, kind: TurnKind) -> float:
         """Return the seconds for which a device moves instead of computing, in a turn.
 
-        During a turn travel the parameters of the next module, and the gradients of the one before.
+        During a turn travel activations of its own module, the parameters of the next one, and the
+        gradients of the one before.
         """
-        if self.awaits_all:
-            return 0.0
-        parameters_s = self.seconds.ahead[kind.following, kind.pass_number]
-        gradients_s = self.amounts[kind.before, BlockPart.GRADIENTS_S]
-        return float(self.exposed.ahead * (parameters_s + gradients_s))
+        moving_s = self.exposed.beside * self.seconds.beside[kind.block, kind.pass_number]
+        if not self.awaits_all:
+            parameters_s = self.seconds.ahead[kind.following, kind.pass_number]
+            gradients_s = self.amounts[kind.before, BlockPart.GRADIENTS_S]
+            moving_s += self.exposed.ahead * (parameters_s + gradients_s)
+        return float(moving_s)
 
 
 def _move(name: str, seconds: float, n_bytes: float = 0) -> Start | None:
@@ -258,4 +267,4 @@ def _seconds_of_passes(setup: StepSetup, of_turns: Floats) -> PassSeconds:
     of_passes = of_turns[:, : BlockPart.GRADIENTS_S].reshape(len(of_turns), 2, 3, -1)
     computing, activations, parameters = np.moveaxis(of_passes, 2, 0)
     awaited = exposed_shares(setup).activations * activations
-    return PassSeconds(computing, awaited, ahead=parameters + activations - awaited)
+    return PassSeconds(computing, awaited, beside=activations - awaited, ahead=parameters)
