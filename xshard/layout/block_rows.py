@@ -19,6 +19,7 @@ from xshard.layout.partition import (
     Ints,
     Sizes,
     all_owned_rows,
+    ceil_div,
     cut_by_shards,
     find_misfit,
     owned_rows,
@@ -167,8 +168,8 @@ def window_outputs(dim: Dim, window: Window, length: int, sizes: Ints, coords: I
     runs = []
     for run in unroll(owned_rows(dim, length, sizes, coords)):
         run_stop = _stop_of(run)
-        first = -(-run.start // window.s)  # rounded up: -(-a // b) is a / b rounded up
-        stop = min(-(-run_stop // window.s), n_outputs)
+        first = ceil_div(run.start, window.s)
+        stop = min(ceil_div(run_stop, window.s), n_outputs)
         if run_stop == length:
             stop = n_outputs  # the last owner also computes outputs that start beyond the array
         if first < stop:

@@ -71,12 +71,17 @@ def cut_by_shard(length: int, shard: Shard, n_parts: int, index: int) -> Runs:
     return _chunk(length, n_parts, index)  # "block", the plain order
 
 
+def ceil_div(amount: int, n_parts: int) -> int:
+    """Divide, rounded up: 10 among 4 -> 3, where `//` gives 2."""
+    return -(-amount // n_parts)
+
+
 def _chunk(length: int, n_parts: int, index: int) -> tuple[Run, ...]:
     """Return part `index` of `n_parts` contiguous ones: 10 rows over 4 -> 3, 3, 3, 1 rows.
 
     These are the parts that `torch.chunk` makes.
     """
-    chunk = -(-length // n_parts)
+    chunk = ceil_div(length, n_parts)
     return interval(min(index * chunk, length), min((index + 1) * chunk, length))
 
 
@@ -335,8 +340,8 @@ def block_length(dim: Dim, length: int, sizes: tuple[int, ...]) -> tuple[int, bo
             different_lengths = block_lengths(dim, length, sizes)
             return max(different_lengths), len(different_lengths) == 1
         is_even = is_even and longest % n_parts == 0
-        # Rounded up: if parts differ, the first is the longest.
-        longest = -(-longest // n_parts)
+        # If parts differ, the first is the longest.
+        longest = ceil_div(longest, n_parts)
     return longest, is_even
 
 

@@ -407,9 +407,9 @@ def _repeats_within(table: RunTable, low: Numbers, high: Numbers) -> tuple[Numbe
     with the number 0.
     """
     stride = np.maximum(table.stride, 1)  # the stride of a single interval is 0
-    # Those that end at `low` or before; and those that begin before `high`: -(-a // b) is a / b
-    # rounded up.
+    # Those that end at `low` or before.
     n_ended = (low - table.start - table.length) // stride + 1
+    # Those that begin before `high`: (high - start) / stride, rounded up.
     n_begun = -((table.start - high) // stride)
     first_repeat = np.clip(n_ended, 0, table.repeats)
     stop_repeat = np.clip(n_begun, first_repeat, table.repeats)

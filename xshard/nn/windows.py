@@ -15,7 +15,7 @@ from xshard.caches import layout_cache
 from xshard.errors import ShapeError, XshardError
 from xshard.layout import Layout, Sharding
 from xshard.layout.block_rows import output_dim, window_outputs
-from xshard.layout.partition import Sizes, all_owned_rows
+from xshard.layout.partition import Sizes, all_owned_rows, ceil_div
 from xshard.layout.runs import Runs, count_rows, unroll
 from xshard.notation.overlap import Boundary, Halo, Window
 from xshard.notation.parser import SIZES, Dim, Shard
@@ -235,7 +235,7 @@ def _tap_rows(window: Window, input_dilation: int) -> Reads:
 
     def reads(start: int, stop: int) -> Interval:
         first_place, end_place = window.rows_read(start, stop)
-        first_row = -(-first_place // input_dilation)  # rounded up
+        first_row = ceil_div(first_place, input_dilation)
         return first_row, (end_place - 1) // input_dilation + 1
 
     return reads
@@ -248,10 +248,14 @@ def _result_dim(rows: ShardedDim, n_outputs: int, row_intervals: list[Interval],
         rows: The dim of the input, sharded into intervals of rows.
         n_outputs: The outputs of all devices.
         row_intervals: The rows [start, stop) of each device.
-        rule: "balanced": blocks of outputs differ by one at most. "aligned": each device has the
-            same share of outputs as of rows, 2 + 1 of 3 outputs for 4 + 2 rows. "": as the rows are
-            sharded, or as for "aligned" where the sizes of their blocks are given: these do not add
-            up to the number of outputs.
+        rule: How to shard them.
+
+            - "balanced": blocks of outputs differ by one at most.
+            - "aligned": each device has the same share of outputs as of rows: 4 + 2 rows, so 2 + 1
+              outputs of 3.
+            - "": as the rows are sharded, `h/sp` -> `h/sp`. But if the layout lists how many rows
+              each device has, as `h/sizes(sp,4,2)`, then "aligned": these sizes, 6 together, do
+              not fit 3 outputs.
     """
     dim = rows.dim
     if not dim.axes:
@@ -293,7 +297,8 @@ def pool_window(length: int, window: Window, *, ceil: bool) -> Window:
         return window
     padding_before, padding_after = window.padding
     padded = length + padding_before + padding_after
-    last_index = -(-(padded - window.span) // window.s)  # rounded up: it may need more padding
+    # Rounded up: the last window may need more padding.
+    last_index = ceil_div(padded - window.span, window.s)
     last_start = last_index * window.s
     # A last window that would begin in the padding after the array does not count.
     if last_start >= length + padding_before:

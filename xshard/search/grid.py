@@ -12,9 +12,10 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from xshard.caches import layout_cache
-from xshard.cost.bounds import mean_rounded_up, reduction_messages
+from xshard.cost.bounds import reduction_messages
 from xshard.cost.model import Profile
 from xshard.layout import Mesh
+from xshard.layout.partition import ceil_div
 from xshard.search.links import LinkedStates
 from xshard.search.states import Cut, State, cached_method, common, common_prefix
 from xshard.steps.exchange.even_traffic import node_lack
@@ -101,7 +102,7 @@ class Grid(LinkedStates):
         # Partial sums along other axes may stay: each addend of these is an array to be reduced.
         n_kept = self.count_parts(common(goal.sums, state.sums))
         n_messages = reduction_messages(math.prod(self.shape), n_addends, n_copies) * n_kept
-        return mean_rounded_up(n_messages, self.mesh.n_devices)
+        return ceil_div(n_messages, self.mesh.n_devices)
 
     def _span_product(self, axes: tuple[int, ...], level: int | None) -> int:
         """Count the devices along some axes, or those of their links of one level."""
@@ -210,7 +211,7 @@ class Grid(LinkedStates):
         these. Of the elements from other nodes a sender gives at most `max_per_sender`: 10 far
         elements, 4 per sender -> 3 messages between nodes; all others may be inside the node.
         """
-        far_messages = -(-far_elements // max(1, demand.max_per_sender))
+        far_messages = ceil_div(far_elements, max(1, demand.max_per_sender))
         near_messages = demand.min_senders - far_messages
         if demand.already_local:
             near_messages -= 1  # the device itself is one of the senders, without a message
@@ -254,7 +255,7 @@ class Grid(LinkedStates):
         """
         source_rows = self.length(dim_index, cut).longest  # of one block
         rows = self.length(dim_index, next_cut).longest
-        min_senders = -(-rows // max(1, source_rows))  # rounded up
+        min_senders = ceil_div(rows, max(1, source_rows))
         max_per_sender = min(source_rows, rows)
         # A node holds at most as many different blocks as it has devices along the axes of the dim.
         in_node = min(rows, source_rows * self._parts_near(self.axes_in(cut)))

@@ -125,7 +125,13 @@ def _node_hop(axis: str, level: int, elements: Numbers, node_devices: int) -> Ho
     node_of = np.arange(len(by_device)) // node_devices
     busiest_node = np.bincount(node_of, by_device).max()
     mean_of_busiest_node = int(busiest_node / node_devices)
-    return Hop(axis, received, messages, level, mean_shortfall=received - mean_of_busiest_node)
+    return Hop(
+        axis=axis,
+        received=received,
+        messages=messages,
+        level=level,
+        mean_shortfall=received - mean_of_busiest_node,
+    )
 
 
 @layout_cache(maxsize=1024)
