@@ -31,13 +31,11 @@ MOST_PROGRAMS = 5  # one after another, as moves are planned that the one before
 MOST_NODES = 100  # of the integer program's search tree
 MOST_FLOWS = 5_000  # in an integer program: with 16,000 it takes 25 s
 STARTS = 3  # assignments to improve
-EXCESS_BEFORE_CHANGES = (
-    10.0  # times the cost, for a limit that is exceeded once over: changes may mend it
-)
+# Times the cost, for a limit that is exceeded once over: changes may mend it.
+EXCESS_BEFORE_CHANGES = 10.0
 STAY = 0.5  # of the multipliers of the bound stays in those to try next, which jump otherwise
-NEAR = (
-    0.1  # of the seconds between bound and mixture: moves are planned to this before other weights
-)
+# Of the seconds between bound and mixture: moves are planned to this before other weights.
+NEAR = 0.1
 CUT = 0.7  # of the seconds between bound and cutoff: then options are left out again
 
 
@@ -267,27 +265,42 @@ class StepSearch:
         ]
 
     def bound_by(self, multipliers: Floats) -> Bound:
-        """Minimize the cost under multipliers (`CostFunction.weights`): a lower bound of all seconds."""
+        """Minimize the cost under multipliers (`CostFunction.weights`): a lower bound of all seconds.
+
+        The cost is a sum: a number for each option of a node, and one for each pair of options that
+        an edge has a move between.
+        """
         weights, constant = self.cost.weights(multipliers)
         live = self.live_options
         pairs = zip(self.problem.nodes, live, strict=True)
-        unary = [node.costs[options] @ weights for node, options in pairs]
+        node_tables = [node.costs[options] @ weights for node, options in pairs]
+        move_tables, fixed_moves = self._weighted_moves(weights)
+        least = minimum(node_tables, move_tables, self._most_added_up)
+        # The tables have entries for live options only, which these are the numbers of.
+        choices = zip(live, least.assignment, strict=True)
+        assignment = [int(options[choice]) for options, choice in choices]
+        seconds = least.value + fixed_moves - constant
+        return Bound(seconds, assignment, least.buckets)
+
+    def _weighted_moves(self, weights: Floats) -> tuple[dict[tuple[int, int], Floats], float]:
+        """Return the weighted costs of all moves between live options.
+
+        A table for each pair of nodes, [options of the first, of the second]; and the sum of the
+        moves between nodes with one option each, which all assignments have.
+        """
         tables: dict[tuple[int, int], Floats] = {}
-        value_between_fixed = 0.0  # of moves that all assignments have
+        fixed_moves = 0.0
         for edge in self.problem.edges:
-            source_options = live[edge.source]
-            user_options = live[edge.user]
+            source_options = self.live_options[edge.source]
+            user_options = self.live_options[edge.user]
             if len(source_options) == len(user_options) == 1:
                 options = int(source_options[0]), int(user_options[0])
-                value_between_fixed += edge.weighted_between(weights, *options)
+                fixed_moves += edge.weighted_between(weights, *options)
             else:
                 table = edge.weighted(weights, source_options, user_options)
+                # Two edges may join the same nodes.
                 tables[edge.nodes] = tables.get(edge.nodes, 0.0) + table
-        least = minimum(unary, tables, self._most_added_up)
-        numbers = zip(live, least.assignment, strict=True)
-        assignment = [int(options[number]) for options, number in numbers]
-        seconds = least.value + value_between_fixed - constant
-        return Bound(seconds, assignment, least.buckets)
+        return tables, fixed_moves
 
     def close(self, gap: float) -> None:
         """Prove that the best plan is within a share `gap` of the optimum, by integer programs.

@@ -78,23 +78,24 @@ def _fuse_makers_into(ops: dict[str, Op], name: str, step: TrainingStep) -> bool
 def _with_needed_operands(op: Op, step: TrainingStep) -> Op:
     """Narrow what an operation saves for its backward pass to the arrays that a gradient needs.
 
-    `x * mask`, where only x has a gradient, saves the mask and not x: the gradient of x is that of
-    the result times the mask. Returns the operation with the field `keeps` set to (1,): operand 0
-    is x, 1 the mask, and the number after the operands, 2, would be the result.
+    `y = x * mask`, where only x has a gradient, saves the mask and not x: the gradient of x is that
+    of y times the mask. The result has `keeps=(1,)`. In that field an array is a number: 0 and 1 are
+    the operands x and mask, and the number after the last operand, 2, is the operation's result y.
     """
-    n_operands = len(op.operands)
+    result = len(op.operands)  # its number
     with_gradient = {i for i, name in enumerate(op.operands) if name in step.differentiable}
     needed = []
     for i in op.saved_operands:
-        if i in op.length_operands:
+        if i in op.length_operands:  # its values are never read
             continue
-        is_result = i == n_operands
-        if is_result and step.is_saved(op.name):
+        if i == result and step.is_saved(op.name):
             continue  # counted once: an operation that uses the result saves it already
-        # In a product the gradient of one operand is computed from the others, so that operand i
-        # is needed if another one has a gradient. A function of one operand needs that itself.
-        others = with_gradient - {i} if n_operands > 1 else with_gradient
-        if others:
+        gradients = with_gradient  # those that are computed from array i
+        if len(op.operands) > 1:
+            # All operations of several operands are taken for products. There a factor is needed
+            # for the gradients of the other factors, and not for its own.
+            gradients = with_gradient - {i}
+        if gradients:
             needed.append(i)
     return replace(op, keeps=tuple(needed))
 
