@@ -417,27 +417,37 @@ def operations(lengths: Iterable[int], n_operands: int, *, has_sum: bool) -> int
 
 
 def accesses(arrays: Sequence[Sequence[str]]) -> tuple[int, ...]:
-    """Count how often a contraction reads or writes each array: 1, or 3 if it is transposed first.
+    """Count how often a contraction reads or writes each array: 1, or 3 if it is copied first.
 
-    arrays: the names of the dims of each operand, then of the result. A batched product of matrices
-    takes an array as it is, if dims that occur in the same arrays lie side by side, and the dims of
-    all arrays (the batch) are not its last. `b s d, d f -> b s f` gives (1, 1, 1). In `b d s` with
-    `d f -> b s f`, b and s are apart: that operand is copied first, which reads and writes it once
-    more, and the counts are (3, 1, 1). For a gradient they are the same: it has the same arrays.
+    A contraction runs as a product of matrices, for each index of a batch. It takes an array as it is
+    if its dims fall into those of a matrix, and perhaps of a batch before them:
+
+    - `b s d, d f -> b s f`: b and s, in the same arrays, are the rows of one matrix: (1, 1, 1).
+    - `b d s, d f -> b s f`: d lies between b and s. A transposed copy of this operand is read and
+      written beside the operand itself: (3, 1, 1).
+
+    A gradient is a contraction of the same arrays in other roles, with the same counts.
+
+    arrays: the names of the dims of each operand, then of the result.
     """
-
-    def users_of(name: str) -> tuple[bool, ...]:
-        return tuple([name in dims for dims in arrays])
-
     if len(arrays) < 3:  # a sum of one operand is no product
         return (1,) * len(arrays)
-    counts = []
-    for dims in arrays:
-        # Neighbouring dims that the same arrays have are one dim of a matrix. For each: which arrays
-        # have it. In `b s f` of `b s d, d f -> b s f`: b s (first, result), f (second, result).
-        users = [arrays_with_dim for arrays_with_dim, _ in groupby(dims, users_of)]
-        is_side_by_side = len(set(users)) == len(users)
-        has_batch_last = len(users) > 1 and all(users[-1])
-        is_matrix = is_side_by_side and not has_batch_last
-        counts.append(1 if is_matrix else 3)
-    return tuple(counts)
+    return tuple(1 if _is_matrix(dims, arrays) else 3 for dims in arrays)
+
+
+def _is_matrix(dims: Sequence[str], arrays: Sequence[Sequence[str]]) -> bool:
+    """Tell whether a product of matrices takes an array with these dims without a copy.
+
+    Dims that occur in the same arrays are one dim of the matrices: rows, columns or batch. They have
+    to lie side by side, and the batch, which is in all arrays, must not come last.
+    """
+
+    def arrays_with(dim: str) -> tuple[int, ...]:
+        return tuple(i for i, dims_of_array in enumerate(arrays) if dim in dims_of_array)
+
+    # A matrix dim is told by the arrays that have it: in `b s d, d f -> b s f`, the dims of the first
+    # operand are b, s: (0, 2), of the first and the result, and d: (0, 1), of the first two.
+    matrix_dims = [array_indices for array_indices, _ in groupby(dims, arrays_with)]
+    is_side_by_side = len(set(matrix_dims)) == len(matrix_dims)  # none occurs a second time
+    has_batch_last = len(matrix_dims) > 1 and len(matrix_dims[-1]) == len(arrays)
+    return is_side_by_side and not has_batch_last

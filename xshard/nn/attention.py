@@ -287,19 +287,20 @@ class Attention:
     def rotation(self, block: Sequence[int], n_steps: int = 1) -> Rotation:
         """Describe "pass each block on to the device `n_steps` positions further on" as a redistribution.
 
-        All devices' blocks together are taken as one array that is sharded by rows. On 4 devices
-        with one step, device 1 then has the rows that device 0 had.
+        All devices' blocks together are taken as one array `b h s k` that is sharded by rows, s. On
+        4 devices x with blocks of 2 rows, device 0 has the rows 0-1 under `s/x`. After one step device
+        1 has them: under `s/intervals(x,[6,8],[0,2],[2,4],[4,6])`, the shard that `rotated` returns.
 
-        block: the shape of one block, (batch, heads, rows, width).
+        block: the shape of one padded block, (batch, heads, rows = `block_rows`, width).
         """
         batch, heads, rows, width = block
         n_devices = len(self.devices)
 
-        def layout_of(shard: Shard) -> Layout:
+        def sharded_by_rows(shard: Shard) -> Layout:
             return Layout((Dim("b"), Dim("h"), Dim("s", (shard,)), Dim("k")))
 
-        src = layout_of(Shard(self.axes))
-        dst = layout_of(rotated(self.axes, n_devices, self.block_rows, n_steps))
+        src = sharded_by_rows(Shard(self.axes))
+        dst = sharded_by_rows(rotated(self.axes, n_devices, self.block_rows, n_steps))
         return Rotation((src, dst), (batch, heads, n_devices * rows, width))
 
     def blocks_by_round(

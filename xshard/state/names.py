@@ -331,7 +331,9 @@ class Names:
         dtypes = {name: str(array.dtype) for name, array in arrays.items()}
         results = {}
         for name, target in self.resolve(shapes, dtypes).items():
-            out = np.empty(target.shape, arrays[target.pieces[0].src.name].dtype)
+            # In the dtype of the sources, which is one, as `resolve` has checked; cast at the end.
+            source_dtype = arrays[target.pieces[0].src.name].dtype
+            out = np.empty(target.shape, source_dtype)
             for src, dst, order in target.pieces:
                 source_part = arrays[src.name][src.numpy_index(shapes[src.name])]
                 out[dst.numpy_index(target.shape)] = np.transpose(source_part, order)
@@ -344,8 +346,12 @@ def _resolve_chain(
     shapes: Mapping[str, Sequence[int]],
     dtypes: Mapping[str, str] | None,
 ) -> dict[str, TargetArray]:
-    """Resolve names that apply one after the other: the targets of the last, made of the first sources."""
-    targets = SAME.resolve(shapes, dtypes)
+    """Resolve names that apply one after the other, as if they were one mapping.
+
+    If the first link makes qkv of q, k and v, and the second w of qkv, the result has w alone, whose
+    pieces come from q, k and v: the arrays in between do not appear.
+    """
+    targets = SAME.resolve(shapes, dtypes)  # before any link, each array is made of itself
     for link_index, link in enumerate(links, 1):
         with located(f"link {link_index} of the names"):
             link_targets = link.resolve(
@@ -353,23 +359,27 @@ def _resolve_chain(
                 {name: array.dtype for name, array in targets.items()},
             )
         for name, array in link_targets.items():
-            link_targets[name] = array._replace(pieces=_from_sources(array, targets))
+            link_targets[name] = array._replace(pieces=_from_first_sources(array, targets))
         targets = link_targets
     return targets
 
 
-def _from_sources(
+def _from_first_sources(
     array: TargetArray, middle_arrays: Mapping[str, TargetArray]
 ) -> tuple[PartMapping, ...]:
-    """Map the sources of arrays to an array that is made of these: its parts, where they come from."""
-    mappings = []
-    for mapping_to_array in array.pieces:
-        middle_array = middle_arrays[mapping_to_array.src.name]
-        for mapping_to_middle in middle_array.pieces:
-            joined = mapping_to_middle.then(mapping_to_array, middle_array.shape)
-            if joined is not None:
-                mappings.append(joined)
-    return tuple(mappings)
+    """Return the pieces of an array, each with the part of a first source that it comes from.
+
+    `array` has pieces of `middle_arrays`, and these have pieces of the first sources. If w is a copy of
+    qkv, which is q, k and v one after the other: three pieces of w, from q, k and v.
+    """
+    pieces = []
+    for piece in array.pieces:
+        middle_array = middle_arrays[piece.src.name]
+        for middle_piece in middle_array.pieces:
+            joined = middle_piece.then(piece, middle_array.shape)
+            if joined is not None:  # both have elements in common
+                pieces.append(joined)
+    return tuple(pieces)
 
 
 def _take_shapes(
