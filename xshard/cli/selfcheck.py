@@ -126,7 +126,7 @@ def selfcheck(
     if not check_all:
         if not expression or mesh is None or (shape is None and sizes is None):
             raise typer.BadParameter("give EXPR, --mesh, and --shape or --sizes, or --all")
-        examples = (Example(expression, "", mesh, shape, sizes),)
+        examples = (Example(expression, elsewhere="", mesh=mesh, shape=shape, sizes=sizes),)
     elif expression or mesh is not None or shape is not None or sizes is not None:
         raise typer.BadParameter("--all has expressions, meshes and shapes of its own")
     # Shapes and runtimes before plans: wrong options are told at once.
@@ -138,8 +138,7 @@ def selfcheck(
         # {"shape": (2, 64)}, or for a contraction {"sizes": {"b": 2, "s": 64}}.
         plan = make_plan(example.expression, on_mesh, dtype=dtype, **shape_or_sizes)
         question = plan_question(plan)
-        # No rows so far.
-        sections.append(Section(question, in_numpy(question), example.elsewhere, []))
+        sections.append(Section(question, in_numpy(question), example.elsewhere, rows=[]))
     failures = _run(runtimes, sections, timeout)  # adds the rows
     print_sections(sections, console())
     for failure in failures:

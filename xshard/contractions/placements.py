@@ -212,17 +212,30 @@ class EinsumShardings:
             for finer_dim, added_axes in self._finer_shardings(dim_index, dim, axis):
                 if added_axes <= idle_axes:
                     yield Placement(
-                        replaced(dims, dim_index, finer_dim), sums, copies, active_axes | added_axes
+                        replaced(dims, dim_index, finer_dim),
+                        sums=sums,
+                        copies=copies,
+                        active_axes=active_axes | added_axes,
                     )
         *operands, result = self.endpoints
         for i, operand in enumerate(operands):
             # An operand given as partial sums need not be reduced first: a contraction is linear in
             # each operand, so that its results are partial sums, too.
             if axis in operand.sums:
-                yield Placement(dims, (*sums, (axis, i)), copies, active_axes | {axis})
+                yield Placement(
+                    dims,
+                    sums=(*sums, (axis, i)),
+                    copies=copies,
+                    active_axes=active_axes | {axis},
+                )
         # Copies of all operands give copies of the result, not replicas: only if that is wanted.
         if axis in result.copies:
-            yield Placement(dims, sums, (*copies, axis), active_axes | {axis})
+            yield Placement(
+                dims,
+                sums=sums,
+                copies=(*copies, axis),
+                active_axes=active_axes | {axis},
+            )
 
     @cached_method
     def _finer_shardings(
@@ -266,7 +279,7 @@ class EinsumShardings:
             sharding = DimSharding(
                 shards,
                 axes=Axes(dim.axes).intersection(self.axes),  # an axis of one device does nothing
-                block_rows=block_length(dim, length, sizes)[0],
+                block_rows=block_length(dim, length, sizes).longest,
                 is_possible=find_misfit(dim, length, sizes) is None,
                 normal_shards=normal_dim(dim, length, mesh).shards,
             )
@@ -342,10 +355,12 @@ class EinsumShardings:
         if array_index == RESULT:
             # What axes do that shard none of its dims gives addends, but for those that hold copies.
             return OperandSharding(
-                dims, other_active_axes.difference(placement.copies), Axes(placement.copies)
+                dims,
+                sums=other_active_axes.difference(placement.copies),
+                copies=Axes(placement.copies),
             )
         sums = Axes([axis for axis, operand in placement.sums if operand == array_index])
-        return OperandSharding(dims, sums, other_active_axes - sums)
+        return OperandSharding(dims, sums=sums, copies=other_active_axes - sums)
 
     def move(self, placed: PlacedArray, local: OperandSharding) -> ArrayMove:
         """Return the redistribution of an operand before a contraction, or of the result after it.
@@ -381,7 +396,10 @@ class EinsumShardings:
 
     @cached_property
     def _positions(self) -> list[tuple[int, list[int]]]:
-        """The index of each array, and the positions of its dims among all dims."""
+        """The index of each array, and the positions of its dims among all dims.
+
+        `b d, d f -> b f` with all dims (b, d, f): (0, [0, 1]), (1, [1, 2]), (RESULT, [0, 2]).
+        """
         names = list(self.lengths)
         positions = []
         for array_index in (*range(len(self.operands)), RESULT):

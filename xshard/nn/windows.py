@@ -113,11 +113,15 @@ def window_frame(rows: ShardedDim, window: Window, input_dilation: int = 1) -> F
         output_runs = []
         for outputs in unroll(window_outputs(source, window, length, sizes, coords)):
             if outputs.length:
-                first_row, stop_row = window.rows_read(
-                    outputs.start, outputs.start + outputs.length
-                )
+                stop = outputs.start + outputs.length
+                first_row, stop_row = window.rows_read(outputs.start, stop)
                 output_runs.append(
-                    OutputRun(first_row, stop_row - first_row, outputs.start, outputs.length)
+                    OutputRun(
+                        first=first_row,
+                        rows=stop_row - first_row,
+                        start=outputs.start,
+                        outputs=outputs.length,
+                    )
                 )
         runs_of_parts.append(tuple(output_runs))
     return Frame(source, result, n_outputs, tuple(runs_of_parts))
@@ -218,7 +222,12 @@ def interval_frame(
         stop_read = max(first_read, stop_read)  # empty, not negative
         halo_before.append(own_start - first_read)
         halo_after.append(stop_read - own_stop)
-        output_run = OutputRun(first_read, stop_read - first_read, start, stop - start)
+        output_run = OutputRun(
+            first=first_read,
+            rows=stop_read - first_read,
+            start=start,
+            outputs=stop - start,
+        )
         runs_of_parts.append((output_run,))
     halo = Halo(tuple(halo_before), tuple(halo_after), beyond, beyond)
     source = replace(rows.dim, overlap=halo)
@@ -396,7 +405,7 @@ def taps_of_part(resampling: Taps, output_runs: Sequence[OutputRun]) -> Taps:
 
     An output that reads the rows 9 and 10 reads 1 and 2 of a block that begins at row 8.
     """
-    output_run = OutputRun(0, 0, 0, 0)  # of a part without outputs
+    output_run = OutputRun(first=0, rows=0, start=0, outputs=0)  # of a part without outputs
     if output_runs:
         (output_run,) = output_runs  # an interpolation has one run of outputs at most
     outputs = slice(output_run.start, output_run.start + output_run.outputs)

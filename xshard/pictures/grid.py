@@ -84,7 +84,8 @@ class Strip(NamedTuple):
         return [range_text(start, stop - 1) for start, stop in self.blocks]
 
 
-NO_DIM = Strip(Dim(""), 1, ((0, 1),), (0,))  # rows or columns of an array of fewer dims
+# Stands for the rows or columns of an array of fewer dims: one block of one row.
+NO_DIM = Strip(Dim(""), length=1, blocks=((0, 1),), owners=(0,))
 
 
 class CardRole(NamedTuple):

@@ -211,7 +211,7 @@ def _plan(mesh: Mesh, sample: OneStep, size: int) -> Plan:
     if elements > _ROWS_PER_DEVICE * n**2:  # each device has a column at least
         rows = n * _ROWS_PER_DEVICE
     columns = n * max(1, elements // (rows * n))
-    return Plan(src, dst, mesh, (rows, columns), DTYPE, (step,))
+    return Plan(src, dst, mesh, shape=(rows, columns), dtype=DTYPE, steps=(step,))
 
 
 def _random_layout(axes: Sequence[str], roles: str, rng: random.Random) -> Layout:

@@ -233,7 +233,14 @@ class Grid(LinkedStates):
         # If the goal holds partial sums that the start does not, one device has the values, and the
         # others have zeros. Some devices then receive nothing, so 0 is the only bound.
         n_addends = 0 if self.ended(next_state, state) else self.count_parts(ended)
-        demands = [ExchangeDemand(n_addends, n_addends, 1, 1, self._parts_near(ended))]
+        of_sums = ExchangeDemand(
+            wanted=n_addends,
+            min_senders=n_addends,
+            max_per_sender=1,
+            already_local=1,
+            in_node=self._parts_near(ended),
+        )
+        demands = [of_sums]
         for dim_index, (cut, next_cut) in enumerate(zip(state.cuts, next_state.cuts, strict=True)):
             demands.append(self._dim_demand(dim_index, cut, next_cut, is_regular))
         return ExchangeDemand(*map(math.prod, zip(*demands, strict=True)))

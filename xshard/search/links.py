@@ -117,9 +117,9 @@ class LinkedStates(States):
 
     @cached_method
     def collective_seconds(
-        self, step_kind: str, block_elements: int, axes: tuple[int, ...], in_place: bool
+        self, step_kind: str, block_elements: int, axes: tuple[int, ...], in_place: bool = False
     ) -> float:
-        """Price a collective; see `collective_traffic`."""
+        """Price a collective; for the arguments see `collective_traffic`."""
         traffic = self.collective_traffic(step_kind, block_elements, axes, in_place)
         return self.fabric.seconds(step_kind, traffic, self.itemsize)
 

@@ -138,7 +138,7 @@ def stack(src: str, dst: str, dim: int = 0) -> Iterator[Relation]:
     Yields:
         The relation, for `Names`.
     """
-    yield Relation((src,), dst, None, dim, stacks=True)
+    yield Relation(parts=(src,), whole=dst, dim=dim, stacks=True)
 
 
 def unstack(src: str, dst: str, dim: int = 0) -> Iterator[Relation]:

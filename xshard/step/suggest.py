@@ -211,7 +211,7 @@ def list_problems(
         OverlapChoice(prefetch=0, batch_parts=1),
     ]
     if batch_parts is not None:
-        choices = [OverlapChoice(1, batch_parts), OverlapChoice(0, batch_parts)]
+        choices = [OverlapChoice(prefetch, batch_parts) for prefetch in (1, 0)]
     if overlap is not None:
         choices = choices[:1]  # the others differ in what overlaps
     if step.moves_anywhere:

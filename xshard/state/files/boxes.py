@@ -202,7 +202,9 @@ def _count_evenly_apart(row_pairs: list[RowPair], first_index: int) -> int:
     n_pairs = 1
     while first_index + n_pairs < len(row_pairs):
         expected = RowPair(
-            first_pair.stored + n_pairs * stored_step, first_pair.block + n_pairs * block_step, 1
+            stored=first_pair.stored + n_pairs * stored_step,
+            block=first_pair.block + n_pairs * block_step,
+            length=1,
         )
         if row_pairs[first_index + n_pairs] != expected:
             break

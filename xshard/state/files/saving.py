@@ -343,7 +343,7 @@ class SaveTask(NamedTuple):
     path: Path
     block_of: BlockOf
     all_or_none: AllOrNone = _do_alone
-    writers: Writers = Writers((0,), 0)
+    writers: Writers = Writers(processes=(0,), own=0)
     keep: int | None = None
 
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from xshard.step.choose.eliminate import Bucket, excess, minimum
-from xshard.step.choose.programs import Pairs, best_mixture, solve_program
+from xshard.step.choose.programs import Pairs, Solution, best_mixture, solve_program
 from xshard.step.price.options import Flags, Floats, Ints
 from xshard.step.price.problem import StepProblem
 from xshard.step.record.arrays import REPLICAS
@@ -218,8 +218,9 @@ class StepSearch:
             return False
         self._n_rounds += 1
         vectors = np.array(list(self.vectors.values()))
-        self._mixture_s, multipliers = best_mixture(self.cost, vectors)
-        self._tried_multipliers = STAY * self.multipliers + (1 - STAY) * multipliers
+        mixture = best_mixture(self.cost, vectors)
+        self._mixture_s = mixture.cost
+        self._tried_multipliers = STAY * self.multipliers + (1 - STAY) * mixture.multipliers
         self._find_under_tried_weights()
         return True
 
@@ -343,7 +344,7 @@ class StepSearch:
         if self._n_flows(options) > MOST_FLOWS:
             return
         for _ in range(MOST_PROGRAMS):
-            assignment, _ = self._solve_among(options, self._goal(gap), gap / 2)
+            assignment = self._solve_among(options, self._goal(gap), gap / 2).assignment
             if assignment is None or tuple(assignment) in self.vectors:
                 return
             # Its moves are planned now: another combination may be better at these prices.
@@ -367,16 +368,16 @@ class StepSearch:
         """
         seconds_before = self.seconds
         # Half of the gap is left for the program itself.
-        assignment, program_bound = self._solve_among(options, goal, gap / 2)
-        added_s = 0.0 if assignment is None else self.offer(assignment)
-        bound_of_all = min(program_bound, goal)
+        solution = self._solve_among(options, goal, gap / 2)
+        added_s = 0.0
+        if solution.assignment is not None:
+            added_s = self.offer(solution.assignment)
+        bound_of_all = min(solution.bound, goal)
         # The best plan is a plan, too: no bound is above it.
         self.bound = min(self.seconds, max(self.bound, bound_of_all))
         return added_s > 0 or self.seconds != seconds_before
 
-    def _solve_among(
-        self, options: Sequence[Ints], most_s: float, gap: float
-    ) -> tuple[list[int] | None, float]:
+    def _solve_among(self, options: Sequence[Ints], most_s: float, gap: float) -> Solution:
         """Find the fastest plan among some options of each node, by an integer program.
 
         Moves have the prices known so far: the planner's, or lower bounds.
@@ -394,20 +395,37 @@ class StepSearch:
         for edge in self.problem.edges:
             row_of_option = edge.rows[options[edge.source]]
             column_of_option = edge.columns[options[edge.user]]
-            tables = edge.costs(*np.indices(edge.banned.shape))  # [parts, rows, columns]
-            indices = (row_of_option, column_of_option)
-            pairs.append(Pairs(edge.nodes, indices, edge.parts, tables, edge.banned))
+            rows_and_columns = np.indices(edge.banned.shape)  # of all entries: two [rows, columns]
+            pairs.append(
+                Pairs(
+                    edge.nodes,
+                    indices=(row_of_option, column_of_option),
+                    parts=edge.parts,
+                    tables=edge.costs(rows_and_columns[0], rows_and_columns[1]),
+                    banned=edge.banned,
+                )
+            )
         nodes = zip(self.problem.nodes, options, strict=True)
         node_costs = [node.costs[own] for node, own in nodes]
         # Costs are divided by about the total, for the solver's tolerances suit costs near 1.
         scale = self.seconds if self.best else self.bound
         if not scale:
             scale = 1.0
-        numbers, bound = solve_program(node_costs, pairs, self.cost, scale, most_s, MOST_NODES, gap)
-        if numbers is None:
-            return None, bound
+        solution = solve_program(
+            node_costs,
+            pairs,
+            self.cost,
+            scale,
+            most_cost=most_s,
+            most_nodes=MOST_NODES,
+            gap=gap,
+        )
+        if solution.assignment is None:
+            return solution
         # The program numbers only the options that it was given.
-        return [int(own[number]) for own, number in zip(options, numbers, strict=True)], bound
+        choices = zip(options, solution.assignment, strict=True)
+        assignment = [int(own[number]) for own, number in choices]
+        return solution._replace(assignment=assignment)
 
     def improve(self) -> None:
         """Improve the best assignments by changes at one node while they save seconds."""

@@ -367,7 +367,12 @@ def _line(
     # Lengths are rounded to multiples of the devices, so that both shapes may be the same. A line
     # needs two different numbers of elements, hence one more.
     most_elements = max(math.prod(large), elements + 1)
-    return Line(elements, small_s, most_elements, large_s)
+    return Line(
+        elements=elements,
+        seconds=small_s,
+        most_elements=most_elements,
+        most_seconds=large_s,
+    )
 
 
 class SampleMove(NamedTuple):

@@ -7,7 +7,6 @@ a *carry*.
 
 from __future__ import annotations
 
-import math
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -119,17 +118,32 @@ def _equality_key(op: Op) -> tuple[object, ...]:
     return NUMBER.sub("*", op.name), attrgetter(*EQUAL_FIELDS)(op)
 
 
-def _runs_from(kinds: Sequence[int], start: int) -> list[tuple[int, int]]:
-    """List the runs that begin at `start` as (size of a block, number of blocks), longest first."""
+class _Repeats(NamedTuple):
+    """Equal blocks of `size` operations each, `times` of them one after the other."""
+
+    size: int
+    times: int
+
+    @property
+    def length(self) -> int:
+        """The number of operations in all blocks."""
+        return self.size * self.times
+
+
+def _runs_from(kinds: Sequence[int], start: int) -> list[_Repeats]:
+    """List the runs of equal blocks that begin at `start`, the longest first.
+
+    Kinds of operations 0 1 0 1 0 1 2, from 0: 3 blocks of size 2. (Blocks of size 4 come once only.)
+    """
     runs = []
     for second_start in range(start + 1, len(kinds)):
         if kinds[second_start] == kinds[start]:
             size = second_start - start
             times = _count_repeats(kinds, start, size)
             if times > 1:
-                runs.append((size, times))
+                runs.append(_Repeats(size, times))
     # Of runs of one length, that of smaller blocks comes first: the sort keeps their order.
-    return sorted(runs, key=math.prod, reverse=True)
+    return sorted(runs, key=attrgetter("length"), reverse=True)
 
 
 def _count_repeats(kinds: Sequence[int], start: int, size: int) -> int:
@@ -389,8 +403,8 @@ class _Run:
         result = maker.text.partition(ARROW)[2].strip()
         return Op(
             f"{name} (before)",
-            f"{result} {ARROW} {result}",
-            (str(self.first_source_of[source].place),),
+            text=f"{result} {ARROW} {result}",
+            operands=(str(self.first_source_of[source].place),),
             kind="carry",
             times=self.times * maker.times,
             starts=maker.times,
