@@ -26,8 +26,8 @@ def import_later(package: str, file: str, framework: str | None = None) -> LazyN
     """Let a package import its names when they are first used: most programs use few of them.
 
     The names are read from the stub beside the package, `__init__.pyi`, which type checkers read too.
-    `from torch_bridge.nn.conv import conv2d` there lets `torch_bridge.conv2d` import that module, and
-    `from torch_bridge import nn` lets `torch_bridge.nn` be the module itself.
+    `from torch_bridge.redistribution import redistribute` there lets `torch_bridge.redistribute` import
+    that module, and `from torch_bridge import nn` lets `torch_bridge.nn` be the module itself.
 
     Args:
         package: The name of the package that calls this.

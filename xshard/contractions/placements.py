@@ -430,8 +430,9 @@ def operations(lengths: Iterable[int], n_operands: int, *, has_sum: bool) -> int
     A product of several operands is one for each element, and an addition to a sum is another:
     2 * m * n * k for a product of matrices.
     """
-    operations_per_element = int(n_operands > 1) + int(has_sum)
-    return operations_per_element * math.prod(lengths)
+    n_products = 1 if n_operands > 1 else 0
+    n_additions = 1 if has_sum else 0
+    return (n_products + n_additions) * math.prod(lengths)
 
 
 def accesses(arrays: Sequence[Sequence[str]]) -> tuple[int, ...]:

@@ -27,7 +27,7 @@ from xshard.layout.runs import (
 from xshard.notation.overlap import Fold
 from xshard.steps import Exchange
 from xshard.steps.base import REDUCERS
-from xshard.steps.exchange.even_traffic import met_elements
+from xshard.steps.exchange.even_traffic import elements_staying
 from xshard.steps.exchange.sources import dim_end
 from xshard.steps.exchange.traffic import (
     begun_axes,
@@ -90,14 +90,14 @@ def total_elements(source: Sharding, target: Sharding) -> int:
     begun_sum_axes = begun_axes(source.layout, target.layout)
     # With halos of negative width, some elements of the array may be in no block.
     if source.layout.has_overlap or target.layout.has_overlap:
-        elements = _reached_elements(source, target)
+        elements = _elements_in_both(source, target)
     else:
         elements = math.prod(target.shape)
     n_messages = reduction_messages(elements, mesh.size(*ended_sum_axes), _n_owners(target))
-    # `_met_elements`: those of which an owner holds an addend. If a value also becomes partial sums
-    # along other axes, any device may hold the addend, and nothing more is certain.
+    # An element whose owners hold no addend takes one message more. If a value also becomes partial
+    # sums along other axes, any device may hold the addend, and nothing more is certain.
     if not begun_sum_axes:
-        n_messages += max(0, elements - _met_elements(source, target))
+        n_messages += max(0, elements - _elements_staying(source, target))
     sums = target.layout.tagged(*REDUCERS)
     # Partial sums before and after.
     kept_sum_axes = [axis for axis in sums if axis not in begun_sum_axes]
@@ -150,8 +150,8 @@ def _received_with_overlaps(source: Sharding, target: Sharding) -> int:
     return int((wanted_elements - present_elements).max())
 
 
-def _reached_elements(source: Sharding, target: Sharding) -> int:
-    """Return the number of elements that some device holds at the source, and some at the destination."""
+def _elements_in_both(source: Sharding, target: Sharding) -> int:
+    """Count the elements that any device holds at the source, and any at the destination."""
     elements = 1
     for dim_index in range(len(source.shape)):
         elements *= _n_common(_all_held(source, dim_index), _all_held(target, dim_index))
@@ -258,14 +258,14 @@ def _n_common(first_rows: Runs, second_rows: Runs) -> int:
     return sum(segment.length for segment in common_segments(first_rows, second_rows))
 
 
-def _met_elements(source: Sharding, target: Sharding) -> int:
-    """Return the elements that some device holds on both sides; all if that has no closed form."""
+def _elements_staying(source: Sharding, target: Sharding) -> int:
+    """Count the elements that one device holds on both sides; all if that has no closed form."""
     src_cuts = link_cuts(source, ())
     dst_cuts = link_cuts(target, ())
     if src_cuts is not None and dst_cuts is not None:
-        met = met_elements(source.shape, src_cuts, dst_cuts)
-        if met is not None:
-            return met
+        n_staying = elements_staying(source.shape, src_cuts, dst_cuts)
+        if n_staying is not None:
+            return n_staying
     return math.prod(source.shape)  # too many: the bound that follows is lower, and still right
 
 

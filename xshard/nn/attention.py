@@ -253,9 +253,8 @@ class Attention:
 
     def distance_after(self, round_index: int) -> int:
         """Return how many devices further on a block is used in the next round; after the last, back home."""
-        next_rounds = dict(
-            itertools.pairwise((*self.rounds, 0))
-        )  # rounds (0, 1, 7): {0: 1, 1: 7, 7: 0}
+        # Rounds (0, 1, 7) -> {0: 1, 1: 7, 7: 0}.
+        next_rounds = dict(itertools.pairwise((*self.rounds, 0)))
         return next_rounds[round_index] - round_index
 
     def visible(self, query_rows: Rows, key_rows: Rows) -> NDArray[np.bool_]:

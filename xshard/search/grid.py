@@ -18,7 +18,7 @@ from xshard.layout import Mesh
 from xshard.layout.partition import ceil_div
 from xshard.search.links import LinkedStates
 from xshard.search.states import Cut, State, cached_method, common, common_prefix
-from xshard.steps.exchange.even_traffic import node_lack
+from xshard.steps.exchange.even_traffic import elements_lacking_in_node
 
 # Shards that a grid numbers, before a new one takes its place: documents have other lengths at
 # every step of a training.
@@ -123,7 +123,10 @@ class Grid(LinkedStates):
             return 0.0
         # What a node lacks enters it through its devices: one of them receives the mean or more.
         node_devices = math.prod([span.size for span in self.fabric.spans if span.level])
-        return node_lack(self.shape, self.link_cuts(state), self.link_cuts(goal)) / node_devices
+        return (
+            elements_lacking_in_node(self.shape, self.link_cuts(state), self.link_cuts(goal))
+            / node_devices
+        )
 
     @cached_method
     def lower_bound_s(self, state: State, goal: State) -> float:

@@ -170,6 +170,25 @@ class OverlapChoice(NamedTuple):
     batch_parts: int
 
 
+def _overlap_choices(
+    step: TrainingStep, overlap: float | None, batch_parts: int | None
+) -> list[OverlapChoice]:
+    """List what to search; for the arguments see `list_problems`."""
+    if step.moves_anywhere:
+        return [OverlapChoice(prefetch=0, batch_parts=1)]  # XLA has a scheduler of its own
+    if batch_parts is not None:
+        choices = [OverlapChoice(prefetch, batch_parts) for prefetch in (1, 0)]
+    else:
+        choices = [
+            OverlapChoice(prefetch=1, batch_parts=1),
+            OverlapChoice(prefetch=1, batch_parts=2),
+            OverlapChoice(prefetch=0, batch_parts=1),
+        ]
+    if overlap is not None:
+        return choices[:1]  # the others differ in what overlaps
+    return choices
+
+
 def list_problems(
     step: TrainingStep,
     moves: MovePrices,
@@ -205,17 +224,7 @@ def list_problems(
     recomputing = [bool(recompute)]  # None is False where nothing can be computed again
     if recompute is None and has_repeated_blocks:
         recomputing = [False, True]
-    choices = [
-        OverlapChoice(prefetch=1, batch_parts=1),
-        OverlapChoice(prefetch=1, batch_parts=2),
-        OverlapChoice(prefetch=0, batch_parts=1),
-    ]
-    if batch_parts is not None:
-        choices = [OverlapChoice(prefetch, batch_parts) for prefetch in (1, 0)]
-    if overlap is not None:
-        choices = choices[:1]  # the others differ in what overlaps
-    if step.moves_anywhere:
-        choices = [OverlapChoice(prefetch=0, batch_parts=1)]  # XLA has a scheduler of its own
+    choices = _overlap_choices(step, overlap, batch_parts)
     problems: list[StepProblem] = []
     for number, is_recomputed, choice in product(n_micro_batches, recomputing, choices):
         if batch % (number * choice.batch_parts) == 0:

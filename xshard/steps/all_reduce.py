@@ -98,6 +98,6 @@ def _received_of(block_elements: int, n_shares: int, n_devices: int) -> int:
     """Count what a device receives if 1 / `n_shares` of its block is reduced among `n_devices`.
 
     It is that share but for the device's own part of it, (n - 1) / n, in the reduce-scatter, and as
-    much in the all-gather. Of a block of 8 on 4 devices: 6 and 6.
+    much in the all-gather. A whole block of 8 among 4 devices: 6 + 6 = 12.
     """
     return ceil_div(2 * (n_devices - 1) * block_elements, n_devices * n_shares)

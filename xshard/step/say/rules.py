@@ -336,7 +336,8 @@ def _written_ends(
     """Write the layouts before and after a move, given as placements.
 
     A move is written with one name for a dim on both sides of its arrow. A dim of 6 heads of 16 rows
-    that one side shards by whole heads is `(o 16)/balanced(tp)` there, and `o_16` on the other side.
+    that one side shards by whole heads is `(o 16)/balanced(tp)` there. On the other side it is
+    `(o 16)` if it is whole, and `o_16/tp` in even blocks.
 
     Args:
         ends: The placements before and after the move, one for each mesh axis (see `record.arrays`).
@@ -352,7 +353,7 @@ def _written_ends(
         if placement_by_units(d, len(names)) in all_placements:
             dims_by_units.append(d)
     whole_layouts = [whole_layout(placements, names, shape, mesh) for placements in ends]
-    shared_names: dict[int, str] = {}  # of dims of which devices share units
+    shared_names: dict[int, str] = {}  # of dims whose units devices share: `(o 64)/spread(tp)`
     for layout in whole_layouts:
         shared_names |= {i: dim.name for i, dim in enumerate(layout.dims) if dim.spread_axes}
     layouts: list[Layout] = []

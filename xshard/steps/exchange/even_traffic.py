@@ -409,7 +409,7 @@ def _mean_shortfall(level: int, paired_digits: Sequence[LinkDigit], nearer_eleme
     return nearer_elements // math.prod(digit.size for digit in paired_digits)
 
 
-def node_lack(shape: Ints, src: LinkCuts, dst: LinkCuts) -> int:
+def elements_lacking_in_node(shape: Ints, src: LinkCuts, dst: LinkCuts) -> int:
     """Bound from below the elements that must enter the node that lacks most; 0 if unknown.
 
     A node has the blocks that the source gives its devices, and needs those of the target. 16 rows
@@ -435,7 +435,7 @@ def node_lack(shape: Ints, src: LinkCuts, dst: LinkCuts) -> int:
     return needed - present
 
 
-def met_elements(shape: Ints, src: LinkCuts, dst: LinkCuts) -> int | None:
+def elements_staying(shape: Ints, src: LinkCuts, dst: LinkCuts) -> int | None:
     """Count the elements that need not move: those that some device holds already.
 
     8 rows on x=2, y=4: from "n/x/y" to "n/y/x" rows 0 and 7 stay on their devices, 2 elements. Each
