@@ -121,12 +121,11 @@ class Grid(LinkedStates):
             return 0.0
         if not (self.is_regular(state) and self.is_regular(goal)):
             return 0.0
+        src = self.link_cuts(state)
+        dst = self.link_cuts(goal)
         # What a node lacks enters it through its devices: one of them receives the mean or more.
         node_devices = math.prod([span.size for span in self.fabric.spans if span.level])
-        return (
-            elements_lacking_in_node(self.shape, self.link_cuts(state), self.link_cuts(goal))
-            / node_devices
-        )
+        return elements_lacking_in_node(self.shape, src, dst) / node_devices
 
     @cached_method
     def lower_bound_s(self, state: State, goal: State) -> float:
@@ -280,7 +279,13 @@ class Grid(LinkedStates):
             outermost_span = self._spans[cut[n_shared]][0]
             if outermost_span.level == 0:  # the old shard is over nodes
                 in_node = 0
-        return ExchangeDemand(rows, min_senders, max_per_sender, already_local, in_node)
+        return ExchangeDemand(
+            wanted=rows,
+            min_senders=min_senders,
+            max_per_sender=max_per_sender,
+            already_local=already_local,
+            in_node=in_node,
+        )
 
     @cached_method
     def _parts_near(self, axes: tuple[int, ...]) -> int:
