@@ -458,7 +458,8 @@ def _is_matrix(dims: Sequence[str], arrays: Sequence[Sequence[str]]) -> bool:
     """Tell whether a product of matrices takes an array with these dims without a copy.
 
     Dims that occur in the same arrays are one dim of the matrices: rows, columns or batch. They have
-    to lie side by side, and the batch, which is in all arrays, must not come last.
+    to lie side by side, and the batch, which is in all arrays, must not come last: the last dim of a
+    matrix in memory is its rows or its columns.
     """
 
     def arrays_with(dim: str) -> tuple[int, ...]:

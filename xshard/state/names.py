@@ -265,7 +265,7 @@ class Names:
         # The sources that no relation has used yet: `_take_shapes` removes those that one uses.
         remaining = {name: tuple(shape) for name, shape in shapes.items()}
         targets = {}
-        makers: dict[str, Relation] = {}  # the relation that made each target
+        maker_of: dict[str, Relation] = {}  # the relation that made each target
         unused = []
         for relation in self.relations:
             uses = list(applications(relation, remaining))
@@ -276,13 +276,13 @@ class Names:
             for use in uses:
                 source_shapes = _take_shapes(use.sources, relation, remaining, shapes)
                 dtype = relation.dtype or _common_dtype(use.sources, relation, dtypes)
-                made_arrays = make_targets(relation, use, source_shapes, self._joined)
-                for name, shape, pieces in made_arrays:
+                for made in make_targets(relation, use, source_shapes, self._joined):
+                    name = made.name
                     if name in targets:
-                        origins = f"{makers[name]}; {relation}"
+                        origins = f"{maker_of[name]}; {relation}"
                         raise XshardError(f"{name} would have two origins", hint=origins)
-                    makers[name] = relation
-                    targets[name] = TargetArray(shape, dtype, pieces)
+                    maker_of[name] = relation
+                    targets[name] = TargetArray(made.shape, dtype, made.pieces)
         if remaining or unused:
             raise _unmatched(list(remaining), unused, shapes)
         self._remember_joined(targets)  # for `inverse`, which splits joined arrays as they were
@@ -425,7 +425,7 @@ def _unmatched(
         first_names = ", ".join(remaining[:MAX_NAMES_IN_ERROR])
         reasons.append(f"no relation for {len(remaining)} names: {first_names}")
     reasons += [f"'{relation}' fits no name" for relation in unused]
-    similar = [nearest_hint(relation.sides[0][0], shapes) for relation in unused]
+    similar = [nearest_hint(relation.sides.sources[0], shapes) for relation in unused]
     hints = [hint for hint in similar if hint]
     hints.append("rename('**', '**') keeps all others as they are")
     return XshardError("; ".join(reasons), hint="\n  ".join(hints))

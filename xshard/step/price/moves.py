@@ -118,7 +118,7 @@ class MovePrices:
         if starts == ends:
             return 0.0
         is_split = isinstance(self.mesh, SubAxisMesh)
-        # The last two axes are halves of one axis of the user's. If both do the same, it is whole.
+        # The last two axes are parts of one axis of the user's, and move as that one if both do the same.
         if is_split and (starts[-2], ends[-2]) == (starts[-1], ends[-1]):
             return self._on_whole_axes.planned_seconds(starts[:-1], ends[:-1], lengths, share)
         all_moves = list(map(AxisMove, range(len(starts)), starts, ends))
