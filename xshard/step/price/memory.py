@@ -34,10 +34,7 @@ def bytes_at_moments(parts: Parts, block_times: Ints, micro_batches: int) -> Flo
     Returns:
         [moments, parts].
     """
-    # A unit vector for each part, times the layers: sums of them are rows of the result.
-    factors = parts.of_blocks * block_times[:, None, None]  # [blocks, block parts, parts]
-    # Bytes by kind, in the order of BlockPart: [blocks, parts] each.
-    kinds = factors[:, BlockPart.SAVED_BYTES : BlockPart.AHEAD_BYTES].swapaxes(0, 1)
+    kinds = _bytes_by_kind(parts, block_times)
     saved, running, received, sent, gathered, gradients, sums = kinds
     on_way = _bytes_on_way(parts, block_times)
     always = parts.unit[[StepPart.PARAMETER_BYTES, StepPart.STATE_BYTES]].sum(0)
@@ -70,6 +67,16 @@ def bytes_at_moments(parts: Parts, block_times: Ints, micro_batches: int) -> Flo
         # The last layer ends.
         moments.append(around + left_by_layers + ending_layer + on_way[block, 1])
     return np.asarray(moments)
+
+
+def _bytes_by_kind(parts: Parts, block_times: Ints) -> Floats:
+    """List the parts of blocks in bytes, from SAVED_BYTES to SUM_BYTES, as factors for all layers.
+
+    A unit vector for each part, times the number of layers: sums of them are rows of the result of
+    `bytes_at_moments`. Returns [kinds, blocks, parts], in the order of `BlockPart`.
+    """
+    factors = parts.of_blocks * block_times[:, None, None]  # [blocks, block parts, parts]
+    return factors[:, BlockPart.SAVED_BYTES : BlockPart.AHEAD_BYTES].swapaxes(0, 1)
 
 
 def _bytes_on_way(parts: Parts, block_times: Ints) -> Floats:
