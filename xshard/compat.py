@@ -272,29 +272,29 @@ def styles_of_transformers(axis: Axes) -> dict[str, Style]:
     cut = sharded(axis)
     copies = tag("copy", axis)
     copied = f"... -> ...{copies}"
-    still_copied = Style(None, f"...{copies}")  # by an outer module
+    still_copied = Style(inputs=f"...{copies}")  # by an outer module
     summed = f"...{tag('sum', axis)} -> ..."
     gathered = f"... o/{cut} -> ... o"
     sharded_input = f"... i/{cut}"
     # The weight's dim has the name of the output's, whose length it says: blocks may be 50 and 49 of 99.
-    column_gathered = Style(None, copied, gathered, layout=f"o/{cut} ...")
-    row_split = Style(-1, f"... i -> {sharded_input}", summed)
+    column_gathered = Style(inputs=copied, outputs=gathered, layout=f"o/{cut} ...")
+    row_split = Style(dim=-1, inputs=f"... i -> {sharded_input}", outputs=summed)
     return {
-        "colwise": Style(-2, copied),
+        "colwise": Style(dim=-2, inputs=copied),
         "colwise_gather_output": column_gathered,
         "colwise_rep": column_gathered,
-        "rowwise": Style(-1, sharded_input, summed),
+        "rowwise": Style(dim=-1, inputs=sharded_input, outputs=summed),
         "rowwise_split_input": row_split,
         "rowwise_rep": row_split,
-        "packed_colwise": Style(-2, copied, parts=2),
-        "packed_rowwise": Style(-1, sharded_input, summed, parts=2),
-        "embedding_rowwise": Style(-2, None, summed),
-        "embedding_colwise": Style(None, None, gathered, layout=f"... o/{cut}"),
-        "sequence_parallel": Style(None, f"b s/{cut} ..."),
+        "packed_colwise": Style(dim=-2, inputs=copied, parts=2),
+        "packed_rowwise": Style(dim=-1, inputs=sharded_input, outputs=summed, parts=2),
+        "embedding_rowwise": Style(dim=-2, outputs=summed),
+        "embedding_colwise": Style(outputs=gathered, layout=f"... o/{cut}"),
+        "sequence_parallel": Style(inputs=f"b s/{cut} ..."),
         "replicated_with_grad_allreduce": still_copied,
-        "all_reduce": Style(None, None, summed),
-        "moe_tp_experts": Style(None, (copied, None, copied), summed),
-        "moe_identity_expert": Style(None, f"...{copies} -> ...{tag('sum', axis)}"),
+        "all_reduce": Style(outputs=summed),
+        "moe_tp_experts": Style(inputs=(copied, None, copied), outputs=summed),
+        "moe_identity_expert": Style(inputs=f"...{copies} -> ...{tag('sum', axis)}"),
         "mla_kv_a_proj": still_copied,
         "local_params": still_copied,
         "replicate": Style(),

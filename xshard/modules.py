@@ -25,8 +25,9 @@ class LazyNames(NamedTuple):
 def import_later(package: str, file: str, framework: str | None = None) -> LazyNames:
     """Let a package import its names when they are first used: most programs use few of them.
 
-    The table of names is the stub beside the package, which type checkers read: what it imports from
-    the package itself are rooms, modules that users name.
+    The names are read from the stub beside the package, `__init__.pyi`, which type checkers read too.
+    `from torch_bridge.redistribution import redistribute` there lets `torch_bridge.redistribute` import
+    that module, and `from torch_bridge import nn` lets `torch_bridge.nn` be the module itself.
 
     Args:
         package: The name of the package that calls this.
@@ -39,32 +40,46 @@ def import_later(package: str, file: str, framework: str | None = None) -> LazyN
     if framework is not None and find_spec(framework) is None:
         reason = f"{framework} is not installed: pip install 'xshard[{framework}]'"
         raise ModuleNotFoundError(reason, name=framework)
-    module_of: dict[str, str] = {}
-    exported: list[str] = []
-    for statement in ast.parse(Path(file).with_suffix(".pyi").read_text()).body:
-        if isinstance(statement, ast.ImportFrom):
-            names = [alias.name for alias in statement.names]
-            module_of |= dict.fromkeys(names, str(statement.module))
-        elif isinstance(statement, ast.Assign):
-            exported = ast.literal_eval(statement.value)
+    stub = _read_stub(Path(file).with_suffix(".pyi"))
     namespace = vars(sys.modules[package])
 
     def get(name: str) -> Any:
-        """Import a room, or the module that has a name."""
-        if name not in module_of:
-            rooms = ", ".join(room for room in module_of if module_of[room] == package)
+        """Import a submodule of the package, or the module that defines a name."""
+        module = stub.module_of.get(name)
+        if module is None:
+            submodules = [each for each in stub.module_of if stub.module_of[each] == package]
             reason = f"module {package!r} has no attribute {name!r}"
-            raise AttributeError(f"{reason}; its rooms: {rooms}")
-        if module_of[name] == package:
+            raise AttributeError(f"{reason}; its rooms: {', '.join(submodules)}")
+        if module == package:
             return import_module(f"{package}.{name}")
-        value = getattr(import_module(module_of[name]), name)
+        value = getattr(import_module(module), name)
         return namespace.setdefault(name, value)  # from now on found without this function
 
     def listed() -> list[str]:
         """List also what has not been imported yet, for completion in notebooks."""
-        return sorted({*namespace, *module_of})
+        return sorted({*namespace, *stub.module_of})
 
-    return LazyNames(exported, get, listed)
+    return LazyNames(stub.exported, get, listed)
+
+
+class _Stub(NamedTuple):
+    """What the stub of a package says: from which module each name comes, and its `__all__`."""
+
+    module_of: dict[str, str]
+    exported: list[str]
+
+
+def _read_stub(path: Path) -> _Stub:
+    """Read a stub that has `from module import name` statements, then `__all__ = [...]` alone."""
+    module_of: dict[str, str] = {}
+    exported: list[str] = []
+    for statement in ast.parse(path.read_text()).body:
+        if isinstance(statement, ast.ImportFrom):
+            names = [alias.name for alias in statement.names]
+            module_of |= dict.fromkeys(names, str(statement.module))
+        elif isinstance(statement, ast.Assign):  # of `__all__`: a stub assigns nothing else
+            exported = ast.literal_eval(statement.value)
+    return _Stub(module_of, exported)
 
 
 class _Alias(MetaPathFinder, Loader):

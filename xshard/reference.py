@@ -64,9 +64,8 @@ def scatter(
     blocks = []
     for device in range(mesh.n_devices):
         block = np.zeros(sharding.local_shape(device), x.dtype)
-        if (
-            sharding.mesh.index(device, sums) == 0
-        ):  # one addend has the value, and zeros change no sum
+        is_first_addend = sharding.mesh.index(device, sums) == 0
+        if is_first_addend:  # it has the value; the others are zeros, which change no sum
             _fill(block, x, sharding, device)
         blocks.append(block)
     return blocks

@@ -32,7 +32,10 @@ NAMED = 8  # most names that an error lists
 MAX_SPELLINGS = 1000  # alternatives of one pattern
 MAX_CHARS = 1_000_000  # in all alternatives
 DEEPEST = 8  # braces inside braces
-_PARTS = r"[^.]++(?:\.[^.]++)"  # before a star: one part or more
+# Regular expressions of parts of a name, which dots separate.
+_PART = r"[^.]++"  # `++`: always the whole part
+_MOST_PARTS = rf"{_PART}(?:\.{_PART})*"  # one or more, as many as fit
+_FEWEST_PARTS = rf"{_PART}(?:\.{_PART})*?"  # one or more, as few as fit
 
 Pattern = str | re.Pattern[str]
 # Plain dicts, and `Rules`, which reads them.
@@ -561,33 +564,36 @@ def _regex(spelling: str, pattern: str) -> str:
     # The dot before the next part: none if the pattern begins with `**`, which may be no part at all.
     dot = r"\." if regex else ""
     for i, section in enumerate(later, 1):
-        regex += _all_before(section, dot, is_last=i == len(later))
+        regex += _double_star_regex(section, dot, is_last=i == len(later))
         if section:
             dot = r"\."
     return regex
 
 
-def _all_before(section: str, dot: str, *, is_last: bool) -> str:
-    """Return the regular expression of a `**` with the section behind it, up to the next `**`.
+def _double_star_regex(section: str, dot: str, *, is_last: bool) -> str:
+    """Return the regular expression of a `**` and of the section behind it, up to the next `**`.
 
-    `a.**.b` fits `a.b`, `a.x.b` and `a.x.y.b`: `**` is any number of parts, none among them. The group of
-    the expression, for the text of the `**`, is "x" or "x.y", without the dots at its ends.
+    For `.**.b` of the pattern `a.**.b`, which fits `a.b`, `a.x.b` and `a.x.y.b`: its group, the text
+    of the `**`, is nothing, "x" or "x.y".
 
     Args:
         section: The section's expression; "" if the pattern ends, or another `**` follows at once.
-        dot: The dot between what is before the `**` and the next part; "" at the beginning.
+        dot: The expression of the dot before the `**`; "" at the beginning of the pattern.
         is_last: Whether no other `**` follows.
     """
-    # `_PARTS` with a star is one part or more. Only the last `**` may be tried in several places;
-    # others are atomic groups, `(?>...)`, which are not tried again: names are matched in short time.
-    if section and is_last:
-        return rf"{dot}(?:({_PARTS}*)\.)?{section}"
-    if section:  # `*?`, as few parts as possible: up to the first place where the section fits
-        return rf"{dot}(?>(?:({_PARTS}*?)\.)??{section}(?![^.]))"
-    if not is_last:  # `**.**`: the second takes all
-        return "()"
-    # The pattern ends with `**`, which may be no part.
-    return rf"(?:\.({_PARTS}*))?" if dot else "(.*)"
+    if not section and not is_last:
+        return "()"  # of `**.**` the second takes all parts
+    if not section:
+        # The pattern ends. `a.**` fits `a` too: without parts there is no dot either.
+        return rf"(?:\.({_MOST_PARTS}))?" if dot else "(.*)"
+    if is_last:
+        perhaps_parts = rf"(?:({_MOST_PARTS})\.)?"
+        return dot + perhaps_parts + section
+    # As few parts as possible (`??` tries none first): up to the first place where the section fits,
+    # as whole parts. The atomic group `(?>...)` never looks for a later place.
+    perhaps_parts = rf"(?:({_FEWEST_PARTS})\.)??"
+    at_end_of_part = r"(?![^.])"
+    return rf"{dot}(?>{perhaps_parts}{section}{at_end_of_part})"
 
 
 def _part_regex(part: str, pattern: str) -> str:

@@ -15,7 +15,7 @@ from xshard.cost.bounds import total_elements
 from xshard.layout.runs import row_numbers
 from xshard.notation.parser import Dim, Shard
 from xshard.steps import Exchange
-from xshard.steps.exchange.even_traffic import met_elements, node_lack
+from xshard.steps.exchange.even_traffic import elements_lacking_in_node, elements_staying
 from xshard.steps.exchange.messages import messages_to
 from xshard.steps.exchange.traffic import counted_traffic, even_traffic, link_cuts
 from xshard.steps.traffic import LinkSpan
@@ -154,7 +154,7 @@ def test_what_must_enter_a_node(move):
         have |= rows_of(small[0], device)
         need |= rows_of(small[1], device)
     most = max(len(need - have) for have, need in nodes.values())
-    found = node_lack(small[0].shape, *(link_cuts(s, spans) for s in small))
+    found = elements_lacking_in_node(small[0].shape, *(link_cuts(s, spans) for s in small))
     divide = even_traffic(*small, spans) is not None
     assert found == (most if divide else 0)
 
@@ -164,7 +164,7 @@ def test_elements_that_some_device_holds_at_both_ends(move):
     src, dst, _ = move
     small = [xs.Sharding(s.layout, s.mesh, tuple(n // 12 for n in s.shape)) for s in (src, dst)]
     assume(all(s.is_even for s in small))
-    found = met_elements(small[0].shape, *(link_cuts(s, ()) for s in small))
+    found = elements_staying(small[0].shape, *(link_cuts(s, ()) for s in small))
     assume(found is not None)
     met = (
         rows_of(small[0], device) & rows_of(small[1], device)

@@ -146,8 +146,10 @@ def parse_devices(text: str) -> tuple[int, ...]:
         MeshError: A part is no number and no range, marked with a caret.
     """
     devices: list[int] = []
-    # Empty text has no parts: an empty part takes the way to the error below.
-    for part in _parts(text) or [Part("", (0, 1))]:
+    parts = _parts(text)
+    if not parts:  # empty text: an empty part takes the way to the error below
+        parts = [Part(text="", span=(0, 1))]
+    for part in parts:
         ends = [parse_number(half.strip()) for half in part.text.split("-", 1)]
         first = ends[0]
         last = ends[-1]

@@ -126,7 +126,7 @@ def selfcheck(
     if not check_all:
         if not expression or mesh is None or (shape is None and sizes is None):
             raise typer.BadParameter("give EXPR, --mesh, and --shape or --sizes, or --all")
-        examples = (Example(expression, "", mesh, shape, sizes),)
+        examples = (Example(expression, elsewhere="", mesh=mesh, shape=shape, sizes=sizes),)
     elif expression or mesh is not None or shape is not None or sizes is not None:
         raise typer.BadParameter("--all has expressions, meshes and shapes of its own")
     # Shapes and runtimes before plans: wrong options are told at once.
@@ -138,8 +138,7 @@ def selfcheck(
         # {"shape": (2, 64)}, or for a contraction {"sizes": {"b": 2, "s": 64}}.
         plan = make_plan(example.expression, on_mesh, dtype=dtype, **shape_or_sizes)
         question = plan_question(plan)
-        # No rows so far.
-        sections.append(Section(question, in_numpy(question), example.elsewhere, []))
+        sections.append(Section(question, in_numpy(question), example.elsewhere, rows=[]))
     failures = _run(runtimes, sections, timeout)  # adds the rows
     print_sections(sections, console())
     for failure in failures:
@@ -271,16 +270,23 @@ def _summary(sections: Sequence[Section]) -> Text:
     two of the three.
     """
     rows = list(chain.from_iterable(section.rows for section in sections))
-    runtimes = []
-    for name, n_runs in Counter(row.runtime for row in rows).items():
-        if n_runs < len(sections):  # not every runtime knows every mesh
-            name = f"{name} ({n_runs} of them)"
-        runtimes.append(name)
     plural = "s" if len(sections) > 1 else ""
-    subject = f"{len(sections)} expression{plural} on {', '.join(runtimes)}: "
+    runtimes = _runtimes_text(rows, len(sections))
+    subject = f"{len(sections)} expression{plural} on {runtimes}: "
     if all(row.agrees for row in rows):
         return Text.assemble(subject, ("all equal", "bold green"))
     n_failed = sum(row.answer is None for row in rows)
     n_different = sum(not row.agrees for row in rows) - n_failed
     counts = f"{n_different} different, {n_failed} failed, of {len(rows)} runs"
     return Text.assemble(subject, (counts, "bold red"))
+
+
+def _runtimes_text(rows: Sequence[RuntimeRow], n_expressions: int) -> str:
+    """Name the runtimes of a report, with the number of their runs where that is not all of them.
+
+    Such as "numpy, torch (2 of them)": a runtime may not know the mesh of every expression.
+    """
+    texts = []
+    for runtime, n_runs in Counter(row.runtime for row in rows).items():
+        texts.append(runtime if n_runs == n_expressions else f"{runtime} ({n_runs} of them)")
+    return ", ".join(texts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -116,23 +117,30 @@ def alternatives(plan: ContractionPlan) -> list[Alternative]:
     if len(plan.parts) > 1:  # another placement of one part would change the next ones
         return listed
     [part] = plan.parts  # the only contraction, of one or two operands
-    shardings = EinsumShardings(tuple(move.source for move in part.moves), part.result.target)
-    prices = Prices(plan.mesh, plan.dtype, plan.profile)
-    search = CandidateSearch(shardings, prices, plan.objective)
-    layouts = [f"where '{array.layout}' is" for array in shardings.arrays]
-    names = ["all of it on every device", *layouts]
-    # The seeds of a search are these placements, in this order.
-    for name, placement in zip(names, shardings.seeds(), strict=True):
-        # Plans that move each operand to the placement, and the result from there to its layout.
-        *moves, result = map(prices.plan, search.candidate(placement).moves)
-        # A ring is of one placement: in another one its axis may have nothing to pass on.
-        other_part = replace(part, moves=tuple(moves), result=result, ring=None)
+    known_moves = [part.moves]
+    for name, other_part in _parts_elsewhere(plan, part):
         # Equal moves of operands are the same placement: the result follows from them.
-        if all(other_part.moves != other.plan.parts[0].moves for other in listed):
+        if other_part.moves not in known_moves:
+            known_moves.append(other_part.moves)
             # A placement to compare with may take more memory than the plan is allowed.
             other_plan = replace(plan, parts=(other_part,), memory_limit=None)
             listed.append(Alternative(name, other_plan))
     return listed
+
+
+def _parts_elsewhere(plan: ContractionPlan, part: Part) -> Iterator[tuple[str, Part]]:
+    """Yield the contraction of a plan in each placement to compare with, and that one's name."""
+    shardings = EinsumShardings(tuple(move.source for move in part.moves), part.result.target)
+    prices = Prices(plan.mesh, plan.dtype, plan.profile)
+    search = CandidateSearch(shardings, prices, plan.objective)
+    # In the order of `seeds`: the idle placement, then that of each array.
+    names = ["all of it on every device"]
+    names += [f"where '{array.layout}' is" for array in shardings.arrays]
+    for name, placement in zip(names, shardings.seeds(), strict=True):
+        # Plans that move each operand to the placement, and the result from there to its layout.
+        *moves, result = map(prices.plan, search.candidate(placement).moves)
+        # A ring is of one placement: in another one its axis may have nothing to pass on.
+        yield name, replace(part, moves=tuple(moves), result=result, ring=None)
 
 
 def _costs_row(alternative: Alternative) -> tuple[str, ...]:

@@ -56,30 +56,40 @@ class Contraction:
         """
         if layouts is None:
             layouts = self.arrays
-        # The numbers of dims that `...` has to stand for, each with the last operand that implies
-        # it: 3 dims for `... c` imply 2. There should be one.
-        operand_of_count: dict[int, int] = {}
-        for i, (layout, ndim) in enumerate(zip(layouts, ndims, strict=False)):  # without a result
-            if ELLIPSIS in layout.names:
-                named_dims = len(layout.dims) - 1
-                operand_of_count[ndim - named_dims] = i
-        if not operand_of_count:
+        n_hidden = self._dims_of_ellipsis(ndims, layouts)
+        if n_hidden is None:
             return self
-        # Below 0: an array has fewer dims than the text names beside `...`.
-        if len(operand_of_count) > 1 or min(operand_of_count) < 0:
-            reason = f"'...' stands for {' and for '.join(map(str, operand_of_count))} dims"
-            *_, last_operand = operand_of_count.values()
-            span = parser.text_spans(self.text).layouts[last_operand]
-            hint = "it stands for the same dims everywhere"
-            raise ShapeError(reason, text=self.text, span=span, hint=hint)
-        [n_dims] = operand_of_count
         arrays = []
         for layout in self.arrays:
             ndim = len(layout.dims)
             if ELLIPSIS in layout.names:
-                ndim += n_dims - 1  # `...` itself is one of its dims
+                ndim += n_hidden - 1  # `...` itself is one of its dims
             arrays.append(layout.resolved(ndim))
         return Contraction.of(arrays, self.text)
+
+    def _dims_of_ellipsis(self, ndims: Iterable[int], layouts: Sequence[Layout]) -> int | None:
+        """Count the dims that `...` stands for: 2 for `... c` of an array with 3; None without `...`.
+
+        Raises ShapeError, marked at an operand, if operands do not agree on one number.
+        """
+        # Each number that some operand implies, with the last operand that does.
+        operand_of_count: dict[int, int] = {}
+        # `layouts` may have the result behind the operands, which no array of `ndims` is given for.
+        for i, (layout, ndim) in enumerate(zip(layouts, ndims, strict=False)):
+            if ELLIPSIS in layout.names:
+                n_named = len(layout.dims) - 1
+                operand_of_count[ndim - n_named] = i
+        if not operand_of_count:
+            return None
+        counts = list(operand_of_count)
+        # Below 0: an array has fewer dims than the text names beside `...`.
+        if len(counts) > 1 or counts[0] < 0:
+            reason = f"'...' stands for {' and for '.join(map(str, counts))} dims"
+            last_operand = operand_of_count[counts[-1]]
+            span = parser.text_spans(self.text).layouts[last_operand]
+            hint = "it stands for the same dims everywhere"
+            raise ShapeError(reason, text=self.text, span=span, hint=hint)
+        return counts[0]
 
 
 def is_contraction(expression: Any, *, named: bool) -> bool:

@@ -212,17 +212,30 @@ class EinsumShardings:
             for finer_dim, added_axes in self._finer_shardings(dim_index, dim, axis):
                 if added_axes <= idle_axes:
                     yield Placement(
-                        replaced(dims, dim_index, finer_dim), sums, copies, active_axes | added_axes
+                        replaced(dims, dim_index, finer_dim),
+                        sums=sums,
+                        copies=copies,
+                        active_axes=active_axes | added_axes,
                     )
         *operands, result = self.endpoints
         for i, operand in enumerate(operands):
             # An operand given as partial sums need not be reduced first: a contraction is linear in
             # each operand, so that its results are partial sums, too.
             if axis in operand.sums:
-                yield Placement(dims, (*sums, (axis, i)), copies, active_axes | {axis})
+                yield Placement(
+                    dims,
+                    sums=(*sums, (axis, i)),
+                    copies=copies,
+                    active_axes=active_axes | {axis},
+                )
         # Copies of all operands give copies of the result, not replicas: only if that is wanted.
         if axis in result.copies:
-            yield Placement(dims, sums, (*copies, axis), active_axes | {axis})
+            yield Placement(
+                dims,
+                sums=sums,
+                copies=(*copies, axis),
+                active_axes=active_axes | {axis},
+            )
 
     @cached_method
     def _finer_shardings(
@@ -266,7 +279,7 @@ class EinsumShardings:
             sharding = DimSharding(
                 shards,
                 axes=Axes(dim.axes).intersection(self.axes),  # an axis of one device does nothing
-                block_rows=block_length(dim, length, sizes)[0],
+                block_rows=block_length(dim, length, sizes).longest,
                 is_possible=find_misfit(dim, length, sizes) is None,
                 normal_shards=normal_dim(dim, length, mesh).shards,
             )
@@ -342,10 +355,12 @@ class EinsumShardings:
         if array_index == RESULT:
             # What axes do that shard none of its dims gives addends, but for those that hold copies.
             return OperandSharding(
-                dims, other_active_axes.difference(placement.copies), Axes(placement.copies)
+                dims,
+                sums=other_active_axes.difference(placement.copies),
+                copies=Axes(placement.copies),
             )
         sums = Axes([axis for axis, operand in placement.sums if operand == array_index])
-        return OperandSharding(dims, sums, other_active_axes - sums)
+        return OperandSharding(dims, sums=sums, copies=other_active_axes - sums)
 
     def move(self, placed: PlacedArray, local: OperandSharding) -> ArrayMove:
         """Return the redistribution of an operand before a contraction, or of the result after it.
@@ -381,7 +396,10 @@ class EinsumShardings:
 
     @cached_property
     def _positions(self) -> list[tuple[int, list[int]]]:
-        """The index of each array, and the positions of its dims among all dims."""
+        """The index of each array, and the positions of its dims among all dims.
+
+        `b d, d f -> b f` with all dims (b, d, f): (0, [0, 1]), (1, [1, 2]), (RESULT, [0, 2]).
+        """
         names = list(self.lengths)
         positions = []
         for array_index in (*range(len(self.operands)), RESULT):
@@ -412,32 +430,44 @@ def operations(lengths: Iterable[int], n_operands: int, *, has_sum: bool) -> int
     A product of several operands is one for each element, and an addition to a sum is another:
     2 * m * n * k for a product of matrices.
     """
-    operations_per_element = int(n_operands > 1) + int(has_sum)
-    return operations_per_element * math.prod(lengths)
+    n_products = 1 if n_operands > 1 else 0
+    n_additions = 1 if has_sum else 0
+    return (n_products + n_additions) * math.prod(lengths)
 
 
 def accesses(arrays: Sequence[Sequence[str]]) -> tuple[int, ...]:
-    """Count how often a contraction reads or writes each array: 1, or 3 if it is transposed first.
+    """Count how often a contraction reads or writes each array: 1, or 3 if it is copied first.
 
-    arrays: the names of the dims of each operand, then of the result. A batched product of matrices
-    takes an array as it is, if dims that occur in the same arrays lie side by side, and the dims of
-    all arrays (the batch) are not its last. `b s d, d f -> b s f` gives (1, 1, 1). In `b d s` with
-    `d f -> b s f`, b and s are apart: that operand is copied first, which reads and writes it once
-    more, and the counts are (3, 1, 1). For a gradient they are the same: it has the same arrays.
+    A contraction runs as a product of matrices, for each index of a batch. It takes an array as it is
+    if its dims fall into those of a matrix, and perhaps of a batch before them:
+
+    - `b s d, d f -> b s f`: b and s, in the same arrays, are the rows of one matrix: (1, 1, 1).
+    - `b d s, d f -> b s f`: d lies between b and s. A transposed copy of this operand is read and
+      written beside the operand itself: (3, 1, 1).
+
+    A gradient is a contraction of the same arrays in other roles, with the same counts.
+
+    arrays: the names of the dims of each operand, then of the result.
     """
-
-    def users_of(name: str) -> tuple[bool, ...]:
-        return tuple([name in dims for dims in arrays])
-
     if len(arrays) < 3:  # a sum of one operand is no product
         return (1,) * len(arrays)
-    counts = []
-    for dims in arrays:
-        # Neighbouring dims that the same arrays have are one dim of a matrix. For each: which arrays
-        # have it. In `b s f` of `b s d, d f -> b s f`: b s (first, result), f (second, result).
-        users = [arrays_with_dim for arrays_with_dim, _ in groupby(dims, users_of)]
-        is_side_by_side = len(set(users)) == len(users)
-        has_batch_last = len(users) > 1 and all(users[-1])
-        is_matrix = is_side_by_side and not has_batch_last
-        counts.append(1 if is_matrix else 3)
-    return tuple(counts)
+    return tuple(1 if _is_matrix(dims, arrays) else 3 for dims in arrays)
+
+
+def _is_matrix(dims: Sequence[str], arrays: Sequence[Sequence[str]]) -> bool:
+    """Tell whether a product of matrices takes an array with these dims without a copy.
+
+    Dims that occur in the same arrays are one dim of the matrices: rows, columns or batch. They have
+    to lie side by side, and the batch, which is in all arrays, must not come last: the last dim of a
+    matrix in memory is its rows or its columns.
+    """
+
+    def arrays_with(dim: str) -> tuple[int, ...]:
+        return tuple(i for i, dims_of_array in enumerate(arrays) if dim in dims_of_array)
+
+    # A matrix dim is told by the arrays that have it: in `b s d, d f -> b s f`, the dims of the first
+    # operand are b, s: (0, 2), of the first and the result, and d: (0, 1), of the first two.
+    matrix_dims = [array_indices for array_indices, _ in groupby(dims, arrays_with)]
+    is_side_by_side = len(set(matrix_dims)) == len(matrix_dims)  # none occurs a second time
+    has_batch_last = len(matrix_dims) > 1 and len(matrix_dims[-1]) == len(arrays)
+    return is_side_by_side and not has_batch_last

@@ -93,7 +93,7 @@ class Prices:
             start = self._state(shape, src)
             goal = self._state(shape, dst)
             bound_s = grid.quick_bound_s(start, goal)
-            move = MoveEstimate(grid, start, goal, make, bound_s, bound_s)
+            move = MoveEstimate(grid, start, goal, make, lower_bound_s=bound_s, seconds=bound_s)
             self._moves[key] = move
         return move
 

@@ -173,7 +173,7 @@ def _scattered_dim(result: Plan) -> TravellingDim | None:
         return None
     tags = without_tags(result.src, axes).tags
     src = result.target.with_layout(Layout(result.dst.dims, tags))
-    return TravellingDim(None, scatter.dim, src, result.dst)
+    return TravellingDim(operand=None, dim=scatter.dim, src=src, remaining_dst=result.dst)
 
 
 def _only_step(move: Plan) -> Step | None:

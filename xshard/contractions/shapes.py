@@ -245,8 +245,8 @@ def global_lengths(
             if known_sizes.keys() >= set(names):
                 whole_lengths[str(names)] = math.prod(known_sizes[name] for name in names)
     shapes: list[tuple[int, ...]] = []
-    for layout, block_shape in operands:
-        layout = _with_units(layout, known_sizes)
+    for written_layout, block_shape in operands:
+        layout = _with_units(written_layout, known_sizes)
         # `(h d)` in one array is as long as `(h d)` in another, whatever their shards.
         known_lengths = {
             dim.name: whole_lengths.get(str(names_of_dim(dim))) for dim in layout.dims if dim.shards
@@ -362,9 +362,9 @@ def named_block(
             first = names.index(name)
             second = names.index(name, first + 1)
             x = x.diagonal(0, first, second)
-            # The diagonal comes last.
-            names.remove(name)
-            names.remove(name)
+            # Both dims are gone, and the diagonal comes last.
+            names.pop(second)
+            names.pop(first)
             names.append(name)
     return x
 
@@ -382,7 +382,7 @@ def _split_dims(layout: Layout, named: Sharding, block: Sequence[int]) -> Iterat
     for dim in layout.dims:
         for i, name in enumerate(names_of_dim(dim)):
             if dim.shards and i == 0:  # a composed dim is sharded by its first name
-                yield BlockDim(name, local_lengths[name], False)
+                yield BlockDim(name, local_lengths[name], is_picked=False)
             else:
                 is_sharded_elsewhere = bool(named.layout.dim(name).shards)
-                yield BlockDim(name, global_lengths[name], is_sharded_elsewhere)
+                yield BlockDim(name, global_lengths[name], is_picked=is_sharded_elsewhere)

@@ -144,7 +144,9 @@ class _Solver:
         self.request = request
         self.shardings = request.shardings
         self.prices = Prices(request.mesh, request.dtype, request.profile)
-        self.start = ContractionPath(0.0, 0, self.shardings.operands, ())
+        self.start = ContractionPath(
+            seconds=0.0, flops=0, remaining=self.shardings.operands, steps=()
+        )
         self.best: list[float] = []  # seconds of complete paths, in order
 
     def plans(self) -> Iterator[ContractionPlan]:

@@ -28,8 +28,6 @@ from xshard.layout.mesh import check_mesh
 from xshard.notation.parser import Dim, text_spans
 from xshard.steps.base import with_tag, without_tags
 
-CUT = "cut"  # the role of an axis that shards a dim; other roles are tags
-
 
 def einsum_type(expression: str, mesh: Mesh) -> Layout:
     """Return the layout of the result, if every device contracts its own blocks: nothing moves.
@@ -83,7 +81,7 @@ def local_type(operands: Sequence[Layout], names: Sequence[str], text: str) -> L
     tags: list[tuple[str, tuple[str, ...]]] = []
     # In the order in which the text names them, so that errors are about the first.
     for axis in dict.fromkeys(chain.from_iterable(layout.axes for layout in operands)):
-        role = _axis_role(axis, operands, dims, names)
+        role = _axis_role(axis, operands, list(dims.values()), names)
         if role.misfits:
             reason = f"mesh axis {axis!r} {role.reason}"
             raise _illegal(reason, operands, role.misfits[0], axis, text)
@@ -107,7 +105,7 @@ class AxisRole(NamedTuple):
 
 
 def _axis_role(
-    axis: str, operands: Sequence[Layout], dims: dict[str, Dim], result_names: Sequence[str]
+    axis: str, operands: Sequence[Layout], dims: Sequence[Dim], result_names: Sequence[str]
 ) -> AxisRole:
     """Find what a mesh axis does in the result of a local contraction, and operands that forbid it.
 
@@ -117,37 +115,44 @@ def _axis_role(
     Args:
         axis: The mesh axis, which does something in an operand at least.
         operands: The layouts of the operands.
-        dims: All dims of them by name, with their shards.
+        dims: The dims of all operands, each once, with their shards.
         result_names: The names of the result's dims.
     """
-    cut_names = [dim.name for dim in dims.values() if axis in dim.axes]
+    tags = [_tag_in(layout, axis) for layout in operands]
+    not_copies = [i for i, tag in enumerate(tags) if tag != "copy"]
+    cut_names = [dim.name for dim in dims if axis in dim.axes]
     if len(cut_names) > 1:
         return _refuse_two_cuts(cut_names, operands)
-    operand_roles = [_role_in(layout, axis) for layout in operands]
-    not_copies = [i for i, role in enumerate(operand_roles) if role != "copy"]
-    if cut_names:
-        [cut_name] = cut_names
-        # Operands without that dim have to be copies: each device uses them for other results.
-        misfits = [i for i in not_copies if cut_name not in operands[i].names]
-        # Of a dim that the result lacks, each device sums its own rows.
-        result_tag = None if cut_name in result_names else "sum"
-        return AxisRole(result_tag, misfits, f"cuts {cut_name!r}, which this operand lacks")
-    for sum_index, role in enumerate(operand_roles):
-        # The product of two sums is no sum of products: all other operands have to be copies.
-        if role in ("sum", "mean"):
-            misfits = [i for i in not_copies if i != sum_index]
-            return AxisRole(role, misfits, "holds addends of another operand")
+    if len(cut_names) == 1:
+        cut_name = cut_names[0]
+        return AxisRole(
+            # Of a dim that the result lacks, each device sums its own rows.
+            tag=None if cut_name in result_names else "sum",
+            # Operands without that dim have to be copies: each device uses them for other results.
+            misfits=[i for i in not_copies if cut_name not in operands[i].names],
+            reason=f"cuts {cut_name!r}, which this operand lacks",
+        )
+    for sum_index, tag in enumerate(tags):
+        if tag in ("sum", "mean"):
+            return AxisRole(
+                tag=tag,
+                # The product of two sums is no sum of products: all other operands have to be copies.
+                misfits=[i for i in not_copies if i != sum_index],
+                reason="holds addends of another operand",
+            )
     # No operand is cut or a sum, so that at least one holds copies, each of which gets a gradient
     # of its own. Another operand with replicas, which must have equal gradients, would get unequal
     # ones.
-    return AxisRole("copy", not_copies, "holds copies of another operand, of this one replicas")
+    reason = "holds copies of another operand, of this one replicas"
+    return AxisRole(tag="copy", misfits=not_copies, reason=reason)
 
 
 def _refuse_two_cuts(cut_names: Sequence[str], operands: Sequence[Layout]) -> AxisRole:
     """Refuse an axis that cuts two dims: with `b/tp d, d f/tp` devices get the blocks of a diagonal."""
     first_name, second_name = cut_names[:2]
     misfits = [i for i, layout in enumerate(operands) if second_name in layout.names]
-    return AxisRole(None, misfits, f"cuts {first_name!r} and {second_name!r}")
+    reason = f"cuts {first_name!r} and {second_name!r}"
+    return AxisRole(tag=None, misfits=misfits, reason=reason)
 
 
 def _common_dims(operands: Sequence[Layout], text: str) -> dict[str, Dim]:
@@ -162,12 +167,12 @@ def _common_dims(operands: Sequence[Layout], text: str) -> dict[str, Dim]:
     return dims
 
 
-def _role_in(layout: Layout, axis: str) -> str | None:
-    """Return the tag that an axis has, `CUT` if it shards a dim, or None for replicas."""
+def _tag_in(layout: Layout, axis: str) -> str | None:
+    """Return the tag that an axis has in a layout; None if it shards a dim or holds replicas."""
     for tag, axes in layout.tags:
         if axis in axes:
             return tag
-    return CUT if axis in layout.axes else None
+    return None
 
 
 def _illegal(

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from xshard.caches import layout_cache
 from xshard.layout import Sharding
+from xshard.layout.partition import ceil_div
 from xshard.layout.pieces import concatenate_tables, cut_at_edges, distinct_rows, runs_by_row
 from xshard.layout.providers import distinct_held_rows, wanted_rows
 from xshard.layout.runs import (
@@ -26,7 +27,7 @@ from xshard.layout.runs import (
 from xshard.notation.overlap import Fold
 from xshard.steps import Exchange
 from xshard.steps.base import REDUCERS
-from xshard.steps.exchange.even_traffic import met_elements
+from xshard.steps.exchange.even_traffic import elements_staying
 from xshard.steps.exchange.sources import dim_end
 from xshard.steps.exchange.traffic import (
     begun_axes,
@@ -54,7 +55,7 @@ def received_elements(source: Sharding, target: Sharding) -> int:
     """
     mesh = target.mesh
     if ended_axes(source.layout, target.layout):
-        return mean_rounded_up(total_elements(source, target), mesh.n_devices)
+        return ceil_div(total_elements(source, target), mesh.n_devices)
     if source.layout.has_overlap or target.layout.has_overlap:
         return _received_with_overlaps(source, target)
     begun_sum_axes = begun_axes(source.layout, target.layout)
@@ -65,12 +66,7 @@ def received_elements(source: Sharding, target: Sharding) -> int:
     lacking_of_sums = _lacking_elements(source, target).sum(
         axis=tuple(mesh.position(axis) for axis in begun_sum_axes)
     )
-    return mean_rounded_up(int(lacking_of_sums.max()), mesh.size(*begun_sum_axes))
-
-
-def mean_rounded_up(elements: int, n_devices: int) -> int:
-    """Divide among n devices, rounded up: the busiest has at least the mean."""
-    return -(-elements // n_devices)
+    return ceil_div(int(lacking_of_sums.max()), mesh.size(*begun_sum_axes))
 
 
 def total_elements(source: Sharding, target: Sharding) -> int:
@@ -94,14 +90,14 @@ def total_elements(source: Sharding, target: Sharding) -> int:
     begun_sum_axes = begun_axes(source.layout, target.layout)
     # With halos of negative width, some elements of the array may be in no block.
     if source.layout.has_overlap or target.layout.has_overlap:
-        elements = _reached_elements(source, target)
+        elements = _elements_in_both(source, target)
     else:
         elements = math.prod(target.shape)
     n_messages = reduction_messages(elements, mesh.size(*ended_sum_axes), _n_owners(target))
-    # `_met_elements`: those of which an owner holds an addend. If a value also becomes partial sums
-    # along other axes, any device may hold the addend, and nothing more is certain.
+    # An element whose owners hold no addend takes one message more. If a value also becomes partial
+    # sums along other axes, any device may hold the addend, and nothing more is certain.
     if not begun_sum_axes:
-        n_messages += max(0, elements - _met_elements(source, target))
+        n_messages += max(0, elements - _elements_staying(source, target))
     sums = target.layout.tagged(*REDUCERS)
     # Partial sums before and after.
     kept_sum_axes = [axis for axis in sums if axis not in begun_sum_axes]
@@ -154,8 +150,8 @@ def _received_with_overlaps(source: Sharding, target: Sharding) -> int:
     return int((wanted_elements - present_elements).max())
 
 
-def _reached_elements(source: Sharding, target: Sharding) -> int:
-    """Return the number of elements that some device holds at the source, and some at the destination."""
+def _elements_in_both(source: Sharding, target: Sharding) -> int:
+    """Count the elements that any device holds at the source, and any at the destination."""
     elements = 1
     for dim_index in range(len(source.shape)):
         elements *= _n_common(_all_held(source, dim_index), _all_held(target, dim_index))
@@ -170,11 +166,13 @@ def _all_held(sharding: Sharding, dim_index: int) -> Runs:
 
 
 class NeededRows(NamedTuple):
-    """The rows of one dim that a move is about, by position along the dim.
+    """The rows of one dim that a move is about: one entry for each position along the dim.
 
     Attributes:
-        wanted: The rows that each position of the target wants, but for rows that are zero everywhere.
-        complete: The rows that each position of the source has, to which nothing is to be added.
+        wanted: The rows that a device of the target has to have. Rows that are zero everywhere are
+            left out: nobody sends them.
+        complete: The rows that a device of the source holds with their final values. Rows that are
+            the sum of what several blocks hold (under `fold`) are left out.
     """
 
     wanted: tuple[Runs, ...]
@@ -187,21 +185,21 @@ def _needed_rows(source: Sharding, target: Sharding, dim_index: int) -> NeededRo
     `n/sp -> n/sp:halo(1,1)` of 4 rows on 2 devices: rows 0-2 and 1-3 are wanted, 0-1 and 2-3 are
     there. Each row is listed once, though a block may repeat it.
     """
+    mesh = source.mesh
     src_dim = source.layout.dims[dim_index]
     dst_dim = target.layout.dims[dim_index]
     length = source.shape[dim_index]
-    # The dim is not changed: all rows stay where they are, also contributions that
-    # are not added yet.
     if src_dim == dst_dim and src_dim.overlap is not None:
+        # An overlap that stays as it is: every device wants just what it holds. Under `fold` these
+        # are contributions, not final values, but nothing is added up in this move.
         held_blocks = distinct_rows(source.held_by_position(dim_index))
-        return NeededRows(held_blocks, held_blocks)
-    wanted_blocks = distinct_rows(wanted_rows(dst_dim, length, source.mesh.sizes_of(dst_dim.axes)))
+        return NeededRows(wanted=held_blocks, complete=held_blocks)
+    wanted_blocks = distinct_rows(wanted_rows(dst_dim, length, mesh.sizes_of(dst_dim.axes)))
     if isinstance(src_dim.overlap, Fold):
-        return _needed_of_fold(
-            wanted_blocks, distinct_rows(source.held_by_position(dim_index)), length
-        )
-    sizes = source.mesh.sizes_of(src_dim.axes)
-    return NeededRows(wanted_blocks, distinct_rows(distinct_held_rows(src_dim, length, sizes)))
+        contributions = distinct_rows(source.held_by_position(dim_index))
+        return _needed_of_fold(wanted_blocks, contributions, length)
+    present_blocks = distinct_held_rows(src_dim, length, mesh.sizes_of(src_dim.axes))
+    return NeededRows(wanted=wanted_blocks, complete=distinct_rows(present_blocks))
 
 
 def _needed_of_fold(
@@ -260,14 +258,14 @@ def _n_common(first_rows: Runs, second_rows: Runs) -> int:
     return sum(segment.length for segment in common_segments(first_rows, second_rows))
 
 
-def _met_elements(source: Sharding, target: Sharding) -> int:
-    """Return the elements that some device holds on both sides; all if that has no closed form."""
+def _elements_staying(source: Sharding, target: Sharding) -> int:
+    """Count the elements that one device holds on both sides; all if that has no closed form."""
     src_cuts = link_cuts(source, ())
     dst_cuts = link_cuts(target, ())
     if src_cuts is not None and dst_cuts is not None:
-        met = met_elements(source.shape, src_cuts, dst_cuts)
-        if met is not None:
-            return met
+        n_staying = elements_staying(source.shape, src_cuts, dst_cuts)
+        if n_staying is not None:
+            return n_staying
     return math.prod(source.shape)  # too many: the bound that follows is lower, and still right
 
 
@@ -323,7 +321,7 @@ def received_elements_between(
         # Partial sums on both sides: an addend may stay where it is, as one of the new sum.
         return 0
     lacking = lacking_elements(source, target, src_devices, dst_devices)
-    mean_lacking = mean_rounded_up(int(lacking.max()), target.mesh.size(*sums))
+    mean_lacking = ceil_div(int(lacking.max()), target.mesh.size(*sums))
     if addends == 1:
         return mean_lacking
     elements = math.prod(source.shape)
@@ -332,7 +330,7 @@ def received_elements_between(
     if are_disjoint:
         messages += elements
     n_devices = len({*src_devices, *dst_devices})
-    return max(mean_lacking, mean_rounded_up(messages, n_devices))
+    return max(mean_lacking, ceil_div(messages, n_devices))
 
 
 @layout_cache(maxsize=4096)

@@ -19,6 +19,7 @@ from xshard.layout.partition import (
     Ints,
     Sizes,
     all_owned_rows,
+    ceil_div,
     cut_by_shards,
     find_misfit,
     owned_rows,
@@ -167,8 +168,8 @@ def window_outputs(dim: Dim, window: Window, length: int, sizes: Ints, coords: I
     runs = []
     for run in unroll(owned_rows(dim, length, sizes, coords)):
         run_stop = _stop_of(run)
-        first = -(-run.start // window.s)  # rounded up: -(-a // b) is a / b rounded up
-        stop = min(-(-run_stop // window.s), n_outputs)
+        first = ceil_div(run.start, window.s)
+        stop = min(ceil_div(run_stop, window.s), n_outputs)
         if run_stop == length:
             stop = n_outputs  # the last owner also computes outputs that start beyond the array
         if first < stop:
@@ -214,13 +215,19 @@ def _shards_of_outputs(dim: Dim, outputs: Sequence[Runs]) -> list[tuple[Shard, .
 # ---- boundaries
 
 
-def block_fills(
-    dim: Dim, length: int, sizes: Sizes, block_index: int
-) -> tuple[tuple[int, int, float], ...]:
-    """List the padding of a block: (start, stop, value) for each range of local positions.
+class Padding(NamedTuple):
+    """Local positions [start, stop) of a block that lie outside the array, and their value."""
+
+    start: int
+    stop: int
+    value: float
+
+
+def block_fills(dim: Dim, length: int, sizes: Sizes, block_index: int) -> tuple[Padding, ...]:
+    """List the padding of a block, as its boundaries say.
 
     A halo of 1 row of zeros around the first 3 rows of the array: position 0 lies before the array
-    -> ((0, 1, 0.0),). `block_index` is the number of the block.
+    -> `Padding(0, 1, 0.0)`. `block_index` is the number of the block.
     """
     # A Fold adds overlapping rows up, and drops those outside the array. Reads are rows of the
     # array. Neither has padding.
@@ -232,7 +239,8 @@ def block_fills(
     for run, origin in all_row_spans(dim, length, sizes)[block_index]:
         stop = position + run.length * run.repeats
         if run.start == FILL:
-            fills.append((position, stop, float(boundary_at(overlap, origin).value)))
+            value = float(boundary_at(overlap, origin).value)
+            fills.append(Padding(position, stop, value))
         position = stop
     return tuple(fills)
 
@@ -382,7 +390,7 @@ def _rows_beyond(start: int, stop: int, length: int, boundary: Boundary) -> Sequ
         return _walk_up_and_down(start, stop, length, first_row_down=length - 1)
     if boundary.kind == "edge":
         edge_row = 0 if start < 0 else length - 1  # positions lie all on one side
-        return (Run(edge_row, 1, n_rows),)
+        return (Run(edge_row, length=1, repeats=n_rows),)
     return (Run(FILL, n_rows),)
 
 
@@ -395,7 +403,11 @@ def _walk_around(start: int, count: int, length: int) -> Sequence[Run]:
     rows_to_end = min(count, length - first_row)
     turns, n_last = divmod(count - rows_to_end, length)
     # Whole turns are one run, however often the walk goes around.
-    runs = (Run(first_row, rows_to_end), Run(0, length, turns), Run(0, n_last))
+    runs = (
+        Run(first_row, rows_to_end),
+        Run(start=0, length=length, repeats=turns),
+        Run(start=0, length=n_last),
+    )
     return [run for run in runs if run.length and run.repeats]
 
 
@@ -429,6 +441,7 @@ def _walk_up_and_down(start: int, stop: int, length: int, first_row_down: int) -
         else:
             # On the way down: `count` single rows, each one below the last (stride -1).
             count = min(stop - position, period - phase)
-            runs.append(Run(first_row_down - (phase - length), 1, count, -1))
+            first_row = first_row_down - (phase - length)
+            runs.append(Run(first_row, length=1, repeats=count, stride=-1))
         position += count
     return runs

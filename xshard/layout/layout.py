@@ -547,19 +547,20 @@ def _without_first_spread(layout: Layout, mesh: Mesh, shape: Sequence[int]) -> t
         n_devices = mesh.size(*dim.shards[spread_index].axes)
         reason = f"no equal groups of {n_devices} devices for {n_groups} units of '{dim.text}'"
         raise ShapeError(reason, text=str(dim), hint=GROUPS_HINT)
-    layout = factored(layout, axis_factors(mesh, fine_mesh))
-    dim = layout.dims[dim_index]
-    spread = dim.shards[spread_index]
-    cutting_axes: Axes = ()
-    while fine_mesh.size(*cutting_axes) < n_groups:
-        cutting_axes = spread.axes[: len(cutting_axes) + 1]
-    plain_shards = (parser.Shard(cutting_axes),) if cutting_axes else ()
-    dim = replace(
-        dim, shards=(*dim.shards[:spread_index], *plain_shards, *dim.shards[spread_index + 1 :])
-    )
-    dims = (*layout.dims[:dim_index], dim, *layout.dims[dim_index + 1 :])
+    fine_layout = factored(layout, axis_factors(mesh, fine_mesh))
+    # The outermost axes of the `spread` that have a device for each group: these cut.
+    spread_axes = fine_layout.dims[dim_index].shards[spread_index].axes
+    n_cutting = 0
+    while fine_mesh.size(*spread_axes[:n_cutting]) < n_groups:
+        n_cutting += 1
+    cutting_axes = spread_axes[:n_cutting]
+    shards = list(fine_layout.dims[dim_index].shards)
+    shards[spread_index : spread_index + 1] = [parser.Shard(cutting_axes)] if cutting_axes else []
+    dims = list(fine_layout.dims)
+    dims[dim_index] = replace(dims[dim_index], shards=tuple(shards))
     # Devices differ along the axes that cut: a tag is of the others, which share a unit.
-    return Layout(dims, without_axes(layout.tags, cutting_axes)), fine_mesh
+    tags = without_axes(fine_layout.tags, cutting_axes)
+    return Layout(tuple(dims), tags), fine_mesh
 
 
 def without_axes(tags: Tags, axes: Sequence[str]) -> Tags:

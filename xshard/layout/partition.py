@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from itertools import chain
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -71,12 +71,17 @@ def cut_by_shard(length: int, shard: Shard, n_parts: int, index: int) -> Runs:
     return _chunk(length, n_parts, index)  # "block", the plain order
 
 
+def ceil_div(amount: int, n_parts: int) -> int:
+    """Divide, rounded up: 10 among 4 -> 3, where `//` gives 2."""
+    return -(-amount // n_parts)
+
+
 def _chunk(length: int, n_parts: int, index: int) -> tuple[Run, ...]:
     """Return part `index` of `n_parts` contiguous ones: 10 rows over 4 -> 3, 3, 3, 1 rows.
 
     These are the parts that `torch.chunk` makes.
     """
-    chunk = -(-length // n_parts)
+    chunk = ceil_div(length, n_parts)
     return interval(min(index * chunk, length), min((index + 1) * chunk, length))
 
 
@@ -107,12 +112,14 @@ def _cyclic(length: int, group_rows: int, n_parts: int, index: int) -> tuple[Run
     """
     first = index * group_rows
     stride = n_parts * group_rows
-    n_full_groups = len(range(first, length - group_rows + 1, stride))
+    starts_of_full_groups = range(first, length - group_rows + 1, stride)
+    n_full_groups = len(starts_of_full_groups)
     tail_start = first + n_full_groups * stride
     tail = interval(tail_start, min(length, tail_start + group_rows))
     if n_full_groups < 2:  # one group is an interval, which has no stride
         return interval(first, first + n_full_groups * group_rows) + tail
-    return (Run(first, group_rows, n_full_groups, stride), *tail)
+    full_groups = Run(first, length=group_rows, repeats=n_full_groups, stride=stride)
+    return (full_groups, *tail)
 
 
 def _listed_intervals(shard: Shard, index: int) -> tuple[Run, ...]:
@@ -318,12 +325,19 @@ def owner_of_rows(dim: Dim, length: int, sizes: Sizes) -> Numbers:
 # ---- lengths of blocks
 
 
+class BlockLength(NamedTuple):
+    """The rows of the longest block of a dim, and whether all blocks have as many."""
+
+    longest: int
+    is_even: bool
+
+
 @layout_cache(maxsize=65536)
-def block_length(dim: Dim, length: int, sizes: tuple[int, ...]) -> tuple[int, bool]:
+def block_length(dim: Dim, length: int, sizes: tuple[int, ...]) -> BlockLength:
     """Return the most rows that any device owns, and whether all own equally many.
 
-    10 rows under "n/x" with x=4 -> (3, False). Planning calls this very often: lengths follow from
-    formulas where they can, and the rows of all devices are listed only where they must.
+    10 rows under "n/x" with x=4 -> `BlockLength(3, False)`. Planning calls this very often: lengths
+    follow from formulas where they can, and the rows of all devices are listed only where they must.
     """
     longest = length  # of the longest block after the shards so far
     is_even = True
@@ -333,11 +347,11 @@ def block_length(dim: Dim, length: int, sizes: tuple[int, ...]) -> tuple[int, bo
             # Listed sizes, or a zigzag that does not divide the rows: no formula is simple. Find the
             # set of all lengths of blocks, of all shards of the dim at once.
             different_lengths = block_lengths(dim, length, sizes)
-            return max(different_lengths), len(different_lengths) == 1
+            return BlockLength(max(different_lengths), is_even=len(different_lengths) == 1)
         is_even = is_even and longest % n_parts == 0
-        # Rounded up: if parts differ, the first is the longest.
-        longest = -(-longest // n_parts)
-    return longest, is_even
+        # If parts differ, the first is the longest.
+        longest = ceil_div(longest, n_parts)
+    return BlockLength(longest, is_even)
 
 
 @layout_cache(maxsize=4096)

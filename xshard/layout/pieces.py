@@ -352,8 +352,14 @@ def _windows_of_one_period(table: RunTable) -> tuple[IntervalTable, Numbers]:
     times = np.column_stack([n_periods, np.ones_like(n_periods)]).ravel()
     has_rows = np.flatnonzero(stops > starts)  # numbers of windows
     lengths = stops[has_rows] - starts[has_rows]
-    # A window is no part of a block: columns `block` and `local` have its number, and are not read.
-    return IntervalTable(has_rows, has_rows, starts[has_rows], lengths), times[has_rows]
+    windows = IntervalTable(
+        # A window is no part of a block: these two have its number, and are not read.
+        block=has_rows,
+        local=has_rows,
+        start=starts[has_rows],
+        length=lengths,
+    )
+    return windows, times[has_rows]
 
 
 class _CutToWindows(NamedTuple):
@@ -377,7 +383,7 @@ def _cut_to_windows(table: RunTable, windows: IntervalTable) -> _CutToWindows:
     # Each run as one interval, from its first row to the end of its last period: where it meets the
     # windows is found without listing its repetitions.
     stretch = _period_ends(table) - table.start
-    stretches = IntervalTable(table.block, table.local, table.start, stretch)
+    stretches = IntervalTable(table.block, table.local, start=table.start, length=stretch)
     # For each pair of a window and a run that meet: the index of both, and the rows [low, high) that
     # the window cuts out of the run.
     window_of_pair, run_index, low, high = runs.intersections(windows, stretches)  # [pairs]
@@ -392,10 +398,10 @@ def _cut_to_windows(table: RunTable, windows: IntervalTable) -> _CutToWindows:
     cut_start = np.maximum(repeat_start, low[pair_index])
     cut_stop = np.minimum(repeat_start + run_of_pair.length[pair_index], high[pair_index])
     intervals = IntervalTable(
-        run_of_pair.block[pair_index],
-        run_of_pair.local[pair_index],
-        cut_start,
-        cut_stop - cut_start,
+        block=run_of_pair.block[pair_index],
+        local=run_of_pair.local[pair_index],
+        start=cut_start,
+        length=cut_stop - cut_start,
     )
     return _CutToWindows(intervals, window_of_pair[pair_index])
 
@@ -407,9 +413,9 @@ def _repeats_within(table: RunTable, low: Numbers, high: Numbers) -> tuple[Numbe
     with the number 0.
     """
     stride = np.maximum(table.stride, 1)  # the stride of a single interval is 0
-    # Those that end at `low` or before; and those that begin before `high`: -(-a // b) is a / b
-    # rounded up.
+    # Those that end at `low` or before.
     n_ended = (low - table.start - table.length) // stride + 1
+    # Those that begin before `high`: (high - start) / stride, rounded up.
     n_begun = -((table.start - high) // stride)
     first_repeat = np.clip(n_ended, 0, table.repeats)
     stop_repeat = np.clip(n_begun, first_repeat, table.repeats)

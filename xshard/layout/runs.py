@@ -240,7 +240,13 @@ def as_few_runs(rows: Numbers) -> Runs:
     distinct_distances = np.unique(np.diff(starts)).tolist()
     distinct_lengths = np.unique(run_lengths).tolist()
     if len(distinct_distances) == len(distinct_lengths) == 1 and distinct_distances[0] > 0:
-        return (Run(int(starts[0]), distinct_lengths[0], len(starts), distinct_distances[0]),)
+        run = Run(
+            start=int(starts[0]),
+            length=distinct_lengths[0],
+            repeats=len(starts),
+            stride=distinct_distances[0],
+        )
+        return (run,)
     return as_runs(rows)
 
 
@@ -427,7 +433,7 @@ def _segment_of_intervals(src: Run, dst: Run) -> tuple[Segment, ...]:
     stop = min(src.start + src.length, dst.start + dst.length)
     if start >= stop or src.start == FILL or dst.start == FILL:
         return ()
-    return (Segment(start - src.start, start - dst.start, stop - start),)
+    return (Segment(src=start - src.start, dst=start - dst.start, length=stop - start),)
 
 
 def _segments_of_few(src: Iterable[Run], dst: Iterable[Run]) -> tuple[Segment, ...]:
@@ -436,19 +442,18 @@ def _segments_of_few(src: Iterable[Run], dst: Iterable[Run]) -> tuple[Segment, .
     Rows 0-3 and rows 2-5 -> `(Segment(src=2, dst=0, length=2),)`: positions 2 and 3 of the first
     block are positions 0 and 1 of the second. The runs are single intervals, without repetitions.
     """
-    # By ascending rows, so that the segments in an interval of `dst` come in its order.
-    src_by_row = []  # (first row, position in the block, length)
-    src_position = 0
+    src_runs = []  # (first row, position in the block, length)
+    n_src_rows = 0  # in the runs so far
     for run in src:
-        src_by_row.append((run.start, src_position, run.length))
-        src_position += run.length
-    src_by_row.sort()
+        src_runs.append((run.start, n_src_rows, run.length))
+        n_src_rows += run.length
+    src_runs.sort()  # by ascending rows: then the segments in a run of `dst` come in its order
 
     shared = []  # (position in `src`, position in `dst`, length)
     dst_position = 0
     for run in dst:
         run_stop = run.start + run.length
-        for src_start, src_position, src_length in src_by_row:
+        for src_start, src_position, src_length in src_runs:
             start = max(src_start, run.start)
             stop = min(src_start + src_length, run_stop)
             if start < stop:
@@ -631,7 +636,8 @@ def _slice_of_run(run: Run, start: int, stop: int) -> list[Run]:
     if n_full_groups:
         full_start = run.start + full_group * run.stride
         stride = run.stride if n_full_groups > 1 else 0  # so that equal rows compare equal
-        selected.append(Run(full_start, run.length, n_full_groups, stride))
+        full_groups = Run(full_start, length=run.length, repeats=n_full_groups, stride=stride)
+        selected.append(full_groups)
     if n_in_last_group:
         selected.append(Run(run.start + last_group * run.stride, n_in_last_group))
     return selected

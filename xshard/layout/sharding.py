@@ -17,7 +17,7 @@ from xshard.formatting import Pictured
 from xshard.layout.block_rows import all_held_rows, meaning
 from xshard.layout.layout import Layout, check_axes, factored, in_rows
 from xshard.layout.mesh import Mesh, all_coords, check_mesh
-from xshard.layout.partition import all_owned_rows, block_length, cut_by_shard
+from xshard.layout.partition import BlockLength, all_owned_rows, block_length, cut_by_shard
 from xshard.layout.runs import Runs, are_equal, count_rows
 from xshard.layout.sub_axes import axis_factors
 from xshard.layout.validation import MAX_ELEMENTS, check_fit
@@ -197,19 +197,16 @@ class Sharding(Pictured):
     @cached_property
     def is_even(self) -> bool:
         """True if the blocks of all devices have one shape."""
-        return all(is_even for _, is_even in self._lengths)
+        return all(length.is_even for length in self._lengths)
 
     @cached_property
-    def _lengths(self) -> tuple[tuple[int, bool], ...]:
-        """Per dim, the most rows that a block holds, and whether all hold equally many.
-
-        Hot in planning: without an overlap no rows are listed.
-        """
+    def _lengths(self) -> tuple[BlockLength, ...]:
+        """For each dim the rows that blocks hold. Hot in planning: without an overlap none are listed."""
         lengths = []
         for dim_index, dim in enumerate(self.layout.dims):
             if dim.overlap:
                 held = self.local_sizes[dim_index]
-                lengths.append((max(held), len(set(held)) == 1))
+                lengths.append(BlockLength(max(held), is_even=len(set(held)) == 1))
             else:
                 sizes = self.mesh.sizes_of(dim.axes)
                 lengths.append(block_length(dim, self.shape[dim_index], sizes))
@@ -330,10 +327,10 @@ def normal_dim(dim: Dim, length: int, mesh: Mesh) -> Dim:
         return Dim(dim.name, long_shards, overlap)
     shards: list[Shard] = []
     block_rows: int | None = length  # of every block so far; None once blocks differ
-    for shard in long_shards:
-        n_parts = math.prod(mesh.sizes_of(shard.axes))
-        if _is_plain(shard, block_rows, n_parts):
-            shard = Shard(shard.axes)
+    for written_shard in long_shards:
+        n_parts = math.prod(mesh.sizes_of(written_shard.axes))
+        is_plain = _is_plain(written_shard, block_rows, n_parts)
+        shard = Shard(written_shard.axes) if is_plain else written_shard
         is_divisible = block_rows is not None and block_rows % n_parts == 0
         # Uneven groups are not nested shards: 10 rows over 4 -> 3 3 3 1, over 2 and 2 -> 3 2 3 2.
         if shard.order == "block" and is_divisible:

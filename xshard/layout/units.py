@@ -157,7 +157,12 @@ def _rows_of_units(units: Runs, unit_rows: int) -> Runs:
     if isinstance(units, Rows):
         return as_runs(_rows_of_each(units.rows, unit_rows))
     return tuple(
-        Run(run.start * unit_rows, run.length * unit_rows, run.repeats, run.stride * unit_rows)
+        Run(
+            start=run.start * unit_rows,
+            length=run.length * unit_rows,
+            repeats=run.repeats,
+            stride=run.stride * unit_rows,
+        )
         for run in units
     )
 

@@ -244,7 +244,7 @@ def _max_held(dim: Dim, length: int, mesh: Mesh) -> int:
         ShapeError: The block has more pieces, or more copied rows, than can be listed.
     """
     sizes = mesh.sizes_of(dim.axes)
-    max_owned, _ = block_length(dim, length, sizes)
+    max_owned = block_length(dim, length, sizes).longest
     if dim.overlap is None:
         return max_owned
     overlap = unfolded(dim.overlap)

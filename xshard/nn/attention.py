@@ -72,8 +72,10 @@ class Rotation(NamedTuple):
 class Attention:
     """An attention of sharded arrays by one of `METHODS`.
 
+    q: the sharding of the queries, with dims (*batch, heads, sequence, width).
     kv: the sharding of the keys, with the values, `value_width` wide, beside them.
     left, right: how many keys before and after its position a query sees.
+    offset: query i has the position i + offset among the keys.
     chunk: keys 0 ... chunk - 1 are the first chunk; a query sees the chunk of its position. None: all.
     """
 
@@ -220,13 +222,13 @@ class Attention:
 
     def key_rows(self, device: int, round_index: int = 0) -> Rows:
         """Return the global rows of the keys that a device uses in round `round_index` of a ring."""
-        if round_index:
-            # Blocks travel to the next device, so the one in use began `round_index` devices before.
-            mesh = self.q.mesh
-            ring = mesh.group(device, self.axes)
-            origin = mesh.index(device, self.axes) - round_index
-            device = ring[origin % len(ring)]
-        return rows_of(self.keys, SEQUENCE, device)
+        if not round_index:
+            return rows_of(self.keys, SEQUENCE, device)
+        # Blocks travel to the next device, so the one in use began `round_index` devices before.
+        mesh = self.q.mesh
+        ring = mesh.group(device, self.axes)
+        origin = mesh.index(device, self.axes) - round_index
+        return rows_of(self.keys, SEQUENCE, ring[origin % len(ring)])
 
     @property
     def devices(self) -> tuple[int, ...]:
@@ -251,6 +253,7 @@ class Attention:
 
     def distance_after(self, round_index: int) -> int:
         """Return how many devices further on a block is used in the next round; after the last, back home."""
+        # Rounds (0, 1, 7) -> {0: 1, 1: 7, 7: 0}.
         next_rounds = dict(itertools.pairwise((*self.rounds, 0)))
         return next_rounds[round_index] - round_index
 
@@ -287,19 +290,20 @@ class Attention:
     def rotation(self, block: Sequence[int], n_steps: int = 1) -> Rotation:
         """Describe "pass each block on to the device `n_steps` positions further on" as a redistribution.
 
-        All devices' blocks together are taken as one array that is sharded by rows. On 4 devices
-        with one step, device 1 then has the rows that device 0 had.
+        All devices' blocks together are taken as one array `b h s k` that is sharded by rows, s. On
+        4 devices x with blocks of 2 rows, device 0 has the rows 0-1 under `s/x`. After one step device
+        1 has them: under `s/intervals(x,[6,8],[0,2],[2,4],[4,6])`, the shard that `rotated` returns.
 
-        block: the shape of one block, (batch, heads, rows, width).
+        block: the shape of one padded block, (batch, heads, rows = `block_rows`, width).
         """
         batch, heads, rows, width = block
         n_devices = len(self.devices)
 
-        def layout_of(shard: Shard) -> Layout:
+        def sharded_by_rows(shard: Shard) -> Layout:
             return Layout((Dim("b"), Dim("h"), Dim("s", (shard,)), Dim("k")))
 
-        src = layout_of(Shard(self.axes))
-        dst = layout_of(rotated(self.axes, n_devices, self.block_rows, n_steps))
+        src = sharded_by_rows(Shard(self.axes))
+        dst = sharded_by_rows(rotated(self.axes, n_devices, self.block_rows, n_steps))
         return Rotation((src, dst), (batch, heads, n_devices * rows, width))
 
     def blocks_by_round(
@@ -426,7 +430,16 @@ def attention(
     *lengths, key_width = k.shape
     value_width = v.shape[WIDTH]
     kv = replace(k, shape=(*lengths, key_width + value_width))
-    attn = Attention(q, kv, value_width, how, n_before, n_after, offset, chunk)
+    attn = Attention(
+        q,
+        kv,
+        value_width,
+        method=how,
+        left=n_before,
+        right=n_after,
+        offset=offset,
+        chunk=chunk,
+    )
     # The sequence is not sharded, so that all methods are the same: "gather"
     # without anything to send.
     if q.mesh.size(*attn.axes) == 1:
@@ -461,22 +474,23 @@ def _visible_range(window: Any) -> list[int]:
     3 -> [2, 2], as the number counts the query's own row. (2, 0) -> [2, 0]. None, for no limit ->
     [UNLIMITED, UNLIMITED]. Raises XshardError for other values.
     """
-    n_own = 1  # of the rows that a limit counts, the query's own
-    limits: Sequence[Any] = (window, window)
     if isinstance(window, tuple | list) and len(window) == 2:
-        n_own = 0
         limits = window
-    lengths = []
+        n_own_rows = 0  # the query's own row is in neither number
+    else:
+        limits = (window, window)
+        n_own_rows = 1  # it is in the one number
+    n_seen = []
     for limit in limits:
         if limit is None:
-            lengths.append(UNLIMITED)
+            n_seen.append(UNLIMITED)
             continue
         rows = as_whole_number(limit)
-        if rows is None or rows < n_own:
+        if rows is None or rows < n_own_rows:
             hint = "3: rows fewer than 3 away; (2, 0): 2 rows before and its own; None: to the end"
             raise XshardError(f"window={short_repr(window)}", hint=hint)
-        lengths.append(rows - n_own)
-    return lengths
+        n_seen.append(rows - n_own_rows)
+    return n_seen
 
 
 def drop_mask(seed: Any, position: Sequence[Any], *, share: float) -> Any:
@@ -594,12 +608,16 @@ def _mask_kind(attn: Attention, queries: Interval, keys: Interval) -> str:
     """Say which mask the scores of some queries and keys need: none (ALL), CAUSAL, or another (SOME)."""
     first_query, stop_query = queries
     first_key, stop_key = keys
-    last_sees_first_key = stop_query - 1 - first_key <= attn.left
-    first_sees_last_key = stop_key - 1 - first_query <= attn.right
-    last_sees_just_all = stop_key - stop_query == attn.right
-    if last_sees_first_key and first_sees_last_key:
+    last_query = stop_query - 1
+    last_key = stop_key - 1
+    last_query_sees_first_key = last_query - first_key <= attn.left
+    first_query_sees_last_key = last_key - first_query <= attn.right
+    if last_query_sees_first_key and first_query_sees_last_key:
         return ALL
-    if last_sees_first_key and last_sees_just_all:
+    # No query is limited on the left, and the last one sees up to the last key, not further: the
+    # limit on the right is a diagonal that ends in the corner.
+    last_query_sees_up_to_last_key = last_query + attn.right == last_key
+    if last_query_sees_first_key and last_query_sees_up_to_last_key:
         return CAUSAL
     return SOME
 

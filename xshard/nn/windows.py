@@ -15,7 +15,7 @@ from xshard.caches import layout_cache
 from xshard.errors import ShapeError, XshardError
 from xshard.layout import Layout, Sharding
 from xshard.layout.block_rows import output_dim, window_outputs
-from xshard.layout.partition import Sizes, all_owned_rows
+from xshard.layout.partition import Sizes, all_owned_rows, ceil_div
 from xshard.layout.runs import Runs, count_rows, unroll
 from xshard.notation.overlap import Boundary, Halo, Window
 from xshard.notation.parser import SIZES, Dim, Shard
@@ -113,11 +113,15 @@ def window_frame(rows: ShardedDim, window: Window, input_dilation: int = 1) -> F
         output_runs = []
         for outputs in unroll(window_outputs(source, window, length, sizes, coords)):
             if outputs.length:
-                first_row, stop_row = window.rows_read(
-                    outputs.start, outputs.start + outputs.length
-                )
+                stop = outputs.start + outputs.length
+                first_row, stop_row = window.rows_read(outputs.start, stop)
                 output_runs.append(
-                    OutputRun(first_row, stop_row - first_row, outputs.start, outputs.length)
+                    OutputRun(
+                        first=first_row,
+                        rows=stop_row - first_row,
+                        start=outputs.start,
+                        outputs=outputs.length,
+                    )
                 )
         runs_of_parts.append(tuple(output_runs))
     return Frame(source, result, n_outputs, tuple(runs_of_parts))
@@ -218,7 +222,12 @@ def interval_frame(
         stop_read = max(first_read, stop_read)  # empty, not negative
         halo_before.append(own_start - first_read)
         halo_after.append(stop_read - own_stop)
-        output_run = OutputRun(first_read, stop_read - first_read, start, stop - start)
+        output_run = OutputRun(
+            first=first_read,
+            rows=stop_read - first_read,
+            start=start,
+            outputs=stop - start,
+        )
         runs_of_parts.append((output_run,))
     halo = Halo(tuple(halo_before), tuple(halo_after), beyond, beyond)
     source = replace(rows.dim, overlap=halo)
@@ -235,7 +244,7 @@ def _tap_rows(window: Window, input_dilation: int) -> Reads:
 
     def reads(start: int, stop: int) -> Interval:
         first_place, end_place = window.rows_read(start, stop)
-        first_row = -(-first_place // input_dilation)  # rounded up
+        first_row = ceil_div(first_place, input_dilation)
         return first_row, (end_place - 1) // input_dilation + 1
 
     return reads
@@ -248,10 +257,14 @@ def _result_dim(rows: ShardedDim, n_outputs: int, row_intervals: list[Interval],
         rows: The dim of the input, sharded into intervals of rows.
         n_outputs: The outputs of all devices.
         row_intervals: The rows [start, stop) of each device.
-        rule: "balanced": blocks of outputs differ by one at most. "aligned": each device has the
-            same share of outputs as of rows, 2 + 1 of 3 outputs for 4 + 2 rows. "": as the rows are
-            sharded, or as for "aligned" where the sizes of their blocks are given: these do not add
-            up to the number of outputs.
+        rule: How to shard them.
+
+            - "balanced": blocks of outputs differ by one at most.
+            - "aligned": each device has the same share of outputs as of rows: 4 + 2 rows, so 2 + 1
+              outputs of 3.
+            - "": as the rows are sharded, `h/sp` -> `h/sp`. But if the layout lists how many rows
+              each device has, as `h/sizes(sp,4,2)`, then "aligned": these sizes, 6 together, do
+              not fit 3 outputs.
     """
     dim = rows.dim
     if not dim.axes:
@@ -293,7 +306,8 @@ def pool_window(length: int, window: Window, *, ceil: bool) -> Window:
         return window
     padding_before, padding_after = window.padding
     padded = length + padding_before + padding_after
-    last_index = -(-(padded - window.span) // window.s)  # rounded up: it may need more padding
+    # Rounded up: the last window may need more padding.
+    last_index = ceil_div(padded - window.span, window.s)
     last_start = last_index * window.s
     # A last window that would begin in the padding after the array does not count.
     if last_start >= length + padding_before:
@@ -391,7 +405,7 @@ def taps_of_part(resampling: Taps, output_runs: Sequence[OutputRun]) -> Taps:
 
     An output that reads the rows 9 and 10 reads 1 and 2 of a block that begins at row 8.
     """
-    output_run = OutputRun(0, 0, 0, 0)  # of a part without outputs
+    output_run = OutputRun(first=0, rows=0, start=0, outputs=0)  # of a part without outputs
     if output_runs:
         (output_run,) = output_runs  # an interpolation has one run of outputs at most
     outputs = slice(output_run.start, output_run.start + output_run.outputs)

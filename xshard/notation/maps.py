@@ -349,9 +349,9 @@ class Needs(RowMap):
         if len(sender) != len(receiver) or hops < 1:
             reason = f"{len(sender)} senders, {len(receiver)} receivers, {hops} hops"
             raise ShapeError(reason, hint="an edge has both ends, and hops are 1 or more")
-        for rows in (sender, receiver):
-            if len(rows) and not 0 <= rows.min() <= rows.max() < n_rows:
-                reason = f"an edge of rows {rows.min()} to {rows.max()}"
+        for ends in (sender, receiver):
+            if len(ends) and not 0 <= ends.min() <= ends.max() < n_rows:
+                reason = f"an edge of rows {ends.min()} to {ends.max()}"
                 raise ShapeError(reason, hint=f"there are {n_rows} rows")
         into_part = grouped(owners.owner[receiver], owners.parts)
         into_row = grouped(receiver, n_rows) if hops > 1 else None  # one hop needs no sort by rows

@@ -366,7 +366,11 @@ class _Parser(Scanner):
         return self.token_kind == "(" and not _CLOSES.match(self.text, self.next_start)
 
     def dim(self) -> Dim:
-        """Parse `name / shard / shard ... : overlap`."""
+        """Parse `name / shard / shard ... : overlap`, as in `s/dp/zigzag(cp):halo(1,1)`.
+
+        The name may be composed: `(h d)/tp` of two dims, or `(n 128)/tp` of units with 128 rows each,
+        which are not cut.
+        """
         start = self.token_span[0]
         part_names = self.composed_names() if self.token_kind == "(" else (self.name(),)
         name = "_".join(part_names)
@@ -379,9 +383,10 @@ class _Parser(Scanner):
         overlap = parse_overlap(self) if self.take(":") else None
         dim = Dim(name, tuple(shards), overlap)
         if len(part_names) > 1:
-            dim = replace(dim, parts=part_names, unit=None)
-            if len(part_names) == 2 and part_names[-1].isdigit():
-                dim = replace(dim, unit=int(part_names[-1]))
+            # The rows of a unit: 128 in `(n 128)`, not known yet in `(h d)` or `(n h 128)`.
+            is_name_and_number = len(part_names) == 2 and part_names[1].isdigit()
+            unit = int(part_names[1]) if is_name_and_number else None
+            dim = replace(dim, parts=part_names, unit=unit)
         self.spans.full_dims.append((dim, (start, self.previous_end)))
         return dim
 

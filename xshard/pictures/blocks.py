@@ -132,7 +132,7 @@ def _card(drawn: Picture, card: int, down: ScaledStrip, across: ScaledStrip) -> 
         for column_index, (left, right) in enumerate(across.blocks):
             device = int(drawn.cards[card, row_index, column_index])
             box = (x + left, y + top, x + right, y + bottom)
-            fill = el.colour(drawn.fronts_of([device]))
+            fill = el.colour(drawn.first_holders_of([device]))
             data = f'data-device="{device}" data-card="{card}"'
             yield el.rectangle(box, fill, f"d{device}", data)
             for name in _block_patterns(drawn, device):
@@ -156,12 +156,12 @@ def _block_patterns(drawn: Picture, device: int) -> Iterator[str]:
     for role, _ in drawn.roles:
         if role in TAGS:
             yield role if role in el.STROKES else "sum"
-    front = drawn.fronts[device]
+    coloured_as = drawn.first_holder[device]
     # There are fewer colours than devices: with patterns "1" to "3" there are four times as many.
-    pattern = str(front // len(el.COLOURS) % 4)
+    pattern = str(coloured_as // len(el.COLOURS) % 4)
     if pattern in el.STROKES:
         yield pattern
-    if front != device:
+    if coloured_as != device:
         yield "replica"
 
 
@@ -215,7 +215,7 @@ def _lane(
         box = (group_start, edge, group_stop, edge + LANE)
         if is_down:
             box = (edge, group_start, edge + LANE, group_stop)
-        fill = el.colour(drawn.fronts_of(group.owner)) if group.owner else "none"
+        fill = el.colour(drawn.first_holders_of(group.owner)) if group.owner else "none"
         holder = f"d{devices_text(lane.devices)}"
         yield from _row_group(group, box, fill, holder, arrow, pattern)
 
@@ -272,7 +272,7 @@ def _captions(drawn: Picture, scaled_strips: Sequence[ScaledStrip]) -> Iterator[
         n_cards = len(drawn.cards)
         drawn_text = f" ({MAX_CARDS} drawn)" if n_cards > MAX_CARDS else ""
         yield f"{n_cards} cards{drawn_text}: {roles_text(drawn)}"
-    if len(set(drawn.fronts.values())) < len(drawn.fronts):
+    if len(set(drawn.first_holder.values())) < len(drawn.first_holder):
         yield "hatched: a copy, in the colour of the device in front"
     for scaled_strip in scaled_strips:
         if scaled_strip.is_shorter:

@@ -1,4 +1,10 @@
-"""A picture of a sharding as data: the blocks of the global array, and the devices that own each."""
+"""A picture of a sharding as data: the blocks of the global array, and the devices that own each.
+
+A *strip* is one drawn dim, divided into blocks. A *card* is one drawing of the array, with a cell for
+each block and one device in each cell. Devices that differ along an axis which shards no drawn dim
+have the same cell, so that there are several cards, drawn behind one another. What the devices of such
+an axis hold, as replicas or addends of a sum, is the *role* of these cards.
+"""
 
 from __future__ import annotations
 
@@ -78,11 +84,17 @@ class Strip(NamedTuple):
         return [range_text(start, stop - 1) for start, stop in self.blocks]
 
 
-NO_DIM = Strip(Dim(""), 1, ((0, 1),), (0,))  # rows or columns of an array of fewer dims
+# Stands for the rows or columns of an array of fewer dims: one block of one row.
+NO_DIM = Strip(Dim(""), length=1, blocks=((0, 1),), owners=(0,))
 
 
 class CardRole(NamedTuple):
-    """How the cards along some axes relate: by a tag, `replicas`, or the name of a dim that is not drawn."""
+    """What several cards along some axes hold: ("sum", ("tp",)) for addends over tp.
+
+    Attributes:
+        role: A tag, "replicas", or the name of a sharded dim that is not drawn.
+        axes: The axes. None of them shards a drawn dim.
+    """
 
     role: str
     axes: tuple[str, ...]
@@ -98,10 +110,11 @@ class Picture:
         sharding: The sharding.
         down_and_across: The strip of rows and the strip of columns.
         cards: The owner of each block: [cards, rows, columns].
-        roles: How the cards along some axes relate.
+        roles: What the cards along each axis hold.
         empty: Devices without elements.
-        notes: The roles of the mesh axes, in words.
-        fronts: For each device the one whose copy of its blocks is in front, which may be itself.
+        notes: What each mesh axis does, in sentences.
+        first_holder: For each device the first that holds the same values, which may be itself:
+            replicas are drawn in the colour of that one.
     """
 
     sharding: Sharding
@@ -110,25 +123,24 @@ class Picture:
     roles: tuple[CardRole, ...]
     empty: tuple[int, ...]
     notes: tuple[str, ...]
-    fronts: Mapping[int, int]
+    first_holder: Mapping[int, int]
 
     @property
     def strips(self) -> tuple[Strip, ...]:
         """The drawn dims, at most two."""
         return tuple(strip for strip in self.down_and_across if strip.dim.name)
 
-    def fronts_of(self, devices: Sequence[int]) -> list[int]:
-        """Return the devices in front of some devices, each once: one for replicas of one block."""
-        return list(dict.fromkeys(self.fronts[device] for device in devices))
+    def first_holders_of(self, devices: Sequence[int]) -> list[int]:
+        """Return the first holders of what some devices hold, each once: one for replicas of a block."""
+        return list(dict.fromkeys(self.first_holder[device] for device in devices))
 
 
 def picture(sharding: Sharding, dims: Sequence[str] = (), devices: Sequence[int] = ()) -> Picture:
     """Find out all that a drawing of a sharding shows: which device holds which block of the array.
 
-    The result has no colours and no pixels: it is drawn as SVG or printed as text. Its `cards`,
-    [cards, blocks down, blocks across], has the device of each block. There is one card for each
-    place along the mesh axes that do not shard the two drawn dims: "n/dp c" on dp=2, tp=2 has two
-    cards of two blocks, ((0), (2)) for tp=0 and ((1), (3)) for tp=1.
+    The result has no colours and no pixels: it is drawn as SVG or printed as text. "n/dp c" on dp=2,
+    tp=2 is drawn as two blocks, one below the other. `cards`, [cards, blocks down, blocks across], has
+    the devices of these blocks twice, since tp shards nothing: [[0], [2]] at tp=0, [[1], [3]] at tp=1.
 
     Args:
         sharding: The sharding.
@@ -140,7 +152,8 @@ def picture(sharding: Sharding, dims: Sequence[str] = (), devices: Sequence[int]
     device_numbers = np.array(devices or range(mesh.n_devices))
     strips = [_strip(sharding, dim_index, device_numbers) for dim_index in drawn_dims]
     down, across = [NO_DIM] * (2 - len(strips)) + strips  # a single dim goes across
-    # What the axes that shard no drawn dim do, such as ("replicas", ("tp",)): these make the cards.
+    # The axes that shard no drawn dim, as ("replicas", ("tp",)): there is a card for each place along
+    # these.
     roles = _roles(sharding, {*down.dim.axes, *across.dim.axes})
     is_empty = [_is_empty(sharding, device) for device in range(mesh.n_devices)]
     return Picture(
@@ -150,7 +163,7 @@ def picture(sharding: Sharding, dims: Sequence[str] = (), devices: Sequence[int]
         roles=roles,
         empty=tuple(device_numbers[is_empty].tolist()),
         notes=_notes(sharding, drawn_dims),
-        fronts=_fronts(sharding, device_numbers),
+        first_holder=_first_holders(sharding, device_numbers),
     )
 
 
@@ -180,7 +193,7 @@ def _cards(
     return device_at[:, down_owners[:, None], across_owners]
 
 
-def _fronts(sharding: Sharding, device_numbers: Ints) -> dict[int, int]:
+def _first_holders(sharding: Sharding, device_numbers: Ints) -> dict[int, int]:
     """Return, for each device, the first of those that hold the same values.
 
     "n/dp" on dp=2, tp=2 -> {0: 0, 1: 0, 2: 2, 3: 2}. device_numbers: the device's number at each
@@ -189,23 +202,22 @@ def _fronts(sharding: Sharding, device_numbers: Ints) -> dict[int, int]:
     replica_axes = _replica_axes(sharding)
     mesh = sharding.mesh
     other_axes = [axis for axis in mesh.axes if axis not in replica_axes]
-    fronts: dict[int, int] = {}
-    first_device: dict[int, int] = {}  # by index along the other axes
-    for device, group_index in zip(
-        device_numbers.tolist(), mesh.indices(other_axes).tolist(), strict=True
-    ):
-        fronts[device] = first_device.setdefault(group_index, device)
-    return fronts
+    group_indices = mesh.indices(other_axes).tolist()  # of each device; replicas have one index
+    first_of_group: dict[int, int] = {}
+    first_holder: dict[int, int] = {}
+    for device, group_index in zip(device_numbers.tolist(), group_indices, strict=True):
+        first_holder[device] = first_of_group.setdefault(group_index, device)
+    return first_holder
 
 
 def _roles(sharding: Sharding, drawn_axes: set[str]) -> tuple[CardRole, ...]:
-    """Say what each axis does that shards no drawn dim."""
+    """List what the axes that shard no drawn dim do: [("sum", ("tp",)), ("replicas", ("dp",))]."""
     layout = sharding.layout
     other_axes = set(sharding.mesh.long_axes) - drawn_axes
-    all_roles = [(dim.name, dim.axes) for dim in layout.dims]
-    all_roles += [*layout.tags, ("replicas", _replica_axes(sharding))]
+    axes_of_roles = [(dim.name, dim.axes) for dim in layout.dims]
+    axes_of_roles += [*layout.tags, ("replicas", _replica_axes(sharding))]
     roles = []
-    for role, axes in all_roles:
+    for role, axes in axes_of_roles:
         card_axes = tuple(axis for axis in axes if axis in other_axes)
         if card_axes:
             roles.append(CardRole(role, card_axes))

@@ -69,9 +69,10 @@ def devices_text(devices: Sequence[int]) -> str:
     """Write device numbers as text, with ranges and even steps: "0-3", "0,4", "0-12 step 4"."""
     steps = set(np.diff(devices).tolist())
     if len(devices) > 2 and len(steps) == 1:
-        device_runs: Runs = (Run(devices[0], 1, len(devices), steps.pop()),)
+        (step,) = steps
+        device_runs: Runs = (Run(devices[0], length=1, repeats=len(devices), stride=step),)
     else:
-        device_runs = tuple(Run(device, 1) for device in devices)
+        device_runs = tuple(Run(device, length=1) for device in devices)
     return rows_text(device_runs, max_texts=3).replace(", ", ",")
 
 

@@ -101,14 +101,16 @@ def _row_of_devices(mesh: Mesh, devices: Sequence[int], top: float, width: float
 def timeline_svg(timeline: Timeline) -> str:
     """Draw a timeline as SVG: a lane for the device, red where it waits, and one for each link."""
     per_second = TIMELINE_WIDTH / max(timeline.seconds, 1e-9)
+    row_of_lane = {lane: row for row, lane in enumerate(timeline.lanes)}
     shapes = []
-    for row, lane in enumerate(timeline.lanes):
+    for lane, row in row_of_lane.items():
         shapes.append(el.label(-6, row * ROW + 16, lane, "end"))
     for span in timeline.spans:
-        row = timeline.lanes.index(COMPUTING)
-        fill = EXPOSED_COLOUR
-        if span.lane != EXPOSED:
-            row = timeline.lanes.index(span.lane)
+        if span.lane == EXPOSED:  # the device waits, in the lane of its computing
+            row = row_of_lane[COMPUTING]
+            fill = EXPOSED_COLOUR
+        else:
+            row = row_of_lane[span.lane]
             fill = el.colour((row,))
         box = (span.begin_s * per_second, row * ROW, span.end_s * per_second, (row + 1) * ROW)
         tooltip = f"{span.name}: {format_seconds(span.end_s - span.begin_s)}, {span.lane}"

@@ -219,7 +219,7 @@ def _legend(drawn: Picture) -> Table:
         "device", *sharding.mesh.axes, "local shape", *columns, left_aligned=list(columns)
     )
     for device in range(sharding.mesh.n_devices):
-        style = _style(drawn.fronts[device])
+        style = _style(drawn.first_holder[device])
         rows = [rows_text(rows_of(device)) for rows_of in columns.values()]
         legend.add_row(
             Text(f" {device} ", style),

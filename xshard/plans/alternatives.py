@@ -102,7 +102,7 @@ def _searches(
         # Already found: the function has nothing left to do.
         return {name: partial(tuple, steps) for name, steps in paths.items()}
     named_route = NamedRoute(start, goal, itemsize(dtype), profile)
-    search = Search(named_route.route, None)
+    search = Search(named_route.route, memory_limit=None)
 
     def by_search(search: Search) -> Sequence[Step]:
         return named_route.steps(search.path().moves)

@@ -60,12 +60,10 @@ def max_min_plans(plan: Plan) -> MaxMinPlans:
     # Layouts in comments are those of the move "n | max(tp) -> n/tp".
     # x: a candidate for the max on each device. (In a tangent, rows that a boundary fills are zeros.)
     layout_of_x = plan.src.tangent  # "n | max(tp)"
-    layout_of_addends = with_kind(
-        layout_of_x, "sum"
-    )  # "n | sum(tp)": won, and shares of a gradient
-    layout_of_copies = with_kind(
-        layout_of_x, "copy"
-    )  # "n | copy(tp)": a value beside each candidate
+    # "n | sum(tp)": won, and shares of a gradient.
+    layout_of_addends = with_kind(layout_of_x, "sum")
+    # "n | copy(tp)": a value beside each candidate.
+    layout_of_copies = with_kind(layout_of_x, "copy")
     try:
         result = find(plan.dst, layout_of_copies)  # "n/tp -> n | copy(tp)"
     except PlanError:

@@ -22,14 +22,23 @@ if TYPE_CHECKING:
 
 
 class Row(NamedTuple):
-    """One step: its text, the layout and largest block after it, bytes received, seconds, peak bytes."""
+    """One step as texts. A column without a value is empty.
 
-    step: str
-    layout: str
-    local_shape: str
-    received: str
-    time: str
-    peak: str
+    Attributes:
+        step: The step.
+        layout: The layout after it.
+        local_shape: The shape of the largest block after it.
+        received: The bytes that the busiest device receives.
+        time: The predicted time.
+        peak: The most bytes that a device holds meanwhile.
+    """
+
+    step: str = ""
+    layout: str = ""
+    local_shape: str = ""
+    received: str = ""
+    time: str = ""
+    peak: str = ""
 
 
 HEAD = Row("step", "layout after", "local shape", "received", "time", "peak")
@@ -64,7 +73,7 @@ def rows(plan: Plan) -> tuple[Row, ...]:
     below.
     """
     # The layout at the start, which has no step and no price.
-    table = [Row("", str(plan.src), _shape_text(plan.source), "", "", "")]
+    table = [Row(layout=str(plan.src), local_shape=_shape_text(plan.source))]
     last = len(plan.stages) - 1
     for i, (stage, price) in enumerate(zip(plan.stages, plan.prices, strict=True)):
         # The last layout as the user wrote it: the stages are in normal form.
@@ -97,24 +106,19 @@ def _phase_rows(plan: Plan, stage: Stage) -> list[Row]:
     fabric = plan.profile.fabric(stage.before.mesh)
     if not fabric.has_phases(axes):
         return []
-    # A hop is the traffic over one mesh axis; its level is the kind of link, as that of a
-    # span, a mesh axis with its size.
     hops = step.traffic(stage.before, fabric.spans).hops
+    phases = Phases.of_axes(stage.before.mesh, axes, fabric.spans, block_indices=())
     table = []
-    # The axes of each phase, the fastest links first.
-    for spans in Phases.of_axes(stage.before.mesh, axes, fabric.spans, ()).levels:
-        phase_hops = [hop for hop in hops if hop.level == spans[0].level]
-        received_bytes = sum(hop.received for hop in phase_hops) * plan.itemsize
-        seconds = sum(fabric.link(hop).seconds(hop, plan.itemsize) for hop in phase_hops)
+    for spans in phases.levels:  # the fastest links first
+        hops_of_phase = [hop for hop in hops if hop.level == spans[0].level]
+        received_elements = sum(hop.received for hop in hops_of_phase)
+        seconds = sum(fabric.link(hop).seconds(hop, plan.itemsize) for hop in hops_of_phase)
         links = ",".join(f"{span.axis}={span.size}" for span in spans)
         table.append(
             Row(
                 step=f"  over {links}",
-                layout="",
-                local_shape="",
-                received=format_bytes(received_bytes),
+                received=format_bytes(received_elements * plan.itemsize),
                 time=format_seconds(seconds),
-                peak="",
             )
         )
     if isinstance(step, AllGather):

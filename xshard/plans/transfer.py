@@ -211,10 +211,18 @@ class Transfer(Step):
             elements, messages = flow.max(axis=(0, 1)).tolist()
             busiest_node = max(map(self._busiest_node, flow[..., ELEMENTS]))
             mean_in_node = busiest_node / (self.profile.node_devices or 1)
-            hops.append(Hop("", elements, messages, level, int(elements - mean_in_node)))
+            hops.append(
+                Hop(
+                    axis="",  # two meshes, with axes of their own
+                    received=elements,
+                    messages=messages,
+                    level=level,
+                    mean_shortfall=int(elements - mean_in_node),
+                )
+            )
         # Sent and received boxes are packed and unpacked, own rows are moved in memory.
         copied = self._elements.sum(axis=0) + self._rearranged
-        return Traffic(self.received, int(copied.max()), tuple(hops))
+        return Traffic(received=self.received, copied=int(copied.max()), hops=tuple(hops))
 
     def price(self, itemsize: int) -> Price:
         """Price the transfer in bytes and seconds.

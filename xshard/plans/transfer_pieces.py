@@ -141,8 +141,10 @@ def _group_holders(source: Sharding) -> Holders:
     """Put devices with the same addend of the same block into groups."""
     addend_axes = source.layout.tagged(*REDUCERS)
     key_of_device = source.mesh.indices(addend_axes)
+    # The digits of one number, as in `_Pieces.holder_key`: the addend, then the block of each dim.
     for dim in source.layout.dims:
-        key_of_device = key_of_device * source.mesh.size(*dim.axes) + source.mesh.indices(dim.axes)
+        n_blocks = source.mesh.size(*dim.axes)
+        key_of_device = key_of_device * n_blocks + source.mesh.indices(dim.axes)
     keys, group_of = np.unique(key_of_device, return_inverse=True)
     groups = tuple(np.flatnonzero(group_of == i) for i in range(len(keys)))
     return Holders(keys, groups, group_of)

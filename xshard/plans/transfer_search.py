@@ -88,9 +88,9 @@ def best_positions(lacking: NDArray[np.int64]) -> NDArray[np.int64]:
     # The solver minimises one sum of weights, [devices, positions]. In it, the fewest elements come
     # before the fewest devices that move: elements count n + 1 times, more than all n moves together.
     # Divided by their common divisor, weights stay small enough to be exact as floats.
-    unit = max(1, int(np.gcd.reduce(lacking, axis=None)))
+    common_divisor = max(1, int(np.gcd.reduce(lacking, axis=None)))
     is_change = positions[:, None] != positions  # on the diagonal, devices stay
-    weight = lacking // unit * (len(lacking) + 1) + is_change
+    weight = lacking // common_divisor * (len(lacking) + 1) + is_change
 
     def best_order_within(limit: int) -> NDArray[np.int64] | None:
         """Return the best order in which no device lacks more than `limit`, or None."""
@@ -166,11 +166,11 @@ def _path_by(
     if landing.layout != target.normal_layout or landing_request.scale != 1:
         steps_after, dst_split = solve(landing_request)
     transfer = Transfer(
-        _normal_on_sub_axes(leaving, src_split),
-        _normal_on_sub_axes(landing, dst_split),
-        src_devices,
-        dst_devices,
-        request.profile,
+        source=_normal_on_sub_axes(leaving, src_split),
+        target=_normal_on_sub_axes(landing, dst_split),
+        src_devices=src_devices,
+        dst_devices=dst_devices,
+        profile=request.profile,
     )
     return TransferPath((*steps_before, transfer, *steps_after), src_split)
 

@@ -120,7 +120,9 @@ def _flops_per_s(
     runtime: Backend, mesh: Mesh, rounds: int, timeout_s: float
 ) -> tuple[tuple[str, float], ...]:
     """Measure the operations per second of one device in matrix products, by dtype."""
-    products_s = _seconds_of_products(runtime, mesh, ROWS, PRODUCTS, rounds, timeout_s)
+    products_s = _seconds_of_products(
+        runtime, mesh, rows=ROWS, dtypes=PRODUCTS, rounds=rounds, timeout_s=timeout_s
+    )
     # A multiplication and an addition for each element of each sum.
     rates = [rounded(2 * ROWS**3 / product_s) for product_s in products_s]
     return tuple(zip(PRODUCTS, rates, strict=True))

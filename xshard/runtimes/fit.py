@@ -82,11 +82,17 @@ def fit(
     if node_devices is not None:
         # The link across nodes is taken to be slower, and to be one port, like a host's.
         # Any two speeds will do to begin with, as 2 and 1 byte per second.
-        in_node = Link(0.0, 2.0)
-        across = Link(0.0, 1.0, "port")
-        start = Profile(name, "", in_node, across, node_devices, rounds=rounds)
+        start = Profile(
+            name,
+            source="",
+            default=Link(latency_s=0.0, bytes_per_s=2.0),
+            across=Link(latency_s=0.0, bytes_per_s=1.0, topology="port"),
+            node_devices=node_devices,
+            rounds=rounds,
+        )
         return _fit(samples, start, by_axis=False)
-    start = Profile(name, "", Link(0.0, math.inf), rounds=rounds)
+    no_cost = Link(latency_s=0.0, bytes_per_s=math.inf)
+    start = Profile(name, source="", default=no_cost, rounds=rounds)
     one_link = _fit(samples, start, by_axis=False)
     link_by_axis = _fit(samples, start, by_axis=True)
     if _mean_error(samples, link_by_axis) < _GAIN * _mean_error(samples, one_link):

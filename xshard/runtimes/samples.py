@@ -107,7 +107,8 @@ def held_out_plans(
             continue
         if plan.bytes_received and plan not in plans:
             plans.append(plan)
-            n_singles += is_single
+            if is_single:
+                n_singles += 1
     return tuple(plans)
 
 
@@ -167,8 +168,8 @@ def _communicating_steps(axes: tuple[str, ...]) -> Iterator[OneStep]:
     """
     shards = _shards(axes)
     unsharded = _layout()
-    by_rows = _layout(axes)
-    by_columns = _layout((), axes)
+    by_rows = _layout(row_axes=axes)
+    by_columns = _layout(column_axes=axes)
     addends = _layout(sums=axes)
     yield OneStep(by_rows, unsharded, AllGather("n", shards))
     yield OneStep(by_columns, unsharded, AllGather("d", shards))
@@ -183,7 +184,7 @@ def _communicating_steps(axes: tuple[str, ...]) -> Iterator[OneStep]:
 def _copying_steps(axes: tuple[str, ...]) -> Iterator[OneStep]:
     """Yield the steps over some axes that only copy."""
     shards = _shards(axes)
-    by_columns = _layout((), axes)
+    by_columns = _layout(column_axes=axes)
     yield OneStep(_layout(), by_columns, Slice((("d", shards),)))
     yield OneStep(by_columns, _layout(sums=axes), Embed("d", shards))
 
@@ -198,8 +199,8 @@ def _permutations(mesh: Mesh, axes: tuple[str, ...]) -> Iterator[OneStep]:
 
 
 def _permutation(src_axes: Sequence[str], dst_axes: Sequence[str]) -> OneStep:
-    dst = _layout(dst_axes)
-    return OneStep(_layout(src_axes), dst, Permute(dst))
+    dst = _layout(row_axes=dst_axes)
+    return OneStep(_layout(row_axes=src_axes), dst, Permute(dst))
 
 
 def _plan(mesh: Mesh, sample: OneStep, size: int) -> Plan:
@@ -211,7 +212,7 @@ def _plan(mesh: Mesh, sample: OneStep, size: int) -> Plan:
     if elements > _ROWS_PER_DEVICE * n**2:  # each device has a column at least
         rows = n * _ROWS_PER_DEVICE
     columns = n * max(1, elements // (rows * n))
-    return Plan(src, dst, mesh, (rows, columns), DTYPE, (step,))
+    return Plan(src, dst, mesh, shape=(rows, columns), dtype=DTYPE, steps=(step,))
 
 
 def _random_layout(axes: Sequence[str], roles: str, rng: random.Random) -> Layout:

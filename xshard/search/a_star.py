@@ -43,7 +43,7 @@ class Rank(NamedTuple):
     plainness: int
 
 
-WORST = Rank(math.inf, 0, 0)
+WORST = Rank(seconds=math.inf, held_elements=0, plainness=0)
 
 
 class Path(NamedTuple):
@@ -130,7 +130,13 @@ class Search:
         held_floor: float = self.grid.block_elements(start) + self.grid.block_elements(goal)
         if self.grid.ended(start, goal):
             held_floor = math.inf
-        path = Path(0.0, 0, held_elements, held_floor, ())
+        path = Path(
+            seconds=0.0,
+            plainness=0,
+            held_elements=held_elements,
+            held_elements_floor=held_floor,
+            moves=(),
+        )
         if start == goal:
             return path
         exploration = Exploration(self, best, nearest)
@@ -192,11 +198,12 @@ class Search:
             plainness = 2
         else:
             plainness = 1
-        seconds = path.seconds + price.seconds
-        held_elements = max(path.held_elements, price.held_elements)
-        moves = (*path.moves, (state, move))
         return Path(
-            seconds, path.plainness + plainness, held_elements, path.held_elements_floor, moves
+            seconds=path.seconds + price.seconds,
+            plainness=path.plainness + plainness,
+            held_elements=max(path.held_elements, price.held_elements),
+            held_elements_floor=path.held_elements_floor,
+            moves=(*path.moves, (state, move)),
         )
 
     def _has_same_blocks(self, state: State, next_state: State) -> bool:
@@ -299,7 +306,7 @@ class Exploration:
         goal = search.route.goal
         best = self.best  # when the state is settled: the moves that follow may find a better one
         if search.exchanges:
-            yield Move("exchange", (), goal)
+            yield Move("exchange", data=(), next_state=goal)
         yield from search.successors.collectives(state)
         if self.nearest or not search.exchanges:
             return

@@ -46,7 +46,9 @@ def estimate(grid: Grid, state: State, goal: State) -> float:
         for first_leg in _reduced_first(grid, state, goal):
             best_s = _with_exchange(grid, first_leg, goal, best_s)
     if state.sums == goal.sums and grid.lengths(state) == grid.lengths(goal):
-        best_s = min(best_s, move_cost(grid, Move("permute", (), goal), state).seconds)
+        best_s = min(
+            best_s, move_cost(grid, Move("permute", data=(), next_state=goal), state).seconds
+        )
     return best_s
 
 
@@ -80,7 +82,7 @@ def _exchange_seconds(grid: Grid, state: State, goal: State, below: float) -> fl
     """Price an exchange to the goal; infinite if not below a limit, or to be counted per device."""
     if grid.exchange_lower_bound_s(state, goal) >= below or grid.even_received(state, goal) is None:
         return math.inf
-    return move_cost(grid, Move("exchange", (), goal), state).seconds
+    return move_cost(grid, Move("exchange", data=(), next_state=goal), state).seconds
 
 
 def _before_gathers(grid: Grid, state: State, goal: State) -> Iterator[Leg]:
@@ -93,16 +95,16 @@ def _before_gathers(grid: Grid, state: State, goal: State) -> Iterator[Leg]:
     """
     replica_axes = grid.replica_axes(goal)
     sharding_at_start = common(replica_axes, grid.roles(state))
-    # Once if both are the same.
-    for axes in filter(None, dict.fromkeys((replica_axes, sharding_at_start))):
+    for axes in dict.fromkeys((replica_axes, sharding_at_start)):  # once if both are the same
+        if not axes:
+            continue
         dim_index = _first_even_dim(grid, range(len(goal.cuts)), goal, axes)
         if dim_index is not None:
             sharded = goal.with_inner(dim_index, axes)
             in_place = dim_index == 0  # pieces of dim 0 lie one after the other in the result
             block_elements = grid.block_elements(sharded)
-            yield Leg(
-                sharded, grid.collective_seconds("all_gather", block_elements, axes, in_place)
-            )
+            seconds = grid.collective_seconds("all_gather", block_elements, axes, in_place=in_place)
+            yield Leg(sharded, seconds)
 
 
 def _first_even_dim(grid: Grid, dims: Iterable[int], state: State, axes: Cut) -> int | None:
@@ -122,7 +124,7 @@ def _reduced_first(grid: Grid, state: State, goal: State) -> Iterator[Leg]:
     may then stay where they are. Without a sum that ends, or an even dim, only "do nothing" is
     yielded.
     """
-    yield Leg(state, 0.0)
+    yield Leg(state, seconds=0.0)
     ended_axes = grid.ended(state, goal)
     if not ended_axes:
         return
@@ -141,8 +143,8 @@ class AxisChanges(NamedTuple):
     """What happens to the axes between two states."""
 
     ended: Cut  # hold addends of a sum that ends
-    sliced: list[int]  # shard new
-    moved_axes: list[int]  # shard otherwise, or have to change places after a slice
+    sliced: list[int]  # begin to shard
+    moved_axes: list[int]  # shard in another place, or have to change places after a slice
     gathered: list[int]  # shard no more
 
 
@@ -164,7 +166,12 @@ def _axis_changes(grid: Grid, state: State, goal: State) -> AxisChanges:
         if not starts_with(goal.cuts[dim_index], state.cuts[dim_index]):
             moved.append(axis)
     gathered = [axis for axis in old_roles if axis not in new_roles and axis not in goal.sums]
-    return AxisChanges(grid.ended(state, goal), sliced, moved, gathered)
+    return AxisChanges(
+        ended=grid.ended(state, goal),
+        sliced=sliced,
+        moved_axes=moved,
+        gathered=gathered,
+    )
 
 
 class Reduction(NamedTuple):
@@ -222,7 +229,9 @@ def _price_collectives_in_turn(
         old_roles = grid.roles(state)
         # Shards of dim 0 lie one after the other in the gathered block, and need no copy.
         in_place = all(axis not in old_roles or old_roles[axis].dim == 0 for axis in gathered)
-        seconds += grid.collective_seconds("all_gather", block_elements, gathered, in_place)
+        seconds += grid.collective_seconds(
+            "all_gather", block_elements, gathered, in_place=in_place
+        )
     return seconds
 
 
@@ -238,13 +247,18 @@ def _reduction(
     dims = [new_roles[ended_axis].dim for ended_axis in ended if ended_axis in new_roles]
     if not dims and not has_gather:
         return Reduction(
-            grid.collective_seconds("all_reduce", block_elements, ended, False), block_elements, ()
+            seconds=grid.collective_seconds("all_reduce", block_elements, ended),
+            block_elements=block_elements,
+            scattered=(),
         )
     # Pieces of dim 0 lie one after the other: they need no packing. An axis that shards no dim at
     # the goal may scatter dim 0.
-    seconds = grid.collective_seconds("reduce_scatter", block_elements, ended, not any(dims))
-    scattered = without(ended, new_roles)
-    return Reduction(seconds, max(1, block_elements // grid.count_parts(ended)), scattered)
+    in_place = all(dim == 0 for dim in dims)
+    return Reduction(
+        seconds=grid.collective_seconds("reduce_scatter", block_elements, ended, in_place=in_place),
+        block_elements=max(1, block_elements // grid.count_parts(ended)),
+        scattered=without(ended, new_roles),
+    )
 
 
 def _moving_seconds(
@@ -262,13 +276,13 @@ def _moving_seconds(
         max_block: The most elements that a gathered block may have.
         can_permute: Whether whole blocks may just change places: all have the same shape.
     """
-    best_s = grid.collective_seconds("all_to_all", block_elements, axes, False)
+    best_s = grid.collective_seconds("all_to_all", block_elements, axes)
     # The gathered block has the blocks of all devices along the axes.
     if block_elements * grid.count_parts(axes) <= max_block:
-        gather_s = grid.collective_seconds("all_gather", block_elements, axes, False)
+        gather_s = grid.collective_seconds("all_gather", block_elements, axes)
         best_s = min(best_s, gather_s + _copy_seconds(grid, block_elements))
     if can_permute:
-        best_s = min(best_s, grid.collective_seconds("permute", block_elements, axes, False))
+        best_s = min(best_s, grid.collective_seconds("permute", block_elements, axes))
     return best_s
 
 

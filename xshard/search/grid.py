@@ -12,12 +12,13 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from xshard.caches import layout_cache
-from xshard.cost.bounds import mean_rounded_up, reduction_messages
+from xshard.cost.bounds import reduction_messages
 from xshard.cost.model import Profile
 from xshard.layout import Mesh
+from xshard.layout.partition import ceil_div
 from xshard.search.links import LinkedStates
 from xshard.search.states import Cut, State, cached_method, common, common_prefix
-from xshard.steps.exchange.even_traffic import node_lack
+from xshard.steps.exchange.even_traffic import elements_lacking_in_node
 
 # Shards that a grid numbers, before a new one takes its place: documents have other lengths at
 # every step of a training.
@@ -101,7 +102,7 @@ class Grid(LinkedStates):
         # Partial sums along other axes may stay: each addend of these is an array to be reduced.
         n_kept = self.count_parts(common(goal.sums, state.sums))
         n_messages = reduction_messages(math.prod(self.shape), n_addends, n_copies) * n_kept
-        return mean_rounded_up(n_messages, self.mesh.n_devices)
+        return ceil_div(n_messages, self.mesh.n_devices)
 
     def _span_product(self, axes: tuple[int, ...], level: int | None) -> int:
         """Count the devices along some axes, or those of their links of one level."""
@@ -120,9 +121,11 @@ class Grid(LinkedStates):
             return 0.0
         if not (self.is_regular(state) and self.is_regular(goal)):
             return 0.0
+        src = self.link_cuts(state)
+        dst = self.link_cuts(goal)
         # What a node lacks enters it through its devices: one of them receives the mean or more.
         node_devices = math.prod([span.size for span in self.fabric.spans if span.level])
-        return node_lack(self.shape, self.link_cuts(state), self.link_cuts(goal)) / node_devices
+        return elements_lacking_in_node(self.shape, src, dst) / node_devices
 
     @cached_method
     def lower_bound_s(self, state: State, goal: State) -> float:
@@ -210,7 +213,7 @@ class Grid(LinkedStates):
         these. Of the elements from other nodes a sender gives at most `max_per_sender`: 10 far
         elements, 4 per sender -> 3 messages between nodes; all others may be inside the node.
         """
-        far_messages = -(-far_elements // max(1, demand.max_per_sender))
+        far_messages = ceil_div(far_elements, max(1, demand.max_per_sender))
         near_messages = demand.min_senders - far_messages
         if demand.already_local:
             near_messages -= 1  # the device itself is one of the senders, without a message
@@ -232,7 +235,14 @@ class Grid(LinkedStates):
         # If the goal holds partial sums that the start does not, one device has the values, and the
         # others have zeros. Some devices then receive nothing, so 0 is the only bound.
         n_addends = 0 if self.ended(next_state, state) else self.count_parts(ended)
-        demands = [ExchangeDemand(n_addends, n_addends, 1, 1, self._parts_near(ended))]
+        of_sums = ExchangeDemand(
+            wanted=n_addends,
+            min_senders=n_addends,
+            max_per_sender=1,
+            already_local=1,
+            in_node=self._parts_near(ended),
+        )
+        demands = [of_sums]
         for dim_index, (cut, next_cut) in enumerate(zip(state.cuts, next_state.cuts, strict=True)):
             demands.append(self._dim_demand(dim_index, cut, next_cut, is_regular))
         return ExchangeDemand(*map(math.prod, zip(*demands, strict=True)))
@@ -254,7 +264,7 @@ class Grid(LinkedStates):
         """
         source_rows = self.length(dim_index, cut).longest  # of one block
         rows = self.length(dim_index, next_cut).longest
-        min_senders = -(-rows // max(1, source_rows))  # rounded up
+        min_senders = ceil_div(rows, max(1, source_rows))
         max_per_sender = min(source_rows, rows)
         # A node holds at most as many different blocks as it has devices along the axes of the dim.
         in_node = min(rows, source_rows * self._parts_near(self.axes_in(cut)))
@@ -269,7 +279,13 @@ class Grid(LinkedStates):
             outermost_span = self._spans[cut[n_shared]][0]
             if outermost_span.level == 0:  # the old shard is over nodes
                 in_node = 0
-        return ExchangeDemand(rows, min_senders, max_per_sender, already_local, in_node)
+        return ExchangeDemand(
+            wanted=rows,
+            min_senders=min_senders,
+            max_per_sender=max_per_sender,
+            already_local=already_local,
+            in_node=in_node,
+        )
 
     @cached_method
     def _parts_near(self, axes: tuple[int, ...]) -> int:

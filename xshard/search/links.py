@@ -117,9 +117,9 @@ class LinkedStates(States):
 
     @cached_method
     def collective_seconds(
-        self, step_kind: str, block_elements: int, axes: tuple[int, ...], in_place: bool
+        self, step_kind: str, block_elements: int, axes: tuple[int, ...], in_place: bool = False
     ) -> float:
-        """Price a collective; see `collective_traffic`."""
+        """Price a collective; for the arguments see `collective_traffic`."""
         traffic = self.collective_traffic(step_kind, block_elements, axes, in_place)
         return self.fabric.seconds(step_kind, traffic, self.itemsize)
 
@@ -218,7 +218,9 @@ class LinkedStates(States):
         """Count the rows of one dim as `received_of_dim` does: [elements and senders, *mesh]."""
         src = self._dim_end(dim_index, cut)
         dst = self._dim_end(dim_index, next_cut)
-        return np.stack(received_of_dim(src, dst, fixed, self._span_axes.mesh, False))
+        from_providers = False  # no sum begins
+        # Positional: a call with keywords would be another entry of the cache.
+        return np.stack(received_of_dim(src, dst, fixed, self._span_axes.mesh, from_providers))
 
     @cached_method
     def _dim_end(self, dim_index: int, cut: Cut) -> DimEnd:

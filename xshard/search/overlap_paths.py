@@ -336,7 +336,7 @@ def _steps_between(start: Sharding, goal: Sharding, dtype: str, profile: Profile
     machine = profile.for_axes(disguise.mesh.axes, start.mesh)  # without the axes of these dims
     sharding = disguise.for_search(start)
     named_route = NamedRoute(sharding, disguise.for_search(goal), itemsize(dtype), machine)
-    steps = named_route.steps(Search(named_route.route, None).path().moves)
+    steps = named_route.steps(Search(named_route.route, memory_limit=None).path().moves)
     for step in steps:
         sharding = step.after(sharding)
         if disguise.is_sharded(sharding):  # the real dim cannot be sharded further

@@ -68,7 +68,18 @@ class Request:
     ) -> Request:
         """Make the request of a move on one mesh; without `devices`, they are 0, 1, 2, ..."""
         mesh_devices = devices if devices else range(mesh.n_devices)
-        return cls(src, dst, mesh, mesh, mesh_devices, mesh_devices, shape, dtype, profile, scale)
+        return cls(
+            src,
+            dst,
+            src_mesh=mesh,
+            dst_mesh=mesh,
+            src_devices=mesh_devices,
+            dst_devices=mesh_devices,
+            shape=shape,
+            dtype=dtype,
+            profile=profile,
+            scale=scale,
+        )
 
     @cached_property
     def source(self) -> Sharding:

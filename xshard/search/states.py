@@ -16,7 +16,7 @@ from threading import Lock
 from typing import Any, Concatenate, Generic, NamedTuple, ParamSpec, TypeVar
 
 from xshard.layout import Layout, Mesh, Sharding
-from xshard.layout.partition import block_length, find_misfit
+from xshard.layout.partition import BlockLength, block_length, find_misfit
 from xshard.notation.parser import Dim, Shard
 
 Cut = tuple[int, ...]  # the shards of one dim, outermost first, as numbers
@@ -100,13 +100,6 @@ def common_prefix(first_cut: Cut, second_cut: Cut) -> Cut:
 def starts_with(cut: Cut, beginning: Cut) -> bool:
     """Check that the outermost shards of a dim are these: (0, 2, 1) starts with (0, 2)."""
     return cut[: len(beginning)] == beginning
-
-
-class BlockLength(NamedTuple):
-    """The rows of the longest block of a dim, and whether all blocks have as many."""
-
-    longest: int
-    is_even: bool
 
 
 class AxisRole(NamedTuple):
@@ -204,7 +197,7 @@ class States:
         n_rows = self.shape[dim_index]
         n_parts = self.count_parts(cut)
         if self.is_plain(cut) and n_rows % n_parts == 0:
-            return BlockLength(n_rows // n_parts, True)
+            return BlockLength(n_rows // n_parts, is_even=True)
         dim = Dim("", self.shards_of(cut))
         sizes = self.mesh.sizes_of(dim.axes)
         longest, is_even = block_length(dim, n_rows, sizes)

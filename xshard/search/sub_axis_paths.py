@@ -269,7 +269,7 @@ def _slice_and_permute(route: SearchRoute, sliced: Cuts, arrival: State) -> Move
     ready = start.with_inner_cuts(sliced)
     if ready == arrival:
         return None
-    permuting = (ready, Move("permute", (), arrival))
+    permuting = (ready, Move("permute", data=(), next_state=arrival))
     if not any(sliced):
         return (permuting,)
     return (start, Move("slice", sliced, ready)), permuting

@@ -254,7 +254,7 @@ class Successors:
         """
         has_lengths_of_goal = self.grid.lengths(state) == self.grid.lengths(self.goal)
         if state.sums == self.goal.sums and has_lengths_of_goal:
-            yield Move("permute", (), self.goal)
+            yield Move("permute", data=(), next_state=self.goal)
         if not self.grid.is_regular(state):
             return
         usable = without(self.usable, state.sums)
@@ -268,7 +268,7 @@ class Successors:
         )
         max_permutes = None if self.complete else MAX_PERMUTES
         for cuts in islice(new_arrangements, max_permutes):
-            yield Move("permute", (), State(cuts, state.sums))
+            yield Move("permute", data=(), next_state=State(cuts, state.sums))
 
     def exchanges(self, state: State) -> Iterator[Move]:
         """Yield exchanges to states from which the goal is near: collectives do the rest."""
@@ -279,7 +279,9 @@ class Successors:
         for axes in self._subsets(self._usable_replicas(self.goal)):
             for dim_index, cut in enumerate(self.goal.cuts):
                 if self._is_evenly_cut(dim_index, cut, axes):
-                    yield Move("exchange", (), self.goal.with_inner(dim_index, axes))
+                    yield Move(
+                        "exchange", data=(), next_state=self.goal.with_inner(dim_index, axes)
+                    )
 
     def _all_exchanges(self, state: State) -> Iterator[Move]:
         """Yield exchanges to every even state that has some of the sums that end, or begin."""
@@ -294,7 +296,7 @@ class Successors:
         for not_ended, begun in product(ending_choices, beginning_choices):
             sums = tuple(sorted((*kept_sums, *not_ended, *begun)))
             for cuts in self._all_cuts(sums):
-                yield Move("exchange", (), State(cuts, sums))
+                yield Move("exchange", data=(), next_state=State(cuts, sums))
 
     @cached_method
     def _all_cuts(self, sums: tuple[int, ...]) -> list[Cuts]:

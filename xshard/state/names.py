@@ -138,7 +138,7 @@ def stack(src: str, dst: str, dim: int = 0) -> Iterator[Relation]:
     Yields:
         The relation, for `Names`.
     """
-    yield Relation((src,), dst, None, dim, stacks=True)
+    yield Relation(parts=(src,), whole=dst, dim=dim, stacks=True)
 
 
 def unstack(src: str, dst: str, dim: int = 0) -> Iterator[Relation]:
@@ -265,7 +265,7 @@ class Names:
         # The sources that no relation has used yet: `_take_shapes` removes those that one uses.
         remaining = {name: tuple(shape) for name, shape in shapes.items()}
         targets = {}
-        makers: dict[str, Relation] = {}  # the relation that made each target
+        maker_of: dict[str, Relation] = {}  # the relation that made each target
         unused = []
         for relation in self.relations:
             uses = list(applications(relation, remaining))
@@ -276,13 +276,13 @@ class Names:
             for use in uses:
                 source_shapes = _take_shapes(use.sources, relation, remaining, shapes)
                 dtype = relation.dtype or _common_dtype(use.sources, relation, dtypes)
-                made_arrays = make_targets(relation, use, source_shapes, self._joined)
-                for name, shape, pieces in made_arrays:
+                for made in make_targets(relation, use, source_shapes, self._joined):
+                    name = made.name
                     if name in targets:
-                        origins = f"{makers[name]}; {relation}"
+                        origins = f"{maker_of[name]}; {relation}"
                         raise XshardError(f"{name} would have two origins", hint=origins)
-                    makers[name] = relation
-                    targets[name] = TargetArray(shape, dtype, pieces)
+                    maker_of[name] = relation
+                    targets[name] = TargetArray(made.shape, dtype, made.pieces)
         if remaining or unused:
             raise _unmatched(list(remaining), unused, shapes)
         self._remember_joined(targets)  # for `inverse`, which splits joined arrays as they were
@@ -331,7 +331,9 @@ class Names:
         dtypes = {name: str(array.dtype) for name, array in arrays.items()}
         results = {}
         for name, target in self.resolve(shapes, dtypes).items():
-            out = np.empty(target.shape, arrays[target.pieces[0].src.name].dtype)
+            # In the dtype of the sources, which is one, as `resolve` has checked; cast at the end.
+            source_dtype = arrays[target.pieces[0].src.name].dtype
+            out = np.empty(target.shape, source_dtype)
             for src, dst, order in target.pieces:
                 source_part = arrays[src.name][src.numpy_index(shapes[src.name])]
                 out[dst.numpy_index(target.shape)] = np.transpose(source_part, order)
@@ -344,8 +346,12 @@ def _resolve_chain(
     shapes: Mapping[str, Sequence[int]],
     dtypes: Mapping[str, str] | None,
 ) -> dict[str, TargetArray]:
-    """Resolve names that apply one after the other: the targets of the last, made of the first sources."""
-    targets = SAME.resolve(shapes, dtypes)
+    """Resolve names that apply one after the other, as if they were one mapping.
+
+    If the first link makes qkv of q, k and v, and the second w of qkv, the result has w alone, whose
+    pieces come from q, k and v: the arrays in between do not appear.
+    """
+    targets = SAME.resolve(shapes, dtypes)  # before any link, each array is made of itself
     for link_index, link in enumerate(links, 1):
         with located(f"link {link_index} of the names"):
             link_targets = link.resolve(
@@ -353,23 +359,27 @@ def _resolve_chain(
                 {name: array.dtype for name, array in targets.items()},
             )
         for name, array in link_targets.items():
-            link_targets[name] = array._replace(pieces=_from_sources(array, targets))
+            link_targets[name] = array._replace(pieces=_from_first_sources(array, targets))
         targets = link_targets
     return targets
 
 
-def _from_sources(
+def _from_first_sources(
     array: TargetArray, middle_arrays: Mapping[str, TargetArray]
 ) -> tuple[PartMapping, ...]:
-    """Map the sources of arrays to an array that is made of these: its parts, where they come from."""
-    mappings = []
-    for mapping_to_array in array.pieces:
-        middle_array = middle_arrays[mapping_to_array.src.name]
-        for mapping_to_middle in middle_array.pieces:
-            joined = mapping_to_middle.then(mapping_to_array, middle_array.shape)
-            if joined is not None:
-                mappings.append(joined)
-    return tuple(mappings)
+    """Return the pieces of an array, each with the part of a first source that it comes from.
+
+    `array` has pieces of `middle_arrays`, and these have pieces of the first sources. If w is a copy of
+    qkv, which is q, k and v one after the other: three pieces of w, from q, k and v.
+    """
+    pieces = []
+    for piece in array.pieces:
+        middle_array = middle_arrays[piece.src.name]
+        for middle_piece in middle_array.pieces:
+            joined = middle_piece.then(piece, middle_array.shape)
+            if joined is not None:  # both have elements in common
+                pieces.append(joined)
+    return tuple(pieces)
 
 
 def _take_shapes(
@@ -415,7 +425,7 @@ def _unmatched(
         first_names = ", ".join(remaining[:MAX_NAMES_IN_ERROR])
         reasons.append(f"no relation for {len(remaining)} names: {first_names}")
     reasons += [f"'{relation}' fits no name" for relation in unused]
-    similar = [nearest_hint(relation.sides[0][0], shapes) for relation in unused]
+    similar = [nearest_hint(relation.sides.sources[0], shapes) for relation in unused]
     hints = [hint for hint in similar if hint]
     hints.append("rename('**', '**') keeps all others as they are")
     return XshardError("; ".join(reasons), hint="\n  ".join(hints))

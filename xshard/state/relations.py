@@ -42,6 +42,13 @@ class Use(NamedTuple):
     targets: list[str]
 
 
+class Sides(NamedTuple):
+    """The patterns of the arrays that a relation takes, and of those that it makes."""
+
+    sources: tuple[str, ...]
+    targets: tuple[str, ...]
+
+
 @dataclass(frozen=True)
 class Relation:
     """The arrays `parts` make the array `whole` along dim `dim`; or the other way round.
@@ -81,11 +88,11 @@ class Relation:
         return replace(self, splits=not self.splits)
 
     @property
-    def sides(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    def sides(self) -> Sides:
         """The patterns of the sources and of the targets."""
         if self.splits:
-            return (self.whole,), self.parts
-        return self.parts, (self.whole,)
+            return Sides(sources=(self.whole,), targets=self.parts)
+        return Sides(sources=self.parts, targets=(self.whole,))
 
     def __str__(self) -> str:
         return " -> ".join(map(", ".join, self.sides))

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
-from typing import TypedDict
+from typing import NamedTuple, TypedDict
 
 import numpy as np
 
 from xshard.arguments import limit_of
 from xshard.cost.machine import load_profile
-from xshard.cost.model import ProfileLike
+from xshard.cost.model import Profile, ProfileLike
 from xshard.errors import MeshError, NotationError, PlanError, ProfileError, api_boundary
 from xshard.formatting import format_bytes
 from xshard.layout import Mesh
@@ -128,13 +128,7 @@ def suggest(  # noqa: PLR0913  the public signature
     if memory is not None:
         limit = (limit_of(memory, "memory") or 0) * (1 - HEADROOM)
     step = step.with_shares
-    machine = load_profile(profile)
-    if step.moves_anywhere:
-        machine = replace(machine, call_s=0.0)  # a compiled step: the host calls it once
-    moves = MovePrices(mesh, step.dtype, machine)
-    split = MovePrices(mesh_with_shared_heads(step, mesh), step.dtype, moves.profile)
-    if split.n_near_devices == moves.n_near_devices:  # else nodes end in the middle of a sub-axis
-        moves = split
+    moves = _move_prices(step, mesh, load_profile(profile))
     _check_rates(moves)
     candidates = list_problems(step, moves, micro_batches, recompute, overlap, batch_parts)
     searches = _searches_of(candidates, limit, {} if fixed is None else fixed)
@@ -144,12 +138,55 @@ def suggest(  # noqa: PLR0913  the public signature
     _close_gaps(searches, gap)
     progress(len(searches), len(searches))
     fastest = min(searches, key=lambda search: search.seconds)
-    best = fastest.seconds
-    if not np.isfinite(best):
+    if not np.isfinite(fastest.seconds):
         raise _nothing_fits(searches, limit, memory)
-    bound = min(best, *[search.bound for search in searches])
-    most = _most_seconds(best, bound, gap, by_hand)
-    return Suggestion(fastest, simplified(fastest, most), bound, by_hand)
+    bound = min(fastest.seconds, *[search.bound for search in searches])
+    most_seconds = _most_seconds(fastest.seconds, bound, gap, by_hand)
+    return Suggestion(fastest, simplified(fastest, most_seconds), bound, by_hand)
+
+
+def _move_prices(step: TrainingStep, mesh: Mesh, machine: Profile) -> MovePrices:
+    """Return the seconds of moves on the mesh that is searched.
+
+    Its last axis is split in two if devices may share heads of keys along it: tp=8 with 2 such heads
+    is searched as axes of 2 and 4.
+    """
+    if step.moves_anywhere:
+        machine = replace(machine, call_s=0.0)  # a compiled step: the host calls it once
+    whole_axes = MovePrices(mesh, step.dtype, machine)
+    sub_axes = MovePrices(mesh_with_shared_heads(step, mesh), step.dtype, machine)
+    if sub_axes.n_near_devices != whole_axes.n_near_devices:
+        return whole_axes  # nodes would end in the middle of a sub-axis
+    return sub_axes
+
+
+class OverlapChoice(NamedTuple):
+    """How much travels beside computing: parameters of modules ahead, and activations of other parts.
+
+    prefetch, batch_parts: as in `StepSetup`.
+    """
+
+    prefetch: int
+    batch_parts: int
+
+
+def _overlap_choices(
+    step: TrainingStep, overlap: float | None, batch_parts: int | None
+) -> list[OverlapChoice]:
+    """List what to search; for the arguments see `list_problems`."""
+    if step.moves_anywhere:
+        return [OverlapChoice(prefetch=0, batch_parts=1)]  # XLA has a scheduler of its own
+    if batch_parts is not None:
+        choices = [OverlapChoice(prefetch, batch_parts) for prefetch in (1, 0)]
+    else:
+        choices = [
+            OverlapChoice(prefetch=1, batch_parts=1),
+            OverlapChoice(prefetch=1, batch_parts=2),
+            OverlapChoice(prefetch=0, batch_parts=1),
+        ]
+    if overlap is not None:
+        return choices[:1]  # the others differ in what overlaps
+    return choices
 
 
 def list_problems(
@@ -187,17 +224,20 @@ def list_problems(
     recomputing = [bool(recompute)]  # None is False where nothing can be computed again
     if recompute is None and has_repeated_blocks:
         recomputing = [False, True]
-    ways = [(1, 1), (1, 2), (0, 1)]  # modules that travel ahead, and parts of a batch
-    if batch_parts is not None:
-        ways = [(1, batch_parts), (0, batch_parts)]
-    if overlap is not None:
-        ways = ways[:1]  # the others differ in what overlaps
-    if step.moves_anywhere:
-        ways = [(0, 1)]  # XLA has a scheduler of its own
+    choices = _overlap_choices(step, overlap, batch_parts)
     problems: list[StepProblem] = []
-    for number, again, (ahead, parts) in product(n_micro_batches, recomputing, ways):
-        if batch % (number * parts) == 0:
-            problems.append(StepProblem(step, moves, number, again, overlap, ahead, parts))
+    for number, is_recomputed, choice in product(n_micro_batches, recomputing, choices):
+        if batch % (number * choice.batch_parts) == 0:
+            problem = StepProblem(
+                step,
+                moves,
+                micro_batches=number,
+                recompute=is_recomputed,
+                overlap=overlap,
+                prefetch=choice.prefetch,
+                batch_parts=choice.batch_parts,
+            )
+            problems.append(problem)
     if not problems:
         what = f"micro_batches={micro_batches}, batch_parts={batch_parts} do not divide the batch"
         hint = f"{step.batch} is {batch}: {', '.join(map(str, powers))} divide it"

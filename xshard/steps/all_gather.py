@@ -91,10 +91,21 @@ def gather_traffic(block_elements: int, group: LinkSpans, in_place: bool) -> Tra
     hops = []
     for span in rings(group):
         n_others = span.size - 1
-        hops.append(Hop(span.axis, n_others * gathered, n_others, span.level))
+        hops.append(
+            Hop(
+                axis=span.axis,
+                received=n_others * gathered,
+                messages=n_others,
+                level=span.level,
+            )
+        )
         gathered *= span.size
-    copied = 0 if in_place else gathered
-    return Traffic(gathered - block_elements, copied, tuple(hops), ring_rounds=ring_rounds(group))
+    return Traffic(
+        received=gathered - block_elements,
+        copied=0 if in_place else gathered,
+        hops=tuple(hops),
+        ring_rounds=ring_rounds(group),
+    )
 
 
 @dataclass(frozen=True)

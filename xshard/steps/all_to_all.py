@@ -100,7 +100,18 @@ def all_to_all_traffic(block_elements: int, group: LinkSpans) -> Traffic:
     for span in group:
         n_same_span = n_sharing // span.size  # those at the same position on this span too
         n_peers = n_sharing - n_same_span
-        hops.append(Hop(span.axis, n_peers * chunk_elements, n_peers, span.level))
+        hops.append(
+            Hop(
+                axis=span.axis,
+                received=n_peers * chunk_elements,
+                messages=n_peers,
+                level=span.level,
+            )
+        )
         n_sharing = n_same_span
-    # Pieces are packed before they are sent, and unpacked from where they arrive.
-    return Traffic(block_elements - chunk_elements, 2 * block_elements, tuple(hops))
+    return Traffic(
+        received=block_elements - chunk_elements,
+        # Pieces are packed before they are sent, and unpacked from where they arrive.
+        copied=2 * block_elements,
+        hops=tuple(hops),
+    )

@@ -192,8 +192,7 @@ def check_even(sharding: Sharding, dim: str, shards: tuple[Shard, ...]) -> None:
     for prefix in (outer_shards, outer_shards + shards):
         cut_dim = replace(sharded_dim, shards=prefix)
         sizes = sharding.mesh.sizes_of(cut_dim.axes)
-        _, is_even = block_length(cut_dim, sharding.shape[index], sizes)
-        if not is_even:
+        if not block_length(cut_dim, sharding.shape[index], sizes).is_even:
             raise PlanError(
                 f"'{shards_text(shards)}' cuts dim {dim!r} of '{sharding.layout}' unevenly"
             )

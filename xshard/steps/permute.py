@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -96,8 +96,14 @@ def permute_traffic(block_elements: int, moved: LinkSpans) -> Traffic:
     # from its own node. The devices of a node may share the slowest links, which so carry less on
     # average. Otherwise some node may get all its blocks from others: nothing is saved for sure.
     shortfall = 0 if n_inside % n_nodes else block_elements // n_nodes
-    hop = Hop(slowest.axis, block_elements, 1, slowest.level, shortfall)
-    return Traffic(block_elements, 0, (hop,))
+    hop = Hop(
+        axis=slowest.axis,
+        received=block_elements,
+        messages=1,
+        level=slowest.level,
+        mean_shortfall=shortfall,
+    )
+    return Traffic(received=block_elements, hops=(hop,))
 
 
 @layout_cache(maxsize=1024)
@@ -116,24 +122,33 @@ def sender_of_each_device(source: Sharding, target: Sharding) -> tuple[int, ...]
     unchanged_axes = [axis for axis in mesh.axes if axis not in changed_axes]
     holders = _devices_by_block(source, unchanged_axes)
     receivers = _devices_by_block(target, unchanged_axes)
-    senders = [-1] * mesh.n_devices
-    # A key is a block together with the coordinates along unchanged axes.
-    for key, block_receivers in receivers.items():
-        block_holders = holders.get(key, [])
+    sender_of: dict[int, int] = {}  # by receiver
+    for block, block_receivers in receivers.items():
+        block_holders = holders.get(block, [])
         if len(block_holders) != len(block_receivers):
             raise _no_permutation(source, target)
-        staying = set(block_receivers) & set(block_holders)
-        for device in staying:
-            senders[device] = device
-        moving_to = [device for device in block_receivers if device not in staying]
-        moving_from = [device for device in block_holders if device not in staying]
-        for receiver, sender in zip(moving_to, moving_from, strict=True):
-            senders[receiver] = sender
-    return tuple(senders)
+        sender_of |= _pair_off(block_holders, block_receivers)
+    return tuple(sender_of[device] for device in range(mesh.n_devices))
+
+
+def _pair_off(holders: Sequence[int], receivers: Sequence[int]) -> dict[int, int]:
+    """Return which holder of a block sends it to which receiver: {receiver: sender}.
+
+    A device that is both keeps its block; the others are paired in their order. Holders (0, 1, 2)
+    and receivers (1, 3, 4) -> {1: 1, 3: 0, 4: 2}.
+    """
+    staying = set(holders) & set(receivers)
+    leaving_from = [device for device in holders if device not in staying]
+    arriving_at = [device for device in receivers if device not in staying]
+    sender_of = {device: device for device in staying}
+    return sender_of | dict(zip(arriving_at, leaving_from, strict=True))
 
 
 def _devices_by_block(sharding: Sharding, unchanged_axes: list[str]) -> DevicesByBlock:
-    """Group devices by their block, and their position along axes that a permutation leaves alone."""
+    """Group devices by their block, and their position along axes that a permutation leaves alone.
+
+    The keys of the result are (that position, rows of each dim ...).
+    """
     devices: DevicesByBlock = defaultdict(list)
     for device, block_key in enumerate(block_keys(sharding)):
         position = sharding.mesh.index(device, unchanged_axes)

@@ -144,9 +144,7 @@ class Phases:
         position = self._coords_on_other_levels(device, level)
         group = self.mesh.group(device, self.axes)
         members = [
-            dim_index
-            for dim_index in group
-            if self._coords_on_other_levels(dim_index, level) == position
+            member for member in group if self._coords_on_other_levels(member, level) == position
         ]
         return tuple(sorted(members, key=self.block_indices.__getitem__))
 

@@ -42,8 +42,15 @@ def blocks_of(x: Block, sharding: Sharding, seed: int) -> Devices:
 def _draw_contributions(x: Block, layout: Layout, mesh: Mesh, seed: int) -> list[Block]:
     """Draw blocks of an array of this shape and dtype, about as large as the array."""
     rng = np.random.default_rng((11, seed))
-    unit = mesh.n_devices if layout.tagged("mean") else 1  # so that means are whole numbers
-    noise = random_blocks(rng, layout, mesh, x.shape, dtypes.name_of(x.dtype), unit)
+    noise = random_blocks(
+        rng,
+        layout,
+        mesh,
+        x.shape,
+        dtypes.name_of(x.dtype),
+        # So that means are whole numbers.
+        multiple_of=mesh.n_devices if layout.tagged("mean") else 1,
+    )
     if x.dtype.kind == "i":
         return noise
     largest = float(np.abs(x).max(initial=0))

@@ -75,12 +75,13 @@ def locate_first_wrong(found: Sequence[Mismatch], runs: Runs, truth: Truth) -> l
     located = []
     for mismatch in found:
         array = (mismatch.subject.kind, mismatch.subject.name)
+        is_recorded = mismatch in sharded and mismatch.subject.mesh == subject.mesh
         # Calls were recorded on one mesh only, and their cause is known for one direction, forward or
         # backward: it explains arrays of the same kind.
-        is_recorded = mismatch in sharded and mismatch.subject.mesh == subject.mesh
+        is_explained_by_call = is_recorded and mismatch.subject.kind == subject.kind
         cause = None
         if _may_have_better_cause(mismatch):
-            if is_recorded and mismatch.subject.kind == subject.kind:
+            if is_explained_by_call:
                 cause = first_wrong.cause
             if cause is None:
                 cause = causes.get(array)
@@ -93,12 +94,10 @@ def locate_first_wrong(found: Sequence[Mismatch], runs: Runs, truth: Truth) -> l
 
         if cause is not None:
             # Mismatches of this array on further meshes refer to the first mesh with a cause.
-            causes.setdefault(
-                array, cause._replace(text=f"as on {mismatch.subject.mesh}: {cause.text}")
-            )
-        located.append(
-            replace(mismatch, cause=cause, first=first_wrong.text if is_recorded else "")
-        )
+            reference = cause._replace(text=f"as on {mismatch.subject.mesh}: {cause.text}")
+            causes.setdefault(array, reference)
+        first = first_wrong.text if is_recorded else ""
+        located.append(replace(mismatch, cause=cause, first=first))
     return located
 
 

@@ -175,7 +175,7 @@ def located(subject: Subject, case: Case) -> Mismatch:
 
 def _find_largest_error(case: Case) -> _LargestError:
     """Find the largest error among the wrong elements of all devices; NaN is the largest of all."""
-    largest = _LargestError(0, (), -np.inf)
+    largest = _LargestError(device=0, local_index=(), error=-np.inf)
     for device, (got, want, wrong) in enumerate(zip(case.got, case.want, case.wrong, strict=True)):
         if not wrong.size:  # a device without rows
             continue

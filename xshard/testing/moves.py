@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -219,6 +219,13 @@ def _case(many: Seen, right: Block, mesh: Mesh, arguments: Arrays, layout: Layou
     return Case(tuple(blocks), tuple(want), sharding, arguments=arguments).settled()
 
 
+class _Cut(NamedTuple):
+    """A cut that an axis may stand for: the order of its shards, and the number of the dim."""
+
+    order: str
+    dim: int
+
+
 def _readings(layout: Layout, axes: Sequence[str]) -> Iterator[Layout]:
     """Yield the layouts that blocks may really have, if the given one leaves out some mesh axes.
 
@@ -226,18 +233,17 @@ def _readings(layout: Layout, axes: Sequence[str]) -> Iterator[Layout]:
     "n" with axis "a" -> "n | copy(a)", "n | sum(a)", "n/a", "n/zigzag(a)".
     """
     cuts = itertools.product(_HIDDEN_ORDERS, range(len(layout.dims)))
-    # What an axis may mean: (tag, None), or (shard order, number of the dim that it shards).
-    meanings = [("copy", None), ("sum", None), *cuts]
+    meanings: list[str | _Cut] = ["copy", "sum", *itertools.starmap(_Cut, cuts)]
     for choice in itertools.product(meanings, repeat=len(axes)):
         dims = list(layout.dims)
         tags = layout.tags
-        for axis, (tag_or_order, d) in zip(axes, choice, strict=True):
-            if d is None:
-                tags = (*tags, (tag_or_order, (axis,)))
-            else:
+        for axis, meaning in zip(axes, choice, strict=True):
+            if isinstance(meaning, _Cut):
                 # Outermost, as if the function had cut the array along it before.
-                shards = (Shard((axis,), tag_or_order), *dims[d].shards)
-                dims[d] = replace(dims[d], shards=shards)
+                shards = (Shard((axis,), meaning.order), *dims[meaning.dim].shards)
+                dims[meaning.dim] = replace(dims[meaning.dim], shards=shards)
+            else:  # a tag
+                tags = (*tags, (meaning, (axis,)))
         yield Layout(tuple(dims), tags)
 
 

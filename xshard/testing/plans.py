@@ -71,17 +71,19 @@ def plan_question(plan: AnyPlan, seed: int = 0) -> Question:
     _check_size(arrays, plan)
 
     *sources, target = arrays
-    # A scale other than 1 is a mean: values are then multiples of `unit`.
-    unit = plan.mesh.n_devices if any(array.scale != 1 for array in arrays) else 1
+    # A scale other than 1 is a mean over some devices: values are then multiples of their number.
+    has_mean = any(array.scale != 1 for array in arrays)
+    multiple_of = plan.mesh.n_devices if has_mean else 1
     # The gradient of a result has the dual layout: the tags sum and copy change places. A
     # result that keeps a max has none, and its own layout is used.
     cotangent = target.dual if target.layout.is_linear else target
     rng = np.random.default_rng(seed)
     blocks: list[Devices] = []
     for array in (*sources, cotangent):
-        blocks.append(
-            tuple(random_blocks(rng, array.layout, plan.mesh, array.shape, plan.dtype, unit))
+        drawn = random_blocks(
+            rng, array.layout, plan.mesh, array.shape, plan.dtype, multiple_of=multiple_of
         )
+        blocks.append(tuple(drawn))
     return Question(
         function=plan,
         mesh=plan.mesh,
@@ -229,18 +231,21 @@ def random_blocks(
     mesh: Mesh,
     shape: tuple[int, ...],
     dtype: str,
-    unit: int = 1,
+    *,
+    multiple_of: int = 1,
 ) -> list[Block]:
-    """Draw random blocks for a layout, one per device: [local shape] each, of multiples of `unit`.
+    """Draw random blocks of whole numbers for a layout, one per device: [local shape] each.
 
     Rows that several devices hold, as replicas or in halos, are equal. Addends of a sum are not.
-    The values are small, so that sums of them are exact in `dtype`.
+    The values are small, so that sums of them are exact in `dtype`; they are multiples of
+    `multiple_of`, so that means over so many devices are exact, too.
     """
     plain = without_overlaps(layout, Halo, Window, Reads)
     if plain != layout:
         # Halos are rows of the neighbours: blocks are drawn without them, then widened by a plan.
         plan = make_plan((plain, layout), mesh, shape, dtype)
-        return reference.run(plan, random_blocks(rng, plain, mesh, shape, dtype, unit))
+        plain_blocks = random_blocks(rng, plain, mesh, shape, dtype, multiple_of=multiple_of)
+        return reference.run(plan, plain_blocks)
 
     sharding = Sharding(layout, mesh, shape)
     # Along these axes blocks are equal: the layout does not name them, or calls them copies.
@@ -254,7 +259,7 @@ def random_blocks(
             blocks.append(blocks[first_device].copy())
         else:
             values = rng.integers(lowest, end, sharding.local_shape(device))
-            blocks.append((values * unit).astype(numpy_dtype(dtype)))
+            blocks.append((values * multiple_of).astype(numpy_dtype(dtype)))
     return blocks
 
 

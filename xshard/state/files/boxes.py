@@ -122,15 +122,17 @@ def _slices_by_dim(
     """
     slices_by_dim = []
     for stored_dim, block_dim in mapping.links:
-        # The array [n] may be one row of a stored stack [experts, n]: it, and its block, get the dim
-        # that they lack, with length 1.
-        held_rows: Runs = interval(0, 1)
-        array_rows: Runs = held_rows
-        if block_dim.dim != NEW:
+        held_rows: Runs
+        array_rows: Runs
+        if block_dim.dim == NEW:
+            # The array [n] is one row of a stored stack [experts, n]: it, and its block, get the dim
+            # that they lack, with length 1.
+            held_rows = interval(0, 1)
+            array_rows = held_rows
+        else:
             held_rows = block_rows[block_dim.dim]
-            array_rows = (
-                interval(0, shape[block_dim.dim]) if block_dim.rows is None else block_dim.rows
-            )
+            all_rows = interval(0, shape[block_dim.dim])
+            array_rows = all_rows if block_dim.rows is None else block_dim.rows
         segments = common_segments(array_rows, held_rows)
         slices_by_dim.append(list(_paired_slices(segments, stored_dim.rows)))
     return slices_by_dim
@@ -174,14 +176,17 @@ def _slice_pair(row_pairs: list[RowPair]) -> SlicePair:
 def _row_pairs(segments: Iterable[Segment], stored_rows: Runs | None) -> list[RowPair]:
     """List runs of rows that are consecutive in the stored array and in the block."""
     row_pairs = []
-    for part_start, block_start, length in segments:
-        positions = Run(part_start, length)
+    for segment in segments:
+        positions = Run(segment.src, segment.length)
         stored_runs = (
             (positions,) if stored_rows is None else rows_at_positions(stored_rows, positions)
         )
+        block_row = segment.dst
         for stored_run in unroll(stored_runs):
-            row_pairs.append(RowPair(stored_run.start, block_start, stored_run.length))
-            block_start += stored_run.length
+            row_pairs.append(
+                RowPair(stored=stored_run.start, block=block_row, length=stored_run.length)
+            )
+            block_row += stored_run.length
     return row_pairs
 
 
@@ -202,7 +207,9 @@ def _count_evenly_apart(row_pairs: list[RowPair], first_index: int) -> int:
     n_pairs = 1
     while first_index + n_pairs < len(row_pairs):
         expected = RowPair(
-            first_pair.stored + n_pairs * stored_step, first_pair.block + n_pairs * block_step, 1
+            stored=first_pair.stored + n_pairs * stored_step,
+            block=first_pair.block + n_pairs * block_step,
+            length=1,
         )
         if row_pairs[first_index + n_pairs] != expected:
             break

@@ -154,7 +154,8 @@ def write_header(
         header[name] = {"dtype": _SHORT[dtype], "shape": list(shape), "data_offsets": [start, stop]}
         start = stop
     text = json.dumps(header).encode()
-    text += b" " * (-len(text) % _ALIGNMENT)
+    n_spaces = -len(text) % _ALIGNMENT  # up to the next multiple
+    text += b" " * n_spaces
     if len(text) > LONGEST_BYTES:
         hint = "smaller shards, with fewer arrays each"
         raise FileError(f"a header of {len(text)} bytes", hint=hint)

@@ -101,15 +101,14 @@ def plan_load(
     loads = {}
     for name, layout in rules.match(chosen, what="array").items():
         array = arrays[name]
+        shape = array.shape
+        target_dtype = array.dtype
         with located(name):
             if like is not None:
                 shape = tuple(like[name].shape)
                 target_dtype = dtypes.name_of(like[name].dtype)
-            else:
-                shape = array.shape
-                target_dtype = array.dtype
-                if float_dtype is not None and _kind(array.dtype) == FLOAT:
-                    target_dtype = float_dtype
+            elif float_dtype is not None and _kind(array.dtype) == FLOAT:
+                target_dtype = float_dtype
             target = Sharding(Layout.parse(layout), mesh, shape)
             loads[name] = load_of(checkpoint, array, target_dtype, target, machine)
     return loads

@@ -75,6 +75,21 @@ class ShardFile(NamedTuple):
     n_bytes: int
 
 
+class SourceBlock(NamedTuple):
+    """A block of an array of the program: the array's name, and a device that holds it."""
+
+    name: str
+    device: int
+
+
+class SharedBlock(NamedTuple):
+    """A block that several devices hold: one of this process, and the first of them all."""
+
+    name: str
+    device: int
+    first_device: int
+
+
 class BlockWrite(NamedTuple):
     """A block to write: the source, the device, and the boxes of stored arrays that the block fills."""
 
@@ -98,7 +113,7 @@ class Saving:
     arrays: Mapping[str, TargetArray]
     shards: tuple[ShardFile, ...]
     metadata: Mapping[str, Any]
-    _owned: Mapping[int, list[tuple[str, int]]] = field(repr=False)  # as `_assign_blocks` returns
+    _owned: Mapping[int, list[SourceBlock]] = field(repr=False)  # as `_assign_blocks` returns
 
     def writes(self, process: int) -> Iterator[BlockWrite]:
         """Yield the blocks that one process writes."""
@@ -106,16 +121,13 @@ class Saving:
             boxes = common_boxes(self._mappings[name], self.sources[name].sharding, device)
             yield BlockWrite(name, device, tuple(boxes))
 
-    def shared_blocks(self, process: int) -> Iterator[tuple[str, int, int]]:
-        """Yield the blocks of one process that others have, too, as the layouts say.
-
-        Each as the name of its source, this process's device, and the first device that has the block.
-        """
+    def shared_blocks(self, process: int) -> Iterator[SharedBlock]:
+        """Yield the blocks of one process that others have, too, as the layouts say."""
         for name, (sharding, _, processes) in self.sources.items():
             for holders in sharding.mesh.groups(_replica_axes(sharding)):
                 own_devices = [device for device in holders if processes[device] == process]
                 if own_devices and len({processes[device] for device in holders}) > 1:
-                    yield name, own_devices[0], holders[0]
+                    yield SharedBlock(name, device=own_devices[0], first_device=holders[0])
 
     @cached_property
     def _mappings(self) -> dict[str, list[PartMapping]]:
@@ -242,7 +254,7 @@ def _plan_file(name: str, arrays: Mapping[str, TargetArray], note: Mapping[str, 
     return ShardFile(name, header, starts, offset)
 
 
-def _assign_blocks(sources: Mapping[str, Source]) -> dict[int, list[tuple[str, int]]]:
+def _assign_blocks(sources: Mapping[str, Source]) -> dict[int, list[SourceBlock]]:
     """Decide which process writes each block, so that all write about as many bytes.
 
     Devices along axes that shard nothing hold the same block. Of their processes, the one with the
@@ -250,15 +262,15 @@ def _assign_blocks(sources: Mapping[str, Source]) -> dict[int, list[tuple[str, i
     1: [("b", 1)]}.
 
     Returns:
-        By process: the names of sources, each with the device whose block it writes.
+        The blocks that each process writes, by process.
     """
-    assigned: dict[int, list[tuple[str, int]]] = {}
+    assigned: dict[int, list[SourceBlock]] = {}
     written_bytes = Counter[int]()
     for name, (sharding, dtype, processes) in sources.items():
         for holders in sharding.mesh.groups(_replica_axes(sharding)):
-            device = min(holders, key=lambda dim_index: written_bytes[processes[dim_index]])
+            device = min(holders, key=lambda holder: written_bytes[processes[holder]])
             process = processes[device]
-            assigned.setdefault(process, []).append((name, device))
+            assigned.setdefault(process, []).append(SourceBlock(name, device))
             written_bytes[process] += dtypes.n_bytes(sharding.local_shape(device), dtype)
     return assigned
 
@@ -278,10 +290,12 @@ def differing_replicas(task: SaveTask) -> list[str]:
     """
 
     def sums_here() -> list[tuple[str, int, int]]:
+        """Return (source, first device with the block, checksum) for each shared block."""
         sums = []
-        for name, device, first_device in task.plan.shared_blocks(task.writers.own):
-            block = task.block_of(name, device, task.plan.sources[name].dtype)
-            sums.append((name, first_device, checksum(block)))
+        for shared in task.plan.shared_blocks(task.writers.own):
+            dtype = task.plan.sources[shared.name].dtype
+            block = task.block_of(shared.name, shared.device, dtype)
+            sums.append((shared.name, shared.first_device, checksum(block)))
         return sums
 
     first_sums: dict[tuple[str, int], int] = {}
@@ -343,7 +357,7 @@ class SaveTask(NamedTuple):
     path: Path
     block_of: BlockOf
     all_or_none: AllOrNone = _do_alone
-    writers: Writers = Writers((0,), 0)
+    writers: Writers = Writers(processes=(0,), own=0)
     keep: int | None = None
 
 

@@ -137,12 +137,10 @@ def minimum(
     sizes = tuple(map(len, unary))
     own_scopes = _scopes_of(sizes, pairs)
     elimination = plan_elimination(own_scopes, sizes, most_added_up)
-    tables: list[Table] = []
+    tables: list[Table] = []  # those given, then a minimum for each bucket
     given = zip([*unary, *pairs.values()], own_scopes, elimination.scopes, strict=True)
     for entries, own_scope, scope in given:
-        with_axes = np.asarray(entries).squeeze()  # for `own_scope`
-        # A table has two axes at most: in another order they are swapped.
-        tables.append(Table(scope, with_axes if scope == own_scope else with_axes.T))
+        tables.append(_table_of(entries, own_scope, scope))
     buckets: list[Bucket] = []
     for groups in elimination.groups:
         # Several buckets of one variable: costs are shifted between them first, for a higher bound.
@@ -167,6 +165,16 @@ def _scopes_of(sizes: Shape, pairs: Mapping[tuple[int, int], Floats]) -> tuple[S
     scopes: list[Scope] = [(variable,) for variable in range(len(sizes))]
     scopes += pairs
     return tuple([tuple([v for v in scope if sizes[v] > 1]) for scope in scopes])
+
+
+def _table_of(entries: Floats, own_scope: Scope, scope: Scope) -> Table:
+    """Make a given table of one or two variables, with its axes in the order of `scope`.
+
+    entries: with the axes of `own_scope`, and one of length 1 for each variable with one value.
+    """
+    long_axes = np.asarray(entries).squeeze()
+    # At most two axes are left: in another order they are swapped.
+    return Table(scope, long_axes if scope == own_scope else long_axes.T)
 
 
 def _bucket_of(group: Group, tables: Sequence[Table]) -> Bucket:

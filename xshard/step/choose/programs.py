@@ -15,7 +15,14 @@ from xshard.step.price.options import Flags, Floats, Ints
 INFEASIBLE = 2  # scipy's status
 
 
-def best_mixture(cost: CostFunction, vectors: Floats) -> tuple[float, Floats]:
+class Mixture(NamedTuple):
+    """The least cost of a mixture of plans, and its multipliers as `CostFunction.weights` takes them."""
+
+    cost: float
+    multipliers: Floats
+
+
+def best_mixture(cost: CostFunction, vectors: Floats) -> Mixture:
     """Find the cheapest mixture of some plans' costs, by a linear program.
 
     An assignment, one choice for each array and operation, has a vector of parts: seconds and bytes
@@ -28,9 +35,6 @@ def best_mixture(cost: CostFunction, vectors: Floats) -> tuple[float, Floats]:
     Args:
         cost: The cost of a vector of parts.
         vectors: The parts of the cost of some assignments: [vectors, parts].
-
-    Returns:
-        The cost of the mixture, and multipliers as `CostFunction.weights` takes them.
     """
     n_vectors = len(vectors)
     n_maxima = len(cost.times)
@@ -58,7 +62,8 @@ def best_mixture(cost: CostFunction, vectors: Floats) -> tuple[float, Floats]:
     # The multipliers are scipy's marginals, which are <= 0 for a minimum: hence the minus. Rows
     # were divided by `scale` above, limits were not, so that only theirs are multiplied again.
     row_shares, limit_worths = np.split(-solved.ineqlin.marginals, [-n_limits])
-    return scale * float(solved.fun), np.append(row_shares, scale * limit_worths)
+    multipliers = np.append(row_shares, scale * limit_worths)
+    return Mixture(scale * float(solved.fun), multipliers)
 
 
 class Pairs(NamedTuple):
@@ -79,6 +84,16 @@ class Pairs(NamedTuple):
     banned: Flags
 
 
+class Solution(NamedTuple):
+    """The best assignment that an integer program has found, None for none, and a bound for all.
+
+    bound: of the cost, from below; infinite if no assignment is within the limits.
+    """
+
+    assignment: list[int] | None
+    bound: float
+
+
 def solve_program(
     values: Sequence[Floats],
     pairs: Iterable[Pairs],
@@ -87,7 +102,7 @@ def solve_program(
     most_cost: float,
     most_nodes: int,
     gap: float,
-) -> tuple[list[int] | None, float]:
+) -> Solution:
     """Find the cheapest assignment within all limits by an integer program.
 
     Its variables, in this order:
@@ -105,10 +120,6 @@ def solve_program(
         most_cost: Assignments that cost more are not looked for.
         most_nodes: Nodes of the search tree after which it ends.
         gap: The share of the cost that it may leave.
-
-    Returns:
-        The assignment, None if none is found, and a lower bound of the cost of all; infinite if
-        none is within the limits and `most_cost`.
     """
     from scipy import sparse
 
@@ -119,9 +130,8 @@ def solve_program(
     parts = sparse.hstack(variables.parts).tocsr()  # [parts, shares and flows]
     n_maxima = len(cost.times)
     n_variables = parts.shape[1] + n_maxima
-    below_maxima: list[
-        Any
-    ] = []  # rows @ parts - maxima <= 0, so that a maximum is no less than any
+    # rows @ parts - maxima <= 0, so that a maximum is no less than any of its rows.
+    below_maxima: list[Any] = []
     for rows in cost.scaled_maxima(scale):
         below_maxima.append(sparse.hstack([rows @ parts, -sparse.eye_array(n_maxima)]))
     no_maxima = np.zeros((len(cost.limit_shares), n_maxima))
@@ -144,10 +154,10 @@ def solve_program(
         options={"node_limit": most_nodes, "mip_rel_gap": gap},
     )
     if solved.status == INFEASIBLE:
-        return None, np.inf
+        return Solution(None, bound=np.inf)
     # None if the solver ended before it had a bound.
     bound = 0.0 if solved.mip_dual_bound is None else scale * solved.mip_dual_bound
-    return variables.assignment(solved.x), bound
+    return Solution(variables.assignment(solved.x), bound)
 
 
 class _Variables:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from xshard.step.choose.eliminate import Bucket, excess, minimum
-from xshard.step.choose.programs import Pairs, best_mixture, solve_program
+from xshard.step.choose.programs import Pairs, Solution, best_mixture, solve_program
 from xshard.step.price.options import Flags, Floats, Ints
 from xshard.step.price.problem import StepProblem
 from xshard.step.record.arrays import REPLICAS
@@ -31,13 +31,11 @@ MOST_PROGRAMS = 5  # one after another, as moves are planned that the one before
 MOST_NODES = 100  # of the integer program's search tree
 MOST_FLOWS = 5_000  # in an integer program: with 16,000 it takes 25 s
 STARTS = 3  # assignments to improve
-EXCESS_BEFORE_CHANGES = (
-    10.0  # times the cost, for a limit that is exceeded once over: changes may mend it
-)
+# Times the cost, for a limit that is exceeded once over: changes may mend it.
+EXCESS_BEFORE_CHANGES = 10.0
 STAY = 0.5  # of the multipliers of the bound stays in those to try next, which jump otherwise
-NEAR = (
-    0.1  # of the seconds between bound and mixture: moves are planned to this before other weights
-)
+# Of the seconds between bound and mixture: moves are planned to this before other weights.
+NEAR = 0.1
 CUT = 0.7  # of the seconds between bound and cutoff: then options are left out again
 
 
@@ -220,8 +218,9 @@ class StepSearch:
             return False
         self._n_rounds += 1
         vectors = np.array(list(self.vectors.values()))
-        self._mixture_s, multipliers = best_mixture(self.cost, vectors)
-        self._tried_multipliers = STAY * self.multipliers + (1 - STAY) * multipliers
+        mixture = best_mixture(self.cost, vectors)
+        self._mixture_s = mixture.cost
+        self._tried_multipliers = STAY * self.multipliers + (1 - STAY) * mixture.multipliers
         self._find_under_tried_weights()
         return True
 
@@ -267,27 +266,42 @@ class StepSearch:
         ]
 
     def bound_by(self, multipliers: Floats) -> Bound:
-        """Minimize the cost under multipliers (`CostFunction.weights`): a lower bound of all seconds."""
+        """Minimize the cost under multipliers (`CostFunction.weights`): a lower bound of all seconds.
+
+        The cost is a sum: a number for each option of a node, and one for each pair of options that
+        an edge has a move between.
+        """
         weights, constant = self.cost.weights(multipliers)
         live = self.live_options
         pairs = zip(self.problem.nodes, live, strict=True)
-        unary = [node.costs[options] @ weights for node, options in pairs]
+        node_tables = [node.costs[options] @ weights for node, options in pairs]
+        move_tables, fixed_moves = self._weighted_moves(weights)
+        least = minimum(node_tables, move_tables, self._most_added_up)
+        # The tables have entries for live options only, which these are the numbers of.
+        choices = zip(live, least.assignment, strict=True)
+        assignment = [int(options[choice]) for options, choice in choices]
+        seconds = least.value + fixed_moves - constant
+        return Bound(seconds, assignment, least.buckets)
+
+    def _weighted_moves(self, weights: Floats) -> tuple[dict[tuple[int, int], Floats], float]:
+        """Return the weighted costs of all moves between live options.
+
+        A table for each pair of nodes, [options of the first, of the second]; and the sum of the
+        moves between nodes with one option each, which all assignments have.
+        """
         tables: dict[tuple[int, int], Floats] = {}
-        value_between_fixed = 0.0  # of moves that all assignments have
+        fixed_moves = 0.0
         for edge in self.problem.edges:
-            source_options = live[edge.source]
-            user_options = live[edge.user]
+            source_options = self.live_options[edge.source]
+            user_options = self.live_options[edge.user]
             if len(source_options) == len(user_options) == 1:
                 options = int(source_options[0]), int(user_options[0])
-                value_between_fixed += edge.weighted_between(weights, *options)
+                fixed_moves += edge.weighted_between(weights, *options)
             else:
                 table = edge.weighted(weights, source_options, user_options)
+                # Two edges may join the same nodes.
                 tables[edge.nodes] = tables.get(edge.nodes, 0.0) + table
-        least = minimum(unary, tables, self._most_added_up)
-        numbers = zip(live, least.assignment, strict=True)
-        assignment = [int(options[number]) for options, number in numbers]
-        seconds = least.value + value_between_fixed - constant
-        return Bound(seconds, assignment, least.buckets)
+        return tables, fixed_moves
 
     def close(self, gap: float) -> None:
         """Prove that the best plan is within a share `gap` of the optimum, by integer programs.
@@ -330,7 +344,7 @@ class StepSearch:
         if self._n_flows(options) > MOST_FLOWS:
             return
         for _ in range(MOST_PROGRAMS):
-            assignment, _ = self._solve_among(options, self._goal(gap), gap / 2)
+            assignment = self._solve_among(options, self._goal(gap), gap / 2).assignment
             if assignment is None or tuple(assignment) in self.vectors:
                 return
             # Its moves are planned now: another combination may be better at these prices.
@@ -354,16 +368,16 @@ class StepSearch:
         """
         seconds_before = self.seconds
         # Half of the gap is left for the program itself.
-        assignment, program_bound = self._solve_among(options, goal, gap / 2)
-        added_s = 0.0 if assignment is None else self.offer(assignment)
-        bound_of_all = min(program_bound, goal)
+        solution = self._solve_among(options, goal, gap / 2)
+        added_s = 0.0
+        if solution.assignment is not None:
+            added_s = self.offer(solution.assignment)
+        bound_of_all = min(solution.bound, goal)
         # The best plan is a plan, too: no bound is above it.
         self.bound = min(self.seconds, max(self.bound, bound_of_all))
         return added_s > 0 or self.seconds != seconds_before
 
-    def _solve_among(
-        self, options: Sequence[Ints], most_s: float, gap: float
-    ) -> tuple[list[int] | None, float]:
+    def _solve_among(self, options: Sequence[Ints], most_s: float, gap: float) -> Solution:
         """Find the fastest plan among some options of each node, by an integer program.
 
         Moves have the prices known so far: the planner's, or lower bounds.
@@ -381,20 +395,37 @@ class StepSearch:
         for edge in self.problem.edges:
             row_of_option = edge.rows[options[edge.source]]
             column_of_option = edge.columns[options[edge.user]]
-            tables = edge.costs(*np.indices(edge.banned.shape))  # [parts, rows, columns]
-            indices = (row_of_option, column_of_option)
-            pairs.append(Pairs(edge.nodes, indices, edge.parts, tables, edge.banned))
+            rows_and_columns = np.indices(edge.banned.shape)  # of all entries: two [rows, columns]
+            pairs.append(
+                Pairs(
+                    edge.nodes,
+                    indices=(row_of_option, column_of_option),
+                    parts=edge.parts,
+                    tables=edge.costs(rows_and_columns[0], rows_and_columns[1]),
+                    banned=edge.banned,
+                )
+            )
         nodes = zip(self.problem.nodes, options, strict=True)
         node_costs = [node.costs[own] for node, own in nodes]
         # Costs are divided by about the total, for the solver's tolerances suit costs near 1.
         scale = self.seconds if self.best else self.bound
         if not scale:
             scale = 1.0
-        numbers, bound = solve_program(node_costs, pairs, self.cost, scale, most_s, MOST_NODES, gap)
-        if numbers is None:
-            return None, bound
+        solution = solve_program(
+            node_costs,
+            pairs,
+            self.cost,
+            scale,
+            most_cost=most_s,
+            most_nodes=MOST_NODES,
+            gap=gap,
+        )
+        if solution.assignment is None:
+            return solution
         # The program numbers only the options that it was given.
-        return [int(own[number]) for own, number in zip(options, numbers, strict=True)], bound
+        choices = zip(options, solution.assignment, strict=True)
+        assignment = [int(own[number]) for own, number in choices]
+        return solution._replace(assignment=assignment)
 
     def improve(self) -> None:
         """Improve the best assignments by changes at one node while they save seconds."""

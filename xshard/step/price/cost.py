@@ -72,5 +72,7 @@ class CostFunction:
         """
         row_shares, limit_worths = np.split(multipliers, [-len(self.limit_shares)])
         row_shares = row_shares.reshape(-1, len(self.times))  # [rows, maxima]
-        weights = np.einsum("rt, t, trp -> p", row_shares, self.times, self.maxima)
-        return weights + self.linear + limit_worths @ self.limit_shares, float(limit_worths.sum())
+        # m: maxima, r: rows of each, p: parts.
+        of_maxima = np.einsum("rm, m, mrp -> p", row_shares, self.times, self.maxima)
+        of_limits = limit_worths @ self.limit_shares
+        return of_maxima + self.linear + of_limits, float(limit_worths.sum())

@@ -195,25 +195,52 @@ def edges_of(setup: StepSetup, nodes: Sequence[Node], numbers: Mapping[str, int]
     for op in setup.step.ops:
         share_of_operand = op.starts / op.times if op.again else 1.0
         for operand, name in enumerate(op.operands):
-            edge = _edge(setup, nodes, numbers, name, op, operand, share_of_operand)
+            use = ArrayUse(name, nodes[numbers[name]], op, operand, share_of_operand)
+            edge = _edge(setup, nodes, numbers, use)
             if operand in op.length_operands:
                 length_edges.append(edge)
             else:
                 edges.append(edge)
         if op.again:
-            share_of_layers = 1 - share_of_operand
-            edges.append(_edge(setup, nodes, numbers, op.again, op, 0, share_of_layers))
+            source = nodes[numbers[op.again]]
+            use = ArrayUse(op.again, source, op, operand=0, share_of_runs=1 - share_of_operand)
+            edges.append(_edge(setup, nodes, numbers, use))
     return [*edges, *length_edges]
 
 
+class ArrayUse(NamedTuple):
+    """An array as an operand of one operation.
+
+    Args:
+        name: The array's name.
+        source: The node that makes or stores it.
+        op: The operation that takes it.
+        operand: Its number among the operands.
+        share_of_runs: The part of the operation's runs in which it takes this array, 0 to 1.
+    """
+
+    name: str
+    source: Node
+    op: Op
+    operand: int
+    share_of_runs: float
+
+    @property
+    def is_parameter(self) -> bool:
+        """Whether the array is a parameter, which is gathered."""
+        return self.source.gathering is not None
+
+    @property
+    def stays(self) -> bool:
+        """Whether the array never moves: only its lengths are read, which are the same anywhere.
+
+        A parameter is gathered for that, too: the lengths are those of the gathered one.
+        """
+        return self.operand in self.op.length_operands and not self.is_parameter
+
+
 def _edge(
-    setup: StepSetup,
-    nodes: Sequence[Node],
-    numbers: Mapping[str, int],
-    name: str,
-    op: Op,
-    operand: int,
-    share_of_runs: float,
+    setup: StepSetup, nodes: Sequence[Node], numbers: Mapping[str, int], use: ArrayUse
 ) -> Edge:
     """Make the edge that prices the moves of one array to one operation that takes it.
 
@@ -225,50 +252,46 @@ def _edge(
         setup: The step on its mesh.
         nodes: All nodes, with their options.
         numbers: The number of each node by name.
-        name: The name of the array.
-        op: The operation.
-        operand: The number of the operand.
-        share_of_runs: The part of the operation's runs in which it takes this array, 0 to 1.
+        use: The array and the operation.
     """
-    source = nodes[numbers[name]]
+    op = use.op
     user = nodes[numbers[op.name]]
-    is_parameter = source.gathering is not None
-    # A parameter is gathered to read its lengths, for they are those in use; other arrays stay.
-    stays = operand in op.length_operands and not is_parameter
-    made_layouts, rows = _made_layouts(source, stays=stays)
-    used_layouts, columns = distinct_layouts(user.placements[:, operand])
-    place = Place("", False) if stays else _place(setup, name, op, is_first=operand == 0)
-    bytes_of_moves = _bytes_of_moves(setup, source, op, made_layouts, used_layouts)
+    made_layouts, rows = _made_layouts(use.source, stays=use.stays)
+    used_layouts, columns = distinct_layouts(user.placements[:, use.operand])
+    place = _place(setup, use)
+    bytes_of_moves = _bytes_of_moves(setup, use.source, op, made_layouts, used_layouts)
     # A move is linear if it has an adjoint, which moves the gradient.
-    is_linear = name in setup.step.differentiable and not stays
-    if name in setup.step.by_name and not is_linear and not place.is_input:
+    is_linear = use.name in setup.step.differentiable and not use.stays
+    if use.name in setup.step.by_name and not is_linear and not place.is_input:
         # A copy is a replica whose gradients are partial sums: without a gradient both are one.
         # This comes after `_bytes_of_moves`, which needs to tell them apart. So do rules on the way
         # into a module.
         used_layouts = without_copies(used_layouts)
-    # Parameters travel together, and each is charged its share; an activation travels alone.
-    launch_share = setup.launch_share(name) if is_parameter else 1.0
-    shape = setup.shape(name)
-    moves = setup.moves.table(made_layouts, used_layouts, shape, is_linear, launch_share)
-    seconds_parts = SECONDS_OF_PARAMETERS if is_parameter else SECONDS_OF_ACTIVATIONS
-    runs = _runs_by_part(setup, source, op, len(made_layouts))
+    seconds_parts = SECONDS_OF_PARAMETERS if use.is_parameter else SECONDS_OF_ACTIVATIONS
     edge = Edge(
-        source=numbers[name],
+        source=numbers[use.name],
         user=numbers[op.name],
         rows=rows,
         columns=columns,
         made_layouts=made_layouts,
         used_layouts=used_layouts,
-        moves=moves,
+        moves=setup.moves.table(
+            made_layouts,
+            used_layouts,
+            setup.shape(use.name),
+            is_linear,
+            # Parameters travel together, and each is charged its share; an activation travels alone.
+            share=setup.launch_share(use.name) if use.is_parameter else 1.0,
+        ),
         seconds_parts=[setup.part_index(op, part) for part in seconds_parts],
-        runs=share_of_runs * runs,
+        runs=use.share_of_runs * _runs_by_part(setup, use.source, op, len(made_layouts)),
         bytes_by_part={
             setup.part_index(op, part): bytes_of_moves[part] for part in sorted(bytes_of_moves)
         },
         place=place.name,
         enters=place.is_input,
     )
-    if isinstance(setup.mesh, SubAxisMesh) and not is_parameter:
+    if isinstance(setup.mesh, SubAxisMesh) and not use.is_parameter:
         edge.banned |= _are_moves_of_shared_heads(made_layouts, used_layouts)
     return edge
 
@@ -333,31 +356,34 @@ class Place(NamedTuple):
     is_input: bool
 
 
-def _place(setup: StepSetup, name: str, op: Op, *, is_first: bool) -> Place:
+def _place(setup: StepSetup, use: ArrayUse) -> Place:
     """Find the place of the rule that can move an array to an operation that takes it.
 
     `parallelize` moves parameters, and other arrays only where modules begin and end. So an operand
     moves as the input of the module that the operation begins, or as the result of the module that
     made it; inside a module no rule can move it, unless arrays move anywhere (in JAX).
-
-    is_first: it is operand 0, the one that a rule of a module's inputs is about.
     """
     step = setup.step
+    name = use.name
+    op = use.op
+    if use.stays:
+        return Place(name="", is_input=False)
     if name in step.parameters:
-        return Place(name, False)
+        return Place(name, is_input=False)
     entered = step.entered_module(op)
-    if is_first and entered:
+    if use.operand == 0 and entered:  # the operand that a rule of a module's inputs is about
         # What the first of repeated blocks takes from elsewhere has a rule of its own.
         is_from_elsewhere = op.again and name != op.again
-        return Place(in_first_block(entered) if is_from_elsewhere else entered, True)
+        module = in_first_block(entered) if is_from_elsewhere else entered
+        return Place(module, is_input=True)
     maker = step.by_name.get(name)  # None: the array is an input of the step
     # A module's result has one layout, so that several uses would have to agree.
     has_one_use = len(step.consumers(name)) == 1 and op.operands.count(name) == 1
     if maker is not None and has_one_use:
         left = step.left_module(maker)
         if left:
-            return Place(left, False)
-    return Place(name if step.moves_anywhere else "", False)
+            return Place(left, is_input=False)
+    return Place(name if step.moves_anywhere else "", is_input=False)
 
 
 def _bytes_of_moves(

@@ -34,10 +34,7 @@ def bytes_at_moments(parts: Parts, block_times: Ints, micro_batches: int) -> Flo
     Returns:
         [moments, parts].
     """
-    # A unit vector for each part, times the layers: sums of them are rows of the result.
-    kinds = parts.of_blocks * block_times[:, None, None]  # [blocks, block parts, parts]
-    # Bytes by kind, in the order of BlockPart: [blocks, parts] each.
-    kinds = kinds[:, BlockPart.SAVED_BYTES : BlockPart.AHEAD_BYTES].swapaxes(0, 1)
+    kinds = _bytes_by_kind(parts, block_times)
     saved, running, received, sent, gathered, gradients, sums = kinds
     on_way = _bytes_on_way(parts, block_times)
     always = parts.unit[[StepPart.PARAMETER_BYTES, StepPart.STATE_BYTES]].sum(0)
@@ -72,6 +69,16 @@ def bytes_at_moments(parts: Parts, block_times: Ints, micro_batches: int) -> Flo
     return np.asarray(moments)
 
 
+def _bytes_by_kind(parts: Parts, block_times: Ints) -> Floats:
+    """List the parts of blocks in bytes, from SAVED_BYTES to SUM_BYTES, as factors for all layers.
+
+    A unit vector for each part, times the number of layers: sums of them are rows of the result of
+    `bytes_at_moments`. Returns [kinds, blocks, parts], in the order of `BlockPart`.
+    """
+    factors = parts.of_blocks * block_times[:, None, None]  # [blocks, block parts, parts]
+    return factors[:, BlockPart.SAVED_BYTES : BlockPart.AHEAD_BYTES].swapaxes(0, 1)
+
+
 def _bytes_on_way(parts: Parts, block_times: Ints) -> Floats:
     """Count what travels beside layers: parameters of the next one, gradients of the one before.
 
@@ -80,14 +87,25 @@ def _bytes_on_way(parts: Parts, block_times: Ints) -> Floats:
 
     Returns [blocks, first or last layer, parts].
     """
-    # After the last block, and before block 0, which is number -1, nothing travels.
+    # After the last block, and before block 0, which is number -1 and the last entry, nothing travels.
     nothing = np.zeros((1, parts.size))
-    ahead = np.concatenate([parts.of_blocks[:, BlockPart.AHEAD_BYTES], nothing])
-    behind = np.concatenate([parts.of_blocks[:, BlockPart.BEHIND_BYTES], nothing])
+    parameters_of = np.concatenate([parts.of_blocks[:, BlockPart.AHEAD_BYTES], nothing])
+    gradients_of = np.concatenate([parts.of_blocks[:, BlockPart.BEHIND_BYTES], nothing])
     on_way: list[list[Floats]] = []
     for block, times in enumerate(block_times):
-        is_alone = int(times == 1)
-        is_at_end = int(times < 3)  # of more layers, one in the middle has two neighbours
-        first = ahead[block - is_alone] + behind[block + is_at_end]
-        on_way.append([first, ahead[block - 1] + behind[block + is_alone]])
+        block_before = block - 1
+        block_after = block + 1
+        is_alone = times == 1  # one layer is the first and the last to run
+        # Beside the first layer to run. With three layers or more, one in the middle counts for it,
+        # which has neighbours of its own block on both sides.
+        first_next = block_before if is_alone else block
+        first_previous = block_after if times < 3 else block
+        # Beside the last one.
+        last_previous = block_after if is_alone else block
+        on_way.append(
+            [
+                parameters_of[first_next] + gradients_of[first_previous],
+                parameters_of[block_before] + gradients_of[last_previous],
+            ]
+        )
     return np.array(on_way)

@@ -118,16 +118,17 @@ class MovePrices:
         if starts == ends:
             return 0.0
         is_split = isinstance(self.mesh, SubAxisMesh)
+        # The last two axes are parts of one axis of the user's, and move as that one if both do the same.
         if is_split and (starts[-2], ends[-2]) == (starts[-1], ends[-1]):
-            # Devices move along the whole axis.
             return self._on_whole_axes.planned_seconds(starts[:-1], ends[:-1], lengths, share)
-        moves = list(map(AxisMove, range(len(starts)), starts, ends))
-        apart = _axes_apart(moves)
+        all_moves = list(map(AxisMove, range(len(starts)), starts, ends))
+        apart = _axes_apart(all_moves)
         # The groups along these axes move a block each, all at the same time. A sum there has
         # addends as large as the array, so that nothing is divided.
-        n_blocks = math.prod(self.mesh.sizes[a] for a in apart if moves[a].src >= 0)
+        sharding_apart = [axis for axis in apart if all_moves[axis].src >= 0]
+        n_blocks = math.prod(self.mesh.sizes[axis] for axis in sharding_apart)
         elements = math.prod(lengths) / share / n_blocks  # of the whole collective, per group
-        moves = self._taking_part([move for move in moves if move.axis not in apart])
+        moves = self._taking_part([move for move in all_moves if move.axis not in apart])
         # Several arrays in one collective are packed: their blocks are many runs in memory.
         is_contiguous = share == 1 and _begins_with(moves, lengths)
         exponent = _line_start(elements)
@@ -327,8 +328,8 @@ def _line_start(elements: float) -> int:
 
 def _begins_with(moves: Sequence[AxisMove], lengths: Sequence[int]) -> bool:
     """Tell whether an array begins with the dims that move, but for dims of length 1."""
-    # A dim that is sharded by whole units has a second number, behind all dims.
-    first = min((dim % len(lengths) for dim in _sharded_dims(moves)), default=0)
+    # A dim that is sharded by whole units has its number plus that of all dims (`placement_by_units`).
+    first = min((placement % len(lengths) for placement in _sharded_dims(moves)), default=0)
     return all(length == 1 for length in lengths[:first])
 
 
@@ -366,7 +367,12 @@ def _line(
     # Lengths are rounded to multiples of the devices, so that both shapes may be the same. A line
     # needs two different numbers of elements, hence one more.
     most_elements = max(math.prod(large), elements + 1)
-    return Line(elements, small_s, most_elements, large_s)
+    return Line(
+        elements=elements,
+        seconds=small_s,
+        most_elements=most_elements,
+        most_seconds=large_s,
+    )
 
 
 class SampleMove(NamedTuple):
@@ -398,22 +404,27 @@ def _sample_move(mesh: Mesh, moves: Sequence[AxisMove], is_contiguous: bool) -> 
     shard it have devices, and one more. An axis x of size 4 moves from dim 1 to dim 3 of some large
     array: in the sample "d0/x d1 d2" -> "d0 d1/x d2" of lengths (4, 4, any), on a mesh of x alone.
     """
-    # If longer dims come before those that move, a block is many runs in memory, which take longer
-    # to copy. One dim of length LEADING stands for all of them.
-    lengths = [] if is_contiguous else [LEADING]
+    lengths: list[int] = []
+    if not is_contiguous:
+        # Longer dims come before those that move, so that a block is many runs in memory, which take
+        # longer to copy. One dim stands for all of them.
+        lengths.append(LEADING)
     placement_in_sample = {REPLICAS: REPLICAS, SUM: SUM}  # tags are the same in every array
     for dim in _sharded_dims(moves):
         placement_in_sample[dim] = len(lengths)
         axes = [move.axis for move in moves if dim in (move.src, move.dst)]
         lengths.append(math.prod(mesh.sizes[axis] for axis in axes))
-    names = [f"d{i}" for i in range(len(lengths) + 1)]
+    names = [f"d{i}" for i in range(len(lengths) + 1)]  # with a last dim, of any length
     sample_mesh = _mesh_along(mesh, moves)
-    src = [placement_in_sample[move.src] for move in moves]
-    dst = [placement_in_sample[move.dst] for move in moves]
+
+    def sample_layout(placements: Iterable[int]) -> Layout:
+        placements_in_sample = [placement_in_sample[placement] for placement in placements]
+        return layout_of(placements_in_sample, names, sample_mesh.axes)
+
     return SampleMove(
         mesh=sample_mesh,
-        src=layout_of(src, names, sample_mesh.axes),
-        dst=layout_of(dst, names, sample_mesh.axes),
+        src=sample_layout(move.src for move in moves),
+        dst=sample_layout(move.dst for move in moves),
         lengths=lengths,
     )
 
@@ -427,7 +438,7 @@ def _mesh_along(mesh: Mesh, moves: Sequence[AxisMove]) -> Mesh:
 
 
 def _sharded_dims(moves: Sequence[AxisMove]) -> list[int]:
-    """List the dims that an axis shards before or after a move, in order."""
+    """List the dims that an axis shards before or after a move, as placements, in order."""
     placements = {move.src for move in moves} | {move.dst for move in moves}
     return sorted(placement for placement in placements if placement >= 0)
 

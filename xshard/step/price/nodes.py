@@ -111,7 +111,7 @@ def _storage_options(setup: StepSetup, name: str) -> Placements:
     dims = setup.dim_names(name)
     lengths = dict(zip(dims, setup.shape(name), strict=True))
     # The options of an operation that makes the array from nothing: one rule for each dim.
-    making = Op(name, f"{ARROW} {' '.join(dims)}", (), "source")
+    making = Op(name, text=f"{ARROW} {' '.join(dims)}", operands=(), kind="source")
     return options_of(making, lengths, setup.mesh, setup.units[name], setup.shared_dims)
 
 

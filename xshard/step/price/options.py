@@ -20,7 +20,7 @@ from xshard.caches import layout_cache
 from xshard.layout import Layout, Mesh
 from xshard.layout.sub_axes import SubAxisMesh
 from xshard.notation.parser import names_of_dim
-from xshard.step.record.arrays import COPY, REPLICAS, dims_of
+from xshard.step.record.arrays import COPY, REPLICAS, dims_of, placement_by_units
 from xshard.step.record.op import AxisRule, Op
 
 Ints = NDArray[np.int64]
@@ -125,13 +125,14 @@ def _with_rules_by_units(
 ) -> Ints:
     """Add to the rules those of `unit_rules` again, by units: [rules, arrays].
 
-    `b c -> b c` with rules (0, 0) and (1, 1), of which rule 1 may shard by units, gets (3, 3): a dim
-    by units has its number, 1, plus the number of single dims, 2.
+    `b c -> b c` with rules (0, 0) and (1, 1), of which rule 1 may shard by units, gets (3, 3): c by
+    units, see `placement_by_units`.
     """
     in_even_blocks = np.array(rules)
     n_single_dims = np.array([len(dims_of(array)) for array in arrays])
     repeated = in_even_blocks[unit_rules]
-    by_units = np.where(repeated >= 0, repeated + n_single_dims, repeated)  # tags stay
+    is_tag = repeated < 0
+    by_units = np.where(is_tag, repeated, placement_by_units(repeated, n_single_dims))
     return np.concatenate([in_even_blocks, by_units])
 
 
@@ -195,7 +196,8 @@ def _in_array(
     `(g d)` are contiguous if axes that shard d come after those that shard g, and these leave g a
     length of 1. With g of length 4, axes of sizes 4 and 2 can shard (g, d), not (d, g).
 
-    An axis that shards d by units has the number 2 + 3 in `placements`, and 1 + 2 in the result.
+    An axis that shards d by units is 2 + 3 in `placements` (d is 2 of 3 single dims), and 1 + 2 in
+    the result (`(g d)` is 1 of 2 dims).
 
     Args:
         placements: Over single dims, of one array: [layouts, axes].
@@ -218,8 +220,8 @@ def _in_array(
             in_dims[is_sharding] = dim_number
             n_shards = product_over(is_sharding, mesh.sizes)
             is_possible &= lengths[name] % n_shards == 0
-            is_by_units = placements == single_dim + n_single_dims
-            in_dims[is_by_units] = dim_number + len(array.dims)
+            is_by_units = placements == placement_by_units(single_dim, n_single_dims)
+            in_dims[is_by_units] = placement_by_units(dim_number, len(array.dims))
             n_blocks = product_over(is_by_units, mesh.sizes)
             # Units that divide are even blocks, which another option has.
             is_uneven = are_uneven(units.get(single_dim, 1), n_blocks)
@@ -254,10 +256,12 @@ def unevenness(placements: Placements, units: Sequence[int], mesh: Mesh) -> Floa
     6 units over 4 devices are 1.5 each, and 2 at most: 4/3. units: of each dim.
     """
     ratio: Floats = np.ones(placements.shape[:-1])
-    for unit_number, n_units in enumerate(units, len(units)):  # behind the numbers of all dims
+    for dim, n_units in enumerate(units):
         if n_units > 1:
-            n_blocks = product_over(placements == unit_number, mesh.sizes)
-            ratio *= np.ceil(n_units / n_blocks) * n_blocks / n_units
+            is_by_units = placements == placement_by_units(dim, len(units))
+            n_blocks = product_over(is_by_units, mesh.sizes)
+            most_units = np.ceil(n_units / n_blocks)
+            ratio *= most_units * n_blocks / n_units  # the mean is n_units / n_blocks
     return ratio
 
 

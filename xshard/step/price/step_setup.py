@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
@@ -33,6 +34,13 @@ from xshard.step.record.training_step import TrainingStep
 FULL = 4  # bytes of an element in full precision, as gradients, moments and logits are
 # What rules call the dims of a parameter, by their number: [out, in], [expert, out, in].
 NAMES_OF_PARAMETER_DIMS = {1: "n", 2: "oi", 3: "eoi"}
+
+
+class GatherGroup(NamedTuple):
+    """Parameters that one collective gathers: the matrices of a block of operations, or its vectors."""
+
+    block: int
+    are_matrices: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,11 +129,13 @@ class StepSetup:
         Embedding (once), 12 layers as operations that run 12 times, loss (once): blocks 0, 1, 2.
         """
         ops = self.step.ops
-        block_of = {ops[0].name: 0}
+        block = 0
+        block_of = {ops[0].name: block}
         for previous, op in pairwise(ops):
             # Blocks are told apart by how often they run, as layers and what is around them are.
-            begins_a_block = previous.times != op.times
-            block_of[op.name] = block_of[previous.name] + begins_a_block
+            if previous.times != op.times:
+                block += 1
+            block_of[op.name] = block
         return block_of
 
     @cached_property
@@ -221,14 +231,14 @@ class StepSetup:
         return elements / self._elements_of_groups[self._gather_group(parameter)]
 
     @cached_property
-    def _elements_of_groups(self) -> Mapping[tuple[int, bool], int]:
+    def _elements_of_groups(self) -> Mapping[GatherGroup, int]:
         """The elements that travel together, by group of parameters."""
-        elements = Counter[tuple[int, bool]]()
+        elements = Counter[GatherGroup]()
         for name in self.step.parameters:
             elements[self._gather_group(name)] += math.prod(self.shape(name))
         return elements
 
-    def _gather_group(self, parameter: str) -> tuple[int, bool]:
-        """Return what parameters that travel together share: the block of their first use, and kind."""
+    def _gather_group(self, parameter: str) -> GatherGroup:
+        """Return the group of parameters that travel together with this one."""
         first_use = self.step.consumers(parameter)[0]
-        return self.block_of[first_use.name], self._is_matrix(parameter)
+        return GatherGroup(self.block_of[first_use.name], self._is_matrix(parameter))

@@ -7,7 +7,7 @@ negative *tag* if it shards none. A layout has one placement per axis. For dims 
 In `b (g d)` there are two dims and three *single dims*: the second dim is g and d, merged.
 
 An axis can also shard a dim by whole *units*, as 6 heads over 4 devices: 2, 2, 1 and 1. For that a
-dim has a second number, behind those of all dims: of `b c`, c is 1 in even blocks, 3 by units.
+dim has a second number, behind those of all dims (`placement_by_units`).
 """
 
 from __future__ import annotations
@@ -17,6 +17,10 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from xshard.caches import layout_cache
 from xshard.errors import NotationError, ShapeError
@@ -28,6 +32,13 @@ REPLICAS = -1  # equal blocks along the axis
 SUM = -2  # addends of the array (partial sums)
 COPY = -3  # equal blocks whose gradients are addends: the adjoint of SUM
 TAGS = {"sum": SUM, "copy": COPY}  # by their names in the notation
+
+Number = TypeVar("Number", int, NDArray[np.int64])  # of a dim, or of several
+
+
+def placement_by_units(dim: Number, n_dims: Number) -> Number:
+    """Return the placement of an axis that shards a dim by whole units: c, 1 of the 2 of `b c` -> 3."""
+    return dim + n_dims
 
 
 @layout_cache(maxsize=2**12)
@@ -90,8 +101,9 @@ def layout_of(placements: Sequence[int], names: Sequence[str], axes: Sequence[st
         axes_of[placement].append((axis,))
     dims = []
     for number, name in enumerate(names):
-        # Even blocks, or whole units: one of both is empty.
-        shards = axes_of[number] + axes_of[number + len(names)]
+        in_even_blocks = axes_of[number]
+        by_units = axes_of[placement_by_units(number, len(names))]
+        shards = in_even_blocks + by_units  # one of both is empty
         dims.append(Dim(name, tuple(map(Shard, shards))))
     tags = []
     for kind, tag in TAGS.items():

@@ -78,23 +78,24 @@ def _fuse_makers_into(ops: dict[str, Op], name: str, step: TrainingStep) -> bool
 def _with_needed_operands(op: Op, step: TrainingStep) -> Op:
     """Narrow what an operation saves for its backward pass to the arrays that a gradient needs.
 
-    `x * mask`, where only x has a gradient, saves the mask and not x: the gradient of x is that of
-    the result times the mask. Returns the operation with the field `keeps` set to (1,): operand 0
-    is x, 1 the mask, and the number after the operands, 2, would be the result.
+    `y = x * mask`, where only x has a gradient, saves the mask and not x: the gradient of x is that
+    of y times the mask. The result has `keeps=(1,)`. In that field an array is a number: 0 and 1 are
+    the operands x and mask, and the number after the last operand, 2, is the operation's result y.
     """
-    n_operands = len(op.operands)
+    result = len(op.operands)  # its number
     with_gradient = {i for i, name in enumerate(op.operands) if name in step.differentiable}
     needed = []
     for i in op.saved_operands:
-        if i in op.length_operands:
+        if i in op.length_operands:  # its values are never read
             continue
-        is_result = i == n_operands
-        if is_result and step.is_saved(op.name):
+        if i == result and step.is_saved(op.name):
             continue  # counted once: an operation that uses the result saves it already
-        # In a product the gradient of one operand is computed from the others, so that operand i
-        # is needed if another one has a gradient. A function of one operand needs that itself.
-        others = with_gradient - {i} if n_operands > 1 else with_gradient
-        if others:
+        gradients = with_gradient  # those that are computed from array i
+        if len(op.operands) > 1:
+            # All operations of several operands are taken for products. There a factor is needed
+            # for the gradients of the other factors, and not for its own.
+            gradients = with_gradient - {i}
+        if gradients:
             needed.append(i)
     return replace(op, keeps=tuple(needed))
 
@@ -212,6 +213,25 @@ class Span(NamedTuple):
     def overlaps(self, other: Span) -> bool:
         """Tell whether two single dims have a part of the array's dim in common."""
         return self.dim == other.dim and self.low < other.high and other.low < self.high
+
+
+class HiddenDim(NamedTuple):
+    """A dim that only an array between two operations has: the array's number, the dim's number there."""
+
+    array: int
+    dim: int
+
+
+class Restriction(NamedTuple):
+    """A merged dim that no array shows any more, and how each rule shards it.
+
+    Attributes:
+        text: The dim, as `(g d)`.
+        factor_by_rule: For each rule 0 if it shards g, 1 if it shards d, REPLICAS for neither.
+    """
+
+    text: str
+    factor_by_rule: tuple[int, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -405,26 +425,25 @@ class _FusedPair:
         return space_of(self.first.arrays[-1:], self.step.lengths)
 
     @cached_property
-    def restrictions(self) -> list[tuple[str, tuple[int, ...]]]:
+    def restrictions(self) -> list[Restriction]:
         """Merged dims that fusing hides, each with the factor of it that every rule shards.
 
         A merged dim `(g d)` is one dim of an array with two names. Its blocks are contiguous, so that
         axes can shard d only after g. If the fused operation shows the dim as c alone, its text no
-        longer says so. So `(g d)` is listed here, as (its name, a number for each rule in `rules`):
-        0 if the rule shards g, 1 for d, REPLICAS for neither.
+        longer says so: `(g d)` is listed here.
         """
-        restrictions: dict[tuple[str, tuple[int, ...]], None] = {}  # a set that keeps its order
-        for i, dim in self._hidden_dims():
-            factor_by_rule = self._sharded_factors(i, dim)
+        restrictions: dict[Restriction, None] = {}  # a set that keeps its order
+        for hidden in self._hidden_dims():
+            factor_by_rule = self._sharded_factors(hidden)
             if max(factor_by_rule) >= 0:  # else no rule shards the dim: it restricts nothing
-                text = self.arrays[i].dims[dim].text
-                restrictions[text, factor_by_rule] = None
+                text = self.arrays[hidden.array].dims[hidden.dim].text
+                restrictions[Restriction(text, factor_by_rule)] = None
         return list(restrictions)
 
-    def _hidden_dims(self) -> list[tuple[int, int]]:
-        """List the dims for `restrictions`, each as (number of its array, number of the dim there).
+    def _hidden_dims(self) -> list[HiddenDim]:
+        """List the dims for `restrictions`.
 
-        If `h` is made as `b (g d)`, array 2, and used as `b c`, array 3: (2, 1), the dim `(g d)`.
+        If `h` is made as `b (g d)`, array 2, and used as `b c`, array 3: `(g d)`, dim 1 of array 2.
         """
         # An operation that is itself a fused chain has the dims that it hides after its result, each
         # as an array of this one dim.
@@ -432,7 +451,7 @@ class _FusedPair:
             *range(self.first_result + 1, self.second_start),
             *range(self.second_result + 1, len(self.arrays)),
         )
-        hidden_dims = [(i, 0) for i in inside_arrays]
+        hidden_dims = [HiddenDim(i, dim=0) for i in inside_arrays]
         # The arrays of a pair are one array under two names. Either may have a merged dim that is
         # another factoring, or none, of the dim in the other: it is lost if only that one is shown.
         reversed_pairs = [(j, i) for i, j in self.equal_pairs]
@@ -440,19 +459,20 @@ class _FusedPair:
             for dim in range(len(self.arrays[i].dims)):
                 spans = _spans_of_dim(self.spans[i], dim)
                 if len(spans) > 1 and spans != _spans_of_dim(self.spans[j], dim):
-                    hidden_dims.append((i, dim))
+                    hidden_dims.append(HiddenDim(i, dim))
         return hidden_dims
 
-    def _sharded_factors(self, i: int, dim: int) -> tuple[int, ...]:
+    def _sharded_factors(self, hidden: HiddenDim) -> tuple[int, ...]:
         """Return for each rule which factor of one dim it shards: 0 for g in `(g d)`, 1 for d.
 
-        REPLICAS if the rule shards none of them. i: the number of the array.
+        REPLICAS if the rule shards none of them.
         """
-        dims_of_spans = [span.dim for span in self.spans[i]]
-        first = dims_of_spans.index(dim)
-        n_factors = dims_of_spans.count(dim)
-        factor_of_placement = {first + factor: factor for factor in range(n_factors)}
-        return tuple(factor_of_placement.get(rule[i], REPLICAS) for rule in self.rules)
+        # Rules shard single dims, which have numbers of their own: in `b (g d)` g is 1 and d is 2.
+        dims_of_single_dims = [span.dim for span in self.spans[hidden.array]]
+        first_factor = dims_of_single_dims.index(hidden.dim)
+        n_factors = dims_of_single_dims.count(hidden.dim)
+        factor_of_placement = {first_factor + i: i for i in range(n_factors)}
+        return tuple(factor_of_placement.get(rule[hidden.array], REPLICAS) for rule in self.rules)
 
     def as_one_op(self) -> Op:
         """Fuse the two operations into one, with the name and the result of the second.
@@ -475,7 +495,7 @@ class _FusedPair:
             keeps=self._visible_saved_arrays(),
             flops=flops,
             accesses=accesses,
-            inside=tuple(text for text, _ in self.restrictions),
+            inside=tuple(restriction.text for restriction in self.restrictions),
             inner=inner,
             calls=self.first.calls + self.second.calls,
             kernels=_count_kernels(self.first) + _count_kernels(self.second),
@@ -500,7 +520,7 @@ class _FusedPair:
         rules: dict[AxisRule, None] = {}  # in order, each once
         for number, rule in enumerate(self.rules):
             in_visible = [rule[i] for i in self.visible_arrays]
-            in_hidden_dims = [factor_by_rule[number] for _, factor_by_rule in self.restrictions]
+            in_hidden_dims = [hidden.factor_by_rule[number] for hidden in self.restrictions]
             rules[*in_visible, *in_hidden_dims] = None
         # `Op.axis_rules` adds the idle rule, replicas everywhere.
         return tuple(rule for rule in rules if set(rule) != {REPLICAS})

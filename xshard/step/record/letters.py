@@ -262,20 +262,19 @@ def convolution(
     """
     if not orders:
         orders = [range(len(out))] * 3
-    operand_order, _, result_order = orders
-    kernel_channels = _kernel_channels(shapes[0][operand_order[1]], out[result_order[1]], groups)
+    operand_order, kernel_order, result_order = orders
+    _, operand_channel_dim, *operand_spatial_dims = operand_order
+    n_operand_channels = shapes[0][operand_channel_dim]
+    kernel_channels = _kernel_channels(n_operand_channels, out[result_order[1]], groups)
     has_wide_groups = "i" in kernel_channels
-    n_spatial = len(out) - 2  # beside batch and channels
+    n_spatial = len(operand_spatial_dims)
     operand_spatial = dim_letters(n_spatial, "l")
     kernel_spatial = dim_letters(n_spatial, "k")
     result_spatial = dim_letters(n_spatial, "m")
-    arrays_in_order = (
-        ["b", "c", *operand_spatial],
-        [*kernel_channels, *kernel_spatial],
-        ["b", kernel_channels[0], *result_spatial],
-    )
     arrays = [
-        _reordered(letters, order) for letters, order in zip(arrays_in_order, orders, strict=True)
+        _reordered(["b", "c", *operand_spatial], operand_order),
+        _reordered([*kernel_channels, *kernel_spatial], kernel_order),
+        _reordered(["b", kernel_channels[0], *result_spatial], result_order),
     ]
     whole = {*operand_spatial, *kernel_spatial, *result_spatial}
     if has_wide_groups:
@@ -283,8 +282,9 @@ def convolution(
     # A convolution does 2 b o m k c operations (i in place of c with wide groups). The planner
     # multiplies `flops` by the lengths of all letters, so also by l, and by c beside i: divide
     # these out.
-    dims_too_many = operand_order[1:] if has_wide_groups else operand_order[2:]
-    factor_too_many = math.prod(shapes[0][d] for d in dims_too_many)
+    factor_too_many = math.prod(shapes[0][dim] for dim in operand_spatial_dims)
+    if has_wide_groups:
+        factor_too_many *= n_operand_channels
     return LetteredOp(arrays, "contraction", whole, {"flops": 2.0 / factor_too_many})
 
 

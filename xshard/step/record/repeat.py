@@ -7,7 +7,6 @@ a *carry*.
 
 from __future__ import annotations
 
-import math
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -33,15 +32,23 @@ BLOCK_BEFORE = "block before"
 ELSEWHERE = "elsewhere"
 
 
-def find_repeated(step: TrainingStep) -> tuple[TrainingStep, dict[str, str]]:
+class RepeatedStep(NamedTuple):
+    """A step in which one block stands for equal ones.
+
+    new_names: of operations and parameters that have other names now, by their old names.
+    """
+
+    step: TrainingStep
+    new_names: dict[str, str]
+
+
+def find_repeated(step: TrainingStep) -> RepeatedStep:
     """Replace runs of equal layers by one layer that runs several times.
 
     The operations `0.up`, `1.up` and so on, each with the result of the one before as operand,
     become `*.up` with `times`. Its operand is a `carry`: what the layer before made, or, for the
     first one, what went into the first. If other layers differ, their numbers are listed in place
     of the star: `{1,2}.up`.
-
-    Returns the step, and the new name of every operation and parameter that has one, by the old.
 
     >>> ops = [
     ...     Op("0.up", "b c, d c -> b d", ("x", "0.w")),
@@ -50,23 +57,24 @@ def find_repeated(step: TrainingStep) -> tuple[TrainingStep, dict[str, str]]:
     >>> step = TrainingStep(
     ...     ops, {"b": 8, "c": 4, "d": 4}, {"x": "b c"}, {"0.w": "d c", "1.w": "d c"}
     ... )
-    >>> print(find_repeated(step)[0])
+    >>> print(find_repeated(step).step)
     *.up (before)  carry x 2        b d -> b d       x
     *.up           contraction x 2  b c, d c -> b d  *.up (before), *.w
     """
     new_names: dict[str, str] = {}
     while True:
         # Layers come first, then the loops inside them.
-        step, names_of_turn = _fold_runs(step)
-        if not names_of_turn:
-            return step, new_names
+        folded = _fold_runs(step)
+        if not folded.new_names:
+            return RepeatedStep(step, new_names)
         # A name may be new already: `0.loop.1` -> `*.loop.1` -> `*.loop.*`.
         for name, new_name in new_names.items():
-            new_names[name] = names_of_turn.get(new_name, new_name)
-        new_names = names_of_turn | new_names
+            new_names[name] = folded.new_names.get(new_name, new_name)
+        new_names = folded.new_names | new_names
+        step = folded.step
 
 
-def _fold_runs(step: TrainingStep) -> tuple[TrainingStep, dict[str, str]]:
+def _fold_runs(step: TrainingStep) -> RepeatedStep:
     """Replace each run of equal blocks by one block; return the new names, too."""
     ops: list[Op] = []
     new_names: dict[str, str] = {}
@@ -85,13 +93,13 @@ def _fold_runs(step: TrainingStep) -> tuple[TrainingStep, dict[str, str]]:
             new_names |= run.new_names
             start += len(run.members)
     if not new_names:
-        return step, new_names
+        return RepeatedStep(step, new_names)
     parameters = {}
     for name, text in step.parameters.items():
         parameters[new_names.get(name, name)] = text
     # What follows a run uses the results of its last layer, by their old names.
     ops = [renamed(op, new_names) for op in ops]
-    return replace(step, ops=ops, parameters=parameters), new_names
+    return RepeatedStep(replace(step, ops=ops, parameters=parameters), new_names)
 
 
 def _longest_run_at(start: int, kinds: Sequence[int], names: _StepNames) -> _Run | None:
@@ -119,17 +127,32 @@ def _equality_key(op: Op) -> tuple[object, ...]:
     return NUMBER.sub("*", op.name), attrgetter(*EQUAL_FIELDS)(op)
 
 
-def _runs_from(kinds: Sequence[int], start: int) -> list[tuple[int, int]]:
-    """List the runs that begin at `start` as (size of a block, number of blocks), longest first."""
+class _Repeats(NamedTuple):
+    """Equal blocks of `size` operations each, `times` of them one after the other."""
+
+    size: int
+    times: int
+
+    @property
+    def length(self) -> int:
+        """The number of operations in all blocks."""
+        return self.size * self.times
+
+
+def _runs_from(kinds: Sequence[int], start: int) -> list[_Repeats]:
+    """List the runs of equal blocks that begin at `start`, the longest first.
+
+    Kinds of operations 0 1 0 1 0 1 2, from 0: 3 blocks of size 2. (Blocks of size 4 come once only.)
+    """
     runs = []
     for second_start in range(start + 1, len(kinds)):
         if kinds[second_start] == kinds[start]:
             size = second_start - start
             times = _count_repeats(kinds, start, size)
             if times > 1:
-                runs.append((size, times))
+                runs.append(_Repeats(size, times))
     # Of runs of one length, that of smaller blocks comes first: the sort keeps their order.
-    return sorted(runs, key=math.prod, reverse=True)
+    return sorted(runs, key=attrgetter("length"), reverse=True)
 
 
 def _count_repeats(kinds: Sequence[int], start: int, size: int) -> int:
@@ -389,8 +412,8 @@ class _Run:
         result = maker.text.partition(ARROW)[2].strip()
         return Op(
             f"{name} (before)",
-            f"{result} {ARROW} {result}",
-            (str(self.first_source_of[source].place),),
+            text=f"{result} {ARROW} {result}",
+            operands=(str(self.first_source_of[source].place),),
             kind="carry",
             times=self.times * maker.times,
             starts=maker.times,

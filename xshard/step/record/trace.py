@@ -273,10 +273,10 @@ class Trace:
                     unsharded_dims.append(dim)
         op = Op(
             name,
-            write_arrays(list(map(_text_of, named_arrays))),
-            tuple(operands),
-            lettered.kind,
-            tuple(unsharded_dims),
+            text=write_arrays(list(map(_text_of, named_arrays))),
+            operands=tuple(operands),
+            kind=lettered.kind,
+            whole=tuple(unsharded_dims),
             times=times,
             enters="",  # no module begins or ends here: the bridge says afterwards where one does
             leaves="",

@@ -252,8 +252,8 @@ class TrainingStep:
         result = op.arrays[-1]
         return Op(
             f"{op.name} (shared)",
-            f"{result} {ARROW} {result}",
-            (op.name,),
+            text=f"{result} {ARROW} {result}",
+            operands=(op.name,),
             kind="share",
             times=op.times,
             enters="",

@@ -23,7 +23,7 @@ from xshard.step.price.edges import Edge
 from xshard.step.price.nodes import Gathering
 from xshard.step.price.options import Flags, Ints, without_copies
 from xshard.step.price.problem import StepProblem
-from xshard.step.record.arrays import COPY, as_even_blocks, in_units
+from xshard.step.record.arrays import COPY, as_even_blocks, in_units, placement_by_units
 from xshard.step.record.trace import INPUT
 from xshard.step.say.rules import StepRules
 from xshard.step.say.whole_axes import placements_on
@@ -245,8 +245,8 @@ def _rule_sides(text: str, problem: StepProblem, name: str, place: str = "") -> 
 def _placements(problem: StepProblem, name: str, layout: Layout) -> list[int]:
     """Convert a layout of an array into placements: of `b/dp c | sum(tp)`, on dp and tp, [0, SUM].
 
-    A dim sharded by units, as `(o 16)/balanced(tp)`, has a number behind those of all dims (`arrays`).
-    Raises NotationError for layouts that are not searched.
+    `(o 16)/balanced(tp)` shards a dim by units, see `placement_by_units`. Raises NotationError for
+    layouts that are not searched.
     """
     shape = problem.shape(name)
     units = problem.units[name]
@@ -265,5 +265,5 @@ def _placements(problem: StepProblem, name: str, layout: Layout) -> list[int]:
     placements = placements_on(replace(layout, dims=tuple(even_dims)), problem.mesh, shape)
     for axis, placement in enumerate(placements):
         if placement in dims_by_units:
-            placements[axis] = placement + len(even_dims)
+            placements[axis] = placement_by_units(placement, len(even_dims))
     return placements

@@ -21,7 +21,7 @@ from xshard.step.price.edges import Edge
 from xshard.step.price.nodes import Gathering
 from xshard.step.price.options import Ints
 from xshard.step.price.problem import StepProblem
-from xshard.step.record.arrays import in_units
+from xshard.step.record.arrays import in_units, placement_by_units
 from xshard.step.record.op import Op
 from xshard.step.record.repeat import in_first_block
 from xshard.step.record.trace import INPUT
@@ -309,7 +309,10 @@ def ends_of(
 def written_ends(
     problem: StepProblem, name: str, made: Ints, used: Ints, *, says_lengths: bool = False
 ) -> tuple[Layout, Layout]:
-    """Write both ends of a move of an array, given as placements."""
+    """Write the layouts of an array before and after a move, given as placements.
+
+    `o i -> o/tp i` for (REPLICAS,) and (0,) on the axis tp. says_lengths: as in `ends_of`.
+    """
     # Tuples of ints, for the cache: `simplified` asks for the same few layouts thousands of times.
     return _written_ends(
         (tuple(made.tolist()), tuple(used.tolist())),
@@ -330,12 +333,27 @@ def _written_ends(
     mesh: Mesh,
     says_lengths: bool,
 ) -> tuple[Layout, Layout]:
-    """Write the placements of both ends of a move as layouts.
+    """Write the layouts before and after a move, given as placements.
 
-    Both ends write a dim alike: if it is in units at one of them, the other has its name, too.
+    A move is written with one name for a dim on both sides of its arrow. A dim of 6 heads of 16 rows
+    that one side shards by whole heads is `(o 16)/balanced(tp)` there. On the other side it is
+    `(o 16)` if it is whole, and `o_16/tp` in even blocks.
+
+    Args:
+        ends: The placements before and after the move, one for each mesh axis (see `record.arrays`).
+        names: The names of the dims.
+        shape: Their lengths.
+        units: How many units (as heads) each dim has; 1 for a dim that is not sharded by units.
+        mesh: The mesh that is searched.
+        says_lengths: List the units of each block: `(o 16)/sizes(tp,2,2,1,1)`.
     """
+    all_placements = {*chain(*ends)}
+    dims_by_units = []
+    for d in range(len(names)):
+        if placement_by_units(d, len(names)) in all_placements:
+            dims_by_units.append(d)
     whole_layouts = [whole_layout(placements, names, shape, mesh) for placements in ends]
-    shared_names: dict[int, str] = {}  # of dims of which devices share units
+    shared_names: dict[int, str] = {}  # of dims whose units devices share: `(o 64)/spread(tp)`
     for layout in whole_layouts:
         shared_names |= {i: dim.name for i, dim in enumerate(layout.dims) if dim.spread_axes}
     layouts: list[Layout] = []
@@ -343,15 +361,11 @@ def _written_ends(
         dims = list(layout.dims)
         for d, name in shared_names.items():
             dims[d] = replace(dims[d], name=name)
-        for d, n_units in enumerate(units):
-            number_by_units = d + len(names)
-            if number_by_units not in chain(*ends):
-                continue
+        for d in dims_by_units:
             dim_in_units = in_units(
-                dims[d], shape[d], n_units, root_of(mesh), says_length=says_lengths
+                dims[d], shape[d], units[d], root_of(mesh), says_length=says_lengths
             )
-            is_in_even_blocks = d in placements  # at this end
-            if is_in_even_blocks:
+            if d in placements:  # this end shards the dim in even blocks: only the name is shared
                 dims[d] = replace(dims[d], name=dim_in_units.name)
             else:
                 dims[d] = dim_in_units

@@ -25,6 +25,13 @@ from xshard.step.say.rules import ends_of, write_rules
 LEAST = 1e-9  # of what a change saves, and of the seconds that count for it
 
 
+class Gain(NamedTuple):
+    """A changed assignment with fewer rules, and how many of them it saves for each second more."""
+
+    rules_per_s: float
+    assignment: list[int]
+
+
 class Change(NamedTuple):
     """Another assignment, and its rank."""
 
@@ -109,7 +116,7 @@ def _most_worthwhile_first(
     changes = _other_options(search, assignment)
     changes += _like_another_parameter(search, assignment)
     n_said = Counter(_said_of(problem, edge, assignment) for edge in problem.edges)
-    gains: list[tuple[float, list[int]]] = []  # rules saved for each second, changed assignment
+    gains: list[Gain] = []
     for change in changes:
         # Writing rules takes longest: it is spared where a plan is too slow, or too large, or has
         # no rule less.
@@ -120,9 +127,9 @@ def _most_worthwhile_first(
             # A change may cost no seconds, or save some. All these count the same tiny cost, so
             # that they come first, in the order of what they save, and nothing is divided by 0.
             added_s = max(change.rank - seconds, LEAST * seconds)
-            gains.append((saved / added_s, change.assignment))
-    gains.sort(key=lambda gain: -gain[0])
-    return [changed for _, changed in gains]
+            gains.append(Gain(saved / added_s, change.assignment))
+    gains.sort(key=lambda gain: -gain.rules_per_s)
+    return [gain.assignment for gain in gains]
 
 
 def _said_of(problem: StepProblem, edge: Edge, assignment: Sequence[int]) -> Hashable:
@@ -130,9 +137,11 @@ def _said_of(problem: StepProblem, edge: Edge, assignment: Sequence[int]) -> Has
 
     A parameter has a rule in any case, an activation if it moves.
     """
-    layouts = ends_of(problem, edge, assignment)
+    src, dst = ends_of(problem, edge, assignment)
     is_parameter = problem.nodes[edge.source].gathering is not None
-    return (is_parameter, *layouts) if is_parameter or layouts[0] != layouts[1] else None
+    if not is_parameter and src == dst:
+        return None
+    return is_parameter, src, dst
 
 
 def _may_save(

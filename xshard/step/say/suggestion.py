@@ -242,7 +242,7 @@ class Suggestion(Pictured):
                 "no plan follows these rules",
                 hint="a layout that no rule moves has to be the same in all operations that it reaches",
             )
-        return Suggestion(search, search.best, search.bound, {})
+        return Suggestion(search, search.best, search.bound, by_hand={})
 
     def __str__(self) -> str:
         """Write the rules, the seconds and bytes they cost, and how plans by hand compare.

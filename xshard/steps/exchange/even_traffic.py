@@ -39,10 +39,16 @@ class LinkDigit(NamedTuple):
     outer_values: int
     size: int
 
+    @classmethod
+    def of_whole_span(cls, span: LinkSpan) -> LinkDigit:
+        """Return the coordinate along a span as one digit."""
+        return cls(span, outer_values=1, size=span.size)
+
     def split(self, size: int) -> tuple[LinkDigit, LinkDigit]:
         """Split the digit in two: the leading one has `size` values."""
+        leading = LinkDigit(self.span, self.outer_values, size)
         trailing = LinkDigit(self.span, self.outer_values * size, self.size // size)
-        return LinkDigit(self.span, self.outer_values, size), trailing
+        return leading, trailing
 
 
 class Digit(NamedTuple):
@@ -63,8 +69,9 @@ class Digit(NamedTuple):
         """Split the digit in two; the first has `size` values."""
         src_leading, src_trailing = self.src.split(size) if self.src is not None else (None, None)
         dst_leading, dst_trailing = self.dst.split(size) if self.dst is not None else (None, None)
+        leading = Digit(size, src_leading, dst_leading)
         trailing = Digit(self.size // size, src_trailing, dst_trailing)
-        return Digit(size, src_leading, dst_leading), trailing
+        return leading, trailing
 
 
 def row_digits(src: LinkCuts, dst: LinkCuts) -> tuple[Digit, ...] | None:
@@ -115,25 +122,27 @@ def _dim_digits(src: LinkSpans, dst: LinkSpans) -> tuple[Digit, ...] | None:
     """
     digits = []
     # The shards that are not compared yet, as stacks: the outermost are last, where stacks pop.
-    src_stack = [LinkDigit(span, 1, span.size) for span in reversed(src)]
-    dst_stack = [LinkDigit(span, 1, span.size) for span in reversed(dst)]
+    src_stack = [LinkDigit.of_whole_span(span) for span in reversed(src)]
+    dst_stack = [LinkDigit.of_whole_span(span) for span in reversed(dst)]
     while src_stack and dst_stack:
         size = min(src_stack[-1].size, dst_stack[-1].size)
         # Sizes 2 and 3 have no common digit: there is no formula, and the caller lists devices.
         if src_stack[-1].size % size or dst_stack[-1].size % size:
             return None
-        digits.append(Digit(size, _take_leading(src_stack, size), _take_leading(dst_stack, size)))
-    # Only one of source and target can have shards left. They cut blocks of the other: each such
-    # block has rows with all values of these digits, so that they are no coordinate (None) there.
-    digits += [Digit(link.size, link, None) for link in reversed(src_stack)]
-    digits += [Digit(link.size, None, link) for link in reversed(dst_stack)]
+        src_digit = _pop_leading(src_stack, size)
+        dst_digit = _pop_leading(dst_stack, size)
+        digits.append(Digit(size, src_digit, dst_digit))
+    # One of the stacks is empty: "n/x" -> "n/x/y" has y left in the target. Any block of the source
+    # has rows for all coordinates along y, so that this digit says nothing about the source: None.
+    digits += [Digit(link.size, src=link, dst=None) for link in reversed(src_stack)]
+    digits += [Digit(link.size, src=None, dst=link) for link in reversed(dst_stack)]
     return tuple(digits)
 
 
-def _take_leading(stack: list[LinkDigit], size: int) -> LinkDigit:
-    """Pop the leading digit of `size` values from the top of a stack, and leave its trailing digit.
+def _pop_leading(stack: list[LinkDigit], size: int) -> LinkDigit:
+    """Pop the leading digit of `size` values off a stack, and push what is left of the popped one.
 
-    Size 2 from [4, 8] -> a digit of 2, and the stack [4, 4].
+    Size 2 from [4, 8] -> a digit of 2, and the stack becomes [4, 4].
     """
     leading, trailing = stack.pop().split(size)
     if trailing.size > 1:
@@ -263,7 +272,7 @@ def _sender_rules(digits: Sequence[Digit], addends: Sequence[LinkSpan]) -> Sende
     `addends` are the parts of axes along which a sum ends: each addend comes from another sender.
     """
     spans = set(addends)
-    free_digits = [LinkDigit(span, 1, span.size) for span in addends]
+    free_digits = [LinkDigit.of_whole_span(span) for span in addends]
     digit_pairs = []
     for digit in digits:
         if digit.src == digit.dst:
@@ -322,23 +331,23 @@ def digit_traffic(
     wanted_elements = _wanted_elements(shape, dst, addends)
     # What is not counted yet comes from the senders that share the receiver's coordinates on all
     # levels so far. In the example: 8 rows of 8 senders, then the 4 of its node, at last its own.
-    remaining = Taken(wanted_elements, math.prod(digit.size for digit in rules.free_digits))
+    not_counted = Taken(wanted_elements, math.prod(digit.size for digit in rules.free_digits))
     equations = Equations()  # between coordinates; `_new_paired_digits` adds those of a level
     has_own_rows = True
     hops = []
     for level in sorted({span.level for span in rules.spans}):  # the slowest links first
-        # One sender in `n_values` has the receiver's coordinates on this level too: what it sends
-        # comes over faster links, or is the receiver's own.
+        # Among senders with all values of the free digits of this level, one in `n_values` has the
+        # receiver's own: what it sends comes over faster links, or is the receiver itself.
         n_values = math.prod(digit.size for digit in rules.free_digits if digit.span.level == level)
-        nearer = remaining.share(n_values)
+        nearer = not_counted.share(n_values)
         paired_digits = _new_paired_digits(rules.digit_pairs, level, equations)
         if paired_digits:
-            # The busiest device is one whose sender must be elsewhere on this level: it has no
-            # rows of its own, and all that is not counted yet is received over these links.
+            # A sender's coordinate here must be another coordinate of the receiver. For the busiest
+            # receiver that is not its own place: nothing that is not counted yet is nearer.
             has_own_rows = False
-            received = remaining
+            received = not_counted
         else:
-            received = remaining.without(nearer)
+            received = not_counted.without(nearer)
         if received.elements:
             hops.append(
                 Hop(
@@ -349,10 +358,15 @@ def digit_traffic(
                     mean_shortfall=_mean_shortfall(level, paired_digits, nearer.elements),
                 )
             )
-        remaining = nearer
-    own_elements = remaining.elements if has_own_rows else 0
-    # Each element is packed by its sender and unpacked by its receiver: two copies.
-    return Traffic(wanted_elements - own_elements, 2 * wanted_elements, tuple(hops), own_elements)
+        not_counted = nearer
+    # What comes from the sender with all coordinates of the receiver: itself.
+    own_elements = not_counted.elements if has_own_rows else 0
+    return Traffic(
+        received=wanted_elements - own_elements,
+        copied=2 * wanted_elements,  # packed by its sender, unpacked by its receiver
+        hops=tuple(hops),
+        saved_copies=own_elements,
+    )
 
 
 def _new_paired_digits(
@@ -395,7 +409,7 @@ def _mean_shortfall(level: int, paired_digits: Sequence[LinkDigit], nearer_eleme
     return nearer_elements // math.prod(digit.size for digit in paired_digits)
 
 
-def node_lack(shape: Ints, src: LinkCuts, dst: LinkCuts) -> int:
+def elements_lacking_in_node(shape: Ints, src: LinkCuts, dst: LinkCuts) -> int:
     """Bound from below the elements that must enter the node that lacks most; 0 if unknown.
 
     A node has the blocks that the source gives its devices, and needs those of the target. 16 rows
@@ -421,7 +435,7 @@ def node_lack(shape: Ints, src: LinkCuts, dst: LinkCuts) -> int:
     return needed - present
 
 
-def met_elements(shape: Ints, src: LinkCuts, dst: LinkCuts) -> int | None:
+def elements_staying(shape: Ints, src: LinkCuts, dst: LinkCuts) -> int | None:
     """Count the elements that need not move: those that some device holds already.
 
     8 rows on x=2, y=4: from "n/x/y" to "n/y/x" rows 0 and 7 stay on their devices, 2 elements. Each

@@ -67,8 +67,13 @@ def block_holders(sharding: Sharding, node_devices: int) -> BlockHolders:
     node_of = np.arange(mesh.n_devices) // node_devices  # [devices]
     is_in_node = np.zeros((len(keys), node_of[-1] + 1), bool)  # [blocks, nodes]
     is_in_node[block_of_device, node_of] = True
-    # The last: for each block and device, whether a device of the same node holds the block.
-    return BlockHolders(keys, block_of_device, addends, is_in_node[:, node_of])
+    return BlockHolders(
+        keys,
+        block_of_device,
+        addend_of_device=addends,
+        # For each block and device, whether a device of the same node holds the block.
+        is_on_same_node=is_in_node[:, node_of],
+    )
 
 
 def needed_elements(source: Sharding, target: Sharding, node_devices: int) -> Numbers:
@@ -125,7 +130,13 @@ def _node_hop(axis: str, level: int, elements: Numbers, node_devices: int) -> Ho
     node_of = np.arange(len(by_device)) // node_devices
     busiest_node = np.bincount(node_of, by_device).max()
     mean_of_busiest_node = int(busiest_node / node_devices)
-    return Hop(axis, received, messages, level, mean_shortfall=received - mean_of_busiest_node)
+    return Hop(
+        axis=axis,
+        received=received,
+        messages=messages,
+        level=level,
+        mean_shortfall=received - mean_of_busiest_node,
+    )
 
 
 @layout_cache(maxsize=1024)
@@ -186,11 +197,11 @@ class Message(NamedTuple):
 
     def src_index(self) -> tuple[Numbers, ...]:
         """Return the numpy index of the box in the sender's block."""
-        return np.ix_(*(rows_at(segments, 0) for segments in self.box))
+        return np.ix_(*(rows_at(segments, end=0) for segments in self.box))
 
     def dst_index(self) -> tuple[Numbers, ...]:
         """Return the numpy index of the box in the receiver's block."""
-        return np.ix_(*(rows_at(segments, 1) for segments in self.box))
+        return np.ix_(*(rows_at(segments, end=1) for segments in self.box))
 
 
 Messages = tuple[Message, ...]
@@ -243,19 +254,22 @@ def messages_from(
     return tuple(message for message in sent if message.src == device)
 
 
-def boundary_fills(target: Sharding, device: int) -> tuple[tuple[int, int, int, float], ...]:
-    """List the rows outside the array that a device fills itself, in order of writing.
+class BoundaryFill(NamedTuple):
+    """Local rows [start, stop) of one dim of a block that lie outside the array, and their value."""
 
-    Returns:
-        (dim, start, stop, value), with local rows.
-    """
+    dim: int
+    start: int
+    stop: int
+    value: float
+
+
+def boundary_fills(target: Sharding, device: int) -> tuple[BoundaryFill, ...]:
+    """List the rows outside the array that a device fills itself, in order of writing."""
     fills = []
     for dim_index, (dim, length) in enumerate(zip(target.layout.dims, target.shape, strict=True)):
         sizes = target.mesh.sizes_of(dim.axes)
-        for start, stop, value in block_fills(
-            dim, length, sizes, target.dim_device(dim_index, device)
-        ):
-            fills.append((dim_index, start, stop, value))
+        for padding in block_fills(dim, length, sizes, target.dim_device(dim_index, device)):
+            fills.append(BoundaryFill(dim_index, padding.start, padding.stop, padding.value))
     return tuple(fills)
 
 

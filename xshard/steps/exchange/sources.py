@@ -261,13 +261,14 @@ def _request(
     """
     is_fold = isinstance(src.dim.overlap, Fold)
     if src.pole_side != STRAIGHT and not is_fold:
-        return RowRequest((), ())  # rows beyond a pole are copies: nothing is taken from them
+        # Rows beyond a pole are copies: nothing is taken from them.
+        return RowRequest(own_segments=(), from_others=())
     wanted_runs = dst.wanted_rows()[dst_index]
     # No own rows: the receiver is asked as a sender like any other, for its own shard too. Without
     # a halo it has nothing else. Under a Fold (whose overlapping rows are addends) what it has
     # beyond its shard are no copies that could be used.
     if src.is_plain or is_fold or from_providers:
-        return RowRequest((), wanted_runs)
+        return RowRequest(own_segments=(), from_others=wanted_runs)
     held = src.distinct_held_rows()[src_index]
     return RowRequest(common_segments(held, wanted_runs), rows_without(wanted_runs, held))
 

@@ -124,7 +124,12 @@ def busiest_traffic(wanted_by_device: Numbers, received: Numbers, hops: Sequence
     # puts a device's own rows into place directly copies these once, and saves `saved` copies.
     copied = 2 * int(wanted_by_device.max())
     saved = copied - int((wanted_by_device + received).max())
-    return Traffic(int(received.max()), copied, tuple(hops), saved)
+    return Traffic(
+        received=int(received.max()),
+        copied=copied,
+        hops=tuple(hops),
+        saved_copies=saved,
+    )
 
 
 def _level_hop(received: Received, level: int, axis: str, nearer_dims: tuple[int, ...]) -> Hop:
@@ -145,8 +150,13 @@ def _level_hop(received: Received, level: int, axis: str, nearer_dims: tuple[int
     group_size = math.prod(elements.shape[i] for i in nearer_dims)
     # The devices of a group may share a port, whose load is their average: take the busiest group.
     busiest_mean = elements.sum(axis=nearer_dims).max() / group_size
-    messages = int(received.senders.max())
-    return Hop(axis, int(busiest), messages, level, mean_shortfall=int(busiest - busiest_mean))
+    return Hop(
+        axis=axis,
+        received=int(busiest),
+        messages=int(received.senders.max()),
+        level=level,
+        mean_shortfall=int(busiest - busiest_mean),
+    )
 
 
 class SpanAxes(NamedTuple):

@@ -214,9 +214,9 @@ def counted_argument(case: Case) -> str | None:
         row_dims = tuple(range(error.ndim - argument.ndim))
         if not argument.any() or error.shape[len(row_dims) :] != argument.shape:
             continue
-        # Fit error = excess * argument: an argument that counts twice has an excess of 1.
+        # Fit error = excess * argument: an argument that counts twice has an excess of 1, one that is
+        # left out -1.
         excess = _ratio(error.mean(axis=row_dims), argument)
-        # -1 if it is left out.
         is_multiple = case.near(error, np.broadcast_to(excess * argument, error.shape))
         if is_multiple and abs(excess) >= _CONSTANT:
             return _counted_text(case, name, excess + 1)
@@ -299,8 +299,8 @@ def rounded(case: Case) -> str | None:
     if max(block.size for block in case.want) < 2:  # one number may be as near by chance
         return None
     error = largest_error(list(map(in_double, case.got)), list(map(in_double, case.want)))
-    for name, unit in _ROUNDINGS:
-        if error <= unit * case.scale:
+    for name, relative_error in _ROUNDINGS:
+        if error <= relative_error * case.scale:
             return (
                 f"errors are at most {error / case.scale:.1e} of the largest value: "
                 f"rounding, as of {name}, or an approximation (a GELU by tanh, another epsilon)"

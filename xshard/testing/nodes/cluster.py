@@ -22,7 +22,9 @@ from xshard.testing.nodes.network import LINK, Network, NoNodesError
 from xshard.testing.pickling import packed
 
 Work = Callable[..., Any] | str | Path  # a function, or the path of a script
-_PATIENCE = 20  # a collective waits longer than ranks that make no progress are let live
+# A collective gives up after so many times the longest time without progress: ranks that hang are
+# ended before that, so that the error is theirs.
+_COLLECTIVE_TIMEOUT_FACTOR = 20
 _LOOK_S = 0.2
 _FIRST_PORT = 29500
 # JAX needs a thread for each device of two programs that run at once, and some to spare.
@@ -64,6 +66,14 @@ class _RankReports:
             errors[int(file.stem)] = file.read_text() if file.suffix == ".error" else ""
         return dict(sorted(errors.items()))
 
+    def results(self) -> list[Any]:
+        """Return what the ranks returned, in their order. All of them have ended without an error."""
+        if self._folder is None:
+            return []
+        files = sorted(self._folder.glob("*.result"), key=lambda file: int(file.stem))
+        # Unpickling is safe here, since only this user can write to the folder.
+        return [pickle.loads(file.read_bytes()) for file in files]
+
     def has_all_of(self, node: int) -> bool:
         """Tell whether all ranks of a node have ended."""
         first = node * self._ranks_per_node
@@ -94,7 +104,7 @@ class Cluster:
 
         Args:
             work: A function, closures too; or the path of a script, which keeps its results itself.
-            *args: The function's arguments, or the script's words.
+            *args: The function's arguments, or those of the script on its command line.
             timeout_s: The longest time without progress.
             collective_timeout_s: The limit of one collective; by default longer than `timeout_s`.
 
@@ -107,17 +117,15 @@ class Cluster:
         """
         backend = BACKENDS["torch"]
         backend.check_installed()
-        # A function travels as bytes, a script as the words of a command.
+        # A function travels as bytes, a script as its command line.
         sent: bytes | tuple[str, ...]
         if callable(work):
             sent = packed(work, *args)
         else:
             sent = (str(work), *map(str, args))
-        # By default, ranks that make no progress are ended before a collective gives up.
         if not collective_timeout_s:
-            collective_timeout_s = _PATIENCE * timeout_s
+            collective_timeout_s = _COLLECTIVE_TIMEOUT_FACTOR * timeout_s
         self._start("torch", {"GLOO_SOCKET_IFNAME": LINK, "OMP_NUM_THREADS": "1"})
-        # Results are unpickled from this folder: that is safe, since only this user can write there.
         with tempfile.TemporaryDirectory() as folder:
             reports = _RankReports(Path(folder), self._ranks)
             arguments = (
@@ -135,8 +143,7 @@ class Cluster:
                 timeout_s,
                 reports,
             )
-            results = [Path(folder, f"{rank}.result") for rank in reports.errors()]
-            return [pickle.loads(file.read_bytes()) for file in results]
+            return reports.results()
 
     def run_jax(
         self, function: Callable[..., Any], *args: Any, timeout_s: float = 300.0

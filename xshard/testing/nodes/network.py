@@ -130,8 +130,9 @@ class Network:
 
     def _add_node(self, i: int, stack: ExitStack) -> None:
         """Make a node, and connect it with the switch. stack: gets the function that ends the node."""
+        prefix = () if is_root() else self.switch.prefix
         # The host's name is its address: whoever looks it up needs no name service.
-        node = Namespace((), () if is_root() else self.switch.prefix, self.address(i))
+        node = Namespace((), prefix, self.address(i))
         stack.callback(node.end)
         self.switch.call(
             f"ip link add port{i} type veth peer name {LINK} netns {node.pid}",
