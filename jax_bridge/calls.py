@@ -93,10 +93,10 @@ class MoveCall(NamedTuple):
         """
         text = self.sides.text
         with mark_errors(text):
-            given_plan = self.given_plan
-            plan = (
-                self._new_plan(x) if given_plan is None else self._given_plan_on_mesh(given_plan, x)
-            )
+            if self.given_plan is None:
+                plan = self._new_plan(x)
+            else:
+                plan = self._given_plan_on_mesh(self.given_plan, x)
         check_block_shape(x.shape, plan.source, text, inferred=self.shape is None)
         return plan
 

@@ -319,7 +319,18 @@ def _resident_pieces(x: jax.Array, dim: int, ring: ContractionRing) -> list[jax.
 def _travelling_sums(
     products: Sequence[jax.Array], dim: int, ring: ContractionRing, mover: _Mover
 ) -> jax.Array:
-    """Pass each sum from device to device, each of which adds its product; the last one keeps it."""
+    """Add up pieces of the result on their way around the ring; return those that end here.
+
+    A sum begins as a product of the device where it starts. Each device that it comes to adds its
+    own product for it, and the last one keeps it.
+
+    Args:
+        products: This device's products, in the order in which it computes them: with 2 pieces at
+            once, 0, 2, 4, ... are for the first sums that pass, 1, 3, 5, ... for the second.
+        dim: The dim of the result that the ring cuts.
+        ring: What travels.
+        mover: Moves blocks.
+    """
     sums = []
     for piece in range(ring.pieces):
         addends = products[piece :: ring.pieces]  # one per round

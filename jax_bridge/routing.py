@@ -227,7 +227,14 @@ def route(
     placed = _place_copies(choices.device, n_devices, copies_per_device)
     n_received = _all_to_all(as_varying(placed.n_sent, axes), axes)
     n_choices = choices.device.shape[1]
-    copies = Copies(axes, n_rows, n_choices, placed.row_of_copy, placed.n_sent, n_received)
+    copies = Copies(
+        axis=axes,
+        n_rows=n_rows,
+        n_choices=n_choices,
+        row_of_copy=placed.row_of_copy,
+        n_sent=placed.n_sent,
+        n_received=n_received,
+    )
 
     # Each copy brings the group of each of its choices along: [devices * capacity, choices].
     n_groups = max(groups_on_devices.sizes)
@@ -241,7 +248,13 @@ def route(
     sizes = jnp.bincount(arrived_groups, length=n_groups + 1)[:n_groups]
     rows = copies.send(x)[choice_of_row // n_choices]
     rows = _with_zero_padding(rows, sizes)
-    return Routed(rows, sizes, placed.n_dropped, copies, choice_of_row)
+    return Routed(
+        rows=rows,
+        sizes=sizes,
+        dropped=placed.n_dropped,
+        _copies=copies,
+        _choice_of_row=choice_of_row,
+    )
 
 
 def _manual_axes(axis: Axes) -> tuple[str, ...]:
@@ -285,7 +298,7 @@ class _PlacedCopies(NamedTuple):
     n_dropped: jax.Array
 
 
-def _place_copies(device: jax.Array, n_devices: int, capacity: int) -> _PlacedCopies:
+def _place_copies(device_of_choice: jax.Array, n_devices: int, capacity: int) -> _PlacedCopies:
     """Give each row a slot in the send buffer for each device that it goes to.
 
     The buffer has `capacity` slots per device. Rows 0, 1, 2 that chose the devices
@@ -293,25 +306,26 @@ def _place_copies(device: jax.Array, n_devices: int, capacity: int) -> _PlacedCo
     device 0 and [0, 1] for device 1. Number 2 is no device, and a row is sent to a device once.
 
     Args:
-        device: The device of each choice, or `n_devices` for one that goes nowhere: [rows,
-            choices].
+        device_of_choice: The device of each choice, or `n_devices` for one that goes nowhere:
+            [rows, choices].
         n_devices: The number of devices.
         capacity: The most rows for each device; later ones are dropped.
     """
-    n_rows = len(device)
+    n_rows = len(device_of_choice)
     buffer_length = n_devices * capacity
     devices = jnp.arange(n_devices)
-    is_chosen = (device[:, :, None] == devices).any(1)  # [rows, devices]
+    is_chosen = (device_of_choice[:, :, None] == devices).any(1)  # [rows, devices]
     # How many earlier rows go to the same device: [rows, devices].
     index_at_device = jnp.cumsum(is_chosen, 0) - 1
     is_sent = is_chosen & (index_at_device < capacity)
     # The slot of each copy: [rows, devices]. JAX drops what is written at `buffer_length`, which is
     # out of bounds.
-    slot = jnp.where(is_sent, devices * capacity + index_at_device, buffer_length)
-    rows = jnp.broadcast_to(jnp.arange(n_rows)[:, None], slot.shape)
-    row_of_copy = jnp.full((buffer_length,), n_rows).at[slot].set(rows, mode="drop")
+    slots = jnp.where(is_sent, devices * capacity + index_at_device, buffer_length)
+    rows = jnp.broadcast_to(jnp.arange(n_rows)[:, None], slots.shape)
+    row_of_copy = jnp.full((buffer_length,), n_rows).at[slots].set(rows, mode="drop")
     n_sent = is_sent.sum(0)
-    return _PlacedCopies(row_of_copy, n_sent, is_chosen.sum() - n_sent.sum())
+    n_dropped = is_chosen.sum() - n_sent.sum()
+    return _PlacedCopies(row_of_copy, n_sent, n_dropped)
 
 
 def _groups_of_copies(

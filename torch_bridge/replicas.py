@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -148,12 +149,17 @@ class Comparison:
                 self.processes.group((axis,))
 
     def __call__(self, block: Tensor) -> None:
-        compare_all([(self, block)])
+        compare_all([ComparedBlock(self, block)])
 
 
-def compare_all(
-    compared_blocks: Sequence[tuple[Comparison, Tensor]], bucket_bytes: int | None = None
-) -> None:
+class ComparedBlock(NamedTuple):
+    """A block of this process, and how it is compared with its replicas."""
+
+    comparison: Comparison
+    block: Tensor
+
+
+def compare_all(compared: Sequence[ComparedBlock], bucket_bytes: int | None = None) -> None:
     """Check that blocks are equal on the processes that should share them, together.
 
     Along each axis with replicas, the largest and the smallest value of every element over the
@@ -161,39 +167,37 @@ def compare_all(
     callers.
 
     Args:
-        compared_blocks: Each block with its comparison; the same processes make all comparisons.
+        compared: The blocks with their comparisons; the same processes make all comparisons.
         bucket_bytes: How many bytes of blocks are compared together; None for all.
     """
-    measured = _measured_differences(compared_blocks, bucket_bytes)
+    measured = _measured_differences(compared, bucket_bytes)
     # Each rank has filled its own row, and has zeros in all others: the maximum has all rows. So all
     # ranks judge the same differences, and all raise or none.
-    callers = compared_blocks[0][0].callers
+    callers = compared[0].comparison.callers
     of_all_ranks = _largest(measured, callers, callers.mesh.axes).cpu().numpy()
-    for (comparison, _), of_block in zip(compared_blocks, of_all_ranks, strict=True):
+    for (comparison, _), differences in zip(compared, of_all_ranks, strict=True):
         check = comparison.check
-        error = check.fault(of_block[:, : len(check.axes)], comparison.ranks)
+        error = check.fault(differences[:, : len(check.axes)], comparison.ranks)
         if error is not None:
             raise error
 
 
-def _measured_differences(
-    compared_blocks: Sequence[tuple[Comparison, Tensor]], bucket_bytes: int | None
-) -> Tensor:
+def _measured_differences(compared: Sequence[ComparedBlock], bucket_bytes: int | None) -> Tensor:
     """Measure how much this process's blocks differ from their replicas: `[blocks, ranks, axes, 2]`.
 
     The last dim is the largest difference along an axis, and the largest value. Only the row of
     this process among the ranks is filled; all others are 0.
     """
-    first_comparison, first_block = compared_blocks[0]
-    max_axes = max(len(comparison.check.axes) for comparison, _ in compared_blocks)
-    shape = (len(compared_blocks), len(first_comparison.ranks), max_axes, 2)
-    measured = torch.zeros(shape, dtype=torch.float64, device=first_block.device)
-    for block_indices in _groups_compared_together(compared_blocks, bucket_bytes):
-        comparison, _ = compared_blocks[block_indices[0]]  # all of the group have its axes
+    first = compared[0]
+    max_axes = max(len(comparison.check.axes) for comparison, _ in compared)
+    shape = (len(compared), len(first.comparison.ranks), max_axes, 2)
+    measured = torch.zeros(shape, dtype=torch.float64, device=first.block.device)
+    for block_indices in _groups_compared_together(compared, bucket_bytes):
+        comparison = compared[block_indices[0]].comparison  # all of the group have its axes
         processes = comparison.processes
         if processes is None:  # a process without a block only learns what the others measure
             continue
-        values = [_comparable(compared_blocks[i][1].detach()) for i in block_indices]
+        values = [_comparable(compared[i].block.detach()) for i in block_indices]
         for axis_index, axis in enumerate(comparison.check.axes):
             differences = _differences(values, processes, axis)
             measured[block_indices, processes.device, axis_index] = differences.to(measured)
@@ -201,14 +205,14 @@ def _measured_differences(
 
 
 def _groups_compared_together(
-    compared_blocks: Sequence[tuple[Comparison, Tensor]], bucket_bytes: int | None
+    compared: Sequence[ComparedBlock], bucket_bytes: int | None
 ) -> list[list[int]]:
     """Group the indices of blocks that share a collective: of one dtype, and along the same axes."""
     keys = [
         (comparison.check.axes, comparison.processes, block.dtype, block.device)
-        for comparison, block in compared_blocks
+        for comparison, block in compared
     ]
-    block_bytes = [block.nbytes for _, block in compared_blocks]
+    block_bytes = [block.nbytes for _, block in compared]
     return trees.group_by_bytes(block_bytes, bucket_bytes, keys)
 
 
@@ -219,21 +223,26 @@ def _differences(values: Sequence[Tensor], processes: ProcessMesh, axis: str) ->
     one process and [1, 5] on another -> (2, 5).
     """
     flat = torch.cat([x.reshape(-1) for x in values])
-    # One collective finds both maximum and minimum, as min(x) = -max(-x). For integers ~x takes the
-    # place of -x, because the least integer has no negative: -(-128) overflows int8, ~(-128) is
-    # 127.
-    reverse = torch.neg if flat.is_floating_point() else torch.bitwise_not
-    largest, reversed_smallest = _largest(torch.stack([flat, reverse(flat)]), processes, (axis,))
-    smallest = reverse(reversed_smallest)
-
+    smallest, largest = _smallest_and_largest(flat, processes, axis)
     # inf - inf would be NaN, though they are equal. Differences of integers may wrap around, but
     # not to 0.
-    difference = (largest - smallest).masked_fill(largest == smallest, 0)
-    magnitude = torch.maximum(largest.double().abs(), smallest.double().abs())
-    magnitude = magnitude.where(magnitude.isfinite(), 0)
-    columns = torch.stack([difference.double().abs(), magnitude])  # [2, elements of all values]
+    differences = (largest - smallest).masked_fill(largest == smallest, 0)
+    magnitudes = torch.maximum(largest.double().abs(), smallest.double().abs())
+    magnitudes = magnitudes.where(magnitudes.isfinite(), 0)
+    columns = torch.stack([differences.double().abs(), magnitudes])  # [2, elements of all values]
     by_value = columns.split([x.numel() for x in values], 1)
     return torch.stack([x.amax(1) if x.numel() else x.new_zeros(2) for x in by_value])
+
+
+def _smallest_and_largest(flat: Tensor, processes: ProcessMesh, axis: str) -> tuple[Tensor, Tensor]:
+    """Return the element-wise minimum and maximum over the processes along an axis.
+
+    One collective finds both, as min(x) = -max(-x). For integers ~x takes the place of -x, because
+    the least integer has no negative: -(-128) overflows int8, ~(-128) is 127.
+    """
+    reverse = torch.neg if flat.is_floating_point() else torch.bitwise_not
+    largest, reversed_smallest = _largest(torch.stack([flat, reverse(flat)]), processes, (axis,))
+    return reverse(reversed_smallest), largest
 
 
 def _largest(values: Tensor, processes: ProcessMesh, axes: Sequence[str]) -> Tensor:

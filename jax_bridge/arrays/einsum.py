@@ -115,7 +115,13 @@ def einsum(  # noqa: PLR0913  one option more than the limit; torch_bridge has t
     if preferred_element_type is not None:
         product_dtype = np.dtype(name_of(preferred_element_type))
     profile = with_addends(profile, addends, expression)
-    options = EinsumOptions(profile, overlap, product_dtype, precision, known_sizes)
+    options = EinsumOptions(
+        profile=profile,
+        overlap=overlap,
+        dtype=product_dtype,
+        precision=precision,
+        sizes=known_sizes,
+    )
     if _are_blocks(call):
         return einsum_blocks(contraction, arrays, mesh, shapes, options)
     if shapes is None:
@@ -222,7 +228,8 @@ def _make_program(
     )
 
     def contract_blocks(*blocks: jax.Array) -> jax.Array:
-        return as_tagged(einsum_blocks(plan, blocks, None, None, options), call.result)
+        y = einsum_blocks(plan, blocks, mesh=None, shapes=None, options=options)
+        return as_tagged(y, call.result)
 
     on_devices = jax.shard_map(
         contract_blocks,

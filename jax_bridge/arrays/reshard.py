@@ -110,28 +110,37 @@ def reshard(
     on_machine = machine_profile(profile, array_mesh.in_context)
     program = make_program(moves, array_mesh, donate, on_machine)
 
-    # All arrays are checked before one is brought to its source: an error leaves nothing half done.
-    for leaf, call, source in zip(leaves, calls, program.sources, strict=True):
-        with located(call.place):
-            source.check(call.x, donate)
-            check_order(leaf.x, source.array, source.text)
-    xs = [
-        source.with_expected_type(call.x)
-        for call, source in zip(calls, program.sources, strict=True)
-    ]
+    xs = _sources_of(leaves, calls, program.sources, donate)
     if any(isinstance(x, Tracer) for x in xs):
-        ys = program.traced(*xs)  # transformations see each move as it is
+        moved = program.traced(*xs)  # transformations see each move as it is
     else:
-        ys = program.run(*xs)  # a program of its own: arrays have memory to donate
+        moved = program.run(*xs)  # a program of its own: arrays have memory to donate
     if donate:
         _delete(xs)
 
     results = []
-    for y, call, plan in zip(ys, calls, program.plans, strict=True):
-        if call.back is not None:
-            y = call.back(y)
-        results.append(stored.record_order(y, plan.target))
+    for y, call, plan in zip(moved, calls, program.plans, strict=True):
+        # Integers become PRNG keys again.
+        result = y if call.back is None else call.back(y)
+        results.append(stored.record_order(result, plan.target))
     return jax.tree.unflatten(jax.tree.structure(arrays), results)
+
+
+def _sources_of(
+    leaves: Sequence[Leaf],
+    calls: Sequence[ArrayCall],
+    sources: Sequence[StoredArray],
+    donate: bool,
+) -> list[jax.Array]:
+    """Return the arrays as the program takes them. Raises if one is not sharded by its left layout.
+
+    All are checked before the first is brought there: an error leaves nothing half done.
+    """
+    for leaf, call, source in zip(leaves, calls, sources, strict=True):
+        with located(call.place):
+            source.check(call.x, donate)
+            check_order(leaf.x, source.array, source.text)
+    return [source.with_expected_type(call.x) for call, source in zip(calls, sources, strict=True)]
 
 
 class ArrayCall(NamedTuple):

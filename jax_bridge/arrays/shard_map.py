@@ -264,11 +264,13 @@ class _Border(NamedTuple):
 # The function of blocks, and the program that runs it.
 
 
-class _Call(NamedTuple):
-    """The arguments of one call.
+def _is_array_leaf(leaf: Leaf) -> bool:
+    """Return whether a leaf of the arguments has a layout (its `value`), and so is an array."""
+    return leaf.value is not None
 
-    A leaf with a layout, its `value`, is an array. Others are constants of the program.
-    """
+
+class _Call(NamedTuple):
+    """The arguments of one call: arrays, which have layouts, and constants of the program."""
 
     names: list[str]  # of positional arguments
     tree: Any  # the structure of all arguments, by name
@@ -278,21 +280,21 @@ class _Call(NamedTuple):
     @property
     def array_leaves(self) -> list[Leaf]:
         """The leaves that are arrays."""
-        return [leaf for leaf in self.leaves if leaf.value is not None]
+        return [leaf for leaf in self.leaves if _is_array_leaf(leaf)]
 
     @property
     def constants(self) -> tuple[Any, ...]:
         """The other leaves, as a part of a key: True == 1 and 0.0 == -0.0 are other constants."""
         constants = []
         for leaf in self.leaves:
-            if leaf.value is None:
+            if not _is_array_leaf(leaf):
                 is_inexact = isinstance(leaf.x, float | complex)
                 constants.append((type(leaf.x), leaf.x, repr(leaf.x) if is_inexact else ""))
         return tuple(constants)
 
     def without_arrays(self) -> _Call:
         """Return the call without its arrays: a cached program must not keep their memory."""
-        leaves = [leaf if leaf.value is None else leaf._replace(x=None) for leaf in self.leaves]
+        leaves = [leaf._replace(x=None) if _is_array_leaf(leaf) else leaf for leaf in self.leaves]
         return self._replace(leaves=leaves)
 
 
@@ -323,14 +325,14 @@ class _BlockFunction:
         The blocks are moved to the layouts that the function takes (halos filled, say), and put
         back among the arguments that are not arrays.
         """
-        remaining_blocks = zip(blocks, self.arguments, strict=True)
+        blocks_and_arguments = zip(blocks, self.arguments, strict=True)
         values = []
         for leaf in self.call.leaves:
-            if leaf.value is None:  # no layout: not an array
-                values.append(leaf.x)
-            else:
-                block, argument = next(remaining_blocks)
+            if _is_array_leaf(leaf):
+                block, argument = next(blocks_and_arguments)
                 values.append(argument.move(block))
+            else:
+                values.append(leaf.x)
         by_keyword = jax.tree.unflatten(self.call.tree, values)
         by_position = [by_keyword.pop(name) for name in self.call.names]
         leaves, structure = jax.tree.flatten(self.f(*by_position, **by_keyword))
@@ -365,7 +367,7 @@ class _MappedFunction:
     has_types: bool
     donated: tuple[int, ...]
     profile: ProfileLike
-    # The leaves of the arguments without their values, by the arguments' structure.
+    # The names and layouts of the arguments' leaves, by the arguments' structure; their `x` is None.
     leaves: dict[Any, list[Leaf]] = field(default_factory=dict)
     programs: dict[Any, _Program] = field(default_factory=dict)
 
@@ -418,8 +420,9 @@ class _MappedFunction:
         structure = (tree, tuple(map(is_array, values)))
         if structure not in self.leaves:
             self.leaves[structure] = self._leaves(names, jax.tree.unflatten(tree, values))
-        leaves_without_values = self.leaves[structure]
-        leaves = [leaf._replace(x=x) for leaf, x in zip(leaves_without_values, values, strict=True)]
+        leaves = []
+        for leaf, x in zip(self.leaves[structure], values, strict=True):
+            leaves.append(leaf._replace(x=x))
         return _Call(names, tree, structure, leaves)
 
     @cached_property
@@ -433,10 +436,11 @@ class _MappedFunction:
         return [parameter.name for parameter in parameters if parameter.kind in positional]
 
     def _leaves(self, names: Sequence[str], arguments: Mapping[str, Any]) -> list[Leaf]:
-        """List the leaves of the arguments by name, each with its layout, and without its value.
+        """List the leaves of the arguments, each with its name and its layout.
 
-        f(x, {"w": w}) under "n d, d f" has "x" with "n d" and "params.w" with "d f". The layout is
-        None for a leaf that is not an array.
+        f(x, {"w": w}) under "n d, d f" has "x" with "n d" and "params.w" with "d f". A leaf that is
+        not an array has None for its layout. The leaves are kept for later calls with the same
+        structure: the arguments themselves are not in them, and each `x` is None.
 
         Args:
             names: The names of the positional arguments.
@@ -456,7 +460,7 @@ class _MappedFunction:
         layout_of |= zip(names, layouts, strict=True)
         leaves = array_leaves(layout_of, arguments)
         for leaf in leaves:
-            if leaf.value is None and is_array(leaf.x):
+            if is_array(leaf.x) and not _is_array_leaf(leaf):
                 hint = "layouts are for arguments by position, None for other arguments than arrays"
                 raise XshardError(f"argument '{leaf.name}' is an array without a layout", hint=hint)
         return [leaf._replace(x=None) for leaf in leaves]

@@ -239,7 +239,7 @@ class StoredArray(NamedTuple):
         check_even(array, text)
         with mark_errors(text):  # errors show the user's text, not the storage layout's
             sharding = storage_sharding(array.layout, mesh.in_context)
-        return cls(array, mesh, sharding, text, path)
+        return cls(array=array, mesh=mesh, sharding=sharding, text=text, path=path)
 
     @property
     def sharding_on_devices(self) -> NamedSharding | None:

@@ -71,11 +71,12 @@ def _dim_order(left_operand: int, names: ProductNames, lengths: dict[int, int]) 
 
     The left operand has batch dims, its own dims (rows), summed dims; the result has batch dims,
     rows, the right operand's dims (columns). "ij,jk->ki" with operand 0 on the left computes
-    "ij,jk->ik" and then transposes the result.
+    "ij,jk->ik" and then transposes the result. A summed dim that only one operand has is in neither
+    order.
 
     Args:
         left_operand: The index of the operand on the left: 0 or 1.
-        names: The names of all dims, as numbers.
+        names: The names of all dims, numbers in place of letters. An array has each name once.
         lengths: The length of each dim by name, to count what transposing would copy.
     """
     left_names = names.operands[left_operand]
@@ -89,13 +90,17 @@ def _dim_order(left_operand: int, names: ProductNames, lengths: dict[int, int]) 
     ordered_left = (*batch, *rows, *summed)
     ordered_result = (*batch, *rows, *columns)
 
-    # The elements of arrays that have to be transposed.
     n_copied = 0
     if left_names != ordered_left:
-        n_copied += prod(lengths[name] for name in left_names)
+        n_copied += _n_elements(left_names, lengths)
     if names.result != ordered_result:
-        n_copied += prod(lengths[name] for name in names.result)
+        n_copied += _n_elements(names.result, lengths)
     return _DimOrder(left_operand, ordered_left, ordered_result, n_copied)
+
+
+def _n_elements(names: Names, lengths: dict[int, int]) -> int:
+    """Count the elements of an array with these dims."""
+    return prod(lengths[name] for name in names)
 
 
 def _run(

@@ -49,6 +49,10 @@ from xshard.steps.exchange.messages import Message, rows_at
 
 COMBINE = {"sum": jnp.add, "max": jnp.maximum, "min": jnp.minimum}
 
+# The ends of a message: rows of its box are counted in the sender's block, or in the receiver's.
+SENDER = 0
+RECEIVER = 1
+
 
 class Tile(NamedTuple):
     """A box that fills a part of a device's block."""
@@ -108,7 +112,13 @@ def exchange(
     # JAX types a received box as varying (different on each device). One that stays on its device
     # gets this type, too, since both may be results of the branches of one `switch`.
     axes = long_axes(after.mesh)
-    delivery = _Delivery(rounds(step, before), step.op(before), after, transport, sender_order)
+    delivery = _Delivery(
+        schedule=rounds(step, before),
+        op=step.op(before),
+        after=after,
+        transport=transport,
+        sender_order=sender_order,
+    )
     return _deliver(delivery, as_varying(x, axes), as_varying(out, axes))
 
 
@@ -285,38 +295,57 @@ def _with_box(
 def _by_tables(delivery: _Delivery, x: jax.Array, out: jax.Array) -> jax.Array:
     """Send boxes of any rows: pack each into a compact box, and spread it over the new block.
 
-    A box with the rows 0, 2 of `x` may arrive at the rows 3, 1 of `out`. Every box is spread to the
-    shape of `out` by a table of positions, and written, or combined by the delivery's op, where it
-    has elements.
+    A box with the rows 0, 2 of `x` may arrive at the rows 3, 1 of `out`.
     """
-    schedule = delivery.schedule
-    all_rounds = schedule.all_rounds
-    n_local = len(schedule.local)
-    mesh = delivery.after.mesh
-    axes = long_axes(mesh)
-    tables_of_rounds = [_round_tables(messages, delivery.after) for messages in all_rounds]
-
-    packed_boxes = [
-        _pick_along_dims(x, [table.packing for table in tables], axes)
-        for tables in tables_of_rounds
-    ]
-    received = delivery.transport.send(packed_boxes[n_local:], schedule.sent, mesh)
-
-    arrivals = list(map(_Arrival, all_rounds, packed_boxes[:n_local] + received))
+    after = delivery.after
+    tables = [_round_tables(messages, after) for messages in delivery.schedule.all_rounds]
+    arrivals = _send_packed(delivery, x, tables)
     if delivery.adds_in_order:
-        arrivals = _by_sender(arrivals, mesh)
-        tables_of_rounds = [_round_tables(arrival.messages, delivery.after) for arrival in arrivals]
+        arrivals = _by_sender(arrivals, after.mesh)
+        tables = [_round_tables(arrival.messages, after) for arrival in arrivals]
     is_written = jnp.zeros(out.shape, bool)
-    for (messages, box), tables in zip(arrivals, tables_of_rounds, strict=True):
-        box = _apply_signs(box, messages, mesh)
-        box = _pick_along_dims(box, [table.placing for table in tables], axes)
+    for arrival, tables_of_round in zip(arrivals, tables, strict=True):
+        values = _spread(arrival, tables_of_round, after.mesh)
         if delivery.op is not None:
             # The first box for an element is written, not combined with the zero in `out`.
-            box = jnp.where(is_written, COMBINE[delivery.op](out, box), box)
-        has_element = _elements_of_box(messages, tables, mesh)
-        out = jnp.where(has_element, box, out)
-        is_written = is_written | has_element
+            combined = COMBINE[delivery.op](out, values)
+            values = jnp.where(is_written, combined, values)
+        has_value = _elements_of_box(arrival.messages, tables_of_round, after.mesh)
+        out = jnp.where(has_value, values, out)
+        is_written = is_written | has_value
     return out
+
+
+def _send_packed(
+    delivery: _Delivery, x: jax.Array, tables: Sequence[Sequence[DimTables]]
+) -> list[_Arrival]:
+    """Pack the box of each round into a compact array, and send it.
+
+    Args:
+        delivery: The boxes.
+        x: This device's block.
+        tables: Which rows go into the boxes: [rounds][dims].
+    """
+    schedule = delivery.schedule
+    mesh = delivery.after.mesh
+    packed_boxes = []
+    for tables_of_round in tables:
+        packing = [table.packing for table in tables_of_round]
+        packed_boxes.append(_pick_along_dims(x, packing, long_axes(mesh)))
+    n_local = len(schedule.local)  # rounds of boxes that stay on their device come first
+    received = delivery.transport.send(packed_boxes[n_local:], schedule.sent, mesh)
+    return list(map(_Arrival, schedule.all_rounds, packed_boxes[:n_local] + received))
+
+
+def _spread(arrival: _Arrival, tables: Sequence[DimTables], mesh: Mesh) -> jax.Array:
+    """Spread a packed box to the shape of the new block, with zeros between.
+
+    A box of two rows for the rows 3, 1 of a block of 4 -> nothing, its second row, nothing, its
+    first row.
+    """
+    box = _apply_signs(arrival.box, arrival.messages, mesh)
+    placing = [table.placing for table in tables]
+    return _pick_along_dims(box, placing, long_axes(mesh))
 
 
 def _pick_along_dims(x: jax.Array, tables: Sequence[Table], axes: Sequence[str]) -> jax.Array:
@@ -389,14 +418,14 @@ def _box_starts(
     # Device 0's, as constants; those that differ on another device are overwritten below.
     starts = [BoxStarts(list(sent), list(received)) for sent, received in table[0]]
     differs = (table != table[0]).any(axis=0)  # [rounds, ends, dims]
-    for round_index, end, dim in np.argwhere(differs).tolist():  # end: 0 is sent, 1 is received
+    for round_index, end, dim in np.argwhere(differs).tolist():  # end: SENDER or RECEIVER
         starts_of_devices = table[:, round_index, end, dim]
         starts[round_index][end][dim] = row_of_this_device(starts_of_devices, axes)
     return starts
 
 
 def _table_of_starts(all_rounds: Sequence[Round], n_devices: int) -> NDArray[np.int32]:
-    """Tabulate where the boxes of all devices begin: [devices, rounds, sent or received, dims]."""
+    """Tabulate where the boxes of all devices begin: [devices, rounds, SENDER or RECEIVER, dims]."""
     ndim = len(all_rounds[0][0].box)
     table = np.zeros((n_devices, len(all_rounds), 2, ndim), np.int32)
     for round_index, messages in enumerate(all_rounds):
@@ -405,8 +434,8 @@ def _table_of_starts(all_rounds: Sequence[Round], n_devices: int) -> NDArray[np.
         table[:, round_index] = _first_rows(messages[0])
         for message in messages:
             first_rows = _first_rows(message)
-            table[message.src, round_index, 0] = first_rows.sent
-            table[message.dst, round_index, 1] = first_rows.received
+            table[message.src, round_index, SENDER] = first_rows.sent
+            table[message.dst, round_index, RECEIVER] = first_rows.received
     return table
 
 
@@ -441,12 +470,12 @@ def _round_tables(messages: Round, after: Sharding) -> list[DimTables]:
     for dim, box_length in enumerate(box_shape(messages)):
         # A device that sends nothing packs the rows of the first message, and nobody reads them:
         # a table whose lines are all equal is compiled as a constant.
-        first_rows = rows_at(messages[0].box[dim], end=0)  # in the sender's block
+        first_rows = rows_at(messages[0].box[dim], end=SENDER)
         packing = padded_table([first_rows] * n_devices, box_length)
         placing = np.full((n_devices, after.max_local_shape[dim]), VOID, np.int64)
         for message in messages:
-            sent_rows = rows_at(message.box[dim], end=0)
-            received_rows = rows_at(message.box[dim], end=1)  # in the receiver's block
+            sent_rows = rows_at(message.box[dim], end=SENDER)
+            received_rows = rows_at(message.box[dim], end=RECEIVER)
             packing[message.src, : len(sent_rows)] = sent_rows
             placing[message.dst] = inverse(received_rows, placing.shape[1])
         tables.append(DimTables(packing, placing))
@@ -470,14 +499,7 @@ def tilings(schedule: Sequence[Round], after: Sharding) -> tuple[Tiling, ...] | 
     shapes = {box_shape(messages) for messages in schedule}
     if len(shapes) > 1:
         return None
-    # By where they begin: of several boxes at one place the last one counts.
-    tiles: list[dict[Shape, Tile]] = [{} for _ in range(after.mesh.n_devices)]
-    for round_index, messages in enumerate(schedule):
-        for message in messages:
-            start = tuple(_first_rows(message).received)
-            tiles[message.dst][start] = Tile(start, round_index)
-
-    tiling_of_device = tuple(tuple(sorted(of_device.values())) for of_device in tiles)
+    tiling_of_device = _tiles_of_devices(schedule, after.mesh.n_devices)
     # Boxes of one shape that begin at different rows do not overlap here. If they have as many
     # elements as the block, there is no gap.
     box_size = math.prod(shapes.pop())
@@ -485,8 +507,22 @@ def tilings(schedule: Sequence[Round], after: Sharding) -> tuple[Tiling, ...] | 
     if any(len(tiling) * box_size != block_size for tiling in tiling_of_device):
         return None
     # Devices with equal tilings share one branch of the program.
-    n_compiled = sum(map(len, set(tiling_of_device)))
+    distinct_tilings = set(tiling_of_device)
+    n_compiled = sum(len(tiling) for tiling in distinct_tilings)
     return tiling_of_device if n_compiled <= MAX_COMPILED_TILES else None
+
+
+def _tiles_of_devices(schedule: Sequence[Round], n_devices: int) -> tuple[Tiling, ...]:
+    """List the boxes that each device receives, by where they begin in its new block.
+
+    Of several boxes that begin at one place the last one counts.
+    """
+    tile_at: list[dict[Shape, Tile]] = [{} for _ in range(n_devices)]  # by device, by first rows
+    for round_index, messages in enumerate(schedule):
+        for message in messages:
+            start = tuple(_first_rows(message).received)
+            tile_at[message.dst][start] = Tile(start, round_index)
+    return tuple(tuple(sorted(tiles.values())) for tiles in tile_at)
 
 
 def _tile_by_device(
@@ -590,7 +626,13 @@ def transfer(
             after = Sharding(Layout.parse("..."), Mesh({AXIS: n_devices}), source.new_shape)
             x = blocks[source.block].reshape(source.shape).astype(travel_dtype)
             schedule = make_schedule(source.messages, adds=source.op is not None)
-            delivery = _Delivery(schedule, source.op, after, transport, source.sender_order)
+            delivery = _Delivery(
+                schedule=schedule,
+                op=source.op,
+                after=after,
+                transport=transport,
+                sender_order=source.sender_order,
+            )
             # Messages have the dims in the order of their source, which may differ between sources.
             transposed = out.reshape([source.new_shape[i] for i in source.order])
             received = _deliver(delivery, x, transposed.transpose(np.argsort(source.order)))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -117,6 +118,11 @@ def pick_rows(x: jax.Array, dim: int, positions: Table, axes: Sequence[str]) -> 
     return _gather_chunks(x, dim, positions, axes)
 
 
+def pick_same_rows(x: jax.Array, dim: int, rows: NDArray[np.int64]) -> jax.Array:
+    """Gather the same rows on every device: out[i] = x[rows[i]] along one dim."""
+    return pick_rows(x, dim, positions=rows[None], axes=())
+
+
 def _gather_chunks(x: jax.Array, dim: int, positions: Table, axes: Sequence[str]) -> jax.Array:
     """Gather rows as `pick_rows` does, in chunks of consecutive rows, as long as possible.
 
@@ -179,8 +185,17 @@ def rows_of_this_device(sharding: Sharding, dim: int | str) -> jax.Array:
     """Return the global numbers of the rows of a dim in this device's block; VOID in its padding."""
     dim_index = sharding.layout.dim_index(dim)
     axes = sharding.layout.dims[dim_index].axes
-    table = row_table(sharding, dim_index)
-    return row_of_this_device(*over_whole_axes(table, axes, sharding.mesh))
+    return _line_of_this_device(row_table(sharding, dim_index), axes, sharding.mesh)
+
+
+def _line_of_this_device(table: NDArray[Any], axes: Sequence[str], mesh: Mesh) -> jax.Array:
+    """Look up this device's line of a table over axes of a plan's mesh: `[devices, ...]` -> `[...]`.
+
+    These axes may be parts of JAX's (sub-axes), by which JAX cannot look up: the table is repeated
+    to one over whole axes.
+    """
+    whole_table, jax_axes = over_whole_axes(table, axes, mesh)
+    return row_of_this_device(whole_table, jax_axes)
 
 
 def valid_elements(sharding: Sharding) -> jax.Array:
@@ -190,8 +205,7 @@ def valid_elements(sharding: Sharding) -> jax.Array:
     for dim, sizes in enumerate(sharding.local_sizes):
         if len(set(sizes)) > 1:  # else no device has padding along this dim
             axes = sharding.layout.dims[dim].axes
-            lengths = np.array(sizes, np.int32)
-            length = row_of_this_device(*over_whole_axes(lengths, axes, sharding.mesh))
+            length = _line_of_this_device(np.array(sizes, np.int32), axes, sharding.mesh)
             mask &= lax.broadcasted_iota(np.int32, shape, dim) < length
     return mask
 
@@ -215,13 +229,12 @@ def with_boundary_constants(x: jax.Array, sharding: Sharding) -> jax.Array:
         constants, is_outside = _boundary_tables(dim, length, x.shape[d], mesh)
         # `where` on an empty array would return the dtype of the constant, not that of x.
         if x.size and is_outside.any():
-            long_axes = [axis for axis in dim.axes if axis in mesh.long_axes]
-            constants, jax_axes = over_whole_axes(constants, long_axes, mesh)
-            is_outside, _ = over_whole_axes(is_outside, long_axes, mesh)
-            local_constants = row_of_this_device(constants, jax_axes).astype(x.dtype)
+            # Axes of one device do not decide which block a device has.
+            axes = [axis for axis in dim.axes if axis in mesh.long_axes]
+            local_constants = _line_of_this_device(constants, axes, mesh).astype(x.dtype)
+            local_is_outside = _line_of_this_device(is_outside, axes, mesh)
             fills = along_dim(local_constants, d, x.ndim)
-            mask = along_dim(row_of_this_device(is_outside, jax_axes), d, x.ndim)
-            x = jnp.where(mask, fills, x)
+            x = jnp.where(along_dim(local_is_outside, d, x.ndim), fills, x)
     # The fills along one dim went over the whole extent of the others, padding included.
     return with_zero_padding(x, sharding)
 

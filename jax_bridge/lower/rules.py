@@ -27,6 +27,7 @@ from jax_bridge.lower.row_tables import (
     group_table,
     inverse,
     pick_rows,
+    pick_same_rows,
     row_of_this_device,
     with_lengths,
     with_zero_padding,
@@ -315,7 +316,7 @@ def _reduce_scatter(step: steps.ReduceScatter, x: jax.Array, context: StepContex
     dim = before.dim_index(step.dim)
     phases = context.phases(axes, step.op)
     rows = _rows_by_device(before, step.dim, step.shards, phases)
-    x = pick_rows(x, dim, rows[None], ())
+    x = pick_same_rows(x, dim, rows)
     split = _split_dim(x, dim, before.mesh.size(*axes))
     shares = jnp.moveaxis(split, dim, 0)  # [devices, *block]: a share for each device
     if step.op == "sum":
@@ -344,7 +345,7 @@ def _all_to_all(step: steps.AllToAll, x: jax.Array, context: StepContext) -> jax
     dst = before.dim_index(step.dst_dim)
     phases = context.phases(axes_of(step.dst_shards), op="")  # one phase
     sent_rows = _rows_by_device(before, step.dst_dim, step.dst_shards, phases)
-    x = pick_rows(x, dst, sent_rows[None], ())
+    x = pick_same_rows(x, dst, sent_rows)
     # With a dim that counts devices, one copy puts the rows in place; a tiled `all_to_all` of the
     # dim itself makes two.
     x = _split_dim(x, dst, before.mesh.size(*phases.axes))  # [..., devices, rows, ...]
@@ -431,7 +432,7 @@ def _rows_by_device(
 
 def _rows_in_order(x: jax.Array, dim: int, rows: NDArray[np.int64]) -> jax.Array:
     """Sort a dim whose i-th row is row `rows[i]` of the array."""
-    return pick_rows(x, dim, inverse(rows, len(rows))[None], ())
+    return pick_same_rows(x, dim, inverse(rows, len(rows)))
 
 
 def _split_dim(x: jax.Array, dim: int, n_parts: int) -> jax.Array:

@@ -325,17 +325,29 @@ def _send_in_one_buffer(
 
     Boxes [3, 2] and [2, 2] lie in the buffer one after the other, 6 elements and then 4.
     """
-    axes = long_axes(mesh)
     shapes = [box.shape for box in boxes]
-    buffer = jnp.concatenate([box.reshape(-1) for box in boxes])
+    sent = jnp.concatenate([box.reshape(-1) for box in boxes])
     # JAX gives the result the type of the output buffer: zeros are declared different on all
     # devices (varying), as the data is.
-    output = as_varying(jnp.zeros_like(buffer), varying_axes(buffer))
+    output = as_varying(jnp.zeros_like(sent), varying_axes(sent))
+    axes = long_axes(mesh)
     tables = ragged_arguments(rounds, shapes, mesh.n_devices)
-    offsets_and_sizes = [row_of_this_device(table, axes) for table in tables]
-    arrived = lax.ragged_all_to_all(buffer, output, *offsets_and_sizes, axis_name=axes)
+    received = lax.ragged_all_to_all(
+        sent,
+        output,
+        input_offsets=row_of_this_device(tables.input_offsets, axes),
+        send_sizes=row_of_this_device(tables.send_sizes, axes),
+        output_offsets=row_of_this_device(tables.output_offsets, axes),
+        recv_sizes=row_of_this_device(tables.recv_sizes, axes),
+        axis_name=axes,
+    )
+    return _split_into_boxes(received, shapes)
+
+
+def _split_into_boxes(buffer: jax.Array, shapes: Sequence[Shape]) -> list[jax.Array]:
+    """Split a flat buffer into boxes: 10 elements, [3, 2] and [2, 2] -> two boxes of these shapes."""
     box_ends = np.cumsum([math.prod(shape) for shape in shapes])
-    flat_boxes = jnp.split(arrived, box_ends[:-1])
+    flat_boxes = jnp.split(buffer, box_ends[:-1])
     return [flat.reshape(shape) for flat, shape in zip(flat_boxes, shapes, strict=True)]
 
 

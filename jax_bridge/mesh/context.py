@@ -200,7 +200,6 @@ def _mesh_in_context(mesh: AnyMesh | None, layouts: Sequence[Layout], text: str)
         layouts: The layouts.
         text: The expression, for errors.
 
-
     Raises:
         MeshError: An axis is not manual here, or has another size.
         NotationError: The mesh lacks an axis.
@@ -324,7 +323,9 @@ def _machine_of_device(device: jax.Device) -> Profile:
     else:
         # A node is a host, with one process or several.
         n_processes = len({peer.process_index for peer in devices})
-        processes_of_node = node_processes(n_processes)
-        n_in_node = n_in_process * (1 if processes_of_node is None else processes_of_node)
+        n_processes_of_node = node_processes(n_processes)
+        if n_processes_of_node is None:  # nothing says how many
+            n_processes_of_node = 1
+        n_in_node = n_in_process * n_processes_of_node
     has_several_nodes = 1 < n_in_node < len(devices)
     return machine_of(device.device_kind, n_in_node if has_several_nodes else None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -83,14 +83,11 @@ def conv_general_dilated(  # noqa: PLR0913  the arguments of `lax.conv_general_d
         Array([[[[2., 3., 3., 2.]]]], dtype=float32)
     """
     shape = lhs.sharding.shape
-    # Specs list the dims of batch, features, then space: "NHWC" is (0, 3, 1, 2). A kernel has output
-    # features in place of a batch: "HWIO" is (3, 2, 0, 1).
     dim_numbers = lax.conv_dimension_numbers(shape, rhs.shape, dimension_numbers)
-    _, feature_dim, *space_dims = dim_numbers.lhs_spec
-    output_feature_dim, _, *kernel_space_dims = dim_numbers.rhs_spec
-    _check_features(lhs, feature_dim)
-    array_dilation = _or_ones(lhs_dilation, len(space_dims))
-    kernel_dilation = _or_ones(rhs_dilation, len(space_dims))
+    dims = _ConvDims.of(dim_numbers)
+    _check_features(lhs, dims.features)
+    array_dilation = _or_ones(lhs_dilation, len(dims.space))
+    kernel_dilation = _or_ones(rhs_dilation, len(dims.space))
     convolve: Any = partial(
         lax.conv_general_dilated,
         lhs_dilation=array_dilation,
@@ -108,24 +105,64 @@ def conv_general_dilated(  # noqa: PLR0913  the arguments of `lax.conv_general_d
     )
 
     def convolve_block(block: jax.Array, local: Mapping[int, WindowedDim]) -> jax.Array:
-        block_strides = [local[dim].stride for dim in space_dims]
-        block_padding = [local[dim].padding for dim in space_dims]
+        block_strides = [local[dim].stride for dim in dims.space]
+        block_padding = [local[dim].padding for dim in dims.space]
         return convolve(block, rhs, block_strides, block_padding)
 
-    lengths = [shape[dim] for dim in space_dims]
-    kernel_sizes = [rhs.shape[dim] for dim in kernel_space_dims]
-    windows = windows_of(lengths, kernel_sizes, window_strides, kernel_dilation, padding)
-    # Dim lhs_spec[i] of the input becomes dim out_spec[i] of the output.
-    input_dim_of = dict(zip(dim_numbers.out_spec, dim_numbers.lhs_spec, strict=True))
+    windows = windows_of(
+        [shape[dim] for dim in dims.space],
+        [rhs.shape[dim] for dim in dims.kernel_space],
+        window_strides,
+        kernel_dilation,
+        padding,
+    )
     return apply_windows(
         lhs,
-        dict(zip(space_dims, windows, strict=True)),
+        dict(zip(dims.space, windows, strict=True)),
         convolve_block,
-        WindowRules(0.0, boundary, outputs),
-        base=dict(zip(space_dims, array_dilation, strict=True)),
-        order=[input_dim_of[dim] for dim in range(len(shape))],
-        features={feature_dim: rhs.shape[output_feature_dim]},
+        WindowRules(fill=0.0, boundary=boundary, outputs=outputs),
+        base=dict(zip(dims.space, array_dilation, strict=True)),
+        order=dims.output_order,
+        features={dims.features: rhs.shape[dims.kernel_output_features]},
     )
+
+
+class _ConvDims(NamedTuple):
+    """The dims of a convolution by what they hold.
+
+    Attributes:
+        features: The dim of the input with its features.
+        space: The spatial dims of the input.
+        kernel_output_features: The dim of the kernel with the features of the output.
+        kernel_space: The spatial dims of the kernel, in the order of `space`.
+        output_order: For each dim of the output, the dim of the input that has its place.
+    """
+
+    features: int
+    space: list[int]
+    kernel_output_features: int
+    kernel_space: list[int]
+    output_order: list[int]
+
+    @classmethod
+    def of(cls, numbers: lax.ConvDimensionNumbers) -> _ConvDims:
+        """Read the dims from the numbers of `lax`.
+
+        Its specs list batch, features, then space: "NHWC" is (0, 3, 1, 2). A kernel has output
+        features, input features, then space: "HWIO" is (3, 2, 0, 1).
+        """
+        _, features, *space = numbers.lhs_spec
+        kernel_output_features, _, *kernel_space = numbers.rhs_spec
+        # Dim lhs_spec[i] of the input becomes dim out_spec[i] of the output.
+        input_dim_of = dict(zip(numbers.out_spec, numbers.lhs_spec, strict=True))
+        output_order = [input_dim_of[dim] for dim in range(len(input_dim_of))]
+        return cls(
+            features=features,
+            space=space,
+            kernel_output_features=kernel_output_features,
+            kernel_space=kernel_space,
+            output_order=output_order,
+        )
 
 
 def _check_features(x: Sharded, feature_dim: int) -> None:
@@ -148,16 +185,28 @@ def windows_of(
     """Return the window over every dim of the global array, with the padding in numbers.
 
     Lengths [8], sizes [3], padding "SAME" -> [Window(3, p=(1, 1))]
+
+    Args:
+        lengths: The lengths of the array's dims.
+        sizes: The lengths of the window, per dim.
+        strides: The strides, per dim; None for 1.
+        dilation: The dilations of the window, per dim; None for 1.
+        padding: As in `lax`: a word, or rows before and after, per dim.
     """
     strides = _or_ones(strides, len(sizes))
     dilation = _or_ones(dilation, len(sizes))
     if isinstance(padding, str):
         dilated_sizes = []
-        for size, d in zip(sizes, dilation, strict=True):
-            dilated_sizes.append(d * (size - 1) + 1)
+        for size, row_distance in zip(sizes, dilation, strict=True):
+            dilated_sizes.append(row_distance * (size - 1) + 1)
         padding = lax.padtype_to_pads(lengths, dilated_sizes, strides, padding)
-    pads = [(int(before), int(after)) for before, after in padding]
-    return list(map(Window, sizes, strides, dilation, pads))
+    pairs = [(int(before), int(after)) for before, after in padding]
+    # Not strict: `lax` refuses arguments of unequal lengths, and says which.
+    options_by_dim = zip(sizes, strides, dilation, pairs, strict=False)
+    return [
+        Window(k=size, s=stride, d=row_distance, p=pair)
+        for size, stride, row_distance, pair in options_by_dim
+    ]
 
 
 @api_boundary

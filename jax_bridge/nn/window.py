@@ -49,22 +49,26 @@ Boundaries = str | Mapping[str, str] | None
 class WindowedDim(NamedTuple):
     """One dim of a window operation: the rows that every device fetches, and how it uses them.
 
-    `rows` are picked from the block first; None: all rows. The operation then runs with `stride`
-    and `padding`, and `outputs` are picked from its result; None: the first ones, as many as the
-    device has.
+    Attributes:
+        frame: The rows that each device fetches, and the outputs that it computes from them.
+        stride: With which the operation runs over the fetched block.
+        padding: With which it runs: rows before the block and after it.
+        rows: How the fetched block is rearranged before the operation; None: not at all.
+        outputs: Which outputs of the operation are kept; None: the first ones, as many as the device
+            has.
     """
 
     frame: Frame
-    rows: Table | None
     stride: int
-    padding: tuple[int, int]
-    outputs: Table | None
+    padding: tuple[int, int] = (0, 0)
+    rows: Table | None = None
+    outputs: Table | None = None
 
 
 class WindowRules(NamedTuple):
     """How a window operation treats the ends of the array, and how it shards its outputs."""
 
-    fill: float  # the value that the operation itself assumes beyond the ends of a block
+    fill: float  # the value of the operation's own padding: 0 of a convolution, -inf of a max pool
     boundary: Boundaries  # the user's rule for rows beyond the ends of the array
     outputs: OutputRule
 
@@ -144,7 +148,7 @@ def _plan_windows(
 
 
 def _constant_boundary(fill: float) -> BoundaryPair:
-    """Return the boundary of constant rows at both ends."""
+    """Return the boundary of rows with this value beyond both ends."""
     rule = Boundary("constant", fill)
     return BoundaryPair(rule, rule)
 
@@ -194,23 +198,28 @@ def _windowed_dim(
         dilation: The dilation of its rows.
     """
     rows = along(x.sharding, d)
-    if not any(window.padding):
-        # Nothing beyond the ends is read, so any rule will do: constants need no communication.
+    reads_beyond_ends = any(window.padding)
+    if not reads_beyond_ends:
+        # Any rule will do: constants need no communication.
         boundaries = _constant_boundary(rules.fill)
-    is_filled = boundaries.before.fill == boundaries.after.fill == rules.fill
-    if not is_filled and (dilation > 1 or min(window.padding) < 0):
+    can_pad_itself = boundaries.before.fill == boundaries.after.fill == rules.fill
+    if not can_pad_itself and (dilation > 1 or min(window.padding) < 0):
         reason = f"boundary {boundaries.before} of {rows.dim.name!r} with dilated inputs or negative padding"
         raise PlanError(reason, hint="only the fill is possible there: halo_exchange first")
 
-    window = replace(window, before=boundaries.before, after=boundaries.after, out=rules.outputs)
-    frame = window_frame(rows, window, dilation)
-    if is_filled and not rows.dim.axes:
-        # The dim is not sharded: the operation pads it, as on a single device.
-        unpadded = replace(frame, source=rows.dim)
-        return WindowedDim(unpadded, None, window.s, window.padding, None)
-    if max(map(len, frame.runs)) > 1:
+    window_with_rules = replace(
+        window, before=boundaries.before, after=boundaries.after, out=rules.outputs
+    )
+    frame = window_frame(rows, window_with_rules, dilation)
+    is_sharded = bool(rows.dim.axes)
+    if can_pad_itself and not is_sharded:
+        # As on a single device: the block has all rows as they are, and the operation pads them.
+        frame_without_padding = replace(frame, source=rows.dim)
+        return WindowedDim(frame_without_padding, window.s, window.padding)
+    most_runs = max(len(runs) for runs in frame.runs)  # of consecutive rows, on one device
+    if most_runs > 1:
         return _windows_over_runs(frame, window.s)
-    return _windows_over_one_run(frame, window, dilation)
+    return _windows_over_one_run(frame, window_with_rules, dilation)
 
 
 def _windows_over_runs(frame: Frame, stride: int) -> WindowedDim:
@@ -235,8 +244,12 @@ def _windows_over_runs(frame: Frame, stride: int) -> WindowedDim:
             n_fetched += run.rows
         rows_of_devices.append(arranged_rows)
         outputs_of_devices.append(kept_outputs)
-    row_table = padded_table(rows_of_devices)
-    return WindowedDim(frame, row_table, stride, (0, 0), padded_table(outputs_of_devices))
+    return WindowedDim(
+        frame,
+        stride,
+        rows=padded_table(rows_of_devices),
+        outputs=padded_table(outputs_of_devices),
+    )
 
 
 def _windows_over_one_run(frame: Frame, window: Window, dilation: int) -> WindowedDim:
@@ -256,7 +269,7 @@ def _windows_over_one_run(frame: Frame, window: Window, dilation: int) -> Window
     """
     all_runs = list(itertools.chain.from_iterable(frame.runs))
     if not all_runs:  # no device has an output
-        return WindowedDim(frame, None, window.s, (0, 0), None)
+        return WindowedDim(frame, window.s)
     leads = {_lead(run, window, dilation) for run in all_runs}
     longest_lead = max(leads)
     max_rows = max(run.rows for run in all_runs)
@@ -274,7 +287,7 @@ def _windows_over_one_run(frame: Frame, window: Window, dilation: int) -> Window
         outputs = padded_table(_outputs_at_stride_1(frame, window, dilation, longest_lead))
         last_output = int(outputs.max())
     padding_after = last_output + window.span - block_span - longest_lead
-    return WindowedDim(frame, None, stride, (longest_lead, padding_after), outputs)
+    return WindowedDim(frame, stride, (longest_lead, padding_after), outputs=outputs)
 
 
 def _lead(run: OutputRun, window: Window, dilation: int) -> int:
@@ -292,6 +305,12 @@ def _outputs_at_stride_1(
     """Return for every device which of the outputs of a window at stride 1 it keeps.
 
     With stride 2, a device whose first output is output 3 at stride 1 keeps 3, 5, 7, ...
+
+    Args:
+        frame: The rows and outputs of each device.
+        window: The window.
+        dilation: The dilation of rows.
+        padding_before: The padding before the block, which is the longest `_lead` of all devices.
     """
     outputs_of_devices = []
     for runs in frame.runs:

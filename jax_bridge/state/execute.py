@@ -19,7 +19,14 @@ from jax.sharding import Mesh as JaxMesh
 
 from jax_bridge.arrays.reshard import reshard
 from jax_bridge.arrays.stored import record_order
-from jax_bridge.lower.exchange import AXIS, BlockMessages, NewBlock, transfer
+from jax_bridge.lower.exchange import (
+    AXIS,
+    RECEIVER,
+    SENDER,
+    BlockMessages,
+    NewBlock,
+    transfer,
+)
 from jax_bridge.lower.transports import PERMUTE, RAGGED
 from jax_bridge.specs import storage_sharding
 from xshard import Layout, Mesh, Plan
@@ -71,15 +78,21 @@ def execute(
     # For moves from devices 4, 5 to 5, 6 the program calls devices 4, 5, 6 its devices 0, 1, 2.
     participants = sorted({*any_plan.src_devices, *any_plan.dst_devices})
 
-    sources: list[LocalBlocks] = []  # what each move sends
+    # The steps on the source mesh.
+    sent: list[LocalBlocks] = []  # by all moves of all arrays
     new_blocks = []
     for array in runnable:
-        sent = [_run_source_stages(move, arrays[move.name], senders) for move in array.moves]
-        new_blocks.append(_new_block(array, sent, len(sources), participants))
-        sources += sent
-    participating_devices = [devices[number] for number in participants]
-    arrived = _exchange(sources, tuple(new_blocks), participating_devices, senders)
+        sent_for_array = [
+            _run_source_stages(move, arrays[move.name], senders) for move in array.moves
+        ]
+        new_blocks.append(_new_block(array, sent_for_array, len(sent), participants))
+        sent += sent_for_array
 
+    # The transfer.
+    participating_devices = [devices[number] for number in participants]
+    arrived = _exchange(sent, tuple(new_blocks), participating_devices, senders)
+
+    # The steps on the target mesh.
     results = []
     for blocks, array in zip(arrived, runnable, strict=True):
         # All moves of an array lead to one layout: the stages after the transfer are those of any.
@@ -194,11 +207,11 @@ def _transfer_alone(plan: Plan) -> Plan:
     # A transfer keeps the order of dims; transposes follow.
     target = plan.target.in_order(plan.src.names)
     transfer_step = Transfer(
-        source.with_layout(source.normal_layout),
-        target.with_layout(target.normal_layout),
-        plan.src_devices,
-        plan.dst_devices,
-        plan.profile,
+        source=source.with_layout(source.normal_layout),
+        target=target.with_layout(target.normal_layout),
+        src_devices=plan.src_devices,
+        dst_devices=plan.dst_devices,
+        profile=plan.profile,
     )
     transposes = [step for step in plan.steps if isinstance(step, Transpose)]
     return replace(plan, steps=(transfer_step, *transposes), split=())
@@ -321,9 +334,9 @@ def _messages(move: PartMove, participants: Sequence[int]) -> Iterator[Message]:
     for message in messages:
         box = list(message.box)
         for part_dim, d in src_dims.items():
-            box[d] = _rows_of_block(box[d], move.src, part_dim, message.src, end=0)
+            box[d] = _rows_of_block(box[d], move.src, part_dim, message.src, end=SENDER)
         for part_dim, d in dst_dims.items():
-            box[d] = _rows_of_block(box[d], move.dst, part_dim, message.dst, end=1)
+            box[d] = _rows_of_block(box[d], move.dst, part_dim, message.dst, end=RECEIVER)
         sender = participants.index(transfer_step.src_devices[message.src])
         receiver = participants.index(transfer_step.dst_devices[message.dst])
         message_of_program = Message(sender, receiver, tuple(box))
@@ -360,9 +373,9 @@ def _rows_of_block(
         sharded: The part.
         part_dim: The dim of the part.
         device: The sender or receiver.
-        end: 0 to renumber the rows at the sender, 1 at the receiver.
+        end: Whose rows are renumbered: SENDER or RECEIVER.
     """
-    rows = [rows_at(segments, 0), rows_at(segments, 1)]  # at the sender, at the receiver
+    rows = [rows_at(segments, end=SENDER), rows_at(segments, end=RECEIVER)]
     block_rows = row_numbers(sharded.rows_on(device, part_dim))  # by row of the part
     rows[end] = block_rows[rows[end]]
     # Segments of one row each, merged where rows follow each other at both ends.

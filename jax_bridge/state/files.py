@@ -51,7 +51,7 @@ from xshard.state.files.saving import (
     save_blocks,
 )
 from xshard.state.parts import TargetArray
-from xshard.trees import named_once, place_of
+from xshard.trees import Leaf, named_once, place_of
 
 Wait = Callable[[], jax.Array]  # until an array is read
 T = TypeVar("T")
@@ -245,32 +245,26 @@ def load(  # noqa: PLR0913  one option for each decision of the user
     if isinstance(jax_mesh(mesh), AbstractMesh):
         raise MeshError("an abstract mesh cannot hold arrays", hint="pass a jax.Mesh")
     profile = load_profile(machine_profile(profile, mesh))
-    leaves = []
-    types = None
-    if like is not None:
-        like = _with_plain_numbers(like)
-        leaves = array_leaves("...", like)
-        types = {leaf.name: leaf.x for leaf in leaves if is_array(leaf.x)}
-
+    template = None if like is None else _Template.of(like)
     checkpoint = open_on_all(path, all_or_none)
 
     def plan_reads() -> _Reads:
         """Look up numbers and texts, and plan how each array is read."""
-        constants: dict[str, Any] = {}
+        wanted: dict[str, Any] | None = None  # all arrays of the checkpoint
         numbers: dict[str, TargetArray] = {}
-        if like is not None:
-            tree_constants = {leaf.name: leaf.x for leaf in leaves if isinstance(leaf.x, _Constant)}
-            numbers = _numbers_in_arrays(checkpoint, tree_constants, names)
-            for name in numbers:
-                del tree_constants[name]
-            constants = stored_constants(checkpoint, tree_constants, names, strict)
+        constants: dict[str, Any] = {}
+        if template is not None:
+            numbers = _numbers_in_arrays(checkpoint, template.constants, names)
+            wanted = {**template.arrays, **numbers}
+            others = {name: x for name, x in template.constants.items() if name not in numbers}
+            constants = stored_constants(checkpoint, others, names, strict)
         planned = plan_load(
             checkpoint,
             rules,
             xshard_mesh(mesh),
             names,
             dtype=dtype,
-            like=None if types is None else {**types, **numbers},
+            like=wanted,
             strict=strict,
             profile=profile,
         )
@@ -286,12 +280,42 @@ def load(  # noqa: PLR0913  one option for each decision of the user
         if load.is_shared:  # its devices have read different rows
             move = (load.source.layout, load.target.layout)
             arrays[name] = reshard(arrays[name], move, mesh, donate=True, profile=profile)
-    if like is None:
+    if template is None:
         return {**checkpoint.readable_constants(arrays), **arrays}
-    loaded = {**arrays, **reads.constants}
-    # A leaf that is not in the checkpoint stays.
-    new_leaves = [loaded.get(leaf.name, leaf.x) for leaf in leaves]
-    return jax.tree.unflatten(jax.tree.structure(like), new_leaves)
+    return template.filled({**arrays, **reads.constants})
+
+
+class _Template(NamedTuple):
+    """The tree that a load fills, `like`: what it has, by leaf name.
+
+    Attributes:
+        structure: The structure of the tree.
+        leaves: Its leaves, in order.
+        arrays: Those that are arrays, or types of arrays.
+        constants: Those that are numbers and texts of Python.
+    """
+
+    structure: Any
+    leaves: list[Leaf]
+    arrays: dict[str, Any]
+    constants: dict[str, Any]
+
+    @classmethod
+    def of(cls, like: Any) -> _Template:
+        """Take a tree apart."""
+        tree = _with_plain_numbers(like)
+        leaves = array_leaves("...", tree)  # "...": a layout for each, which nobody reads
+        return cls(
+            structure=jax.tree.structure(tree),
+            leaves=leaves,
+            arrays={leaf.name: leaf.x for leaf in leaves if is_array(leaf.x)},
+            constants={leaf.name: leaf.x for leaf in leaves if isinstance(leaf.x, _Constant)},
+        )
+
+    def filled(self, loaded: Mapping[str, Any]) -> Any:
+        """Return the tree with loaded values, by leaf name; leaves without one stay."""
+        new_leaves = [loaded.get(leaf.name, leaf.x) for leaf in self.leaves]
+        return jax.tree.unflatten(self.structure, new_leaves)
 
 
 def _numbers_in_arrays(
@@ -334,13 +358,13 @@ def all_or_none(function: Callable[[], Any]) -> list[Any]:
         Exception: In a process where the function failed, its own error.
         FileError: In all other processes.
     """
-    value = None
+    own_value = None
     error = None
     try:
-        value = function()
+        own_value = function()
     except Exception as raised:  # of any kind: the others wait for this process in the gather below
         error = raised
-    outcomes = _gather_json([value, None if error is None else str(error)])
+    outcomes = _gather_json([own_value, None if error is None else str(error)])
     if error is not None:
         raise error
     for process, (_, reason) in enumerate(outcomes):
@@ -370,7 +394,7 @@ def _gather_json(value: Any) -> list[Any]:
     n_padding = int(lengths.max()) - len(encoded)
     all_padded = multihost_utils.process_allgather(np.pad(encoded, (0, n_padding)))
     all_encoded = [padded[:length] for padded, length in zip(all_padded, lengths, strict=True)]
-    return [json.loads(encoded.tobytes()) for encoded in all_encoded]
+    return [json.loads(encoded_value.tobytes()) for encoded_value in all_encoded]
 
 
 # ---- save
@@ -427,7 +451,14 @@ def _plan_on_all(
         raise XshardError("processes save different trees", hint=hint)
     plan = plans[0]
     writers = Writers(range(jax.process_count()), jax.process_index())
-    task = SaveTask(plan.saving, path, plan.block_of, all_or_none, writers, keep)
+    task = SaveTask(
+        plan=plan.saving,
+        path=path,
+        block_of=plan.block_of,
+        all_or_none=all_or_none,
+        writers=writers,
+        keep=keep,
+    )
     for name in differing_replicas(task):
         hint = "one value is saved for all: make a global array of it, sharded over processes"
         raise ReplicaError(f"{place_of(name)}: its blocks differ between processes", hint=hint)

@@ -214,7 +214,7 @@ def _gathered(params: Params, shapes: Sequence[Shape], out: Shape) -> LetteredOp
         table.append(letter)
     coordinates = next(new_letters)  # the last dim of the indices: where a window begins
     arrays = [table, [*index_letters, coordinates], result]
-    return LetteredOp(arrays, "lookup", [*whole, coordinates])
+    return LetteredOp(arrays, "lookup", whole=[*whole, coordinates])
 
 
 def _along(

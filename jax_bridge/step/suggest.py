@@ -242,7 +242,14 @@ def suggest(
         options.setdefault("recompute", True)
     plan = suggest_step(step, xshard_mesh(mesh), **options)
     return JaxSuggestion(
-        plan.search, plan.assignment, plan.bound, plan.by_hand, loss, tracer, names, mesh
+        search=plan.search,
+        assignment=plan.assignment,
+        bound=plan.bound,
+        by_hand=plan.by_hand,
+        loss=loss,
+        tracer=tracer,
+        names=names,
+        on=mesh,
     )
 
 

@@ -19,7 +19,7 @@ from jax_bridge.step.primitives import INLINED, SLICE, STACK, Shape, describe_pr
 from jax_bridge.versions import run_equation, scan_counts
 from xshard.step.record.trace import Trace
 
-Name = str | None  # of an array; None for a number
+Name = str | None  # of an array; None for a literal
 Names = Sequence[Name]
 Change = Callable[[str, jax.Array], jax.Array]  # of the array at a place
 Jaxpr = Any  # public only in jax.extend.core, which imports Pallas
@@ -31,8 +31,8 @@ CALLS = ("jit", "pjit")  # what that of `jax.jit` is called
 # ---- jaxprs
 
 
-def is_number(v: Any) -> bool:
-    """Return whether an operand is written in the jaxpr itself, as a literal."""
+def is_literal(v: Any) -> bool:
+    """Return whether an operand is a literal, a number that is written in the jaxpr itself."""
     return hasattr(v, "val")
 
 
@@ -98,8 +98,8 @@ def _opened(body: Any) -> Jaxpr:
 
 
 def _names_of(variables: Sequence[Any], name_of: Mapping[Any, Name]) -> list[Name]:
-    """Return the names of variables, None for numbers."""
-    return [None if is_number(v) else name_of[v] for v in variables]
+    """Return the names of operands, None for literals."""
+    return [None if is_literal(v) else name_of[v] for v in variables]
 
 
 @dataclass
@@ -138,7 +138,7 @@ class Tracer:
         # those with more uses are noted in `self.shared`.
         n_uses: Counter[Any] = Counter()
         for eqn in jaxpr.eqns:
-            n_uses.update(v for v in eqn.invars if not is_number(v))
+            n_uses.update(v for v in eqn.invars if not is_literal(v))
         for argument, name in name_of.items():
             if n_uses[argument] > 1:
                 self.shared.add(name)
@@ -340,21 +340,19 @@ class Evaluator:
             *args: The arguments.
         """
         name_of = dict(zip(jaxpr.invars, names, strict=True))
+        unchanged = dict(zip(jaxpr.invars, args, strict=True))
+        # A `jax.checkpoint` takes them as they are, and changes them inside.
+        late_arguments = {v: x for v, x in unchanged.items() if name_of[v] in self.late}
         arrays = dict(zip(jaxpr.constvars, consts, strict=True))  # the value of each variable
-        late_arguments = {}
-        for v, x in zip(jaxpr.invars, args, strict=True):
+        for v, x in unchanged.items():
             name = name_of[v]
             arrays[v] = self.change(name, x) if name else x
-            if name in self.late:
-                late_arguments[v] = x  # unchanged: a `jax.checkpoint` changes it inside
 
         for place, eqn in places(jaxpr, prefix, names):
-            # Of an equation's operands only arguments keep a name, and are changed inside of it
-            # again. Results have been changed where they were made.
-            operand_names = ["" if is_number(v) else name_of.get(v, "") for v in eqn.invars]
             is_checkpoint = eqn.primitive.name in CHECKPOINTS
-            values = arrays | late_arguments if is_checkpoint else arrays
-            results = self._results_of(place, jaxpr, eqn, operand_names, values)
+            operands = arrays | late_arguments if is_checkpoint else arrays
+            operand_names = _names_of_operands(eqn, name_of)
+            results = self._results_of(place, jaxpr, eqn, operand_names, operands)
             for i, (v, x) in enumerate(zip(eqn.outvars, results, strict=True)):
                 arrays[v] = self.change(_place_of_result(place, i), x)
         return [_value(v, arrays) for v in jaxpr.outvars]
@@ -423,8 +421,17 @@ def _with_carry_names(operand_names: Sequence[str], place: str, eqn: Any) -> lis
     return names
 
 
+def _names_of_operands(eqn: Any, name_of: Mapping[Any, str]) -> list[str]:
+    """Return the names under which the operands of an equation are changed inside of it again.
+
+    Arguments of the jaxpr keep their names there. Results of equations have "": they were changed
+    where they were made.
+    """
+    return ["" if is_literal(v) else name_of.get(v, "") for v in eqn.invars]
+
+
 def _value(v: Any, arrays: Mapping[Any, Any]) -> Any:
     """Return the value of a variable or a literal."""
-    if is_number(v):
+    if is_literal(v):
         return jax.numpy.asarray(v.val, v.aval.dtype)
     return arrays[v]

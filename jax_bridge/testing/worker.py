@@ -125,7 +125,7 @@ def apply(plan: AnyPlan, *blocks: jax.Array) -> jax.Array:
     """Run a plan on one device's blocks."""
     if isinstance(plan, ContractionPlan):
         options = EinsumOptions(plan.profile, NEVER, blocks[0].dtype)
-        return einsum_blocks(plan, blocks, None, plan.shapes, options)
+        return einsum_blocks(plan, blocks, mesh=None, shapes=plan.shapes, options=options)
     return redistribute(blocks[0], plan)
 
 
@@ -182,7 +182,14 @@ def _measure(
 ) -> _Measured:
     """Compile a function of one device's blocks, run it twice, and time the second run."""
     # Blocks are padded with NaN: if a plan reads padding, results become NaN.
-    program = DeviceProgram(function, question.plan.mesh, inputs, outputs, question.mode, np.nan)
+    program = DeviceProgram(
+        function=function,
+        mesh=question.plan.mesh,
+        inputs=inputs,
+        outputs=outputs,
+        mode=question.mode,
+        fill=np.nan,
+    )
     results = program()
     return _Measured(program, program.blocks(results), _seconds(program))
 
@@ -326,7 +333,13 @@ def _differentiate_on_devices(program: _UserProgram, results: Sequence[Result]) 
         {i: question.shardings[i] for i in question.differentiable},
         {i: question.shardings[i] for i in updated},
     )
-    compiled = DeviceProgram(one_device, question.mesh, inputs, shardings, question.mode)
+    compiled = DeviceProgram(
+        function=one_device,
+        mesh=question.mesh,
+        inputs=inputs,
+        outputs=shardings,
+        mode=question.mode,
+    )
     return program.answer(compiled.blocks(compiled()))
 
 
@@ -335,8 +348,15 @@ def _compute_on_devices(program: _UserProgram, results: Sequence[Result]) -> Ans
     question = program.question
     inputs = list(zip(question.inputs, question.shardings, strict=True))
     shardings = [result.sharding for result in results]
-    compiled = DeviceProgram(program.outputs, question.mesh, inputs, shardings, question.mode)
-    return program.answer(_Results(compiled.blocks(compiled()), None, {}))
+    compiled = DeviceProgram(
+        function=program.outputs,
+        mesh=question.mesh,
+        inputs=inputs,
+        outputs=shardings,
+        mode=question.mode,
+    )
+    outputs = compiled.blocks(compiled())
+    return program.answer(_Results(outputs, gradients=None, updated={}))
 
 
 class _UserProgram:
@@ -367,7 +387,7 @@ class _UserProgram:
         for name, y in named.items():
             array = jnp.asarray(y)
             if results is not None:
-                array = _check_type(array, results[name].sharding, name)
+                array = _with_type_of(results[name].sharding, array, name)
             outputs.append(array)
         return outputs
 
@@ -431,7 +451,7 @@ class _UserProgram:
             hint = f"(values, gradients) -> values, of {', '.join(numbers)}"
             raise StructureError(reason, hint=hint)
         return {
-            i: _check_type(returned[name], question.shardings[i], name)
+            i: _with_type_of(question.shardings[i], returned[name], name)
             for name, i in numbers.items()
         }
 
@@ -461,14 +481,15 @@ def _jax_cotangent(y: jax.Array, cotangent: Any) -> Any:
     return np.zeros(y.shape, jax.dtypes.float0)  # JAX's type for outputs of whole numbers
 
 
-def _check_type(y: jax.Array, sharding: Sharding, name: str) -> jax.Array:
-    """Check that an output differs between devices along its layout's axes only.
+def _with_type_of(sharding: Sharding, y: jax.Array, name: str) -> jax.Array:
+    """Return an output with the type that its sharding says, after a check that it may have it.
 
-    JAX's type of a value says along which mesh axes it may differ (`check_vma`).
+    JAX's type of a value says along which mesh axes it may differ between devices (`check_vma`): an
+    output may differ along its layout's axes only.
 
     Args:
-        y: This device's block of the output.
-        sharding: Its sharding.
+        sharding: The sharding of the output.
+        y: This device's block of it.
         name: Its name, for the message.
 
     Returns:
@@ -553,7 +574,9 @@ class Timer:
             block = np.ones(source.max_local_shape, dtype)
             inputs.append(([block] * n_devices, source))
         loop = partial(_loop, plan)
-        self.program = DeviceProgram(loop, plan.mesh, inputs, target, "novma")
+        self.program = DeviceProgram(
+            function=loop, mesh=plan.mesh, inputs=inputs, outputs=target, mode="novma"
+        )
         self.calls = 3
         self.seconds()  # the first run is slower
         self.calls = int(min(MOST_CALLS, max(1.0, TARGET_S / self.seconds())))

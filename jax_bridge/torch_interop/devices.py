@@ -151,7 +151,13 @@ def _match_devices(jax_mesh: JaxMesh, torch_mesh: TorchMesh | None) -> MeshPair:
         # Another mesh: its axes differ, and its devices or their order may.
         torch_axes = mesh_of(torch_mesh)
         torch_devices = _torch_devices(torch_mesh, torch_axes, jax_devices)
-    meshes = MeshPair(jax_mesh, jax_axes, jax_devices, torch_axes, torch_devices)
+    meshes = MeshPair(
+        jax_mesh=jax_mesh,
+        jax_axes=jax_axes,
+        jax_devices=jax_devices,
+        torch_axes=torch_axes,
+        torch_devices=torch_devices,
+    )
     if all(device.process_index != jax.process_index() for device in meshes.all_devices):
         in_jax = f"JAX's mesh {dict(jax_mesh.shape)}"
         in_torch = "" if torch_mesh is None else f" or torch's {meshes.torch_axes!r}"
@@ -240,7 +246,7 @@ def initialize(
         MeshError: There are no processes to join, JAX has made its devices already, or its
             processes are not torch's.
     """
-    on_gpus = _on_gpus()
+    on_gpus = _uses_gpus()
     if not dist.is_initialized():
         if "RANK" not in os.environ:
             hint = "start the program by torchrun, or call torch.distributed.init_process_group() first"
@@ -258,8 +264,8 @@ def initialize(
     check_processes()
 
 
-def _on_gpus() -> bool:
-    """Return True if there are GPUs, and JAX is not limited to CPUs."""
+def _uses_gpus() -> bool:
+    """Return whether JAX uses GPUs: there are some, and it is not limited to CPUs."""
     platforms = jax.config.jax_platforms  # type: ignore[attr-defined]  # JAX sets it by name
     limited_to_cpus = platforms is not None and platforms.startswith("cpu")
     return torch.cuda.is_available() and not limited_to_cpus

@@ -5,7 +5,8 @@ The forward pass saves JAX's pullback, and the backward pass runs it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
@@ -102,8 +103,8 @@ class _Argument(NamedTuple):
         if isinstance(x, Tensor):
             x = [x]
         if isinstance(x, list):
-            return cls(layout, x, None)
-        return cls(layout, [], x)
+            return cls(layout, tensors=x, non_tensor=None)
+        return cls(layout, tensors=[], non_tensor=x)
 
     def to_jax(self, mesh: JaxMesh) -> Any:
         """Return the array of the tensors; anything else as it is."""
@@ -141,11 +142,7 @@ class _JaxFunction:
         arguments = list(map(_Argument.of, leaves, layouts))
         arrays = [argument.to_jax(self.mesh) for argument in arguments]
         program = self._program(meshes, tree, arguments, arrays)
-
-        # Autograd gets the tensors as well as their arrays: it follows tensors alone.
-        non_tensors = [argument.non_tensor for argument in arguments]
-        tensors = chain.from_iterable(argument.tensors for argument in arguments)
-        output_tensors = _Apply.apply(program, arrays, non_tensors, *tensors)
+        output_tensors = _apply(program, arguments, arrays)
         results = program.unwrap_groups(program.group_by_array(output_tensors))
         if device_mesh is not None:
             results = program.as_dtensors(results, device_mesh)
@@ -193,7 +190,15 @@ class _JaxFunction:
         out_avals, out_tree = jax.tree.flatten(results)
         out_layouts = _layouts_of("out_layouts", self.out_layouts, out_tree)
         program = VjpProgram(
-            self.fn, meshes, tree, in_avals, layouts, wrt, out_tree, tuple(out_avals), out_layouts
+            fn=self.fn,
+            meshes=meshes,
+            in_tree=tree,
+            in_avals=in_avals,
+            in_layouts=layouts,
+            wrt=wrt,
+            out_tree=out_tree,
+            out_avals=tuple(out_avals),
+            out_layouts=out_layouts,
         )
         _ = program.out_shardings  # raises before anything runs
         self._programs[key] = program
@@ -206,8 +211,26 @@ def _layouts_of(keyword: str, layouts: Any, tree: Any) -> tuple[Layout, ...]:
 
 
 def _to_jax(group: Group, layout: Layout, mesh: JaxMesh) -> jax.Array:
-    hand_over = prepare_to_jax(group, layout, mesh, None, OPTIONS)
+    hand_over = prepare_to_jax(group, layout, mesh, torch_mesh=None, options=OPTIONS)
     return hand_over()
+
+
+def _apply(
+    program: VjpProgram, arguments: Sequence[_Argument], arrays: list[Any]
+) -> tuple[Tensor, ...]:
+    """Run a program under autograd: the tensors of all results, group after group.
+
+    Autograd follows tensors alone: it gets those of the arguments as well as their arrays.
+
+    Args:
+        program: The program.
+        arguments: The leaves of the function's arguments.
+        arrays: The same, as the program takes them.
+    """
+    non_tensors = [argument.non_tensor for argument in arguments]
+    tensors = chain.from_iterable(argument.tensors for argument in arguments)
+    outputs: tuple[Tensor, ...] = _Apply.apply(program, arrays, non_tensors, *tensors)
+    return outputs
 
 
 class _Apply(torch.autograd.Function):
@@ -239,25 +262,19 @@ class _Apply(torch.autograd.Function):
             outputs, pullback = program.compiled_forward(*arrays)
         groups = []
         for output, layout in zip(outputs, program.out_layouts, strict=True):
-            groups.append(_unshared(program.to_torch(output, layout), tensors))
+            groups.append(_copy_if_argument(program.to_torch(output, layout), tensors))
         ctx.program = program
         ctx.non_tensors = non_tensors
         ctx.pull = pullback
         ctx.n_tensors = len(tensors)
-        # The backward pass may run in another thread, and needs the settings of this one.
-        config: Any = jax.config
-        ctx.x64 = config.jax_enable_x64
-        ctx.precision = config.jax_default_matmul_precision
+        ctx.settings = _JaxSettings.now()
         if program.wrt:
-            # The pullback reads memory that these tensors share. Torch raises in the backward pass
-            # if a saved tensor was written to meanwhile.
-            shared_groups = [groups[i] for i in program.shared_outputs(outputs, pullback)]
-            ctx.save_for_backward(*tensors, *chain.from_iterable(shared_groups))
-        integer_tensors = []  # tensors of integers and booleans
-        for i, group in enumerate(groups):
-            if i not in program.inexact_outputs:
-                integer_tensors += group
-        ctx.mark_non_differentiable(*integer_tensors)  # torch keeps those of one call only
+            # The pullback reads the memory of arguments and of some results. Torch raises in the
+            # backward pass if a tensor that is saved here was written to meanwhile.
+            read_groups = [groups[i] for i in program.outputs_read_by(pullback, outputs)]
+            ctx.save_for_backward(*tensors, *chain.from_iterable(read_groups))
+        # All in one call, since a second one would replace the first.
+        ctx.mark_non_differentiable(*program.integer_tensors(groups))
         return tuple(chain.from_iterable(groups))
 
     @staticmethod
@@ -275,8 +292,7 @@ class _Apply(torch.autograd.Function):
         tensors = ctx.saved_tensors[: ctx.n_tensors]
         groups = program.group_by_array(cotangents)
         inexact_groups = [groups[i] for i in program.inexact_outputs]
-        # Autograd runs the backward pass of a GPU in another thread, which has other settings.
-        with jax.enable_x64(ctx.x64), jax.default_matmul_precision(ctx.precision):
+        with ctx.settings.in_effect():
             if torch.is_grad_enabled():  # the backward pass is recorded, for second derivatives
                 gradients = program.recorded_gradients(ctx.non_tensors, tensors, inexact_groups)
             else:
@@ -290,10 +306,32 @@ class _Apply(torch.autograd.Function):
         return tuple(results)
 
 
-def _unshared(group: Group, arguments: Sequence[Tensor]) -> Group:
-    """Copy the tensors of a result that have the memory of an argument, which was returned unchanged.
+class _JaxSettings(NamedTuple):
+    """JAX's settings in the thread of a forward pass.
 
-    Else a write to one would change the other.
+    Autograd runs the backward pass of a GPU in another thread, which has settings of its own.
+    """
+
+    x64: bool
+    matmul_precision: str | None
+
+    @classmethod
+    def now(cls) -> _JaxSettings:
+        """Return the settings of this thread."""
+        config: Any = jax.config
+        return cls(config.jax_enable_x64, config.jax_default_matmul_precision)
+
+    @contextmanager
+    def in_effect(self) -> Iterator[None]:
+        """Run the body of a `with` under these settings."""
+        with jax.enable_x64(self.x64), jax.default_matmul_precision(self.matmul_precision):
+            yield
+
+
+def _copy_if_argument(group: Group, arguments: Sequence[Tensor]) -> Group:
+    """Return the tensors of a result, copied where the function has returned an argument as it was.
+
+    Such a result has the memory of the argument: a write to one would change the other.
     """
     argument_addresses = {x.data_ptr() for x in arguments}
     return [x.clone() if x.data_ptr() in argument_addresses else x for x in group]
@@ -381,10 +419,18 @@ class VjpProgram:
             for block, layout, aval in outputs
         ]
 
-    def shared_outputs(self, outputs: Arrays, pull: Any) -> list[int]:
-        """Return the indices of the outputs that share memory with the pullback."""
+    def integer_tensors(self, groups: Sequence[Group]) -> list[Tensor]:
+        """Return the tensors of the outputs of integers and booleans, which have no gradient."""
+        tensors: list[Tensor] = []
+        for i, group in enumerate(groups):
+            if i not in self.inexact_outputs:
+                tensors += group
+        return tensors
+
+    def outputs_read_by(self, pullback: Any, outputs: Arrays) -> list[int]:
+        """Return the indices of the outputs whose memory the pullback reads: it has saved them."""
         saved: set[tuple[Any, int]] = set()
-        for x in jax.tree.leaves(pull):
+        for x in jax.tree.leaves(pullback):
             saved |= _memory(x)
         return [i for i, x in enumerate(outputs) if not saved.isdisjoint(_memory(x))]
 

@@ -242,7 +242,15 @@ def _route(
         if not _moves_nothing(chosen_plan):
             mover = _cheapest_side(plans, meshes, via, torch_refuses)
             chosen_plan = plans[mover]
-    return Route(src, text, torch_sharding, named_sharding, jax_sharding, chosen_plan, mover)
+    return Route(
+        src=src,
+        text=text,
+        torch_sharding=torch_sharding,
+        named_sharding=named_sharding,
+        jax_sharding=jax_sharding,
+        plan=chosen_plan,
+        mover=mover,
+    )
 
 
 def _moves_nothing(plan: Plan) -> bool:

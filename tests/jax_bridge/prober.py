@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from jax_bridge.step.primitives import describe_primitive
-from jax_bridge.step.tracer import body_of, is_number, places
+from jax_bridge.step.tracer import body_of, is_literal, places
 from tests.step import prober
 from tests.step.prober import N, Run
 from xshard import Op
@@ -28,7 +28,7 @@ def operation(eqn: Any) -> tuple[Op, dict[str, int]]:
     """An equation as the tracer writes it, and the lengths of its dims."""
     trace = Trace(1)
     out = eqn.outvars[0].aval.shape
-    shapes = [None if is_number(v) else v.aval.shape for v in eqn.invars]
+    shapes = [None if is_literal(v) else v.aval.shape for v in eqn.invars]
     names = [trace.parameter(f"x{i}", shape) for i, shape in enumerate(shapes) if shape is not None]
     trace.add("y", describe_primitive(eqn.primitive.name, eqn.params, shapes, out), names, out)
     return trace.ops[0], trace.lengths
@@ -37,8 +37,8 @@ def operation(eqn: Any) -> tuple[Op, dict[str, int]]:
 def judged(eqn: Any, op: Op, lengths: dict[str, int]) -> tuple[set[str], set[str]]:
     """The rules that can be judged: stated by the operation, and right for random numbers."""
     rng = np.random.default_rng(0)
-    values = [v.val if is_number(v) else _random(rng, v.aval) for v in eqn.invars]
-    variables = [i for i, v in enumerate(eqn.invars) if not is_number(v)]
+    values = [v.val if is_literal(v) else _random(rng, v.aval) for v in eqn.invars]
+    variables = [i for i, v in enumerate(eqn.invars) if not is_literal(v)]
     together = np.max if eqn.primitive.name == "reduce_max" else np.sum
 
     def results(runs: list[Run]) -> list[Any]:
@@ -58,7 +58,8 @@ def _results(eqn: Any, runs: list[Run]) -> list[Any]:
         return [_result(eqn, run, arrays) for run, arrays in zip(runs, given, strict=True)]
 
     arrays = [
-        [x for x, v in zip(run.values, eqn.invars, strict=True) if not is_number(v)] for run in runs
+        [x for x, v in zip(run.values, eqn.invars, strict=True) if not is_literal(v)]
+        for run in runs
     ]
     return list(map(np.asarray, jax.jit(program)(arrays)))
 
@@ -81,7 +82,7 @@ def _result(eqn: Any, run: Run, arrays: list[Any]) -> Any:
         params["feature_group_count"] //= N
     rest = iter(arrays)
     operands = [
-        x if is_number(v) else next(rest) for x, v in zip(run.values, eqn.invars, strict=True)
+        x if is_literal(v) else next(rest) for x, v in zip(run.values, eqn.invars, strict=True)
     ]
     results = eqn.primitive.bind(*operands, **params)
     return results[0] if eqn.primitive.multiple_results else results

@@ -70,17 +70,20 @@ class BatchPart:
             self._pause()
 
     def _pause(self) -> None:
-        turns = self.turns
+        """Switch to the other parts, unless torch keeps something for the thread that is not theirs.
+
+        Hooks of saved tensors that are ours are taken off meanwhile.
+        """
         if not self.is_as_at_start():
             return
-        hooks = list(self.saving_hooks)
-        if not take_off_saving_hooks(hooks):
+        own_hooks = list(self.saving_hooks)
+        if not take_off_saving_hooks(own_hooks):
             return  # others, as a checkpoint's, are above ours
         try:
-            if top_saving_hooks() == turns.saving_hooks:
+            if top_saving_hooks() == self.turns.saving_hooks:
                 self.coroutine.parent.switch()
         finally:
-            for pack_and_unpack in hooks:
+            for pack_and_unpack in own_hooks:
                 push_saving_hooks(*pack_and_unpack)
 
     def is_as_at_start(self) -> bool:

@@ -154,12 +154,19 @@ def _redistribute(
     """Put a redistribution into a compiler's graph, for many lengths of a dim where possible.
 
     A dim of variable length (a symbol of torch.compile) stays variable if no step of the plan
-    shards it: [s, 8] under "s i/tp -> s i" works for any s. The arguments are those of
-    `redistribute`; blocks: the one block.
+    shards it: [s, 8] under "s i/tp -> s i" works for any s.
+
+    Args:
+        blocks: The block to move, alone in a list.
+        expression: As `layouts` of `redistribute`; the others are arguments of it, too.
+        mesh: The mesh.
+        shape: The global shape; None: inferred.
+        profile: The machine to plan for.
+        comm_dtype: The dtypes that travel.
     """
     check_no_transform()
     (x,) = blocks
-    call = MoveCall.of(expression, mesh, None, profile, comm_dtype)
+    call = MoveCall.of(expression, mesh, shape=None, profile=profile, comm_dtype=comm_dtype)
     traced = _plan_for_variable_lengths(call, x, shape)
     symbols = {traced.plan.source.layout.names[d]: x.shape[d] for d in traced.variable_dims}
     executable = lower(traced.plan, traced.processes, x.device, symbols)

@@ -529,11 +529,11 @@ class DomainParallelCrossEmbedBranch(DomainParallelConv2d):
         if placement is None:
             return self.conv(F.pad(x, (*columns, *rows)))
         convolution = Convolution(
-            self.conv.kernel_size,
-            self.conv.stride,
-            self.padding,
-            self.conv.dilation,
-            self.conv.groups,
+            kernel=self.conv.kernel_size,
+            stride=self.conv.stride,
+            padding=self.padding,
+            dilation=self.conv.dilation,
+            groups=self.conv.groups,
         )
         y, y_placement = conv(x, placement, self.conv.weight, self.conv.bias, convolution)
         return record(y, y_placement)

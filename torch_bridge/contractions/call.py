@@ -245,7 +245,13 @@ def _executable(
     plan, processes = call.plan(blocks)
     _, dtype, device = blocks[0]
     travels = comm_dtype_of(call.comm_dtype, dtype)
-    return Lowering(processes, dtype, device, travels, differentiated).contraction(plan)
+    return Lowering(
+        processes=processes,
+        block=dtype,
+        tensor_device=device,
+        travels=travels,
+        differentiated=differentiated,
+    ).contraction(plan)
 
 
 def _trace(blocks: list[Tensor], expression: Any, mesh: Any, save: str, **options: Any) -> Tensor:

@@ -276,16 +276,16 @@ def _of_dtensors(call: EinsumCall, operands: list[Any], keeps: bool) -> Tensor:
     text = call.contraction.text
     check_operand_count(call.contraction, operands)
     mesh = _one_mesh(operands, text)
-    global_shapes = tuple(checked_global_shape(x, call.mesh, None) for x in operands)
+    global_shapes = tuple(checked_global_shape(x, call.mesh, shape=None) for x in operands)
     contraction = for_operands(call.contraction, global_shapes)  # "..." stands for their dims
     shapes = call.shapes
     if shapes is None:
         _, shapes = shapes_of(contraction, call.sizes, global_shapes)
     *arrays, result = written_shardings(contraction, mesh_of(mesh), shapes)
-    # Without sizes= or shape= these are the DTensors' own shapes, and equal.
-    needed_shapes = tuple(array.shape for array in arrays)
-    if needed_shapes != global_shapes:
-        reason = f"the DTensors have shapes {global_shapes}, not {needed_shapes}"
+    # `sizes=` or `shape=`, if given, may say otherwise than the DTensors.
+    stated_shapes = tuple(array.shape for array in arrays)
+    if stated_shapes != global_shapes:
+        reason = f"the DTensors have shapes {global_shapes}, not {stated_shapes}"
         raise ShapeError(reason, text=text, hint="leave sizes= and shape= out")
     to_placements(result.layout, mesh, result.shape)  # raises if no DTensor is placed so
 

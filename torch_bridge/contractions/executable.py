@@ -196,7 +196,9 @@ class Lowering:
             if plan.arrays[i] != move.source
         }
         shape = torch.Size(plan.arrays[-1].local_shape(self.processes.device))
-        return ContractionExecutable(plan, self, parts, views, shape)
+        return ContractionExecutable(
+            plan=plan, lowering=self, parts=parts, views=views, shape=shape
+        )
 
     def _view(self, array: Sharding, named: Sharding) -> View:
         """Return the view of an operand's block, as it is written, with a dim for every name."""

@@ -125,7 +125,13 @@ class RedistributeDTensor(torch.autograd.Function):
         arriving = _end_like(move.dst, gradient.device_mesh, gradient.placements, shape)
         target = _gradient_end(move, arriving, shape)
         travel_dtype = ctx.dtype if move.backward_dtype is None else move.backward_dtype
-        backward_move = DTensorMove(arriving, target, travel_dtype, ctx.dtype, move.profile)
+        backward_move = DTensorMove(
+            src=arriving,
+            dst=target,
+            op_dtype=travel_dtype,
+            out_dtype=ctx.dtype,
+            profile=move.profile,
+        )
         # `apply` again: the backward pass can be differentiated too.
         moved = RedistributeDTensor.apply(gradient, backward_move)
         if not move.gradient_is_of_blocks:
@@ -169,7 +175,13 @@ class _OfCopies(torch.autograd.Function):
         shape = tuple(gradient.shape)
         arrives = _end(gradient.device_mesh, gradient.placements, shape)
         target = _end(ctx.gradient_mesh, ctx.gradient_placements, shape)
-        move = DTensorMove(arrives, target, gradient.dtype, gradient.dtype, ctx.profile)
+        move = DTensorMove(
+            src=arrives,
+            dst=target,
+            op_dtype=gradient.dtype,
+            out_dtype=gradient.dtype,
+            profile=ctx.profile,
+        )
         return RedistributeDTensor.apply(gradient, move).to_local(), None, None, None, None
 
 
@@ -226,7 +238,14 @@ def move_of(
     gradient_is_of_blocks = x.grad_fn is not None and x.grad_fn.name() in _MAKERS
     profile = resolve_profile(profile)
     return DTensorMove(
-        src, dst, op_dtype, out_dtype, profile, backward_dtype, gradient, gradient_is_of_blocks
+        src=src,
+        dst=dst,
+        op_dtype=op_dtype,
+        out_dtype=out_dtype,
+        profile=profile,
+        backward_dtype=backward_dtype,
+        gradient=gradient,
+        gradient_is_of_blocks=gradient_is_of_blocks,
     )
 
 
@@ -255,7 +274,7 @@ def _check_shard_order(x: DTensor) -> None:
             raise PlanError(f"{cut} in that order, unlike placements", hint=hint)
 
 
-def check(move: DTensorMove, shape: Shape, local_shape: Shape) -> None:
+def check_move(move: DTensorMove, shape: Shape, local_shape: Shape) -> None:
     """Raise MeshError for meshes of different processes, ShapeError for another block shape."""
     if sorted(calling_ranks(move.src.mesh)) != sorted(calling_ranks(move.dst.mesh)):
         hint = "redistribute(x, layouts, src_mesh=..., dst_mesh=...) moves tensors between any two"
@@ -299,7 +318,7 @@ def _executables(
     """
     if not (is_in_mesh(move.src.mesh) or is_in_mesh(move.dst.mesh)):
         return ()
-    check(move, shape, local_shape)
+    check_move(move, shape, local_shape)
     src = dtensor_mesh(move.src.mesh)
     dst = dtensor_mesh(move.dst.mesh)
     is_same_mesh = move.src.mesh == move.dst.mesh
@@ -409,7 +428,7 @@ def _end_like(value: End, mesh: DeviceMesh, placements: Placements, shape: Shape
         placements: The placements.
         shape: The global shape.
     """
-    if mesh != value.mesh or not all(map(_cut_alike, placements, value.placements)):
+    if mesh != value.mesh or not all(map(_are_cut_alike, placements, value.placements)):
         return _end(mesh, placements, shape)
     # The value's cuts, with the gradient's own tags.
     uncut = tuple(
@@ -419,7 +438,7 @@ def _end_like(value: End, mesh: DeviceMesh, placements: Placements, shape: Shape
     return End(mesh, placements, replace(value.layout, tags=tags))
 
 
-def _cut_alike(placement_a: Placement, placement_b: Placement) -> bool:
+def _are_cut_alike(placement_a: Placement, placement_b: Placement) -> bool:
     """Return whether two placements cut the same dim, or none, in the same way."""
     uncut_kinds = Partial | Replicate
     are_uncut = isinstance(placement_a, uncut_kinds) and isinstance(placement_b, uncut_kinds)

@@ -368,23 +368,29 @@ def _nested_cuts(factors: Factors, mesh: Mesh) -> tuple[Cut, ...] | None:
 
 
 def _dealt_cuts(factors: Factors, mesh: Mesh, length: int) -> tuple[Cut, ...] | None:
-    """Return cuts in which each axis deals rows out in turn; None if its shares are not equal.
+    """Return "cyclic" cuts that mean these split factors; None if a device's shares are not equal.
 
-    {"tp": 2} on tp=4: 16 rows are 2 pieces of 8, and each device gets 2 rows of both, "cyclic(tp,2)".
-    An axis with the factor 1 cuts into plain blocks.
+    An axis with the factor f divides the rows into f pieces, and gives each of its devices an equal
+    share of every piece. {"tp": 2} on tp=4: 16 rows are 2 pieces of 8, and each device gets 2 rows
+    of both, which is "cyclic(tp,2)". The factor 1 makes plain blocks.
+
+    Args:
+        factors: The split factor of each axis, in mesh order: later axes cut what earlier ones left.
+        mesh: The mesh.
+        length: The length of the dim.
     """
     cuts = []
-    n_rows = length  # of one device, after the cuts so far
-    for axis, factor in factors.items():
-        # How many rows of each piece a device of this axis gets.
-        share_rows, remainder = divmod(n_rows, factor * mesh.size(axis))
+    rows_of_device = length  # after the cuts so far
+    for axis, n_pieces in factors.items():
+        n_shares = n_pieces * mesh.size(axis)
+        share_rows, remainder = divmod(rows_of_device, n_shares)
         if remainder:
             return None
-        cut = Cut((axis,))
-        if factor > 1 and share_rows:  # without rows any cut is the same
-            cut = Cut((axis,), "cyclic", (share_rows,))
-        cuts.append(cut)
-        n_rows //= mesh.size(axis)
+        if n_pieces > 1 and share_rows:  # without rows any cut is the same
+            cuts.append(Cut((axis,), "cyclic", (share_rows,)))
+        else:
+            cuts.append(Cut((axis,)))
+        rows_of_device //= mesh.size(axis)
     return tuple(cuts)
 
 

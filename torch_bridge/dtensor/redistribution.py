@@ -310,7 +310,7 @@ def _compare_moves(
         move = prepared()
         block = moves.local_block(x)
         check_device(block.device)
-        moves.check(move, tuple(x.shape), tuple(block.shape))
+        moves.check_move(move, tuple(x.shape), tuple(block.shape))
         equal_on_all = _facts_of(move, x, block.device.type)
         # Blocks may differ in shape between ranks: this is for the text of an error only.
         not_compared = {"block": str(tuple(block.shape))}
@@ -442,7 +442,14 @@ def _compare_replicas(x: DTensor, text: str, name: str, *, cotangents: bool) -> 
     shape = tuple(x.shape)
     layout = moves.layout_of(x.placements, processes.mesh, shape)
     sharding = Sharding(layout, processes.mesh, shape)
-    check = ReplicaCheck(sharding, processes.mesh, name_of(x.dtype), text, cotangents, name)
+    check = ReplicaCheck(
+        sharding=sharding,
+        mesh=processes.mesh,
+        dtype=name_of(x.dtype),
+        text=text,
+        cotangents=cotangents,
+        name=name,
+    )
     comparison = comparison_of(check, processes)
     if comparison is not None:
         comparison(moves.local_block(x))

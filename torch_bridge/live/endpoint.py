@@ -52,34 +52,40 @@ class _Count(NamedTuple):
 class Heartbeat:
     """A count in the store that grows while this rank works, and a watch on others' counts.
 
-    The first rank watches all ranks of the other program, and leaves a notice for the ranks of its
-    own. It counts looks, not seconds: if a whole machine stands still, no rank has stopped.
-    Timeouts of a process group would not do: NCCL ends the process that waits, and a server has to
-    go on.
+    Each rank has a thread that adds 1 to its own count every `BEAT_S` seconds. The thread of the
+    first rank then looks at the counts of the other program's ranks. One that has not grown for too
+    many looks belongs to a rank that has stopped: the first rank writes a notice with that rank's
+    name to the store. All ranks of this program read the notice, and `check` raises.
+
+    It counts looks, not seconds: if a whole machine stands still, no rank has stopped. Timeouts of a
+    process group would not do: NCCL ends the process that waits, and a server has to go on.
     """
 
     def __init__(self, store_call: Callable[..., Any], key: Callable[..., str]) -> None:
         self._store_call = store_call
         self._key = key
-        self._max_looks = 0.0  # with one count, until a rank has stopped
+        # A rank has stopped if as many looks in a row saw no new count.
+        self._looks_until_stopped = 0.0
+        # Written by the thread, read by `check`: why this version is lost; "" if it is not.
         self._error = ""
-        self._notice = ""  # the key of the notice
-        self._watched: dict[str, str] = {}  # the key of a count -> the rank, for errors
+        # Written by `watch`, read by the thread.
+        self._notice_key = ""
+        self._watched: dict[str, str] = {}  # the key of a count -> "rank 3 of the server"
 
     @contextmanager
     def beating(self, session: int, silent_s: float) -> Iterator[None]:
-        """Write an ascending count to the store, in a thread, while the context is open.
+        """Count in the store, in a thread, while the context is open: a sign that this rank works.
 
-        The other ranks read it: a rank whose count stands still has stopped.
+        The thread also watches the other program's ranks, from the call of `watch` on.
 
         Args:
             session: The number of this program's run.
-            silent_s: How long a count may stand still.
+            silent_s: Seconds after which a rank whose count stands still has stopped.
         """
         is_over = threading.Event()
         self._error = ""
         self._watched = {}
-        self._max_looks = silent_s / BEAT_S
+        self._looks_until_stopped = silent_s / BEAT_S
         own_key = self._key("beats", session, dist.get_rank())
         thread = threading.Thread(target=self._beat, args=(own_key, is_over), daemon=True)
         thread.start()
@@ -87,12 +93,13 @@ class Heartbeat:
             yield
         finally:
             is_over.set()
+            # A thread that still waits for a lost store is left: it ends with its call.
             thread.join(2 * BEAT_S)
 
     def watch(self, program: str, session: int, n_ranks: int, version: int) -> None:
         """Watch the ranks of the other program from now on, while this version is on its way."""
-        self._notice = self._key("stopped", session, version)
-        # Set at once, as the thread of `_beat` reads it.
+        self._notice_key = self._key("stopped", session, version)
+        # In one assignment, as the thread of `_beat` reads it meanwhile.
         self._watched = {
             self._key("beats", session, rank): f"rank {rank} of the {program}"
             for rank in range(n_ranks)
@@ -112,15 +119,20 @@ class Heartbeat:
         return future.result()
 
     def _beat(self, own_key: str, is_over: threading.Event) -> None:
-        """Count until it is over, and look at the other program's counts after each of our own."""
+        """Count until `is_over`, and look at the other program's counts each time; the thread.
+
+        Args:
+            own_key: The key of this rank's count.
+            is_over: Set when the context of `beating` ends.
+        """
         counts: dict[str, _Count] = {}
         try:
             while not is_over.wait(BEAT_S):
                 self._store_call("add", own_key, 1)
                 if dist.get_rank() == 0:
                     self._look(counts)
-                if self._watched and self._store_call("check", [self._notice]):
-                    rank = self._store_call("get", self._notice).decode()
+                if self._watched and self._store_call("check", [self._notice_key]):
+                    rank = self._store_call("get", self._notice_key).decode()
                     self._error = f"{rank} has stopped"
         except LostVersionError as error:
             self._error = str(error)  # `check` raises it in the thread that works
@@ -128,12 +140,12 @@ class Heartbeat:
     def _look(self, counts: dict[str, _Count]) -> None:
         """Look at the counts of the watched ranks, and leave a notice of one that has stopped."""
         for key, rank in self._watched.items():
-            value = self._store_call("add", key, 0)
+            value = self._store_call("add", key, 0)  # adds nothing: it reads
             earlier = counts.get(key, _Count())
             n_same = earlier.n_same + 1 if value == earlier.value else 0
             counts[key] = _Count(value, n_same)
-            if n_same >= self._max_looks:
-                self._store_call("set", self._notice, rank)
+            if n_same >= self._looks_until_stopped:
+                self._store_call("set", self._notice_key, rank)
 
 
 @dataclass(kw_only=True)
@@ -320,10 +332,10 @@ class Endpoint:
         store: Any = self.store
         return group_of_programs(
             store.clone(),  # nothing else can use a store while ranks wait in it
-            self.key(sessions),
-            rank,
-            n_src + self.dst_mesh.n_devices,
-            timedelta(seconds=self.timeout_s),
+            name=self.key(sessions),
+            rank=rank,
+            size=n_src + self.dst_mesh.n_devices,
+            timeout=timedelta(seconds=self.timeout_s),
         )
 
     def execute(

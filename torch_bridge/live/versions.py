@@ -152,7 +152,7 @@ class Publisher(Endpoint):
             raise LostVersionError(reason, hint=hint)
         # From now on heartbeats are watched: if a rank of the server stops, waiting for it ends.
         self.heart.watch("server", int(server_session), self.dst_mesh.n_devices, version)
-        device = tensor_device_of(first_on_device(content.blocks), None, None)
+        device = tensor_device_of(first_on_device(content.blocks))
         failed = f"version {version} did not reach the server"
         try:
             server_plan_text = self.broadcast(partial(self.recv_or_raise, "answer", version))
@@ -268,7 +268,7 @@ class Subscriber(Endpoint):
         plan = self._answered_plan(offer)
         # From now on heartbeats are watched: if the trainer stops, waiting for its messages ends.
         self.heart.watch("trainer", offer["session"], self.src_mesh.n_devices, version)
-        device = tensor_device_of(None, self.device, None)
+        device = tensor_device_of(device=self.device)
         sessions = f"{offer['session']}-{self.session}"
         receive = partial(self.execute, plan, {}, sessions, device, progress)
         try:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
 from torch_bridge.lower.subarray import consecutive_slices
-from torch_bridge.mesh.failures import call_backend, raise_lost_peer
+from torch_bridge.mesh.failures import call_backend, raise_if_peer_lost
 from torch_bridge.mesh.process_mesh import Group
 from torch_bridge.versions.autograd import make_if_lazy
 from torch_bridge.versions.modes import dispatch_mode_count, is_profiling
@@ -190,9 +190,8 @@ class Collective:
             if work is not None and not async_op:
                 work.wait()  # some backends return before the end
         except RuntimeError as error:
-            # A CollectiveError with a hint, if a peer is lost; else the error as it is.
-            raise_lost_peer(error, self.kind, self.group.ranks)
-            raise
+            raise_if_peer_lost(error, self.kind, self.group.ranks)
+            raise  # no rank is lost: the backend's own error says more
         return work
 
     def _start(self, out: Tensor, messages: Tensor, async_op: bool) -> Any:

@@ -19,7 +19,7 @@ from torch_bridge.lower.executable import Move
 from torch_bridge.lower.packed_collective import PackedCollective
 from torch_bridge.lower.packing import Packing
 from torch_bridge.lower.step_context import StepContext
-from torch_bridge.lower.subarray import Fill, Subarray, box_rows
+from torch_bridge.lower.subarray import AFTER, BEFORE, Fill, Subarray, box_rows
 from torch_bridge.mesh.process_mesh import Group
 from xshard import steps
 from xshard.steps.exchange.messages import Message, boundary_fills, messages_from, messages_to
@@ -66,7 +66,7 @@ class Assembly(NamedTuple):
         rows_that_stay = iter([message.rows for message in outgoing if message.peer == rank])
         kept = tuple(next(rows_that_stay) if message.peer == rank else None for message in incoming)
         rows = tuple(message.rows for message in incoming)
-        return cls(kept, Packing(shape, rows, None, op, fills, rounds_once))
+        return cls(kept, Packing(shape, rows, op=op, fills=fills, rounds_once=rounds_once))
 
     def place(self, block: Tensor, arrived: Iterable[Tensor]) -> Tensor:
         """Return the new block, of the old one and of what arrived from other ranks."""
@@ -91,8 +91,8 @@ def exchange(step: steps.Exchange, context: StepContext) -> Move:
     after = context.after
     sent_messages = messages_from(before, after, context.device, step.node_devices)
     received_messages = messages_to(before, after, context.device, step.node_devices)
-    outgoing = _messages_by_peer(sent_messages, 0, context, group)
-    incoming = _messages_by_peer(received_messages, 1, context, group)
+    outgoing = _messages_by_peer(sent_messages, BEFORE, context, group)
+    incoming = _messages_by_peer(received_messages, AFTER, context, group)
 
     # Rows of this process's own block do not travel: they are read from it at the end.
     in_addition_order = _in_order_of_addition(incoming, axes, context, rank)
@@ -130,16 +130,22 @@ def _communicating_axes(step: steps.Exchange, context: StepContext) -> Sequence[
 def _messages_by_peer(
     messages: Iterable[Message], end: int, context: StepContext, group: Group
 ) -> list[PeerMessage]:
-    """Return the messages that this process sends (end 0) or receives (end 1), in the order of peers.
+    """Return the messages that this process sends or receives, in the order of peers.
 
     Rows that stay are among them, as a message to itself.
+
+    Args:
+        messages: The messages.
+        end: Which end of them this process is: BEFORE, the sender, or AFTER, the receiver.
+        context: The step, and this process's place in it.
+        group: The processes that exchange, of which a peer is a rank.
     """
     shape = context.shapes[end]
     by_peer: list[PeerMessage] = []
     for message in messages:
         rows = context.subarray(shape, box_rows(message.box, end))
         peer = message.dst
-        if end == 1:
+        if end == AFTER:
             # The receiver multiplies by the sign: some dtypes that travel cannot be negated.
             rows = replace(rows, sign=message.sign)
             peer = message.src
@@ -178,7 +184,8 @@ def _packing_for_peers(
     counts = [0] * len(group.devices)
     for message in remote:
         counts[message.peer] += 1
-    return Packing(shape, tuple(message.rows for message in remote), tuple(counts), op)
+    rows = tuple(message.rows for message in remote)
+    return Packing(shape, rows, counts=tuple(counts), op=op)
 
 
 @dataclass(frozen=True, eq=False)

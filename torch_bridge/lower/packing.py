@@ -139,7 +139,7 @@ class Packing:
         return self.shape if self.is_flat else (sum(self.sizes),)
 
     def unpack(self, received: Tensor) -> Tensor:
-        """Return the block of all messages, which are in a tensor of the shape `arriving`."""
+        """Assemble the block of all messages, which arrived in one tensor of the shape `arriving`."""
         return received if self.is_flat else self.place(received, self.split(received))
 
     def split(self, received: Tensor) -> Sequence[Tensor]:
@@ -173,40 +173,47 @@ class Packing:
         ]
 
     def place(self, like: Tensor, tensors: Sequence[Tensor]) -> Tensor:
-        """Write messages to their rows of a new contiguous block; rows without a message get zeros.
+        """Assemble a new contiguous block of messages; rows without a message get zeros.
 
         The way back from `pack`: left half [4, 3] and right half [4, 3] -> [4, 6].
 
         Args:
-            like: A tensor with the device and dtype of the block. Messages that are views of it
-                have its memory format, which `cat` keeps: only contiguous ones are concatenated.
+            like: A tensor with the device and dtype of the block. The messages may be views of it.
             tensors: The messages, in order, each in its shape.
         """
+        # Views of a tensor that is not contiguous (channels last) make `cat` return such a one.
         can_concatenate = like.is_contiguous() and self._concatenation is not None
         if can_concatenate and self._plain_dim is not None:
             return torch.cat(list(tensors), self._plain_dim)
         if self._has_negative:
-            # On a sphere, rows from beyond a pole may change sign, as components of vectors do.
-            tensors = [
-                -tensor if message.sign < 0 else tensor
-                for tensor, message in zip(tensors, self.messages, strict=True)
-            ]
+            tensors = self._with_signs(tensors)
         if can_concatenate:
             return self._concatenate(tensors)
         if self.rounds_once and like.dtype in _SHORT_FLOATS:
-            # A compiler would not round in between either.
-            wide_tensors = [tensor.float() for tensor in tensors]
-            wide_block = self._place_one_by_one(
-                like.new_empty(0, dtype=torch.float32), wide_tensors
-            )
-            return wide_block.to(like.dtype)
+            return self._place_in_float32(like, tensors)
         return self._place_one_by_one(like, tensors)
 
-    def _concatenate(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Make the block of messages and fills by one `cat`.
+    def _with_signs(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Negate the messages whose sign is -1.
 
-        That writes the block once; zeros and then their boxes would write it twice.
+        On a sphere, rows from beyond a pole may change sign, as components of vectors do.
         """
+        return [
+            -tensor if message.sign < 0 else tensor
+            for tensor, message in zip(tensors, self.messages, strict=True)
+        ]
+
+    def _place_in_float32(self, like: Tensor, tensors: Sequence[Tensor]) -> Tensor:
+        """Assemble a block of bfloat16 or float16 whose sums are rounded once, at their end.
+
+        A compiler that fuses the additions does not round between them either.
+        """
+        wide_tensors = [tensor.float() for tensor in tensors]
+        wide_like = like.new_empty(0, dtype=torch.float32)
+        return self._place_one_by_one(wide_like, wide_tensors).to(like.dtype)
+
+    def _concatenate(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Assemble the block of messages and fills by one `cat`, which writes each element once."""
         assert self._concatenation is not None
         tensors_and_fills = [*tensors, *(fill.values for fill in self.fills)]
         box_values: list[Tensor] = []
@@ -404,6 +411,8 @@ def _start_in_memory(message: Subarray, shape: tuple[int, ...]) -> int | None:
     for rows, length, dim_length in zip(intervals, message.shape, shape, strict=True):
         if rows == _SCATTERED or (must_span_dim and length != dim_length):
             return None
-        must_span_dim = must_span_dim or length > 1
+        if length > 1:
+            must_span_dim = True
+        # The index of an element, row by row: element (i, j) of a 6 x 5 block is i * 5 + j.
         start = start * dim_length + rows.start
     return start

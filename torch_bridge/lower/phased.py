@@ -17,7 +17,7 @@ from torch_bridge.lower.executable import Move
 from torch_bridge.lower.packed_collective import PackedCollective, reduce_scattered
 from torch_bridge.lower.packing import Packing
 from torch_bridge.lower.step_context import StepContext
-from torch_bridge.lower.subarray import subarray, without_base
+from torch_bridge.lower.subarray import AFTER, BEFORE, subarray, without_base
 from torch_bridge.mesh.process_mesh import Group
 from xshard.layout.runs import Run
 from xshard.notation.parser import Shard
@@ -50,15 +50,19 @@ def all_gather(
         rank_count = len(group.devices)
         # The first phase sends this process's block; later ones the stack that has arrived.
         if moves:
-            sent = _stacked_blocks(context, 1, block_count, block_shape)
+            sent = _stacked_blocks(
+                context, message_count=1, block_count=block_count, block_shape=block_shape
+            )
         else:
-            sent = context.whole_block(0)
+            sent = context.whole_block(BEFORE)
         # Until the last phase, blocks are stacked in the order in which they arrive. The last one
         # brings all of them, and writes each to its rows of the result.
         if group is fastest_group:
-            received = _parts_by_rank(phases, context, 1, dim, shards)
+            received = _parts_by_rank(phases, context, AFTER, dim, shards)
         else:
-            received = _stacked_blocks(context, rank_count, block_count, block_shape)
+            received = _stacked_blocks(
+                context, message_count=rank_count, block_count=block_count, block_shape=block_shape
+            )
         collective = Collective("all_gather", group, sent.sizes, received.sizes_by_rank)
         moves.append(PackedCollective(collective, sent, received))
         block_count *= rank_count
@@ -92,13 +96,17 @@ def reduce_scatter(
         piece_count //= rank_count
         # The first phase sends parts of the block; later ones send the sums of the phase before.
         if moves:
-            sent = _stacked_blocks(context, rank_count, piece_count, piece_shape)
+            sent = _stacked_blocks(
+                context, message_count=rank_count, block_count=piece_count, block_shape=piece_shape
+            )
         else:
-            sent = _parts_by_rank(phases, context, 0, dim, shards)
+            sent = _parts_by_rank(phases, context, BEFORE, dim, shards)
         if piece_count > 1:
-            received = _stacked_blocks(context, 1, piece_count, piece_shape)
+            received = _stacked_blocks(
+                context, message_count=1, block_count=piece_count, block_shape=piece_shape
+            )
         else:
-            received = context.whole_block(1)
+            received = context.whole_block(AFTER)
         moves.append(reduce_scattered(group, sent, received, op, context.tensor_device))
     return moves
 
@@ -123,13 +131,15 @@ def all_reduce(phases: Phases, context: StepContext, op: str) -> list[Move]:
         n_held //= len(group.devices)
         # n_held pieces for each device of the group -> those of this one.
         unscattered = _pieces_of_group(context, group, n_held, piece_size)
-        scattered = _stacked_blocks(context, 1, n_held, (piece_size,))
+        scattered = _stacked_blocks(
+            context, message_count=1, block_count=n_held, block_shape=(piece_size,)
+        )
         reductions.append(
             reduce_scattered(group, unscattered, scattered, op, context.tensor_device)
         )
         gather = Collective("all_gather", group, scattered.sizes, unscattered.sizes)
         gathers.append(PackedCollective(gather, scattered, unscattered))
-    one_piece = _stacked_blocks(context, 1, 1, (piece_size,))
+    one_piece = _stacked_blocks(context, message_count=1, block_count=1, block_shape=(piece_size,))
     over_slow_link = Collective("all_reduce", slow_group, one_piece.sizes, one_piece.sizes, op)
     reduce_piece = PackedCollective(over_slow_link, one_piece, one_piece)
     flatten, unflatten = _flattening(context, piece_count, piece_size)
@@ -145,7 +155,13 @@ def _pieces_of_group(context: StepContext, group: Group, n_held: int, piece_size
     """
     sorted_devices = sorted(group.devices)
     positions = [sorted_devices.index(device) for device in group.devices]
-    return _stacked_blocks(context, len(group.devices), n_held, (piece_size,), positions)
+    return _stacked_blocks(
+        context,
+        message_count=len(group.devices),
+        block_count=n_held,
+        block_shape=(piece_size,),
+        positions=positions,
+    )
 
 
 def _flattening(context: StepContext, piece_count: int, piece_size: int) -> tuple[Move, Move]:
@@ -220,7 +236,7 @@ def _parts_by_rank(
     Args:
         phases: The devices that meet over links of each speed.
         context: The step, and this process's place in it.
-        end: The block before (0) or after (1) the step.
+        end: Which block: the one BEFORE the step, or the one AFTER it.
         dim: The name of the dim that has the parts.
         shards: Its shards, one part per device along their axes.
     """

@@ -18,7 +18,7 @@ from torch_bridge.lower.executable import Executable, Move, Moves, place_of
 from torch_bridge.lower.packed_collective import PackedCollective, reduce_scattered
 from torch_bridge.lower.packing import Packing
 from torch_bridge.lower.step_context import Lengths, StepContext
-from torch_bridge.lower.subarray import without_base
+from torch_bridge.lower.subarray import AFTER, BEFORE, without_base
 from torch_bridge.mesh.failures import with_place_in_errors
 from torch_bridge.mesh.process_mesh import Group, ProcessMesh
 from torch_bridge.versions.modes import is_faking
@@ -32,6 +32,8 @@ from xshard.steps.permute import sender_of_each_device
 
 # Steps that only look at the block, and make no new tensor.
 _VIEWS = (steps.Slice, steps.Retag, steps.Mask, steps.Transpose)
+# Steps that return the tensor that they get.
+_SAME_TENSOR = (steps.Retag, steps.Mask)
 
 
 def lower(
@@ -67,7 +69,13 @@ def _lower_steps(
         step_of_move.extend([step_index] * len(step_moves))
     # For the plans of derivatives: on the same processes, under the same compiler.
     lower_like = functools.partial(lower, processes=processes, device=device, lengths=lengths)
-    return Executable(plan, processes, tuple(moves), tuple(step_of_move), lower_like)
+    return Executable(
+        plan=plan,
+        processes=processes,
+        moves=tuple(moves),
+        steps=tuple(step_of_move),
+        lower=lower_like,
+    )
 
 
 _lower_once = layout_cache(maxsize=4096)(_lower_steps)
@@ -103,6 +111,8 @@ def _context(
     _, before, after = plan.stages[step_index]
     earlier = plan.steps[:step_index]
     later = plan.steps[step_index + 1 :]
+    # The caller's own tensor reaches this step if all earlier ones return their input itself.
+    may_be_callers_tensor = all(isinstance(step, _SAME_TENSOR) for step in earlier)
     return StepContext(
         before=before,
         after=after,
@@ -111,9 +121,9 @@ def _context(
         dtype=plan.dtype,
         lengths=lengths,
         is_last=all(isinstance(step, _VIEWS) for step in later),
-        # These steps return their input itself.
-        may_be_callers_tensor=all(isinstance(step, steps.Retag | steps.Mask) for step in earlier),
+        may_be_callers_tensor=may_be_callers_tensor,
         fabric=plan.profile.fabric(before.mesh),
+        # A function that returns "step 1 of 2, ...": the text is needed for errors only.
         place=functools.partial(place_of, plan, step_index),
     )
 
@@ -142,8 +152,8 @@ def _all_gather(step: steps.AllGather, context: StepContext) -> Moves:
     if phases.has_several_speeds:
         return phased.all_gather(phases, context, step.dim, step.shards)
     group = context.group(axes)
-    sent = context.whole_block(0)
-    received = context.parts_of_devices(1, step.dim, step.shards, group.devices)
+    sent = context.whole_block(BEFORE)
+    received = context.parts_of_devices(AFTER, step.dim, step.shards, group.devices)
     return PackedCollective(
         Collective("all_gather", group, sent.sizes, received.sizes), sent, received
     )
@@ -161,8 +171,8 @@ def _all_reduce(step: steps.AllReduce, context: StepContext) -> Moves:
     phases = context.phases(step.axes)
     if phases.has_several_speeds and not context.lengths:
         return phased.all_reduce(phases, context, step.op)
-    sent = context.whole_block(0)
-    received = context.whole_block(1)
+    sent = context.whole_block(BEFORE)
+    received = context.whole_block(AFTER)
     group = context.group(step.axes)
     collective = Collective("all_reduce", group, sent.sizes, received.sizes, step.op)
     return PackedCollective(collective, sent, received)
@@ -175,8 +185,8 @@ def _reduce_scatter(step: steps.ReduceScatter, context: StepContext) -> Moves:
     if phases.has_several_speeds:
         return phased.reduce_scatter(phases, context, step.dim, step.shards, step.op)
     group = context.group(axes)
-    sent = context.parts_of_devices(0, step.dim, step.shards, group.devices)
-    received = context.whole_block(1)
+    sent = context.parts_of_devices(BEFORE, step.dim, step.shards, group.devices)
+    received = context.whole_block(AFTER)
     return reduce_scattered(group, sent, received, step.op, context.tensor_device)
 
 
@@ -189,8 +199,8 @@ def _all_to_all(step: steps.AllToAll, context: StepContext) -> Move:
     # Both sets of axes reach the same processes: the shards move from one dim to another.
     group = context.group(axes_of(step.src_shards))
     # Each rank is sent its part of the dim that will be sharded, and sends its part of the other.
-    sent = context.parts_of_devices(0, step.dst_dim, step.dst_shards, group.devices)
-    received = context.parts_of_devices(1, step.src_dim, step.src_shards, group.devices)
+    sent = context.parts_of_devices(BEFORE, step.dst_dim, step.dst_shards, group.devices)
+    received = context.parts_of_devices(AFTER, step.src_dim, step.src_shards, group.devices)
     collective = Collective("all_to_all", group, sent.sizes, received.sizes, is_even=True)
     return PackedCollective(collective, sent, received)
 
@@ -214,14 +224,14 @@ def _permute(step: steps.Permute, context: StepContext) -> Move:
     # A process that keeps its block sends it to itself: others exchange theirs, so that it calls the
     # collective too.
     receiver = senders.index(context.device)
-    sent = _whole_block_with(receiver, 0, context, group)
-    received = _whole_block_with(senders[context.device], 1, context, group)
+    sent = _whole_block_with(receiver, BEFORE, context, group)
+    received = _whole_block_with(senders[context.device], AFTER, context, group)
     collective = Collective(collective_name, group, sent.sizes_by_rank, received.sizes_by_rank)
     return PackedCollective(collective, sent, received)
 
 
 def _whole_block_with(peer: int, end: int, context: StepContext, group: Group) -> Packing:
-    """Return the block before (0) or after (1) the step as one message with a device of the group."""
+    """Return the block BEFORE or AFTER the step as one message to, or from, a device of the group."""
     counts = tuple(1 if device == peer else 0 for device in group.devices)
     return replace(context.whole_block(end), counts=counts)
 

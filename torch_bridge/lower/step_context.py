@@ -22,7 +22,7 @@ Lengths = Mapping[str, int]  # dim name -> its length, which may be a symbol of 
 
 
 class BlockShapes(NamedTuple):
-    """The shapes of this process's block before and after a step."""
+    """The shapes of this process's block before and after a step; `shapes[BEFORE]` is `before`."""
 
     before: tuple[int, ...]
     after: tuple[int, ...]
@@ -112,7 +112,7 @@ class StepContext(NamedTuple):
         return subarray(shape, rows, self.tensor_device)
 
     def whole_block(self, end: int) -> Packing:
-        """Return the whole block before (0) or after (1) the step as one message."""
+        """Return the whole block as one message: the block BEFORE the step, or the one AFTER it."""
         shape = self.shapes[end]
         return Packing(shape, (self.subarray(shape, {}),))
 
@@ -140,12 +140,12 @@ class StepContext(NamedTuple):
     def parts_of_devices(
         self, end: int, dim: str, shards: tuple[Shard, ...], devices: Sequence[int]
     ) -> Packing:
-        """Cut the block before (0) or after (1) the step along a dim into one message per device.
+        """Cut a block along a dim into one message per device.
 
         [8, 5] for 4 devices along dim 0 -> messages with rows 0:2, 2:4, 4:6 and 6:8.
 
         Args:
-            end: Which block.
+            end: Which block: the one BEFORE the step, or the one AFTER it.
             dim: The name of the dim that is cut.
             shards: How it is cut: a device gets the part of its index along their axes.
             devices: The devices, in the order of messages.

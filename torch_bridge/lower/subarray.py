@@ -20,6 +20,11 @@ from torch import Tensor
 from xshard.layout.runs import Run, Runs, Segment, as_intervals, count_rows, row_numbers
 from xshard.notation.row_arrays import Numbers
 
+# The two blocks of a step: the one before it, which a process sends, and the one after it, which it
+# receives. So of a message: BEFORE is the sender's block, AFTER the receiver's.
+BEFORE = 0
+AFTER = 1
+
 # More intervals than this along one dim are copied by a list of rows, not one by one.
 MAX_SLICES = 16
 
@@ -156,11 +161,17 @@ def subarray(
 
 
 def box_rows(box: Sequence[Sequence[Segment]], end: int) -> dict[int, Runs]:
-    """Return the rows along each dim of a message's box, in the sender's (0) or the receiver's (1) block."""
-    return {
-        d: tuple(Run(segment[end], segment.length) for segment in segments)
-        for d, segments in enumerate(box)
-    }
+    """Return the rows of a message's box along each dim, in the sender's block or the receiver's.
+
+    Args:
+        box: The segments along each dim: rows of the sender's block that become rows of the
+            receiver's.
+        end: Whose block: BEFORE, the sender's, or AFTER, the receiver's.
+    """
+    rows: dict[int, Runs] = {}
+    for d, segments in enumerate(box):
+        rows[d] = tuple(Run(segment[end], segment.length) for segment in segments)
+    return rows
 
 
 def _index(rows: Iterable[slice | Tensor | None]) -> Index:

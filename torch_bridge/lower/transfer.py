@@ -22,7 +22,7 @@ from torch_bridge.lower.collectives import CARRIERS
 from torch_bridge.lower.exchange import Assembly, PeerMessage
 from torch_bridge.lower.executable import Executable, computed_once, dense
 from torch_bridge.lower.rules import lower, no_arithmetic
-from torch_bridge.lower.subarray import box_rows, subarray
+from torch_bridge.lower.subarray import AFTER, BEFORE, box_rows, subarray
 from torch_bridge.mesh.failures import call_backend, timeout_of, with_place_in_errors
 from torch_bridge.mesh.process_groups import naming_who_has_not_come, rank_in
 from torch_bridge.mesh.process_mesh import ProcessMesh, mesh_of_ranks
@@ -117,15 +117,15 @@ def lower_transfer(
         _prepare_to_send(plan, tensor_device, group)
         messages = _messages_of_rank(plan, tensor_device, rank_in(group))
     return TransferExecutable(
-        plan,
-        tensor_device,
-        group,
-        on_source,
-        messages.sent,
-        messages.received,
-        messages.assembly,
-        on_target,
-        sends,
+        plan=plan,
+        tensor_device=tensor_device,
+        group=group,
+        on_source=on_source,
+        sent=messages.sent,
+        received=messages.received,
+        assembly=messages.assembly,
+        on_target=on_target,
+        sends=sends,
     )
 
 
@@ -190,11 +190,11 @@ def _messages_of_rank(plan: Plan, tensor_device: torch.device, rank: int) -> _Me
         receiver = plan.dst_devices[message.dst]
         if sender == rank:
             shape = transfer.source.local_shape(message.src)
-            rows = box_rows(message.box, 0)
+            rows = box_rows(message.box, BEFORE)
             sent.append(PeerMessage(receiver, subarray(shape, rows, tensor_device)))
         if receiver == rank:
             shape = transfer.target.local_shape(message.dst)
-            rows = box_rows(message.box, 1)
+            rows = box_rows(message.box, AFTER)
             received.append(PeerMessage(sender, subarray(shape, rows, tensor_device)))
     assembly = None
     if rank in plan.dst_devices:

@@ -192,19 +192,19 @@ class Compared(NamedTuple):
     def compare_gradients_of(self, result: Tensor, *blocks: Tensor) -> Tensor:
         """Add hooks by which ranks compare, in the backward pass, the gradients that they send.
 
-        Each of our autograd nodes between the result and the blocks of the call gets one: ranks
-        compare reports before that node sends anything. Returns the result.
+        Each of our autograd nodes between the result and the blocks of the call gets a hook. It runs
+        before the node: ranks tell each other which gradient they are about to send. Returns the
+        result.
         """
-        n_hooks = 0
+        node_number = 0
         for node in graph_nodes([result], blocks):
-            # Results that were moved together share a node, whose hook the first of them has added.
-            if isinstance(node, BackwardCFunction) and "is_compared" not in node.metadata:
-                n_hooks += 1
-                node.metadata["is_compared"] = True
+            # Results that were moved together share a node: the first of them has added its hook.
+            if isinstance(node, BackwardCFunction) and "has_compare_hook" not in node.metadata:
+                node.metadata["has_compare_hook"] = True
+                node_number += 1
                 executable = getattr(node, "executable", None)  # some nodes of layers have none
-                node.register_prehook(
-                    functools.partial(self._compare_gradient, executable, n_hooks)
-                )
+                compare = functools.partial(self._compare_gradient, executable, node_number)
+                node.register_prehook(compare)
         return result
 
     def _compare_gradient(self, executable: Any, node_number: int, _: object) -> None:
@@ -325,7 +325,7 @@ class _MeetingPoint:
         if store.compare_set(own_key, "", own_text) == ABSENT:
             return None
         store.set(own_key, own_text)  # wakes those who wait, in every kind of store
-        keys = [self._key(meeting, rank) for rank in self.ranks]
+        keys = [self._key(meeting, other_rank) for other_rank in self.ranks]
         try:
             store.wait(keys, timeout)
         except RuntimeError:  # DistStoreError, of a TCPStore
@@ -333,13 +333,13 @@ class _MeetingPoint:
                 store.compare_set(key, "", ABSENT)
         texts = dict(zip(self.ranks, store.multi_get(keys), strict=True))
         self._check_all_came(texts, str(own_report["call_text"]), timeout)
-        return {rank: json.loads(text) for rank, text in texts.items()}
+        return {other_rank: json.loads(text) for other_rank, text in texts.items()}
 
     def _check_all_came(
-        self, reports: Mapping[int, bytes], call_text: str, timeout: timedelta
+        self, texts: Mapping[int, bytes], call_text: str, timeout: timedelta
     ) -> None:
-        """Raise DesyncError if ranks did not come in time."""
-        missing = [rank for rank, report in reports.items() if report == ABSENT]
+        """Raise DesyncError if some ranks did not come in time: their text is ABSENT."""
+        missing = [rank for rank, text in texts.items() if text == ABSENT]
         if not missing:
             return
         limit = f"{timeout.total_seconds():g} s"
@@ -382,13 +382,24 @@ def _differing_names(facts_of_ranks: Sequence[Mapping[str, str]]) -> Iterator[st
 
 
 def _desync_error(reports: Mapping[int, Report], differing: Sequence[str]) -> DesyncError:
-    """Return the error of ranks that disagree, with the facts of each in which they differ."""
+    """Return the error of ranks that disagree.
+
+    Args:
+        reports: The call of each rank, with its facts: see `CallFacts`.
+        differing: The names of facts that differ, and should be equal. The error shows them, and
+            those that were not compared.
+    """
 
     def describe(report: Report) -> str:
-        shown = report["not_compared"]
-        facts = {**shown, **report["equal_on_peers"], **report["equal_on_all"]}
-        listed = [f"{name} {facts.get(name)}" for name in (*shown, *differing)]
-        return ", ".join([f"'{report['call_text']}'", *listed])
+        """Return a call and its facts: "'redistribute(...)', shape (4, 2), dtype float32"."""
+        all_facts = {
+            **report["not_compared"],
+            **report["equal_on_peers"],
+            **report["equal_on_all"],
+        }
+        shown_names = (*report["not_compared"], *differing)
+        facts_text = [f"{name} {all_facts.get(name)}" for name in shown_names]
+        return ", ".join([f"'{report['call_text']}'", *facts_text])
 
     hint = _lines(reports, describe) + "\n  all ranks of a mesh call it with equal arguments"
     if "shape" in differing:

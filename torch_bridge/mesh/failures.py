@@ -41,12 +41,12 @@ def with_place_in_errors(place: Callable[[], str], function: Callable[..., Any],
         raise
 
 
-def raise_lost_peer(
+def raise_if_peer_lost(
     error: RuntimeError, operation: str, ranks: Sequence[int], timeout: timedelta | None = None
 ) -> None:
-    """Raise CollectiveError in place of a backend's error that means that another rank is lost.
+    """Raise CollectiveError if the error of a backend means that another rank is lost.
 
-    Returns if the error means something else, such as a lack of memory; the caller re-raises it.
+    Returns if the error means something else, such as a lack of memory: the caller re-raises it.
 
     Args:
         error: Of gloo or NCCL.
@@ -79,11 +79,11 @@ def raise_lost_peer(
 def call_backend(
     operation: str, ranks: Sequence[int], function: Callable[..., Any], *args: Any
 ) -> Any:
-    """Call a function that only communicates. Raises CollectiveError as `raise_lost_peer` does."""
+    """Call a function that only communicates. Raises CollectiveError as `raise_if_peer_lost` does."""
     try:
         return function(*args)
     except RuntimeError as error:
-        raise_lost_peer(error, operation, ranks)
+        raise_if_peer_lost(error, operation, ranks)
         raise
 
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]  # public, and in no `__all__`
 
-from torch_bridge.mesh.failures import call_backend, can_ask_store, raise_lost_peer, timeout_of
+from torch_bridge.mesh.failures import call_backend, can_ask_store, raise_if_peer_lost, timeout_of
 from torch_bridge.versions.process_groups import (
     backend_and_store,
     new_group,
@@ -112,7 +112,7 @@ def naming_who_has_not_come(
     except RuntimeError as error:
         missing = [other for other in ranks if not store.check([f"{name}/{other} has come"])]
         if missing:
-            raise_lost_peer(error, "the first meeting", missing, timeout)
+            raise_if_peer_lost(error, "the first meeting", missing, timeout)
         raise
 
 

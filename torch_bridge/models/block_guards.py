@@ -10,7 +10,7 @@ import functools
 import inspect
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -19,6 +19,7 @@ from torch.optim import Optimizer, SparseAdam
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from torch_bridge.models.living import living_models
+from torch_bridge.models.parameters import ParallelContext
 from torch_bridge.versions.modes import constant_while_traced
 from torch_bridge.versions.modules import norm_of, replace_gradient_functions, unscale_gradients
 from xshard import Sharding, XshardError
@@ -49,8 +50,15 @@ def _address(x: Tensor) -> int:
     return x.data_ptr() or id(x)  # no elements, as on the meta device, are at 0
 
 
-def _blocks_among(tensors: Iterable[Tensor]) -> list[tuple[str, Any]]:
-    """Return the blocks among tensors, in their order: the parameter's name, and the model's context.
+class _Block(NamedTuple):
+    """A block of a parallel model: the name of its parameter, and the model's mesh and options."""
+
+    name: str
+    context: ParallelContext
+
+
+def _blocks_among(tensors: Iterable[Tensor]) -> list[_Block]:
+    """Find the blocks of parallel models among tensors, in their order.
 
     The gradient of a block is one, too. A parameter that is whole on every process is none.
     """
@@ -61,7 +69,7 @@ def _blocks_among(tensors: Iterable[Tensor]) -> list[tuple[str, Any]]:
             if sharding.mesh.size(*sharding.layout.axes) > 1:
                 x = parameter.tensor
                 for block in filter(torch.is_tensor, (x, x.grad)):
-                    blocks[_address(block)] = (parameter.name, model.context)
+                    blocks[_address(block)] = _Block(parameter.name, model.context)
     return [blocks[_address(x)] for x in tensors if _address(x) in blocks]
 
 
@@ -73,11 +81,12 @@ def parameters_of(optimizer: Optimizer) -> list[Tensor]:
 def _norm_unless_blocks(tensors: Any, *args: Any, **options: Any) -> Tensor:
     """Return the norm of gradients as torch does. Raises XshardError for blocks."""
     gradients = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-    for name, _ in _blocks_among(gradients):
-        reason = f"torch's clip_grad_norm_ and get_total_norm would take the block of {name} for the whole"
-        raise XshardError(
-            reason, hint="xt.clip_grad_norm_(model, max_norm), or xt.grad_norm(model)"
-        )
+    blocks = _blocks_among(gradients)
+    if blocks:
+        reason = "torch's clip_grad_norm_ and get_total_norm would take the block of "
+        reason += f"{blocks[0].name} for the whole"
+        hint = "xt.clip_grad_norm_(model, max_norm), or xt.grad_norm(model)"
+        raise XshardError(reason, hint=hint)
     return norm_of(gradients, *args, **options)
 
 
@@ -87,7 +96,7 @@ def _unscale_on_all_processes(
     """Unscale gradients as a `GradScaler` does, and return overflows, the same on all processes."""
     found_inf_by_device = unscale_gradients(scaler, optimizer, inverse_scale, found_inf, allow_fp16)
     # In the order of the optimizer's parameters, which is the same on all processes.
-    contexts = dict.fromkeys(context for _, context in _blocks_among(parameters_of(optimizer)))
+    contexts = dict.fromkeys(block.context for block in _blocks_among(parameters_of(optimizer)))
     if not contexts:
         return found_inf_by_device
     # A process without gradients takes part, too: it adds nothing to `found`, which is 0.
@@ -112,7 +121,8 @@ def check_parametrizations(used: Mapping[str, Sharding]) -> None:
             dims = enumerate(sharding.layout.dims)
             cut_dims[name] = [i for i, dim in dims if sharding.mesh.size(*dim.axes) > 1]
     for name, cut in cut_dims.items():
-        if cut and cut_dims.get(f"{name[:-1]}0") != cut:
+        name_of_lengths = f"{name[:-1]}0"  # "original1" -> "original0"
+        if cut and cut_dims.get(name_of_lengths) != cut:
             reason = f"a parametrization would take the block of {name} for the whole"
             raise XshardError(reason, hint="gather it for its use, as in 'o/tp i -> o i'")
 
@@ -131,7 +141,7 @@ def _check_optimizer(optimizer: Optimizer, *hook_arguments: Any) -> None:
             blocks = _blocks_among(x for x in group["params"] if x.ndim == n_dims)
             if not blocks:
                 continue
-            _check_step_on_blocks(optimizer, group, blocks[0][0], n_dims)
+            _check_step_on_blocks(optimizer, group, blocks[0].name, n_dims)
             if optimizer not in _REFUSING:
                 optimizer.register_state_dict_pre_hook(_refuse_state_dict)
                 _REFUSING.add(optimizer)
@@ -140,8 +150,9 @@ def _check_optimizer(optimizer: Optimizer, *hook_arguments: Any) -> None:
 
 def _refuse_state_dict(optimizer: Optimizer) -> None:
     """Raise XshardError for `state_dict()` of an optimizer of blocks, which it would give out as whole."""
-    for name, _ in _blocks_among(parameters_of(optimizer)):
-        reason = f"state_dict() of an optimizer of blocks has blocks, as of {name}"
+    blocks = _blocks_among(parameters_of(optimizer))
+    if blocks:
+        reason = f"state_dict() of an optimizer of blocks has blocks, as of {blocks[0].name}"
         hint = "xt.optimizer_state_dict(model, optimizer) has DTensors; "
         hint += 'xt.save({"model": model, "optimizer": optimizer}, folder) saves both'
         raise XshardError(reason, hint=hint)
@@ -160,17 +171,13 @@ def _check_step_on_blocks(optimizer: Optimizer, group: Any, name: str, n_dims: i
     # SparseAdam is as Adam, and needs sparse gradients, where those of the trial are dense.
     if optimizer_class is SparseAdam or getattr(optimizer_class, "handles_blocks", False):
         return
-    # A parameter and 12 gradients: [48, 48, 4, 4] each, if it has four dims. `tan` gives many magnitudes,
-    # so that limits on norms show; 12 steps and long dims, as some optimizers begin with plain steps or
-    # treat short dims otherwise.
-    shape = (48, 48, *[4] * (n_dims - 2)) if n_dims > 1 else (48 * 48,)
-    block = (slice(None), *[slice(length // 6, length * 2 // 3) for length in shape])
-    n_values = 13 * math.prod(shape)
-    values = torch.arange(float(n_values), device=group["params"][0].device).tan().view(13, *shape)
+    whole = _trial_values(n_dims, group["params"][0].device)
+    # The middle of each dim: rows 8:32 of 48.
+    block = tuple(slice(length // 6, length * 2 // 3) for length in whole.shape[1:])
     finding = "its step on a block is not that on the whole"
     try:
-        expected = _parameter_after_steps(optimizer, group, values)[block[1:]]
-        result = _parameter_after_steps(optimizer, group, values[block])
+        expected = _parameter_after_steps(optimizer, group, whole)[block]
+        result = _parameter_after_steps(optimizer, group, whole[(slice(None), *block)])
         if torch.allclose(result, expected, atol=1e-4, equal_nan=True):
             return
     except Exception as error:  # of any kind: it is the optimizer's own code
@@ -181,14 +188,40 @@ def _check_step_on_blocks(optimizer: Optimizer, group: Any, name: str, n_dims: i
     raise XshardError(reason, hint=hint)
 
 
+def _trial_values(n_dims: int, device: torch.device) -> Tensor:
+    """Make a parameter and the gradients of some steps, stacked: [13, 48, 48, 4, 4] for four dims.
+
+    `tan` gives many magnitudes, so that limits on norms show. Steps are many and the first dims are
+    long, as some optimizers begin with plain steps or treat short dims otherwise.
+    """
+    n_steps = 12
+    shape = (48, 48, *[4] * (n_dims - 2)) if n_dims > 1 else (48 * 48,)
+    n_values = (1 + n_steps) * math.prod(shape)
+    return torch.arange(float(n_values), device=device).tan().view(1 + n_steps, *shape)
+
+
 def _parameter_after_steps(optimizer: Optimizer, group: Any, values: Tensor) -> Tensor:
     """Train `values[0]` by a new optimizer, a step for each of the gradients `values[1:]`.
 
     Comparing the result for the whole with that for a block shows whether a step of an element needs
-    others. The new optimizer has the options of `group` and the plain attributes of the user's own,
-    whose state is left alone.
+    others.
+
+    Args:
+        optimizer: The user's optimizer, which is left alone.
+        group: The group of its parameters whose options the new optimizer has.
+        values: As of `_trial_values`, or a block of these.
     """
     x, *gradients = values.clone()
+    trial = _optimizer_like(optimizer, group, x)
+    for gradient in gradients:
+        x.grad = gradient
+        # LBFGS and others ask for the loss: it is one number for all blocks, here 0.
+        trial.step(lambda: 0.0)
+    return x
+
+
+def _optimizer_like(optimizer: Optimizer, group: Any, x: Tensor) -> Any:
+    """Make an optimizer of one tensor with the options of a group, and the user's plain attributes."""
     # The user's rate may be 0, as a schedule begins: all optimizers would agree.
     options = {**group, "lr": 0.5, "params": [x]}
     # Some optimizers keep options as attributes: `self.max_norm = max_norm`.
@@ -197,13 +230,10 @@ def _parameter_after_steps(optimizer: Optimizer, group: Any, values: Tensor) -> 
         if name not in options and isinstance(value, bool | int | float | str | None):
             attributes[name] = value
     known = {**attributes, **options}
+    # Its class may have arguments without a default.
     _, *parameters = inspect.signature(type(optimizer)).parameters.values()
     required = [parameter.name for parameter in parameters if parameter.default is parameter.empty]
     make: Any = type(optimizer)
-    trial = make([options], **{name: known[name] for name in required if name in known})
-    vars(trial).update(attributes)
-    for gradient in gradients:
-        x.grad = gradient
-        # LBFGS and others ask for the loss: it is one number for all blocks, here 0.
-        trial.step(lambda: 0.0)
-    return x
+    like = make([options], **{name: known[name] for name in required if name in known})
+    vars(like).update(attributes)
+    return like

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch_bridge.calls.move import PLAIN_TYPES
 from torch_bridge.lower.collectives import FOUR_BITS
 from torch_bridge.models.parameters import ParallelContext
-from torch_bridge.replicas import Comparison, compare_all
+from torch_bridge.replicas import ComparedBlock, Comparison, compare_all
 from torch_bridge.versions.functorch import has_functorch_transforms
 from xshard import Layout, Sharding
 from xshard.dtypes import name_of
@@ -23,6 +23,8 @@ from xshard.models import ActivationRule
 from xshard.replicas import ReplicaCheck
 
 SAMPLED = 256  # elements of a block
+# The distance of these in memory: a prime, which goes through all columns, whatever the length of a row.
+_DISTANCE = 2_654_435_761
 
 
 class Claim(NamedTuple):
@@ -33,10 +35,11 @@ class Claim(NamedTuple):
 
 
 def claim_of(rule: ActivationRule, x: Tensor, context: ParallelContext, title: str) -> Claim | None:
-    """Return what a rule claims of a block as it comes; None if it claims nothing, or without values.
+    """Return what a rule claims of a block as it comes: that replicas are equal, and where.
 
-    Along axes on its right side alone, as dp in "b i -> b/dp i", it takes blocks for replicas. Of axes that
-    it does not name it says nothing, and `copy` on its left may mark what differs.
+    A rule takes blocks for replicas along the axes on its right side alone, as dp in "b i -> b/dp i". Of
+    axes that it does not name it says nothing, and `copy` on its left may mark what differs. Returns None
+    if it claims nothing, and for a block without values, as on the meta device.
 
     Args:
         rule: The rule.
@@ -50,10 +53,14 @@ def claim_of(rule: ActivationRule, x: Tensor, context: ParallelContext, title: s
         return None
     replicated = Sharding(Layout("...").resolved(x.ndim), mesh, tuple(x.shape))
     check = ReplicaCheck(
-        replicated, context.axes, name_of(x.dtype), rule.text, cotangents=False, name=title
+        sharding=replicated,
+        mesh=context.axes,
+        dtype=name_of(x.dtype),
+        text=rule.text,
+        cotangents=False,
+        name=title,
     )
-    # A prime as step goes through all columns, whatever the length of a row.
-    indices = torch.arange(SAMPLED, device=x.device) * 2_654_435_761 % x.numel()
+    indices = torch.arange(SAMPLED, device=x.device) * _DISTANCE % x.numel()
     return Claim(check, x.detach().reshape(-1)[indices])
 
 
@@ -77,10 +84,12 @@ def check_claims(
     # Some processes may not have called a module, or not with this argument.
     flags = torch.tensor([float(claim is not None) for claim in claims], device=device)
     is_on_all = context.all_reduce(flags, "min").tolist()
-    pairs = []
+    compared = []
     for claim, is_shared in zip(claims, is_on_all, strict=True):
         if is_shared and claim is not None:
-            comparison = Comparison(claim.check, processes.ranks, processes, processes)
-            pairs.append((comparison, claim.sample))
-    if pairs:
-        compare_all(pairs)
+            comparison = Comparison(
+                claim.check, processes.ranks, processes=processes, callers=processes
+            )
+            compared.append(ComparedBlock(comparison, claim.sample))
+    if compared:
+        compare_all(compared)

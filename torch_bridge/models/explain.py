@@ -235,12 +235,12 @@ def _activation_moves(hooks: ModuleHooks, machine: _Machine) -> list[_MoveRow]:
     for direction, tensor_rules in (("input", hooks.inputs), ("output", hooks.outputs)):
         for tensor_rule in tensor_rules:
             rule = tensor_rule.rule
-            if rule.moves:
-                last_tensor = tensor_rule.last  # the tensor of the last call
-                received = (
-                    None if last_tensor is None else _received_bytes(rule, machine, last_tensor)
-                )
-                rows.append(_MoveRow(f"{hooks.title}, {direction}", rule.text, received))
+            if not rule.moves:
+                continue
+            received = None
+            if tensor_rule.last is not None:  # the tensor of the last call
+                received = _received_bytes(rule, machine, tensor_rule.last)
+            rows.append(_MoveRow(f"{hooks.title}, {direction}", rule.text, received))
 
     if hooks.experts is not None:
         texts = [routed.rule.text for routed in hooks.inputs if routed.rule.routed_axes]

@@ -213,10 +213,17 @@ def first_wrong(
 def cause_in_loss(
     one_device: Recording, parallel_recording: Recording, parallel: ParallelModel, tol: float
 ) -> Cause | None:
-    """Find what a loss does wrong, by the first gradient that it sends back; None if that tells nothing.
+    """Find what a loss does wrong, given that all outputs of the model are right.
 
-    A mean over each process's own rows has gradients that are too large where rows are few. All
-    processes call it, when all outputs are right.
+    The gradient that the loss sends back to the last output is compared with one device's. A loss
+    that is the mean over each process's own rows, say, sends too large gradients to a process with
+    few rows. Returns None if that gradient is right or cannot be compared. All processes call it.
+
+    Args:
+        one_device: The recording of the copy on one device.
+        parallel_recording: That of the parallel model: blocks of this process.
+        parallel: The state of the parallel model.
+        tol: The tolerance: see `verify`.
     """
     compared = _match_recordings(one_device, parallel_recording, parallel)
     gradient_points = [point for point in compared if point.role == GRADIENT]
@@ -224,7 +231,8 @@ def cause_in_loss(
         return None
     point = gradient_points[0]  # the loss sends it back first
     is_right = _right_points({point: compared[point]}, tol, parallel.context)
-    if is_right.get(point, True):
+    was_comparable = point in is_right
+    if not was_comparable or is_right[point]:
         return None
     expected, block = compared[point]
     cause = mismatch_of(expected, block, expected.largest, tol, parallel.context).cause
@@ -325,7 +333,9 @@ def _bring_to_one_form(
         return None
     name = f"{point} as '{layout_text(layout)}'"
     sharding = Sharding(layout, context.axes, tuple(whole.shape))
-    expected = Expected("output", name, sharding, block, largest_value(whole))
+    expected = Expected(
+        kind="output", name=name, sharding=sharding, block=block, largest=largest_value(whole)
+    )
     return ComparedArray(expected, _reduce_tags(x, layout, context))
 
 
@@ -345,8 +355,16 @@ def mismatch_of(
     local_blocks = [array_of(x.cpu().contiguous()) for x in (block, expected.block)]
     blocks_of_processes = _from_all_processes(local_blocks, context)
     blocks, expected_blocks = zip(*blocks_of_processes, strict=True)
-    case = Case(blocks, expected_blocks, expected.sharding, tol, largest)
-    subject = Subject(expected.kind, expected.name, "torch", context.axes, "one device")
+    case = Case(
+        got=blocks, want=expected_blocks, sharding=expected.sharding, tolerance=tol, largest=largest
+    )
+    subject = Subject(
+        kind=expected.kind,
+        name=expected.name,
+        runtime="torch",
+        mesh=context.axes,
+        against="one device",
+    )
     return located(subject, case.settled())
 
 

@@ -341,7 +341,13 @@ class Gradients:
                         parameter.precision, self.context.comm_dtype, x.dtype
                     )
                     mesh = self.context.mesh_of(parameter.sharding)
-                    gradient = Gradient(parameter.name, x, axes, mesh, travels.backward)
+                    gradient = Gradient(
+                        name=parameter.name,
+                        parameter=x,
+                        axes=axes,
+                        mesh=mesh,
+                        reduce_dtype=travels.backward,
+                    )
                 self._register_hooks(gradient)
             elif gradient is None or not gradient.has_share():
                 continue  # frozen; a share that it has is still summed
@@ -459,21 +465,31 @@ class Gradients:
     def _sum_remaining(self, finish_sums: list[Callable[[], None]]) -> None:
         """Send the buckets that have not been sent, and wait for the sums of all.
 
-        Afterwards every gradient knows its sum over processes.
+        Afterwards every gradient knows its sum over processes. A bucket is sent even if this process
+        has no gradient in it, since others may have: all processes send the same messages.
 
         Args:
             finish_sums: For each bucket sent so far, in order, the function that waits for its
-                sums; it grows here. A bucket is sent even if this process has no gradient in it:
-                others may have.
+                sums.
         """
+        buckets_to_send = self._buckets[len(finish_sums) :]
         while True:
-            # One function per bucket sent: its length says which bucket is next.
-            for bucket in self._buckets[len(finish_sums) :]:
+            for bucket in buckets_to_send:
                 finish_sums.append(_begin_sums(bucket, self.context))
             for finish in finish_sums:
                 finish()
-            # Messages have taken all shares from `.grad`: what is there came after its bucket was sent.
-            summed = [gradient for bucket in self._buckets for gradient in bucket]
-            if all(gradient.parameter.grad is None for gradient in summed):
+            if not self._has_late_share():
                 return
-            finish_sums = []  # all buckets are sent once more
+            # Late shares may be in other buckets on other processes: each sends all buckets again.
+            # Whether any share was late each process finds alone: it follows from the model's code,
+            # which is the same on all.
+            buckets_to_send = self._buckets
+            finish_sums = []
+
+    def _has_late_share(self) -> bool:
+        """Return whether a share came to `.grad` after its bucket was sent, as in `_after_share`.
+
+        The message of a bucket takes all shares out of `.grad`: what is there now came later.
+        """
+        summed = [gradient for bucket in self._buckets for gradient in bucket]
+        return any(gradient.parameter.grad is not None for gradient in summed)

@@ -251,9 +251,8 @@ class BatchInParts:
             return self.whole_forward(*call.args, **call.kwargs)
 
         # With pauses in the middle of modules, each part is half a module behind the one before.
-        turns = Turns(
-            [partial(compute, call) for call in calls_of_parts], lag=int(bool(self.pause_modules))
-        )
+        lag = 1 if self.pause_modules else 0
+        turns = Turns([partial(compute, call) for call in calls_of_parts], lag=lag)
         results = turns.run(self)
         with located(f"result of {title_of(self.name)}"):
             return _join_results(results, sizes)

@@ -182,7 +182,7 @@ class ModuleParameters:
     def _gather_and_put(self) -> _Gathered:
         """Gather the parameters, and let modules have them: STORED -> GATHERED."""
         # All are gathered before any is replaced: an error leaves the modules as they were.
-        blocks = [gathered.parameter.tensor for gathered in self.parameters]
+        blocks = [parameter.parameter.tensor for parameter in self.parameters]
         # Slots may hold tensors of another part of the batch that this one cannot use: autograd has not
         # recorded their gather.
         may_hold_gathered = current_part() is None or is_in_backward_pass()
@@ -193,9 +193,11 @@ class ModuleParameters:
             # `torch.func` has no hooks of saved tensors: what it gathers stays until its backward pass.
             if gathered.is_recorded and not has_functorch_transforms():
                 # Frozen parameters, too: the gradients of activations need them.
-                indices = [i for i, gathered in enumerate(self.parameters) if not gathered.is_kept]
-                if indices:
-                    gathered.regathering = self._regathering_of(indices, gathered)
+                not_kept = [
+                    i for i, parameter in enumerate(self.parameters) if not parameter.is_kept
+                ]
+                if not_kept:
+                    gathered.regathering = self._regathering_of(not_kept, gathered)
             gathered.writes = [writes_to(x) for x in gathered.tensors if not x.is_inference()]
         if gathered.turns is not None:
             self._gathered_for_parts.append(gathered)
@@ -288,10 +290,13 @@ class ModuleParameters:
                     tensors[parameter.name] = parameter.gathered_tensor
         if self._shared is not None and not tensors and not torch.compiler.is_compiling():
             tensors = self._shared.take()
-        indices = [i for i, gathered in enumerate(self.parameters) if gathered.name not in tensors]
-        missing = [self.parameters[i] for i in indices]
-        gathered = self._gather(missing, [blocks[i] for i in indices])
-        for parameter, x in zip(missing, gathered, strict=True):
+        missing = []
+        missing_blocks = []
+        for parameter, block in zip(self.parameters, blocks, strict=True):
+            if parameter.name not in tensors:
+                missing.append(parameter)
+                missing_blocks.append(block)
+        for parameter, x in zip(missing, self._gather(missing, missing_blocks), strict=True):
             tensors[parameter.name] = x
         return [tensors[parameter.name] for parameter in self.parameters]
 
@@ -320,15 +325,15 @@ class ModuleParameters:
         missing = self.parameters
         if self._shared is not None and self._shared.serves_next_pass:
             missing = [parameter for parameter in missing if not parameter.is_shared]
-        blocks = [gathered.parameter.tensor for gathered in missing]
+        blocks = [parameter.parameter.tensor for parameter in missing]
         return self._moves.begin_gather(missing, blocks)
 
     def _keep_for_backward(self, gathered: _Gathered, result: Any) -> None:
         """Let modules have the kept tensors again, when the backward pass comes to what they returned."""
-        indices = [i for i, gathered in enumerate(self.parameters) if gathered.is_kept]
-        if indices and not has_functorch_transforms():
-            regathering = self._regathering_of(indices, gathered)
-            regathering.keep([gathered.tensors[i] for i in indices])
+        kept = [i for i, parameter in enumerate(self.parameters) if parameter.is_kept]
+        if kept and not has_functorch_transforms():
+            regathering = self._regathering_of(kept, gathered)
+            regathering.keep([gathered.tensors[i] for i in kept])
             for x in tensors_with_gradient(result):
                 x.register_hook(regathering.open)
 

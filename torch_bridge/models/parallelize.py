@@ -190,13 +190,21 @@ def parallelize(  # noqa: PLR0913  public: rules of several kinds, and how they 
     _check_dtypes(precision, comm_dtype)
     context = ParallelContext(mesh, with_addends(profile, addends), comm_dtype)
     if offload:
-        context = replace(context, device=tensor_device_of(None, device, mesh))
+        context = replace(context, device=tensor_device_of(device=device, dst_mesh=mesh))
     ahead = Prefetch(context, prefetch)
     if outputs is None:
         outputs = {}
     if counts is None:
         counts = {}
-    rules = _ModelRules(parameters, inputs, outputs, counts, gathers, keep, precision)
+    rules = _ModelRules(
+        parameters=parameters,
+        inputs=inputs,
+        outputs=outputs,
+        counts=counts,
+        gathers=gathers,
+        keep=keep,
+        precision=precision,
+    )
     largest_bucket = limit_of(bucket_bytes, "bucket_bytes")
 
     # Processes compare their calls before any of them cuts a tensor: it would not be undone.
@@ -214,14 +222,15 @@ def parallelize(  # noqa: PLR0913  public: rules of several kinds, and how they 
 
     compare_ranks(context.processes.ranks, "parallelize", facts)  # calls `facts` once
     (ready,) = prepared
-    sharded, uses, used_shardings, changes = ready.parameters
+    by_rules = ready.parameters
 
     is_recording = torch.is_grad_enabled()
     # A model made in inference mode can be trained: its blocks are not inference tensors.
     with torch.inference_mode(False), torch.set_grad_enabled(is_recording):
-        shard_all(sharded, context, init, tensor_device_of(None, device, mesh))
-        gradients = Gradients(context, sharded, largest_bucket)
-    for change in changes:
+        tensor_device = tensor_device_of(device=device, dst_mesh=mesh)
+        shard_all(by_rules.sharded, context, init, tensor_device)
+        gradients = Gradients(context, by_rules.sharded, largest_bucket)
+    for change in by_rules.changes:
         change()
     gradients.prepare()
     for module_hooks in ready.hooks.values():
@@ -230,7 +239,14 @@ def parallelize(  # noqa: PLR0913  public: rules of several kinds, and how they 
     for count in ready.counts:
         setattr(count.module, count.attribute, count.local)
     parallel = ParallelModel(
-        context, sharded, uses, used_shardings, ready.hooks, gradients, ahead, counts=ready.counts
+        context,
+        by_rules.sharded,
+        by_rules.uses,
+        by_rules.used_shardings,
+        hooks=ready.hooks,
+        gradients=gradients,
+        prefetch=ahead,
+        counts=ready.counts,
     )
     _attach(model, parallel)
     return model
@@ -410,13 +426,13 @@ def _hooks_of_module(
     outer_varying = parent.varying if parent is not None else frozenset[str]()
     varying = models.varying_axes(outer_varying, [rule.rule for rule in input_rules])
     return ModuleHooks(
-        name,
-        list(arguments),
-        context,
-        parent,
-        input_rules,
-        _tensor_rules(rules.outputs.get(name), name, context, routes=False),
-        varying,
+        name=name,
+        arguments=list(arguments),
+        context=context,
+        parent=parent,
+        inputs=input_rules,
+        outputs=_tensor_rules(rules.outputs.get(name), name, context, routes=False),
+        varying=varying,
         gathers=name in rules.gathering,
         parameters=ModuleParameters(name, context, prefetch),
         precision=rules.precisions.get(name),

@@ -13,7 +13,7 @@ from torch_bridge.comm_dtype import CommDtypeLike
 from torch_bridge.mesh.process_mesh import MeshLike, ProcessMesh, mesh_of, process_mesh
 from torch_bridge.precision import Precision
 from torch_bridge.redistribution import redistribute
-from torch_bridge.replicas import Comparison, compare_all
+from torch_bridge.replicas import ComparedBlock, Comparison, compare_all
 from torch_bridge.versions.autograd import shape_in_graph
 from torch_bridge.versions.modules import buffers_of, parameters_of
 from xshard import Layout, Mesh, ProfileLike, Sharding, XshardError
@@ -82,7 +82,15 @@ class ParallelContext:
         shape: Sequence[int] | None,
         mesh: MeshLike | None = None,
     ) -> Tensor:
-        """Move a block, without its history, to another layout; mesh: that of the layouts, if another."""
+        """Move a block, without its history, to another layout.
+
+        Args:
+            x: The block.
+            src: Its layout.
+            dst: The new layout.
+            shape: The global shape; None: inferred.
+            mesh: The mesh of the layouts; None: that of this context.
+        """
         if mesh is None:
             mesh = self.mesh
         x = self.in_use(x.detach())
@@ -107,18 +115,20 @@ class ParallelContext:
         compared = []
         for name, block, sharding in blocks:
             check = ReplicaCheck(
-                sharding,
-                sharding.mesh,
-                name_of(block.dtype),
-                layout_text(sharding.written),
+                sharding=sharding,
+                mesh=sharding.mesh,
+                dtype=name_of(block.dtype),
+                text=layout_text(sharding.written),
                 cotangents=False,
                 name=name,
             )
             if check.axes:  # along which there are replicas
                 # Every process has a block, and every one calls it: the mesh stands for both.
                 own_processes = processes.on(sharding.mesh)
-                comparison = Comparison(check, processes.ranks, own_processes, callers=processes)
-                compared.append((comparison, self.in_use(block.detach())))
+                comparison = Comparison(
+                    check, processes.ranks, processes=own_processes, callers=processes
+                )
+                compared.append(ComparedBlock(comparison, self.in_use(block.detach())))
         if compared:
             compare_all(compared, COMPARED)
 

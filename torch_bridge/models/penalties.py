@@ -137,7 +137,7 @@ class Penalties:
         for root in roots_of_backward_pass():
             for parameter, visited in search.uses(root):
                 if visited.whole_axes is None:
-                    _check_count(parameter, visited.mean_axes)
+                    _check_counted_once(parameter, visited.mean_axes)
                     _check_is_sum(parameter, visited.reading)
                 else:
                     _check_factor(parameter, visited.whole_axes)
@@ -339,11 +339,15 @@ def _check_is_sum(parameter: ShardedParameter, reading: str) -> None:
     raise PlanError(reason, text=layout_text(layout), hint=HINT)
 
 
-def _check_count(parameter: ShardedParameter, mean_axes: frozenset[str]) -> None:
+def _check_counted_once(parameter: ShardedParameter, mean_axes: frozenset[str]) -> None:
     """Raise PlanError if the gradient of a penalty on a parameter would be too large, or too small.
 
     The mean over dp=4 of a loss with a penalty has a quarter of it from each process. Of a replicated
     parameter, four quarters are summed; a process with a block alone has one quarter of its gradient.
+
+    Args:
+        parameter: The parameter.
+        mean_axes: The axes over which the loss is a mean.
     """
     mesh = parameter.sharding.mesh
     layout = parameter.sharding.layout

@@ -54,18 +54,20 @@ class _Queue:
 
     def __init__(self, turns: Sequence[Turn], prefetch: Bytes) -> None:
         self.turns = turns
-        self._lasts = last_started([turn.n_bytes for turn in turns], prefetch)
-        self._under_way: dict[int, GatherUnderWay | None] = {}
+        # For each turn the last one whose gather begins with it.
+        self._last_to_begin = last_started([turn.n_bytes for turn in turns], prefetch)
+        self._under_way: dict[int, GatherUnderWay | None] = {}  # by position in `turns`
         self._had_turn: set[int] = set()
 
-    def take(self, i: int) -> GatherUnderWay | None:
+    def take(self, position: int) -> GatherUnderWay | None:
         """Return the gather of a turn that has come, if it could begin; those of later turns begin."""
-        self._had_turn.add(i)
+        self._had_turn.add(position)
         # Its own first, if it has not begun, then those of later turns: while it is awaited, these travel.
-        for j in range(i, self._lasts[i] + 1):
-            if j not in self._under_way and (j == i or j not in self._had_turn):
-                self._under_way[j] = self.turns[j].begin()
-        return self._under_way.pop(i)
+        for later in range(position, self._last_to_begin[position] + 1):
+            is_needed = later == position or later not in self._had_turn
+            if is_needed and later not in self._under_way:
+                self._under_way[later] = self.turns[later].begin()
+        return self._under_way.pop(position)
 
 
 class Prefetch:

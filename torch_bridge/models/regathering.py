@@ -152,6 +152,7 @@ class Regathering:
         self._taking_back = taking_back
 
     def _gather_again(self) -> list[Tensor]:
+        """Return the gathered parameters: what has been begun ahead, if anything, or a new gather."""
         # After an optimiser's step, say, other values than in the forward pass would come back.
         if self._writes != [writes_to(x) for x in self._blocks]:
             raise XshardError(
@@ -159,10 +160,11 @@ class Regathering:
             )
         # With gradients: a reentrant checkpoint runs a backward pass of its own to the blocks.
         with torch.enable_grad():
-            begun = self.take_begun()
-            tensors = None if begun is None else begun.wait(self._parameters, self._blocks)
-            if tensors is not None:
-                return tensors
+            begun_ahead = self.take_begun()
+            if begun_ahead is not None:
+                tensors = begun_ahead.wait(self._parameters, self._blocks)
+                if tensors is not None:
+                    return tensors
             return self._moves.gather(self._parameters, self._blocks)
 
     @property

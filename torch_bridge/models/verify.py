@@ -301,7 +301,9 @@ def _on_one_device(
 
     # The loss comes first in the list, so that an error about several arrays begins with it.
     scalar = Sharding(Layout("()"), context.axes, ())
-    expected_loss = Expected("output", "loss", scalar, value, value.abs().item())
+    expected_loss = Expected(
+        kind="output", name="loss", sharding=scalar, block=value, largest=value.abs().item()
+    )
     return [expected_loss, *_cut_gradients(whole_tensors, parallel)]
 
 
@@ -376,7 +378,15 @@ def _cut_gradients(tensors: dict[str, Tensor], parallel: ParallelModel) -> list[
         gradient = _gradient(whole)
         block = parameter.block_of(gradient, parallel.context)
         largest = largest_value(gradient)
-        expected.append(Expected("gradient", parameter.name, parameter.sharding, block, largest))
+        expected.append(
+            Expected(
+                kind="gradient",
+                name=parameter.name,
+                sharding=parameter.sharding,
+                block=block,
+                largest=largest,
+            )
+        )
         whole.grad = None  # the copy of the model still has the parameter
     return expected
 
@@ -580,9 +590,9 @@ def _compare(
     wrong_indices = [i for i, flag in enumerate(flags) if flag != EQUAL]
     if not wrong_indices:
         return
-    first_wrong = (
-        _first_wrong(compared, wrong_indices, parallel, tol, run_both) if parallel.hooks else None
-    )
+    first_wrong = None
+    if parallel.hooks:
+        first_wrong = _first_wrong(compared, wrong_indices, parallel, tol, run_both)
     raise _difference(compared, wrong_indices, first_wrong, tol, parallel.context)
 
 

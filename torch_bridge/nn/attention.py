@@ -265,13 +265,15 @@ class ProcessAttention(AttentionCall):
         # Kernels have causal and full masks built in: no tensor of booleans is needed for them.
         is_built_in = self.documents[0] is None and (is_causal or tile.kind == ALL)
         if is_built_in and self.alibi is None and self.kernel:
-            return TileMask(rows, keys, None, is_causal, None)  # nothing to send to a GPU
+            # Nothing to send to a GPU.
+            return TileMask(rows, keys, visible=None, is_causal=is_causal, bias=None)
         rows = self.as_integers(rows)
         keys = self.as_integers(keys)
         bias = self.bias(rows, keys)
         if is_built_in:
-            return TileMask(rows, keys, None, is_causal, bias)
-        return TileMask(rows, keys, self.visible(rows, keys), False, bias)
+            return TileMask(rows, keys, visible=None, is_causal=is_causal, bias=bias)
+        visible = self.visible(rows, keys)
+        return TileMask(rows, keys, visible=visible, is_causal=False, bias=bias)
 
     @cached_property
     def kernel(self) -> str:

@@ -70,13 +70,13 @@ def rank_of(layer: Any) -> int:
 def conv_layer(layer: Any, x: Tensor, placement: Placement) -> Outputs:
     """Apply a `Conv` layer to an array whose spatial dims may be sharded."""
     form = Convolution(
-        layer.kernel_size,
-        layer.stride,
-        padding_pairs(layer.padding, layer.kernel_size, layer.dilation),
-        layer.dilation,
-        layer.groups,
-        layer.padding_mode,
-        layer.outputs,
+        kernel=layer.kernel_size,
+        stride=layer.stride,
+        padding=padding_pairs(layer.padding, layer.kernel_size, layer.dilation),
+        dilation=layer.dilation,
+        groups=layer.groups,
+        padding_mode=layer.padding_mode,
+        outputs=layer.outputs,
     )
     return conv(x, placement, layer.weight, layer.bias, form)
 
@@ -119,9 +119,9 @@ def _conv_plan(placement: Placement, form: Convolution, weight_shape: torch.Size
     _check_padding(placement, form.padding, form.padding_mode)
     # Beyond the ends of the array, the exchange brings what torch's padding would.
     boundary = Boundary(BOUNDARIES[form.padding_mode])
-    options = zip(form.kernel, form.stride, form.dilation, form.padding, strict=True)
     windows = [
-        Window(*options_of_dim, form.outputs, boundary, boundary) for options_of_dim in options
+        Window(k=k, s=s, d=d, p=p, out=form.outputs, before=boundary, after=boundary)
+        for k, s, d, p in zip(form.kernel, form.stride, form.dilation, form.padding, strict=True)
     ]
     return window_plan(placement, window_frames(placement, windows), weight_shape[0])
 
@@ -156,7 +156,7 @@ def pad(x: Tensor, placement: Placement, pads: PaddingPairs, mode: str, value: f
     boundary = Boundary(mode, value) if mode == "constant" else Boundary(BOUNDARIES[mode])
     # A convolution with a kernel of one row and this padding has just these outputs: its exchange
     # of rows is used.
-    windows = [Window(1, 1, 1, pair, "", boundary, boundary) for pair in pads]
+    windows = [Window(k=1, p=pair, before=boundary, after=boundary) for pair in pads]
     plan = window_plan(placement, window_frames(placement, windows))
     local_padding = _local_padding(placement, pads)
 
@@ -210,7 +210,10 @@ def conv_transpose(
             zero = no_outputs([0], rows, weight).sum()
             y = zero.expand(plan.result.local_shape)
         else:
-            y = spread(rows, weight, None, layer.stride, 0, 0, layer.groups, layer.dilation)
+            # The bias is added below, once for each output; paddings are cut off by `_crop`.
+            y = spread(
+                rows, weight, stride=layer.stride, groups=layer.groups, dilation=layer.dilation
+            )
             # Rows of neighbours also reach outputs of theirs. `_crop` gives negative padding, which
             # cuts these off.
             y = F.pad(y, _crop(runs, windows, y.shape[-len(windows) :]))
@@ -420,7 +423,15 @@ def _pool_windows(layer: Any, boundary: Boundary) -> PoolWindows:
     for kernel, stride, dilation, padding in zip(*options_by_dim, strict=True):
         padding_pair = (padding, padding)
         windows.append(
-            Window(kernel, stride, dilation, padding_pair, layer.outputs, boundary, boundary)
+            Window(
+                k=kernel,
+                s=stride,
+                d=dilation,
+                p=padding_pair,
+                out=layer.outputs,
+                before=boundary,
+                after=boundary,
+            )
         )
     return tuple(windows)
 

@@ -60,16 +60,10 @@ def _cross_entropy(
     # set to 0.
     is_ignored = labels == options.ignore_index
     classes = labels.masked_fill(is_ignored, 0).long()
-    calls_before = _rows_of_classes.cache_info().misses
+    tables_before = _rows_of_classes.cache_info().misses
     rows = _rows_of_classes(placement.sharding, loss.dim, processes.device, labels.device)
-    is_first_call = _rows_of_classes.cache_info().misses > calls_before
-    try:
-        row_of_label = F.embedding(classes, rows[:, None]).squeeze(-1)
-    except IndexError as error:  # on a GPU, it is an assertion there
-        reason = f"labels from {classes.min()} to {classes.max()}, {loss.n_classes} classes"
-        raise ShapeError(
-            reason, text=str(layout), hint="ignore_index=: labels that do not count"
-        ) from error
+    is_first_call = _rows_of_classes.cache_info().misses > tables_before  # under this sharding
+    row_of_label = _look_up_rows(classes, rows, str(layout))
     # Sums of many exponentials: in float32 or wider.
     dtype = torch.promote_types(logits.dtype, torch.float32)
     logits = logits.movedim(loss.dim, -1).to(dtype)
@@ -85,8 +79,29 @@ def _cross_entropy(
     return loss.reduced(losses, ~is_ignored)
 
 
+def _look_up_rows(classes: Tensor, rows: Tensor, layout: str) -> Tensor:
+    """Return the row of each token's class in this process's block. Raises ShapeError for no class.
+
+    Args:
+        classes: The class of each token.
+        rows: The row of each class, as of `_rows_of_classes`.
+        layout: The text that errors quote.
+    """
+    try:
+        return F.embedding(classes, rows[:, None]).squeeze(-1)
+    except IndexError as error:  # on a GPU, it is an assertion there
+        reason = f"labels from {classes.min()} to {classes.max()}, {len(rows)} classes"
+        hint = "ignore_index=: labels that do not count"
+        raise ShapeError(reason, text=layout, hint=hint) from error
+
+
 def _logits_of_labels(logits: Tensor, row_of_label: Tensor) -> Tensor:
-    """Return each token's logit of its label; 0 if another process has it."""
+    """Return each token's logit of its label; 0 if another process has it.
+
+    Args:
+        logits: This process's block, `[tokens, rows]`.
+        row_of_label: The row of each token's label; the number of rows if another process has it.
+    """
     local_count = logits.shape[-1]
     if not local_count:
         return logits.sum(-1)  # zeros that depend on the logits, for autograd

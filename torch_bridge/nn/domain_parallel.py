@@ -130,7 +130,14 @@ def domain_parallel(
     axes = tuple(axis for axis in processes.mesh.axes if axis in layout.axes)
     lengths = None if shape is None else tuple(shape)
     shares = () if sum_gradients else axes
-    entrance = _Entrance(layout, mesh, lengths, conversion.paths, outputs, shares)
+    entrance = _Entrance(
+        layout=layout,
+        mesh=mesh,
+        shape=lengths,
+        paths=conversion.paths,
+        outputs=outputs,
+        shares=shares,
+    )
     entrance.attach(root)
     # What `xt.verify`, `xt.grad_norm` and others look for.
     if sum_gradients:

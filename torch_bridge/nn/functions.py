@@ -14,14 +14,19 @@ from torch_bridge.nn import conv as convs
 from torch_bridge.nn import norm as norms
 from torch_bridge.nn.function_call import FunctionCall, Rule
 from torch_bridge.nn.layers import layer_of
-from torch_bridge.nn.placed import Outputs, placement_of, record, recorded_placement
+from torch_bridge.nn.placed import Outputs, Placement, placement_of, record, recorded_placement
 from torch_bridge.nn.views import dim_of_groups
 from torch_bridge.nn.window import per_dim
 from torch_bridge.ops import all_reduce
 from xshard import XshardError
 from xshard.errors import ShapeError
+from xshard.notation.parser import Dim
 
-Options = Mapping[str, int]  # of a function, with their defaults
+# The options of a function by name, in the order of its signature, with their defaults.
+Options = Mapping[str, int]
+# Computes what a layer computes: a function of the layer, of its input, and of the placement of the input.
+# It reads the parameters and options of the layer as attributes: `layer.weight`, `layer.stride`.
+LayerFunction = Callable[[Any, Tensor, Placement], Outputs]
 _CONV = {"stride": 1, "padding": 0, "dilation": 1, "groups": 1}
 _CONV_TRANSPOSE = {"stride": 1, "padding": 0, "output_padding": 0, "groups": 1, "dilation": 1}
 
@@ -36,41 +41,58 @@ def _check_whole_parameters(call: FunctionCall, *parameters: Tensor | None) -> N
             raise XshardError(reason, hint=hint)
 
 
-def _convolve(call: FunctionCall, compute: Callable[..., Outputs], defaults: Options) -> Tensor:
-    """Convolve as a layer does, whose parameters and options are arguments here.
+def _convolve(call: FunctionCall, compute: LayerFunction, defaults: Options) -> Tensor:
+    """Convolve as a layer with the weight and the options of this call would.
+
+    `F.conv2d(x, weight, stride=2)` computes what an `nn.Conv2d` with this weight and stride does.
 
     Args:
-        call: The call.
-        compute: The function of the layer.
-        defaults: The defaults of the arguments after the bias, in their order.
+        call: A call of `F.conv1d`, `F.conv_transpose2d`, ...
+        compute: What the layer computes.
+        defaults: The options that the torch function takes after the bias.
     """
-    layer = _layer_in(call, "input", "weight", bias=None, **defaults)
-    layer.kernel_size = tuple(layer.weight.shape[2:])
-    layer.padding_mode = "zeros"
-    layer.outputs = call.outputs
-    for name in defaults:
-        option = getattr(layer, name)
-        is_of_dims = name != "groups" and not isinstance(option, str)  # padding may be "same"
-        if is_of_dims:
-            setattr(layer, name, per_dim(option, len(layer.kernel_size)))
-    return record(*compute(layer, layer.input, placement_of(layer.input)))
+    arguments = _arguments_by_name(call, "input", "weight", bias=None, **defaults)
+    kernel_size = tuple(arguments["weight"].shape[2:])
+    options = {name: arguments[name] for name in defaults}
+    layer = SimpleNamespace(
+        weight=arguments["weight"],
+        bias=arguments["bias"],
+        kernel_size=kernel_size,
+        padding_mode="zeros",
+        outputs=call.outputs,
+        **_one_per_dim(options, len(kernel_size)),
+    )
+    x = arguments["input"]
+    return record(*compute(layer, x, placement_of(x)))
 
 
-def _layer_in(call: FunctionCall, *names: str, **defaults: Any) -> SimpleNamespace:
-    """Return the arguments of a call as attributes of a layer. Raises XshardError if weights are cut."""
+def _one_per_dim(options: Mapping[str, Any], n_dims: int) -> dict[str, Any]:
+    """Return options as layers have them: `stride=2` of a convolution over two dims -> (2, 2)."""
+    as_in_layers = {}
+    for name, option in options.items():
+        is_one_for_all_dims = name == "groups" or isinstance(option, str)  # padding may be "same"
+        as_in_layers[name] = option if is_one_for_all_dims else per_dim(option, n_dims)
+    return as_in_layers
+
+
+def _arguments_by_name(call: FunctionCall, *names: str, **defaults: Any) -> dict[str, Any]:
+    """Return all arguments of a call by name. Raises XshardError if its weight or bias is sharded."""
     values = call.arguments(*names, **defaults)
-    layer = SimpleNamespace(**dict(zip((*names, *defaults), values, strict=True)))
-    _check_whole_parameters(call, layer.weight, layer.bias)
-    return layer
+    arguments = dict(zip((*names, *defaults), values, strict=True))
+    _check_whole_parameters(call, arguments["weight"], arguments["bias"])
+    return arguments
 
 
 def _as_layer(call: FunctionCall, module_class: type[nn.Module], names: str) -> Tensor:
-    """Compute what the layer of a module computes.
+    """Make the layer that does the same as the called function, and apply it to the input.
+
+    `F.max_pool2d(x, 3, stride=2)` -> `nn.MaxPool2d(kernel_size=3, stride=2)`, applied to `x`.
 
     Args:
-        call: The call.
-        module_class: The class of the layer.
-        names: The names of the arguments after the input, which are those of the module.
+        call: A call of a function without weights, as `F.max_pool2d`.
+        module_class: torch's class of the layer.
+        names: The function's arguments after the input, in order, as words of one text. Those of
+            `module_class` have the same names.
     """
     x, *values = call.args
     options = dict(zip(names.split(), values, strict=False)) | call.kwargs
@@ -87,33 +109,42 @@ def _as_layer(call: FunctionCall, module_class: type[nn.Module], names: str) -> 
 
 def _group_norm(call: FunctionCall) -> Tensor:
     """Normalise groups of channels, as `nn.GroupNorm` does."""
-    layer = _layer_in(call, "input", "num_groups", weight=None, bias=None, eps=1e-5)
-    return record(*norms.group_norm(layer, layer.input, placement_of(layer.input)))
+    arguments = _arguments_by_name(call, "input", "num_groups", weight=None, bias=None, eps=1e-5)
+    x = arguments["input"]
+    return record(*norms.group_norm(SimpleNamespace(**arguments), x, placement_of(x)))
 
 
 def _global_size(x: Tensor, size: Any) -> list[int]:
-    """Return the lengths of an interpolated array, of which `x` is a block.
+    """Return the spatial lengths of the whole array that `interpolate(x, size)` makes.
 
-    `size=skip.shape[2:]` are lengths of the block of another array: those of all blocks are summed.
-    Raises ShapeError for a number along a sharded dim, which may mean a block or the array.
+    `size=skip.shape[2:]` has the lengths of a block of another array, `skip`. Along sharded dims
+    they are summed over the blocks: 4 rows on each of 2 processes -> 8.
+
+    Args:
+        x: This process's block, (batch, channels, *spatial).
+        size: As in `interpolate`. Along a sharded dim only a `torch.Size`, the type of `x.shape`,
+            surely has lengths of a block: for any other type a ShapeError is raised.
     """
     placement = placement_of(x)
     lengths = list(per_dim(size, placement.ndim - 2))
     sharded = [i for i in range(len(lengths)) if placement.is_sharded(2 + i)]
-    if sharded and not isinstance(size, torch.Size):
-        i = sharded[0]
-        reason = f"interpolate() to {lengths[i]} rows of dim '{placement.dims[2 + i]}': "
-        reason += "of the block, or of the array?"
-        hint = (
-            "size=y.shape[2:] for the rows of another block; scale_factor=; or nn.Upsample(size), "
-        )
-        hint += "whose size is that of the array"
-        raise ShapeError(reason, hint=hint)
+    is_shape_of_block = isinstance(size, torch.Size)
+    if sharded and not is_shape_of_block:
+        first = sharded[0]
+        raise _ambiguous_size(lengths[first], placement.dims[2 + first])
     for i in sharded:
         axes = placement.axes_of([2 + i])
-        length = torch.tensor(lengths[i], device=x.device)
-        lengths[i] = int(all_reduce(length, axes, placement.processes, grad="replicated"))
+        block_length = torch.tensor(lengths[i], device=x.device)
+        lengths[i] = int(all_reduce(block_length, axes, placement.processes, grad="replicated"))
     return lengths
+
+
+def _ambiguous_size(length: int, dim: Dim) -> ShapeError:
+    """Return the error of a number of rows that may be those of a block or of the whole array."""
+    reason = f"interpolate() to {length} rows of dim '{dim}': of the block, or of the array?"
+    hint = "size=y.shape[2:] for the rows of another block; scale_factor=; or nn.Upsample(size), "
+    hint += "whose size is that of the array"
+    return ShapeError(reason, hint=hint)
 
 
 def _pixel_shuffle(call: FunctionCall) -> Tensor:

@@ -71,7 +71,9 @@ def register_attention(
     from transformers import AttentionInterface, AttentionMaskInterface  # slow: seconds
 
     mesh_of(mesh)  # raises for what is no mesh: models are called much later
-    implementation = _Implementation(Layout.parse(layout), mesh, name, how, shape)
+    implementation = _Implementation(
+        layout=Layout.parse(layout), mesh=mesh, name=name, how=how, shape=shape
+    )
     AttentionInterface.register(name, implementation.attend)
     AttentionMaskInterface.register(name, implementation.mask)
 
@@ -81,6 +83,14 @@ class _Chunks(NamedTuple):
 
     padding: Tensor | None
     length: int
+
+
+def _is_causal(module: Any, options: dict[str, Any]) -> bool:
+    """Return whether rows see earlier rows only: as the call says, else as the module does."""
+    is_causal = options.get("is_causal")
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", True)
+    return bool(is_causal)
 
 
 @dataclass(eq=False)
@@ -124,16 +134,16 @@ class _Implementation:
             padding = attention_mask
             chunk_length = None
         self._check_call(query, key, padding, options)
-        order = self._dims_in_layout_order()
-        q, k, v = [x.permute(order) for x in (query, key, value)]
+        # From transformers' order of dims to the layout's, and back to that of a result.
+        to_layout = self._dims_in_layout_order()
+        to_result = [to_layout.index(dim) for dim in (0, 2, 1, 3)]  # batch, rows, heads, width
+        q, k, v = [x.permute(to_layout) for x in (query, key, value)]
         self._check_padding(chunk_length, padding, q)
         if getattr(module, "attn_temperature_tuning", False) and not module.use_rope:
-            q = _tune_by_rows(module, query, self._rows_of(q)).permute(order)
-        is_causal = options.get("is_causal")
-        if is_causal is None:
-            is_causal = getattr(module, "is_causal", True)
+            q = _tune_by_rows(module, query, self._rows_of(q)).permute(to_layout)
+        is_causal = _is_causal(module, options)
         documents = self._documents_of_call(query, q, padding, is_causal, options)
-        if documents is not None and order.index(0) > order.index(2):
+        if documents is not None and to_layout.index(0) > to_layout.index(2):
             documents = documents.mT  # batch after rows, as in the layout
         sinks = options.get("s_aux")
         results = attention(
@@ -152,13 +162,13 @@ class _Implementation:
             shape=self.shape,
             return_lse=sinks is not None,
         )
-        order_of_result = [order.index(dim) for dim in (0, 2, 1, 3)]  # [batch, rows, heads, width]
         if sinks is None:
-            return results.permute(order_of_result), None
-        y = results[0].permute(order_of_result)
-        lse = results[1][..., None].permute(order_of_result)  # [batch, rows, heads, 1]
+            return results.permute(to_result), None
+        outputs, lse = results
+        without_sinks = outputs.permute(to_result)
+        lse = lse[..., None].permute(to_result)  # [batch, rows, heads, 1]
         # Not by `sinks=`: as of any parameter, the gradient is the one by this process's rows.
-        y, _ = merged(torch, (y, lse), (0, sinks[:, None]))
+        y, _ = merged(torch, (without_sinks, lse), (0, sinks[:, None]))
         return y.to(query.dtype), None
 
     def _documents_of_call(
@@ -312,8 +322,9 @@ def _documents(ids: Tensor, layout: Layout, mesh: MeshLike, shape: Sequence[int]
     # start with every block.
     are_other_than_default = (ids != torch.arange(len(rows), device=ids.device)).any()
     local_answers = torch.stack((has_gap, are_other_than_default)).long()
-    answers = redistribute(local_answers, f"f {maximum} -> f", mesh)  # of any process
-    if answers.tolist() == [False, True]:
+    answers = redistribute(local_answers, f"f {maximum} -> f", mesh)  # 1 if any process has it
+    any_gap, any_other_than_default = answers.tolist()
+    if any_other_than_default and not any_gap:
         return rows - ids
     found = "elsewhere"  # wrong on another process
     if are_other_than_rows:

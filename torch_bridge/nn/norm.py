@@ -184,8 +184,10 @@ def batch_norm(layer: Any, x: Tensor, placement: Placement) -> Outputs:
     weight, bias = placement.parameter_copies([layer.weight, layer.bias])
     has_statistics = layer.running_mean is not None
     if has_statistics and not layer.training:
-        statistics = (layer.running_mean, layer.running_var)
-        return nn.functional.batch_norm(x, *statistics, weight, bias, eps=layer.eps), placement
+        y = nn.functional.batch_norm(
+            x, layer.running_mean, layer.running_var, weight, bias, eps=layer.eps
+        )
+        return y, placement
     dims = [d for d in range(x.ndim) if d != 1]  # all but the channels
     # torch refuses one value per channel, whose variance is 0; here the global array counts.
     count = math.prod(placement.shape[d] for d in dims)

@@ -306,11 +306,13 @@ def _replica_comparisons(
     return comparisons_between(plan, ranks, sides(options.layouts).text)
 
 
-def tensor_device_of(x: Tensor | None, device: Any, dst_mesh: MeshLike | None) -> torch.device:
+def tensor_device_of(
+    x: Tensor | None = None, device: Any = None, dst_mesh: MeshLike | None = None
+) -> torch.device:
     """Choose the torch device on which this process receives, in a move between two meshes.
 
-    It is the device of its block; without a block the given one; else the one of the destination's
-    DeviceMesh; else the GPU if the world has NCCL and no gloo, and the CPU otherwise.
+    The first of these that is known: the device of its block `x`; `device`; that of `dst_mesh`, a
+    DeviceMesh. Else it is the GPU if the world has NCCL and no gloo, and the CPU otherwise.
     """
     if x is not None:
         return x.device

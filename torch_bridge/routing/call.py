@@ -112,11 +112,11 @@ class RouteCall(NamedTuple):
         # One row per choice, sorted by group; a stable sort leaves rows of a group in the order in
         # which they came. Choices of groups on other processes are last, and are cut off.
         n_groups = groups.sizes[processes.device]
-        own_groups = _own_groups(copies.arrived_choices[0], n_groups)  # [copies, k]
-        by_group, order = own_groups.reshape(-1).sort(stable=True)
+        group_of_choice = _own_groups(copies.arrived_choices[0], n_groups)  # [copies, k]
+        sorted_groups, order = group_of_choice.reshape(-1).sort(stable=True)
         routed = Routed(
             tensors[0],
-            by_group[: lengths.n_rows],
+            sorted_groups[: lengths.n_rows],
             order[: lengths.n_rows],
             n_groups,
             k=chosen.shape[1],
@@ -184,7 +184,14 @@ def _select(chosen: Tensor, groups: Groups, limit: int | None) -> _Selection:
     is_sent = needed if limit is None else needed & (copy_indices < limit)
     n_copies = is_sent.sum(0)
     n_dropped = needed.sum() - n_copies.sum()
-    return _Selection(group_slots, processes, is_sent, copy_indices, n_copies, n_dropped)
+    return _Selection(
+        group_slots=group_slots,
+        processes=processes,
+        is_sent=is_sent,
+        copy_indices=copy_indices,
+        n_copies=n_copies,
+        n_dropped=n_dropped,
+    )
 
 
 @lru_cache(maxsize=256)
@@ -212,13 +219,27 @@ class _Lengths(NamedTuple):
 
 
 def _fixed_lengths(size: int, n_processes: int, k: int) -> _Lengths:
-    """Return lengths that are known without counting: missing copies are padding, as are their choices."""
+    """Return lengths that are known without counting: missing copies are padding, as are their choices.
+
+    Args:
+        size: The number of copies that each process sends to each.
+        n_processes: The number of processes.
+        k: How many groups each row chose.
+    """
     sizes = [size] * n_processes
-    return _Lengths(sizes, sizes, n_processes * size * k)
+    return _Lengths(sent=sizes, received=sizes, n_rows=n_processes * size * k)
 
 
 class _Report(NamedTuple):
-    """What a process tells another before rows travel."""
+    """What a process tells another before rows travel.
+
+    Attributes:
+        n_copies: How many copies of rows it will send to that process.
+        n_choices: How many choices of that process's groups these rows made.
+        highest_group: The highest number of a group that its rows chose.
+        row_bytes: The bytes of a row.
+        k: How many groups each row chose.
+    """
 
     n_copies: int
     n_choices: int
@@ -247,18 +268,21 @@ def _exchange_lengths(
         n_groups: The number of groups (experts) of all processes.
     """
     own_reports = _own_reports(selection, chosen, blocks)
-    sizes = [own_reports.shape[1]] * len(own_reports)
-    exchange = Collective("all_to_all", group, sizes, sizes, is_even=True)
+    numbers_per_process = [len(_Report._fields)] * len(own_reports)
+    exchange = Collective(
+        "all_to_all", group, numbers_per_process, numbers_per_process, is_even=True
+    )
     # Parts of a batch take no turns here: the rows of this one would then wait in vain for others.
     arrived = exchange.run(own_reports.view(-1), own_reports.shape)
     # The host waits here, and nowhere else.
     own_numbers, arrived_numbers = torch.stack([own_reports, arrived]).tolist()
-    reports = [_Report(*numbers) for numbers in arrived_numbers]  # of each process to this one
-    _check_reports(reports, group.ranks, n_groups)
+    sent_reports = map(_Report._make, own_numbers)  # to each process
+    arrived_reports = list(map(_Report._make, arrived_numbers))  # from each process
+    _check_reports(arrived_reports, group.ranks, n_groups)
     return _Lengths(
-        sent=[_Report(*numbers).n_copies for numbers in own_numbers],
-        received=[report.n_copies for report in reports],
-        n_rows=sum(report.n_choices for report in reports),
+        sent=[report.n_copies for report in sent_reports],
+        received=[report.n_copies for report in arrived_reports],
+        n_rows=sum(report.n_choices for report in arrived_reports),
     )
 
 
@@ -335,7 +359,13 @@ def _copies(
     group_slots = pad(selection.group_slots, (0, 0, 0, 1), value=n_processes * max_groups)
     choices = group_slots[rows] - processes[:, None] * max_groups
     return Copies(
-        group, rows, n_rows, lengths.sent, lengths.received, is_padded, choices=choices.int()
+        group=group,
+        index=rows,
+        n_rows=n_rows,
+        sent=lengths.sent,
+        received=lengths.received,
+        is_padded=is_padded,
+        choices=choices.int(),
     )
 
 

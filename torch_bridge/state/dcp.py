@@ -144,7 +144,14 @@ class _SavedBox:
             # numpy lacks some dtypes, such as bfloat16: integers of the same size hold their bits.
             carrier = dtypes.carrier(self.dtype)
             array = np.ndarray(shape, carrier, memory, file_byte, strides_bytes)
-            return Mapped(shape, self.dtype, array, file, file_byte, self.item.file.name)
+            return Mapped(
+                shape=shape,
+                dtype=self.dtype,
+                mapped=array,
+                file=file,
+                start=file_byte,
+                file_name=self.item.file.name,
+            )
 
     def _check(self, tensor: Tensor, shape: Sequence[int]) -> None:
         """Raise FileError unless the item has the tensor of the metadata, as plain numbers."""
@@ -180,16 +187,21 @@ class _Tensor(NamedTuple):
     boxes: tuple[_SavedBox, ...]
 
     def read(self, box: Box, out: NDArray[Any]) -> None:
-        """Read a box of the tensor into `out`, from all saved boxes that share rows with it."""
-        wanted = [range(*rows.indices(n)) for rows, n in zip(box, self.shape, strict=True)]
+        """Read a box of the tensor into `out`, from all saved boxes that share rows with it.
+
+        Rows 2:6 of a tensor whose rows 0:4 and 4:8 are two saved boxes: rows 2:4 of the first go to
+        rows 0:2 of `out`, rows 0:2 of the second to rows 2:4.
+        """
+        wanted = [
+            range(*rows.indices(length)) for rows, length in zip(box, self.shape, strict=True)
+        ]
         for saved in self.boxes:
-            rows_and_boxes = zip(wanted, saved.box, strict=True)
-            common = [_common_rows(rows, part_rows) for rows, part_rows in rows_and_boxes]
-            in_out: tuple[Any, ...] = tuple(rows.in_wanted for rows in common)
-            if all(rows.start < rows.stop for rows in in_out):
+            common = list(map(_common_rows, wanted, saved.box))  # along each dim
+            target: tuple[Any, ...] = tuple(rows.in_wanted for rows in common)
+            source = tuple(rows.in_saved for rows in common)
+            if all(rows.start < rows.stop for rows in target):
                 # Ellipsis: a tensor without dims is read into an array, not into a number.
-                in_saved = tuple(rows.in_saved for rows in common)
-                saved.mapped.read(in_saved, out[(*in_out, ...)])
+                saved.mapped.read(source, out[(*target, ...)])
 
 
 class _SharedRows(NamedTuple):

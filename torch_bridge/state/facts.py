@@ -127,10 +127,13 @@ def describe_tree(
             shape = None if shapes is None else shapes.get(name)
             array = local_array(name, x, rule, mesh, ranks, shape)
             block = _block_on_mesh(array, axes, ranks)
-            layout = _layout_text(x, rule, array.sharding.layout, has_arrows=has_arrows)
-            dtype = name_of(x.dtype)
+            fact = LeafFact(
+                shape=array.sharding.shape,
+                dtype=name_of(x.dtype),
+                layout=_layout_text(x, rule, array.sharding.layout, has_arrows=has_arrows),
+                device_type=block.device.type,
+            )
         blocks[name] = block
-        fact = LeafFact(array.sharding.shape, dtype, layout, block.device.type)
         facts[LEAF + name] = json.dumps(fact)
     return DescribedTree(blocks, facts)
 

@@ -208,7 +208,14 @@ def _plan_together(
     leaves.compare_facts(ranks, call, plan_and_describe)
     all_or_none = partial(leaves.all_or_none, ranks, call)
     block_of = partial(_block_in_file, members.arrays)
-    task = SaveTask(plans[0], path, block_of, all_or_none, Writers(ranks, rank()), keep)
+    task = SaveTask(
+        plan=plans[0],
+        path=path,
+        block_of=block_of,
+        all_or_none=all_or_none,
+        writers=Writers(ranks, rank()),
+        keep=keep,
+    )
     differing = differing_replicas(task)
     all_or_none(lambda: _check_replicas([members.arrays[name] for name in differing]))
     return task
@@ -415,7 +422,14 @@ class _Loading:
             # Without a tree, blocks have the stored dtype, or `dtype` if they are floats.
             array_dtype = getattr(torch, load.array.dtype)
             on_mesh = axes if mesh is None else mesh
-            array = LocalArray([name], None, array_dtype, load.target, on_mesh, self.ranks)
+            array = LocalArray(
+                names=[name],
+                block=None,
+                dtype=array_dtype,
+                sharding=load.target,
+                mesh=on_mesh,
+                ranks=self.ranks,
+            )
             self.loads[name] = _ArrayLoad(load, array)
 
     def plan_into(

@@ -213,7 +213,14 @@ def local_array(
         shape = lengths_of(shape)
     sharding = Sharding(rule.src, axes, tuple(shape))
     # Detached, so that autograd does not see when loaded values are copied into the block.
-    array = LocalArray([name], x.detach(), x.dtype, sharding, mesh, ranks)
+    array = LocalArray(
+        names=[name],
+        block=x.detach(),
+        dtype=x.dtype,
+        sharding=sharding,
+        mesh=mesh,
+        ranks=ranks,
+    )
     _check_block_shape(array, rule)
     return array
 
@@ -227,13 +234,18 @@ def _array_of_dtensor(name: str, x: DTensor) -> LocalArray:
     axes = meshes.dtensor_axes(x.device_mesh)
     layout = from_placements(x.placements, axes, x.ndim, shape)
     ranks = meshes.calling_ranks(x.device_mesh)
-    sharding = Sharding(layout, axes, shape)
-    if rank() not in ranks:
-        # In place of a block torch has an empty tensor here.
-        return LocalArray([name], None, x.dtype, sharding, x.device_mesh, ranks)
-    mesh = meshes.dtensor_mesh(x.device_mesh)
-    array = LocalArray([name], local_block(x), x.dtype, sharding, mesh, ranks)
-    _check_block_shape(array, sides_or_one(layout))
+    is_in_mesh = rank() in ranks
+    array = LocalArray(
+        names=[name],
+        # Outside of the mesh torch has an empty tensor in place of a block.
+        block=local_block(x) if is_in_mesh else None,
+        dtype=x.dtype,
+        sharding=Sharding(layout, axes, shape),
+        mesh=meshes.dtensor_mesh(x.device_mesh) if is_in_mesh else x.device_mesh,
+        ranks=ranks,
+    )
+    if is_in_mesh:
+        _check_block_shape(array, sides_or_one(layout))
     return array
 
 

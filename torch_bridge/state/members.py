@@ -63,6 +63,11 @@ class Owner(NamedTuple):
     model: str
     parameter: str
 
+    @property
+    def name_in_tree(self) -> str:
+        """The name of the parameter in the tree: "model.up.weight"."""
+        return joined(self.model, self.parameter)
+
 
 class ObjectState(NamedTuple):
     """The state of an object, such as a scheduler, as it is and as JSON, and what gives it another one."""
@@ -183,13 +188,8 @@ class Members:
             ]
             if name in stored_leaves:
                 stored_as_values.append(name)
-                for leaf in [leaf for leaf in self.tensors if is_part(leaf, name)]:
-                    if leaf not in arrays:
-                        del self.tensors[leaf]
-                for leaf in stored_leaves:
-                    if leaf in arrays and leaf not in self.tensors:
-                        x = arrays[leaf]
-                        self.tensors[leaf] = torch.empty(x.shape, dtype=getattr(torch, x.dtype))
+                stored_arrays = {leaf: arrays[leaf] for leaf in stored_leaves if leaf in arrays}
+                self._replace_tensors_of(name, stored_arrays)
             elif stored_leaves:
                 for key, x in named_leaves(state.value).items():
                     if not isinstance(x, Tensor):
@@ -197,6 +197,15 @@ class Members:
             else:
                 self.constants[name] = state.value  # the checkpoint lacks it
         return stored_as_values
+
+    def _replace_tensors_of(self, name: str, stored: Mapping[str, TargetArray]) -> None:
+        """Give an object just the tensors that are stored of it: new ones where it has none yet."""
+        for leaf in [leaf for leaf in self.tensors if is_part(leaf, name)]:
+            if leaf not in stored:
+                del self.tensors[leaf]
+        for leaf, x in stored.items():
+            if leaf not in self.tensors:
+                self.tensors[leaf] = torch.empty(x.shape, dtype=getattr(torch, x.dtype))
 
     def add_states(self) -> None:
         """Add what objects and optimizers have, for a save. Raises as `optimizer_state` does."""
@@ -214,17 +223,22 @@ class Members:
         Raises XshardError if the tree lacks their model.
         """
         optimizer = self.optimizers[name]
-        owners = {}
+        owners: dict[int, Owner] = {}  # by the id of the tensor
         for x in parameters_of(optimizer):
             if id(x) in self.owners:
                 owners[id(x)] = self.owners[id(x)]
-        names = {key: owner.parameter for key, owner in owners.items()}
-        if len({owner.model for owner in owners.values()}) > 1:
-            names = {key: joined(*owner) for key, owner in owners.items()}
+        has_one_model = len({owner.model for owner in owners.values()}) <= 1
+        names: dict[int, str] = {}
+        arrays: dict[str, LocalArray] = {}
+        for tensor_id, owner in owners.items():
+            # Two models may have parameters of one name.
+            names[tensor_id] = owner.parameter if has_one_model else owner.name_in_tree
+            arrays[names[tensor_id]] = self.arrays[owner.name_in_tree]
         with errors.located(trees.place_of(name)):
             state = named_state(optimizer, names)
-        arrays = {names[key]: self.arrays[joined(*owner)] for key, owner in owners.items()}
-        return OptimizerState(name, optimizer, names, arrays, state)
+        return OptimizerState(
+            name=name, optimizer=optimizer, names=names, parameters=arrays, state=state
+        )
 
 
 @dataclass
@@ -293,30 +307,30 @@ class OptimizerState:
         shapes = {name: parameter.sharding.shape for name, parameter in self.parameters.items()}
         scalar_keys = scalar_keys_of(by_parameter, shapes)
         for leaf, stored_array in stored.items():
-            dtype = getattr(torch, stored_array.dtype)
             if is_part(leaf, self._groups_name):
-                arrays[leaf] = _whole_array(
-                    leaf, stored_array, next(iter(self.parameters.values()))
-                )
+                any_parameter = next(iter(self.parameters.values()))
+                arrays[leaf] = _whole_array(leaf, stored_array, any_parameter)
                 continue
             parameter_name, key = self._key_of(leaf)
             parameter = self.parameters.get(parameter_name)
             if parameter is None:
-                continue
-            shape = parameter.sharding.shape
+                continue  # of something else in the tree, or of a parameter that only the file has
             with errors.located(trees.place_of(leaf)):
                 sharding = sharding_of_state(
-                    stored_array.shape, shape, parameter.sharding, key in scalar_keys
+                    stored_array.shape,
+                    parameter.sharding.shape,
+                    parameter.sharding,
+                    key in scalar_keys,
                 )
-            present = arrays.get(leaf)
-            if (
-                present is None
-                or present.sharding.shape != sharding.shape
-                or present.dtype != dtype
-            ):
-                block = _new_block(sharding, parameter, dtype)
+            dtype = getattr(torch, stored_array.dtype)
+            if not _can_hold(arrays.get(leaf), sharding, dtype):
                 arrays[leaf] = LocalArray(
-                    [leaf], block, dtype, sharding, parameter.mesh, parameter.ranks
+                    names=[leaf],
+                    block=_new_block(sharding, parameter, dtype),
+                    dtype=dtype,
+                    sharding=sharding,
+                    mesh=parameter.mesh,
+                    ranks=parameter.ranks,
                 )
         return arrays
 
@@ -357,21 +371,27 @@ class OptimizerState:
         return groups
 
     def load(self, arrays: Mapping[str, Tensor], checkpoint: Checkpoint, strict: bool) -> None:
-        """Give the optimizer the state that was read: tensors by name in the tree, and numbers.
+        """Give the optimizer the state that was read from a checkpoint.
 
-        What is not stored stays, which `strict` has refused.
+        Values that the checkpoint lacks stay as they are: an earlier check has refused to load such
+        a checkpoint if `strict`.
+
+        Args:
+            arrays: The tensors that were read, by name in the tree.
+            checkpoint: Has the numbers of the state, and the options of groups.
+            strict: As in `stored_groups`.
         """
         parameters = {self.names[id(x)]: x for x in parameters_of(self.optimizer)}
         state = {name: dict(values) for name, values in self.state["state"].items()}
         for leaf in (*arrays, *checkpoint.constants):
-            name, key = self._key_of(leaf)
-            if name not in parameters:
-                continue
+            parameter_name, key = self._key_of(leaf)
+            if parameter_name not in parameters:
+                continue  # of something else in the tree, or of a parameter that only the file has
             if leaf in arrays:
-                value = _as_dtensor_like(arrays[leaf], parameters[name])
+                value = _as_dtensor_like(arrays[leaf], parameters[parameter_name])
             else:
                 value = checkpoint.constant(leaf, None)
-            state.setdefault(name, {})[key] = value
+            state.setdefault(parameter_name, {})[key] = value
         groups = self.stored_groups(checkpoint, arrays, strict)
         load_named(self.optimizer, self.names, {"state": state, "param_groups": groups})
 
@@ -436,12 +456,12 @@ def _arrays_of_parallel(prefix: str, model: nn.Module) -> dict[str, LocalArray]:
             continue
         block = parameter.tensor.detach()
         arrays[joined(prefix, parameter.name)] = LocalArray(
-            [joined(prefix, name) for name in parameter.names],
-            block,
-            block.dtype,
-            parameter.sharding,
-            parallel.context.mesh,
-            parallel.context.processes.ranks,
+            names=[joined(prefix, name) for name in parameter.names],
+            block=block,
+            dtype=block.dtype,
+            sharding=parameter.sharding,
+            mesh=parallel.context.mesh,
+            ranks=parallel.context.processes.ranks,
             put=parameter.set_block,
         )
     return arrays
@@ -450,16 +470,36 @@ def _arrays_of_parallel(prefix: str, model: nn.Module) -> dict[str, LocalArray]:
 def _state_array(leaf: str, x: Tensor, parameter: LocalArray, is_scalar: bool) -> LocalArray:
     """Describe a tensor of an optimizer's state: it is sharded as its parameter, or whole."""
     if isinstance(x, DTensor) or parameter.block is None:
-        return local_array(leaf, x, None, parameter.mesh, parameter.ranks, None)
-    sharding = sharding_of_state(x.shape, parameter.block.shape, parameter.sharding, is_scalar)
-    return LocalArray([leaf], x.detach(), x.dtype, sharding, parameter.mesh, parameter.ranks)
+        return local_array(
+            leaf, x, rule=None, mesh=parameter.mesh, ranks=parameter.ranks, shape=None
+        )
+    return LocalArray(
+        names=[leaf],
+        block=x.detach(),
+        dtype=x.dtype,
+        sharding=sharding_of_state(x.shape, parameter.block.shape, parameter.sharding, is_scalar),
+        mesh=parameter.mesh,
+        ranks=parameter.ranks,
+    )
 
 
 def _whole_array(leaf: str, x: TargetArray, parameter: LocalArray) -> LocalArray:
     """Return a stored tensor as an array that every process of a parameter's mesh has whole."""
-    sharding = Sharding(Layout.parse("..."), parameter.sharding.mesh, x.shape)
-    dtype = getattr(torch, x.dtype)
-    return LocalArray([leaf], None, dtype, sharding, parameter.mesh, parameter.ranks)
+    return LocalArray(
+        names=[leaf],
+        block=None,
+        dtype=getattr(torch, x.dtype),
+        sharding=Sharding(Layout.parse("..."), parameter.sharding.mesh, x.shape),
+        mesh=parameter.mesh,
+        ranks=parameter.ranks,
+    )
+
+
+def _can_hold(present: LocalArray | None, sharding: Sharding, dtype: torch.dtype) -> bool:
+    """Return whether the array that a state has now, if any, has the shape and dtype of a stored one."""
+    if present is None:
+        return False
+    return present.sharding.shape == sharding.shape and present.dtype == dtype
 
 
 def _new_block(sharding: Sharding, parameter: LocalArray, dtype: torch.dtype) -> Tensor | None:

@@ -149,7 +149,11 @@ def transfer(  # noqa: PLR0913  both meshes, and options of plans and of their e
     facts = _facts_of_senders(reports)
     _, senders = tree_facts.mesh_in(facts)
     route = tree_facts.Route(
-        mesh_of(dst_mesh), senders, ranks_of(dst_mesh), machine_profile(profile), bucket_bytes
+        dst_mesh=mesh_of(dst_mesh),
+        src_devices=senders,
+        dst_devices=ranks_of(dst_mesh),
+        profile=machine_profile(profile),
+        bucket_bytes=bucket_bytes,
     )
     dst_rules = tree_facts.target_rules(rules)
     # All ranks plan from the same text, and so reach the same plan.

@@ -55,7 +55,11 @@ WINDOWS = re.compile(r"(?:pool|upsample_[a-z]+|pad)(\d)d")
 class DescribedCall(NamedTuple):
     """An operation of torch with its tensors, in letters.
 
-    added: a tensor that it also adds to its result, a bias: that is recorded as another operation.
+    Attributes:
+        operands: The tensors that it takes.
+        op: The operation in letters.
+        added: A tensor that it also adds to its result, a bias: that is recorded as another
+            operation.
     """
 
     operands: Sequence[Tensor]
@@ -113,11 +117,14 @@ def describe_call(
     The description is as in einsum: "mm" is "a b, b c -> a c", and mesh axes can shard each of a, b
     and c. An operation that is not known is "opaque": each device computes all of it.
 
-    name: of the operator, such as "mm". args: its arguments by name. out: one of its results.
-    is_pointwise: torch says that it works on each element alone.
+    Args:
+        name: The name of the operator, such as "mm".
+        args: Its arguments by name.
+        out: One of its results.
+        is_pointwise: Whether torch says that it works on each element alone.
     """
     tensors = [x for x in tree_leaves(args) if isinstance(x, Tensor) and x.numel()]
-    call = TorchCall(name, args, tensors, out, is_pointwise)
+    call = TorchCall(name=name, args=args, tensors=tensors, out=out, is_pointwise=is_pointwise)
     # A function for this operator comes first; it may return None, to leave a call to the rules below.
     if name in DESCRIPTIONS:
         described = DESCRIPTIONS[name](call)
@@ -175,7 +182,7 @@ def _grouped_product(call: TorchCall) -> DescribedCall | None:
         return None  # a product that a gradient needs
     # A row meets one of the matrices: the planner counts all letters.
     work = {"flops": 2.0 / len(matrices)}
-    op = LetteredOp(["tk", "ekn", "e", "tn"], "contraction", "te", work)
+    op = LetteredOp(["tk", "ekn", "e", "tn"], "contraction", whole="te", work=work)
     return DescribedCall([rows, matrices, call.args["offs"]], op)
 
 
@@ -183,7 +190,7 @@ def _grouped_product(call: TorchCall) -> DescribedCall | None:
 def _histogram(call: TorchCall) -> DescribedCall:
     """Describe how many elements fall into each bin: it needs all elements."""
     dims = dim_letters(call.first.ndim)
-    op = LetteredOp([dims, ["bins"]], "linear", [*dims, "bins"])
+    op = LetteredOp([dims, ["bins"]], "linear", whole=[*dims, "bins"])
     return DescribedCall(call.tensors, op)
 
 
@@ -272,7 +279,7 @@ def _indexing(call: TorchCall) -> DescribedCall:
         arrays.append(_broadcast_dims(index.shape, index_dims, index_shape, f"v{d}_"))
     arrays.append(result_dims)
     operands = [call.args["self"], *index_by_dim.values()]
-    return DescribedCall(operands, LetteredOp(arrays, "linear", replaced_dims))
+    return DescribedCall(operands, LetteredOp(arrays, "linear", whole=replaced_dims))
 
 
 @describes("convolution")
@@ -347,7 +354,7 @@ def _triangular_solution(call: TorchCall) -> DescribedCall | None:
     arrays = [[*batch, *dims] for dims in sides]
     # Half of a matrix is zeros. The gradient needs the solution, not y.
     work = {"flops": 1.0, "keeps": (0, 2)}
-    return DescribedCall(call.tensors, LetteredOp(arrays, "contraction", "nm", work))
+    return DescribedCall(call.tensors, LetteredOp(arrays, "contraction", whole="nm", work=work))
 
 
 @describes("stack")
@@ -502,7 +509,7 @@ def describe_attention(
     if is_causal:
         unsharded.add("s")  # blocks of queries see different numbers of keys
         flops /= 2  # only scores below the diagonal
-    op = LetteredOp(arrays, "attention", unsharded, {"flops": flops}, lengths)
+    op = LetteredOp(arrays, "attention", whole=unsharded, work={"flops": flops}, lengths=lengths)
     result_shape = (*query.shape[:-1], value.shape[-1])
     return DescribedCall(operands, op), query.new_empty(result_shape)
 

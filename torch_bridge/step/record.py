@@ -71,8 +71,11 @@ class Length(int):
 class _OpenModule(NamedTuple):
     """A module whose forward pass runs.
 
-    first: the first tensor among its arguments. outer_name: that array's name outside of the
-    module. n_ops_before: the number of operations recorded before the module.
+    Attributes:
+        path: Its name in the model.
+        first: The first tensor among its arguments.
+        outer_name: That array's name outside of the module.
+        n_ops_before: The number of operations recorded before the module.
     """
 
     path: str
@@ -102,7 +105,8 @@ class StepRecorder(TorchDispatchMode):
         self.module_entered_by: dict[str, str] = {}
         self.module_left_by: dict[str, str] = {}
         self._constants: set[str] = set()  # operations that depend on no input and no parameter
-        self._open_modules = [_OpenModule("", None, None, 0)]
+        whole_model = _OpenModule(path="", first=None, outer_name=None, n_ops_before=0)
+        self._open_modules = [whole_model]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # Torch calls this for each operator of the forward pass: it runs without data, and is added
@@ -196,8 +200,12 @@ class StepRecorder(TorchDispatchMode):
         - dim 1 cannot be sharded, as the code says 4 on every device: "r1".
         - dim 2 follows from the others.
 
-        result_dims: the letter of each dim; "(a b)" for a dim that two were merged into. Returns the
-        lengths that were read from arrays, and the letters of dims that cannot be sharded.
+        Args:
+            result_dims: The letter of each dim; "(a b)" for a dim that two were merged into.
+            shape: The shape of the result.
+
+        Returns:
+            The lengths that were read from arrays, and the letters of dims that cannot be sharded.
         """
         read_lengths = ReadLengths()
         unsharded: list[str] = []
@@ -256,7 +264,12 @@ class StepRecorder(TorchDispatchMode):
         """Add operands of which only lengths are read: `y = zeros(x.shape[0], 8)` takes x.
 
         `-> r0 r1` becomes `r0 w0_1 -> r0 r1`: dim 0 of x has the result's letter, its other dims
-        have letters of their own. length_operands: the names of these operands.
+        have letters of their own.
+
+        Args:
+            op: The operation.
+            length_operands: The names of these operands.
+            read_lengths: Which of their dims are as long as which of the result, as of `add`.
         """
         *arrays, result_dims = op.arrays
         for i, array in enumerate(length_operands):
@@ -284,7 +297,9 @@ class StepRecorder(TorchDispatchMode):
         arguments = (*args, *kwargs.values())
         x = first_tensor(arguments)
         # `leave` gives x its name outside back, and finds the operations inside by their number.
-        opened = _OpenModule(path, x, self.names.get(x), len(self.trace.ops))
+        opened = _OpenModule(
+            path=path, first=x, outer_name=self.names.get(x), n_ops_before=len(self.trace.ops)
+        )
         self._open_modules.append(opened)
         if x is None or x not in self.names or not path:
             return
@@ -338,7 +353,11 @@ class FunctionWatcher(TorchFunctionMode):
 def _with_origins(shape: Any, x: Tensor, dims: Sequence[int], array: str) -> Any:
     """Return what the code of a model reads of a shape as lengths that know where they are from.
 
-    shape: all of it, or one length, of `dims[0]`. array: the name of x.
+    Args:
+        shape: All of the shape, or one length, of `dims[0]`.
+        x: The tensor that has it.
+        dims: The arguments of `x.size`.
+        array: The name of `x`.
     """
     if isinstance(shape, int):  # x.size(1) or x.size(dim=1)
         return Length(shape, (array, dims[0] % x.ndim))
@@ -351,9 +370,14 @@ def record_step(model: nn.Module, batch: Any) -> tuple[TrainingStep, tuple[str, 
     The model runs on the meta device, and is left as it is. A loss of its first result is added.
     Returns the step, and the names of parameters that it does not use.
 
-    batch: examples of the arguments of `forward`: a tensor, a tuple, or a dict by name; only their
-    shapes and dtypes matter. Raises PlanError for a batch or a result without a tensor, and for code
-    that reads numbers from data, as `x.item()` does.
+    Args:
+        model: The model.
+        batch: Examples of the arguments of `forward`: a tensor, a tuple, or a dict by name; only
+            their shapes and dtypes matter.
+
+    Raises:
+        PlanError: The batch or the result has no tensor, or code reads numbers from data, as
+            `x.item()` does.
     """
     inputs = _inputs_by_name(model, batch)
     batch_length = _batch_length(inputs)
@@ -438,8 +462,14 @@ def _run_model(
 ) -> Any:
     """Run a model's forward pass without data, recording its operations and its modules.
 
-    on_meta: meta tensors in place of parameters and buffers. inputs: arguments of `forward` by
-    name. Returns what the model returns.
+    Args:
+        model: The model.
+        on_meta: Meta tensors in place of its parameters and buffers.
+        inputs: The arguments of `forward` by name.
+        recorder: Records the operations.
+
+    Returns:
+        What the model returns.
     """
     with (
         torch.no_grad(),

@@ -272,7 +272,9 @@ def _answer_plan(question: Question) -> RankAnswer:
     pull(cotangent)
     seconds = time.perf_counter() - start_s
     gradient_blocks = _blocks_of(dict(enumerate(gradients)))
-    answer = Answer(_blocks_of({OUTPUT: output}), gradient_blocks, seconds=seconds)
+    answer = Answer(
+        outputs=_blocks_of({OUTPUT: output}), gradients=gradient_blocks, seconds=seconds
+    )
     return RankAnswer(answer, forward.received, backward.received)
 
 
@@ -313,8 +315,9 @@ def _answer(question: Question) -> RankAnswer | StructureError:
             updated parameters, numerical differences.
 
     Returns:
-        This rank's answer. On all ranks it is an error if outputs on some rank are not as the
-        question says, and lacks gradients if they do not have the shapes of their cotangents.
+        This rank's answer; or the error of the first rank whose outputs are not as the question says.
+        The answer lacks gradients if an output has not the shape of its cotangent. Either holds for
+        all ranks if it holds for one.
     """
     rank = dist.get_rank()
     # Restart the generator, so that the result does not depend on what this process ran before. If
@@ -326,11 +329,11 @@ def _answer(question: Question) -> RankAnswer | StructureError:
     agreed = _agree_on_outputs(returned, question, rank)
     if agreed.error is not None:
         return agreed.error
-    answer = Answer(_blocks_of(agreed.outputs), None, draws=draws_random)
-    if agreed.fit_cotangents:
-        answer = replace(answer, tree=numbered(returned))
-        answer = _with_gradients(answer, question, inputs, agreed.outputs)
-    return RankAnswer(answer)
+    answer = Answer(outputs=_blocks_of(agreed.outputs), gradients=None, draws=draws_random)
+    if not agreed.shapes_are_of_cotangents:
+        return RankAnswer(answer)
+    answer = replace(answer, tree=numbered(returned))
+    return RankAnswer(_with_gradients(answer, question, inputs, agreed.outputs))
 
 
 def _with_gradients(
@@ -437,13 +440,13 @@ class _AgreedOutputs(NamedTuple):
     Attributes:
         outputs: The outputs by name.
         error: The error of the first rank that has one.
-        fit_cotangents: Whether all blocks have the shapes of the cotangents that the question
-            gives.
+        shapes_are_of_cotangents: Whether all blocks have the shapes of the cotangents that the
+            question gives.
     """
 
     outputs: dict[str, Tensor]
     error: StructureError | None
-    fit_cotangents: bool
+    shapes_are_of_cotangents: bool
 
 
 def _agree_on_outputs(returned: Any, question: Question, rank: int) -> _AgreedOutputs:
@@ -455,39 +458,43 @@ def _agree_on_outputs(returned: Any, question: Question, rank: int) -> _AgreedOu
         rank: This rank.
 
     Returns:
-        This rank's outputs by name; the first error on any rank, or None; and whether cotangents
-        have the shapes of their outputs on all ranks. The last two are the same on all ranks.
+        This rank's outputs by name, and the verdict of all ranks on theirs.
     """
     outputs: dict[str, Tensor] = {}
     error: StructureError | None = None
-    fit_cotangents = True
+    has_right_shapes = True
     try:
         outputs = named_outputs(returned, question.results, "torch")
-        fit_cotangents = _fit_cotangents(outputs, question, rank)
+        has_right_shapes = _have_shapes_of_cotangents(outputs, question, rank)
     except StructureError as raised:
         error = raised
     # All ranks need the same verdict: the gradients, which come next, may run collectives.
     verdicts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(verdicts, (error, fit_cotangents))
+    dist.all_gather_object(verdicts, (error, has_right_shapes))
     errors = [rank_error for rank_error, _ in verdicts if rank_error is not None]
-    first_error = errors[0] if errors else None
-    return _AgreedOutputs(outputs, first_error, all(fit for _, fit in verdicts))
+    return _AgreedOutputs(
+        outputs,
+        error=errors[0] if errors else None,
+        shapes_are_of_cotangents=all(is_right for _, is_right in verdicts),
+    )
 
 
-def _fit_cotangents(outputs: Mapping[str, Tensor], question: Question, rank: int) -> bool:
+def _have_shapes_of_cotangents(
+    outputs: Mapping[str, Tensor], question: Question, rank: int
+) -> bool:
     """Return whether outputs have the shapes of the cotangents that the question gives for them.
 
     Raises StructureError for an output that is no tensor.
     """
-    fit = True
+    all_equal = True
     for name, y in outputs.items():
         if not isinstance(y, Tensor):
             type_name = type(y).__name__
             raise StructureError(f"{name} of the torch function is a {type_name}, not a tensor")
         result = _result_of(question, name)
         if result is not None and result.cotangents:
-            fit &= tuple(y.shape) == result.cotangents[rank].shape
-    return fit
+            all_equal &= tuple(y.shape) == result.cotangents[rank].shape
+    return all_equal
 
 
 def _result_of(question: Question, name: str) -> Result | None:
