@@ -6,7 +6,8 @@
 
 Two nodes of one and of two ranks on this machine; batches in halves on two nodes of one. Prints each row as
 it is measured, which takes hours on slow links, then tables, and writes a JSON file. A run of a part keeps
-the rows of the file that it does not measure, each with its date. Exit status 1 if a claim fails.
+the rows of the file that it does not measure, each with its date. A row has the profile that was calibrated
+on its links, with which it can be predicted again. Exit status 1 if a claim fails.
 """
 
 import json
@@ -111,7 +112,8 @@ def measured_halves(options: Namespace) -> list[Row]:
                             way: predicted.sequence_parallel_s(*sizes, Mesh(tp=2), profile, n_parts)
                             for way, n_parts in ((turns.WHOLE, 1), (turns.HALVES, 2))
                         }
-                    rows.append(dated({"hidden": hidden, "mbit": mbit, **row}))
+                    case = {"hidden": hidden, "mbit": mbit}
+                    rows.append(dated({**case, **row}) | {"profile": profile.to_json()})
     return rows
 
 
@@ -131,7 +133,8 @@ def measured_zero3(options: Namespace) -> list[Row]:
                     row = cluster.run_torch(measures.zero3, *sizes, n_turns, timeout_s=1800.0)[0]
                     if name in predicted.RECORDED:
                         row["predicted_s"] = predicted.zero3_s(*sizes, mesh, profile)
-                    rows.append(dated({"ranks": ranks, "mbit": mbit, **row}))
+                    case = {"ranks": ranks, "mbit": mbit}
+                    rows.append(dated({**case, **row}) | {"profile": profile.to_json()})
     return rows
 
 
