@@ -139,6 +139,7 @@ class ModuleHooks:
         experts: The routing of rows, if a rule sends them to experts.
         was_called: Whether the module has ever been called.
         batch_dim_in_parts: The name of the batch's dim, if `halves` computes it in parts.
+        gathers_first: Whether `gather_first` is a hook, too.
     """
 
     name: str
@@ -155,6 +156,7 @@ class ModuleHooks:
     experts: RoutedExperts | None = None
     was_called: bool = False
     batch_dim_in_parts: str | None = None
+    gathers_first: bool = False
     _known_dims: PerPart[KnownDims] = field(default_factory=partial(PerPart[KnownDims], ()))
 
     @property
@@ -194,6 +196,15 @@ class ModuleHooks:
         return frozenset[str]().union(*axes)
 
     @beside_graphs
+    def gather_first(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        """Gather parameters before the hooks that the module had, which may compute weights of them.
+
+        A hook before all others, of a module that had some: `torch.nn.utils.weight_norm` is one.
+        """
+        self._end_unfinished_passes()
+        self.parameters.begin_pass()
+
+    @beside_graphs
     def before_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -205,8 +216,8 @@ class ModuleHooks:
         self.was_called = True
         if self.precision is not None:
             args, kwargs = self.precision.before_forward(module, args, kwargs)
-        if self.parameters.end_unfinished_passes() and self.experts is not None:
-            self.experts.forget_passes()
+        if not self.gathers_first:
+            self._end_unfinished_passes()
         # Modules around this one know the global lengths of some named dims, as s = 8192. A name
         # has one length everywhere, so that these help where a block alone does not tell.
         known_dims = self.parent.known_dims if self.parent is not None else ()
@@ -221,7 +232,8 @@ class ModuleHooks:
                 self.experts.dispatch(key, values)
         self.known_dims = known_dims
         # Parameters are gathered last: after an error above, there is nothing to undo.
-        self.parameters.begin_pass()
+        if not self.gathers_first:
+            self.parameters.begin_pass()
         moved_args = tuple(values[i] for i in range(len(args)))
         return moved_args, {name: values[name] for name in kwargs}
 
@@ -241,6 +253,11 @@ class ModuleHooks:
         for rule in self.outputs:
             result = self._move_output(rule, result)
         return result
+
+    def _end_unfinished_passes(self) -> None:
+        """Forget calls that were interrupted."""
+        if self.parameters.end_unfinished_passes() and self.experts is not None:
+            self.experts.forget_passes()
 
     def _move(self, rule: TensorRule, x: Tensor, known_dims: KnownDims, direction: str) -> Moved:
         """Move one tensor by its rule; `direction` is "input" or "output", and errors have it."""

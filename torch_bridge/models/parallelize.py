@@ -32,7 +32,7 @@ from torch_bridge.models.uses import (
 )
 from torch_bridge.precision import Precision, PrecisionLike
 from torch_bridge.redistribution.blocks import tensor_device_of
-from torch_bridge.versions.modules import modules_by_name
+from torch_bridge.versions.modules import has_forward_pre_hooks, modules_by_name
 from xshard import ProfileLike, Rules, Sharding, XshardError, models
 from xshard.arguments import limit_of
 from xshard.cost.machine import with_addends
@@ -304,6 +304,9 @@ def _attach(model: nn.Module, parallel: ParallelModel) -> None:
     for module, name in parallel.names.items():
         hooks = parallel.hooks.get(name)
         if hooks is not None:
+            if hooks.parameters.parameters and has_forward_pre_hooks(module):
+                hooks.gathers_first = True
+                module.register_forward_pre_hook(hooks.gather_first, prepend=True)
             module.register_forward_pre_hook(hooks.before_forward, with_kwargs=True)
             module.register_forward_hook(hooks.after_forward, always_call=True)
         if hooks is not None or module is model:

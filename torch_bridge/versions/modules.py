@@ -111,6 +111,15 @@ def forward_hooks_of(module: nn.Module) -> list[dict[int, Any]]:
     return [module._forward_pre_hooks, module._forward_hooks]
 
 
+def has_forward_pre_hooks(module: nn.Module) -> bool:
+    """Return whether hooks run before the module's forward pass.
+
+    Without it, those that compute a weight of parameters, as of `torch.nn.utils.weight_norm`, would
+    find blocks.
+    """
+    return bool(module._forward_pre_hooks)
+
+
 def copy_forward_hooks(module: nn.Module, source: nn.Module) -> None:
     """Give a module copies of the hooks of another.
 
