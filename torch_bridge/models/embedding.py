@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from xshard import Sharding
+from xshard import Mesh, Sharding
 from xshard.errors import PlanError
 from xshard.nn.cross_entropy import rows_of_classes
 
@@ -66,6 +66,27 @@ def shard_embedding(
         return []
     _check_embedding(module, path, used, summed_axes)
     return [partial(_change_class, module, used, process)]
+
+
+def check_frequencies(module: nn.Module, path: str, varying: Iterable[str], mesh: Mesh) -> None:
+    """Raise PlanError for a module that divides gradients by how often ids are in the whole batch.
+
+    Each process would divide by how often they are in its own part.
+
+    Args:
+        module: The module.
+        path: Its name.
+        varying: The axes along which its activations differ.
+        mesh: All axes.
+    """
+    axes = sorted(axis for axis in varying if mesh.size(axis) > 1)
+    if getattr(module, "scale_grad_by_freq", False) and axes:
+        over = ",".join(axes)
+        reason = f"scale_grad_by_freq counts ids, of which each process has its own along '{over}'"
+        hint = "scale_grad_by_freq=False, or rules by which the embedding has all ids: "
+        hint += f"inputs={{'{path}': 'b/{axes[0]} s -> b s'}} and outputs={{'{path}': "
+        hint += f"'b s c -> b/{axes[0]} s c'}}"
+        raise PlanError(reason, hint=hint)
 
 
 def _change_class(module: nn.Embedding | nn.EmbeddingBag, used: Sharding, process: int) -> None:

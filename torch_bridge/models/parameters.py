@@ -14,7 +14,7 @@ from torch_bridge.mesh.process_mesh import MeshLike, ProcessMesh, mesh_of, proce
 from torch_bridge.precision import Precision
 from torch_bridge.redistribution import redistribute
 from torch_bridge.replicas import ComparedBlock, Comparison, compare_all
-from torch_bridge.versions.autograd import shape_in_graph
+from torch_bridge.versions.autograd import addresses_of, shape_in_graph
 from torch_bridge.versions.modules import buffers_of, parameters_of
 from xshard import Layout, Mesh, ProfileLike, Sharding, XshardError
 from xshard.dtypes import name_of
@@ -292,18 +292,55 @@ def shard_all(
     for parameter in parameters:
         if parameter not in blocks:
             blocks[parameter] = parameter.block_of(parameter.tensor, context)
-        parameter.set_block(blocks.pop(parameter))
+        _set_block(parameter, blocks.pop(parameter), context)
+
+
+def _set_block(parameter: ShardedParameter, block: Tensor, context: ParallelContext) -> None:
+    """Let modules have a block in the place of the whole tensor, whose gradient is cut alike."""
+    gradient = parameter.tensor.grad
+    if gradient is None:
+        parameter.set_block(block)
+        return
+    # `.data` of another shape would leave the whole gradient beside it.
+    parameter.tensor.grad = None
+    parameter.set_block(block)
+    parameter.tensor.grad = parameter.block_of(gradient, context)
 
 
 @torch.inference_mode(False)
 def check_whole(parameters: Sequence[ShardedParameter], init: Init) -> None:
-    """Raise XshardError for tensors that cannot be cut: in a graph, or without values in a state dict."""
+    """Raise XshardError for tensors that cannot be cut.
+
+    They are in a graph, without values in a state dict, or have the memory of another one.
+    """
+    _check_own_memory(parameters)
     for parameter in parameters:
         x = parameter.tensor
         if x.is_meta and isinstance(init, Mapping):
             _value_in(init, parameter)
         if isinstance(x, nn.Parameter) and parameter.sharding.layout.axes:
             _check_no_graph(x, parameter.name)
+
+
+def _check_own_memory(parameters: Sequence[ShardedParameter]) -> None:
+    """Raise XshardError for two tensors of one memory, as after `b.data = a.data`, of which one is cut.
+
+    Its block has memory of its own: a step of one of them would no longer change the other.
+    """
+    owners: dict[tuple[torch.device, int], ShardedParameter] = {}
+    for parameter in parameters:
+        x = parameter.tensor
+        if x.is_meta or not x.numel():
+            continue
+        [address] = addresses_of([x])
+        owner = owners.setdefault((x.device, address), parameter)
+        is_cut = owner.sharding.layout.axes or parameter.sharding.layout.axes
+        if owner is not parameter and is_cut:
+            reason = (
+                f"{parameter.name} has the memory of {owner.name}, which cut ones would not share"
+            )
+            hint = "make them one parameter, as b.weight = a.weight, or copy the memory: b.data.clone()"
+            raise XshardError(reason, hint=hint)
 
 
 def _check_no_graph(x: nn.Parameter, name: str) -> None:

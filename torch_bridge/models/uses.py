@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 from torch import Tensor, nn
 
-from torch_bridge.models.embedding import shard_embedding
+from torch_bridge.models.embedding import check_frequencies, shard_embedding
 from torch_bridge.models.gathered import GatheredParameter
 from torch_bridge.models.hooks import ModuleHooks
 from torch_bridge.models.names import is_inside, module_of, title_of
@@ -105,6 +105,7 @@ def parameters_by_rules(
         with located(name):
             rule = _read_rule(x, rule_texts.get(name, "..."), is_buffer, context.axes, varying)
             _check_heads(name, rule.used, model, hooks)
+            check_frequencies(slots[name].module, module_of(name), varying, context.axes)
             changes += _embedding_changes(slots[name].module, name, rule.used, context, hooks)
         parameter = by_id.setdefault(id(x), ShardedParameter([], [], rule.stored))
         if is_buffer:

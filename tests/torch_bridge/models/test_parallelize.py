@@ -529,6 +529,9 @@ REFUSED = [
     "PlanError: embed.weight: rows are sharded, so vectors are addends in 'v/tp c'\n  outputs={\"embed\": ",
     "PlanError: weight: the rows of an Embedding with max_norm are sharded in 'v/tp c'",
     "PlanError: weight: the rows of an EmbeddingBag with a lookup of its own are sharded in 'v/tp c'",
+    "PlanError: 0.weight: scale_grad_by_freq counts ids, of which each process has its own along 'dp'\n"
+    "  scale_grad_by_freq=False, or rules by which the embedding has all ids: inputs={'0': 'b/dp s -> ",
+    "XshardError: 1.weight has the memory of 0.weight, which cut ones would not share",
     "XshardError: state_dict() of a parallel model has blocks, as of weight\n  xt.state_dict(model) has ",
     "XshardError: state_dict() of a parallel model has blocks, as of weight",
     "XshardError: model is <generator",
@@ -574,7 +577,18 @@ def test_what_is_refused() -> None:
         model.blocks[1].up.weight.data += dist.get_rank()
         xt.parallelize(model, mesh=MESH, **RULES)
 
+    def frequencies(move: str) -> None:
+        table = nn.Embedding(4, 2, scale_grad_by_freq=True)
+        xt.parallelize(nn.Sequential(table), {"**": "..."}, {"": move}, MESH)
+
+    def of_one_memory(rule: str) -> None:
+        layers = nn.Sequential(linear(bias=False), linear(bias=False))
+        layers[1].weight.data = layers[0].weight.data
+        xt.parallelize(layers, {"**": rule}, {"": "b i -> b/dp i"}, MESH)
+
     linear = functools.partial(nn.Linear, 2, 2)
+    frequencies("b s")
+    of_one_memory("...")
     one = functools.partial(xt.parallelize, mesh=MESH, inputs={"": "b i"})
     table = functools.partial(one, parameters={"weight": "v/tp c"})
     calls = [
@@ -601,6 +615,8 @@ def test_what_is_refused() -> None:
         make(parameters={"embed.weight": "v/tp c", "head.weight": "v/tp c"}),
         lambda: table(nn.Embedding(4, 2, max_norm=1.0)),
         lambda: table(nn.EmbeddingBag(4, 2)),
+        lambda: frequencies("b s -> b/dp s"),
+        lambda: of_one_memory("o/dp i -> o i"),
         lambda: heads().state_dict(),
         lambda: heads().up.state_dict(),
         lambda: xt.clip_grad_norm_(heads().parameters(), 1.0),
