@@ -64,6 +64,12 @@ class GatheredParameter:
         return parameter_dtypes(self.precision, comm_dtype, self.parameter.tensor.dtype)
 
     @property
+    def moves(self) -> bool:
+        """Whether it is used under another layout, and not only cast or copied."""
+        stored, used = self.to_use.split(" -> ")
+        return stored != used
+
+    @property
     def gathered_tensor(self) -> Tensor | None:
         """The gathered tensor that slots hold now; None while they hold the block."""
         return self._gathered_tensors[-1] if self._gathered_tensors else None

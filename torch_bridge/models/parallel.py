@@ -22,7 +22,7 @@ from torch_bridge.models.living import add_living, is_living
 from torch_bridge.models.module_parameters import tensors_with_gradient
 from torch_bridge.models.names import is_inside
 from torch_bridge.models.notes import has_note, leaves_call_of_hook, note_on
-from torch_bridge.models.parameters import ParallelContext, ShardedParameter
+from torch_bridge.models.parameters import ParallelContext, ShardedParameter, TensorSlot
 from torch_bridge.models.penalties import Penalties
 from torch_bridge.models.prefetch import Prefetch
 from torch_bridge.models.structure import check_structure, watch_structures
@@ -72,10 +72,28 @@ class ParallelModel:
     is_verified: bool = False
 
     def __post_init__(self) -> None:
-        self.penalties = Penalties(self.parameters)
-        self.gradients.before_pass = self.penalties.check
+        self.penalties = Penalties(self.parameters, self._gatherers())
+        self.gradients.before_pass = self.check_loss
         self.gradients.after_first = self.check_first_pass
         self._become_known()
+
+    def _gatherers(self) -> dict[ShardedParameter, ModuleHooks]:
+        """Return the hooks that gather a parameter, where modules use it gathered alone."""
+        gatherers = {}
+        slots: dict[ShardedParameter, set[TensorSlot]] = {}
+        for hooks in self.hooks.values():
+            for gathered in hooks.parameters.parameters:
+                if gathered.moves:
+                    gatherers[gathered.parameter] = hooks
+                    slots.setdefault(gathered.parameter, set()).update(gathered.slots)
+        return {x: hooks for x, hooks in gatherers.items() if slots[x].issuperset(x.slots)}
+
+    def check_loss(self) -> None:
+        """Raise PlanError if the backward pass that begins would give wrong gradients; see `Penalties`.
+
+        The whole graph is searched until a pass has been checked: later ones are the same code.
+        """
+        self.penalties.check(looks_inside=self.gradients.after_first is not None)
 
     def _become_known(self) -> None:
         """Let torch's own code know of this model; nothing changes for one that it knows."""
@@ -409,7 +427,11 @@ def _norms_to_count(parallel: ParallelModel, norm_type: float) -> Tensor:
     """
     device = parallel.context.processes.device
     example = parallel.parameters[0].tensor if parallel.parameters else torch.zeros(())
-    dtype = torch.promote_types(example.dtype, torch.float32)
+    # All processes agree on it, whichever gradients count there.
+    dtype = torch.float32
+    for parameter in parallel.parameters:
+        dtype = torch.promote_types(dtype, parameter.tensor.dtype)
+    dtype = dtype.to_real()  # a norm of complex numbers is real
 
     norms = [torch.zeros((), dtype=dtype, device=example.device)]
     for parameter in parallel.parameters:

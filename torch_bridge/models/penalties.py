@@ -1,24 +1,29 @@
-"""Parameters in a loss, outside of the model: refused where their gradients would be miscounted.
+"""Parameters in a loss, outside of the modules that gather them: refused where gradients would be wrong.
 
 A gradient that comes out of a module is a share, and all shares are summed over processes. That of a
 penalty, and that of a factor of what is whole, is whole on each process already: autograd adds both up
 before anyone sees them. So the graph of the loss is searched for such uses when a backward pass begins,
 down to what modules computed.
+
+A parameter that modules gather is a block everywhere else. What reads it there, in a loss or in the code of
+another module, would take the block for the whole.
 """
 
 from __future__ import annotations
 
 import threading
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.autograd.function import BackwardCFunction
 
 from torch_bridge.lower.executable import Executable
 from torch_bridge.models.parameters import ShardedParameter
 from torch_bridge.versions.autograd import (
+    CAST_NODE,
     COMPILED_NODE,
     number_of_next_node,
     number_of_node,
@@ -28,6 +33,9 @@ from torch_bridge.versions.autograd import (
 )
 from xshard.errors import PlanError
 from xshard.models import layout_text
+
+if TYPE_CHECKING:
+    from torch_bridge.models.hooks import ModuleHooks
 
 REMEMBERED = 4096  # forward passes
 ADDING_NODES = ("AddBackward0", "SubBackward0")
@@ -46,6 +54,10 @@ HINT = (
 HINT += "under all rules"
 FACTOR_HINT = "use it inside of a module, or before processes put their values together: "
 FACTOR_HINT += "redistribute(loss * scale, ...)"
+BLOCK_HINT = (
+    "read it as an attribute of its module, as self.head.weight, in the forward pass of the module "
+)
+BLOCK_HINT += 'that gathers it; gathers="" lets the model gather it'
 
 
 class _Span(NamedTuple):
@@ -69,6 +81,8 @@ class _VisitedNode(NamedTuple):
         whole_axes: For a factor, those over which the values that it multiplies were put together
             before, so that they are the same on all processes; None for anything else.
         is_addend: Whether it is an addend of the loss, and no factor of one.
+        meets_activations: Whether it is, or is a part of, a factor of activations, with no move in
+            between.
     """
 
     node: Any
@@ -77,6 +91,7 @@ class _VisitedNode(NamedTuple):
     moved_axes: frozenset[str] = frozenset()
     whole_axes: frozenset[str] | None = None
     is_addend: bool = True
+    meets_activations: bool = False
 
 
 class Penalties:
@@ -88,8 +103,20 @@ class Penalties:
     processes, or of outputs that have been gathered, meets the same values on each.
     """
 
-    def __init__(self, parameters: Sequence[ShardedParameter]) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[ShardedParameter],
+        gatherers: Mapping[ShardedParameter, ModuleHooks],
+    ) -> None:
+        """Know the parameters of a model.
+
+        Args:
+            parameters: All of them.
+            gatherers: The hooks of the module that gathers a parameter, for those that modules use
+                gathered alone.
+        """
         self.parameters = parameters
+        self.gatherers = gatherers
         # Each thread numbers its nodes by itself.
         self._begun: dict[_Call, int] = {}  # the number of the first node of calls that run
         self._spans: dict[int, list[_Span]] = {}  # by thread: ascending, disjoint
@@ -97,7 +124,7 @@ class Penalties:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy or a pickle has: no passes."""
-        return {"parameters": self.parameters}
+        return {"parameters": self.parameters, "gatherers": self.gatherers}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**state)  # type: ignore[misc]  # as for a new one
@@ -124,23 +151,71 @@ class Penalties:
         spans.append(span)
         del spans[:-REMEMBERED]
 
-    def check(self) -> None:
-        """Raise PlanError if the running backward pass has a penalty that would be miscounted."""
+    def check(self, looks_inside: bool) -> None:
+        """Raise PlanError if the running backward pass has a penalty or a read that would be wrong.
+
+        Args:
+            looks_inside: Whether to search what modules computed, too, for blocks in the place of
+                gathered parameters.
+        """
         if not self._has_graph_of_gradients:
-            self._search()
+            roots = roots_of_backward_pass()
+            by_id = {id(parameter.tensor): parameter for parameter in self.parameters}
+            self._search(roots, by_id)
+            if looks_inside:
+                self._search_inside(roots, by_id)
         self._has_graph_of_gradients = torch.is_grad_enabled()  # of backward(create_graph=True)
 
-    def _search(self) -> None:
-        """Raise PlanError as `check` does."""
-        by_id = {id(parameter.tensor): parameter for parameter in self.parameters}
+    def _search(self, roots: Sequence[Any], by_id: Mapping[int, ShardedParameter]) -> None:
+        """Raise PlanError for a penalty, a factor or a read outside of modules.
+
+        Args:
+            roots: The nodes of the loss.
+            by_id: The parameters by the ids of their tensors.
+        """
         search = _Search(self._is_inside, by_id)
-        for root in roots_of_backward_pass():
+        for root in roots:
             for parameter, visited in search.uses(root):
+                if visited.meets_activations:
+                    self._check_is_whole(parameter)
                 if visited.whole_axes is None:
                     _check_counted_once(parameter, visited.mean_axes)
                     _check_is_sum(parameter, visited.reading)
                 else:
                     _check_factor(parameter, visited.whole_axes)
+
+    def _search_inside(self, roots: Sequence[Any], by_id: Mapping[int, ShardedParameter]) -> None:
+        """Raise PlanError if what modules computed reads a block in the place of a gathered parameter.
+
+        Arguments are as for `_search`.
+        """
+        to_visit = list(roots)
+        seen = set()
+        while to_visit:
+            node = to_visit.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            inputs = _inputs_of(node)
+            to_visit += inputs
+            if _is_function(node) or node.name() == CAST_NODE or not self._is_inside(node):
+                continue
+            for input_node in inputs:
+                leaf = getattr(_below_casts(input_node), "variable", None)
+                if id(leaf) in by_id:
+                    self._check_is_whole(by_id[id(leaf)])
+
+    def _check_is_whole(self, parameter: ShardedParameter) -> None:
+        """Raise PlanError for a parameter that modules have gathered, as it is a block where it is read."""
+        gatherer = self.gatherers.get(parameter)
+        # The check after the first pass tells of modules that nobody calls.
+        if gatherer is not None and gatherer.was_called:
+            reason = f"{parameter.name} is read as it is stored, this process's block, and not as "
+            reason += (
+                f"{gatherer.title} gathers it: in another module, in the loss, or by a reference "
+            )
+            reason += "from before"
+            raise PlanError(reason, text=layout_text(parameter.sharding.layout), hint=BLOCK_HINT)
 
     def _is_inside(self, node: Any) -> bool:
         """Return whether a forward pass of the model made a node, or may have."""
@@ -162,7 +237,7 @@ class _Search:
     """Finds the uses of parameters in one loss, outside of modules."""
 
     def __init__(
-        self, is_inside: Callable[[Any], bool], parameters: dict[int, ShardedParameter]
+        self, is_inside: Callable[[Any], bool], parameters: Mapping[int, ShardedParameter]
     ) -> None:
         self._is_inside = is_inside
         self._parameters = parameters  # by the ids of their tensors
@@ -196,6 +271,7 @@ class _Search:
             mean_axes=visited.mean_axes | _mean_axes(node),
             reading="" if _sums_over_processes(node) else reading,
             moved_axes=visited.moved_axes | _axes_made_whole(node),
+            meets_activations=visited.meets_activations and not _is_function(node),
         )
         is_sum_of_addends = visited.is_addend and _is_sum(node)
         if is_sum_of_addends or self._depends_on_parameters_alone(node):
@@ -204,8 +280,15 @@ class _Search:
         met_axes = self._axes_whole_in_all(inputs) - below.moved_axes
         factors = []
         for input_node in inputs:
-            meets = met_axes if self._depends_on_parameters_alone(input_node) else None
-            factors.append(below._replace(node=input_node, whole_axes=meets, is_addend=False))
+            is_factor = self._depends_on_parameters_alone(input_node)
+            factors.append(
+                below._replace(
+                    node=input_node,
+                    whole_axes=met_axes if is_factor else None,
+                    is_addend=False,
+                    meets_activations=is_factor,
+                )
+            )
         return factors
 
     def _depends_on_parameters_alone(self, node: Any) -> bool:
@@ -256,6 +339,22 @@ class _Search:
 def _inputs_of(node: Any) -> list[Any]:
     """Return the nodes to which a node sends gradients."""
     return [input_node for input_node, _ in node.next_functions if input_node is not None]
+
+
+def _is_function(node: Any) -> bool:
+    """Return whether a node is of an `autograd.Function`.
+
+    Moves are, as those that gather, and functions of users, who may know that they get blocks.
+    Operations of torch take a block for the whole.
+    """
+    return isinstance(node, BackwardCFunction)
+
+
+def _below_casts(node: Any) -> Any:
+    """Return the node of the tensor of which this one is a cast; else the node itself."""
+    while node.name() == CAST_NODE:
+        (node,) = _inputs_of(node)
+    return node
 
 
 def _is_sum(node: Any) -> bool:

@@ -496,6 +496,30 @@ def test_norms_of_blocks_are_refused() -> None:
         torch.testing.assert_close(whole(model)[name], x)
 
 
+@on_two
+def test_norms_of_complex_gradients_are_real() -> None:
+    """In the widest dtype of all parameters, as torch's are."""
+
+    def made(is_parallel: bool) -> nn.Module:
+        model = nn.Identity()
+        model.a = nn.Parameter(torch.arange(4.0) + 1j)
+        model.b = nn.Parameter(torch.ones(4, dtype=torch.float64))
+        if is_parallel:
+            xt.parallelize(model, {"**": "n/tp"}, {"": "b"}, MESH)
+        for x in model.parameters():
+            x.grad = 2 * x.detach()
+        return model
+
+    alone, cut = made(False), made(True)
+    for kind in (1.0, 2.0, math.inf):
+        total = get_total_norm([x.grad for x in alone.parameters()], kind)
+        torch.testing.assert_close(xt.grad_norm(cut, kind), total)
+    expected = clip_grad_norm_(alone.parameters(), 0.5, math.inf)
+    torch.testing.assert_close(xt.clip_grad_norm_(cut, 0.5, math.inf), expected)
+    for x, y in zip(cut.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(x.grad, y.grad.chunk(2)[dist.get_rank()])
+
+
 def scaled(is_parallel: bool, seed: int) -> tuple[list[float], list[bool], dict[str, Tensor]]:
     """Train by a `GradScaler`, with overflows at random places: scales, steps that were taken, values."""
     rng = random.Random(seed)

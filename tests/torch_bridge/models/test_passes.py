@@ -42,6 +42,7 @@ RULES: list[dict[str, Any]] = [
 ]
 
 on_two = SharedRanks(2)
+_LOW = xt.Precision(param_dtype=torch.float64)
 
 
 class Layer(nn.Module):
@@ -382,6 +383,19 @@ class Reads(nn.Module):
         return x * self.up.weight.sum(0)
 
 
+class ReadsTwice(nn.Module):
+    """Calls a module, and reads its weight in a forward pass of its own: by name, or by a reference."""
+
+    def __init__(self, by_name: bool) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 4, dtype=torch.float64)
+        self.kept = [] if by_name else [self.up.weight]
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.kept[0] if self.kept else self.up.weight
+        return self.up(x) * weight.sum(0)
+
+
 class Clamps(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
@@ -436,6 +450,90 @@ def test_what_rules_do_not_reach_is_refused_on_all_ranks() -> None:
 
     refused("was computed, as for torch.func.functional_call", _whole(), computed, **rules)
     check_error(lambda: xt.grad_norm(_whole()), "XshardError", "not parallel")
+
+
+@on_two
+def test_blocks_that_are_read_for_gathered_parameters_are_refused() -> None:
+    """A list keeps what was a parameter, another module reads it, the loss does: each gets a block."""
+    zero, replicated = {"**": "o/dp ... -> o ..."}, {"**": "..."}
+
+    def step(model: Any, loss: Any = lambda m, y: y.sum(), **rules: Any) -> Any:
+        model = xt.parallelize(model, inputs={"": "b c -> b/dp c"}, mesh=MESH, **rules)
+        loss(model, model(_input())).backward()
+        return model
+
+    def refused(*args: Any, **rules: Any) -> None:
+        words = ("is read as it is stored, this process's block", "self.head.weight", 'gathers=""')
+        check_error(lambda: step(*args, **rules), "PlanError", *words)
+
+    for dtype in (torch.float64, torch.float32):
+        refused(ReadsTwice(by_name=False).to(dtype), parameters=zero, precision=_LOW)
+    refused(ReadsTwice(by_name=True), parameters=zero, gathers="up")
+    step(ReadsTwice(by_name=True), parameters=zero)
+    step(ReadsTwice(by_name=False), parameters=replicated)
+
+    refused(_whole(), lambda m, y: (y @ m.layers[0].up.weight.T).sum(), parameters=zero)
+    # Whose block is gathered by hand, and whose sum is whole, is right; and so is a sum of elements.
+    whole = "o/dp i -> o i | copy(dp)"
+    step(
+        _whole(),
+        lambda m, y: (y @ xt.redistribute(m.layers[0].up.weight, whole, MESH)).sum(),
+        parameters=zero,
+    )
+    total = "() | sum(dp) -> () | copy(dp)"
+    step(
+        _whole(),
+        lambda m, y: y.sum() * xt.redistribute(m.layers[0].up.weight.sum(), total, MESH),
+        parameters=zero,
+    )
+    step(_whole(), lambda m, y: y.sum() + m.layers[0].up.weight.sum(), parameters=zero)
+
+
+@on_two
+def test_hooks_from_before_compute_weights_of_gathered_parameters() -> None:
+    """As those of `torch.nn.utils.weight_norm` and of pruning do."""
+
+    def made() -> Any:
+        model = _whole()
+        for layer in model.layers:
+            weight = layer.up.weight
+            del layer.up._parameters["weight"]
+            layer.up.register_parameter("raw", nn.Parameter(weight.detach()))
+            layer.up.register_forward_pre_hook(_set_weight)
+        return model
+
+    one = made()
+    _pass(one)
+    for gathers in ("", "layers.*", "layers.*.up|layers.*"):
+        model = xt.parallelize(
+            made(), mesh=MESH, inputs={"": "b c -> b/dp c"}, gathers=gathers, **ZERO
+        )
+        for _ in range(2):
+            model.zero_grad()
+            _pass(model)
+            _check(model, one, gathers)
+        with pytest.raises(RuntimeError, match="mat1 and mat2"):
+            model.layers[0](torch.ones(2, 3, dtype=torch.float64))
+        model.zero_grad()
+        _pass(model)
+        _check(model, one, gathers)
+
+
+def _set_weight(module: Any, args: Any) -> None:
+    module.weight = module.raw * (1 + module.raw.sum(0))
+
+
+@on_two
+def test_gradients_from_before_are_cut_as_their_parameters_are() -> None:
+    for rules in RULES:
+        one, model = _whole(), _whole()
+        _pass(one)
+        _pass(model)
+        xt.parallelize(model, mesh=MESH, inputs={"": "b c -> b/dp c"}, **rules)
+        _check(model, one, rules)
+        _pass(one)
+        _pass(model)
+        _check(model, one, rules)
 
 
 @on_two
