@@ -15,7 +15,7 @@ from torch_bridge.models.hooks import ModuleHooks
 from torch_bridge.models.names import is_inside, module_of, title_of
 from torch_bridge.models.parameters import ParallelContext, ShardedParameter, TensorSlot
 from torch_bridge.precision import Precision, parameter_dtypes
-from xshard import Layout, Mesh, Rules, Sharding, models
+from xshard import Layout, Mesh, Rules, Sharding, XshardError, models
 from xshard.errors import PlanError, ShapeError, located
 from xshard.models import ParameterUse, layout_text, use_of
 from xshard.rules import Pattern, match_objects
@@ -92,6 +92,7 @@ def parameters_by_rules(
     keep_rules = _keep_rules(keep)
     keep_rules.match(list(parameters), partial=True, what="parameter")
     tensors = {**parameters, **buffers}
+    _check_no_lazy(tensors)
     slots = {name: _slot_of(name, model) for name in tensors}
     rule_texts = _rule_texts(slots, buffers, rules)
 
@@ -130,6 +131,14 @@ def parameters_by_rules(
         if parameter.name in uses:
             changes += _plan_uses(parameter, uses, hooks, keep_rules, context)
     return ModelParameters(sharded, uses, used_shardings, changes)
+
+
+def _check_no_lazy(tensors: Mapping[str, Tensor]) -> None:
+    """Raise XshardError for a tensor of a lazy module, which has no shape before its first call."""
+    for name, x in tensors.items():
+        if nn.parameter.is_lazy(x):
+            hint = "call the model with a batch before parallelize"
+            raise XshardError(f"{name} is of a lazy module, and has no shape yet", hint=hint)
 
 
 def _rule_texts(

@@ -531,6 +531,7 @@ REFUSED = [
     "PlanError: weight: the rows of an EmbeddingBag with a lookup of its own are sharded in 'v/tp c'",
     "PlanError: 0.weight: scale_grad_by_freq counts ids, of which each process has its own along 'dp'\n"
     "  scale_grad_by_freq=False, or rules by which the embedding has all ids: inputs={'0': 'b/dp s -> ",
+    "XshardError: weight is of a lazy module, and has no shape yet\n  call the model with a batch before ",
     "XshardError: 1.weight has the memory of 0.weight, which cut ones would not share",
     "XshardError: state_dict() of a parallel model has blocks, as of weight\n  xt.state_dict(model) has ",
     "XshardError: state_dict() of a parallel model has blocks, as of weight",
@@ -616,6 +617,7 @@ def test_what_is_refused() -> None:
         lambda: table(nn.Embedding(4, 2, max_norm=1.0)),
         lambda: table(nn.EmbeddingBag(4, 2)),
         lambda: frequencies("b s -> b/dp s"),
+        lambda: one(nn.LazyLinear(2), {"**": "..."}),
         lambda: of_one_memory("o/dp i -> o i"),
         lambda: heads().state_dict(),
         lambda: heads().up.state_dict(),
