@@ -95,12 +95,15 @@ class _VisitedNode(NamedTuple):
 
 
 class Penalties:
-    """Searches losses for uses of the parameters of one model outside of its forward passes.
+    """Searches losses for uses of the parameters of one model outside of modules that gather them.
 
     A penalty is a scalar addend of the loss that depends on parameters alone. Parameters that multiply
     activations, as in a loss that reads the weight of the last layer, vary as these do, and are summed
     as in modules: right as long as activations differ between processes. A factor of the mean over all
     processes, or of outputs that have been gathered, meets the same values on each.
+
+    What modules computed is searched in the first pass alone, as a graph has thousands of nodes: for
+    operations that read a block though modules gather the parameter.
     """
 
     def __init__(
