@@ -18,11 +18,18 @@ from torch_bridge.models.block_guards import check_parametrizations
 from torch_bridge.models.experts import Count, route_experts
 from torch_bridge.models.gradients import Gradients
 from torch_bridge.models.hooks import ModuleHooks, TensorRule
+from torch_bridge.models.living import living_models
 from torch_bridge.models.module_parameters import ModuleParameters
 from torch_bridge.models.names import module_of, title_of
 from torch_bridge.models.own_attention import guard_attention
 from torch_bridge.models.parallel import ATTRIBUTE, ParallelModel
-from torch_bridge.models.parameters import Init, ParallelContext, check_whole, shard_all
+from torch_bridge.models.parameters import (
+    Init,
+    ParallelContext,
+    ShardedParameter,
+    check_whole,
+    shard_all,
+)
 from torch_bridge.models.prefetch import Prefetch
 from torch_bridge.models.uses import (
     ModelParameters,
@@ -212,6 +219,7 @@ def parallelize(  # noqa: PLR0913  public: rules of several kinds, and how they 
 
     def facts() -> CallFacts:
         prepared.append(_prepare(model, context, rules, ahead))
+        _check_no_blocks(prepared[0].parameters.sharded)
         check_whole(prepared[0].parameters.sharded, init)
         options = (
             context.axes, gathers, keep, bucket_bytes, prefetch, comm_dtype, precision, offload,
@@ -250,6 +258,23 @@ def parallelize(  # noqa: PLR0913  public: rules of several kinds, and how they 
     )
     _attach(model, parallel)
     return model
+
+
+def _check_no_blocks(parameters: Sequence[ShardedParameter]) -> None:
+    """Raise XshardError if a parameter is a block already, of a part of the model or of another model."""
+    names_of_blocks = {}
+    for parallel in living_models():
+        for parameter in parallel.sharded_parameters:
+            sharding = parameter.sharding
+            if sharding.mesh.size(*sharding.layout.axes) > 1:
+                names_of_blocks[id(parameter.tensor)] = parameter.name
+    for parameter in parameters:
+        block_name = names_of_blocks.get(id(parameter.tensor))
+        if block_name is not None:
+            reason = f"{parameter.name} is a block already: {block_name} of a parallel model"
+            raise XshardError(
+                reason, hint="write all rules in one call, for a model around all parts"
+            )
 
 
 def _check_dtypes(precision: PrecisionLike, comm_dtype: CommDtypeLike) -> None:

@@ -532,6 +532,7 @@ REFUSED = [
     "PlanError: 0.weight: scale_grad_by_freq counts ids, of which each process has its own along 'dp'\n"
     "  scale_grad_by_freq=False, or rules by which the embedding has all ids: inputs={'0': 'b/dp s -> ",
     "XshardError: weight is of a lazy module, and has no shape yet\n  call the model with a batch before ",
+    "XshardError: 0.weight is a block already: weight of a parallel model\n  write all rules in one call",
     "XshardError: 1.weight has the memory of 0.weight, which cut ones would not share",
     "XshardError: state_dict() of a parallel model has blocks, as of weight\n  xt.state_dict(model) has ",
     "XshardError: state_dict() of a parallel model has blocks, as of weight",
@@ -587,7 +588,14 @@ def test_what_is_refused() -> None:
         layers[1].weight.data = layers[0].weight.data
         xt.parallelize(layers, {"**": rule}, {"": "b i -> b/dp i"}, MESH)
 
+    def part_by_part(rules: dict[str, str]) -> None:
+        layers = nn.Sequential(nn.Linear(2, 4, bias=False), nn.Linear(4, 2))
+        nn.init.zeros_(layers[0].weight)  # sums of blocks are equal: their values do not tell
+        xt.parallelize(layers[0], rules, {"": "b i"}, MESH)
+        xt.parallelize(layers, {"**": "..."}, {"": "b i"}, MESH)
+
     linear = functools.partial(nn.Linear, 2, 2)
+    part_by_part({"**": "..."})
     frequencies("b s")
     of_one_memory("...")
     one = functools.partial(xt.parallelize, mesh=MESH, inputs={"": "b i"})
@@ -618,6 +626,7 @@ def test_what_is_refused() -> None:
         lambda: table(nn.EmbeddingBag(4, 2)),
         lambda: frequencies("b s -> b/dp s"),
         lambda: one(nn.LazyLinear(2), {"**": "..."}),
+        lambda: part_by_part({"weight": "o/tp i"}),
         lambda: of_one_memory("o/dp i -> o i"),
         lambda: heads().state_dict(),
         lambda: heads().up.state_dict(),
