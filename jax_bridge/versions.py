@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial, reduce
+from functools import lru_cache, partial, reduce
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 # `Primitive` is public in jax.extend.core, too, but that imports Pallas: 30 ms that few need.
-from jax._src.core import Primitive, unsafe_get_axis_names
+from jax._src.core import ClosedJaxpr, Primitive, unsafe_get_axis_names
 from jax.experimental import jet
 from jax.experimental.buffer_callback import buffer_callback
 from jax.interpreters import ad, batching, mlir
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from jax.sharding import Mesh as JaxMesh
 
 OLDEST = (0, 10)
 ACCELERATORS = ("cuda", "rocm", "tpu")  # platforms as `mlir.register_lowering` names them
@@ -191,6 +193,29 @@ def _spread_axes(spmd_axis_name: tuple[str, ...] | None) -> tuple[str, ...]:
     kinds = dict(zip(context.axis_names, context.axis_types, strict=True))
     # Over Explicit axes the batch is unsharded in its type, whatever the name says.
     return tuple(axis for axis in spmd_axis_name if kinds.get(axis) != AxisType.Explicit)
+
+
+@lru_cache(maxsize=256)
+def devices_in_program(mesh: JaxMesh | AbstractMesh) -> ClosedJaxpr | None:
+    """Return a jaxpr that names the devices of a mesh: as a parameter it tells them to `jax.jit`.
+
+    JAX finds the devices of a program in its arguments and in operations that it knows, also in those
+    of a jaxpr that is a parameter. It cannot look into a primitive of ours: without this parameter a
+    program would run on the devices of its arguments alone, whatever mesh it names.
+
+    Args:
+        mesh: The mesh; one without devices has nothing to name: None.
+    """
+    if isinstance(mesh, AbstractMesh):
+        return None
+    # Arrays on Explicit axes take no constraint. The types of axes make no difference to devices.
+    auto_types = (AxisType.Auto,) * len(mesh.axis_names)
+    auto_mesh = JaxMesh(mesh.devices, mesh.axis_names, axis_types=auto_types)
+    whole = NamedSharding(auto_mesh, PartitionSpec())
+    # A context may have other types of axes, which the constraint would have to fit.
+    with jax.sharding.use_abstract_mesh(auto_mesh.abstract_mesh):
+        on_devices = jax.make_jaxpr(lambda x: jax.lax.with_sharding_constraint(x, whole))
+        return on_devices(jax.ShapeDtypeStruct((), np.float32))
 
 
 def types_of(run: Operation, static: Sequence[str]) -> Callable[..., tuple[Any, Any]]:

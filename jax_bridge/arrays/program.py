@@ -23,7 +23,13 @@ from jax_bridge.calls import MoveCall
 from jax_bridge.mesh.axis_types import as_tagged
 from jax_bridge.mesh.context import AnyJaxMesh, free_axes
 from jax_bridge.specs import storage_sharding
-from jax_bridge.versions import Batch, Operation, linear_primitive, with_sharding
+from jax_bridge.versions import (
+    Batch,
+    Operation,
+    devices_in_program,
+    linear_primitive,
+    with_sharding,
+)
 from xshard import Plan, ProfileLike, planner
 from xshard.errors import MeshError, located
 from xshard.formatting import format_bytes
@@ -91,7 +97,8 @@ def make_program(
         # A compiled program is not traced again: the log tells how often JAX traced it.
         LOG.info("tracing one program for %d arrays", len(arrays))
         pairs = zip(plans, arrays, strict=True)
-        return [_move(x, plan=plan, mesh=mesh.in_context) for plan, x in pairs]
+        devices = devices_in_program(mesh.in_context)
+        return [_move(x, plan=plan, mesh=mesh.in_context, devices=devices) for plan, x in pairs]
 
     out_shardings = [target.sharding_on_devices for target in targets]
     jitted = jax.jit(run, donate_argnums=donated, out_shardings=out_shardings)
@@ -119,9 +126,16 @@ def _plan_move(
 # The primitive: a global array under `plan.src` -> the same array under `plan.dst`.
 
 
-@partial(jax.jit, static_argnames=("plan", "mesh"), inline=True)
-def _run(x: jax.Array, *, plan: Plan, mesh: AnyJaxMesh) -> jax.Array:
-    """Run a plan on the blocks of a global array."""
+@partial(jax.jit, static_argnames=("plan", "mesh", "devices"), inline=True)
+def _run(x: jax.Array, *, plan: Plan, mesh: AnyJaxMesh, devices: object) -> jax.Array:
+    """Run a plan on the blocks of a global array.
+
+    Args:
+        x: The array.
+        plan: The plan.
+        mesh: The mesh.
+        devices: For the `jit` around the primitive alone, see `devices_in_program`.
+    """
 
     def move_block(block: jax.Array) -> jax.Array:
         return as_tagged(MoveCall(sides(plan), plan).run(block), plan.dst)
@@ -136,15 +150,17 @@ def _run(x: jax.Array, *, plan: Plan, mesh: AnyJaxMesh) -> jax.Array:
     return on_devices(x)
 
 
-def _type_of_result(aval: Any, *, plan: Plan, mesh: AnyJaxMesh) -> tuple[Any, set[Any]]:
+def _type_of_result(
+    aval: Any, *, plan: Plan, mesh: AnyJaxMesh, devices: object
+) -> tuple[Any, set[Any]]:
     """Return the type of the moved array, and no effects."""
     sharding = storage_sharding(plan.target.layout, mesh)
     return with_sharding(aval, sharding, plan.target.shape), set()
 
 
-def _transpose_move(cotangent: jax.Array, *, plan: Plan, mesh: AnyJaxMesh) -> jax.Array:
-    """Move a cotangent back, by the dual plan."""
-    return _move(cotangent, plan=plan.backward, mesh=mesh)
+def _transpose_move(cotangent: jax.Array, *, plan: Plan, **where: Any) -> jax.Array:
+    """Move a cotangent back, by the dual plan, on the same mesh."""
+    return _move(cotangent, plan=plan.backward, **where)
 
 
 def _batch_move(
@@ -154,7 +170,7 @@ def _batch_move(
     batch: Batch,
     *,
     plan: Plan,
-    mesh: AnyJaxMesh,
+    **where: Any,
 ) -> tuple[jax.Array, int | None]:
     """Move a batch of arrays under `jax.vmap` at once, as one array with the batch as first dim.
 
@@ -164,14 +180,14 @@ def _batch_move(
         dim: The batch's dim of `x`; None if `x` is the same for the whole batch.
         batch: The batch's length, and the mesh axes that shard it.
         plan: The plan for one array of the batch.
-        mesh: The mesh.
+        where: The mesh and its devices.
 
     Returns:
         The result, and its batch dim.
     """
     if dim is None:
-        return bind(x, plan=plan, mesh=mesh), None
-    return bind(jnp.moveaxis(x, dim, 0), plan=_batched_plan(plan, batch), mesh=mesh), 0
+        return bind(x, plan=plan, **where), None
+    return bind(jnp.moveaxis(x, dim, 0), plan=_batched_plan(plan, batch), **where), 0
 
 
 def _batched_plan(plan: Plan, batch: Batch) -> Plan:

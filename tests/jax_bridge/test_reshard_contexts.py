@@ -179,3 +179,24 @@ def test_keys_travel(kind) -> None:
             xj.reshard(keys, xs.plan("n/dp -> n", xs.Mesh(dp=2, cp=2), (8,)))
         xj.reshard(keys, "n/dp -> n", donate=True)
         assert keys.is_deleted()
+
+
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
+@in_jax
+def test_a_jit_learns_the_devices_from_the_mesh(kind) -> None:
+    """No argument is on the mesh; an array on other devices is an error, as beside a `shard_map`."""
+    reversed_mesh = jax.sharding.Mesh(
+        mesh(kind).devices[::-1], mesh(kind).axis_names, axis_types=mesh(kind).axis_types
+    )
+
+    def move(x):
+        return xj.reshard(x, "b/dp s/cp c -> b/cp s/dp c", reversed_mesh)
+
+    moved = jax.jit(move)(X)
+    assert np.array_equal(moved, X)
+    assert moved.sharding.device_set == set(reversed_mesh.devices.flat)
+    assert [shard.device for shard in moved.addressable_shards] == list(reversed_mesh.devices.flat)
+    gradient = jax.jit(jax.grad(lambda x: (move(x) ** 2).sum() / 2))(X)
+    assert np.array_equal(gradient, X)
+    with pytest.raises(ValueError, match="incompatible devices"):
+        jax.jit(move)(on(kind, "dp", "cp"))
