@@ -21,7 +21,7 @@ from jax_bridge.calls import JaxLayoutsLike, MoveCall, as_array
 from jax_bridge.mesh.context import AnyJaxMesh, free_axes, jax_mesh
 from jax_bridge.trees import array_leaves, is_array
 from xshard import Layout, Mesh, ProfileLike, Sharding, XshardError
-from xshard.errors import NotationError, api_boundary, located
+from xshard.errors import NotationError, api_boundary, end_at_user, located
 from xshard.layout.layout import check_axes, parse_layouts
 from xshard.layout.lengths import Lengths, global_shape
 from xshard.notation.maps import Maps
@@ -135,10 +135,15 @@ def shard_map(
             profile=profile,
         )
 
-        @api_boundary
         @wraps(f)
         def of_arrays(*args: Any, **static: Any) -> Any:
-            return mapped(args, static)
+            # No `api_boundary`: the arguments are the user's own, and the annotations of `f` are not
+            # for us. They may be of blocks, or plain words, and a callable object has none.
+            try:
+                return mapped(args, static)
+            except XshardError as error:
+                end_at_user(error)
+                raise
 
         return of_arrays
 

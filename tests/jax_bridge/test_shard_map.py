@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -316,6 +317,43 @@ def test_a_cached_program_keeps_no_array_of_its_first_call() -> None:
     del x
     gc.collect()
     assert first() is None
+
+
+@in_jax
+def test_a_function_that_nobody_holds_is_freed_with_its_programs() -> None:
+    def call_once(held) -> None:
+        xj.shard_map(lambda x: x * len(held), "n/a d -> n/a d", mesh())(whole(4, 6))
+
+    held = {1, 2}
+    first = weakref.ref(held)
+    call_once(held)
+    del held
+    jax.clear_caches()  # JAX's own programs hold what they were traced from
+    gc.collect()
+    assert first() is None
+
+
+class Scale:
+    """A callable object, as modules of equinox are."""
+
+    def __call__(self, x):
+        return 2 * x
+
+
+def annotated(x: "block of n rows") -> int:  # noqa: F722  plain words, as the annotations of jaxtyping
+    return 2 * x
+
+
+def taken_as_number(x: int) -> int:
+    return 2 * x
+
+
+@in_jax
+def test_any_callable_with_any_annotations() -> None:
+    x = whole(4, 6)
+    for doubled in (Scale(), partial(jnp.multiply, 2), annotated, taken_as_number):
+        assert np.array_equal(xj.shard_map(doubled, "n/a d -> n/a d", mesh())(x), 2 * x)
+    assert np.array_equal(xj.shard_map(jnp.add, "n/a d, n/a d -> n/a d", mesh())(x, x), 2 * x)
 
 
 @in_jax
