@@ -107,6 +107,28 @@ def test_gradients_on_explicit_axes() -> None:
 
 
 @in_jax
+def test_a_loss_without_a_batch_and_one_with_numbers_as_arrays() -> None:
+    mesh = device_mesh(xs.Mesh(tp=2))
+    losses = (
+        (lambda w: jnp.mean((X @ w) ** 2), (W,)),
+        (
+            lambda w, x, temperature: jax.nn.softmax(x @ w / temperature)[0, 0],
+            (W, X, jnp.float32(2)),
+        ),
+        (lambda a, b: a * b, (jnp.float32(3), jnp.float32(2))),
+    )
+    for loss, args in losses:
+        plan = xj.suggest(loss, args, mesh, **ONE)
+        assert str(plan)
+        found = jax.jit(jax.grad(plan.constrain(loss)))(*args)
+        np.testing.assert_allclose(found, jax.grad(loss)(*args), rtol=1e-4)
+    with pytest.raises(
+        PlanError, match="micro_batches=2, batch_parts=None do not divide the batch"
+    ):
+        xj.suggest(*losses[0], mesh, micro_batches=2, profile="h100")
+
+
+@in_jax
 def test_constants_are_no_losses() -> None:
     constants = (
         lambda w, x: jnp.float32(3.0),

@@ -216,7 +216,7 @@ def list_problems(
     Raises:
         PlanError: The batch cannot be divided so.
     """
-    batch = step.lengths[step.batch]
+    batch = step.batch_length
     # Other numbers than powers of two are searched only when a person asks for one.
     powers = [2**i for i in range(MOST_BATCHES.bit_length()) if batch % 2**i == 0]
     n_micro_batches = powers if micro_batches is None else [micro_batches]

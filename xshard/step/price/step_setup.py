@@ -103,9 +103,8 @@ class StepSetup:
     @cached_property
     def lengths(self) -> Mapping[str, int]:
         """Lengths of dims in one micro-batch, or in one part of it."""
-        batch = self.step.batch
         n_parts = self.micro_batches * self.batch_parts
-        return {**self.step.lengths, batch: self.step.lengths[batch] // n_parts}
+        return {**self.step.lengths, self.step.batch: self.step.batch_length // n_parts}
 
     @cached_property
     def units(self) -> Mapping[str, tuple[int, ...]]:

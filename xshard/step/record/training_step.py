@@ -132,6 +132,11 @@ class TrainingStep:
         if unused:
             raise PlanError(f"no operation uses {listed_names(unused)}", hint="leave it out")
 
+    @property
+    def batch_length(self) -> int:
+        """The length of the batch; 1 if no array has it, as in a loss of parameters alone."""
+        return self.lengths.get(self.batch, 1)
+
     @cached_property
     def by_name(self) -> Mapping[str, Op]:
         """The operations by name."""

@@ -243,8 +243,7 @@ class _ActivationRules:
         """Write the rule of the model's inputs; several have one each, by name."""
         rules = RuleTexts()
         for name, arriving in self.arriving.items():
-            unsharded = Layout.parse(" ".join(arriving.names))
-            rules[name.removesuffix(INPUT)] = _rule_text(unsharded, arriving)
+            rules[name.removesuffix(INPUT)] = _rule_text(arriving.unsharded, arriving)
         if len(rules) == 1:
             (rule,) = rules.values()
             return rule
