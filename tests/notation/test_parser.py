@@ -196,6 +196,15 @@ def test_error_messages(text, message):
         xs.plan(text, xs.Mesh(dp=2, cp=4), (4, 4)) if is_expression else Layout.parse(text)
 
 
+def test_a_space_of_another_kind_is_marked_itself():
+    """Such spaces come with texts that are pasted from pages."""
+    with pytest.raises(NotationError) as caught:
+        xs.plan("n/a\N{NO-BREAK SPACE}-> n", xs.Mesh(a=2), (4,))
+    assert caught.value.span == (3, 4)
+    assert caught.value.reason == "unexpected character '\\xa0'"
+    assert caught.value.hint == "it looks like a space: write a plain one"
+
+
 def test_a_move_sums_no_dims():
     hint = "left: b s c   right: c b   (the same names, in any order; einsum sums dims)"
     with refused(

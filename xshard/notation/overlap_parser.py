@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import string
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -80,8 +81,10 @@ class Scanner:
             self.token_span = match.span(group_name)
             self.next_start = match.end()
             return
-        unread_text = self.text[self.next_start :].lstrip()
-        if unread_text:
+        unread_text = self.text[self.next_start :]
+        if unread_text.strip():
+            # Tokens may have plain spaces before them. Another kind looks like one, and is marked.
+            unread_text = unread_text.lstrip(string.whitespace)
             start = len(self.text) - len(unread_text)
             reason = f"unexpected character {unread_text[0]!r}"
             raise self.error(reason, (start, start + 1), _hint_for_character(unread_text[0]))
@@ -158,6 +161,8 @@ class Scanner:
 
 def _hint_for_character(character: str) -> str | None:
     """Return what a character of another notation may mean here."""
+    if character.isspace():
+        return "it looks like a space: write a plain one"
     for characters, hint in _HINTS_BY_CHARACTERS.items():
         if character in characters:
             return hint
