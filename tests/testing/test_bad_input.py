@@ -131,6 +131,8 @@ RAISED = {
         "the torch function returns output[0], output[1], the reference returns output\n", ""),
     "no array": ({"torch_fn": lambda x: 1.0}, StructureError, "",
         "output of the torch function is a float, not a tensor"),
+    "a forgotten return": ({"torch_fn": lambda x: None, "jax_fn": lambda x: None}, StructureError,
+        "the torch function returns nothing that can be compared\n", "return the arrays"),
     "layouts of another tree": ({"layouts": (["n/tp d"], {"y": "n/tp d"})}, StructureError,
         "output: one array, but layouts {'y': ", ""),
     "an output of more dims than its layout": ({"layouts": (["n/tp d"], "n/tp")}, xs.errors.ShapeError, "",

@@ -146,19 +146,21 @@ def named_outputs(
         runtime: The function's framework, for the message.
 
     Raises:
-        StructureError: The reference returned others.
+        StructureError: The reference returned others, or there is no array to compare.
     """
     outputs = leaves(returned, OUTPUT)
-    if results is not None and list(outputs) != list(results):
+    if not outputs:
         raise StructureError(
-            f"the {runtime} function returns {_listed(outputs)}, the reference returns {_listed(results)}",
+            f"the {runtime} function returns nothing that can be compared", hint="return the arrays"
+        )
+    if results is not None and list(outputs) != list(results):
+        found = ", ".join(outputs)
+        expected = ", ".join(results)
+        raise StructureError(
+            f"the {runtime} function returns {found}, the reference returns {expected}",
             hint="dicts, lists and tuples of arrays with the same names on both sides",
         )
     return outputs
-
-
-def _listed(names: Mapping[str, Any]) -> str:
-    return ", ".join(names) if names else "nothing"
 
 
 def measure_slopes(loss: Loss, inputs: Sequence[Block], gradients: Mapping[int, Devices]) -> Slopes:
