@@ -205,7 +205,13 @@ def as_array(x: Any, text: str) -> jax.Array:
 
 def check_dtype(dtype: np.dtype, text: str) -> None:
     """Raise DtypeError if JAX would narrow the dtype, or lacks such numbers."""
-    if dtype.kind in "OSUMm":  # objects, bytes, text, dates and durations
+    if not dtype.isnative:
+        reason = f"JAX cannot hold {dtype.str}: its bytes are swapped"
+        raise DtypeError(reason, text=text, hint='x.astype(x.dtype.newbyteorder("="))')
+    is_no_number = dtype.kind in "OSUMm"  # objects, bytes, text, dates and durations
+    is_record = dtype.names is not None
+    is_longer = dtype.type in (np.longdouble, np.clongdouble)
+    if is_no_number or is_record or is_longer:
         raise DtypeError(f"JAX cannot hold {dtype}", text=text, hint="pass an array of numbers")
     narrowed = jax.dtypes.canonicalize_dtype(dtype)
     if narrowed != dtype:

@@ -38,7 +38,7 @@ from jax_bridge.mesh.context import AnyJaxMesh, jax_mesh, machine_profile
 from jax_bridge.specs import storage_layout
 from jax_bridge.trees import array_leaves, is_array, leaves_with_given_values
 from xshard import Layout, Plan, ProfileLike, Rules
-from xshard.errors import MeshError, api_boundary, located
+from xshard.errors import DtypeError, MeshError, api_boundary, located
 from xshard.notation.maps import Maps
 from xshard.notation.parser import with_map_digests
 from xshard.plans.expression import Sides, sides_or_one
@@ -297,6 +297,9 @@ def _target(x: Any, given: Any, mesh: ArrayMesh) -> StoredArray:
     """Return how an array will be held under a given layout. Raises as `place` does."""
     layout, _, text = sides_or_one(given)
     target = stored.stored_sharding(layout, mesh.free(layout.axes, text), tuple(x.shape), text)
+    if isinstance(x, np.ma.MaskedArray):
+        reason = "a masked array, whose mask JAX cannot hold"
+        raise DtypeError(reason, text=text, hint="x.filled(0) is an array without a mask")
     if not isinstance(x, jax.Array):
         check_dtype(np.asarray(x).dtype, text)
     return StoredArray.of(target, mesh, text)

@@ -137,6 +137,20 @@ def test_errors_come_with_the_leaf_before_anything_moves() -> None:
         ({"x": np.zeros(2)}, {"x": "n"}, e.DtypeError, "leaf 'x': .*which JAX would make"),
         ({"x": np.array(["a"])}, {"x": "n"}, e.DtypeError, "leaf 'x': .*cannot hold <U1"),
         (
+            {"x": np.zeros(2, ">f4")},
+            {"x": "n"},
+            e.DtypeError,
+            "leaf 'x': .*>f4: its bytes are swapped",
+        ),
+        ({"x": np.zeros(2, "f4,f4")}, {"x": "n"}, e.DtypeError, "leaf 'x': JAX cannot hold .*'f0'"),
+        ({"x": np.zeros(2, "g")}, {"x": "n"}, e.DtypeError, "leaf 'x': JAX cannot hold float128"),
+        (
+            {"x": np.ma.masked_equal(array(2), 0)},
+            {"x": "n"},
+            e.DtypeError,
+            "leaf 'x': a masked array",
+        ),
+        (
             {"x": stored},
             {"x": "n/a"},
             e.ShapeError,
