@@ -21,6 +21,7 @@ rewriting = _pytest.assertion.install_importhook(_pytest.config.get_config())
 rewriting.mark_rewrite(*helper_modules())
 
 import sklearn.datasets
+import torch._decomp.decompositions_for_jvp  # of any forward derivative
 import transformers.models.llama.modeling_llama
 import transformers.models.qwen3_moe.modeling_qwen3_moe
 
