@@ -167,7 +167,7 @@ def test_a_run_goes_on_as_one_device_on_any_mesh() -> None:
         n_steps = 3
         cuts = ["zero", "whole"]
         if name == "AdamW":
-            n_steps = 20
+            n_steps = 8  # past a step at which the scale grows, and moments are added to again
         else:  # of what differs between optimizers, either shows it
             del cuts[number % 2]
         alone = Run("whole", make).train(6)
