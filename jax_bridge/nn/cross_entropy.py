@@ -76,16 +76,19 @@ def _token_losses(logits: jax.Array, labels: jax.Array, loss: ShardedLoss) -> ja
     sharding = loss.sharding
     dim = loss.dim
     class_numbers = rows_of_this_device(sharding, dim)
-    x = jnp.moveaxis(with_zero_padding(logits, sharding), dim, -1)  # [*tokens, classes]
-    x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    # Classes with a negative number are padding.
-    logits_or_inf = jnp.where(class_numbers < 0, -jnp.inf, x)
-    logits_of_labels = jnp.where(class_numbers == labels[..., None], x, 0)
+    # Padding is 0 where logits are summed, as label smoothing does: it adds nothing.
+    summands = jnp.moveaxis(with_zero_padding(logits, sharding), dim, -1)  # [*tokens, classes]
+    summands = summands.astype(jnp.promote_types(summands.dtype, jnp.float32))
+    # It is -inf where their exponentials are summed, since exp(-inf) = 0.
+    is_padding = class_numbers < 0
+    exponents = jnp.where(is_padding, -jnp.inf, summands)
+    # Each token has one label: all but its logit become 0, so that the sum over classes is that logit.
+    label_summands = jnp.where(class_numbers == labels[..., None], summands, 0)
     return loss.of_tokens(
-        x,
-        exponents=logits_or_inf,
-        local_top=lax.stop_gradient(logits_or_inf).max(-1),
-        label_logits=logits_of_labels.sum(-1),
+        logits=summands,
+        exponents=exponents,
+        local_top=lax.stop_gradient(exponents).max(-1),
+        label_logits=label_summands.sum(-1),
     )
 
 

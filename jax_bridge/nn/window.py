@@ -260,12 +260,7 @@ def _windows_over_one_run(frame: Frame, window: Window, dilation: int) -> Window
     blocks begin at different places of the stride, every device computes the outputs at stride 1
     and picks its own.
 
-    Positions count dilated rows: row i of a run stands at position `i * dilation`. The window of
-    the last output ends with the padding:
-
-        first tap         first row of the block
-        |---- lead ----|------ block_span ------|-- padding after --|
-        |------------ last_output ------------|---- window.span ----|
+    Positions count dilated rows: row i of a run stands at position `i * dilation`.
     """
     all_runs = list(itertools.chain.from_iterable(frame.runs))
     if not all_runs:  # no device has an output
@@ -275,19 +270,35 @@ def _windows_over_one_run(frame: Frame, window: Window, dilation: int) -> Window
     max_rows = max(run.rows for run in all_runs)
     block_span = (max_rows - 1) * dilation + 1 if max_rows else 0
 
-    outputs: Table | None = None
     if len(leads) == 1:
         # All blocks begin at the same place of the stride: the operation itself strides.
-        stride = window.s
         max_outputs = max(run.outputs for run in all_runs)
-        last_output = (max_outputs - 1) * stride
-    else:
-        # Blocks begin at different places of the stride: compute every output, and pick.
-        stride = 1
-        outputs = padded_table(_outputs_at_stride_1(frame, window, dilation, longest_lead))
-        last_output = int(outputs.max())
-    padding_after = last_output + window.span - block_span - longest_lead
-    return WindowedDim(frame, stride, (longest_lead, padding_after), outputs=outputs)
+        last_window = (max_outputs - 1) * window.s
+        padding_after = _padding_after(last_window, window.span, longest_lead, block_span)
+        return WindowedDim(frame, window.s, (longest_lead, padding_after))
+    # Blocks begin at different places of the stride: compute every output, and pick.
+    kept_outputs = padded_table(_outputs_at_stride_1(frame, window, dilation, longest_lead))
+    last_window = int(kept_outputs.max())
+    padding_after = _padding_after(last_window, window.span, longest_lead, block_span)
+    return WindowedDim(frame, 1, (longest_lead, padding_after), outputs=kept_outputs)
+
+
+def _padding_after(last_window: int, window_span: int, lead: int, block_span: int) -> int:
+    """Return how far the window of the last output reaches beyond the last row of a block.
+
+        position 0        first row of the block
+        |---- lead ----|------ block_span ------|-- padding after --|
+        |------------ last_window ------------|---- window_span ----|
+
+    Blocks of 4 rows with padding 1 before, and windows of 3 of which the last begins at 3: 1.
+
+    Args:
+        last_window: The position where it begins; the first window begins at 0.
+        window_span: The positions of a window.
+        lead: The padding before the block.
+        block_span: The positions of a block.
+    """
+    return last_window + window_span - lead - block_span
 
 
 def _lead(run: OutputRun, window: Window, dilation: int) -> int:

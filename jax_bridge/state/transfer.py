@@ -241,29 +241,40 @@ def _source_for_names(leaf: Leaf, meshes: _Meshes) -> _SourceArray:
             raise DtypeError("PRNG keys keep their names", hint=hint)
         x = _on_a_mesh(leaf.x, meshes.src)
         layout = _current_layout(x, Layout.parse("..."), meshes.dst)
-        return _SourceArray(x, layout, leaf.x, _unchanged)
+        return _SourceArray(x, rule=layout, leaf=leaf.x, as_leaf=_unchanged)
 
 
 def _source_with_rule(leaf: Leaf, meshes: _Meshes) -> _SourceArray:
-    """Check an array against its rule: the layout on the new mesh, or "old layout -> new layout".
+    """Return an array that moves by its rule: the layout on the new mesh, or "old layout -> new layout".
 
-    PRNG keys become the integers that they consist of.
+    PRNG keys move as the integers that they consist of.
+
+    Raises:
+        NotationError: The rule has axes that the new mesh lacks.
+        ShapeError: The array is not sharded as the rule says.
     """
     with located(leaf.place):
         rule = sides_or_one(leaf.value)
         x = _on_a_mesh(leaf.x, meshes.src)
         check_axes(rule.dst, xshard_mesh(meshes.dst), rule.text)
-        if ARROW in rule.text:
-            src = rule.src.resolved(len(x.shape))
-            _check_is_sharded_as(x, src, meshes.src, rule.text)
-        else:
-            with mark_errors(rule.text):
-                src = _current_layout(x, rule.dst, meshes.dst)
-        rule = rule._replace(src=src)
-        if calls.are_keys(x):
-            words = calls.as_words(x, rule)
-            return _SourceArray(words.array, words.sides, leaf.x, words.back)
-        return _SourceArray(x, rule, leaf.x, _unchanged)
+        both_layouts = Sides(_source_layout(x, rule, meshes), rule.dst, rule.text)
+        if not calls.are_keys(x):
+            return _SourceArray(x, rule=both_layouts, leaf=leaf.x, as_leaf=_unchanged)
+        words = calls.as_words(x, both_layouts)
+        return _SourceArray(words.array, rule=words.sides, leaf=leaf.x, as_leaf=words.back)
+
+
+def _source_layout(x: Any, rule: Sides, meshes: _Meshes) -> Layout:
+    """Return the layout that an array has: checked if the rule says it, found if it does not.
+
+    Under "n/dp -> n" the array has to be sharded as "n/dp". Under "n" it has any sharding.
+    """
+    if ARROW in rule.text:
+        src = rule.src.resolved(len(x.shape))
+        _check_is_sharded_as(x, src, meshes.src, rule.text)
+        return src
+    with mark_errors(rule.text):
+        return _current_layout(x, rule.dst, meshes.dst)
 
 
 def _on_a_mesh(x: Any, mesh: JaxMesh) -> Any:

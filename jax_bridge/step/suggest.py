@@ -268,22 +268,30 @@ def traced(loss: Loss) -> Traced:
     that its arguments have no part in.
     """
     structs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in loss.arrays]
-    closed = jax.make_jaxpr(loss.run)(*structs)
-    _check_is_number(closed.out_avals)
+    closed_jaxpr = jax.make_jaxpr(loss.run)(*structs)
+    _check_is_number(closed_jaxpr.out_avals)
     tracer = Tracer(_begun_trace(loss, structs))
-    (result,) = tracer.walk(closed.jaxpr, loss.names)
-    # A loss that is a number whatever the arrays has no name.
-    last = "" if result is None else result
-    recorded = tracer.trace.step(last, moves_anywhere=True)
-    if not recorded.ops or not {**recorded.inputs, **recorded.parameters}:
-        hint = "return a number that is computed from the parameters"
-        raise PlanError("the loss computes nothing from the arrays of its arguments", hint=hint)
+    (name_of_loss,) = tracer.walk(closed_jaxpr.jaxpr, loss.names)
     # Equal layers become one block that repeats. names: name in the trace -> name in that block.
-    step, names = find_repeated(recorded)
-    # The result of an inlined call has the name of the operation inside that makes it.
-    for place, name in tracer.aliases.items():
-        names[place] = names.get(name, name)
+    step, names = find_repeated(_step_up_to(name_of_loss, tracer))
+    # The step has the result of an inlined call, "jit.0", under the name of the operation inside
+    # that makes it, "jit.0.tanh.0".
+    for call, operation in tracer.aliases.items():
+        names[call] = names.get(operation, operation)
     return Traced(fuse_operations(step), tracer, names)
+
+
+def _step_up_to(name_of_loss: str | None, tracer: Tracer) -> TrainingStep:
+    """Return the recorded operations that a loss needs; None: it is a number whatever the arrays.
+
+    Raises PlanError if none of them reads a parameter or an input.
+    """
+    if name_of_loss is not None:
+        step = tracer.trace.step(name_of_loss, moves_anywhere=True)
+        if step.ops and (step.inputs or step.parameters):
+            return step
+    hint = "return a number that is computed from the parameters"
+    raise PlanError("the loss computes nothing from the arrays of its arguments", hint=hint)
 
 
 def _begun_trace(loss: Loss, structs: Sequence[jax.ShapeDtypeStruct]) -> Trace:

@@ -227,7 +227,7 @@ class Tracer:
         """
         body = eqn.params["jaxpr"].jaxpr
         length = max(eqn.params["length"], 1)  # one without rounds is planned as one round
-        args = self._args_of_body(place, eqn, operands, times, length)
+        args = self._args_of_body(place, eqn, operands, n_scans=times, length=length)
         results = self.walk(body, args, f"{place}.", times * length)
         _, n_carries = scan_counts(eqn.params)
         last_carries = results[:n_carries]
@@ -239,7 +239,7 @@ class Tracer:
         return [*last_carries, *stacks]
 
     def _args_of_body(
-        self, place: str, eqn: Any, operands: Names, times: int, length: int
+        self, place: str, eqn: Any, operands: Names, *, n_scans: int, length: int
     ) -> list[Name]:
         """Record what a round of a scan is given, and return the names: constants, carries, slices.
 
@@ -247,27 +247,32 @@ class Tracer:
             place: The scan's name.
             eqn: The scan.
             operands: The names of its operands; None for a number.
-            times: How often the scan runs in a step.
-            length: The number of its rounds.
+            n_scans: How often the scan runs in a step.
+            length: The number of its rounds, each time.
         """
         body = eqn.params["jaxpr"].jaxpr
         n_consts, n_carries = scan_counts(eqn.params)
         n_before_xs = n_consts + n_carries
-        times_inside = times * length
+        n_rounds = n_scans * length  # in a step
         args: list[Name] = []
         for i, const in enumerate(operands[:n_consts]):
-            # All rounds use the same array: it is copied `times`, not `times_inside`. Without this
-            # operation it would count as another array in each round.
+            # All rounds of a scan use the same array: it is copied `n_scans` times, not `n_rounds`.
+            # Without this operation it would count as another array in each round.
             shape = self._shape_of(const)
-            args.append(self._add_op(f"{place}.const.{i}", "copy", [const], shape, times))
+            name = f"{place}.const.{i}"
+            args.append(self._add_op(name, "copy", [const], shape, times=n_scans))
         for i, carry in enumerate(operands[n_consts:n_before_xs]):
-            is_changed = body.outvars[i] is not body.invars[n_consts + i]
-            if is_changed:
+            # The body gives out carry i as its result i. A body that gives out the variable that it
+            # was given, `lambda c, x: (c, ...)`, leaves it as it is.
+            carry_before = body.invars[n_consts + i]
+            carry_after = body.outvars[i]
+            if carry_after is not carry_before:
                 name = _place_of_carry(place, i)
-                carry = self._add_op(name, "copy", [carry], self._shape_of(carry), times_inside)
+                shape = self._shape_of(carry)
+                carry = self._add_op(name, "copy", [carry], shape, times=n_rounds)
             args.append(carry)
         for i, xs in enumerate(operands[n_before_xs:]):
-            args.append(self._slice_of(f"{place}.xs.{i}", xs, length, times_inside))
+            args.append(self._slice_of(f"{place}.xs.{i}", xs, length=length, times=n_rounds))
         return args
 
     def _shape_of(self, name: Name) -> Shape:

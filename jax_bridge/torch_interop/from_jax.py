@@ -179,10 +179,10 @@ class _JaxFunction:
             arrays: The leaves as the function takes them.
         """
         layouts = tuple(argument.layout for argument in arguments)
-        wrt = tuple(i for i, argument in enumerate(arguments) if argument.gets_gradient)
+        differentiated = tuple(i for i, argument in enumerate(arguments) if argument.gets_gradient)
         in_avals = tuple(map(jax.typeof, arrays))
         # All that the compiled programs depend on.
-        key = (tree, layouts, in_avals, wrt)
+        key = (tree, layouts, in_avals, differentiated)
         if key in self._programs:
             return self._programs[key]
         with jax.set_mesh(self.mesh):
@@ -195,7 +195,7 @@ class _JaxFunction:
             in_tree=tree,
             in_avals=in_avals,
             in_layouts=layouts,
-            wrt=wrt,
+            differentiated=differentiated,
             out_tree=out_tree,
             out_avals=tuple(out_avals),
             out_layouts=out_layouts,
@@ -268,7 +268,7 @@ class _Apply(torch.autograd.Function):
         ctx.pull = pullback
         ctx.n_tensors = len(tensors)
         ctx.settings = _JaxSettings.now()
-        if program.wrt:
+        if program.differentiated:
             # The pullback reads the memory of arguments and of some results. Torch raises in the
             # backward pass if a tensor that is saved here was written to meanwhile.
             read_groups = [groups[i] for i in program.outputs_read_by(pullback, outputs)]
@@ -297,7 +297,7 @@ class _Apply(torch.autograd.Function):
                 gradients = program.recorded_gradients(ctx.non_tensors, tensors, inexact_groups)
             else:
                 gradients = program.gradients(ctx.pull, inexact_groups)
-        gradients_of_leaf = dict(zip(program.wrt, gradients, strict=True))
+        gradients_of_leaf = dict(zip(program.differentiated, gradients, strict=True))
         no_gradients = [None] * program.n_local_devices
         results: list[Tensor | None] = [None, None, None]  # of program, arrays and non_tensors
         for i, non_tensor in enumerate(ctx.non_tensors):
@@ -347,7 +347,7 @@ class VjpProgram:
         in_tree: The structure of its arguments.
         in_avals: JAX's types of their leaves.
         in_layouts: The layouts of their leaves.
-        wrt: Which leaves get a gradient.
+        differentiated: The indices of the leaves that get a gradient.
         out_tree: The structure of the results.
         out_avals: JAX's types of their leaves.
         out_layouts: The layouts of their leaves.
@@ -358,7 +358,7 @@ class VjpProgram:
     in_tree: Any
     in_avals: tuple[Any, ...]
     in_layouts: tuple[Layout, ...]
-    wrt: tuple[int, ...]
+    differentiated: tuple[int, ...]
     out_tree: Any
     out_avals: tuple[Any, ...]
     out_layouts: tuple[Layout, ...]
@@ -381,8 +381,8 @@ class VjpProgram:
 
     @cached_property
     def gradient_layouts(self) -> tuple[Layout, ...]:
-        """The layouts of the gradients of the leaves `wrt`."""
-        return tuple(self.in_layouts[i].dual for i in self.wrt)
+        """The layouts of the gradients of the leaves that get one."""
+        return tuple(self.in_layouts[i].dual for i in self.differentiated)
 
     # ---- tensors and arrays
 
@@ -486,7 +486,7 @@ class VjpProgram:
 
     @cached_property
     def _compiled_backward(self) -> Callable[..., tuple[jax.Array, ...]]:
-        avals = [self.in_avals[i] for i in self.wrt]
+        avals = [self.in_avals[i] for i in self.differentiated]
         return jax.jit(self._pull, out_shardings=self._shardings(self.gradient_layouts, avals))
 
     def _shardings(self, layouts: Sequence[Layout], avals: Sequence[Any]) -> tuple[Any, ...]:
@@ -502,23 +502,24 @@ class VjpProgram:
         The pullback is a pytree of saved arrays, so that a jitted function can return it. It is
         None if no argument gets a gradient.
         """
-        if not self.wrt:
+        if not self.differentiated:
             return self._outputs(*leaves), None
 
-        def of_wrt(*differentiated: jax.Array) -> tuple[jax.Array, ...]:
-            arguments = list(leaves)
-            for i, x in zip(self.wrt, differentiated, strict=True):
-                arguments[i] = x
-            return self._outputs(*arguments)
+        # JAX differentiates a function by all of its arguments: the other leaves are no arguments.
+        def outputs_of(*differentiated_leaves: jax.Array) -> tuple[jax.Array, ...]:
+            all_leaves = list(leaves)
+            for i, x in zip(self.differentiated, differentiated_leaves, strict=True):
+                all_leaves[i] = x
+            return self._outputs(*all_leaves)
 
-        return jax.vjp(of_wrt, *[leaves[i] for i in self.wrt])
+        return jax.vjp(outputs_of, *[leaves[i] for i in self.differentiated])
 
     def _outputs(self, *leaves: jax.Array) -> tuple[jax.Array, ...]:
         """Run the function on leaves of its arguments, and return the leaves of its results."""
         return tuple(jax.tree.leaves(self.fn(*jax.tree.unflatten(self.in_tree, leaves))))
 
     def _pull(self, pull: Any, cotangents: Arrays) -> tuple[jax.Array, ...]:
-        """Return the gradients of the leaves `wrt`.
+        """Return the gradients of the leaves that get one.
 
         Complex gradients are torch's: the conjugates of JAX's.
 

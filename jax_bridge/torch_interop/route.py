@@ -16,7 +16,7 @@ import torch.distributed as dist
 from jax.sharding import NamedSharding
 from torch import Tensor
 
-from jax_bridge.arrays.program import make_program
+from jax_bridge.arrays.program import Move, make_program
 from jax_bridge.arrays.stored import ArrayMesh, check_even
 from jax_bridge.mesh.context import machine_profile as jax_machine
 from jax_bridge.specs import storage_layout, storage_sharding, to_partition_spec
@@ -306,22 +306,32 @@ def _why_torch_cannot_run(meshes: MeshPair) -> str | None:
 def _why_jax_cannot_run(plan: Plan, meshes: MeshPair) -> str | None:
     """Return the reason why JAX cannot run a plan; None if it can.
 
-    What builds the program, or checks that one can be built, is run for the error that it raises,
-    as for blocks of different sizes.
+    A plan whose blocks differ in size -> the reason of the error that running it would raise.
     """
     try:
-        if plan.transfer:  # between two meshes: no single program
-            for end in (plan.source, plan.target):
-                check_even(end, f"{plan.src} -> {plan.dst}")
-                to_partition_spec(storage_layout(end.layout), len(end.shape))
+        if plan.transfer:
+            _check_ends_of_transfer(plan)
         else:
-            mesh = plan_mesh(plan, meshes.torch_devices)
-            move = (plan, plan.shape, jnp.dtype(plan.dtype), "")
-            # Any profile will do: it is for planning, and the plan is given.
-            make_program((move,), ArrayMesh(mesh, mesh), donate=False, profile="h100")
+            _check_program(plan, meshes)
     except XshardError as error:
         return error.reason
     return None
+
+
+def _check_ends_of_transfer(plan: Plan) -> None:
+    """Raise XshardError if JAX has no such arrays as a plan between two meshes begins or ends with."""
+    for end in (plan.source, plan.target):
+        check_even(end, f"{plan.src} -> {plan.dst}")
+        to_partition_spec(storage_layout(end.layout), len(end.shape))
+
+
+def _check_program(plan: Plan, meshes: MeshPair) -> None:
+    """Raise XshardError if JAX has no program for a plan on one mesh: build it, and throw it away."""
+    mesh = plan_mesh(plan, meshes.torch_devices)
+    name_in_errors = ""  # the caller keeps the reason of an error alone
+    move: Move = (plan, plan.shape, jnp.dtype(plan.dtype), name_in_errors)
+    # A machine has to be named, but is not used: the plan is made already.
+    make_program((move,), ArrayMesh(mesh, mesh), donate=False, profile="h100")
 
 
 def by_torch(blocks: Sequence[Tensor], plan: Plan) -> list[Tensor]:

@@ -76,13 +76,15 @@ class LocalContraction:
         # in the order of the largest block keep torch from copying that one.
         lengths = dict(self.lengths)
 
-        def size(names: Names) -> int:
+        def n_elements(names: Names) -> int:
             return math.prod(lengths[name] for name in names)
 
-        largest_first = sorted(self.operands, key=size, reverse=True)
+        largest_first = sorted(self.operands, key=n_elements, reverse=True)
         all_names = dict.fromkeys(chain.from_iterable(largest_first))
+        # Not strict: there are 52 letters, and most contractions have a few names.
         letters = dict(zip(all_names, string.ascii_letters, strict=False))
         operands = ["".join(letters[name] for name in names) for names in self.operands]
+        # A dim that only the result has is left out here: `__call__` adds it afterwards.
         result = "".join(letters[name] for name in self.result if name in letters)
         return f"{','.join(operands)}->{result}"
 

@@ -325,22 +325,23 @@ def _facts_of(move: DTensorMove, x: DTensor, device_type: str) -> dict[str, str]
     {"placements": "(Shard(dim=0),) -> (Replicate(),)", "meshes": ..., ...}: an error says the key
     with which ranks differ.
     """
-    sent = Sent(
+    facts_of_any_call = Sent(
         shape=tuple(x.shape),
         dtype=x.dtype,
-        plan="",  # follows from placements, meshes and layouts
+        plan="",  # no text of its own: it follows from placements, meshes and layouts below
         profile=move.profile,
         comm_dtype=f"{move.op_dtype}, {move.backward_dtype}",
         device=device_type,
         **derivative_facts(x),
-    )
+    ).facts
     return {
         "placements": f"{move.src.placements} -> {move.dst.placements}",
         "meshes": f"{move.src.mesh} -> {move.dst.mesh}",
         "layouts": f"{move.src.layout} -> {move.dst.layout}",
         "gradient": str(move.gradient),
+        # Whether the gradient is that of local blocks (the input is from `DTensor.from_local`).
         "of blocks": str(move.gradient_is_of_blocks),
-        **sent.facts,
+        **facts_of_any_call,
     }
 
 

@@ -412,6 +412,8 @@ def positions(
     """
     if device is None:
         device = mesh.device_type if isinstance(mesh, DeviceMesh) else "cpu"
-    processes = process_mesh(mesh)
-    rows = Layout.parse(layout, maps).positions(processes.mesh, shape, dim, processes.device)
+    mesh_of_processes = process_mesh(mesh)
+    this_process = mesh_of_processes.device  # its number in the mesh
+    layout = Layout.parse(layout, maps)
+    rows = layout.positions(mesh_of_processes.mesh, shape, dim, device=this_process)
     return torch.from_numpy(rows).to(device)

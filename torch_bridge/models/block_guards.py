@@ -115,14 +115,18 @@ def check_parametrizations(used: Mapping[str, Sharding]) -> None:
     Args:
         used: How modules use each parameter, by name.
     """
-    cut_dims = {}
+    cut_dims_of = {}  # by name: the indices of sharded dims
     for name, sharding in used.items():
         if ".parametrizations." in f".{name}":
             dims = enumerate(sharding.layout.dims)
-            cut_dims[name] = [i for i, dim in dims if sharding.mesh.size(*dim.axes) > 1]
-    for name, cut in cut_dims.items():
-        name_of_lengths = f"{name[:-1]}0"  # "original1" -> "original0"
-        if cut and cut_dims.get(name_of_lengths) != cut:
+            cut_dims_of[name] = [i for i, dim in dims if sharding.mesh.size(*dim.axes) > 1]
+    for name, cut_dims in cut_dims_of.items():
+        # "....original1" -> "....original0". "....original" of `spectral_norm` -> a name that no
+        # parameter has.
+        name_of_lengths = f"{name[:-1]}0"
+        if not cut_dims or name == name_of_lengths:
+            continue  # lengths are not refused for themselves: their directions are compared with them
+        if cut_dims_of.get(name_of_lengths) != cut_dims:
             reason = f"a parametrization would take the block of {name} for the whole"
             raise XshardError(reason, hint="gather it for its use, as in 'o/tp i -> o i'")
 

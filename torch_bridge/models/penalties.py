@@ -434,18 +434,20 @@ def _check_is_sum(parameter: ShardedParameter, reading: str) -> None:
     layout = parameter.sharding.layout
     if not reading or parameter.sharding.mesh.size(*layout.sharding_axes) == 1:
         return
-    reason = f"a penalty on {parameter.name} is added to the loss outside of the model: "
-    reason += (
+    problem = (
         f"its {reading} would be that of this process's block, where sums alone add up to the whole"
     )
-    raise PlanError(reason, text=layout_text(layout), hint=HINT)
+    raise PlanError(_about_penalty(parameter, problem), text=layout_text(layout), hint=HINT)
 
 
 def _check_counted_once(parameter: ShardedParameter, mean_axes: frozenset[str]) -> None:
     """Raise PlanError if the gradient of a penalty on a parameter would be too large, or too small.
 
-    The mean over dp=4 of a loss with a penalty has a quarter of it from each process. Of a replicated
-    parameter, four quarters are summed; a process with a block alone has one quarter of its gradient.
+    On dp=4 each process adds the penalty to its own loss. How often its gradient counts:
+
+    - Parameter replicated, loss a mean over dp: each process has a quarter, and four are summed. Once.
+    - Parameter replicated, loss no mean: each process has all of it, and four are summed. 4 times.
+    - Parameter sharded, loss a mean: a quarter of a block's gradient, and nothing is summed. 1/4.
 
     Args:
         parameter: The parameter.
@@ -455,17 +457,21 @@ def _check_counted_once(parameter: ShardedParameter, mean_axes: frozenset[str]) 
     layout = parameter.sharding.layout
     repeated = [axis for axis in parameter.axes_summed_later - mean_axes if mesh.size(axis) > 1]
     divided = [axis for axis in mean_axes.intersection(layout.axes) if mesh.size(axis) > 1]
-    reason = f"a penalty on {parameter.name} is added to the loss outside of the model: "
     if repeated:
         over = ",".join(sorted(repeated))
-        reason += (
+        problem = (
             f"its gradient would count {mesh.size(*repeated)} times, as it is summed over '{over}'"
         )
-        raise PlanError(reason, text=layout_text(layout), hint=HINT)
+        raise PlanError(_about_penalty(parameter, problem), text=layout_text(layout), hint=HINT)
     if divided:
         over = ",".join(sorted(divided))
-        reason += f"its gradient would count 1/{mesh.size(*divided)}, by the mean over '{over}'"
-        raise PlanError(reason, text=layout_text(layout), hint=HINT)
+        problem = f"its gradient would count 1/{mesh.size(*divided)}, by the mean over '{over}'"
+        raise PlanError(_about_penalty(parameter, problem), text=layout_text(layout), hint=HINT)
+
+
+def _about_penalty(parameter: ShardedParameter, problem: str) -> str:
+    """Return the reason of an error: what the loss has, and the problem with it."""
+    return f"a penalty on {parameter.name} is added to the loss outside of the model: {problem}"
 
 
 def _check_factor(parameter: ShardedParameter, whole_axes: frozenset[str]) -> None:

@@ -92,7 +92,9 @@ class SharedParameters:
           over processes what the leaves have added up, and lets go of them.
         - Outside, with nothing kept: {}, as there are no earlier gradients to sum.
         """
-        self._check_complete()
+        if self._is_incomplete:
+            self._check_gradients_dropped()
+            self._begin_anew()
         if not self.serves_next_pass:
             return {}
         self._gather_if_changed()
@@ -165,19 +167,17 @@ class SharedParameters:
             if block.requires_grad:
                 self._mark_gradient(i)
 
-    def _check_complete(self) -> None:
-        """Raise XshardError after a failed backward pass, until `zero_grad()` has dropped every gradient.
-
-        Then the failure is forgotten, and the leaves with it: the next pass gathers new ones.
-        """
-        if not self._is_incomplete:
-            return
+    def _check_gradients_dropped(self) -> None:
+        """Raise XshardError unless `zero_grad()` has dropped every gradient since a pass has failed."""
         for i, block in enumerate(self._blocks):
             if block.requires_grad and not self._is_gradient_dropped(i):
                 reason = (
                     "a backward pass failed after others inside no_sync: their gradients are lost"
                 )
                 raise XshardError(reason, hint="zero_grad(), and begin the step anew")
+
+    def _begin_anew(self) -> None:
+        """Forget a failed pass, and the leaves with it: the next pass gathers new ones."""
         self._leaves = []
         self._is_incomplete = False
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -387,17 +386,29 @@ def _check_biases(uses: Uses, shardings: Mapping[str, Sharding], hooks: Hooks) -
     Two signs show that a module has addends over tp: the rule for its output says "sum(tp)", or a
     larger parameter of the module, such as the weight beside a bias, is sharded over tp.
     """
-    for path, group in itertools.groupby(sorted(uses, key=module_of), key=module_of):
-        names = list(group)
+    names_by_module: dict[str, list[str]] = {}
+    for name in sorted(uses, key=module_of):
+        names_by_module.setdefault(module_of(name), []).append(name)
+    for path, names in names_by_module.items():
         output_axes = _axes_of_addends(path, uses, hooks)
         uses_and_shapes = [(uses[name], shardings[name].shape) for name in names]
-        for name, (use, shape) in zip(names, uses_and_shapes, strict=True):
+        for name in names:
+            shape = shardings[name].shape
             addend_axes = output_axes | models.axes_of_larger_parameters(shape, uses_and_shapes)
-            # Allowed are axes that shard this parameter, too, and those with a rule "copy(tp)": there
-            # the user says that each process is meant to use all of it.
-            repeated_axes = addend_axes.difference(use.used.axes, use.whole_axes)
+            repeated_axes = addend_axes - _axes_without_repetition(uses[name])
             if repeated_axes:
-                _refuse_added(name, use, repeated_axes)
+                _refuse_added(name, uses[name], repeated_axes)
+
+
+def _axes_without_repetition(use: ParameterUse) -> set[str]:
+    """Return the axes along which processes may use a parameter each, and nothing counts twice.
+
+    For a bias used as "o/tp": tp, as each process has other rows of it. For a bias with the rule
+    "o -> o | copy(tp)": tp, too, as the user says that each process is meant to use all of it.
+    """
+    axes_of_layout = use.used.axes
+    axes_by_rule_copy = use.whole_axes
+    return {*axes_of_layout, *axes_by_rule_copy}
 
 
 def _axes_of_addends(path: str, uses: Uses, hooks: Hooks) -> set[str]:

@@ -387,21 +387,32 @@ class _Converted(nn.Module):
         outputs are noted as sharded like the first input that has such a note; without one, the
         module just runs. Torch functions inside are not watched: the converter answers for them.
         """
-        # `train()` and `eval()` do not reach the module: it is no child.
+        # `train()` and `eval()` do not reach the module, which is no child: pass the mode on.
         self.module.training = self.training
-        inputs = (*args, *kwargs.values())
-        placements = recorded_placements(inputs)
-        with without_torch_function():
-            if not placements:
+        placements = recorded_placements((*args, *kwargs.values()))
+        if not placements:
+            with without_torch_function():
                 return self.module(*args, **kwargs)
-            placement = placements[0]
-            copies = self._copies_by_name(placement)
-            y = torch.func.functional_call(self.module, copies, args, kwargs)
-            if copies:
-                check_no_checkpoint(self.path, tensors_in((y,)), tensors_in(inputs))
-        for part in tensors_in((y,)):
-            if recorded_placement(part) is None:
-                self._record(part, placement)
+        first_placement = placements[0]
+        with without_torch_function():
+            y = self._run_with_copies(first_placement, args, kwargs)
+        for output in tensors_in((y,)):
+            if recorded_placement(output) is None:
+                self._record(output, first_placement)
+        return y
+
+    def _run_with_copies(
+        self, placement: Placement, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run the module on copies of its parameters, whose gradients are summed over the devices.
+
+        Raises as `check_no_checkpoint`: torch's checkpoint would run it again without these copies.
+        """
+        copies = self._copies_by_name(placement)
+        y = torch.func.functional_call(self.module, copies, args, kwargs)
+        if copies:
+            inputs = (*args, *kwargs.values())
+            check_no_checkpoint(self.path, tensors_in((y,)), tensors_in(inputs))
         return y
 
     def _copies_by_name(self, placement: Placement) -> dict[str, Any]:

@@ -77,7 +77,8 @@ def fft(
         shape: The global shape, if blocks differ in size.
 
     Returns:
-        The block. If its sizes or intervals do not fit its new length, a dim is balanced (`sharding_of`).
+        This process's block of the result. A dim "h/sizes(sp,3,5)" that gets a length other than 8 is
+        divided as "h/balanced(sp)" instead, into parts as even as possible: `sharding_of` tells.
 
     Raises:
         XshardError: For another kind or dim.
@@ -100,11 +101,11 @@ def fft(
     if not names:
         raise XshardError("no dims to transform", hint='their names, as in "h w"')
     dim_indices = list(map(placement.layout.dim_index, names))
-    y, result = transformed(x, placement, KINDS[kind], dim_indices, lengths, norm)
-    return record(y, result)
+    y, placement_of_y = transform_dims(x, placement, KINDS[kind], dim_indices, lengths, norm)
+    return record(y, placement_of_y)
 
 
-def transformed(
+def transform_dims(
     x: Tensor,
     placement: Placement,
     kind: Kind,

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from torch_bridge.nn.conv import pad, total_over_blocks
-from torch_bridge.nn.fft import KINDS, Kind, transformed
+from torch_bridge.nn.fft import KINDS, Kind, transform_dims
 from torch_bridge.nn.function_call import FunctionCall, Rule, same_rule, tensors_in
 from torch_bridge.nn.functions import FUNCTIONS
 from torch_bridge.nn.placed import (
@@ -267,7 +267,7 @@ def _fft(call: FunctionCall, kind: Kind, lengths_name: str, default_dims: Any) -
     dim_indices = list(map(placement.layout.dim_index, dims))
     if lengths:
         lengths = _global_fft_lengths(call.name, placement, dim_indices, lengths)
-    return record(*transformed(x, placement, kind, dim_indices, lengths, norm))
+    return record(*transform_dims(x, placement, kind, dim_indices, lengths, norm))
 
 
 def _fft_rows(suffix: str, lengths_name: str, default_dims: Any) -> dict[str, Rule]:

@@ -349,26 +349,37 @@ class OptimizerState:
     def stored_groups(
         self, checkpoint: Checkpoint, arrays: Mapping[str, Any], strict: bool
     ) -> list[dict[str, Any]]:
-        """Return the stored options for its groups; its own if none are stored. Raises as `matched_groups`.
+        """Return the optimizer's groups of parameters with the options that a checkpoint has for them.
+
+        Stored lr=1, of an optimizer with lr=9 -> lr=1. A checkpoint without options: lr=9.
 
         Args:
             checkpoint: The checkpoint.
-            arrays: Those in the options, by name in the tree.
-            strict: Whether every parameter has to be stored.
+            arrays: Options that are tensors, such as a learning rate, by name in the tree.
+            strict: Whether every parameter has to be stored, by an optimizer of the same class.
+
+        Raises:
+            XshardError: As `matched_groups`, or another class of optimizer was saved, if `strict`.
         """
-        own_groups = self.state["param_groups"]
+        groups_of_optimizer = self.state["param_groups"]
         stored = checkpoint.value(self._groups_name, arrays)
         if not stored:
-            return own_groups
+            return groups_of_optimizer
         with errors.located(trees.place_of(self.name)):
-            groups = matched_groups(own_groups, stored, strict)
+            groups = matched_groups(groups_of_optimizer, stored, strict)
             for group in groups:
-                # Files of earlier releases do not say it.
-                made_by = group.pop(MADE_BY, self._made_by)
-                if strict and made_by != self._made_by:
-                    reason = f"the state of an optimizer {made_by}, for one that is {self._made_by}"
-                    raise errors.XshardError(reason, hint="make it by the class that was saved")
+                # The class was saved among the options, and is taken out: torch knows no such option.
+                # Files of earlier releases do not name a class.
+                saved_class = group.pop(MADE_BY, self._made_by)
+                if strict:
+                    self._check_class(saved_class)
         return groups
+
+    def _check_class(self, saved_class: str) -> None:
+        """Raise XshardError if the state is that of an optimizer of another class."""
+        if saved_class != self._made_by:
+            reason = f"the state of an optimizer {saved_class}, for one that is {self._made_by}"
+            raise errors.XshardError(reason, hint="make it by the class that was saved")
 
     def load(self, arrays: Mapping[str, Tensor], checkpoint: Checkpoint, strict: bool) -> None:
         """Give the optimizer the state that was read from a checkpoint.
