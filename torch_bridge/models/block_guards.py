@@ -109,25 +109,27 @@ def _unscale_on_all_processes(
 def check_parametrizations(used: Mapping[str, Sharding]) -> None:
     """Raise XshardError if a parametrization of torch would compute a weight from blocks.
 
-    `spectral_norm` and `orthogonal` need all of it. `weight_norm` needs the rows of its directions
-    (original1) whose lengths (original0) it has: both are "o/tp i".
+    `spectral_norm` and `orthogonal` need all of it. `weight_norm` needs the lengths (original0) of
+    just those rows whose directions (original1) it has: both are "o/tp i".
 
     Args:
         used: How modules use each parameter, by name.
     """
-    cut_dims_of = {}  # by name: the indices of sharded dims
+    # For each weight, the tensors it is computed of, with the indices of their sharded dims.
+    cut_dims_of_weights: dict[str, dict[str, list[int]]] = {}
     for name, sharding in used.items():
         if ".parametrizations." in f".{name}":
             dims = enumerate(sharding.layout.dims)
-            cut_dims_of[name] = [i for i, dim in dims if sharding.mesh.size(*dim.axes) > 1]
-    for name, cut_dims in cut_dims_of.items():
-        # "....original1" -> "....original0". "....original" of `spectral_norm` -> a name that no
-        # parameter has.
-        name_of_lengths = f"{name[:-1]}0"
-        if not cut_dims or name == name_of_lengths:
-            continue  # lengths are not refused for themselves: their directions are compared with them
-        if cut_dims_of.get(name_of_lengths) != cut_dims:
-            reason = f"a parametrization would take the block of {name} for the whole"
+            cut_dims = [i for i, dim in dims if sharding.mesh.size(*dim.axes) > 1]
+            # "....original0" and "....original1" are of one weight.
+            weight = name.rpartition(".original")[0] or name
+            cut_dims_of_weights.setdefault(weight, {})[name] = cut_dims
+    for cut_dims_of in cut_dims_of_weights.values():
+        names_of_blocks = [name for name, cut_dims in cut_dims_of.items() if cut_dims]
+        first_cut_dims, *others = cut_dims_of.values()
+        are_cut_alike = bool(others) and all(cut_dims == first_cut_dims for cut_dims in others)
+        if names_of_blocks and not are_cut_alike:
+            reason = f"a parametrization would take the block of {names_of_blocks[0]} for the whole"
             raise XshardError(reason, hint="gather it for its use, as in 'o/tp i -> o i'")
 
 

@@ -633,6 +633,7 @@ def test_averages_of_weights_are_right() -> None:
 PARAMETRIZATIONS: list[tuple[Any, dict[str, str], bool]] = [
     (parametrizations.weight_norm, {"**.original*": "o/tp i"}, True),
     (parametrizations.weight_norm, {"**.original0": "o i", "**": "o i/tp"}, False),
+    (parametrizations.weight_norm, {"**.original0": "o/tp i", "**": "o i"}, False),
     (parametrizations.weight_norm, {"**.original0": "o i", "**": "o i/tp -> o i"}, True),
     (parametrizations.spectral_norm, {"**.original": "o/tp i"}, False),
     (parametrizations.spectral_norm, {"**.original": "o i/tp"}, False),
