@@ -28,9 +28,9 @@ _PRECISION = {
     "float4_e2m1fn": 2**-1,
     "float4_e2m1fn_x2": 2**-1,
 }
-# All such names, with their item sizes in bytes. Numbers of 4 bits fill a byte each, in numpy and on CPUs;
-# two of torch's are one element.
-_EXTENDED = {**dict.fromkeys(_PRECISION, 1), "bfloat16": 2, "int4": 1, "uint4": 1}
+# All names that numpy does not know without ml_dtypes, with their item sizes in bytes. Numbers of 4 bits
+# fill a byte each, in numpy and on CPUs; two of torch's are one element.
+_ITEMSIZES_BEYOND_NUMPY = {**dict.fromkeys(_PRECISION, 1), "bfloat16": 2, "int4": 1, "uint4": 1}
 _FOUR_BITS = ("float4_e2m1fn", "float4_e2m1fn_x2", "int4", "uint4")
 # Floats without infinities: their smallest and largest numbers. Numbers beyond become NaN.
 _FINITE = {
@@ -40,9 +40,10 @@ _FINITE = {
     "float8_e8m0fnu": (2.0**-127, 2.0**127),  # powers of two
 }
 # No framework adds or negates these.
-_ONLY_MOVED = _EXTENDED.keys() - {"bfloat16"}
-# Names of dtypes in other systems, which numpy does not know, or takes for another: its "f16" has 16 bytes.
-_ELSEWHERE = {
+_ONLY_MOVED = _ITEMSIZES_BEYOND_NUMPY.keys() - {"bfloat16"}
+# Names of dtypes in other systems, with the shared names for hints. They are refused, since numpy does not
+# know them, or takes them for another: its "f16" has 16 bytes.
+_FOREIGN_NAMES = {
     "bf16": "bfloat16",
     **{f"f{bits}": f"float{bits}" for bits in (16, 32, 64)},
     **{f"fp{bits}": f"float{bits}" for bits in (16, 32, 64)},
@@ -50,7 +51,8 @@ _ELSEWHERE = {
     **{f"i{bits}": f"int{bits}" for bits in (16, 32, 64)},
     **{f"u{bits}": f"uint{bits}" for bits in (16, 32, 64)},
 }
-_SUGGESTED = ("float32", "bfloat16", "int64", "complex64", *_EXTENDED)
+# The names from which a hint takes the one that is most like an unknown name.
+_NAMES_TO_SUGGEST = ("float32", "bfloat16", "int64", "complex64", *_ITEMSIZES_BEYOND_NUMPY)
 
 
 # ---- names and sizes
@@ -70,7 +72,7 @@ def name_of(dtype: object) -> str:
         name = str(getattr(dtype, "name", dtype))
     name = name.rpartition(".")[2]  # `torch.float32` -> `float32`
     itemsize(name)  # raises if there is no such dtype
-    return name if name in _EXTENDED else np.dtype(name).name
+    return name if name in _ITEMSIZES_BEYOND_NUMPY else np.dtype(name).name
 
 
 @lru_cache(maxsize=64)
@@ -80,18 +82,30 @@ def itemsize(name: str) -> int:
     Raises:
         DtypeError: There is no dtype of this name.
     """
-    if name in _EXTENDED:
-        return _EXTENDED[name]
-    dtype = np.dtype(object)  # stays so for a name that is no dtype, and is refused below
-    if name not in _ELSEWHERE and _NAME.fullmatch(name):
-        # numpy would read other texts as records or Python expressions.
-        with contextlib.suppress(TypeError):
-            dtype = np.dtype(name)
-    if dtype.kind not in "fiubc":
-        meant = did_you_mean(name, _SUGGESTED, _ELSEWHERE)
+    if name in _ITEMSIZES_BEYOND_NUMPY:
+        return _ITEMSIZES_BEYOND_NUMPY[name]
+    dtype = _number_dtype_of_numpy(name)
+    if dtype is None:
+        meant = did_you_mean(name, _NAMES_TO_SUGGEST, _FOREIGN_NAMES)
         hint = f"{meant}as in float32, bfloat16, int64, bool, complex64"
         raise DtypeError(f"unknown dtype {name!r}", hint=hint)
     return dtype.itemsize
+
+
+def _number_dtype_of_numpy(name: str) -> np.dtype[Any] | None:
+    """Return numpy's dtype of this name; None if there is none, or not one of numbers or bool.
+
+    None as well for names that numpy takes for another dtype than other systems do, such as "f16".
+    """
+    # numpy would read texts that are no names as records or Python expressions.
+    if name in _FOREIGN_NAMES or not _NAME.fullmatch(name):
+        return None
+    try:
+        dtype = np.dtype(name)
+    except TypeError:
+        return None
+    is_number_or_bool = dtype.kind in "fiubc"
+    return dtype if is_number_or_bool else None
 
 
 def n_bytes(shape: Sequence[int], name: str) -> int:
@@ -104,7 +118,7 @@ def precision(name: str) -> float:
 
     0 for integers, which are exact.
     """
-    if name in _EXTENDED:
+    if name in _ITEMSIZES_BEYOND_NUMPY:
         return _PRECISION.get(name, 0.0)
     if np.dtype(name).kind in "fc":
         return float(np.finfo(name).eps)
@@ -123,7 +137,7 @@ def check_reduction(name: str, op: str) -> None:
     if name in _ONLY_MOVED:
         hint = "it can only be moved: cast before the reduction"
         raise DtypeError(f"dtype {name} cannot be reduced", hint=hint)
-    numpy_kind = "f" if name in _EXTENDED else np.dtype(name).kind
+    numpy_kind = "f" if name in _ITEMSIZES_BEYOND_NUMPY else np.dtype(name).kind
     if op in ("sum", "mean") and numpy_kind == "b":
         hint = "cast to an integer, or use max (any) or min (all)"
         raise DtypeError(f"dtype bool lacks a {op}", hint=hint)
@@ -148,7 +162,7 @@ def check_value(name: str, value: float) -> None:
         if not smallest <= value <= largest:
             hint = f"its values are from {smallest:g} to {largest:g}, without infinities: cast"
             raise DtypeError(f"dtype {name} cannot hold {value}", hint=hint)
-    if name in _EXTENDED or np.dtype(name).kind in "fc":
+    if name in _ITEMSIZES_BEYOND_NUMPY or np.dtype(name).kind in "fc":
         return
     if name == "bool":
         low = 0
@@ -165,7 +179,7 @@ def check_signed(name: str) -> None:
     """Raise DtypeError if values of the dtype cannot be negated."""
     if name in _ONLY_MOVED:
         raise DtypeError(f"dtype {name} cannot be negated", hint="it can only be moved: cast first")
-    if name not in _EXTENDED and np.dtype(name).kind in "bu":
+    if name not in _ITEMSIZES_BEYOND_NUMPY and np.dtype(name).kind in "bu":
         raise DtypeError(f"dtype {name} lacks negative values", hint="cast to a signed dtype")
 
 
@@ -177,7 +191,7 @@ def carrier(name: str) -> np.dtype[Any]:
 
     It is the dtype itself where numpy knows it.
     """
-    if name in _EXTENDED:
+    if name in _ITEMSIZES_BEYOND_NUMPY:
         return np.dtype(f"u{itemsize(name)}")
     return np.dtype(name)
 

@@ -399,45 +399,57 @@ def _pull_back_contraction(
     return results
 
 
-def blocks_by_name(blocks: Sequence[Block], array: Sharding, named: Sharding) -> Operand:
+def blocks_by_name(blocks: Sequence[Block], written: Sharding, by_name: Sharding) -> Operand:
     """Bring blocks from the dims of a contraction's text to one dim for each name.
 
     The text `(h d)/tp` has one dim for two names: on 4 devices `[h*d/4]` -> `[h/4, d]`.
 
     Args:
         blocks: One block per device, with the dims of the text.
-        array: The sharding of the array as the text writes it: "(h d)/tp".
-        named: The sharding of the same array with one dim per name: "h/tp d".
+        written: The sharding of the array as the text writes it: "(h d)/tp".
+        by_name: The sharding of the same array with one dim per name: "h/tp d".
 
     Returns:
         One block per device, with one dim per name.
     """
-    blocks_and_positions = zip(blocks, _positions_by_name(array, named), strict=True)
+    blocks_and_positions = zip(blocks, _positions_in_written_blocks(written, by_name), strict=True)
     return [block.reshape(-1)[positions] for block, positions in blocks_and_positions]
 
 
-def _to_written_dims(blocks: Operand, array: Sharding, named: Sharding) -> Operand:
+def _to_written_dims(blocks: Operand, written: Sharding, by_name: Sharding) -> Operand:
     """Bring blocks back from one dim per name: the adjoint of `blocks_by_name`.
 
     Zeros stand where `blocks_by_name` takes nothing: beside a diagonal.
     """
     written_blocks = []
-    blocks_and_positions = zip(blocks, _positions_by_name(array, named), strict=True)
+    blocks_and_positions = zip(blocks, _positions_in_written_blocks(written, by_name), strict=True)
     for device, (block, positions) in enumerate(blocks_and_positions):
-        out = np.zeros(array.local_shape(device), block.dtype)
+        out = np.zeros(written.local_shape(device), block.dtype)
         out.reshape(-1)[positions] = block
         written_blocks.append(out)
     return written_blocks
 
 
-def _positions_by_name(array: Sharding, named: Sharding) -> Iterator[NDArray[np.int64]]:
-    """Yield, for each device, where elements with one dim per name are in its block, row-major."""
-    for device in range(array.mesh.n_devices):
-        shape = array.local_shape(device)
-        rows = partial(named.layout.positions, named.mesh, named.shape, device=device)
+def _positions_in_written_blocks(
+    written: Sharding, by_name: Sharding
+) -> Iterator[NDArray[np.int64]]:
+    """Yield, for each device, the position that each element of its new block has in its old one.
+
+    `(h d)/tp` with h = d = 2 is `[4]` on one device, and `[2, 2]` with one dim per name: the positions
+    are [[0, 1], [2, 3]]. Of `i i`, `[2, 2]`, only the diagonal is kept: [0, 3].
+
+    Returns:
+        For each device, an array of the shape that its block has under `by_name`. It indexes the
+        block under `written`, flattened row-major.
+    """
+    for device in range(written.mesh.n_devices):
+        shape = written.local_shape(device)
+        rows = partial(by_name.layout.positions, by_name.mesh, by_name.shape, device=device)
         # Indices of elements go the way of elements, so that they tell where each is from.
         element_indices = np.arange(math.prod(shape)).reshape(shape)
-        yield named_block(element_indices, array.layout, named, named.local_shape(device), rows)
+        yield named_block(
+            element_indices, written.layout, by_name, by_name.local_shape(device), rows
+        )
 
 
 def _gradients(part: Part, part_operands: list[Operand], cotangent: Operand) -> Iterator[Operand]:

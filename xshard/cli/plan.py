@@ -121,7 +121,7 @@ def _with_gradient(plan: Plan) -> dict[str, Plan | ContractionPlan]:
 
 
 def show(
-    layout: Annotated[
+    expression: Annotated[
         str, Argument(metavar="LAYOUT", help="'s/cp c | sum(tp)', or a contraction, quoted.")
     ],
     mesh: options.MeshText,
@@ -136,19 +136,21 @@ def show(
     Example: xshard show "b s/zigzag(cp) c" --mesh cp=4 --shape 2,64,32
     """
     device_mesh = Mesh.parse(mesh)
-    lengths = options.lengths_of_arrays(layout, shape, sizes)
+    lengths = options.lengths_of_arrays(expression, shape, sizes)
     if device_mesh.n_devices > MAX_DRAWN:
         raise MeshError(
             f"{device_mesh.n_devices} devices, a drawing has up to {MAX_DRAWN}",
             text=mesh,
             hint="a smaller mesh with the same axes shows the same",
         )
-    if "sizes" in lengths:
-        arrays = _shapes_in_contraction(layout, lengths["sizes"])
+    # `lengths_of_arrays` accepts --sizes for a contraction only, and --shape for a layout only.
+    is_contraction = sizes is not None
+    if is_contraction:
+        arrays = _shapes_in_contraction(expression, lengths["sizes"])
     else:
-        arrays = [(Layout.parse(layout), lengths["shape"])]
+        arrays = [(Layout.parse(expression), lengths["shape"])]
     for array_layout, _ in arrays:  # here, so that the caret marks the text as it was typed
-        check_axes(array_layout, device_mesh, layout)
+        check_axes(array_layout, device_mesh, expression)
     for array_layout, array_shape in arrays:
         sharding = Sharding(array_layout, device_mesh, array_shape)
         console().print(renderable(picture(sharding, options.listed(dims))))

@@ -19,9 +19,10 @@ from xshard.formatting import format_bytes
 from xshard.layout import Mesh
 from xshard.pictures.terminal import console, headed_table
 from xshard.state.files import open_checkpoint, verify
+from xshard.state.files.checkpoint import Checkpoint
 from xshard.state.files.difference import diff_checkpoints
-from xshard.state.files.loading import plan_load, read_block
-from xshard.state.files.saving import SaveTask, Source, plan_save, save_blocks
+from xshard.state.files.loading import Load, plan_load, read_block
+from xshard.state.files.saving import SaveTask, Saving, Source, plan_save, save_blocks
 from xshard.state.llama import names_from_text
 from xshard.state.names import Names, names_from_json
 from xshard.state.progress import reporting
@@ -85,8 +86,8 @@ def convert(
     Example: xshard state convert hf/ fused/ --names llama-to-fused:32,8,128
     """
     device_mesh = Mesh.parse(mesh)
+    # Without --rules, each array is whole on every device.
     layouts: Mapping[Any, Any] = _read_json(rules) if rules else {"**": "..."}
-    err = console(stderr=True)
     with open_checkpoint(path) as checkpoint:
         loads = plan_load(checkpoint, layouts, device_mesh, _names_of(names), dtype=dtype or None)
         processes = [0] * device_mesh.n_devices  # of each device: this process, 0, has all of them
@@ -95,20 +96,36 @@ def convert(
         }
         saving = plan_save(sources, shard_bytes=shard_bytes, constants=checkpoint.constants)
         total_bytes = sum(shard.n_bytes - len(shard.header) for shard in saving.shards)
-
-        # `save_blocks` asks for one block after another, so that a single array is in memory.
-        def block_of(name: str, device: int, target_dtype: str) -> NDArray[Any]:
-            load = loads[name]
-            block = read_block(checkpoint, load, device)
-            return dtypes.recast(block, load.stored, target_dtype)
-
-        with reporting(
-            True, total_bytes, is_seen=err.is_terminal, what="written", console=err
-        ) as report:
-            save_blocks(SaveTask(saving, output, block_of), report)
+        _write_with_bar(checkpoint, loads, saving, output, total_bytes)
     console().print(
         f"{len(loads)} arrays, {format_bytes(total_bytes)}, in {output}", soft_wrap=True
     )
+
+
+def _write_with_bar(
+    checkpoint: Checkpoint,
+    loads: Mapping[str, Load],
+    saving: Saving,
+    output: Path,
+    total_bytes: int,
+) -> None:
+    """Read the arrays of a checkpoint block by block and write them, with a bar of progress."""
+
+    # `save_blocks` asks for one block after another, so that a single array is in memory.
+    def read_recast(name: str, device: int, target_dtype: str) -> NDArray[Any]:
+        load = loads[name]
+        block = read_block(checkpoint, load, device)
+        return dtypes.recast(block, load.stored, target_dtype)
+
+    err = console(stderr=True)
+    with reporting(
+        progress=True,
+        total_bytes=total_bytes,
+        is_seen=err.is_terminal,
+        what="written",
+        console=err,
+    ) as report:
+        save_blocks(SaveTask(saving, output, read_recast), report)
 
 
 def _names_of(text: str) -> Names | None:

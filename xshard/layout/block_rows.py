@@ -245,27 +245,50 @@ def block_fills(dim: Dim, length: int, sizes: Sizes, block_index: int) -> tuple[
     return tuple(fills)
 
 
-def meaning(dim: Dim, length: int, sizes: Sizes, coords: Sequence[int]) -> tuple[Runs, object]:
-    """Describe what a device's block contains, so that two layouts of a dim can be compared.
+class ChangedRows(NamedTuple):
+    """Rows of a block that a boundary fills with a value, or may negate beyond a pole.
 
-    Two layouts of a dim give a device the same block if they give equal results here.
-
-    Returns:
-        The rows of the block; and a list of (rows, boundary) for the rows that a boundary fills
-        with a value, or may negate beyond a pole. Zeros and ones beyond the edge, for example, are
-        both FILL among the rows, and differ in the list only.
+    Attributes:
+        run: The rows in the array; its start is FILL for rows that are filled.
+        boundary: The boundary, which has the value or the sign.
     """
+
+    run: Run
+    boundary: Boundary
+
+
+class BlockContents(NamedTuple):
+    """What a device's block has along one dim.
+
+    Two layouts of a dim give a device the same block if it has equal contents under both. With a
+    row of zeros beyond the edge, or a row of ones, `rows` are the same: FILL, 0, 1, 2. Only
+    `changed_rows` tell them apart.
+
+    Attributes:
+        rows: The rows of the block.
+        changed_rows: Those among them that a boundary fills or may negate.
+    """
+
+    rows: Runs
+    changed_rows: list[ChangedRows]
+
+
+def block_contents(dim: Dim, length: int, sizes: Sizes, coords: Sequence[int]) -> BlockContents:
+    """Describe what a device's block contains, so that two layouts of a dim can be compared."""
     rows = held_rows(dim, length, sizes, coords)
     if dim.overlap is None:
-        return rows, []
+        return BlockContents(rows, [])
     overlap = unfolded(dim.overlap)
     if isinstance(overlap, Reads):  # a list of rows of the array: none is beyond its ends
-        return rows, []
+        return BlockContents(rows, [])
     changed_rows = []
     for span in row_spans(dim, length, sizes, coords):
-        if span.run.start == FILL or is_flipped(span, dim):
-            changed_rows.append((span.run, boundary_at(overlap, span.origin)))
-    return rows, changed_rows
+        is_filled = span.run.start == FILL  # with the boundary's value, such as 0
+        # Vectors change their sign beyond a pole, if the boundary says so.
+        is_beyond_pole = is_flipped(span, dim)
+        if is_filled or is_beyond_pole:
+            changed_rows.append(ChangedRows(span.run, boundary_at(overlap, span.origin)))
+    return BlockContents(rows, changed_rows)
 
 
 def boundary_at(overlap: Halo | Window | Reads, origin: str) -> Boundary:

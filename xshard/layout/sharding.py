@@ -14,7 +14,7 @@ from xshard.arguments import lengths_of
 from xshard.caches import layout_cache
 from xshard.errors import ShapeError, api_boundary
 from xshard.formatting import Pictured
-from xshard.layout.block_rows import all_held_rows, meaning
+from xshard.layout.block_rows import BlockContents, all_held_rows, block_contents
 from xshard.layout.layout import Layout, check_axes, factored, in_rows
 from xshard.layout.mesh import Mesh, all_coords, check_mesh
 from xshard.layout.partition import BlockLength, all_owned_rows, block_length, cut_by_shard
@@ -284,19 +284,18 @@ class Sharding(Pictured):
         axes = tuple(dict.fromkeys(own_dim.axes + other_dim.axes))
         for coords in all_coords(self.mesh.sizes_of(axes)):
             coord_of = dict(zip(axes, coords, strict=True))
-            rows, changed_rows = self._meaning(own_dim, dim, coord_of)
-            other_rows, other_changed_rows = self._meaning(other_dim, dim, coord_of)
-            if changed_rows != other_changed_rows or not are_equal(rows, other_rows):
+            contents = self._block_contents(own_dim, dim, coord_of)
+            other_contents = self._block_contents(other_dim, dim, coord_of)
+            if contents.changed_rows != other_contents.changed_rows:
+                return False
+            if not are_equal(contents.rows, other_contents.rows):
                 return False
         return True
 
-    def _meaning(self, dim: Dim, index: int, coord_of: dict[str, int]) -> tuple[Runs, object]:
-        """Return the rows of a dim on the device with these coordinates, and those that change.
-
-        See `meaning` in block_rows.py. `coord_of` has the device's coordinate by axis.
-        """
+    def _block_contents(self, dim: Dim, index: int, coord_of: dict[str, int]) -> BlockContents:
+        """Describe the block of a dim on a device. `coord_of`: the device's coordinate by axis."""
         coords = [coord_of[axis] for axis in dim.axes]
-        return meaning(dim, self.shape[index], self.mesh.sizes_of(dim.axes), coords)
+        return block_contents(dim, self.shape[index], self.mesh.sizes_of(dim.axes), coords)
 
 
 def _check_shape(shape: tuple[int, ...]) -> None:

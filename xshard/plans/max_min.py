@@ -58,23 +58,29 @@ def max_min_plans(plan: Plan) -> MaxMinPlans:
         return find_plan(request)
 
     # Layouts in comments are those of the move "n | max(tp) -> n/tp".
-    # x: a candidate for the max on each device. (In a tangent, rows that a boundary fills are zeros.)
-    layout_of_x = plan.src.tangent  # "n | max(tp)"
-    # "n | sum(tp)": won, and shares of a gradient.
-    layout_of_addends = with_kind(layout_of_x, "sum")
-    # "n | copy(tp)": a value beside each candidate.
-    layout_of_copies = with_kind(layout_of_x, "copy")
-    try:
-        result = find(plan.dst, layout_of_copies)  # "n/tp -> n | copy(tp)"
-    except PlanError:
-        # The output lacks rows of x, so y cannot be made from it: it is reduced again from x.
-        result = find(layout_of_x, layout_of_copies)  # "n | max(tp) -> n | copy(tp)"
+    # In a tangent, rows that a boundary fills are zeros.
+    layout_of_x = plan.src.tangent  # "n | max(tp)": a candidate for the max on each device
+    layout_of_addends = with_kind(layout_of_x, "sum")  # "n | sum(tp)": won, shares of a tangent
+    layout_of_copies = with_kind(layout_of_x, "copy")  # "n | copy(tp)": y beside each candidate
+    layout_of_y_tangent = plan.dst.tangent  # "n/tp"
+    # The gradient moves as that of the sum "n | sum(tp) -> n/tp": from the dual of the sum's
+    # destination to the dual of its source.
+    layout_of_y_cotangent = plan.dst.dual  # "n/tp"
+    layout_of_x_cotangent = layout_of_addends.dual  # "n | copy(tp)"
+
+    def find_result() -> Plan:
+        try:
+            return find(plan.dst, layout_of_copies)  # "n/tp -> n | copy(tp)"
+        except PlanError:
+            # The output lacks rows of x, which only the planner can tell. So y cannot be made from
+            # the output: it is reduced again from x.
+            return find(layout_of_x, layout_of_copies)  # "n | max(tp) -> n | copy(tp)"
+
     return MaxMinPlans(
-        result=result,
-        count=find(layout_of_addends, layout_of_copies),  # "n | sum(tp) -> n | copy(tp)"
-        # The adjoint of a sum of addends, from dual to dual: "n/tp -> n | copy(tp)".
-        cotangent=find(plan.dst.dual, layout_of_addends.dual),
-        tangent=find(layout_of_addends, plan.dst.tangent),  # "n | sum(tp) -> n/tp"
+        result=find_result(),
+        count=find(layout_of_addends, layout_of_copies),
+        cotangent=find(layout_of_y_cotangent, layout_of_x_cotangent),
+        tangent=find(layout_of_addends, layout_of_y_tangent),
     )
 
 

@@ -359,26 +359,27 @@ def _resolve_chain(
                 {name: array.dtype for name, array in targets.items()},
             )
         for name, array in link_targets.items():
-            link_targets[name] = array._replace(pieces=_from_first_sources(array, targets))
+            link_targets[name] = array._replace(pieces=_trace_to_first_sources(array, targets))
         targets = link_targets
     return targets
 
 
-def _from_first_sources(
+def _trace_to_first_sources(
     array: TargetArray, middle_arrays: Mapping[str, TargetArray]
 ) -> tuple[PartMapping, ...]:
     """Return the pieces of an array, each with the part of a first source that it comes from.
 
-    `array` has pieces of `middle_arrays`, and these have pieces of the first sources. If w is a copy of
-    qkv, which is q, k and v one after the other: three pieces of w, from q, k and v.
+    `array` is made of pieces of middle arrays, and these are made of pieces of the first sources. For
+    example, the middle array qkv is q, k and v one after the other, and the array w is qkv renamed.
+    The one piece of w, `qkv -> w`, becomes three: `q -> w`, `k -> w` and `v -> w`.
     """
     pieces = []
-    for piece in array.pieces:
-        middle_array = middle_arrays[piece.src.name]
-        for middle_piece in middle_array.pieces:
-            joined = middle_piece.then(piece, middle_array.shape)
-            if joined is not None:  # both have elements in common
-                pieces.append(joined)
+    for from_middle in array.pieces:  # qkv -> w
+        middle_array = middle_arrays[from_middle.src.name]
+        for to_middle in middle_array.pieces:  # q -> qkv
+            from_first = to_middle.then(from_middle, middle_array.shape)  # q -> w
+            if from_first is not None:  # some elements of this source arrive in the array
+                pieces.append(from_first)
     return tuple(pieces)
 
 
@@ -440,16 +441,25 @@ def names_to_json(names: Names) -> list[Any]:
     """
     if names.links:
         return list(map(names_to_json, names.links))
-    defaults = fields_to_plain(Relation((), ""))
+    # `parts` and `whole` have no default. Empty ones stand in for it, so that both are always written.
+    defaults = fields_to_plain(Relation(parts=(), whole=""))
     data: list[Any] = []
     for relation in names.relations:
-        if len(relation.parts) > 1 and not (relation.rows or relation.equal):
-            # A relation that does not say how long its parts are: note the lengths of the arrays
-            # that it has joined in this process, since the inverse splits by them.
-            relation = replace(relation, joined=names._joined_by(relation))
-        values = fields_to_plain(relation)
+        values = fields_to_plain(_with_lengths_of_joined(relation, names))
         data.append({key: value for key, value in values.items() if value != defaults[key]})
     return data
+
+
+def _with_lengths_of_joined(relation: Relation, names: Names) -> Relation:
+    """Note in a relation how long the parts of the arrays were that it has joined so far.
+
+    `concat(["q", "k"], "qk")` does not say how many rows of qk are q. `names` remember it from the
+    arrays that they were applied to in this process. Whoever reads the JSON needs it to split qk
+    again. A relation that says the lengths itself, or has one part, is returned as it is.
+    """
+    if len(relation.parts) <= 1 or relation.rows or relation.equal:
+        return relation
+    return replace(relation, joined=names._joined_by(relation))
 
 
 def names_from_json(data: Any) -> Names:

@@ -16,7 +16,9 @@ from xshard.notation.row_arrays import Numbers
 
 Shape = tuple[int, ...]
 
-NEW = -1  # in place of the number of a dim: the array lacks it, the part has it with length 1
+# In place of the number of a dim: the array lacks this dim, and the part has it with length 1. A member
+# [8, 2] of a stack [4, 8, 2] is mapped to one row of the stack as a part [1, 8, 2], whose first dim is new.
+NEW = -1
 
 
 class PartDim(NamedTuple):
@@ -152,23 +154,28 @@ class PartMapping(NamedTuple):
     def then(self, following: PartMapping, shape: Shape) -> PartMapping | None:
         """Map the elements of the source through a middle array to the last one; None if none arrive.
 
-        Row 1 of a stack [4, 8, 2] becomes e.1 [8, 2], and rows 0-3 of e.1 become gate [4, 2]: rows
-        0-3 in row 1 of the stack become gate.
+        The source is a stack [4, 8, 2], of which row 1 becomes the middle array e [8, 2]. Rows 0-3 of
+        e become the last array [4, 2]. Together: in row 1 of the stack, rows 0-3 become the last array.
 
         Args:
             following: A mapping from the middle array, which this one maps to.
             shape: The shape of the middle array.
         """
+        # Dims of the source that the middle array lacks, such as the first one of the stack.
         links = [link for link in self.links if link.dst.dim == NEW]
         link_by_middle_dim = {link.dst.dim: link for link in self.links}
+        # A dim of the middle array alone: x [8] becomes row 1 of a stack [4, 8], and y is this row.
+        # Neither x nor y has the dim of 4 rows, so no link remains.
+        middle_only = Link(src=PartDim(NEW), dst=PartDim(NEW))
         for link in following.links:
-            if link.src.dim == NEW:
+            middle_dim = link.src.dim
+            if middle_dim == NEW:  # a dim of the last array that the middle array lacks
                 links.append(link)
                 continue
-            joined_link = _join_links(link_by_middle_dim[link.src.dim], link, shape[link.src.dim])
+            joined_link = _join_links(link_by_middle_dim[middle_dim], link, shape[middle_dim])
             if joined_link is None:
                 return None
-            if joined_link != (PartDim(NEW), PartDim(NEW)):  # a row that neither array has as a dim
+            if joined_link != middle_only:
                 links.append(joined_link)
         return PartMapping.of_links(self.src.name, following.dst.name, links)
 

@@ -18,7 +18,7 @@ def whole_layout(ndim: int) -> Layout:
     return Layout(tuple(Dim(f"d{i}") for i in range(ndim)))
 
 
-def blocks_of(x: Block, sharding: Sharding, seed: int) -> Devices:
+def scatter_with_random_addends(x: Block, sharding: Sharding, seed: int) -> Devices:
     """Cut a whole array into one block per device, to feed to a function under test.
 
     Where the layout says that blocks are addends of a sum, they are random numbers that add up to
@@ -27,9 +27,11 @@ def blocks_of(x: Block, sharding: Sharding, seed: int) -> Devices:
     """
     layout = sharding.layout
     mesh = sharding.mesh
+    # Without addends ("n/dp d", where blocks are parts of the array) there is nothing to draw.
+    has_addends = not is_settled(layout)
     # In short floats and small whole numbers, noise would be rounded or overflow.
     can_hold_noise = x.dtype.itemsize >= 4 and x.dtype.kind in "fci"
-    if is_settled(layout) or not can_hold_noise:
+    if not has_addends or not can_hold_noise:
         return tuple(reference.scatter(x, layout, mesh))
 
     noise = _draw_contributions(x, layout, mesh, seed)
@@ -63,7 +65,7 @@ def _draw_contributions(x: Block, layout: Layout, mesh: Mesh, seed: int) -> list
 
 def cotangents_of(cotangent: Block, sharding: Sharding, seed: int) -> Devices:
     """Cut the cotangent of a whole array into blocks under the dual layout, times 1/n for a mean."""
-    blocks = blocks_of(cotangent, sharding.dual, seed)
+    blocks = scatter_with_random_addends(cotangent, sharding.dual, seed)
     scale = float(sharding.scale)
     if scale == 1:
         return blocks

@@ -16,7 +16,7 @@ from xshard.layout import Layout, Mesh, Sharding
 from xshard.layout.layout import check_axes
 from xshard.runtimes.backends import check_size
 from xshard.steps.base import Block
-from xshard.testing.blocks import blocks_of
+from xshard.testing.blocks import scatter_with_random_addends
 from xshard.testing.functions import broadcast_prefix, leaves, mapped, numbered, parameters_of
 from xshard.testing.pickling import packed
 from xshard.testing.question import Devices, Side, StructureError, Tree, Update
@@ -55,7 +55,7 @@ class Problem:
         """Cut every array into blocks."""
         blocks = []
         for i, (x, sharding) in enumerate(zip(self.values, shardings, strict=True)):
-            blocks.append(blocks_of(x, sharding, seed=i))
+            blocks.append(scatter_with_random_addends(x, sharding, seed=i))
         return tuple(blocks)
 
     def shardings(self, mesh: Mesh) -> tuple[Sharding, ...]:

@@ -74,7 +74,7 @@ def view(fields: Mapping[str, str]) -> dict[str, str]:
     """
     try:
         shown = _planned({**FIELDS, **fields})
-        return {"html": sections(shown), **programs(shown)}
+        return {"html": plan_or_layout_html(shown), **programs(shown)}
     except XshardError as error:
         message = f"{type(error).__name__}: {error}"
         return {"error": message, "field": _field_of(error, fields)}
@@ -165,32 +165,32 @@ def _checked_lengths(lengths: tuple[int, ...]) -> tuple[int, ...]:
     return lengths
 
 
-def sections(shown: Shown) -> str:
-    """Make the HTML that the page shows of a plan: forward, backward, and programs to copy.
+def plan_or_layout_html(shown: Shown) -> str:
+    """Make the HTML that the page shows of a plan: sections "Forward", "Backward" and "Code".
 
     The backward is left out for a move with a max or min, whose gradient depends on the values. A
     layout alone is one picture.
     """
     if isinstance(shown, Sharding):
-        return _as_html({"Layout": html(shown)})
-    bodies = {"Forward": html(shown)}  # by title
+        return _titled_sections({"Layout": html(shown)})
+    body_by_title = {"Forward": html(shown)}
     if isinstance(shown, ContractionPlan):
-        bodies["Backward"] = gradients_html(shown)
+        body_by_title["Backward"] = gradients_html(shown)
     elif shown.src.is_linear and shown.dst.is_linear:
-        bodies["Backward"] = html(shown.backward)
+        body_by_title["Backward"] = html(shown.backward)
     titles = {"torch": "PyTorch", "jax": "JAX"}
     code = ""
     for framework, text in programs(shown).items():
         code += f"<h3>{titles[framework]}</h3>{preformatted(text)}"
     if code:
-        bodies["Code"] = code
-    return _as_html(bodies)
+        body_by_title["Code"] = code
+    return _titled_sections(body_by_title)
 
 
-def _as_html(bodies: Mapping[str, str]) -> str:
-    """Write sections of a page, given by their titles."""
+def _titled_sections(body_by_title: Mapping[str, str]) -> str:
+    """Join sections of HTML: {"Code": "x"} -> "<section><h2>Code</h2>x</section>"."""
     text = ""
-    for title, body in bodies.items():
+    for title, body in body_by_title.items():
         text += f"<section><h2>{escape(title)}</h2>{body}</section>"
     return text
 
@@ -198,7 +198,9 @@ def _as_html(bodies: Mapping[str, str]) -> str:
 def plan_page(plan: Plan | ContractionPlan) -> str:
     """Return a plan as a page without a server."""
     text = f"{plan.src} {ARROW} {plan.dst}" if isinstance(plan, Plan) else plan.text.strip()
-    return html_page(f"xshard: {text}", f'<div id="shown">{sections(plan)}</div>', "steps.js")
+    return html_page(
+        f"xshard: {text}", f'<div id="shown">{plan_or_layout_html(plan)}</div>', "steps.js"
+    )
 
 
 def suggestion_page(suggestion: Suggestion) -> str:

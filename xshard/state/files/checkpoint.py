@@ -154,10 +154,12 @@ class Checkpoint(Mapping[str, Stored], AbstractContextManager["Checkpoint"]):
             0.5
         """
         name_parts = name.split(".")
-        for n_parts in range(len(name_parts), -1, -1):  # the leaf, or a list or dict that has it
+        # The leaf may be stored itself, or within a list or dict. For "groups.0.lr" the stored name
+        # may be that, "groups.0", "groups", or "" if the whole tree is one value.
+        for n_parts in reversed(range(len(name_parts) + 1)):
             stored_name = ".".join(name_parts[:n_parts])
             if stored_name in self.constants:
-                value = from_json(self.constants[stored_name], stored_name, {})
+                value = from_json(self.constants[stored_name], stored_name, arrays={})
                 return _item_at(value, name_parts[n_parts:], default)
         return default
 

@@ -445,24 +445,27 @@ class StepSearch:
         n_options = [len(options) for options in self.live_options]
         node_of_change = np.repeat(np.arange(len(n_options)), n_options)
         option_of_change = np.concatenate(self.live_options)
-        added = np.zeros((len(node_of_change), self.cost.linear.size))  # [changes, parts]
+        # What each change adds to the parts of the cost: [changes, parts].
+        added_costs = np.zeros((len(node_of_change), self.cost.linear.size))
         nodes_to_price = set(range(len(n_options)))
-        rank = np.inf
+        previous_rank = np.inf
         while True:
-            # Planned when it was offered, a change may turn out to be none for the better.
+            # The change was chosen by lower bounds of its moves. `offer` has replaced them by prices,
+            # and with these it may save nothing.
             vector = self.problem.vector(assignment)
-            new_rank = float(self.cost.rank(vector))
-            if new_rank >= (1 - CLOSE) * rank:
+            rank = float(self.cost.rank(vector))
+            if rank >= (1 - CLOSE) * previous_rank:
                 return
-            rank = new_rank
+            previous_rank = rank
             for node in nodes_to_price:
                 options = self.live_options[node]
                 vectors = self.problem.vectors_with(assignment, vector, node, options)
-                added[node_of_change == node] = vectors - vector
-            best = int(self.cost.rank(vector + added).argmin())
-            changed_node = int(node_of_change[best])
+                is_at_node = node_of_change == node  # of each change
+                added_costs[is_at_node] = vectors - vector
+            best_change = int(self.cost.rank(vector + added_costs).argmin())
+            changed_node = int(node_of_change[best_change])
             assignment = list(assignment)
-            assignment[changed_node] = int(option_of_change[best])
+            assignment[changed_node] = int(option_of_change[best_change])
             self.offer(assignment)
             nodes_to_price = {changed_node}
             for edge in self.problem.edges_of_node[changed_node]:

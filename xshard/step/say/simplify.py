@@ -88,11 +88,12 @@ def _with_simplifying_changes(
         for node, option in enumerate(changed):
             if option != assignment[node]:
                 trial[node] = option
-        # Moves that the trial makes may have lower bounds as prices so far: `vectors` reads prices.
+        # The problem may know only a lower bound of what a move of this plan costs. Replace it by
+        # the planner's price, which `problem.vector` then adds up.
         problem.raise_to_prices(trial)
+        trial_rank = search.cost.rank(problem.vector(trial))
         trial_variety = _variety(problem, trial)
-        is_simpler = trial_variety < variety - LEAST
-        if is_simpler and search.cost.rank(problem.vector(trial)) <= most_s:
+        if trial_variety < variety - LEAST and trial_rank <= most_s:
             simple = trial
             variety = trial_variety
     return simple

@@ -116,8 +116,9 @@ def other_axes(case: Case) -> str | None:
 def own_factors(case: Case) -> str | None:
     """Recognise blocks that are right but for a positive factor, another one on each device.
 
-    Such as gradients of a loss that each device divides by its own 3 or 5 rows, and not by all 8:
-    factors 8/3 and 8/5. Returns a sentence for the report, or None.
+    Of a batch of 8 rows, one device has 3 and another 5. If each divides its loss by its own number
+    of rows, and not by 8, its gradients are too large: by 8/3 on the one and by 8/5 on the other.
+    Returns a sentence for the report, or None.
     """
     if min(block.size for block in case.want) < 2:  # of one number there always is a factor
         return None
