@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 # `Primitive` is public in jax.extend.core, too, but that imports Pallas: 30 ms that few need.
-from jax._src.core import ClosedJaxpr, Primitive, unsafe_get_axis_names
+from jax._src.core import Primitive, unsafe_get_axis_names
 from jax.experimental import jet
 from jax.experimental.buffer_callback import buffer_callback
 from jax.interpreters import ad, batching, mlir
@@ -196,7 +196,7 @@ def _spread_axes(spmd_axis_name: tuple[str, ...] | None) -> tuple[str, ...]:
 
 
 @lru_cache(maxsize=256)
-def devices_in_program(mesh: JaxMesh | AbstractMesh) -> ClosedJaxpr | None:
+def devices_in_program(mesh: JaxMesh | AbstractMesh) -> object:
     """Return a jaxpr that names the devices of a mesh: as a parameter it tells them to `jax.jit`.
 
     JAX finds the devices of a program in its arguments and in operations that it knows, also in those
