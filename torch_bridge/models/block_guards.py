@@ -64,10 +64,9 @@ def _blocks_among(tensors: Iterable[Tensor]) -> list[_Block]:
     """
     blocks = {}
     for model in living_models():
-        for parameter in model.trained_parameters:
-            sharding = parameter.sharding
-            if sharding.mesh.size(*sharding.layout.axes) > 1:
-                x = parameter.tensor
+        for parameter in model.cut_parameters:
+            x = parameter.tensor
+            if x.requires_grad:
                 for block in filter(torch.is_tensor, (x, x.grad)):
                     blocks[_address(block)] = _Block(parameter.name, model.context)
     return [blocks[_address(x)] for x in tensors if _address(x) in blocks]

@@ -184,6 +184,16 @@ class ParallelModel:
         return [parameter for parameter in self.parameters if parameter.sharding.layout.axes]
 
     @property
+    def cut_parameters(self) -> list[ShardedParameter]:
+        """The same on meshes of several processes, without those that a user has taken out."""
+        return [
+            parameter
+            for parameter in self.sharded_parameters
+            if parameter.sharding.mesh.size(*parameter.sharding.layout.axes) > 1
+            and parameter.is_in_model
+        ]
+
+    @property
     def trained_parameters(self) -> list[ShardedParameter]:
         """Parameters that get a gradient."""
         return [parameter for parameter in self.parameters if parameter.tensor.requires_grad]

@@ -264,10 +264,8 @@ def _check_no_blocks(parameters: Sequence[ShardedParameter]) -> None:
     """Raise XshardError if a parameter is a block already, of a part of the model or of another model."""
     names_of_blocks = {}
     for parallel in living_models():
-        for parameter in parallel.sharded_parameters:
-            sharding = parameter.sharding
-            if sharding.mesh.size(*sharding.layout.axes) > 1:
-                names_of_blocks[id(parameter.tensor)] = parameter.name
+        for parameter in parallel.cut_parameters:
+            names_of_blocks[id(parameter.tensor)] = parameter.name
     for parameter in parameters:
         block_name = names_of_blocks.get(id(parameter.tensor))
         if block_name is not None:

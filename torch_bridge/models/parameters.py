@@ -183,6 +183,12 @@ class ShardedParameter:
         """This process's block, also while slots hold gathered tensors."""
         return self.slots[0].get() if self._block is None else self._block
 
+    @property
+    def is_in_model(self) -> bool:
+        """Whether the model still has it: `weight_norm`, for one, takes a weight out of its module."""
+        slot = self.slots[0]
+        return self._block is not None or slot.attribute in slot.tensors
+
     def set_aside(self) -> None:
         """Keep the block, while slots hold a gathered tensor."""
         self._block = self.tensor

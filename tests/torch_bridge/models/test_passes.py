@@ -442,6 +442,14 @@ def test_what_rules_do_not_reach_is_refused_on_all_ranks() -> None:
         refused("layers.0.gain came into it", _whole(), _replaces, **more)
         refused("layers.0.extra.weight came into it", _whole(), _adapts, **more)
         refused("came into it", _whole(), lambda m: weight_norm(m.layers[0].up), **more)
+
+    # A model that has lost a parameter is in nobody's way.
+    lost = xt.parallelize(_whole(), {"**": "o/dp ... -> o ..."}, {"": "b c -> b/dp c"}, mesh=MESH)
+    weight_norm(lost.layers[0].up)
+    other = nn.Linear(2, 2)
+    other(torch.ones(1, 2)).sum().backward()
+    nn.utils.clip_grad_norm_(other.parameters(), 1.0)
+    torch.optim.AdamW(other.parameters()).step()
     refused("layers.0 has left it", _whole(), _skips, gathers="layers.*")
 
     def computed(model: Any) -> None:
