@@ -13,8 +13,8 @@ import pytest
 import xshard as xs
 from tests.misuse import Call, Calls, faults, verbs_of
 from xshard import reference
-from xshard.errors import api_boundary
-from xshard.signatures import Bytes, Positive, ZeroToOne
+from xshard.errors import XshardError, api_boundary
+from xshard.signatures import Bytes, Count, Positive, ZeroToOne
 
 MESH = xs.Mesh(dp=2, tp=2)
 UP = xs.Op("up", "b c, f c -> b f", ("x", "w"))
@@ -122,6 +122,28 @@ NOT_RIGHT = [
 def named(argument: Any) -> str:
     """The name of a case, the same in every process: without addresses."""
     return re.sub(r" object at 0x\w+", "", str(argument))
+
+
+@pytest.mark.parametrize(
+    ("argument", "words"),
+    [
+        ({"share": 2}, "float, from 0 to 1"),
+        ({"limit": -1}, "int | float | str | None, 0 or more"),
+        ({"power": 0}, "float, above 0"),
+        ({"count": 0}, "int | None, 1 or more"),
+    ],
+)
+def test_ranges_are_said_in_words(argument: Any, words: str) -> None:
+    @api_boundary
+    def limited(
+        share: ZeroToOne = 0.5,
+        limit: Bytes = None,
+        power: Positive = 2.0,
+        count: Count | None = None,
+    ) -> None: ...
+
+    with pytest.raises(XshardError, match=re.escape(f"limited takes {words}")):
+        limited(**argument)
 
 
 @pytest.mark.parametrize("argument", RIGHT, ids=named)

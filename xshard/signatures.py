@@ -138,6 +138,38 @@ def test_of(annotation: Any) -> Test:
     return lambda value: isinstance(value, origin)
 
 
+def _meaning_of(annotation: Any) -> str:
+    """Write an annotation for a reader, with the range of its numbers in words.
+
+    `int | None` as it is; "int | None, 1 or more" for `Count | None`.
+    """
+    is_union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
+    members = typing.get_args(annotation) if is_union else (annotation,)
+    plain_annotations = []
+    ranges = []
+    for member in members:
+        if typing.get_origin(member) is Annotated:
+            plain_annotation, low, high = typing.get_args(member)
+            plain_annotations.append(plain_annotation)
+            ranges.append(_range_in_words(low, high))
+        else:
+            plain_annotations.append(member)
+    if not ranges:
+        return inspect.formatannotation(annotation)
+    texts = [
+        "None" if plain_annotation is types.NoneType else inspect.formatannotation(plain_annotation)
+        for plain_annotation in plain_annotations
+    ]
+    return f"{' | '.join(texts)}, {' or '.join(dict.fromkeys(ranges))}"
+
+
+def _range_in_words(low: float, high: float) -> str:
+    """Write the numbers from low to high: "1 or more", "from 0 to 1", "above 0"."""
+    if high < math.inf:
+        return f"from {low} to {high}"
+    return "above 0" if low == math.ulp(0.0) else f"{low} or more"
+
+
 def _test_of_mapping(takes_key: Test, takes_value: Test) -> Test:
     """Return the predicate of mappings whose keys and values pass these tests."""
 
@@ -218,7 +250,7 @@ class Signature:
             if not self.tests[name](value):
                 written = self.signature.parameters[name].annotation
                 # An alias in full: `Loss` is Callable[[Any], Tensor] | None.
-                meaning = inspect.formatannotation(self.annotations[name])
+                meaning = _meaning_of(self.annotations[name])
                 reason = f"{name} is {short_repr(value)}, not {written}"
                 hint = f"{self.name} takes {meaning}"
                 if isinstance(value, str):
