@@ -29,6 +29,7 @@ from jax_bridge.lower.row_tables import (
 )
 from jax_bridge.nn.sharded import Sharded
 from xshard.errors import PlanError, ShapeError, api_boundary
+from xshard.layout.partition import ceil_div
 from xshard.nn.windows import (
     Frame,
     OutputRun,
@@ -237,7 +238,7 @@ def _windows_over_runs(frame: Frame, stride: int) -> WindowedDim:
         kept_outputs: list[int] = []  # of those that the operation computes
         n_fetched = 0  # rows of the block in the runs so far
         for run in runs:
-            first_output = -(-len(arranged_rows) // stride)  # rounded up
+            first_output = ceil_div(len(arranged_rows), stride)
             arranged_rows += [VOID] * (first_output * stride - len(arranged_rows))
             arranged_rows += range(n_fetched, n_fetched + run.rows)
             kept_outputs += range(first_output, first_output + run.outputs)

@@ -25,6 +25,7 @@ from jax_bridge.trees import array_leaves, is_array
 from xshard import Layout, Mesh, ProfileLike, Sharding, XshardError, load_profile
 from xshard.dtypes import carrier, n_bytes, name_of, numpy_dtype, recast
 from xshard.errors import DtypeError, MeshError, ReplicaError, api_boundary, located
+from xshard.layout.partition import ceil_div
 from xshard.rules import RulesLike
 from xshard.signatures import Bytes, Count
 from xshard.state import Names
@@ -662,7 +663,7 @@ def _holders_of_blocks(
 def _aligned_memory(n_blocks: int, block_bytes: int) -> list[NDArray[np.uint8]]:
     """Allocate memory for blocks, of which each begins at a multiple of `_ALIGNED` bytes."""
     # One memory for all: the system has large pages for it, but not for a single block.
-    stride = -(-block_bytes // _ALIGNED) * _ALIGNED
+    stride = ceil_div(block_bytes, _ALIGNED) * _ALIGNED
     memory = np.empty(n_blocks * stride + _ALIGNED, np.uint8)
     first_offset = -memory.ctypes.data % _ALIGNED
     offsets = [first_offset + i * stride for i in range(n_blocks)]

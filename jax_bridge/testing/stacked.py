@@ -21,6 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
 from xshard import Mesh, Sharding
+from xshard.layout.partition import ceil_div
 from xshard.runtimes.processes import FunctionError
 from xshard.steps.base import Block, Blocks
 
@@ -297,7 +298,7 @@ def collectives(text: str, n_devices: int) -> Iterator[HloCollective]:
 def _received_elements(op: str, result: int, n: int) -> int:
     """Return how many elements each of `n` devices receives, by the ring algorithm of a collective."""
     if op == "all-reduce":
-        return -(-2 * result * (n - 1) // n)  # rounded up
+        return ceil_div(2 * result * (n - 1), n)
     if op == "reduce-scatter":
         return result * (n - 1)  # the operand is `n` results
     return result * (n - 1) // n  # all-gather, all-to-all

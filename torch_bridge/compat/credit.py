@@ -30,6 +30,7 @@ from torch_bridge.ops import all_gather, halo_exchange
 from torch_bridge.redistribution import redistribute
 from xshard import Layout, Mesh, XshardError, compat
 from xshard.errors import MeshError, api_boundary
+from xshard.layout.partition import ceil_div
 from xshard.ops import Grad, HaloWidth, Shape
 from xshard.signatures import Count
 
@@ -211,7 +212,7 @@ def shard_tensor(
     length = x.shape[dim]
     # For its errors only: the part is cut below, as nothing has to be sent.
     compat.shard_whole(tuple(x.shape), dim, n_parts, AXIS, uneven=uneven)
-    part_rows = -(-length // n_parts)  # rounded up: the last parts are smaller
+    part_rows = ceil_div(length, n_parts)  # the last parts are smaller
     start = min(manager.domain_rank * part_rows, length)
     stop = min(start + part_rows, length)
     # A clone: the part must not keep the memory of the whole.

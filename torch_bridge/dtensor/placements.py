@@ -23,6 +23,7 @@ from xshard import Layout, Mesh, Sharding
 from xshard.arguments import lengths_of
 from xshard.errors import MeshError, NotationError, PlanError, ShapeError, Span, api_boundary
 from xshard.layout.layout import check_axes
+from xshard.layout.partition import ceil_div
 from xshard.layout.runs import (
     Run,
     Runs,
@@ -451,7 +452,7 @@ def _wanted_factors(dim: Dim, mesh: Mesh, length: int | None) -> dict[str, int]:
             ]
             factors[axis] = n_pieces * mesh.size(*later_in_mesh)
         if n_rows is not None:
-            n_rows = -(-n_rows // mesh.size(*cut.axes))
+            n_rows = ceil_div(n_rows, mesh.size(*cut.axes))
     return factors
 
 
@@ -511,10 +512,10 @@ def _shares(length: int, n_devices: int, n_pieces: int, coordinate: int) -> Iter
     8 rows in 2 pieces for 4 devices, coordinate 1 -> rows 1 and 5. Sizes are rounded up, so that the
     last pieces and shares may be empty.
     """
-    piece_rows = max(-(-length // n_pieces), 1)
+    piece_rows = max(ceil_div(length, n_pieces), 1)
     for start in range(0, length, piece_rows):
         stop = min(start + piece_rows, length)
         # Rounded up, as `torch.chunk` does.
-        share_rows = -(-(stop - start) // n_devices)
+        share_rows = ceil_div(stop - start, n_devices)
         share_start = start + coordinate * share_rows
         yield from interval(min(share_start, stop), min(share_start + share_rows, stop))

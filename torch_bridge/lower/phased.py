@@ -19,6 +19,7 @@ from torch_bridge.lower.packing import Packing
 from torch_bridge.lower.step_context import StepContext
 from torch_bridge.lower.subarray import AFTER, BEFORE, subarray, without_base
 from torch_bridge.mesh.process_mesh import Group
+from xshard.layout.partition import ceil_div
 from xshard.layout.runs import Run
 from xshard.notation.parser import Shard
 from xshard.steps.traffic import Phases
@@ -123,7 +124,7 @@ def all_reduce(phases: Phases, context: StepContext, op: str) -> list[Move]:
     *fast_groups, slow_group = _groups(phases, context)
     piece_count = math.prod(len(group.devices) for group in fast_groups)
     # Rounded up: the last piece is filled up with zeros.
-    piece_size = -(-math.prod(context.shapes.before) // piece_count)
+    piece_size = ceil_div(math.prod(context.shapes.before), piece_count)
     reductions: list[Move] = []  # the fastest first
     gathers: list[Move] = []  # each undoes the reduction with its index
     n_held = piece_count  # pieces that a device still holds

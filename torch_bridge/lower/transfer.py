@@ -29,6 +29,7 @@ from torch_bridge.mesh.process_mesh import ProcessMesh, mesh_of_ranks
 from torch_bridge.versions.process_groups import backend_and_store
 from xshard import Mesh, Plan
 from xshard.errors import MeshError, PlanError
+from xshard.layout.partition import ceil_div
 from xshard.layout.sub_axes import SubAxisMesh
 from xshard.plans.plan import Stage
 
@@ -394,7 +395,7 @@ class _Message(NamedTuple):
         end = 0
         for tensor in tensors:
             # A view of a dtype begins at a multiple of its size: the next multiple after the end.
-            start = -(-end // _ALIGNMENT) * _ALIGNMENT
+            start = ceil_div(end, _ALIGNMENT) * _ALIGNMENT
             end = start + tensor.nbytes
             slices.append(slice(start, end))
         buffer = torch.empty(end, dtype=torch.uint8, device=device)

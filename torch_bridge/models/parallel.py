@@ -185,7 +185,10 @@ class ParallelModel:
 
     @property
     def cut_parameters(self) -> list[ShardedParameter]:
-        """The same on meshes of several processes, without those that a user has taken out."""
+        """Parameters and buffers of which a process has less than the whole, and that are still in the model.
+
+        A layout may shard over an axis of one process, which cuts nothing.
+        """
         return [
             parameter
             for parameter in self.sharded_parameters

@@ -13,6 +13,7 @@ from torch_bridge.lower.collectives import MESSAGES
 from torch_bridge.versions.modes import TorchDispatchMode
 from torch_bridge.versions.process_groups import group_by_name
 from xshard import XshardError
+from xshard.layout.partition import ceil_div
 
 Count = Callable[..., int]
 # By namespace and operation of torch; None for operations that carry no data.
@@ -140,7 +141,7 @@ def _all_reduce(tensors: Any, group: Any, *_: Any) -> int:
         tensors = [tensors]
     n_bytes = 0
     for x in tensors:
-        n_elements = -(-2 * (n - 1) * x.numel() // n)
+        n_elements = ceil_div(2 * (n - 1) * x.numel(), n)
         n_bytes += n_elements * x.element_size()
     return n_bytes
 

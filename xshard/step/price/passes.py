@@ -88,7 +88,8 @@ def exposed_shares(setup: StepSetup) -> Exposed:
         return Exposed(activations=0.0, beside=1 - overlap, ahead=1 - overlap)
     activations = AWAITED_IN_PARTS if setup.batch_parts > 1 else 1.0
     waiting = 1 - setup.moves.profile.eager_overlap
-    return Exposed(activations, waiting, ahead=waiting if setup.prefetch else 1.0)
+    ahead = waiting if setup.prefetch else 1.0
+    return Exposed(activations, beside=waiting, ahead=ahead)
 
 
 def closed_form(setup: StepSetup, limit_shares: Floats) -> CostFunction:
