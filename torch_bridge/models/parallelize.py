@@ -363,7 +363,7 @@ def replicated(model: nn.Module, context: ParallelContext) -> ParallelModel:
     # `parameters_by_rules` reads from hooks along which axes activations differ between processes.
     # These hooks of the whole model ("") say: along all axes. They are never registered.
     no_prefetch = Prefetch(context, 0)
-    rule_for_all = ModuleHooks(
+    hooks_of_model = ModuleHooks(
         name="",
         arguments=[],
         context=context,
@@ -375,7 +375,7 @@ def replicated(model: nn.Module, context: ParallelContext) -> ParallelModel:
         parameters=ModuleParameters("", context, no_prefetch),
     )
     all_replicated = Rules({"**": "..."})  # every parameter is replicated
-    by_rules = parameters_by_rules(model, context, all_replicated, hooks={"": rule_for_all})
+    by_rules = parameters_by_rules(model, context, all_replicated, hooks={"": hooks_of_model})
     no_sums = Gradients(context, (), bucket_bytes=None)
     return ParallelModel(
         context,
@@ -537,7 +537,8 @@ def _counts(modules: Mapping[str, nn.Module], processes: ProcessMesh, rules: Rul
             rule = rule_of(text, processes.mesh)
             heads = Sharding(rule.src, processes.mesh, shape=(count.whole,))
             [dim] = heads.layout.dims
-            # Plain parts of the array have other borders: 4 heads are 2 2 0, and its 16 rows 6 6 4.
+            # Rows of an array in plain blocks would be cut within heads: on 3 processes 4 heads of 4
+            # rows are 2, 2 and 0 heads, but the 16 rows are 6, 6 and 4.
             if not heads.is_even and all(shard.order == "block" for shard in dim.shards):
                 hint = f"say what each process counts of {count.whole}, as in 'h/sizes(tp,2,1,1)'"
                 reason = f"{count.whole} is not divisible by {processes.mesh.size(*dim.axes)}"

@@ -164,13 +164,16 @@ class Penalties:
         if not self._has_graph_of_gradients:
             roots = roots_of_backward_pass()
             by_id = {id(parameter.tensor): parameter for parameter in self.parameters}
-            self._search(roots, by_id)
+            self._check_outside(roots, by_id)
             if looks_inside:
-                self._search_inside(roots, by_id)
+                self._check_inside(roots, by_id)
         self._has_graph_of_gradients = torch.is_grad_enabled()  # of backward(create_graph=True)
 
-    def _search(self, roots: Sequence[Any], by_id: Mapping[int, ShardedParameter]) -> None:
-        """Raise PlanError for a penalty, a factor or a read outside of modules.
+    def _check_outside(self, roots: Sequence[Any], by_id: Mapping[int, ShardedParameter]) -> None:
+        """Raise PlanError if the loss itself, outside of modules, uses a parameter in a wrong way.
+
+        Wrong are penalties and factors that would count more or less than once, and blocks that are
+        read in the place of gathered parameters.
 
         Args:
             roots: The nodes of the loss.
@@ -181,16 +184,16 @@ class Penalties:
             for parameter, visited in search.uses(root):
                 if visited.meets_activations:
                     self._check_is_whole(parameter)
-                if visited.whole_axes is None:
+                if visited.whole_axes is None:  # no factor
                     _check_counted_once(parameter, visited.mean_axes)
                     _check_is_sum(parameter, visited.reading)
                 else:
                     _check_factor(parameter, visited.whole_axes)
 
-    def _search_inside(self, roots: Sequence[Any], by_id: Mapping[int, ShardedParameter]) -> None:
+    def _check_inside(self, roots: Sequence[Any], by_id: Mapping[int, ShardedParameter]) -> None:
         """Raise PlanError if what modules computed reads a block in the place of a gathered parameter.
 
-        Arguments are as for `_search`.
+        Arguments are as for `_check_outside`.
         """
         to_visit = list(roots)
         seen = set()

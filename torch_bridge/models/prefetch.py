@@ -170,12 +170,13 @@ class Prefetch:
         self._compare(self._used)
 
     def schedule(self) -> Schedule:
-        """Return the schedule of a step: passes as the last ones."""
+        """Return the schedule of the next step, if modules take turns in it as in the last passes."""
         forward = []
         for name, turn in _label(self.forward):
             parameters = Start(f"{name} parameters", turn.n_bytes)
             forward.append(ScheduledTurn(name, parameters=parameters))
-        # Modules that keep their parameters come last, as the model, which has the first turn forward.
+        # Modules that keep their parameters gather nothing in the backward pass, so that their turns
+        # in it are not known. They come last, in the reversed order: the model itself is one of them.
         gathered_again = {turn.name for turn in self.backward}
         kept_turns = [turn for turn in reversed(self.forward) if turn.name not in gathered_again]
         backward = []
